@@ -1,0 +1,36 @@
+# Every target sets up what it needs: `make demo` on a fresh checkout is enough.
+
+PYTHON ?= python3
+RUN := .venv/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check
+
+help: ## Show this list
+	@echo "Targets of lightning-loco (make PYTHON=python3.12 ... chooses the Python of .venv):"
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: .venv/.installed ## Make .venv and install the project with the tested versions into it
+
+demo: .venv/.installed ## Train a small GPT with GASLoC on a ring of 4 CPU workers
+	$(RUN) train.py experiment=demo
+
+test: .venv/.installed ## Run the whole test suite on the CPU, doctests and slow tests included
+	OMP_NUM_THREADS=1 $(RUN) -m pytest --durations=10
+
+check: .venv/.installed ## Lint, check the formatting and the types
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+# Done again only when the requirements change.
+.venv/.installed: pyproject.toml constraints.txt
+	@command -v $(PYTHON) > /dev/null || { \
+	    echo "There is no '$(PYTHON)' here. Install Python 3.10 or newer, or name one:" \
+	         "make $(MAKECMDGOALS) PYTHON=/path/to/python" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	    echo "lightning-loco needs Python 3.10 or newer, but $(PYTHON) is $$($(PYTHON) -V 2>&1)." \
+	         "Name another: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(RUN) -m pip install --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@

@@ -1,0 +1,127 @@
+"""What a test must not leave behind: threads, processes, process groups, files.
+
+The same checks run around every test in the pytest process and around every job in a pool worker.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+# Daemon threads of libraries that live as long as their process.
+KNOWN_DAEMONS = ("TMonitor", "QueueFeederThread", "Dummy-")
+# Caches of the tools, and folders that are made by working on the project, not by a test.
+KNOWN_FILES = {".git", ".venv", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}
+# Children that multiprocessing keeps for the whole session.
+KNOWN_CHILDREN = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """A picture of a process taken before a test or a job."""
+
+    environ: dict[str, str]
+    threads: frozenset[threading.Thread]
+    children: frozenset[int]
+    folder: Path | None
+    files: frozenset[str]
+
+    @classmethod
+    def now(cls, folder: Path | None = None) -> Surroundings:
+        """Take the picture; folder is watched for new files at its top level."""
+        return cls(
+            environ=dict(os.environ),
+            threads=frozenset(threading.enumerate()),
+            children=frozenset(_children()),
+            folder=folder,
+            files=_files(folder),
+        )
+
+    def restore(self, patience_s: float = 2.0) -> list[str]:
+        """Put the environment and rank_zero_only back; return a phrase for each thing left over."""
+        left = [f"the process group of torch.distributed ({rank})" for rank in _drop_group()]
+        left += [f"thread {name}" for name in self._new_threads(patience_s)]
+        left += [f"process {pid}: {command}" for pid, command in self._new_children(patience_s)]
+        left += [f"file {name}" for name in sorted(_files(self.folder) - self.files)]
+        restore_environ(self.environ)
+        _reset_rank_zero()
+        return left
+
+    def _new_threads(self, patience_s: float) -> list[str]:
+        """Threads that are new and still alive after a moment in which they may end."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            left = [
+                thread
+                for thread in threading.enumerate()
+                if thread not in self.threads and not _is_known(thread)
+            ]
+            if not left or time.monotonic() > deadline:
+                return [f"{thread.name!r} (daemon={thread.daemon})" for thread in left]
+            time.sleep(0.01)
+
+    def _new_children(self, patience_s: float) -> list[tuple[int, str]]:
+        deadline = time.monotonic() + patience_s
+        while True:
+            left = [(pid, name) for pid, name in _children().items() if pid not in self.children]
+            if not left or time.monotonic() > deadline:
+                return left
+            time.sleep(0.01)
+
+
+def restore_environ(environ: dict[str, str]) -> None:
+    """Make os.environ equal to environ, touching only what differs."""
+    for name in set(os.environ) - set(environ):
+        del os.environ[name]
+    for name, value in environ.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+def _is_known(thread: threading.Thread) -> bool:
+    names = (thread.name, type(thread).__name__)
+    return thread.daemon and any(name.startswith(KNOWN_DAEMONS) for name in names)
+
+
+def _children() -> dict[int, str]:
+    """Live direct children of this process, by process id (empty where there is no /proc)."""
+    found = {}
+    for listing in Path("/proc/self/task").glob("*/children"):
+        try:
+            pids = listing.read_text().split()
+        except OSError:
+            continue
+        for pid in pids:
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+            except OSError:
+                continue
+            # A zombie has no command line: it ended, and nobody has asked for its status yet.
+            if command and not any(name in command for name in KNOWN_CHILDREN):
+                found[int(pid)] = command[:200]
+    return found
+
+
+def _files(folder: Path | None) -> frozenset[str]:
+    if folder is None:
+        return frozenset()
+    return frozenset(path.name for path in folder.iterdir()) - KNOWN_FILES
+
+
+def _drop_group() -> list[str]:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_initialized():
+        return []
+    rank = f"rank {distributed.get_rank()} of {distributed.get_world_size()}"
+    distributed.destroy_process_group()
+    return [rank]
+
+
+def _reset_rank_zero() -> None:
+    for module in ("lightning.fabric.utilities.rank_zero", "lightning_utilities.core.rank_zero"):
+        if module in sys.modules:
+            sys.modules[module].rank_zero_only.rank = 0

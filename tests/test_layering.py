@@ -1,0 +1,174 @@
+"""Imports go downwards only, and private names of the hosts stay in the modules meant for them."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "lightning_loco"
+
+# From the bottom to the top; a module may import from its own layer and from those before it.
+# "" is lightning_loco/__init__.py.
+LAYERS = (
+    "__about__",
+    "topology",
+    "algorithms",
+    "comm",
+    "simulation",
+    "strategies",
+    "callbacks",
+    "demo",
+    "",
+    "cli",
+)
+# What each layer may import besides the standard library; layers not named here are free.
+FOREIGN = {
+    "__about__": set(),
+    "topology": {"networkx", "numpy", "torch"},
+    "algorithms": {"torch"},
+    "comm": {"torch", "zmq"},
+    "simulation": {"torch"},
+}
+# Modules that may import more than their layer, when it is installed.
+EXTRA = {"lightning_loco.topology.draw": {"matplotlib"}}
+# Modules that may use private names of other packages.
+MAY_USE_PRIVATE = {"lightning_loco.strategies.lockstep", "lightning_loco.comm.groups"}
+# Fused operations on lists of tensors, which the whole of PyTorch's optimizers is built on.
+PUBLIC_IN_PRACTICE = ("_foreach_",)
+
+
+def module_name(path: Path) -> str:
+    parts = ("lightning_loco", *path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(tree: ast.AST, package: str) -> Iterator[tuple[int, str, str | None]]:
+    """Line, module and name (None for `import module`) of every import, nested ones too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name, None
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *([base] if base else [])])
+            for alias in node.names:
+                yield node.lineno, base, alias.name
+
+
+def layer_of(module: str) -> str:
+    return (module.split(".") + [""])[1]
+
+
+def is_private(name: str) -> bool:
+    dunder = name.startswith("__") and name.endswith("__")
+    return name.startswith("_") and not dunder and not name.startswith(PUBLIC_IN_PRACTICE)
+
+
+def violations(module: str, source: str, is_package: bool = False) -> list[str]:
+    """A sentence for each import or private name in source that its layer does not allow."""
+    tree = ast.parse(source)
+    layer = layer_of(module)
+    if layer not in LAYERS:
+        return [f"{module}: layer {layer!r} has no place in tests/test_layering.py"]
+    found = []
+    foreign_names = set()
+    package = module if is_package else module.rpartition(".")[0]
+    for line, target, name in imports(tree, package):
+        where = f"{module}:{line}"
+        top = target.split(".")[0]
+        if top == "lightning_loco":
+            full = f"{target}.{name}" if target == "lightning_loco" and name in LAYERS else target
+            if layer_of(full) not in LAYERS:
+                found.append(f"{where}: {full} has no place in tests/test_layering.py")
+            elif LAYERS.index(layer_of(full)) > LAYERS.index(layer):
+                found.append(f"{where}: {layer or top} must not import {full}")
+        elif top not in sys.stdlib_module_names:
+            foreign_names |= bound_names(tree, line)
+            if top not in FOREIGN.get(layer, {top}) | EXTRA.get(module, set()):
+                found.append(f"{where}: {layer} must not import {top}")
+            if module not in MAY_USE_PRIVATE:
+                parts = [*target.split("."), *([name] if name else [])]
+                found += [f"{where}: private name {part}" for part in parts if is_private(part)]
+    if module not in MAY_USE_PRIVATE:
+        found += private_attributes(tree, module, foreign_names)
+    return found
+
+
+def bound_names(tree: ast.AST, line: int) -> set[str]:
+    """Names that the import statement at this line makes."""
+    return {
+        alias.asname or alias.name.split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom) and node.lineno == line
+        for alias in node.names
+    }
+
+
+def private_attributes(tree: ast.AST, module: str, foreign: set[str]) -> list[str]:
+    """Uses such as torch.distributed._private, where torch was imported from outside."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            root = node.value
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if isinstance(root, ast.Name) and root.id in foreign:
+                found.append(f"{module}:{node.lineno}: private name {ast.unparse(node)}")
+    return found
+
+
+def test_imports_go_downwards() -> None:
+    paths = sorted(PACKAGE.rglob("*.py"))
+    assert paths
+    found = []
+    for path in paths:
+        is_package = path.name == "__init__.py"
+        found += violations(module_name(path), path.read_text(encoding="utf-8"), is_package)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "expected"),
+    [
+        ("comm.engine", "from lightning_loco.strategies.base import LocoStrategy", "strategies"),
+        ("comm.engine", "from lightning_loco import strategies", "strategies"),
+        ("comm.engine", "from lightning_loco import LocoStrategy", "lightning_loco"),
+        ("comm.engine", "from ..callbacks import x", "callbacks"),
+        ("topology.ring", "import matplotlib", "topology must not import matplotlib"),
+        ("topology.base", "def f():\n    import lightning_loco.algorithms", "algorithms"),
+        ("topology.base", "if TYPE_CHECKING:\n    import lightning", "topology must not import"),
+        ("simulation", "from lightning.pytorch import Trainer", "simulation must not import"),
+        ("strategies.base", "from lightning.fabric import _private", "private name _private"),
+        ("strategies.base", "from torch._utils import x", "private name _utils"),
+        ("comm.flat", "import torch.distributed as dist\ndist._get()", "private name dist._get"),
+        ("callbacks.a", "import torch\ntorch.cuda._sleep(1)", "private name torch.cuda._sleep"),
+        ("helpers.a", "import torch", "no place"),
+    ],
+)
+def test_a_wrong_import_is_found(module: str, source: str, expected: str) -> None:
+    found = violations(f"lightning_loco.{module}", source)
+    assert len(found) == 1
+    assert expected in found[0]
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("algorithms.gasloc", "from lightning_loco.topology import Ring"),
+        ("comm.engine", "from .flat import Chunk"),
+        ("comm.flat", "import torch\ntorch._foreach_copy_([], [])\ntorch.__version__"),
+        ("comm.groups", "import torch.distributed as dist\ndist._get()"),
+        ("strategies.lockstep", "from lightning.pytorch import _private"),
+        ("strategies.base", "from lightning.pytorch import Trainer\nself._private = 1"),
+        ("cli", "import lightning_loco"),
+        ("topology.draw", "import matplotlib"),
+    ],
+)
+def test_a_right_import_is_not(module: str, source: str) -> None:
+    assert violations(f"lightning_loco.{module}", source) == []

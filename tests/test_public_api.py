@@ -1,0 +1,122 @@
+"""What users may rely on: names, defaults, registry strings, version, types."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import pickle
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+
+import lightning_loco as loco
+
+# Arguments and defaults that stay; more may follow.
+STRATEGIES = {
+    "LocalSGDStrategy": ("local_sgd", {"sync_every": 100}),
+    "DiLoCoStrategy": (
+        "diloco",
+        {
+            "sync_every": 100,
+            "outer_lr": 0.7,
+            "outer_momentum": 0.9,
+            "nesterov": True,
+            "outer_optimizer": None,
+        },
+    ),
+    "AsyncDiLoCoStrategy": (
+        "async_diloco",
+        {"sync_every": 100, "outer_lr": 0.7, "outer_momentum": 0.0, "warm_start": True},
+    ),
+    "GASLoCStrategy": (
+        "gasloc",
+        {
+            "topology": "ring",
+            "sync_every": 100,
+            "outer_lr": 0.7,
+            "gossip_step": "auto",
+            "momentum": "auto",
+            "momentum_on": "local",
+        },
+    ),
+}
+LOCO_DEFAULTS = {
+    "sync_every": 100,
+    "overlap": False,
+    "topology": None,
+    "evaluate": "average",
+    "finalize": "average",
+    "timeout_s": 600,
+}
+REGISTRY = [(name, cls) for cls, (name, _) in STRATEGIES.items()]
+
+
+def test_all_names_exist() -> None:
+    assert len(set(loco.__all__)) == len(loco.__all__)
+    assert [name for name in loco.__all__ if not hasattr(loco, name)] == []
+    assert {"LocoStrategy", *STRATEGIES, "LocalSGD", "DiLoCo", "GASLoC"} <= set(loco.__all__)
+
+
+def test_every_public_class_has_a_docstring() -> None:
+    classes = filter(inspect.isclass, (getattr(loco, name) for name in loco.__all__))
+    assert [cls.__name__ for cls in classes if not cls.__dict__.get("__doc__")] == []
+
+
+def test_version_is_that_of_the_distribution() -> None:
+    assert loco.__version__ == importlib.metadata.version("lightning-loco")
+
+
+def test_types_are_shipped() -> None:
+    assert Path(loco.__file__).with_name("py.typed").is_file()
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_arguments_and_defaults(name: str) -> None:
+    parameters = inspect.signature(getattr(loco, name)).parameters
+    expected = STRATEGIES[name][1]
+    assert {key: parameters[key].default for key in expected} == expected
+    kinds = {key: parameter.kind for key, parameter in parameters.items()}
+    assert not {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL} & {*kinds.values()}
+    common = {kinds[key] for key in ("evaluate", "finalize", "timeout_s")}
+    assert common == {inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_arguments_and_defaults_of_the_composed_strategy() -> None:
+    first, *others = inspect.signature(loco.LocoStrategy).parameters.values()
+    assert first.name == "algorithm"
+    assert {parameter.kind for parameter in others} == {inspect.Parameter.KEYWORD_ONLY}
+    defaults = {parameter.name: parameter.default for parameter in others}
+    assert {key: defaults[key] for key in LOCO_DEFAULTS} == LOCO_DEFAULTS
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_misspelt_arguments_are_refused(name: str) -> None:
+    with pytest.raises(TypeError, match="sync_evry"):
+        getattr(loco, name)(sync_evry=3)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategies_can_be_sent_to_other_processes(name: str) -> None:
+    strategy = getattr(loco, name)(sync_every=7)
+    assert isinstance(strategy, DDPStrategy)
+    assert isinstance(strategy, loco.LocoStrategy)
+    assert type(pickle.loads(pickle.dumps(strategy))) is type(strategy)
+
+
+@pytest.mark.parametrize(("name", "cls"), REGISTRY)
+def test_a_trainer_takes_the_registry_string(name: str, cls: str) -> None:
+    trainer = Trainer(strategy=name, accelerator="cpu", devices=2, logger=False)
+    assert type(trainer.strategy) is getattr(loco, cls)
+    assert trainer.strategy.launcher.is_interactive_compatible is False
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+@pytest.mark.parametrize(("name", "cls"), REGISTRY)
+def test_twins_choose_how_processes_start(name: str, cls: str, start_method: str) -> None:
+    twin = f"{name}_{start_method}"
+    assert twin in StrategyRegistry.available_strategies()
+    trainer = Trainer(strategy=twin, accelerator="cpu", devices=2, logger=False)
+    assert type(trainer.strategy) is getattr(loco, cls)
+    assert trainer.strategy.launcher._start_method == start_method
