@@ -1,0 +1,157 @@
+"""DiLoCo: an outer optimizer follows the mean pseudo-gradient of the workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_loco.algorithms.base import Algorithm, State
+from lightning_loco.algorithms.outer import step_outer_optimizer
+from lightning_loco.algorithms.stability import largest_stable_contraction
+
+if TYPE_CHECKING:
+    from lightning_loco.topology import Topology
+
+OuterOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclasses.dataclass(frozen=True)
+class DiLoCo(Algorithm):
+    r"""An outer optimizer applies the workers' mean pseudo-gradient to shared parameters.
+
+    .. math::
+        \Delta = \frac{1}{N}\sum_i (\Theta - \theta^i), \quad m \leftarrow \mu m + \Delta, \quad
+        \Theta \leftarrow \Theta - \eta\,(\Delta + \mu m), \quad \theta^i \leftarrow \Theta
+
+    The outer parameters :math:`\Theta` are equal on all workers and are the consensus model. The
+    inner optimizer is arbitrary, and its state stays local.
+
+    Args:
+        outer_lr: Outer learning rate :math:`\eta`, positive.
+        outer_momentum: Momentum :math:`\mu` in [0, 1). Lower it when there are few local steps
+            between rounds: 0.9 suits hundreds, 0.5 suits about ten.
+        nesterov: Nesterov momentum as in ``torch.optim.SGD``; False is heavy ball.
+        outer_optimizer: Another outer optimizer, as a callable from a list with one flat parameter
+            to a ``torch.optim.Optimizer``, for instance
+            ``functools.partial(torch.optim.AdamW, lr=0.1)`` or the class itself. The other outer
+            arguments are then unused. It sees all parameters as one vector, so optimizers that
+            need matrix shapes (Muon) do not fit.
+
+    Raises:
+        ValueError: If a number is out of range.
+        TypeError: If ``outer_optimizer`` is not callable.
+
+    Source:
+        Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
+        arXiv:2311.08105.
+
+    Example:
+        >>> import torch
+        >>> algorithm = DiLoCo(outer_lr=1.0, outer_momentum=0.0)
+        >>> state = algorithm.init(torch.zeros(2))
+        >>> local = torch.tensor([1.0, 3.0])
+        >>> message = algorithm.propose(local, state)  # outer - local
+        >>> message
+        tensor([-1., -3.])
+        >>> algorithm.apply(local, torch.tensor([-1.0, -2.0]), state)
+        >>> local  # outer SGD(1) lands on the mean of the local parameters
+        tensor([1., 2.])
+    """
+
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    nesterov: bool = True
+    outer_optimizer: OuterOptimizer | None = None
+
+    exchange = "mean"
+    consensus_key = "outer"
+    replicated = True
+    supports_overlap = True
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if not (math.isfinite(self.outer_lr) and self.outer_lr > 0):
+            raise ValueError(
+                f"outer_lr must be positive, got {self.outer_lr}. A common value is 0.7."
+            )
+        if not 0 <= self.outer_momentum < 1:
+            raise ValueError(
+                f"outer_momentum must be in [0, 1), got {self.outer_momentum}. "
+                "Common values are 0.9 for hundreds of local steps, 0.5 for ten, 0 for none."
+            )
+        if self.outer_optimizer is not None and not callable(self.outer_optimizer):
+            raise TypeError(
+                "outer_optimizer must be a callable from parameters to a torch optimizer, got "
+                f"{self.outer_optimizer!r}. Pass functools.partial(torch.optim.AdamW, lr=0.1), say."
+            )
+
+    @property
+    def elementwise(self) -> bool:
+        """True for the built-in outer SGD; another optimizer sees the whole vector."""
+        return self.outer_optimizer is None
+
+    def prepare(self, num_workers: int, topology: Topology | None) -> DiLoCo:
+        """Refuse a topology, and an outer optimizer that cannot step on a flat vector."""
+        super().prepare(num_workers, topology)
+        if self.outer_optimizer is not None:
+            probe = torch.zeros(2)
+            state = self.init(probe)
+            self.apply(torch.zeros(2), torch.ones(2), state)
+        return self
+
+    def check_overlap(self) -> None:
+        """Warn when (outer_lr, outer_momentum) is unstable one round late."""
+        super().check_overlap()
+        if self.outer_optimizer is not None:
+            return
+        limit = largest_stable_contraction(self.outer_lr, self.outer_momentum, self.nesterov)
+        if limit < 1 - 1e-6:
+            warnings.warn(
+                f"outer_lr={self.outer_lr} with outer_momentum={self.outer_momentum} is unstable "
+                f"with overlap when a local phase covers more than {limit:.0%} of the way to its "
+                "optimum. Use outer_momentum=0, or (0.7, 0.3), or (0.2, 0.9).",
+                stacklevel=2,
+            )
+
+    def init(self, params: Tensor) -> State:
+        """Outer parameters, and the momentum buffer if there is momentum."""
+        state = {"outer": params}
+        if self.outer_optimizer is None and self.outer_momentum > 0:
+            state["momentum"] = torch.zeros_like(params)
+        return state
+
+    def propose(self, params: Tensor, state: State) -> Tensor:
+        """The message is the pseudo-gradient, outer - local."""
+        return torch.sub(state["outer"], params, out=params)
+
+    def apply(self, params: Tensor, received: Tensor, state: State) -> None:
+        """One outer step with the mean pseudo-gradient; local parameters restart from outer."""
+        outer = state["outer"]
+        if self.outer_optimizer is not None:
+            step_outer_optimizer(self.outer_optimizer, outer, received, state)
+        else:
+            step = received
+            if self.outer_momentum > 0:
+                momentum = state["momentum"]
+                momentum.mul_(self.outer_momentum).add_(received)
+                step = (
+                    received.add_(momentum, alpha=self.outer_momentum)
+                    if self.nesterov
+                    else momentum
+                )
+            outer.add_(step, alpha=-self.outer_lr)
+        params.copy_(outer)
+
+    def restart(self, params: Tensor, state: State) -> None:
+        """The round begins at the outer parameters."""
+        params.copy_(state["outer"])
+
+    def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
+        """The mean pseudo-gradient."""
+        return received

@@ -1,0 +1,175 @@
+"""GASLoC: local updates, gossip with neighbours, and one momentum for both."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_loco.algorithms.base import Algorithm, State
+from lightning_loco.topology import Ring, lambda_max, matching_radius
+
+if TYPE_CHECKING:
+    from lightning_loco.topology import Topology
+
+
+@dataclasses.dataclass(frozen=True)
+class GASLoC(Algorithm):
+    r"""Each worker moves along its own drift, is pulled to its neighbours, and keeps momentum.
+
+    .. math::
+        u_t = \theta_t + \eta\,g_t, \qquad
+        \theta_{t+1} = u_t - \alpha \Lambda u_t + \gamma\,(u_t - u_{t-1}), \qquad u_{-1} = \theta_0
+
+    with the drift :math:`g_t = \theta_{t,H_i} - \theta_t` of the local steps and the Laplacian
+    :math:`\Lambda` of the topology, :math:`\Lambda_{ii} = \sum_j \lambda_{ij}` over undirected
+    edges. With Metropolis weights a ``gossip_step`` of 1 is one step of Metropolis gossip; a pair
+    of workers averages at 0.5. Messages go to neighbours only. The consensus model is the mean.
+
+    Args:
+        outer_lr: :math:`\eta`, positive; 1 takes the local parameters as they are.
+        gossip_step: :math:`\alpha`, positive. ``"auto"``: 1 on fixed graphs, 0.5 on matchings.
+            :func:`lightning_loco.topology.optimal_gossip` gives the pair
+            :math:`(\alpha^*, \gamma^*)` that reaches consensus fastest.
+        momentum: :math:`\gamma` in [0, 1). ``"auto"``: 0.5 on fixed graphs, 0 on changing ones.
+        momentum_on: ``"local"`` puts the momentum on :math:`u_t` as written above;
+            ``"gossiped"`` on :math:`z_t = (I - \alpha\Lambda) u_t`, which on a complete graph is
+            DiLoCo with Nesterov momentum on every worker.
+        laplacian_scale: :math:`\Lambda = s\,(I - W)` for the mixing matrix W; set by
+            :meth:`prepare` from the topology.
+
+    Raises:
+        ValueError: If a number is out of range; from :meth:`prepare` if alpha is not stable.
+
+    Source:
+        Cagnasso, Belilovsky, Oyallon, "Unifying Local Communications and Local Updates for LLM
+        Pretraining", arXiv:2606.11081.
+
+    Example:
+        >>> import torch
+        >>> algorithm = GASLoC(outer_lr=1.0, gossip_step=1.0, momentum=0.0)
+        >>> state = algorithm.init(torch.zeros(1))
+        >>> local = torch.tensor([3.0])
+        >>> message = algorithm.propose(local, state)
+        >>> algorithm.apply(local, torch.tensor([2.0]), state)  # received: own row of W @ u
+        >>> local
+        tensor([2.])
+    """
+
+    outer_lr: float = 0.7
+    gossip_step: float | Literal["auto"] = "auto"
+    momentum: float | Literal["auto"] = "auto"
+    momentum_on: Literal["local", "gossiped"] = "local"
+    laplacian_scale: float = 1.0
+
+    exchange = "neighbors"
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if not (math.isfinite(self.outer_lr) and self.outer_lr > 0):
+            raise ValueError(
+                f"outer_lr must be positive, got {self.outer_lr}. A common value is 0.7."
+            )
+        if self.gossip_step != "auto" and not _is_number_in(self.gossip_step, 0, math.inf):
+            raise ValueError(
+                f"gossip_step must be positive or 'auto', got {self.gossip_step!r}. "
+                "1.0 is one step of gossip on a fixed graph, 0.5 averages pairs."
+            )
+        if self.momentum != "auto" and not (
+            self.momentum == 0 or _is_number_in(self.momentum, 0, 1)
+        ):
+            raise ValueError(f"momentum must be in [0, 1) or 'auto', got {self.momentum!r}.")
+        if self.momentum_on not in ("local", "gossiped"):
+            raise ValueError(
+                f"momentum_on must be 'local' or 'gossiped', got {self.momentum_on!r}."
+            )
+
+    def prepare(self, num_workers: int, topology: Topology | None) -> GASLoC:
+        """Resolve ``"auto"`` on this graph and check that plain gossip is stable on it."""
+        topology = topology if topology is not None else Ring()
+        topology.check(num_workers)
+        fixed = topology.period(num_workers) == 1
+        gossip_step = self.gossip_step
+        if gossip_step == "auto":
+            gossip_step = 0.5 if topology.is_matching else 1.0
+        momentum = self.momentum
+        if momentum == "auto":
+            momentum = 0.5 if fixed else 0.0
+        ready = dataclasses.replace(
+            self,
+            gossip_step=gossip_step,
+            momentum=momentum,
+            laplacian_scale=topology.laplacian_scale,
+        )
+        if num_workers > 1:
+            ready._check_stable(num_workers, topology, gossip_step, momentum)
+        return ready
+
+    def _check_stable(
+        self, num_workers: int, topology: Topology, gossip_step: float, momentum: float
+    ) -> None:
+        """alpha * lambda_max < 2 (1 + gamma) (Polyak); gossiped: < 1 + 1 / (1 + 2 gamma)."""
+        largest = lambda_max(topology, num_workers)
+        local = self.momentum_on == "local"
+        limit = 2 * (1 + momentum) if local else 1 + 1 / (1 + 2 * momentum)
+        if gossip_step * largest >= limit:
+            raise ValueError(
+                f"gossip_step={gossip_step:g} with momentum={momentum:g} makes gossip on this "
+                f"topology of {num_workers} workers diverge: gossip_step * lambda_max must stay "
+                f"below {limit:g}, and lambda_max is {largest:.4g}. Use gossip_step='auto' or at "
+                f"most {0.5 * limit / largest:.3g}."
+            )
+        if topology.is_matching and topology.period(num_workers) is None and momentum > 0:
+            radius = matching_radius(num_workers, gossip_step, momentum, self.momentum_on)
+            if radius >= 1:
+                warnings.warn(
+                    f"momentum={momentum:g} with gossip_step={gossip_step:g} on random matchings "
+                    f"of {num_workers} workers is not mean-square stable (radius {radius:.3f}, "
+                    "should be below 1): the workers drift apart. Use momentum=0, momentum_on='gossiped' "
+                    "or a smaller gossip_step.",
+                    stacklevel=4,
+                )
+
+    def init(self, params: Tensor) -> State:
+        """The start of the round, and the previous u (or z) if there is momentum."""
+        state = {"start": params}
+        if self.momentum != 0:
+            state["previous"] = params.clone()
+        return state
+
+    def propose(self, params: Tensor, state: State) -> Tensor:
+        """The message is u, the start moved along eta times the drift."""
+        return torch.lerp(state["start"], params, self.outer_lr, out=params)
+
+    def apply(self, params: Tensor, received: Tensor, state: State) -> None:
+        """Pull to the neighbours, add momentum, and start the next round there."""
+        assert isinstance(self.gossip_step, (int, float))
+        assert isinstance(self.momentum, (int, float))
+        pull = self.gossip_step * self.laplacian_scale
+        gossiped = torch.lerp(params, received, pull, out=received)
+        if self.momentum == 0:
+            params.copy_(gossiped)
+        else:
+            previous = state["previous"]
+            point = params if self.momentum_on == "local" else gossiped
+            step = point - previous
+            previous.copy_(point)
+            torch.add(gossiped, step, alpha=self.momentum, out=params)
+        state["start"].copy_(params)
+
+    def restart(self, params: Tensor, state: State) -> None:
+        """The round began at the start."""
+        params.copy_(state["start"])
+
+    def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
+        """This worker's own drift, eta g."""
+        start: Tensor = state["start"]
+        return params - start
+
+
+def _is_number_in(value: object, low: float, high: float) -> bool:
+    return isinstance(value, (int, float)) and low < value < high

@@ -1,0 +1,96 @@
+"""What must be true of a model before its training starts, on every worker."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_loco.comm.flat import FlatLayout, Schema
+from lightning_loco.comm.groups import WorkerGroup
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model that cannot be exchanged.
+
+    Raises:
+        ValueError: Without trainable parameters, with uninitialised (lazy) ones, or with sparse
+            gradients.
+    """
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(
+                f"Parameter {name!r} is not initialised yet (lazy module). Run one forward pass, "
+                "for example in LightningModule.configure_model, before training starts."
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ValueError(
+                f"Module {name!r} makes sparse gradients, which are not supported. "
+                "Build it with sparse=False."
+            )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            "The model has no trainable parameters, so there is nothing to exchange. "
+            "Set requires_grad=True on at least one parameter before fit."
+        )
+
+
+def check_same_schema(layout: FlatLayout, group: WorkerGroup) -> None:
+    """Compare the model's parameters between all workers.
+
+    Raises:
+        ValueError: On every worker, naming the first difference.
+    """
+    schema = layout.schema()
+    digests = group.gather_objects(zlib.crc32(repr(schema).encode()))
+    if len(set(digests)) == 1:
+        return
+    schemas: list[Schema] = group.gather_objects(schema)
+    for worker, other in enumerate(schemas):
+        if other != schemas[0]:
+            raise ValueError(
+                f"Worker {worker} holds a different model than worker 0: "
+                f"{_first_difference(other, schemas[0])}. Build the same model on every rank."
+            )
+
+
+def _first_difference(there: Schema, here: Schema) -> str:
+    for (name, *spec), (name_0, *spec_0) in zip(there, here, strict=False):
+        if name != name_0:
+            return f"parameter {name!r} there stands where worker 0 has {name_0!r}"
+        for what, value, value_0 in zip(("shape", "dtype", "strides"), spec, spec_0, strict=True):
+            if value != value_0:
+                return f"{name!r} has {what} {value} there and {value_0} on worker 0"
+    longer = there if len(there) > len(here) else here
+    extra = longer[min(len(there), len(here))][0]
+    return (
+        f"{len(there)} trainable parameters there and {len(here)} on worker 0; the first one more "
+        f"is {extra!r} on {'that worker' if longer is there else 'worker 0'}"
+    )
+
+
+@torch.no_grad()
+def share_from_worker_0(model: nn.Module, group: WorkerGroup) -> int:
+    """Give every worker the parameters and buffers of worker 0.
+
+    Returns:
+        A CRC-32 checksum of all of them, equal on all workers.
+    """
+    checksum = 0
+    for tensor in [*model.parameters(), *model.buffers()]:
+        data = tensor.detach().contiguous().reshape(-1)
+        raw = data.view(torch.uint8) if data.numel() else data.new_empty(0, dtype=torch.uint8)
+        if group.data is not None and raw.numel():
+            dist.broadcast(raw, group_src=0, group=group.data)
+            if data.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(data.view(tensor.shape))
+        checksum = zlib.crc32(_bytes(raw), checksum)
+    return checksum
+
+
+def _bytes(raw: Tensor) -> bytes:
+    return raw.cpu().numpy().tobytes()

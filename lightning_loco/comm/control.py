@@ -1,0 +1,118 @@
+"""The few numbers that travel beside every round, so that all workers agree on what happens next.
+
+A worker comes to the control exchange either with a round to make or to wait at a *meeting*: a
+place that all workers must reach together (validation, a checkpoint, the end of training). As long
+as anyone has a round to make, those who wait take part in it. So no worker hangs when data is
+uneven, and all see the same rows.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.stats import Statistics
+from lightning_loco.comm.waiting import explained, waiting
+
+ROUND = 0.0
+"""The ``place`` of a worker that makes a round; meetings have a positive number."""
+
+
+class Row(NamedTuple):
+    """What one worker tells all others.
+
+    Attributes:
+        place: :data:`ROUND`, or the number of a meeting.
+        round_index: Rounds this worker has begun; equal on all workers.
+        steps: Local steps since the last round.
+        weight: Share in a mean: 1, or 0 for a worker without valid progress.
+        finite: 0 when the parameters hold NaN or infinity.
+        loss: Last training loss, NaN if unknown.
+    """
+
+    place: float
+    round_index: float
+    steps: float
+    weight: float
+    finite: float
+    loss: float
+
+
+def meeting_number(purpose: str) -> float:
+    """A number that stands for the purpose of a meeting, equal on all workers."""
+    return float(zlib.crc32(purpose.encode()) + 1)
+
+
+class PendingRows:
+    """A control exchange under way."""
+
+    def __init__(
+        self, group: WorkerGroup, table: torch.Tensor, work: dist.Work | None, place: str
+    ) -> None:
+        self._group = group
+        self._table = table
+        self._work = work
+        self._place = place
+
+    def wait(self, statistics: Statistics) -> list[Row]:
+        """Return the rows of all workers.
+
+        Raises:
+            RuntimeError: If a worker is missing or has failed; the message names it.
+        """
+        if self._work is not None:
+            with waiting(statistics), explained(self._group, self._place):
+                self._work.wait()
+            self._work = None
+        rows = [Row(*values) for values in self._table.tolist()]
+        for worker, row in enumerate(rows):
+            if row.round_index != rows[0].round_index:
+                raise RuntimeError(
+                    f"Worker {worker} is in round {row.round_index:.0f} and worker 0 in round "
+                    f"{rows[0].round_index:.0f}. Resume all workers from the same checkpoint."
+                )
+        return rows
+
+    @property
+    def arrived(self) -> bool:
+        """Whether :meth:`wait` has returned before."""
+        return self._work is None
+
+    def total_weight(self, statistics: Statistics) -> float:
+        """Sum of the workers' weights; waits for them.
+
+        Raises:
+            RuntimeError: If no worker has a valid message.
+        """
+        rows = self.wait(statistics)
+        total = sum(row.weight for row in rows)
+        if total == 0:
+            raise RuntimeError(
+                f"No worker has made finite progress in {self._place}: the parameters hold NaN or "
+                "infinity everywhere. Lower the learning rate, clip gradients, or look at the data."
+            )
+        return total
+
+
+def start_rows(group: WorkerGroup, row: Row, place: str) -> PendingRows:
+    """Send this worker's row to all workers.
+
+    Args:
+        group: The workers.
+        row: What to tell.
+        place: The same in words, for messages: ``"round 12"``, ``"validation"``.
+    """
+    own = torch.tensor([row], dtype=torch.float64)
+    if group.control is None:
+        return PendingRows(group, own, None, place)
+    if group.watchdog is not None:
+        group.watchdog.place = place
+        group.watchdog.meetings += 1
+    table = torch.empty(group.num_workers, len(row), dtype=torch.float64)
+    with explained(group, place):
+        work = dist.all_gather(list(table.unbind()), own[0], group=group.control, async_op=True)
+    return PendingRows(group, table, work, place)

@@ -1,0 +1,401 @@
+"""When rounds start and end: after every H local steps, at once or one round late.
+
+The engine drives any algorithm in a plain PyTorch loop; the Lightning strategies use the same one::
+
+    engine = StepEngine(model, DiLoCo(), sync_every=100)   # on every rank
+    for batch in data:
+        ...
+        optimizer.step()
+        engine.step()
+    engine.finish()                                        # the model is now the consensus
+    engine.close()
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_loco.algorithms import Algorithm
+from lightning_loco.comm.checks import check_model, check_same_schema, share_from_worker_0
+from lightning_loco.comm.control import ROUND, PendingRows, Row, meeting_number, start_rows
+from lightning_loco.comm.exchange import make_exchange
+from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.replica import Replica
+from lightning_loco.comm.rounds import BlockingRounds, OverlappedRounds
+from lightning_loco.comm.settings import RoundSettings
+from lightning_loco.comm.stats import Statistics
+from lightning_loco.comm.watchdog import Watchdog
+
+log = logging.getLogger(__name__)
+
+
+class StopAgreed(Exception):
+    """Raised out of a meeting when the other workers have stopped, as agreed, somewhere else."""
+
+
+class StepEngine:
+    """Count local steps and make the rounds of one worker.
+
+    Args:
+        model: The module to train; its trainable parameters are exchanged.
+        algorithm: What a round computes.
+        sync_every: Local steps between rounds, at least 1; or a list with one entry per worker.
+        overlap: Apply a round's result one round later, and hide its communication.
+        warm_start: With overlap, make the first round a blocking one.
+        topology: Who is whose neighbour, for algorithms that exchange with neighbours.
+        bucket_bytes: Memory for messages under way, in bytes.
+        group: The workers. Default: all ranks of the default process group, with groups of its own.
+
+    Attributes:
+        statistics: What communication cost so far.
+        stop_agreed: The reason to stop, once this worker has come to the step that all workers
+            have agreed on after :meth:`request_stop`; None before.
+        was_finite: Whether this worker's parameters were finite at its last exchange.
+        last_loss: Set it to the last training loss, to have it travel with the rounds.
+        consensus_every: Measure the consensus distance every that many rounds; 0 for never.
+
+    Raises:
+        ValueError: On every worker, if the model or the settings do not fit.
+
+    Example:
+        >>> import torch
+        >>> from lightning_loco.algorithms import DiLoCo
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> engine = StepEngine(model, DiLoCo(outer_lr=0.5, outer_momentum=0.0), sync_every=2)
+        >>> start = model.weight.item()
+        >>> for _ in range(2):  # stands for two optimizer steps
+        ...     _ = model.weight.data.add_(1.0)
+        ...     _ = engine.step()
+        >>> round(model.weight.item() - start, 6)  # one worker: half of the drift
+        1.0
+        >>> engine.close()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        algorithm: Algorithm,
+        *,
+        sync_every: int | Sequence[int] = 100,
+        overlap: bool = False,
+        warm_start: bool = True,
+        topology: Any | None = None,
+        bucket_bytes: int = 16 * 2**20,
+        group: WorkerGroup | None = None,
+    ) -> None:
+        self.group = group if group is not None else WorkerGroup.create()
+        self.statistics = Statistics()
+        self.stop_agreed: str | None = None
+        self.last_loss: float | Tensor = math.nan
+        self.consensus_every = 0
+        self.consensus_elements = 65536
+        self.round_index = 0
+        self.steps = 0
+        self.steps_since_round = 0
+        self.was_finite = True
+        self._header: PendingRows | None = None
+        self._stop_reason: str | None = None
+        try:
+            self._setup(model, algorithm, sync_every, overlap, warm_start, topology, bucket_bytes)
+        except BaseException:
+            self.group.close()
+            raise
+
+    def _setup(
+        self,
+        model: nn.Module,
+        algorithm: Algorithm,
+        sync_every: int | Sequence[int],
+        overlap: bool,
+        warm_start: bool,
+        topology: Any | None,
+        bucket_bytes: int,
+    ) -> None:
+        group = self.group
+        error: Exception | None = None
+        try:
+            check_model(model)
+            settings = RoundSettings(algorithm, sync_every, overlap, warm_start, topology)
+            self.settings = settings.prepare(group.num_workers)
+            elements = self.settings.chunk_elements(model, bucket_bytes, group.num_workers)
+            self.replica = Replica(model, elements)
+        except (ValueError, TypeError) as found:
+            error = found
+        group.raise_together(error)
+        self.algorithm = self.settings.algorithm
+        self.sync_every = self.settings.steps_of(group.worker)
+        check_same_schema(self.replica.layout, group)
+        self.checksum = share_from_worker_0(model, group)
+        self._rounds = self._make_rounds()
+
+    @property
+    def measure_outer_gradient(self) -> bool:
+        """Whether rounds measure the norm of the outer gradient (one more pass over memory)."""
+        return self._rounds.measure_gradient
+
+    @measure_outer_gradient.setter
+    def measure_outer_gradient(self, value: bool) -> None:
+        self._rounds.measure_gradient = value
+
+    def _make_rounds(self) -> BlockingRounds:
+        layout = self.replica.layout
+        exchange = make_exchange(
+            self.algorithm, self.group, self.statistics, self.settings.topology
+        )
+        state = self.algorithm.init(layout.new_flat())
+        if self.settings.overlap:
+            warm = self.settings.warm_start
+            rounds: BlockingRounds = OverlappedRounds(layout, self.algorithm, exchange, state, warm)
+        else:
+            rounds = BlockingRounds(layout, self.algorithm, exchange, state)
+        self.statistics.staleness = rounds.staleness
+        return rounds
+
+    # ------------------------------------------------------------------ rounds
+
+    def count_step(self) -> None:
+        """Count one local step without making a round."""
+        self.steps += 1
+        self.steps_since_round += 1
+        watchdog = self.group.watchdog
+        if watchdog is not None:
+            watchdog.progress = (self.round_index, self.steps_since_round, self.sync_every)
+            if watchdog.stop_seen:
+                self._check_stop(watchdog)
+        elif self._stop_reason is not None:
+            self.stop_agreed = self._stop_reason
+
+    def request_stop(self, reason: str) -> None:
+        """Ask all workers to stop soon, at one point of the run; safe in a signal handler.
+
+        Args:
+            reason: What :attr:`stop_agreed` will be on every worker.
+        """
+        self._stop_reason = reason
+        if self.group.watchdog is not None:
+            self.group.watchdog.stop_reason = reason
+
+    def _check_stop(self, watchdog: Watchdog) -> None:
+        stop_at, reason = watchdog.wait_for_stop_point(self.group.timeout_s)
+        if self.round_index + Fraction(self.steps_since_round + 1, self.sync_every) > stop_at:
+            self.stop_agreed = reason
+
+    @property
+    def is_due(self) -> bool:
+        """Whether enough local steps are done for a round."""
+        return self.steps_since_round >= self.sync_every
+
+    def step(self) -> bool:
+        """Count one local step and make a round when it is due.
+
+        Returns:
+            Whether a round was made.
+        """
+        self.count_step()
+        if not self.is_due:
+            return False
+        self.make_round()
+        return True
+
+    @torch.no_grad()
+    def make_round(self) -> None:
+        """Make one round now, together with all workers.
+
+        Raises:
+            RuntimeError: If a worker is missing or has failed, or no worker is finite.
+        """
+        self.replica.check_trainable()
+        self._settle()
+        header = self._announce(ROUND, f"round {self.round_index}", self.replica.layout.is_finite())
+        self._run(header)
+
+    def _announce(self, place: float, words: str, finite: bool) -> PendingRows:
+        self.was_finite = finite
+        progress = finite and self.steps_since_round > 0
+        self._progress = progress
+        row = Row(
+            place=place,
+            round_index=self.round_index,
+            steps=self.steps_since_round,
+            weight=float(progress),
+            finite=float(finite),
+            loss=float(self.last_loss),
+        )
+        return start_rows(self.group, row, words)
+
+    def _run(self, header: PendingRows) -> None:
+        """Make the round that a control exchange has announced."""
+        self._header = header
+        if self.consensus_every and self.round_index % self.consensus_every == 0:
+            self.statistics.consensus_distance = self._measure_consensus()
+        self._rounds.run(self.round_index, self._progress, self._weight_from(header))
+        self.round_index += 1
+        self.steps_since_round = 0
+        self.statistics.rounds += 1
+        self.statistics.outer_grad_norm = self._rounds.gradient_norm
+        if header.arrived:
+            self._settle()
+
+    def _weight_from(self, header: PendingRows) -> Callable[[], float]:
+        """How to learn the weight of all messages; only a mean needs it, and waits for it."""
+        if self.algorithm.exchange == "mean":
+            return lambda: header.total_weight(self.statistics)
+        return lambda: 1.0
+
+    def _settle(self) -> None:
+        """Take note of what the workers said in the last control exchange."""
+        if self._header is None:
+            return
+        rows = self._header.wait(self.statistics)
+        self._header = None
+        self._note(rows)
+
+    def _note(self, rows: list[Row]) -> None:
+        self.statistics.losses = [row.loss for row in rows]
+        broken = [worker for worker, row in enumerate(rows) if not row.finite]
+        if broken and self.group.worker == 0:
+            log.warning(
+                "NaN or infinity in the parameters of worker %s at round %d: left out of the "
+                "exchange; it goes on from the start of the round.",
+                ", ".join(map(str, broken)),
+                rows[0].round_index,
+            )
+
+    # ---------------------------------------------------------------- meetings
+
+    @torch.no_grad()
+    def meet(self, purpose: str) -> list[Row]:
+        """Wait until all workers have come to the same place, taking part in rounds meanwhile.
+
+        Args:
+            purpose: Where, in words that are equal on all workers.
+
+        Returns:
+            What every worker said on arrival.
+
+        Raises:
+            RuntimeError: If a worker is missing or has failed, or waits somewhere else.
+        """
+        self._settle()
+        place = meeting_number(purpose)
+        while True:
+            header = self._announce(place, purpose, self.replica.layout.is_finite())
+            rows = header.wait(self.statistics)
+            if any(row.place == ROUND for row in rows):
+                self._run(header)
+                self._settle()
+                continue
+            self._note(rows)
+            if all(row.place == place for row in rows):
+                return rows
+            self._part(purpose)
+
+    def _part(self, purpose: str) -> None:
+        """Leave a meeting that cannot take place, because some workers wait elsewhere."""
+        watchdog = self.group.watchdog
+        if watchdog is not None and watchdog.stop_at is not None:
+            if self.stop_agreed is not None:
+                return
+            self.stop_agreed = watchdog.stop_at[1]
+            raise StopAgreed(self.stop_agreed)
+        places = self.group.gather_objects(f"{purpose} after {self.steps} local steps")
+        raise RuntimeError(
+            "Workers wait for each other in different places: "
+            + "; ".join(f"worker {i} in {where}" for i, where in enumerate(places))
+            + ". They have different numbers of batches. Give every worker the same number "
+            "(Trainer(limit_train_batches=...)), or validate and save at the end of epochs only."
+        )
+
+    @torch.no_grad()
+    def show_consensus(self, purpose: str = "the consensus") -> None:
+        """Put the consensus into the model; :meth:`show_local` brings the local parameters back.
+
+        The consensus is the algorithm's outer parameters, or the mean over the workers. All workers
+        must call it.
+        """
+        if self.replica.shows_consensus:
+            return
+        rows = self.meet(purpose)
+        total = sum(row.finite for row in rows)
+        if total == 0:
+            raise RuntimeError(
+                "The parameters hold NaN or infinity on every worker, so there is no consensus. "
+                "Lower the learning rate, or go back to the last checkpoint."
+            )
+        key = self.algorithm.consensus_key
+        outer = None if key is None else self._rounds.state[key]
+        valid = bool(rows[self.group.worker].finite)
+        self.replica.show_consensus(self.group, self.statistics, outer, valid, total)
+
+    @torch.no_grad()
+    def show_local(self) -> None:
+        """Put the local parameters back into the model."""
+        self.replica.show_local()
+
+    @torch.no_grad()
+    def finish(self, purpose: str = "the end of training") -> None:
+        """Share what is not shared yet and leave the consensus in the model, on all workers."""
+        rows = self.meet(purpose)
+        if any(row.steps > 0 for row in rows):
+            self.make_round()
+        self._settle()
+        self._rounds.drain()
+        self.show_consensus("the final consensus")
+
+    def _measure_consensus(self) -> float:
+        """Root mean square distance to the mean, from the same sample of elements everywhere."""
+        sample = self.replica.sample(self.consensus_elements, self.round_index)
+        if self.group.data is None:
+            return 0.0
+        n = self.group.num_workers
+        sums = torch.stack([sample, sample.square()])
+        dist.all_reduce(sums, group=self.group.data)
+        self.statistics.bytes_sent += 2 * (n - 1) * sums.nbytes // n
+        variance = (sums[1] / n - (sums[0] / n).square()).clamp_(min=0).sum()
+        scale = self.replica.layout.numel / max(sample.numel(), 1)
+        return math.sqrt(float(variance) * scale)
+
+    # -------------------------------------------------------------- checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything this worker needs to go on exactly, also in the middle of a round."""
+        self._settle()
+        params, buffers = self.replica.local()
+        return {
+            "round_index": self.round_index,
+            "steps": self.steps,
+            "steps_since_round": self.steps_since_round,
+            "params": params,
+            "buffers": buffers,
+            "state": dict(self._rounds.state),
+            "pending": self._rounds.pending(),
+            "statistics": self.statistics.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on from a state of :meth:`state_dict` of the same worker."""
+        self.round_index = saved["round_index"]
+        self.steps = saved["steps"]
+        self.steps_since_round = saved["steps_since_round"]
+        self.replica.set_local(saved["params"], saved["buffers"])
+        for key, value in saved["state"].items():
+            current = self._rounds.state.get(key)
+            if isinstance(current, Tensor):
+                current.copy_(value)
+            else:
+                self._rounds.state[key] = value
+        self._rounds.restore_pending(saved["pending"])
+        self.statistics.load_state_dict(saved["statistics"])
+
+    def close(self) -> None:
+        """Destroy the process groups and stop the watchdog; a second call does nothing."""
+        self.group.close()

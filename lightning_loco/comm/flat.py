@@ -1,0 +1,179 @@
+"""Flat buffers: where each parameter lives in one vector, and copying to and from it.
+
+Parameters are copied, never re-pointed, so tied weights, memory formats and captured graphs stay
+intact. The vector is cut into chunks that stay in the processor's cache while they are packed,
+exchanged and unpacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Schema = list[tuple[str, tuple[int, ...], str, tuple[int, ...]]]
+"""(name, shape, dtype, strides) of every tensor: what must be equal on all workers."""
+
+
+class Piece(NamedTuple):
+    """A part of one parameter inside a chunk."""
+
+    view: Tensor
+    shape: tuple[int, ...]
+    numel: int
+
+
+class Chunk:
+    """The slice ``start:stop`` of the flat vector and the pieces of parameters it is made of."""
+
+    def __init__(self, start: int, pieces: list[Piece]) -> None:
+        self.start = start
+        self.stop = start + sum(piece.numel for piece in pieces)
+        self.views = [piece.view for piece in pieces]
+        self._sizes = [piece.numel for piece in pieces]
+        self._shapes = [piece.shape if len(piece.shape) > 1 else None for piece in pieces]
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def _parts(self, flat: Tensor) -> list[Tensor]:
+        parts = torch.split(flat, self._sizes)
+        return [p if s is None else p.view(s) for p, s in zip(parts, self._shapes, strict=True)]
+
+    def pack(self, flat: Tensor) -> None:
+        """Copy the parameters into ``flat``, of shape ``(len(self),)``."""
+        torch._foreach_copy_(self._parts(flat), self.views)
+
+    def unpack(self, flat: Tensor) -> None:
+        """Copy ``flat``, of shape ``(len(self),)``, into the parameters."""
+        torch._foreach_copy_(self.views, self._parts(flat))
+
+
+class FlatLayout:
+    """The layout of named tensors in one flat vector of length ``numel``.
+
+    Args:
+        named_tensors: Names and floating-point tensors; duplicates (tied weights) must be gone.
+        chunk_elements: Longest chunk. Dense tensors are cut to fit; a tensor with gaps in memory
+            makes a chunk of its own.
+
+    Raises:
+        TypeError: If a tensor is not real floating point.
+
+    Note:
+        The vector is float32, or float64 if any tensor is float64. Dense tensors are laid out in
+        the order of their memory, so that channels_last costs nothing; hence strides are part of
+        the schema.
+    """
+
+    def __init__(
+        self, named_tensors: Iterable[tuple[str, Tensor]], chunk_elements: int | None = None
+    ) -> None:
+        self.names: list[str] = []
+        self.tensors: list[Tensor] = []
+        for name, tensor in named_tensors:
+            if not tensor.is_floating_point():
+                raise TypeError(
+                    f"{name!r} has dtype {tensor.dtype}; only real floating-point parameters can "
+                    "be averaged. Store complex values as two real parameters."
+                )
+            self.names.append(name)
+            self.tensors.append(tensor)
+        self.numel = sum(tensor.numel() for tensor in self.tensors)
+        wide = any(tensor.dtype == torch.float64 for tensor in self.tensors)
+        self.dtype = torch.float64 if wide else torch.float32
+        self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
+        self._chunk_elements = chunk_elements or max(self.numel, 1)
+        self._addresses: list[int] = []
+        self._chunks: list[Chunk] = []
+
+    def schema(self) -> Schema:
+        """Describe the tensors for a comparison between workers."""
+        return [
+            (name, tuple(t.shape), str(t.dtype), tuple(t.stride()))
+            for name, t in zip(self.names, self.tensors, strict=True)
+        ]
+
+    def chunks(self) -> list[Chunk]:
+        """The chunks, in order; made anew when a parameter's memory has moved."""
+        addresses = [tensor.data_ptr() for tensor in self.tensors]
+        if addresses != self._addresses:
+            self._chunks = self._cut()
+            self._addresses = addresses
+        return self._chunks
+
+    def _cut(self) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        pieces: list[Piece] = []
+        filled = start = 0
+
+        def close() -> None:
+            nonlocal pieces, filled, start
+            if pieces:
+                chunks.append(Chunk(start, pieces))
+                start, pieces, filled = chunks[-1].stop, [], 0
+
+        for tensor in self.tensors:
+            data = tensor.detach()
+            if not _is_dense(data):
+                close()
+                pieces.append(Piece(data, tuple(data.shape), data.numel()))
+                close()
+                continue
+            line = data.as_strided((data.numel(),), (1,))
+            position = 0
+            while position < line.numel():
+                length = min(line.numel() - position, self._chunk_elements - filled)
+                pieces.append(Piece(line.narrow(0, position, length), (length,), length))
+                position += length
+                filled += length
+                if filled == self._chunk_elements:
+                    close()
+        close()
+        return chunks
+
+    def new_flat(self) -> Tensor:
+        """Copy all tensors into a new flat vector ``(numel,)``."""
+        flat = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+        for chunk in self.chunks():
+            chunk.pack(flat[chunk.start : chunk.stop])
+        return flat
+
+    def write(self, flat: Tensor) -> None:
+        """Copy a flat vector ``(numel,)`` into all tensors."""
+        for chunk in self.chunks():
+            chunk.unpack(flat[chunk.start : chunk.stop])
+
+    def every(self, stride: int, offset: int) -> Tensor:
+        """Copy the elements ``offset, offset + stride, ...`` of the flat vector."""
+        parts = []
+        position = 0
+        for chunk in self.chunks():
+            for view in chunk.views:
+                parts.append(view.reshape(-1)[(offset - position) % stride :: stride])
+                position += view.numel()
+        return torch.cat(parts).to(self.dtype)
+
+    def is_finite(self) -> bool:
+        """Whether no tensor holds NaN or infinity (one read of the memory, one device sync)."""
+        if not self.tensors:
+            return True
+        data = [tensor.detach() for tensor in self.tensors]
+        sums = torch.stack([tensor.sum(dtype=self.dtype) for tensor in data])
+        if bool(torch.isfinite(sums).all()):
+            return True
+        return all(bool(torch.isfinite(tensor).all()) for tensor in data)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one stretch of memory without gaps or overlaps."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,104 @@
+"""Who takes part: process groups of its own for every engine, made in one order on all workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
+
+from lightning_loco.comm.watchdog import Watchdog
+
+_created = itertools.count()
+
+
+@dataclasses.dataclass
+class WorkerGroup:
+    """This worker's place among all workers, and the process groups that connect them.
+
+    Attributes:
+        worker: Number of this worker, 0 to N - 1.
+        num_workers: Number of workers N.
+        data: Group for messages (NCCL on GPUs, gloo on CPUs); None for a single worker.
+        control: gloo group for the few numbers that accompany a round; None for a single worker.
+        watchdog: Tells of failed workers; None for a single worker.
+        timeout_s: Longest wait for another worker, in seconds.
+    """
+
+    worker: int
+    num_workers: int
+    data: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup | None = None
+    watchdog: Watchdog | None = None
+    timeout_s: float = 600.0
+
+    @classmethod
+    def create(cls, *, timeout_s: float = 600.0, device: torch.device | None = None) -> WorkerGroup:
+        """Make the groups over all ranks of the default process group; call it on every rank.
+
+        Args:
+            timeout_s: Longest wait for another worker, in seconds.
+            device: Where the parameters live; decides the backend. Default: CPU.
+
+        Raises:
+            ValueError: If ``timeout_s`` is not positive.
+        """
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s is in seconds and must be positive, got {timeout_s}.")
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            return cls(worker=0, num_workers=1)
+        timeout = timedelta(seconds=timeout_s)
+        on_cpu = device is None or device.type == "cpu"
+        data = dist.new_group(timeout=timeout, backend="gloo" if on_cpu else None)
+        control = dist.new_group(timeout=timeout, backend="gloo")
+        worker, num_workers = dist.get_rank(), dist.get_world_size()
+        watchdog = Watchdog(_own_store(), worker, num_workers)
+        watchdog.start()
+        return cls(worker, num_workers, data, control, watchdog, timeout_s)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Collect one small picklable object from every worker, in order."""
+        if self.control is None:
+            return [value]
+        values: list[Any] = [None] * self.num_workers
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def raise_together(self, error: Exception | None) -> None:
+        """Raise on every worker when any worker has found an error, so that none is left waiting.
+
+        Args:
+            error: What this worker found, or None.
+
+        Raises:
+            Exception: This worker's error, or else the first other one's type and text.
+        """
+        found = self.gather_objects(None if error is None else (type(error), str(error)))
+        if error is not None:
+            raise error
+        for worker, item in enumerate(found):
+            if item is not None:
+                kind, text = item
+                raise kind(f"Worker {worker}: {text}")
+
+    def close(self) -> None:
+        """Stop the watchdog and destroy the groups; a second call does nothing."""
+        if self.watchdog is not None:
+            self.watchdog.end()
+            self.watchdog = None
+        for group in (self.data, self.control):
+            if group is not None and dist.is_initialized():
+                dist.destroy_process_group(group)
+        self.data = self.control = None
+
+
+def _own_store() -> Store:
+    """A connection to the job's key-value store that no other thread uses."""
+    store = dist.distributed_c10d._get_default_store()
+    if hasattr(store, "clone"):
+        store = store.clone()
+    return PrefixStore(f"lightning_loco/{next(_created)}", store)

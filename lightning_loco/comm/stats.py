@@ -1,0 +1,40 @@
+"""What communication cost: bytes, seconds, rounds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass
+class Statistics:
+    """Counters of one worker since the start of training, and figures of its last round.
+
+    Attributes:
+        rounds: Completed rounds.
+        bytes_sent: Payload bytes this worker has sent; a ring all-reduce of B bytes counts
+            2 (N - 1) / N * B.
+        wait_s: Seconds this worker has been blocked in exchanges.
+        staleness: Rounds between sending and applying: 0, or 1 with overlap.
+        outer_grad_norm: Norm of the last outer gradient; None unless monitored.
+        consensus_distance: Root mean square distance of the workers' parameters to their mean
+            right before the last measured round; None unless monitored.
+        losses: The workers' last training losses at the last round, NaN where unknown.
+    """
+
+    rounds: int = 0
+    bytes_sent: int = 0
+    wait_s: float = 0.0
+    staleness: int = 0
+    outer_grad_norm: float | None = None
+    consensus_distance: float | None = None
+    losses: list[float] = dataclasses.field(default_factory=list)
+
+    def state_dict(self) -> dict[str, float]:
+        """The counters that go on after a resume."""
+        return {"rounds": self.rounds, "bytes_sent": self.bytes_sent, "wait_s": self.wait_s}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on counting from a checkpoint."""
+        self.rounds = int(state["rounds"])
+        self.bytes_sent = int(state["bytes_sent"])
+        self.wait_s = float(state["wait_s"])
