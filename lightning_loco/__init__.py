@@ -1,0 +1,50 @@
+"""Low-communication distributed training for PyTorch Lightning.
+
+>>> import lightning_loco as loco
+>>> strategy = loco.DiLoCoStrategy(sync_every=50)
+
+``import lightning_loco`` also registers the strategies by name: ``Trainer(strategy="gasloc")``.
+"""
+
+from lightning_loco.__about__ import __version__
+from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC, LocalSGD
+from lightning_loco.callbacks import (
+    CommunicationMonitor,
+    ConsensusMonitor,
+    StragglerSimulator,
+    WorkerLogs,
+)
+from lightning_loco.comm import StepEngine
+from lightning_loco.simulation import Simulation
+from lightning_loco.strategies import (
+    AsyncDiLoCoStrategy,
+    DiLoCoStrategy,
+    GASLoCStrategy,
+    LocalSGDStrategy,
+    LocoStrategy,
+    register_strategies,
+)
+from lightning_loco.topology import Topology, get_topology
+
+__all__ = [
+    "Algorithm",
+    "AsyncDiLoCoStrategy",
+    "CommunicationMonitor",
+    "ConsensusMonitor",
+    "DiLoCo",
+    "DiLoCoStrategy",
+    "GASLoC",
+    "GASLoCStrategy",
+    "LocalSGD",
+    "LocalSGDStrategy",
+    "LocoStrategy",
+    "Simulation",
+    "StepEngine",
+    "StragglerSimulator",
+    "Topology",
+    "WorkerLogs",
+    "__version__",
+    "get_topology",
+]
+
+register_strategies()

@@ -1,0 +1,49 @@
+"""CommunicationMonitor: bytes, seconds and rounds."""
+
+from __future__ import annotations
+
+import math
+
+import lightning.pytorch as pl
+
+from lightning_loco.callbacks.monitor import RoundMonitor
+from lightning_loco.strategies import LocoStrategy
+
+
+class CommunicationMonitor(RoundMonitor):
+    """Log what communication has cost worker 0 so far.
+
+    Metrics: ``loco/round``, ``loco/bytes_sent`` (payload bytes since the start), ``loco/wait_s``
+    (seconds blocked since the start), ``loco/staleness`` (rounds), ``loco/outer_grad_norm`` (of the
+    last round) and ``loco/train_loss_mean`` (over the workers, at the last round).
+
+    Args:
+        prog_bar: Show them in the progress bar, too.
+
+    Example::
+
+        Trainer(strategy=DiLoCoStrategy(), callbacks=[CommunicationMonitor()])
+    """
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Ask the engine to measure the outer gradient."""
+        super().on_fit_start(trainer, pl_module)
+        strategy = trainer.strategy
+        if isinstance(strategy, LocoStrategy) and strategy.engine is not None:
+            strategy.engine.measure_outer_gradient = True
+
+    def figures(self, strategy: LocoStrategy) -> dict[str, float]:
+        """The counters of the strategy."""
+        statistics = strategy.statistics
+        figures = {
+            "loco/round": float(statistics.rounds),
+            "loco/bytes_sent": float(statistics.bytes_sent),
+            "loco/wait_s": statistics.wait_s,
+            "loco/staleness": float(statistics.staleness),
+        }
+        if statistics.outer_grad_norm is not None:
+            figures["loco/outer_grad_norm"] = statistics.outer_grad_norm
+        known = [loss for loss in statistics.losses if math.isfinite(loss)]
+        if known:
+            figures["loco/train_loss_mean"] = sum(known) / len(known)
+        return figures

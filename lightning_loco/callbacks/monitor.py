@@ -1,0 +1,51 @@
+"""What the monitors share: log figures of the last round at the steps the user wants logged."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_loco.strategies import LocoStrategy
+from lightning_loco.strategies.lockstep import is_logging_step
+
+
+class RoundMonitor(pl.Callback):
+    """Log some figures whenever a round has ended, as often as ``log_every_n_steps`` allows.
+
+    Args:
+        prog_bar: Show the figures in the progress bar, too.
+    """
+
+    def __init__(self, prog_bar: bool = False) -> None:
+        self.prog_bar = prog_bar
+        self._logged_rounds = 0
+
+    @abstractmethod
+    def figures(self, strategy: LocoStrategy) -> dict[str, float]:
+        """The names and values to log."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start from the rounds that were made before."""
+        self._logged_rounds = 0
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Log if a round has ended since the last time; no communication."""
+        strategy = trainer.strategy
+        if not isinstance(strategy, LocoStrategy):
+            return
+        rounds = strategy.statistics.rounds
+        if rounds == self._logged_rounds or not (self.prog_bar or is_logging_step(trainer)):
+            return
+        self._logged_rounds = rounds
+        pl_module.log_dict(
+            self.figures(strategy), prog_bar=self.prog_bar, on_step=True, on_epoch=False
+        )

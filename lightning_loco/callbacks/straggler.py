@@ -1,0 +1,38 @@
+"""StragglerSimulator: make chosen workers slow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+
+
+class StragglerSimulator(pl.Callback):
+    """Delay every training batch of chosen workers, for demonstrations and tests.
+
+    Args:
+        delays: Seconds of delay per batch, by worker number.
+
+    Raises:
+        ValueError: If a delay is negative.
+
+    Example::
+
+        Trainer(callbacks=[StragglerSimulator({0: 0.05})])  # worker 0 sleeps 50 ms per batch
+    """
+
+    def __init__(self, delays: Mapping[int, float]) -> None:
+        self.delays = {int(worker): float(delay_s) for worker, delay_s in delays.items()}
+        for worker, delay_s in self.delays.items():
+            if delay_s < 0:
+                raise ValueError(
+                    f"delays are seconds and must not be negative, got {delay_s} for {worker}."
+                )
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Sleep."""
+        time.sleep(self.delays.get(trainer.global_rank, 0.0))

@@ -1,0 +1,67 @@
+"""WorkerLogs: one CSV file per worker."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_loco.strategies.lockstep import is_logging_step
+
+
+class WorkerLogs(pl.Callback):
+    """Write what each worker logs, since loggers only know worker 0.
+
+    Files: ``worker_00000.csv`` and so on, with the columns ``step,metric,value``: values of one
+    worker only, at its own steps, every ``log_every_n_steps`` steps and after each validation.
+
+    Args:
+        dirpath: Folder for the files. Default: the trainer's log folder.
+
+    Example::
+
+        Trainer(callbacks=[WorkerLogs()])
+    """
+
+    def __init__(self, dirpath: str | Path | None = None) -> None:
+        self.dirpath = dirpath
+        self._path: Path | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Choose the same folder on all workers; an earlier run's rows stay when resuming."""
+        if stage != "fit":
+            return
+        folder = trainer.strategy.broadcast(
+            self.dirpath or trainer.log_dir or trainer.default_root_dir
+        )
+        self._path = Path(folder) / f"worker_{trainer.global_rank:05d}.csv"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if not self._path.exists():
+            self._path.write_text("step,metric,value\n")
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Write the metrics of this step."""
+        if is_logging_step(trainer):
+            self._write(trainer)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write the metrics of the validation."""
+        if not trainer.sanity_checking:
+            self._write(trainer)
+
+    def _write(self, trainer: pl.Trainer) -> None:
+        if self._path is None:
+            return
+        with self._path.open("a", newline="") as file:
+            writer = csv.writer(file)
+            for metric, value in sorted(trainer.callback_metrics.items()):
+                writer.writerow([trainer.global_step, metric, float(value)])

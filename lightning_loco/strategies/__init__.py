@@ -1,0 +1,20 @@
+"""Lightning strategies: hooks, process groups, checkpoints."""
+
+from lightning_loco.strategies.base import LocoStrategy
+from lightning_loco.strategies.named import (
+    AsyncDiLoCoStrategy,
+    DiLoCoStrategy,
+    GASLoCStrategy,
+    LocalSGDStrategy,
+)
+from lightning_loco.strategies.registry import STRATEGIES, register_strategies
+
+__all__ = [
+    "STRATEGIES",
+    "AsyncDiLoCoStrategy",
+    "DiLoCoStrategy",
+    "GASLoCStrategy",
+    "LocalSGDStrategy",
+    "LocoStrategy",
+    "register_strategies",
+]

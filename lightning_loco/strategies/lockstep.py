@@ -1,0 +1,87 @@
+"""The only place that touches private names of Lightning: taking out its per-batch lock-step.
+
+Lightning (2.5.2 and later) broadcasts a termination flag before every batch, which makes every
+worker wait for the slowest one, and its signal handlers call collectives at any point of the
+program. Here signals only leave a note; the workers then agree on where to stop.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import signal
+from collections.abc import Callable
+from types import FrameType
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.data import _update_dataloader
+from torch.utils.data import DataLoader, Sampler
+
+log = logging.getLogger(__name__)
+
+REQUEUE = "requeue"
+"""Reason to stop: SLURM is about to take the machines away and the job should be queued again."""
+
+TERMINATE = "SIGTERM"
+"""Reason to stop: the process was asked to terminate."""
+
+
+def remove_lockstep(trainer: pl.Trainer, request_stop: Callable[[str], None]) -> None:
+    """Replace Lightning's per-batch broadcast and its signal handlers on this trainer.
+
+    Must be called before the trainer registers its signal handlers, that is in ``Strategy.setup``.
+
+    Args:
+        trainer: The trainer to change; only the instance is touched.
+        request_stop: Called from the signal handler with :data:`REQUEUE` or :data:`TERMINATE`.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    if hasattr(loop, "_broadcast_sigterm_tensor"):
+        loop._broadcast_sigterm_tensor = _do_nothing  # type: ignore[method-assign]
+    signals = trainer._signal_connector
+    signals._sigterm_notifier_fn = functools.partial(  # type: ignore[method-assign]
+        _on_sigterm, trainer, request_stop
+    )
+    signals._slurm_sigusr_handler_fn = functools.partial(  # type: ignore[method-assign]
+        _on_requeue, request_stop
+    )
+
+
+def raise_in_loop(trainer: pl.Trainer) -> None:
+    """Make the training loop raise ``SIGTERMException`` at the end of the present batch."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def requeue(trainer: pl.Trainer) -> None:
+    """Save the checkpoint for the next SLURM job and put the job back into the queue."""
+    signals = trainer._signal_connector
+    type(signals)._slurm_sigusr_handler_fn(signals, signal.SIGUSR1, None)  # type: ignore[arg-type]
+
+
+def with_sampler(loader: DataLoader, sampler: Sampler) -> DataLoader:
+    """The same data loader with another sampler."""
+    return _update_dataloader(loader, sampler)
+
+
+def is_logging_step(trainer: pl.Trainer) -> bool:
+    """Whether ``log_every_n_steps`` lets this batch write to the loggers."""
+    return trainer._logger_connector.should_update_logs
+
+
+def _do_nothing() -> None:
+    return None
+
+
+def _on_sigterm(
+    trainer: pl.Trainer, request_stop: Callable[[str], None], signum: int, _: FrameType | None
+) -> None:
+    log.info("Received signal %s: stopping all workers at the next common step.", signum)
+    launcher = trainer.strategy.launcher
+    if launcher is not None:
+        launcher.kill(signum)
+    request_stop(TERMINATE)
+
+
+def _on_requeue(request_stop: Callable[[str], None], signum: int, _: FrameType | None) -> None:
+    log.info("Received signal %s: saving and requeueing at the next common step.", signum)
+    request_stop(REQUEUE)

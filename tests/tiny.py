@@ -1,0 +1,94 @@
+"""A small model and data for tests: least squares, float64, other data on every worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+FEATURES = 3
+
+
+def worker_batch(worker: int, step: int, size: int = 4) -> tuple[Tensor, Tensor]:
+    """The batch of a worker at a local step; every worker has another target."""
+    generator = torch.Generator().manual_seed(1000 * worker + step)
+    inputs = torch.randn(size, FEATURES, generator=generator, dtype=torch.float64)
+    target = inputs @ torch.arange(1.0, FEATURES + 1, dtype=torch.float64) + worker
+    return inputs, target
+
+
+def make_model(seed: int = 0) -> nn.Sequential:
+    """Two layers, so that there are several parameters of different shape."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Mean squared error."""
+    inputs, target = batch
+    return (model(inputs).squeeze(-1) - target).square().mean()
+
+
+class WorkerData(Dataset[tuple[Tensor, Tensor]]):
+    """``num_steps`` batches of one worker."""
+
+    def __init__(self, worker: int, num_steps: int) -> None:
+        self.worker = worker
+        self.num_steps = num_steps
+
+    def __len__(self) -> int:
+        return self.num_steps
+
+    def __getitem__(self, step: int) -> tuple[Tensor, Tensor]:
+        return worker_batch(self.worker, step)
+
+
+def make_loader(worker: int, num_steps: int) -> DataLoader[Any]:
+    """A loader whose batches are those of :func:`worker_batch`, in order."""
+    return DataLoader(WorkerData(worker, num_steps), batch_size=None)
+
+
+class TinyModule(LightningModule):
+    """The small model under Lightning."""
+
+    def __init__(self, lr: float = 0.05, optimizer: str = "SGD") -> None:
+        super().__init__()
+        self.model = make_model()
+        self.lr = lr
+        self.optimizer = optimizer
+        self.losses: list[float] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = loss_of(self.model, batch)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return getattr(torch.optim, self.optimizer)(self.parameters(), lr=self.lr)
+
+
+class ValidatedModule(TinyModule):
+    """The small model with a validation."""
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", loss_of(self.model, batch), sync_dist=True)
+
+
+def flat(module: nn.Module) -> Tensor:
+    """All parameters in one vector."""
+    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+
+
+def local_losses(steps: range, worker: int, model: nn.Module, lr: float) -> Iterator[float]:
+    """Plain SGD on a worker's batches."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, worker_batch(worker, step))
+        loss.backward()
+        optimizer.step()
+        yield loss.item()
