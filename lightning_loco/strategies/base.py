@@ -197,15 +197,13 @@ class LocoStrategy(MeetingStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Share the training data in proportion to ``sync_every`` when it is a list."""
         shares = self.settings.shares(self.num_workers)
-        if (
-            len(set(shares)) == 1
-            or not isinstance(dataloader, DataLoader)
-            or not isinstance(dataloader.sampler, DistributedSampler)
-        ):
-            return dataloader
-        return lockstep.with_sampler(
-            dataloader, ShareSampler(dataloader.sampler, shares, self.worker)
-        )
+        if len(set(shares)) > 1 and isinstance(dataloader, DataLoader):
+            even = lockstep.sampler_of(dataloader)
+            if isinstance(even, DistributedSampler):
+                sampler = ShareSampler(even, shares, self.worker)
+                dataloader = lockstep.with_sampler(dataloader, sampler)
+        lockstep.set_present_epoch(self._trainer, dataloader)
+        return dataloader
 
     def on_train_start(self) -> None:
         """Refuse a run too short for overlap; go on from this worker's own checkpoint."""
@@ -214,6 +212,8 @@ class LocoStrategy(MeetingStrategy):
         if self._resumed is not None:
             engine.load_state_dict(self._resumed["engine"])
             side.set_random_state(self._resumed["random"])
+            if self._resumed["new_epoch"]:
+                lockstep.start_epoch_data(self._trainer)
             self._resumed = None
 
     def _check_length(self, engine: StepEngine) -> None:
@@ -398,6 +398,7 @@ class LocoStrategy(MeetingStrategy):
         WorkerGroup(self.worker, self.num_workers, control=control).raise_together(error)
         assert self._resumed is not None
         loaded.update(self._resumed["lightning"])
+        self._resumed["new_epoch"] = side.forget_finished_epoch(loaded)
         return loaded
 
     def remove_checkpoint(self, filepath: str | Path) -> None:

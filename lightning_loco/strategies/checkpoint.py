@@ -113,6 +113,30 @@ def load_worker(
     return content
 
 
+def forget_finished_epoch(loaded: dict[str, Any]) -> bool:
+    """Drop the position in the data when it is the end of an epoch.
+
+    Lightning would put the loader at its end again and count an epoch without batches. When the
+    epoch is already counted, it would also take the next one for its last batch.
+
+    Returns:
+        Whether Lightning goes straight on with the next epoch, without ending the present one.
+    """
+    loop = loaded["loops"]["fit_loop"]
+    batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]
+    if not batches["is_last_batch"]:
+        return False
+    loop["state_dict"].pop("combined_loader", None)
+    batch_ended = batches["current"]["completed"] == batches["current"]["ready"]
+    epoch_ended = epochs["current"]["processed"] == epochs["current"]["ready"]
+    if epoch_ended:
+        batches["is_last_batch"] = False
+        batches["current"] = dict.fromkeys(batches["current"], 0)
+        for counts in (epochs["current"], epochs["total"]):
+            counts["completed"] = counts["processed"]
+    return epoch_ended or not batch_ended
+
+
 def remove_side_files(io: CheckpointIO, path: str, keep: str | None = None) -> None:
     """Delete the side files of a checkpoint, all or all but one stamp."""
     folder = _folder(path)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from types import FrameType
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import DataLoader, Sampler
 
@@ -61,6 +62,29 @@ def requeue(trainer: pl.Trainer) -> None:
 def with_sampler(loader: DataLoader, sampler: Sampler) -> DataLoader:
     """The same data loader with another sampler."""
     return _update_dataloader(loader, sampler)
+
+
+def sampler_of(loader: DataLoader) -> object:
+    """The sampler that chooses single samples; Lightning may have put it into a batch sampler."""
+    return getattr(loader.batch_sampler, "sampler", loader.sampler)
+
+
+def set_present_epoch(trainer: pl.Trainer, dataloader: object) -> None:
+    """Tell the sampler its epoch before the first iterator is made.
+
+    Lightning does so only afterwards; loaders that draw their order at once, as torchdata's do,
+    would then resume an epoch in the order of the first one.
+    """
+    _set_sampler_epoch(dataloader, trainer.fit_loop.epoch_progress.current.processed)
+
+
+def start_epoch_data(trainer: pl.Trainer) -> None:
+    """Begin a new pass over the training data, as an unbroken run does at the start of an epoch."""
+    loop = trainer.fit_loop
+    assert loop._combined_loader is not None
+    for dataloader in loop._combined_loader.flattened:
+        set_present_epoch(trainer, dataloader)
+    iter(loop._data_fetcher)  # type: ignore[arg-type]
 
 
 def is_logging_step(trainer: pl.Trainer) -> bool:

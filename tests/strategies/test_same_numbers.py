@@ -67,9 +67,7 @@ def run_engine(rank: int, world: int, case: str) -> Tensor:
 
 def run_trainer(rank: int, world: int, case: str) -> Tensor:
     strategy = LocoStrategy(sync_every=SYNC_EVERY, **CASES[case])
-    trainer = make_trainer(
-        strategy, devices=world, max_steps=STEPS, use_distributed_sampler=False
-    )
+    trainer = make_trainer(strategy, devices=world, max_steps=STEPS, use_distributed_sampler=False)
     module = TinyModule(lr=LR)
     trainer.fit(module, make_loader(rank, STEPS))
     return flat(module)

@@ -1,0 +1,292 @@
+"""From a composed configuration to a finished run: chooses and builds, nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import logging
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.callbacks import Callback, ProgressBar, Timer
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from lightning_loco.callbacks import WorkerLogs
+from lightning_loco.demo.data import ByteTextData
+from lightning_loco.demo.model import ByteGPT
+from lightning_loco.demo.report import Report, draw_run, measure
+from lightning_loco.strategies import LocoStrategy
+
+log = logging.getLogger(__name__)
+
+CHECKPOINT_WORDS = ("last", "best", "hpc", "registry")
+SETTING_FAULTS = (
+    ValueError,
+    TypeError,
+    ImportError,
+    OSError,
+    MisconfigurationException,
+    HydraException,
+    OmegaConfBaseException,
+)
+
+
+class SettingsError(ValueError):
+    """A setting that cannot work. The text is one line for the user."""
+
+
+def run(cfg: DictConfig) -> float | None:
+    """Build everything a configuration names, train, and report.
+
+    Args:
+        cfg: Composed from ``conf/train.yaml``; it is not changed.
+
+    Returns:
+        Validation loss of the final model; None if nothing was validated.
+
+    Raises:
+        SettingsError: A setting that cannot work, found on every rank before training.
+    """
+    quieten_lightning()
+    cfg = follow_launcher(cfg)
+    seed_everything(cfg.seed, workers=True, verbose=False)
+    with settings_of("model"):
+        model: LightningModule = hydra.utils.instantiate(cfg.model)
+    with settings_of("data"):
+        data: LightningDataModule = hydra.utils.instantiate(cfg.data)
+    timer = Timer()
+    trainer = build_trainer(cfg, timer)
+    check_before_launch(cfg, trainer, model, data)
+    set_num_threads(cfg.num_threads, trainer)
+
+    with settings_found_late(trainer):
+        trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path)
+    report = measure(trainer, model, data, timer.time_elapsed("train"))
+    report = dataclasses.replace(report, val_loss=validate(trainer, model, data))
+    if cfg.test:
+        trainer.test(model, datamodule=data)
+    if trainer.is_global_zero:
+        present(cfg, report, trainer, model)
+    return report.val_loss
+
+
+def quieten_lightning() -> None:
+    """Drop Lightning's second copy of each message, its tips, and warnings about itself."""
+    if HydraConfig.initialized():
+        # Hydra's handlers, on the root logger, show and file everything already.
+        logging.getLogger("lightning").handlers.clear()
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_no_tip)
+    warnings.filterwarnings("ignore", message=".*does not have many workers")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="lightning")
+
+
+def is_no_tip(record: logging.LogRecord) -> bool:
+    """Whether a message is more than Lightning's advice to install something."""
+    return "Tip:" not in record.getMessage()
+
+
+def follow_launcher(cfg: DictConfig) -> DictConfig:
+    """Take the number of workers from torchrun or SLURM, unless the command line names it."""
+    cfg = cfg.copy()
+    launch = outer_launch()
+    if launch is None or not HydraConfig.initialized():
+        return cfg
+    launcher, devices, num_nodes = launch
+    named = {override.lstrip("+").split("=")[0] for override in HydraConfig.get().overrides.task}
+    for key, value in (("devices", devices), ("num_nodes", num_nodes)):
+        before = cfg.trainer.get(key)
+        if f"trainer.{key}" not in named and before != value:
+            log.info("%s decides: trainer.%s=%d instead of %s.", launcher, key, value, before)
+            OmegaConf.update(cfg, f"trainer.{key}", value, force_add=True)
+    return cfg
+
+
+def outer_launch() -> tuple[str, int, int] | None:
+    """Who started this process among others: (launcher, processes per machine, machines)."""
+    env = os.environ
+    if "TORCHELASTIC_RUN_ID" in env:
+        local = int(env["LOCAL_WORLD_SIZE"])
+        return "torchrun", local, int(env["WORLD_SIZE"]) // local
+    if "SLURM_NTASKS" in env and env.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
+        num_nodes = int(env.get("SLURM_NNODES", 1))
+        return "SLURM", int(env["SLURM_NTASKS"]) // num_nodes, num_nodes
+    return None
+
+
+def build_trainer(cfg: DictConfig, timer: Timer) -> Trainer:
+    """The Trainer with its strategy, callbacks and loggers, and a timer for the report."""
+    strategy = build_strategy(cfg)
+    with settings_of("callbacks"):
+        callbacks = [*build_callbacks(cfg), timer]
+    with settings_of("logger"):
+        loggers = [hydra.utils.instantiate(node) for node in cfg.logger.values()]
+    with settings_of("trainer"):
+        make: Callable[..., Trainer] = hydra.utils.instantiate(cfg.trainer, _partial_=True)
+        return make(strategy=strategy, callbacks=callbacks, logger=loggers or False)
+
+
+def build_strategy(cfg: DictConfig) -> Strategy:
+    """The strategy of the ``algorithm`` group, with the topology if one was chosen."""
+    with settings_of("topology"):
+        topology = hydra.utils.instantiate(cfg.topology) if cfg.topology._target_ else None
+    with settings_of("algorithm"):
+        # Partial, because Hydra would turn the topology, a dataclass, into a configuration.
+        make: Callable[..., Strategy] = hydra.utils.instantiate(cfg.algorithm, _partial_=True)
+        kind = hydra.utils.get_class(cfg.algorithm._target_)
+        accepted = inspect.signature(kind).parameters.get("topology")
+        if topology is not None and accepted is None:
+            raise ValueError(
+                f"{kind.__name__.removesuffix('Strategy')} averages over all workers and takes no"
+                f" topology, got {topology.name!r}. Drop topology=..., or choose algorithm=gasloc."
+            )
+        if topology is not None:
+            return make(topology=topology)
+        if accepted is not None and isinstance(accepted.default, str):
+            log.info("No topology chosen: %s uses a %s.", kind.__name__, accepted.default)
+        return make()
+
+
+def build_callbacks(cfg: DictConfig) -> list[Callback]:
+    """The callbacks of the configuration, and those that the top-level keys ask for."""
+    callbacks: list[Callback] = [hydra.utils.instantiate(node) for node in cfg.callbacks.values()]
+    if not cfg.trainer.get("enable_progress_bar", True):
+        callbacks = [one for one in callbacks if not isinstance(one, ProgressBar)]
+    if cfg.per_worker_logs:
+        callbacks.append(WorkerLogs(dirpath=Path(cfg.run_dir) / "workers"))
+    return callbacks
+
+
+def check_before_launch(
+    cfg: DictConfig, trainer: Trainer, model: LightningModule, data: LightningDataModule
+) -> None:
+    """Find what cannot work while there is but one process, so that it is said once.
+
+    Raises:
+        SettingsError: What is wrong, and how to mend it.
+    """
+    strategy = trainer.strategy
+    starts_others = trainer.num_devices > 1 and cfg.algorithm.get("start_method") == "popen"
+    sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+    if sweep and starts_others and outer_launch() is None:
+        raise SettingsError(
+            f"{trainer.num_devices} ranks on one machine cannot be swept by --multirun: each child"
+            " would repeat the sweep. Use trainer.devices=1, or hydra/launcher=submitit_slurm."
+        )
+    path = cfg.ckpt_path
+    if path and path not in CHECKPOINT_WORDS and not Path(path).exists():
+        raise SettingsError(f"ckpt_path: there is no checkpoint at {Path(path).absolute()}.")
+    if cfg.sample and not isinstance(model, ByteGPT):
+        raise SettingsError(f"sample=true needs a ByteGPT, got {type(model).__name__}.")
+    with settings_of("algorithm"):
+        if isinstance(strategy, LocoStrategy):
+            strategy.settings.prepare(trainer.world_size)
+    with settings_of("data"):
+        if isinstance(data, ByteTextData):
+            data.check(trainer.world_size)
+
+
+def set_num_threads(num_threads: int | None, trainer: Trainer) -> None:
+    """Threads of torch in this process and in those it starts.
+
+    Raises:
+        SettingsError: Less than one thread.
+    """
+    if num_threads is None:
+        if not isinstance(trainer.accelerator, CPUAccelerator) or trainer.num_devices == 1:
+            return
+        num_threads = 1
+    if num_threads < 1:
+        raise SettingsError(f"num_threads must be at least 1, got {num_threads}. Or use null.")
+    os.environ["OMP_NUM_THREADS"] = str(num_threads)  # else Lightning chooses again
+    torch.set_num_threads(num_threads)
+
+
+def validate(trainer: Trainer, model: LightningModule, data: LightningDataModule) -> float | None:
+    """Validation loss of the model as training left it; every rank must call it.
+
+    The last validation of ``fit`` may come before the end of the last overlapped round.
+    """
+    with warnings.catch_warnings():
+        # The validation windows are a multiple of the number of workers: none counts twice.
+        warnings.filterwarnings("ignore", message="Using `DistributedSampler` with")
+        metrics = trainer.validate(model, datamodule=data, verbose=False)
+    return metrics[0].get("val/loss") if metrics else None
+
+
+def present(cfg: DictConfig, report: Report, trainer: Trainer, model: LightningModule) -> None:
+    """Print and write the table, the text sample and the picture."""
+    folder = Path(cfg.run_dir)
+    report.write(folder)
+    print(f"\n{report.table()}")
+    if cfg.sample and isinstance(model, ByteGPT):
+        prompt = cfg.sample_prompt.encode()
+        text = prompt + model.generate(prompt, cfg.sample_bytes, seed=cfg.seed)
+        (folder / "sample.txt").write_bytes(text)
+        print(f"\n{text.decode(errors='replace')}")
+    try:
+        draw_run(report, folder, trainer.loggers)
+    except ModuleNotFoundError as error:
+        print(f"\nNo picture of the loss: {error}. Install 'lightning-loco[report]'.")
+    print(f"\nAll files are in {folder}")
+
+
+@contextlib.contextmanager
+def settings_of(key: str) -> Iterator[None]:
+    """Turn what goes wrong while ``key`` is being built into one line that names it."""
+    try:
+        yield
+    except MissingMandatoryValue as error:
+        missing = error.full_key or key
+        raise SettingsError(f"{missing} has no value. Add {missing}=VALUE.") from error
+    except SETTING_FAULTS as error:
+        raise SettingsError(f"{key}: {one_line(error)}") from error
+
+
+@contextlib.contextmanager
+def settings_found_late(trainer: Trainer) -> Iterator[None]:
+    """Turn errors that this package or Lightning raises about a setting into one line.
+
+    Most are found on all ranks alike: rank 0 speaks for the ranks it has started, and ends them.
+    Faults keep their traceback.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, MisconfigurationException) as error:
+        if not isinstance(error, MisconfigurationException) and not raised_here(error):
+            raise
+        if outer_launch() is None and trainer.is_global_zero and trainer.strategy.launcher:
+            trainer.strategy.launcher.kill(signal.SIGKILL)
+        elif outer_launch() is None:
+            time.sleep(2)
+        raise SettingsError(one_line(error)) from error
+
+
+def raised_here(error: BaseException) -> bool:
+    """Whether this package raised an error, or Lightning's check of the launcher's settings."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    raised_in = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+    return raised_in.startswith(("lightning_loco.", "lightning.fabric.plugins.environments."))
+
+
+def one_line(error: BaseException) -> str:
+    """The text of an error, or of its cause where Hydra has wrapped it, on one line."""
+    if isinstance(error, HydraException) and error.__cause__ is not None:
+        return one_line(error.__cause__)
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,212 @@
+"""Text as bytes, without a download: the Python standard library on this machine, or any file."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from lightning_loco.demo.loading import ResumableDataLoader, SeededShuffle
+
+# Third-party packages lie inside the library's folder; not every system ships its tests.
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+AnyWindows = TypeVar("AnyWindows", bound=Dataset[Tensor])
+
+
+def standard_library(max_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The source of the Python standard library, files in the order of their paths, as uint8 bytes.
+
+    Args:
+        max_bytes: Stop after this many bytes.
+
+    Raises:
+        ValueError: This Python ships no source files.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    files = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    chunks, num_bytes = [], 0
+    for file in sorted(files, key=lambda file: file.relative_to(root).as_posix()):
+        if num_bytes >= max_bytes:
+            break
+        chunks.append(file.read_bytes())
+        num_bytes += len(chunks[-1])
+    if not chunks:
+        raise ValueError(
+            f"No Python source in {root}. Choose a text instead: data=text data.path=FILE."
+        )
+    return np.frombuffer(b"".join(chunks)[:max_bytes], dtype=np.uint8)
+
+
+def text_file(path: str | Path, max_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The first ``max_bytes`` bytes of a file, memory-mapped so that large files cost no memory.
+
+    Raises:
+        ValueError: There is no such file, it is empty, or it cannot be read.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ValueError(f"data.path must name a file, and there is none at {file.absolute()}.")
+    if file.stat().st_size == 0:
+        raise ValueError(f"data.path names an empty file: {file.absolute()}.")
+    try:
+        return np.memmap(file, dtype=np.uint8, mode="r")[:max_bytes]
+    except PermissionError as error:
+        raise ValueError(
+            f"data.path names a file which this user may not read: {file.absolute()}."
+        ) from error
+
+
+class Windows(Dataset[Tensor]):
+    """Windows of ``context + 1`` bytes; neighbours share one, so each byte is predicted once.
+
+    Args:
+        text: Bytes, uint8 (L,).
+        context: Bytes the model sees.
+        stride: Distance between the starts of two windows; None means ``context``.
+    """
+
+    def __init__(
+        self, text: np.ndarray[Any, np.dtype[np.uint8]], context: int, stride: int | None = None
+    ) -> None:
+        self.text = text
+        self.context = context
+        self.stride = stride or context
+
+    def __len__(self) -> int:
+        return max(0, (len(self.text) - self.context - 1) // self.stride + 1)
+
+    def __getitem__(self, index: int) -> Tensor:
+        if not 0 <= index < len(self):
+            raise IndexError(f"Window {index} of {len(self)}.")
+        start = index * self.stride
+        return torch.from_numpy(np.array(self.text[start : start + self.context + 1]))
+
+
+class ByteTextData(LightningDataModule):
+    """Windows of bytes for next-byte prediction; the last part of the text is for validation.
+
+    Args:
+        path: File to train on; None takes the source of the Python standard library.
+        batch_size: Windows per worker and local step, at least 1.
+        context: Bytes per window, at least 1; the model's context or less.
+        max_bytes: Use at most this much of the text.
+        val_fraction: Share of the text, at its end, kept for validation, in (0, 1).
+        val_bytes: Validate on at most this much of that part, in windows spread evenly over it.
+        seed: Of the shuffle on a single worker; with several, Lightning's global seed decides.
+        num_workers: Loader processes per worker; 0 loads in the training process.
+
+    Raises:
+        ValueError: A number outside its range; in ``setup``: a text that is missing or too small.
+
+    Example:
+        >>> data = ByteTextData(batch_size=4, context=32)
+        >>> data.setup("fit")
+        >>> next(iter(data.train_dataloader())).shape
+        torch.Size([4, 33])
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str | Path | None = None,
+        batch_size: int = 8,
+        context: int = 128,
+        max_bytes: int = 20_000_000,
+        val_fraction: float = 0.05,
+        val_bytes: int = 65_536,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        counts = {
+            "batch_size": batch_size,
+            "context": context,
+            "max_bytes": max_bytes,
+            "val_bytes": val_bytes,
+        }
+        for name, count in counts.items():
+            if count < 1:
+                raise ValueError(f"data.{name} must be at least 1, got {count}.")
+        if not 0 < val_fraction < 1:
+            raise ValueError(
+                f"data.val_fraction must lie between 0 and 1, got {val_fraction}. Try 0.05."
+            )
+        if num_workers < 0:
+            raise ValueError(f"data.num_workers must be at least 0, got {num_workers}.")
+        self.path = path
+        self.batch_size = batch_size
+        self.context = context
+        self.max_bytes = max_bytes
+        self.val_fraction = val_fraction
+        self.val_bytes = val_bytes
+        self.seed = seed
+        self.num_workers = num_workers
+        self.train_windows: Windows | None = None
+        self.val_windows: Subset[Tensor] | None = None
+
+    def setup(self, stage: str) -> None:
+        """Read and split the text; the same on every worker."""
+        if self.train_windows is None:
+            self.check(self.trainer.world_size if self.trainer is not None else 1)
+
+    def check(self, num_workers: int) -> None:
+        """Read and split the text for so many workers.
+
+        Raises:
+            ValueError: The text is missing, or too small for one batch per worker.
+        """
+        text = (
+            standard_library(self.max_bytes)
+            if self.path is None
+            else text_file(self.path, self.max_bytes)
+        )
+        num_train = round(len(text) * (1 - self.val_fraction))
+        train = Windows(text[:num_train], self.context)
+        val = Windows(text[num_train:], self.context)
+        if len(train) < self.batch_size * num_workers or len(val) < num_workers:
+            raise ValueError(
+                f"The text has {len(text)} bytes: {len(train)} training and {len(val)} validation"
+                f" windows of {self.context} bytes. One batch for each of {num_workers} workers"
+                f" needs {self.batch_size * num_workers} and {num_workers}. Take a longer text, or"
+                " lower data.batch_size, data.context or the number of workers."
+            )
+        # A multiple of the number of workers: no window is used twice to fill up a share.
+        num_val = max(min(len(val), self.val_bytes // self.context) // num_workers, 1) * num_workers
+        self.train_windows = train
+        self.val_windows = Subset(val, [i * len(val) // num_val for i in range(num_val)])
+
+    def train_dataloader(self) -> ResumableDataLoader:
+        """Shuffled windows (batch_size, context + 1), uint8; a last incomplete batch is dropped."""
+        windows = self._ready(self.train_windows)
+        return ResumableDataLoader(
+            windows,
+            batch_size=self.batch_size,
+            sampler=SeededShuffle(windows, self.seed),
+            num_workers=self.num_workers,
+            drop_last=True,
+        )
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        """Windows (up to 4 * batch_size, context + 1), uint8, always the same ones in order."""
+        windows = self._ready(self.val_windows)
+        return DataLoader(windows, batch_size=4 * self.batch_size, num_workers=self.num_workers)
+
+    def test_dataloader(self) -> DataLoader[Tensor]:
+        """The validation windows."""
+        return self.val_dataloader()
+
+    def _ready(self, windows: AnyWindows | None) -> AnyWindows:
+        if windows is None:
+            raise RuntimeError("ByteTextData has no text yet. Call setup('fit'); the Trainer does.")
+        return windows

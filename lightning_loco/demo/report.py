@@ -1,0 +1,223 @@
+"""What a finished run has to show: a table, a picture of the loss, a text sample."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger, Logger
+
+from lightning_loco.demo.data import ByteTextData
+from lightning_loco.strategies import LocoStrategy
+from lightning_loco.topology import as_topology
+
+Curve = list[tuple[int, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The figures of a run; None where nothing was measured.
+
+    Attributes:
+        algorithm: Name of the algorithm.
+        topology: Name of the topology; None for algorithms without one.
+        num_workers: Workers.
+        val_loss: Validation loss of the final model, in nats per byte.
+        tokens: Bytes trained on, all workers together.
+        rounds: Exchanges between workers.
+        bytes_sent: Bytes that a worker sent, mean over the workers.
+        wait_s: Seconds that a worker was blocked in exchanges, mean over the workers.
+        train_s: Seconds from the first local step to the last, with validation and checkpoints.
+        consensus_distance: Root mean square distance of the workers' parameters to their mean when
+            it was last measured.
+    """
+
+    algorithm: str
+    topology: str | None
+    num_workers: int
+    val_loss: float | None
+    tokens: int | None
+    rounds: int | None
+    bytes_sent: int | None
+    wait_s: float | None
+    train_s: float
+    consensus_distance: float | None
+
+    def table(self) -> str:
+        """One aligned line per figure."""
+        lines = {
+            "algorithm": self.algorithm,
+            "topology": self.topology or "-",
+            "workers": str(self.num_workers),
+            "validation loss": "-" if self.val_loss is None else _nats(self.val_loss),
+            "trained on": _number(self.tokens, ",d") + " bytes",
+            "rounds": _number(self.rounds, ",d"),
+            "sent per worker": "-" if self.bytes_sent is None else _bytes(self.bytes_sent),
+            "waited per worker": "-" if self.wait_s is None else f"{self.wait_s:.1f} s",
+            "training time": f"{self.train_s:.1f} s",
+            "consensus distance": _number(self.consensus_distance, ".3e"),
+        }
+        width = max(map(len, lines))
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
+
+    def write(self, folder: Path) -> None:
+        """Write ``report.txt`` (the table) and ``report.json`` (the plain figures)."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "report.txt").write_text(self.table() + "\n", encoding="utf-8")
+        (folder / "report.json").write_text(
+            json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8"
+        )
+
+
+def gradient_bytes(num_elements: int, num_steps: int, num_workers: int) -> int:
+    """Bytes that a worker sends when float32 gradients are averaged in every step.
+
+    A ring all-reduce takes ``2 (N - 1) / N * 4 * num_elements`` bytes; this is the yardstick for
+    the rounds of the other algorithms.
+
+    Example:
+        >>> gradient_bytes(num_elements=1000, num_steps=10, num_workers=4)
+        60000
+    """
+    return 2 * (num_workers - 1) * 4 * num_elements * num_steps // num_workers
+
+
+def read_curve(file: Path, column: str) -> Curve:
+    """The (step, value) pairs of one column of a metrics CSV; empty without such file or column."""
+    if not file.is_file():
+        return []
+    with file.open(newline="", encoding="utf-8") as lines:
+        return [
+            (int(row["step"]), float(row[column]))
+            for row in csv.DictReader(lines)
+            if row.get(column)
+        ]
+
+
+def read_worker_curve(file: Path) -> Curve:
+    """The (step, training loss) pairs of a file that ``WorkerLogs`` wrote."""
+    with file.open(newline="", encoding="utf-8") as lines:
+        rows = [row for row in csv.DictReader(lines) if row["metric"] == "train/loss"]
+    return [(int(row["step"]), float(row["value"])) for row in rows]
+
+
+def measure(
+    trainer: Trainer, model: LightningModule, data: LightningDataModule, train_s: float
+) -> Report:
+    """Collect the figures of a finished fit from all workers; every rank must call it.
+
+    Args:
+        trainer: After ``fit``.
+        model: What was trained.
+        data: How many bytes a local step takes is known for ``ByteTextData``.
+        train_s: How long the training took.
+    """
+    strategy = trainer.strategy
+    steps = trainer.global_step
+    step_bytes = None
+    if isinstance(data, ByteTextData):
+        step_bytes = data.batch_size * data.context * trainer.accumulate_grad_batches
+    if not isinstance(strategy, LocoStrategy):
+        num_elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        return Report(
+            algorithm=type(strategy).__name__.removesuffix("Strategy"),
+            topology=None,
+            num_workers=trainer.world_size,
+            val_loss=None,
+            tokens=step_bytes and steps * trainer.world_size * step_bytes,
+            rounds=steps,
+            bytes_sent=gradient_bytes(num_elements, steps, trainer.world_size),
+            wait_s=None,
+            train_s=train_s,
+            consensus_distance=0.0,
+        )
+    statistics, topology = strategy.statistics, strategy.settings.topology
+    mine = torch.tensor(
+        [steps, statistics.bytes_sent, statistics.wait_s],
+        dtype=torch.float64,
+        device=strategy.root_device,
+    )
+    total_steps, total_bytes, total_wait_s = strategy.reduce(mine, reduce_op="sum").tolist()
+    return Report(
+        algorithm=type(strategy).__name__.removesuffix("Strategy"),
+        topology=None if topology is None else as_topology(topology).name,
+        num_workers=strategy.num_workers,
+        val_loss=None,
+        tokens=step_bytes and round(total_steps) * step_bytes,
+        rounds=statistics.rounds,
+        bytes_sent=round(total_bytes / strategy.num_workers),
+        wait_s=total_wait_s / strategy.num_workers,
+        train_s=train_s,
+        consensus_distance=statistics.consensus_distance,
+    )
+
+
+def draw_run(report: Report, folder: Path, loggers: Sequence[Logger]) -> bool:
+    """Draw ``loss.png`` from the CSV logger's file, and the workers' own files where they exist.
+
+    Returns:
+        Whether there was anything to draw.
+    """
+    metrics = [Path(one.log_dir) / "metrics.csv" for one in loggers if isinstance(one, CSVLogger)]
+    if not metrics:
+        return False
+    files = sorted((folder / "workers").glob("worker_*.csv"))
+    train = {f"worker {int(file.stem[-5:])}": read_worker_curve(file) for file in files}
+    train = train or {"worker 0": read_curve(metrics[0], "train/loss")}
+    title = f"{report.algorithm}, {report.num_workers} workers"
+    return draw_losses(train, read_curve(metrics[0], "val/loss"), title, folder / "loss.png")
+
+
+def draw_losses(train: Mapping[str, Curve], val: Curve, title: str, file: Path) -> bool:
+    """Draw training curves, one line each, and the validation loss on top, as a PNG.
+
+    Returns:
+        Whether there was anything to draw.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    train = {label: curve for label, curve in train.items() if curve}
+    if not train and not val:
+        return False
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for label, curve in train.items():
+        axes.plot(*zip(*curve, strict=True), linewidth=0.8, alpha=0.6, label=f"training, {label}")
+    if val:
+        axes.plot(
+            *zip(*val, strict=True),
+            color="black",
+            marker="o",
+            label="validation, consensus",
+        )
+    axes.set(title=title, xlabel="local step", ylabel="loss (nats per byte)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(file, dpi=120)
+    return True
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def _nats(loss: float) -> str:
+    return f"{loss:.4f} nats per byte ({loss / math.log(2):.3f} bits)"
+
+
+def _bytes(num_bytes: int) -> str:
+    value, unit = float(num_bytes), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.4g} {unit}"

@@ -1,0 +1,59 @@
+"""Topologies: who mixes with whom, by how much, and how fast that brings all workers together."""
+
+from __future__ import annotations
+
+from lightning_loco.topology.base import Topology
+from lightning_loco.topology.custom import CustomTopology, FromGraph, FromMatrix
+from lightning_loco.topology.draw import draw
+from lightning_loco.topology.edge_list import FromFile
+from lightning_loco.topology.exponential import Exponential, OnePeerExponential
+from lightning_loco.topology.matchings import (
+    Matching,
+    RandomMatching,
+    RandomTopology,
+    RandomTwoPeer,
+    Xor,
+)
+from lightning_loco.topology.momentum import (
+    OptimalGossip,
+    gossip_radius,
+    matching_radius,
+    optimal_gossip,
+)
+from lightning_loco.topology.registry import TOPOLOGIES, as_topology, get_topology
+from lightning_loco.topology.spectral import chi, consensus_rate, lambda_max, spectral_gap
+from lightning_loco.topology.static import Complete, FixedGraph, Grid, Hypercube, Ring, Star, Torus
+
+__all__ = [
+    "TOPOLOGIES",
+    "Complete",
+    "CustomTopology",
+    "Exponential",
+    "FixedGraph",
+    "FromFile",
+    "FromGraph",
+    "FromMatrix",
+    "Grid",
+    "Hypercube",
+    "Matching",
+    "OnePeerExponential",
+    "OptimalGossip",
+    "RandomMatching",
+    "RandomTopology",
+    "RandomTwoPeer",
+    "Ring",
+    "Star",
+    "Topology",
+    "Torus",
+    "Xor",
+    "as_topology",
+    "chi",
+    "consensus_rate",
+    "draw",
+    "get_topology",
+    "gossip_radius",
+    "lambda_max",
+    "matching_radius",
+    "optimal_gossip",
+    "spectral_gap",
+]

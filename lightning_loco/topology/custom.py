@@ -1,0 +1,247 @@
+"""A user's own topology: from a mixing matrix or a networkx graph.
+
+Both check what they were given at construction, so that a mistake shows before any process
+starts.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
+from typing import Any, ClassVar, Literal, get_args
+
+import networkx as nx  # type: ignore[import-untyped]
+import torch
+from torch import Tensor
+
+from lightning_loco.topology.base import (
+    TOLERANCE,
+    Topology,
+    check_connected,
+    check_count,
+    check_doubly_stochastic,
+)
+
+EdgeWeighting = Literal["metropolis", "uniform", "edges"]
+Row = dict[int, float]
+
+
+@dataclass(frozen=True)
+class CustomTopology(Topology):
+    """A fixed mixing matrix for one number of workers, kept as sparse rows."""
+
+    num_workers: int = field(init=False)
+    entries: tuple[tuple[tuple[int, float], ...], ...] = field(init=False, repr=False)
+
+    def _set_rows(self, rows: Sequence[Row]) -> None:
+        object.__setattr__(self, "num_workers", len(rows))
+        object.__setattr__(self, "entries", tuple(tuple(sorted(row.items())) for row in rows))
+
+    def check_num_workers(self, num_workers: int) -> None:
+        check_count(num_workers)
+        if num_workers != self.num_workers:
+            raise ValueError(
+                f"Topology '{self.name}' was made for {self.num_workers} workers, got "
+                f"{num_workers}. Run {self.num_workers} workers, or make it for {num_workers}."
+            )
+
+    def check(self, num_workers: int) -> None:
+        # Everything else was checked at construction.
+        self.check_num_workers(num_workers)
+
+    def weights(self, worker: int, num_workers: int, round_index: int = 0) -> Row:
+        self.require(worker, num_workers, round_index)
+        return dict(self.entries[worker])
+
+
+@dataclass(frozen=True)
+class FromMatrix(CustomTopology):
+    """A mixing matrix of your own, the same in every round.
+
+    Args:
+        matrix: ``(N, N)`` tensor, array or nested list; ``matrix[i][j]`` is the share of worker j's
+            message in what worker i receives. Rows and columns sum to 1 within 1e-6; the diagonal
+            may be zero or negative.
+        directed: accept a matrix that is not symmetric; it has to be doubly stochastic all the
+            same.
+
+    Raises:
+        ValueError: not a square matrix of finite numbers, rows or columns that do not sum to 1, not
+            symmetric, not connected, or powers that do not converge to the mean (an eigenvalue
+            outside (-1, 1]).
+
+    Example:
+        >>> FromMatrix([[0.5, 0.5, 0.0], [0.5, 0.25, 0.25], [0.0, 0.25, 0.75]]).weights(0, 3)
+        {0: 0.5, 1: 0.5}
+    """
+
+    name: ClassVar[str] = "matrix"
+
+    matrix: InitVar[Any]
+    directed: bool = False
+
+    def __post_init__(self, matrix: Any) -> None:
+        try:
+            numbers = (
+                matrix.tolist() if hasattr(matrix, "tolist") else [list(row) for row in matrix]
+            )
+            dense = torch.tensor(numbers, dtype=torch.float64)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"A mixing matrix must hold N rows of N numbers, got {reprlib.repr(matrix)}."
+            ) from error
+        if dense.ndim != 2 or dense.shape[0] != dense.shape[1] or not dense.numel():
+            raise ValueError(
+                "A mixing matrix must be square, (N, N) for N workers, got shape "
+                f"{tuple(dense.shape)}. Give one row and one column per worker."
+            )
+        rows = [
+            {j: w for j, w in enumerate(row) if w or i == j} for i, row in enumerate(dense.tolist())
+        ]
+        check_doubly_stochastic("The matrix", rows)
+        if not self.directed:
+            _check_symmetric(dense)
+        check_connected(
+            "The graph of the matrix",
+            len(rows),
+            ((i, j) for i, row in enumerate(rows) for j in row),
+        )
+        _check_converges("the matrix", dense)
+        self._set_rows(rows)
+
+
+@dataclass(frozen=True)
+class FromGraph(CustomTopology):
+    """A networkx graph of your own whose nodes are the workers 0..N-1.
+
+    In a directed graph an edge (i, j) means that i sends to j, degrees count incoming edges, and
+    every worker must give away as much weight as it takes: ``uniform`` needs as many outgoing as
+    incoming edges at each worker, ``metropolis`` also the same number everywhere.
+
+    Args:
+        graph: ``networkx.Graph`` or ``DiGraph`` with nodes 0..N-1 and no self-loops.
+        weighting: the weight ``W[i, j]`` of an edge. ``"metropolis"``:
+            ``1 / (1 + max(degree_i, degree_j))``; ``"uniform"``: ``1 / (1 + max_degree)``;
+            ``"edges"``: the edge attribute ``weight``. The rest stays with the worker itself.
+
+    Raises:
+        TypeError: not a networkx graph.
+        ValueError: nodes other than 0..N-1, self-loops, parallel edges, not connected, or a mixing
+            matrix that is not doubly stochastic or does not converge.
+
+    Example:
+        >>> import networkx as nx
+        >>> FromGraph(nx.path_graph(3)).weights(0, 3)
+        {0: 0.6666666666666667, 1: 0.3333333333333333}
+    """
+
+    name: ClassVar[str] = "graph"
+
+    graph: InitVar[nx.Graph]
+    weighting: EdgeWeighting = "metropolis"
+
+    def __post_init__(self, graph: nx.Graph) -> None:
+        if self.weighting not in get_args(EdgeWeighting):
+            raise ValueError(
+                f"weighting must be 'metropolis', 'uniform' or 'edges', got {self.weighting!r}."
+            )
+        check_graph(graph)
+        self._set_rows(graph_rows(graph, self.weighting))
+
+
+def _check_symmetric(dense: Tensor) -> None:
+    gap = (dense - dense.T).abs()
+    if gap.max() > TOLERANCE:
+        i, j = divmod(int(gap.argmax()), len(dense))
+        raise ValueError(
+            f"The matrix is not symmetric: entry [{i}, {j}] is {dense[i, j]:.7g} and [{j}, {i}] is "
+            f"{dense[j, i]:.7g}. Make the two equal, or pass FromMatrix(matrix, directed=True) if "
+            "workers are to receive from others than they send to."
+        )
+
+
+def _check_converges(what: str, dense: Tensor) -> None:
+    """Raises unless the powers of a doubly stochastic matrix tend to the mean."""
+    rest = dense - 1 / len(dense)
+    symmetric = torch.equal(rest, rest.T)
+    eigenvalues = torch.linalg.eigvalsh(rest) if symmetric else torch.linalg.eigvals(rest)
+    largest = float(eigenvalues.abs().max())
+    if largest >= 1 - 1e-12:
+        raise ValueError(
+            f"Gossip with {what} does not converge to the mean: besides the 1 of the mean it has "
+            f"an eigenvalue of size {largest:.7g}, and all must be below 1. "
+            "Give every worker more weight of its own, for example (W + I) / 2."
+        )
+
+
+def check_graph(graph: nx.Graph) -> None:
+    """Raises unless the graph is a connected one of workers 0..N-1, without loops and doubles."""
+    if not isinstance(graph, nx.Graph):
+        raise TypeError(
+            f"FromGraph takes a networkx graph, got {type(graph).__name__}. "
+            "Use FromMatrix for a matrix."
+        )
+    num_workers = graph.number_of_nodes()
+    if not num_workers or set(graph) != set(range(num_workers)):
+        raise ValueError(
+            f"The nodes of the graph must be the workers 0..N-1, got {_few(graph)}. "
+            "networkx.convert_node_labels_to_integers(graph) numbers them."
+        )
+    if graph.is_multigraph():
+        raise ValueError(
+            "The graph is a multigraph. Merge parallel edges with networkx.Graph(graph) or "
+            "networkx.DiGraph(graph)."
+        )
+    loops = list(nx.nodes_with_selfloops(graph))
+    if loops:
+        raise ValueError(
+            f"Worker {loops[0]} has an edge to itself. Drop self-loops: the weight that the edges "
+            "leave is always the worker's own."
+        )
+    check_connected("The graph", num_workers, graph.edges)
+
+
+def graph_rows(graph: nx.Graph, weighting: EdgeWeighting) -> list[Row]:
+    """Sparse rows of the mixing matrix; an edge (j, i) of a directed graph fills ``W[i, j]``."""
+    senders = graph.pred if graph.is_directed() else graph.adj
+    degrees = [len(senders[worker]) for worker in range(len(graph))]
+    largest = max(degrees)
+    rows: list[Row] = []
+    for worker in range(len(graph)):
+        if weighting == "edges":
+            row = {j: _edge_weight(worker, j, senders[worker][j]) for j in senders[worker]}
+        elif weighting == "uniform":
+            row = dict.fromkeys(senders[worker], 1 / (1 + largest))
+        else:
+            row = {j: 1 / (1 + max(degrees[worker], degrees[j])) for j in senders[worker]}
+        row[worker] = 1 - math.fsum(row.values())
+        rows.append(row)
+    if graph.is_directed():
+        check_doubly_stochastic("The directed graph", rows)
+    if weighting == "edges":
+        dense = torch.zeros(len(rows), len(rows), dtype=torch.float64)
+        for worker, row in enumerate(rows):
+            dense[worker, list(row)] = torch.tensor(list(row.values()), dtype=torch.float64)
+        _check_converges("these edge weights", dense)
+    return rows
+
+
+def _edge_weight(worker: int, peer: int, attributes: dict[str, Any]) -> float:
+    try:
+        weight = float(attributes["weight"])
+    except (KeyError, TypeError, ValueError):
+        weight = math.nan
+    if not math.isfinite(weight) or weight == 0:
+        raise ValueError(
+            f"Edge {peer} - {worker} has the weight {attributes.get('weight')!r}; it must be a "
+            "finite number other than 0. Set the edge attribute 'weight', or use "
+            "weighting='metropolis'."
+        )
+    return weight
+
+
+def _few(graph: nx.Graph) -> str:
+    nodes = [repr(node) for node in graph]
+    return ", ".join(nodes[:5] + ["..."] * (len(nodes) > 5)) or "none"

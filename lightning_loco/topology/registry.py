@@ -1,0 +1,101 @@
+"""From what a user writes - a name, a file, a graph, a matrix - to a topology."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import networkx as nx  # type: ignore[import-untyped]
+
+from lightning_loco.topology.base import Topology
+from lightning_loco.topology.custom import FromGraph, FromMatrix
+from lightning_loco.topology.edge_list import FromFile
+from lightning_loco.topology.exponential import Exponential, OnePeerExponential
+from lightning_loco.topology.matchings import RandomMatching, RandomTwoPeer, Xor
+from lightning_loco.topology.static import Complete, Grid, Hypercube, Ring, Star, Torus
+
+TOPOLOGIES: dict[str, type[Topology]] = {
+    kind.name: kind
+    for kind in (
+        Ring,
+        Complete,
+        Star,
+        Torus,
+        Grid,
+        Hypercube,
+        Exponential,
+        OnePeerExponential,
+        Xor,
+        RandomMatching,
+        RandomTwoPeer,
+    )
+}
+"""The topologies that can be asked for by name."""
+
+
+def get_topology(name: str) -> Topology:
+    """The topology called ``name``, with its default settings.
+
+    Raises:
+        ValueError: no topology has this name; the message lists them.
+
+    Example:
+        >>> get_topology("ring")
+        Ring(weighting='metropolis')
+    """
+    if name not in TOPOLOGIES:
+        raise ValueError(_unknown(name, "Use"))
+    return TOPOLOGIES[name]()
+
+
+def as_topology(value: Any) -> Topology:
+    """Makes a topology of whatever describes one.
+
+    Args:
+        value: a name, the path of an edge-list file, a networkx graph, an ``(N, N)`` mixing matrix
+            (tensor, array or nested list), or a topology, which is returned as it is.
+
+    Raises:
+        ValueError: an unknown name that is no file either, or a file, graph or matrix that is
+            refused.
+        TypeError: something else.
+
+    Example:
+        >>> as_topology("star").receivers(0, 4)
+        [1, 2, 3]
+        >>> as_topology([[0.5, 0.5], [0.5, 0.5]]).weights(0, 2)
+        {0: 0.5, 1: 0.5}
+    """
+    if isinstance(value, Topology):
+        return value
+    if isinstance(value, str) and value not in TOPOLOGIES and not Path(value).is_file():
+        raise ValueError(_unknown(value, "It is not a file either. Use"))
+    if isinstance(value, str):
+        return get_topology(value) if value in TOPOLOGIES else FromFile(value)
+    if isinstance(value, os.PathLike):
+        return FromFile(value)
+    if isinstance(value, nx.Graph):
+        return FromGraph(value)
+    if isinstance(value, Sequence) or hasattr(value, "__array__"):
+        return FromMatrix(value)
+    if isinstance(value, type) and issubclass(value, Topology):
+        raise TypeError(
+            f"A topology must be an object, got the class {value.__name__}. Write "
+            f"{value.__name__}() with brackets."
+        )
+    raise TypeError(
+        "A topology must be a name, a Topology, a networkx graph, an (N, N) matrix or the path of "
+        f"an edge-list file, got {value!r}."
+    )
+
+
+def _unknown(name: str, lead: str) -> str:
+    near = difflib.get_close_matches(name.lower().replace("-", "_"), TOPOLOGIES, n=1, cutoff=0.5)
+    hint = f"Did you mean '{near[0]}'? " if near else ""
+    return (
+        f"Unknown topology '{name}'. {hint}{lead} one of {', '.join(TOPOLOGIES)}, "
+        "or the path of an edge-list file."
+    )

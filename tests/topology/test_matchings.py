@@ -1,0 +1,150 @@
+"""Pairs: XOR is exact, random matchings are uniform, agreed upon and as fast as predicted."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+
+import pytest
+import torch
+
+from lightning_loco.topology import RandomMatching, RandomTwoPeer, Xor, consensus_rate
+
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 4, 8, 16, 64])
+def test_xor_is_exact_after_log2_rounds(num_workers: int) -> None:
+    """Gossip with step 0.5 on the pair Laplacian, as GASLoC does it."""
+    values = start = torch.randn(num_workers, dtype=torch.float64)
+    for t in range(num_workers.bit_length() - 1):
+        laplacian = Xor.laplacian_scale * (
+            torch.eye(num_workers) - Xor().mixing_matrix(num_workers, t)
+        )
+        values = values - 0.5 * laplacian @ values
+    torch.testing.assert_close(values, start.mean().expand(num_workers), rtol=0, atol=1e-14)
+
+
+def test_xor_needs_a_power_of_two() -> None:
+    message = (
+        "Topology 'xor' needs a power of two workers, got 12. Use topology=one_peer_exponential or "
+        "topology=random_matching, or run 8 or 16 workers."
+    )
+    for ask in (Xor().check, lambda n: Xor().weights(0, n, 0), lambda n: Xor().period(n)):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            ask(12)
+
+
+@pytest.mark.parametrize("num_workers", [*range(1, 13), 4096, 4097])
+def test_random_matching_is_an_involution(num_workers: int) -> None:
+    for t in range(5):
+        partners = [RandomMatching(3).partner(i, num_workers, t) for i in range(num_workers)]
+        assert [partners[partner] for partner in partners] == list(range(num_workers))
+        assert sum(partner == i for i, partner in enumerate(partners)) == num_workers % 2
+
+
+def test_draws_never_change() -> None:
+    """Workers on other machines, Python versions and hash seeds must draw the same pairs."""
+    assert [RandomMatching(5).partner(i, 9, 4) for i in range(9)] == [6, 7, 5, 4, 3, 2, 0, 1, 8]
+    peers = [RandomTwoPeer(5).peers(i, 6, 1000) for i in range(6)]
+    assert peers == [(3, 1), (2, 0), (1, 4), (0, 5), (5, 2), (4, 3)]
+
+
+def test_drawing_leaves_global_random_states_alone() -> None:
+    python_state, torch_state = random.getstate(), torch.get_rng_state()
+    RandomMatching(11).weights(0, 50, 123)
+    RandomTwoPeer(11).weights(0, 50, 123)
+    assert random.getstate() == python_state
+    assert torch.equal(torch.get_rng_state(), torch_state)
+
+
+def test_rounds_and_seeds_differ() -> None:
+    drawn = {
+        tuple(RandomMatching(seed).partner(i, 32, t) for i in range(32))
+        for seed in range(10)
+        for t in range(10)
+    }
+    assert len(drawn) == 100
+
+
+@pytest.mark.parametrize("num_workers", [5, 6])
+def test_all_matchings_are_equally_likely(num_workers: int) -> None:
+    """Five and six workers both have 15 matchings; 6000 draws, 5 standard deviations."""
+    drawn = Counter(
+        tuple(RandomMatching(1).partner(i, num_workers, t) for i in range(num_workers))
+        for t in range(6000)
+    )
+    assert len(drawn) == 15
+    assert all(abs(count - 400) < 5 * 19.4 for count in drawn.values())
+
+
+def contraction(
+    topology: RandomMatching | RandomTwoPeer, num_workers: int, num_draws: int
+) -> float:
+    """Mean over rounds of ``|W x|^2 / |x|^2``, averaged over all x of mean zero."""
+    identity = torch.eye(num_workers, dtype=torch.float64)
+    total = 0.0
+    for t in range(num_draws):
+        rest = identity.clone()
+        for worker in range(num_workers):
+            row = topology.weights(worker, num_workers, t)
+            rest[worker] = 0
+            rest[worker, list(row)] = torch.tensor(list(row.values()), dtype=torch.float64)
+        total += float((rest - 1 / num_workers).square().sum())
+    return total / num_draws / (num_workers - 1)
+
+
+@pytest.mark.parametrize("num_workers", [3, 4, 7, 8])
+def test_random_matching_shrinks_the_square_as_predicted(num_workers: int) -> None:
+    """The sum over all directions is the same for each matching, so a single one decides it."""
+    expected = 0.5 if num_workers % 2 else (num_workers - 2) / (2 * (num_workers - 1))
+    assert contraction(RandomMatching(0), num_workers, 3) == pytest.approx(expected, abs=1e-12)
+    assert consensus_rate(RandomMatching(), num_workers) ** 2 == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("num_workers", [3, 4, 7, 8])
+def test_random_matching_shrinks_one_vector_as_predicted(num_workers: int) -> None:
+    """Monte Carlo over 20 000 rounds from one fixed start, within 1 %."""
+    start = torch.arange(num_workers, dtype=torch.float64).square()
+    start -= start.mean()
+    partners = torch.tensor(
+        [
+            [RandomMatching(2).partner(i, num_workers, t) for i in range(num_workers)]
+            for t in range(20_000)
+        ]
+    )
+    after = (start + start[partners]) / 2
+    factor = float(after.square().sum(dim=1).mean() / start.square().sum())
+    expected = 0.5 if num_workers % 2 else (num_workers - 2) / (2 * (num_workers - 1))
+    assert factor == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 7, 8])
+def test_two_peers_shrink_the_square_as_predicted(num_workers: int) -> None:
+    measured = contraction(RandomTwoPeer(4), num_workers, 1500)
+    assert consensus_rate(RandomTwoPeer(), num_workers) ** 2 == pytest.approx(measured, rel=0.05)
+
+
+def test_two_peers_of_eight() -> None:
+    assert consensus_rate(RandomTwoPeer(), 8) ** 2 == pytest.approx(0.275, abs=1e-3)
+
+
+def test_two_peers_weigh_thirds() -> None:
+    third = pytest.approx(1 / 3)
+    for t in range(30):
+        for worker in range(6):
+            row = RandomTwoPeer(0).weights(worker, 6, t)
+            first, second = RandomTwoPeer(0).peers(worker, 6, t)
+            assert row == (
+                {worker: third, first: third, second: third}
+                if first != second
+                else {worker: third, first: pytest.approx(2 / 3)}
+            )
+
+
+@pytest.mark.parametrize("kind", [RandomMatching, RandomTwoPeer])
+@pytest.mark.parametrize("seed", [True, 1.5, "1", None])
+def test_seed_must_be_an_int(kind: type, seed: object) -> None:
+    with pytest.raises(TypeError, match="seed must be an int, got"):
+        kind(seed)

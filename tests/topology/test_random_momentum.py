@@ -1,0 +1,165 @@
+"""Momentum on random rounds: the mean-square radius against enumeration and Monte Carlo."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lightning_loco.topology import (
+    RandomMatching,
+    RandomTwoPeer,
+    Topology,
+    gossip_radius,
+    matching_radius,
+)
+
+torch.set_num_threads(1)
+
+LARGEST_STABLE = [
+    ("local", 8, {0.5: 0.744, 0.4: 0.80, 0.3: 0.86, 0.2: 0.91, 0.1: 0.956, 0.05: 0.978}),
+    ("local", 64, {0.5: 0.711, 0.4: 0.78, 0.3: 0.84, 0.2: 0.90, 0.1: 0.949, 0.05: 0.975}),
+    ("gossiped", 8, {0.5: 0.859}),
+    ("gossiped", 64, {0.5: 0.789, 0.4: 0.94}),
+]
+
+
+@pytest.mark.parametrize(("form", "num_workers", "limits"), LARGEST_STABLE)
+def test_largest_stable_momentum_on_random_matchings(
+    form: str, num_workers: int, limits: dict[float, float]
+) -> None:
+    for gossip_step, limit in limits.items():
+        lowest, highest = 0.0, 1.0
+        for _ in range(30):
+            middle = (lowest + highest) / 2
+            if matching_radius(num_workers, gossip_step, middle, form) < 1:
+                lowest = middle
+            else:
+                highest = middle
+        digits = 1e-3 if round(limit, 2) != limit else 5.1e-3
+        assert lowest == pytest.approx(limit, abs=digits)
+
+
+@pytest.mark.parametrize("num_workers", [8, 64])
+def test_gossiped_momentum_is_stable_at_small_steps(num_workers: int) -> None:
+    for gossip_step in (0.3, 0.2, 0.1):
+        for momentum in (0.5, 0.9, 0.99):
+            assert matching_radius(num_workers, gossip_step, momentum, "gossiped") < 1
+
+
+def test_known_radii_of_matchings() -> None:
+    assert matching_radius(8, 0.5, 0.0) == pytest.approx(6 / 14)
+    assert matching_radius(9, 0.5, 0.0) == pytest.approx(0.5)
+    assert matching_radius(8, 0.24, 0.9, "gossiped") == pytest.approx(0.807, abs=5e-4)
+    assert matching_radius(8, 0.21, 0.9) < 1 < matching_radius(8, 0.22, 0.9)
+    assert matching_radius(2, 0.5, 0.0) == pytest.approx(0, abs=1e-12)
+    assert matching_radius(1, 0.5, 0.9) == 0
+    assert gossip_radius(RandomMatching(), 8, 0.5, 0.0) == pytest.approx(math.sqrt(6 / 14))
+
+
+def second_moment_radius(
+    matrices: torch.Tensor, gossip_step: float, momentum: float, form: str
+) -> float:
+    """Radius of ``E[M (x) M]`` on all second moments of the state, for equally likely rounds.
+
+    ``matrices`` holds the Laplacians ``Lambda`` of the rounds, ``(R, N, N)``.
+    """
+    num_workers = matrices.shape[-1]
+    identity = torch.eye(num_workers, dtype=torch.float64)
+    moments = torch.zeros((2 * num_workers) ** 2, (2 * num_workers) ** 2, dtype=torch.float64)
+    away_from_mean = torch.block_diag(*[identity - 1 / num_workers] * 2)
+    for laplacian in matrices:
+        mix = identity - gossip_step * laplacian
+        if form == "local":
+            rows = [[mix + momentum * identity, -momentum * identity], [identity, 0 * identity]]
+        else:
+            rows = [[(1 + momentum) * mix, -momentum * identity], [mix, 0 * identity]]
+        step = torch.cat([torch.cat(row, dim=1) for row in rows]) @ away_from_mean
+        moments += torch.kron(step, step) / len(matrices)
+    return float(torch.linalg.eigvals(moments).abs().max())
+
+
+def all_matchings(workers: list[int]) -> list[list[tuple[int, int]]]:
+    """Every perfect matching; an odd number leaves out each worker in turn."""
+    if len(workers) % 2:
+        rests = [[w for w in workers if w != idle] for idle in workers]
+        return [pairs for rest in rests for pairs in all_matchings(rest)]
+    if not workers:
+        return [[]]
+    first, *others = workers
+    return [
+        [(first, peer), *pairs]
+        for peer in others
+        for pairs in all_matchings([w for w in others if w != peer])
+    ]
+
+
+def pair_laplacians(num_workers: int) -> torch.Tensor:
+    laplacians = []
+    for pairs in all_matchings(list(range(num_workers))):
+        laplacian = torch.zeros(num_workers, num_workers, dtype=torch.float64)
+        for i, j in pairs:
+            laplacian[[i, j], [i, j]] = 1
+            laplacian[[i, j], [j, i]] = -1
+        laplacians.append(laplacian)
+    return torch.stack(laplacians)
+
+
+MOMENTUM_SETTINGS = [(0.5, 0.0), (0.5, 0.5), (0.5, 0.9), (0.3, 0.8), (0.9, 0.2)]
+
+
+@pytest.mark.parametrize("form", ["local", "gossiped"])
+@pytest.mark.parametrize("num_workers", [2, 3, 4, 5, 6])
+def test_matching_radius_against_all_matchings(num_workers: int, form: str) -> None:
+    laplacians = pair_laplacians(num_workers)
+    for gossip_step, momentum in MOMENTUM_SETTINGS:
+        exact = second_moment_radius(laplacians, gossip_step, momentum, form)
+        assert matching_radius(num_workers, gossip_step, momentum, form) == pytest.approx(
+            exact, abs=1e-6
+        )
+
+
+@pytest.mark.parametrize("form", ["local", "gossiped"])
+@pytest.mark.parametrize("num_workers", [2, 3, 4, 5])
+def test_two_peer_radius_against_all_pairs_of_matchings(num_workers: int, form: str) -> None:
+    single = pair_laplacians(num_workers)
+    laplacians = torch.stack([(first + second) / 3 for first in single for second in single])
+    for gossip_step, momentum in [(1.0, 0.0), (1.0, 0.5), (0.6, 0.9)]:
+        exact = second_moment_radius(laplacians, gossip_step, momentum, form)
+        radius = gossip_radius(RandomTwoPeer(), num_workers, gossip_step, momentum, form) ** 2
+        assert radius == pytest.approx(exact, abs=1e-6)
+
+
+@pytest.mark.parametrize("form", ["local", "gossiped"])
+@pytest.mark.parametrize(
+    ("topology", "gossip_step", "momentum"),
+    [
+        (RandomMatching(5), 0.5, 0.0),
+        (RandomMatching(5), 0.5, 0.4),
+        (RandomMatching(5), 0.3, 0.6),
+        (RandomTwoPeer(5), 1.0, 0.4),
+    ],
+    ids=str,
+)
+def test_radius_by_monte_carlo(
+    topology: Topology, gossip_step: float, momentum: float, form: str
+) -> None:
+    """20 000 runs of 8 workers at once: the mean square falls by the radius in a round."""
+    torch.manual_seed(0)
+    drawn = torch.stack([topology.mixing_matrix(8, t) for t in range(1000)])
+    laplacians = topology.laplacian_scale * (torch.eye(8, dtype=torch.float64) - drawn)
+    values = torch.randn(20_000, 8, 1, dtype=torch.float64)
+    values -= values.mean(dim=1, keepdim=True)
+    previous = values
+    squares = []
+    for _ in range(14):
+        mixed = values - gossip_step * laplacians[torch.randint(1000, (20_000,))] @ values
+        if form == "local":
+            values, previous = mixed + momentum * (values - previous), values
+        else:
+            values, previous = mixed + momentum * (mixed - previous), mixed
+        squares.append(float(values.square().mean()))
+    measured = (squares[13] / squares[6]) ** (1 / 7)
+    radius = gossip_radius(topology, 8, gossip_step, momentum, form) ** 2
+    assert measured == pytest.approx(radius, rel=0.03)
