@@ -135,6 +135,7 @@ class StepEngine:
         check_same_schema(self.replica.layout, group)
         self.checksum = share_from_worker_0(model, group)
         self._rounds = self._make_rounds()
+        self._buffers_at_start = self.replica.buffers.new_flat()
 
     @property
     def measure_outer_gradient(self) -> bool:
@@ -237,6 +238,9 @@ class StepEngine:
         if self.consensus_every and self.round_index % self.consensus_every == 0:
             self.statistics.consensus_distance = self._measure_consensus()
         self._rounds.run(self.round_index, self._progress, self._weight_from(header))
+        if not self.was_finite:
+            self.replica.buffers.write(self._buffers_at_start)
+        self._buffers_at_start = self.replica.buffers.new_flat()
         self.round_index += 1
         self.steps_since_round = 0
         self.statistics.rounds += 1
@@ -261,6 +265,11 @@ class StepEngine:
     def _note(self, rows: list[Row]) -> None:
         self.statistics.losses = [row.loss for row in rows]
         broken = [worker for worker, row in enumerate(rows) if not row.finite]
+        if len(broken) == len(rows):
+            raise RuntimeError(
+                "The parameters hold NaN or infinity on every worker, so there is no consensus. "
+                "Lower the learning rate, or go back to the last checkpoint."
+            )
         if broken and self.group.worker == 0:
             log.warning(
                 "NaN or infinity in the parameters of worker %s at round %d: left out of the "
@@ -325,11 +334,6 @@ class StepEngine:
             return
         rows = self.meet(purpose)
         total = sum(row.finite for row in rows)
-        if total == 0:
-            raise RuntimeError(
-                "The parameters hold NaN or infinity on every worker, so there is no consensus. "
-                "Lower the learning rate, or go back to the last checkpoint."
-            )
         key = self.algorithm.consensus_key
         outer = None if key is None else self._rounds.state[key]
         valid = bool(rows[self.group.worker].finite)
@@ -375,6 +379,7 @@ class StepEngine:
             "steps_since_round": self.steps_since_round,
             "params": params,
             "buffers": buffers,
+            "buffers_at_start": self._buffers_at_start,
             "state": dict(self._rounds.state),
             "pending": self._rounds.pending(),
             "statistics": self.statistics.state_dict(),
@@ -387,6 +392,7 @@ class StepEngine:
         self.steps = saved["steps"]
         self.steps_since_round = saved["steps_since_round"]
         self.replica.set_local(saved["params"], saved["buffers"])
+        self._buffers_at_start = saved["buffers_at_start"]
         for key, value in saved["state"].items():
             current = self._rounds.state.get(key)
             if isinstance(current, Tensor):

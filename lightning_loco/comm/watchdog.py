@@ -83,6 +83,7 @@ class Watchdog(threading.Thread):
             worker, _, text = self._store.get("failure").decode().partition("|")
             if int(worker) != self._worker:
                 self.failure = f"Worker {worker} failed:\n{text}"
+                self._store.set(f"read/{self._worker}", "")
 
     def _agree_on_stop(self) -> None:
         if self.stop_reason is not None and not self.stop_seen:
@@ -115,9 +116,19 @@ class Watchdog(threading.Thread):
         return self.stop_at
 
     def report(self, text: str) -> None:
-        """Tell all workers that this one has failed; only the first report counts."""
+        """Tell all workers that this one has failed; only the first report counts.
+
+        Worker 0, whose end is the end of the store, gives the others a moment to read it.
+        """
         with suppress(RuntimeError), self._lock:
             self._store.compare_set("failure", "", f"{self._worker}|{text}")
+        others = [f"read/{w}" for w in range(self._num_workers) if w != self._worker]
+        deadline = time.monotonic() + 3 * _INTERVAL_S
+        while self._worker == 0 and time.monotonic() < deadline:
+            with suppress(RuntimeError), self._lock:
+                if self._store.check(others):
+                    return
+            time.sleep(_INTERVAL_S / 20)
 
     def raise_if_failed(self) -> None:
         """Raise when another worker has reported a failure; costs one attribute look-up.

@@ -94,12 +94,19 @@ class LocoStrategy(MeetingStrategy):
         for name, value, allowed in (
             ("evaluate", evaluate, ("average", "local")),
             ("finalize", finalize, ("average", "keep")),
+            ("start_method", start_method, ("popen", "spawn", "fork", "forkserver")),
         ):
             if value not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
-        for name, number in (("timeout_s", timeout_s), ("bucket_bytes", bucket_bytes)):
-            if not number > 0:
-                raise ValueError(f"{name} must be positive, got {number!r}.")
+        for name, number, kind in (
+            ("timeout_s", timeout_s, (int, float)),
+            ("bucket_bytes", bucket_bytes, int),
+        ):
+            if isinstance(number, bool) or not isinstance(number, kind):
+                what = "an integer" if kind is int else "a number"
+                raise TypeError(f"{name} must be {what}, got {number!r}.")
+            if not 0 < number < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {number!r}.")
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,

@@ -1,0 +1,107 @@
+"""Workers with different numbers of batches end cleanly, or say why they cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from lightning_loco import DiLoCo, GASLoC, LocalSGD, LocoStrategy
+from tests.pool import Pool, PoolError, make_trainer
+from tests.tiny import TinyModule, ValidatedModule, flat, make_loader
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "local_sgd": {"algorithm": LocalSGD()},
+    "diloco": {"algorithm": DiLoCo()},
+    "async_diloco": {"algorithm": DiLoCo(outer_momentum=0.0), "overlap": True},
+    "gasloc": {"algorithm": GASLoC(), "topology": "ring"},
+    "gasloc_matching": {"algorithm": GASLoC(), "topology": "random_matching"},
+}
+
+
+def fit_uneven(rank: int, world: int, name: str, folder: str) -> tuple[int, int, Tensor]:
+    module = ValidatedModule()
+    checkpoint = ModelCheckpoint(dirpath=folder, monitor="val_loss", filename="{epoch}")
+    strategy = LocoStrategy(sync_every=4, timeout_s=30, **ALGORITHMS[name])
+    trainer = make_trainer(
+        strategy,
+        max_epochs=2,
+        use_distributed_sampler=False,
+        callbacks=[checkpoint],
+        enable_checkpointing=True,
+    )
+    trainer.fit(module, make_loader(rank, 9 + 5 * rank), make_loader(rank, 2))
+    return len(module.losses), strategy.statistics.rounds, flat(module)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_unequal_numbers_of_batches(pool: Pool, tmp_path: Path, name: str) -> None:
+    results = pool.run(fit_uneven, name, str(tmp_path), world=3)
+    assert [steps for steps, _, _ in results] == [18, 28, 38]  # nobody loses data
+    assert len({rounds for _, rounds, _ in results}) == 1
+    for _, _, model in results[1:]:
+        assert torch.equal(model, results[0][2])
+    assert torch.isfinite(results[0][2]).all()
+
+
+def fit_weighted(rank: int, world: int) -> Tensor:
+    module = TinyModule()
+    trainer = make_trainer(
+        LocoStrategy(LocalSGD(), sync_every=2), max_epochs=1, use_distributed_sampler=False
+    )
+    trainer.fit(module, make_loader(rank, 2 if rank else 4))
+    return flat(module)
+
+
+def test_finished_worker_has_no_weight(pool: Pool) -> None:
+    """After the common round only worker 0 moves, so the last mean is its model alone."""
+    results = pool.run(fit_weighted, world=2)
+    module = TinyModule()
+    start = pool.run(_common_round, world=2)[0]
+    with torch.no_grad():
+        offset = 0
+        for p in module.parameters():
+            p.copy_(start[offset : offset + p.numel()].view_as(p))
+            offset += p.numel()
+    optimizer = module.configure_optimizers()
+    for step in (2, 3):
+        optimizer.zero_grad()
+        module.training_step(make_loader(0, 4).dataset[step], step).backward()
+        optimizer.step()
+    torch.testing.assert_close(results[0], flat(module), rtol=0, atol=1e-12)
+    assert torch.equal(results[0], results[1])
+
+
+def _common_round(rank: int, world: int) -> Tensor:
+    module = TinyModule()
+    trainer = make_trainer(
+        LocoStrategy(LocalSGD(), sync_every=2), max_steps=2, use_distributed_sampler=False
+    )
+    trainer.fit(module, make_loader(rank, 2))
+    return flat(module)
+
+
+def fit_parting(rank: int, world: int, folder: str) -> None:
+    checkpoint = ModelCheckpoint(dirpath=folder, every_n_train_steps=7, save_top_k=-1)
+    trainer = make_trainer(
+        LocoStrategy(LocalSGD(), sync_every=3, timeout_s=30),
+        max_epochs=1,
+        use_distributed_sampler=False,
+        callbacks=[checkpoint],
+        enable_checkpointing=True,
+    )
+    trainer.fit(ValidatedModule(), make_loader(rank, 5 + 5 * rank), make_loader(rank, 2))
+
+
+def test_parting_ways_is_an_error_on_every_worker(pool: Pool, tmp_path: Path) -> None:
+    with pytest.raises(PoolError, match="wait for each other in different places") as error:
+        pool.run(fit_parting, str(tmp_path), world=2)
+    for failure in error.value.failures.values():
+        assert "worker 0 in validation after 5 local steps" in failure.message
+        assert "worker 1 in reduce after 7 local steps" in failure.message
+        assert "limit_train_batches" in failure.message
+    assert sorted(error.value.failures) == [0, 1]
