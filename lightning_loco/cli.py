@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import inspect
 import logging
-import os
 import signal
 import time
 import warnings
@@ -14,26 +13,32 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hydra
-import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
-from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import Callback, ProgressBar, Timer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_loco.callbacks import WorkerLogs
 from lightning_loco.demo.data import ByteTextData
+from lightning_loco.demo.launch import (
+    follow_launcher,
+    outer_launch,
+    quieten_lightning,
+    set_num_threads,
+)
 from lightning_loco.demo.model import ByteGPT
 from lightning_loco.demo.report import Report, draw_run, measure
 from lightning_loco.strategies import LocoStrategy
 
 log = logging.getLogger(__name__)
 
+# How long a rank lets rank 0 speak first about a setting; it is ended meanwhile if rank 0 does.
+SILENCE_S = 10
 CHECKPOINT_WORDS = ("last", "best", "hpc", "registry")
 SETTING_FAULTS = (
     ValueError,
@@ -72,7 +77,8 @@ def run(cfg: DictConfig) -> float | None:
     timer = Timer()
     trainer = build_trainer(cfg, timer)
     check_before_launch(cfg, trainer, model, data)
-    set_num_threads(cfg.num_threads, trainer)
+    with settings_of("num_threads"):
+        set_num_threads(cfg.num_threads, trainer)
 
     with settings_found_late(trainer):
         trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path)
@@ -83,49 +89,6 @@ def run(cfg: DictConfig) -> float | None:
     if trainer.is_global_zero:
         present(cfg, report, trainer, model)
     return report.val_loss
-
-
-def quieten_lightning() -> None:
-    """Drop Lightning's second copy of each message, its tips, and warnings about itself."""
-    if HydraConfig.initialized():
-        # Hydra's handlers, on the root logger, show and file everything already.
-        logging.getLogger("lightning").handlers.clear()
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_no_tip)
-    warnings.filterwarnings("ignore", message=".*does not have many workers")
-    warnings.filterwarnings("ignore", category=FutureWarning, module="lightning")
-
-
-def is_no_tip(record: logging.LogRecord) -> bool:
-    """Whether a message is more than Lightning's advice to install something."""
-    return "Tip:" not in record.getMessage()
-
-
-def follow_launcher(cfg: DictConfig) -> DictConfig:
-    """Take the number of workers from torchrun or SLURM, unless the command line names it."""
-    cfg = cfg.copy()
-    launch = outer_launch()
-    if launch is None or not HydraConfig.initialized():
-        return cfg
-    launcher, devices, num_nodes = launch
-    named = {override.lstrip("+").split("=")[0] for override in HydraConfig.get().overrides.task}
-    for key, value in (("devices", devices), ("num_nodes", num_nodes)):
-        before = cfg.trainer.get(key)
-        if f"trainer.{key}" not in named and before != value:
-            log.info("%s decides: trainer.%s=%d instead of %s.", launcher, key, value, before)
-            OmegaConf.update(cfg, f"trainer.{key}", value, force_add=True)
-    return cfg
-
-
-def outer_launch() -> tuple[str, int, int] | None:
-    """Who started this process among others: (launcher, processes per machine, machines)."""
-    env = os.environ
-    if "TORCHELASTIC_RUN_ID" in env:
-        local = int(env["LOCAL_WORLD_SIZE"])
-        return "torchrun", local, int(env["WORLD_SIZE"]) // local
-    if "SLURM_NTASKS" in env and env.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
-        num_nodes = int(env.get("SLURM_NNODES", 1))
-        return "SLURM", int(env["SLURM_NTASKS"]) // num_nodes, num_nodes
-    return None
 
 
 def build_trainer(cfg: DictConfig, timer: Timer) -> Trainer:
@@ -195,25 +158,25 @@ def check_before_launch(
     with settings_of("algorithm"):
         if isinstance(strategy, LocoStrategy):
             strategy.settings.prepare(trainer.world_size)
+            check_validation(strategy, trainer)
     with settings_of("data"):
         if isinstance(data, ByteTextData):
             data.check(trainer.world_size)
 
 
-def set_num_threads(num_threads: int | None, trainer: Trainer) -> None:
-    """Threads of torch in this process and in those it starts.
+def check_validation(strategy: LocoStrategy, trainer: Trainer) -> None:
+    """Workers of different pace meet at the ends of epochs only.
 
     Raises:
-        SettingsError: Less than one thread.
+        ValueError: Validation after a number of batches, with several values of ``sync_every``.
     """
-    if num_threads is None:
-        if not isinstance(trainer.accelerator, CPUAccelerator) or trainer.num_devices == 1:
-            return
-        num_threads = 1
-    if num_threads < 1:
-        raise SettingsError(f"num_threads must be at least 1, got {num_threads}. Or use null.")
-    os.environ["OMP_NUM_THREADS"] = str(num_threads)  # else Lightning chooses again
-    torch.set_num_threads(num_threads)
+    steps = strategy.settings.sync_every
+    if not isinstance(steps, int) and len(set(steps)) > 1 and not trainer.check_val_every_n_epoch:
+        raise ValueError(
+            f"with sync_every={list(steps)} workers take different numbers of batches, and cannot"
+            " meet for validation after a number of batches. Use"
+            " trainer.check_val_every_n_epoch=1 trainer.val_check_interval=null."
+        )
 
 
 def validate(trainer: Trainer, model: LightningModule, data: LightningDataModule) -> float | None:
@@ -272,7 +235,7 @@ def settings_found_late(trainer: Trainer) -> Iterator[None]:
         if outer_launch() is None and trainer.is_global_zero and trainer.strategy.launcher:
             trainer.strategy.launcher.kill(signal.SIGKILL)
         elif outer_launch() is None:
-            time.sleep(2)
+            time.sleep(SILENCE_S)
         raise SettingsError(one_line(error)) from error
 
 

@@ -45,7 +45,7 @@ class Algorithm(ABC):
     """Whether the state is equal on all workers, so that a checkpoint needs it once."""
 
     supports_overlap: ClassVar[bool] = False
-    """Whether a result may be applied one round after its messages were sent; :meth:`apply` must
+    """Whether a result may be applied one round after its messages were sent; :meth:`update` must
     then not read what is in ``params``."""
 
     @property
@@ -98,19 +98,29 @@ class Algorithm(ABC):
         """Turn the local parameters into the message; ``params`` may serve as its memory."""
 
     @abstractmethod
-    def apply(self, params: Tensor, received: Tensor, state: State) -> None:
-        """Write the new local parameters into ``params``; ``received`` may serve as scratch.
+    def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
+        """Compute the new local parameters.
 
         Args:
-            params: What :meth:`propose` left in its argument, ``(P,)``.
-            received: The result of the exchange, ``(P,)``.
+            params: What :meth:`propose` left in its argument, ``(P,)``; may serve as scratch.
+            received: The result of the exchange, ``(P,)``; may serve as scratch.
             state: Updated in place.
+
+        Returns:
+            The new local parameters ``(P,)``: one of the arguments or of the state's tensors, so
+            that nothing is copied in vain. The caller only reads it, and at once.
         """
+
+    def apply(self, params: Tensor, received: Tensor, state: State) -> None:
+        """Write the new local parameters into ``params``; see :meth:`update`."""
+        result = self.update(params, received, state)
+        if result is not params:
+            params.copy_(result)
 
     @abstractmethod
     def restart(self, params: Tensor, state: State) -> None:
         """Write the parameters at the beginning of the round into ``params``: no progress made."""
 
     def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
-        """The tensor whose norm is ``loco/outer_grad_norm``; called right before apply."""
+        """The tensor whose norm is ``loco/outer_grad_norm``; called right before update."""
         return None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.optim.sgd import sgd
 
 from lightning_loco.algorithms.base import Algorithm, State
 from lightning_loco.algorithms.outer import step_outer_optimizer
@@ -130,23 +131,27 @@ class DiLoCo(Algorithm):
         """The message is the pseudo-gradient, outer - local."""
         return torch.sub(state["outer"], params, out=params)
 
-    def apply(self, params: Tensor, received: Tensor, state: State) -> None:
+    def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
         """One outer step with the mean pseudo-gradient; local parameters restart from outer."""
-        outer = state["outer"]
+        outer: Tensor = state["outer"]
         if self.outer_optimizer is not None:
             step_outer_optimizer(self.outer_optimizer, outer, received, state)
+        elif self.outer_momentum > 0:
+            sgd(
+                [outer],
+                [received],
+                [state["momentum"]],
+                fused=True,
+                weight_decay=0.0,
+                momentum=self.outer_momentum,
+                lr=self.outer_lr,
+                dampening=0.0,
+                nesterov=self.nesterov,
+                maximize=False,
+            )
         else:
-            step = received
-            if self.outer_momentum > 0:
-                momentum = state["momentum"]
-                momentum.mul_(self.outer_momentum).add_(received)
-                step = (
-                    received.add_(momentum, alpha=self.outer_momentum)
-                    if self.nesterov
-                    else momentum
-                )
-            outer.add_(step, alpha=-self.outer_lr)
-        params.copy_(outer)
+            outer.add_(received, alpha=-self.outer_lr)
+        return outer
 
     def restart(self, params: Tensor, state: State) -> None:
         """The round begins at the outer parameters."""

@@ -147,21 +147,20 @@ class GASLoC(Algorithm):
         """The message is u, the start moved along eta times the drift."""
         return torch.lerp(state["start"], params, self.outer_lr, out=params)
 
-    def apply(self, params: Tensor, received: Tensor, state: State) -> None:
+    def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
         """Pull to the neighbours, add momentum, and start the next round there."""
         assert isinstance(self.gossip_step, (int, float))
         assert isinstance(self.momentum, (int, float))
+        start: Tensor = state["start"]
         pull = self.gossip_step * self.laplacian_scale
-        gossiped = torch.lerp(params, received, pull, out=received)
         if self.momentum == 0:
-            params.copy_(gossiped)
-        else:
-            previous = state["previous"]
-            point = params if self.momentum_on == "local" else gossiped
-            step = point - previous
-            previous.copy_(point)
-            torch.add(gossiped, step, alpha=self.momentum, out=params)
-        state["start"].copy_(params)
+            return torch.lerp(params, received, pull, out=start)
+        gossiped = torch.lerp(params, received, pull, out=received)
+        previous = state["previous"]
+        point = params if self.momentum_on == "local" else gossiped
+        torch.sub(point, previous, out=start)
+        previous.copy_(point)
+        return torch.add(gossiped, start, alpha=self.momentum, out=start)
 
     def restart(self, params: Tensor, state: State) -> None:
         """The round began at the start."""

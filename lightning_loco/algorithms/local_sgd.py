@@ -41,10 +41,9 @@ class LocalSGD(Algorithm):
         """The message is the local parameters."""
         return params
 
-    def apply(self, params: Tensor, received: Tensor, state: State) -> None:
+    def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
         """The mean becomes the local parameters."""
-        if params is not received:
-            params.copy_(received)
+        return received
 
     def restart(self, params: Tensor, state: State) -> None:
         """Zero: a worker without progress has weight 0 in the mean and takes over its result."""

@@ -23,6 +23,7 @@ class ConsensusMonitor(RoundMonitor):
 
     Raises:
         ValueError: If a number is smaller than 1.
+        TypeError: If a number is not an integer.
 
     Example::
 
@@ -33,6 +34,8 @@ class ConsensusMonitor(RoundMonitor):
         self, every_n_rounds: int = 1, max_elements: int = 65536, prog_bar: bool = False
     ) -> None:
         for name, value in (("every_n_rounds", every_n_rounds), ("max_elements", max_elements)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an integer, got {value!r}.")
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
         super().__init__(prog_bar)

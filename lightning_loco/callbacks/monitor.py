@@ -6,6 +6,7 @@ from abc import abstractmethod
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_loco.strategies import LocoStrategy
 from lightning_loco.strategies.lockstep import is_logging_step
@@ -27,8 +28,13 @@ class RoundMonitor(pl.Callback):
         """The names and values to log."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start from the rounds that were made before."""
+        """Forget the rounds of an earlier fit."""
         self._logged_rounds = 0
+        if not isinstance(trainer.strategy, LocoStrategy):
+            rank_zero_info(
+                f"{type(self).__name__} logs nothing with {type(trainer.strategy).__name__}, which "
+                "makes no rounds. Use a strategy of lightning_loco, or drop the callback."
+            )
 
     def on_train_batch_end(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +17,7 @@ class StragglerSimulator(pl.Callback):
         delays: Seconds of delay per batch, by worker number.
 
     Raises:
-        ValueError: If a delay is negative.
+        ValueError: If a delay is negative or not finite.
 
     Example::
 
@@ -26,9 +27,10 @@ class StragglerSimulator(pl.Callback):
     def __init__(self, delays: Mapping[int, float]) -> None:
         self.delays = {int(worker): float(delay_s) for worker, delay_s in delays.items()}
         for worker, delay_s in self.delays.items():
-            if delay_s < 0:
+            if not 0 <= delay_s < math.inf:
                 raise ValueError(
-                    f"delays are seconds and must not be negative, got {delay_s} for {worker}."
+                    f"delays are seconds, finite and not negative, got {delay_s} for worker "
+                    f"{worker}."
                 )
 
     def on_train_batch_start(

@@ -88,7 +88,7 @@ class StepEngine:
         overlap: bool = False,
         warm_start: bool = True,
         topology: Any | None = None,
-        bucket_bytes: int = 16 * 2**20,
+        bucket_bytes: int = 32 * 2**20,
         group: WorkerGroup | None = None,
     ) -> None:
         self.group = group if group is not None else WorkerGroup.create()

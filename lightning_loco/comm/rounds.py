@@ -18,7 +18,7 @@ from lightning_loco.algorithms import Algorithm, State
 from lightning_loco.comm.exchange import Exchange, Handle
 from lightning_loco.comm.flat import Chunk, FlatLayout
 
-CHUNKS_IN_FLIGHT = 4
+CHUNKS_IN_FLIGHT = 8
 
 
 class BlockingRounds:
@@ -104,16 +104,15 @@ class BlockingRounds:
         with record_function("loco/exchange"):
             received = handle.wait(total_weight)
         with record_function("loco/apply"):
-            self._apply(chunk, params, received)
-            chunk.unpack(params)
+            chunk.unpack(self._update(chunk, params, received))
 
-    def _apply(self, chunk: Chunk, params: Tensor, received: Tensor) -> None:
+    def _update(self, chunk: Chunk, params: Tensor, received: Tensor) -> Tensor:
         state = self._slice(chunk)
         if self.measure_gradient:
             gradient = self._algorithm.outer_gradient(params, received, state)
             if gradient is not None:
-                self._squares.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
-        self._algorithm.apply(params, received, state)
+                self._squares.append(torch.linalg.vector_norm(gradient))
+        return self._algorithm.update(params, received, state)
 
     def _finish_norm(self) -> None:
         if self._squares:

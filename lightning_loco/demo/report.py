@@ -6,7 +6,7 @@ import csv
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -41,13 +41,13 @@ class Report:
     algorithm: str
     topology: str | None
     num_workers: int
-    val_loss: float | None
-    tokens: int | None
-    rounds: int | None
-    bytes_sent: int | None
-    wait_s: float | None
-    train_s: float
-    consensus_distance: float | None
+    val_loss: float | None = None
+    tokens: int | None = None
+    rounds: int | None = None
+    bytes_sent: int | None = None
+    wait_s: float | None = None
+    train_s: float | None = None
+    consensus_distance: float | None = None
 
     def table(self) -> str:
         """One aligned line per figure."""
@@ -56,11 +56,11 @@ class Report:
             "topology": self.topology or "-",
             "workers": str(self.num_workers),
             "validation loss": "-" if self.val_loss is None else _nats(self.val_loss),
-            "trained on": _number(self.tokens, ",d") + " bytes",
+            "trained on": "-" if self.tokens is None else f"{self.tokens:,} bytes",
             "rounds": _number(self.rounds, ",d"),
             "sent per worker": "-" if self.bytes_sent is None else _bytes(self.bytes_sent),
             "waited per worker": "-" if self.wait_s is None else f"{self.wait_s:.1f} s",
-            "training time": f"{self.train_s:.1f} s",
+            "training time": "-" if self.train_s is None else f"{self.train_s:.1f} s",
             "consensus distance": _number(self.consensus_distance, ".3e"),
         }
         width = max(map(len, lines))
@@ -118,41 +118,40 @@ def measure(
         data: How many bytes a local step takes is known for ``ByteTextData``.
         train_s: How long the training took.
     """
-    strategy = trainer.strategy
-    steps = trainer.global_step
+    strategy, steps = trainer.strategy, trainer.global_step
+    report = Report(
+        algorithm=type(strategy).__name__.removesuffix("Strategy"),
+        topology=None,
+        num_workers=trainer.world_size,
+    )
     step_bytes = None
     if isinstance(data, ByteTextData):
         step_bytes = data.batch_size * data.context * trainer.accumulate_grad_batches
     if not isinstance(strategy, LocoStrategy):
         num_elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        return Report(
-            algorithm=type(strategy).__name__.removesuffix("Strategy"),
-            topology=None,
-            num_workers=trainer.world_size,
-            val_loss=None,
+        return replace(
+            report,
             tokens=step_bytes and steps * trainer.world_size * step_bytes,
             rounds=steps,
             bytes_sent=gradient_bytes(num_elements, steps, trainer.world_size),
-            wait_s=None,
             train_s=train_s,
             consensus_distance=0.0,
         )
-    statistics, topology = strategy.statistics, strategy.settings.topology
-    mine = torch.tensor(
-        [steps, statistics.bytes_sent, statistics.wait_s],
-        dtype=torch.float64,
-        device=strategy.root_device,
-    )
-    total_steps, total_bytes, total_wait_s = strategy.reduce(mine, reduce_op="sum").tolist()
-    return Report(
-        algorithm=type(strategy).__name__.removesuffix("Strategy"),
-        topology=None if topology is None else as_topology(topology).name,
-        num_workers=strategy.num_workers,
-        val_loss=None,
+    if strategy.settings.topology is not None:
+        report = replace(report, topology=as_topology(strategy.settings.topology).name)
+    if trainer.world_size > 1 and not torch.distributed.is_initialized():
+        return report  # start_method="spawn": the workers were other processes, and have ended
+    statistics, num_workers = strategy.statistics, strategy.num_workers
+    mine = [steps, statistics.bytes_sent, statistics.wait_s]
+    figures = torch.tensor(mine, dtype=torch.float64, device=strategy.root_device)
+    total_steps, total_bytes, total_wait_s = strategy.reduce(figures, reduce_op="sum").tolist()
+    return replace(
+        report,
+        num_workers=num_workers,
         tokens=step_bytes and round(total_steps) * step_bytes,
         rounds=statistics.rounds,
-        bytes_sent=round(total_bytes / strategy.num_workers),
-        wait_s=total_wait_s / strategy.num_workers,
+        bytes_sent=round(total_bytes / num_workers),
+        wait_s=total_wait_s / num_workers,
         train_s=train_s,
         consensus_distance=statistics.consensus_distance,
     )

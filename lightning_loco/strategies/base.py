@@ -19,6 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -82,7 +83,7 @@ class LocoStrategy(MeetingStrategy):
         evaluate: Literal["average", "local"] = "average",
         finalize: Literal["average", "keep"] = "average",
         timeout_s: float = 600.0,
-        bucket_bytes: int = 16 * 2**20,
+        bucket_bytes: int = 32 * 2**20,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -164,6 +165,7 @@ class LocoStrategy(MeetingStrategy):
         lockstep.remove_lockstep(trainer, self.request_stop)
         super().setup(trainer)
         assert self.lightning_module is not None
+        _leave_shared_memory(self.lightning_module)
         group = WorkerGroup.create(timeout_s=self.timeout_s, device=self.root_device)
         settings = self.settings
         self.engine = StepEngine(
@@ -429,6 +431,13 @@ class LocoStrategy(MeetingStrategy):
                 f"Stopped at a common step and saved {path}. Go on with "
                 f"trainer.fit(..., ckpt_path={path!r})."
             )
+
+
+def _leave_shared_memory(model: torch.nn.Module) -> None:
+    """Give this worker parameters of its own: forkserver hands all workers the same memory."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.device.type == "cpu" and not is_lazy(tensor) and tensor.is_shared():
+            tensor.data = tensor.data.clone()
 
 
 def _clear_non_finite(optimizers: Sequence[Optimizer]) -> None:

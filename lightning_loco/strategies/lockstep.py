@@ -14,6 +14,7 @@ from collections.abc import Callable
 from types import FrameType
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import DataLoader, Sampler
@@ -75,7 +76,7 @@ def set_present_epoch(trainer: pl.Trainer, dataloader: object) -> None:
     Lightning does so only afterwards; loaders that draw their order at once, as torchdata's do,
     would then resume an epoch in the order of the first one.
     """
-    _set_sampler_epoch(dataloader, trainer.fit_loop.epoch_progress.current.processed)
+    _set_sampler_epoch(dataloader, trainer.fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
 
 
 def start_epoch_data(trainer: pl.Trainer) -> None:
@@ -90,6 +91,11 @@ def start_epoch_data(trainer: pl.Trainer) -> None:
 def is_logging_step(trainer: pl.Trainer) -> bool:
     """Whether ``log_every_n_steps`` lets this batch write to the loggers."""
     return trainer._logger_connector.should_update_logs
+
+
+def metrics_of_this_loop(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
+    """What was logged in the present epoch of training or validation, as callbacks see it."""
+    return trainer._logger_connector.metrics["callback"]
 
 
 def _do_nothing() -> None:

@@ -1,0 +1,74 @@
+"""Fit a run of the command line to the launcher and the machine it finds itself on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
+from omegaconf import DictConfig, OmegaConf
+
+log = logging.getLogger(__name__)
+
+
+def follow_launcher(cfg: DictConfig) -> DictConfig:
+    """Take the number of workers from torchrun or SLURM, unless the command line names it."""
+    cfg = cfg.copy()
+    launch = outer_launch()
+    if launch is None or not HydraConfig.initialized():
+        return cfg
+    launcher, devices, num_nodes = launch
+    named = {override.lstrip("+").split("=")[0] for override in HydraConfig.get().overrides.task}
+    for key, value in (("devices", devices), ("num_nodes", num_nodes)):
+        before = cfg.trainer.get(key)
+        if f"trainer.{key}" not in named and before != value:
+            log.info("%s decides: trainer.%s=%d instead of %s.", launcher, key, value, before)
+            OmegaConf.update(cfg, f"trainer.{key}", value, force_add=True)
+    return cfg
+
+
+def outer_launch() -> tuple[str, int, int] | None:
+    """Who started this process among others: (launcher, processes per machine, machines)."""
+    env = os.environ
+    if "TORCHELASTIC_RUN_ID" in env:
+        local = int(env["LOCAL_WORLD_SIZE"])
+        return "torchrun", local, int(env["WORLD_SIZE"]) // local
+    if "SLURM_NTASKS" in env and env.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
+        num_nodes = int(env.get("SLURM_NNODES", 1))
+        return "SLURM", int(env["SLURM_NTASKS"]) // num_nodes, num_nodes
+    return None
+
+
+def set_num_threads(num_threads: int | None, trainer: Trainer) -> None:
+    """Threads of torch in this process and in those it starts.
+
+    Raises:
+        ValueError: Less than one thread.
+    """
+    if num_threads is None:
+        if not isinstance(trainer.accelerator, CPUAccelerator) or trainer.num_devices == 1:
+            return
+        num_threads = 1
+    if num_threads < 1:
+        raise ValueError(f"num_threads must be at least 1, got {num_threads}. Or use null.")
+    os.environ["OMP_NUM_THREADS"] = str(num_threads)  # else Lightning chooses again
+    torch.set_num_threads(num_threads)
+
+
+def quieten_lightning() -> None:
+    """Drop Lightning's second copy of each message, its tips, and warnings about itself."""
+    if HydraConfig.initialized():
+        # Hydra's handlers, on the root logger, show and file everything already.
+        logging.getLogger("lightning").handlers.clear()
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_no_tip)
+    warnings.filterwarnings("ignore", message=".*does not have many workers")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="lightning")
+
+
+def is_no_tip(record: logging.LogRecord) -> bool:
+    """Whether a message is more than Lightning's advice to install something."""
+    return "Tip:" not in record.getMessage()

@@ -1,0 +1,85 @@
+"""What a finished run shows: the table, the plain figures, the picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_loco.demo.report import (
+    Report,
+    draw_losses,
+    draw_run,
+    gradient_bytes,
+    read_curve,
+    read_worker_curve,
+)
+
+REPORT = Report(
+    algorithm="GASLoC",
+    topology="ring",
+    num_workers=4,
+    val_loss=1.7,
+    tokens=2_457_600,
+    rounds=60,
+    bytes_sent=402_186_240,
+    wait_s=1.25,
+    train_s=120.04,
+    consensus_distance=0.0123,
+)
+
+
+def test_the_table_is_aligned() -> None:
+    lines = REPORT.table().splitlines()
+    assert lines[0] == "algorithm           GASLoC"
+    assert {line[18:20] for line in lines} == {"  "}
+    assert "validation loss     1.7000 nats per byte (2.453 bits)" in lines
+    assert "sent per worker     402.2 MB" in lines
+    assert "consensus distance  1.230e-02" in lines
+
+
+def test_what_was_not_measured_is_a_dash() -> None:
+    lines = Report(algorithm="DDP", topology=None, num_workers=1).table().splitlines()
+    assert [line.split()[-1] for line in lines] == ["DDP", "-", "1", *"-------"]
+
+
+def test_files(tmp_path: Path) -> None:
+    REPORT.write(tmp_path / "run")
+    assert (tmp_path / "run/report.txt").read_text() == REPORT.table() + "\n"
+    figures = json.loads((tmp_path / "run/report.json").read_text())
+    assert Report(**figures) == REPORT
+
+
+@pytest.mark.parametrize(("num_workers", "expected"), [(1, 0), (2, 400), (4, 600)])
+def test_gradient_bytes(num_workers: int, expected: int) -> None:
+    assert gradient_bytes(100, 1, num_workers) == expected
+
+
+def test_curves_skip_lines_without_the_value(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.csv"
+    file.write_text("epoch,step,train/loss,val/loss\n0,9,5.5,\n0,9,,5.25\n,19,,\n0,29,4.5,\n")
+    assert read_curve(file, "train/loss") == [(9, 5.5), (29, 4.5)]
+    assert read_curve(file, "val/loss") == [(9, 5.25)]
+    assert read_curve(file, "no/such") == []
+    assert read_curve(tmp_path / "nowhere.csv", "val/loss") == []
+
+
+def test_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    train = {"worker 0": [(0, 5.0), (10, 4.0)], "worker 1": [(0, 5.0), (10, 4.5)], "none": []}
+    file = tmp_path / "loss.png"
+    assert draw_losses(train, [(10, 4.2)], "GASLoC, 2 workers", file)
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert not draw_losses({}, [], "nothing", tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_curves_of_the_workers(tmp_path: Path) -> None:
+    file = tmp_path / "worker_00001.csv"
+    file.write_text("step,metric,value\n5,loco/round,1.0\n5,train/loss,4.5\n10,train/loss,4.25\n")
+    assert read_worker_curve(file) == [(5, 4.5), (10, 4.25)]
+
+
+def test_a_run_without_a_csv_logger_has_no_picture(tmp_path: Path) -> None:
+    assert not draw_run(REPORT, tmp_path, [])

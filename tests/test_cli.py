@@ -1,0 +1,288 @@
+"""The command line: from a configuration to a finished run, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig
+
+import train
+from lightning_loco import cli
+from lightning_loco.demo import launch
+
+ROOT = Path(__file__).resolve().parent.parent
+RANK_ZERO_LOG = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+SMOKE = ("experiment=smoke", "trainer.devices=1", "trainer.enable_progress_bar=false")
+
+
+@pytest.fixture
+def conf() -> Iterator[None]:
+    with initialize_config_dir(train.conf_dir(), version_base="1.3"):
+        yield
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Put back what a run leaves in its process, which is normally its own."""
+    monkeypatch.setenv("LOCAL_RANK", "0")  # no others to start, nor a thread to watch them
+    num_threads, filters = torch.get_num_threads(), list(RANK_ZERO_LOG.filters)
+    yield
+    torch.set_num_threads(num_threads)
+    RANK_ZERO_LOG.filters[:] = filters
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def config(run_dir: Path, *overrides: str) -> DictConfig:
+    return compose("train", [*SMOKE, f"run_dir={run_dir}", *overrides])
+
+
+def command(
+    *overrides: str, cwd: Path, timeout_s: float = 120, **env: str
+) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *overrides],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+@pytest.mark.usefixtures("conf", "process")
+class TestRun:
+    def test_a_run_returns_the_loss_and_writes_a_report(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        loss = cli.run(config(tmp_path, "sample=true", "sample_bytes=20", "per_worker_logs=true"))
+        figures = json.loads((tmp_path / "report.json").read_text())
+        assert figures["val_loss"] == loss
+        assert 2 < loss < 5.6
+        assert figures["algorithm"] == "GASLoC"
+        assert figures["topology"] == "ring"
+        assert figures["tokens"] == 20 * 4 * 32
+        assert figures["rounds"] == 2
+        table = (tmp_path / "report.txt").read_text()
+        assert table in capsys.readouterr().out
+        assert (tmp_path / "sample.txt").read_bytes().startswith(b"def ")
+        assert len((tmp_path / "sample.txt").read_bytes()) == 24
+        assert (tmp_path / "checkpoints/last.ckpt").exists()
+        assert (tmp_path / "workers/worker_00000.csv").exists()
+        assert (tmp_path / "loss.png").exists()
+
+    @pytest.mark.filterwarnings("ignore:The dirpath has changed")
+    def test_a_resumed_run_equals_an_unbroken_one(self, tmp_path: Path) -> None:
+        whole = cli.run(config(tmp_path / "whole"))
+        saving = (
+            "callbacks.checkpoint.monitor=null",
+            "callbacks.checkpoint.every_n_train_steps=13",
+            "callbacks.checkpoint.save_last=false",
+        )
+        cli.run(config(tmp_path / "first", *saving))
+        broken_off = tmp_path / "first/checkpoints/step-13.ckpt"
+        resumed = cli.run(config(tmp_path / "second", *saving, f"ckpt_path={broken_off}"))
+        assert resumed == whole
+
+    def test_the_baseline_runs_in_the_same_harness(self, tmp_path: Path) -> None:
+        assert cli.run(config(tmp_path, "algorithm=ddp", "test=true")) > 2
+        figures = json.loads((tmp_path / "report.json").read_text())
+        assert (figures["algorithm"], figures["rounds"]) == ("DDP", 20)
+
+    def test_without_callbacks(self, tmp_path: Path) -> None:
+        assert cli.run(config(tmp_path, "callbacks=none", "num_threads=1")) > 2
+
+    @pytest.mark.parametrize(
+        ("override", "message"),
+        [
+            ("model.num_heads=3", "model: width must be a multiple of num_heads"),
+            ("+model.wdth=3", "model: .* unexpected keyword argument 'wdth'"),
+            ("data=text", "data.path has no value. Add data.path=VALUE."),
+            ("data.batch_size=0", "data: data.batch_size must be at least 1, got 0"),
+            ("data.batch_size=10000", "data: The text has 200000 bytes"),
+            ("trainer.precision=13", "trainer: Precision 13 is invalid"),
+            ("callbacks.consensus.every_n_rounds=0", "callbacks: .*at least 1"),
+            ("num_threads=0", "num_threads: num_threads must be at least 1, got 0"),
+            ("ckpt_path=nowhere.ckpt", "ckpt_path: there is no checkpoint at .*nowhere.ckpt"),
+            ("trainer.max_steps=-1", "The cosine schedule needs to know when training ends"),
+        ],
+    )
+    def test_settings_that_cannot_work(self, tmp_path: Path, override: str, message: str) -> None:
+        with pytest.raises(cli.SettingsError, match=message) as caught:
+            cli.run(config(tmp_path, override))
+        assert "\n" not in str(caught.value)
+
+    def test_the_number_of_workers_is_checked_before_others_are_started(
+        self, tmp_path: Path
+    ) -> None:
+        with pytest.raises(cli.SettingsError, match="needs a power of two workers, got 6"):
+            cli.run(config(tmp_path, "topology=hypercube", "trainer.devices=6"))
+
+    def test_workers_of_different_pace_validate_at_the_ends_of_epochs(self, tmp_path: Path) -> None:
+        pace = ("trainer.devices=2", "algorithm.sync_every=[5,10]")
+        with pytest.raises(cli.SettingsError, match="Use trainer.check_val_every_n_epoch=1"):
+            cli.run(config(tmp_path, *pace))
+
+    def test_a_fault_in_a_run_keeps_its_traceback(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: object) -> None:
+            raise ValueError("a fault")
+
+        monkeypatch.setattr("lightning_loco.demo.model.ByteGPT.loss", fail)
+        with pytest.raises(ValueError, match="a fault") as caught:
+            cli.run(config(tmp_path))
+        assert not isinstance(caught.value, cli.SettingsError)
+
+
+class TestOneLine:
+    def test_lightnings_settings_errors_become_one_line(self) -> None:
+        with (
+            pytest.raises(cli.SettingsError, match="^trainer: two lines$"),
+            cli.settings_of("trainer"),
+        ):
+            raise MisconfigurationException("two\n  lines")
+
+    def test_other_errors_pass(self) -> None:
+        with pytest.raises(RuntimeError, match="a fault"), cli.settings_of("trainer"):
+            raise RuntimeError("a fault")
+
+    def test_an_error_without_text_is_named(self) -> None:
+        assert cli.one_line(ValueError()) == "ValueError"
+
+
+class TestLaunchers:
+    def test_nobody(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "SLURM_JOB_ID"):
+            monkeypatch.delenv(name, raising=False)
+        assert launch.outer_launch() is None
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d", train.run_stamp())
+
+    def test_torchrun(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "abc")
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        monkeypatch.setenv("WORLD_SIZE", "6")
+        assert launch.outer_launch() == ("torchrun", 2, 3)
+        assert train.run_stamp() == "torchrun-abc"
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert train.run_stamp() == train.parent_start().strftime("%Y-%m-%d/%H-%M-%S")
+
+    def test_slurm(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, value in {"NTASKS": "8", "NNODES": "2", "JOB_ID": "17", "STEP_ID": "1"}.items():
+            monkeypatch.setenv(f"SLURM_{name}", value)
+        monkeypatch.setenv("SLURM_JOB_NAME", "train")
+        assert launch.outer_launch() == ("SLURM", 4, 2)
+        assert train.run_stamp() == "slurm-17-1"
+        monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
+        assert launch.outer_launch() is None
+        assert "slurm" not in train.run_stamp()
+
+    def test_the_parent_has_started_before(self) -> None:
+        assert train.parent_start() <= datetime.now()
+        assert train.parent_start() == train.parent_start()
+
+    def test_rank(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
+            monkeypatch.delenv(name, raising=False)
+        assert train.rank() == 0
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        monkeypatch.setenv("RANK", "5")
+        assert train.rank() == 5
+
+
+@pytest.mark.slow
+class TestCommand:
+    @pytest.mark.parametrize("arguments", [("--help",), ("--cfg", "job", "algorithm=diloco")])
+    def test_help_and_configuration_come_at_once(
+        self, tmp_path: Path, arguments: tuple[str, ...]
+    ) -> None:
+        start = time.monotonic()
+        done = command(*arguments, cwd=tmp_path)
+        assert time.monotonic() - start < 10
+        assert done.returncode == 0
+        assert "sync_every: 10" in done.stdout
+        assert not list(tmp_path.iterdir())
+
+    def test_they_import_nothing_heavy(self, tmp_path: Path) -> None:
+        code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import train; print(*sys.modules)"
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        assert not {"torch", "lightning", "lightning_loco"} & set(done.stdout.split())
+
+    def test_two_workers_share_one_folder(self, tmp_path: Path) -> None:
+        done = command("experiment=smoke", "topology=ring", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        (report,) = tmp_path.glob("outputs/*/*/report.json")
+        figures = json.loads(report.read_text())
+        assert figures["num_workers"] == 2
+        assert figures["bytes_sent"] > 0
+        assert (report.parent / "train-rank1.log").exists()
+        assert len(list(tmp_path.glob("outputs/*/*"))) == 1
+
+    def test_torchrun_decides_the_number_of_workers(self, tmp_path: Path) -> None:
+        done = subprocess.run(
+            [
+                sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3",
+                "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0",
+                str(ROOT / "train.py"), "experiment=smoke", "algorithm=diloco",
+            ],
+            cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True, text=True, timeout=180, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert "torchrun decides: trainer.devices=3 instead of 2." in done.stdout
+        (report,) = tmp_path.glob("outputs/*/*/report.json")
+        assert json.loads(report.read_text())["num_workers"] == 3
+        assert len(list(tmp_path.glob("outputs/*/*"))) == 1
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["algorithm.sync_every=0"], "error: algorithm: sync_every counts optimizer steps"),
+            (["algorithm.sync_evry=1"], "Could not override 'algorithm.sync_evry'"),
+            (["algorithm=diloco", "topology=ring"], "error: algorithm: DiLoCo averages over"),
+            (
+                ["--multirun", "seed=1,2"],
+                "error: 2 ranks on one machine cannot be swept by --multirun: each child would"
+                " repeat the sweep. Use trainer.devices=1, or hydra/launcher=submitit_slurm.",
+            ),
+            (
+                ["algorithm=async_diloco", "algorithm.sync_every=15"],
+                "error: overlap applies a round's result one round later",
+            ),
+        ],
+    )
+    def test_what_cannot_work_ends_with_one_message(
+        self, tmp_path: Path, arguments: list[str], message: str
+    ) -> None:
+        done = command(*arguments, "experiment=smoke", cwd=tmp_path)
+        assert done.returncode == 1
+        assert done.stderr.count(message) == 1
+        assert "Traceback" not in done.stderr
+
+    def test_the_place_of_an_error_is_shown_on_request(self, tmp_path: Path) -> None:
+        done = command("algorithm.sync_every=0", cwd=tmp_path, HYDRA_FULL_ERROR="1")
+        assert done.returncode == 1
+        assert "Traceback" in done.stderr
+
+    def test_a_sweep_of_single_workers(self, tmp_path: Path) -> None:
+        done = command("--multirun", "algorithm=diloco,gasloc", *SMOKE, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        reports = sorted(tmp_path.glob("multirun/*/*/*/report.json"))
+        found = [json.loads(report.read_text())["algorithm"] for report in reports]
+        assert found == ["DiLoCo", "GASLoC"]

@@ -1,0 +1,148 @@
+"""Every file under conf/ composes, and what it builds can be built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import hydra
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
+from omegaconf import DictConfig, OmegaConf
+
+import train
+from lightning_loco.cli import SettingsError, build_strategy
+from lightning_loco.topology import TOPOLOGIES, Topology
+
+CONF = Path(train.conf_dir())
+TARGETS = {"lightning_loco.", "lightning.pytorch."}
+
+
+def names(group: str) -> list[str]:
+    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+
+
+GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir())
+CHOICES = [f"{group}={name}" for group in GROUPS if group != "hydra" for name in names(group)]
+
+
+@pytest.fixture(autouse=True)
+def conf() -> Iterator[None]:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        yield
+
+
+def config(*overrides: str) -> DictConfig:
+    return compose(
+        "train", [*overrides, "run_dir=/run", "++data.path=/text", "++topology.path=/graph"]
+    )
+
+
+def targets(node: object) -> Iterator[tuple[str, dict]]:
+    if isinstance(node, dict):
+        if node.get("_target_"):
+            yield node["_target_"], node
+        for value in node.values():
+            yield from targets(value)
+
+
+def test_the_groups_are_known() -> None:
+    assert GROUPS == [
+        "algorithm", "callbacks", "data", "experiment", "hydra", "logger", "model", "topology",
+        "trainer",
+    ]  # fmt: skip
+    assert set(names("algorithm")) == {"local_sgd", "diloco", "async_diloco", "gasloc", "ddp"}
+    assert set(names("topology")) == {*TOPOLOGIES, "none", "file", "matrix"}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_choice_composes(choice: str) -> None:
+    plain = OmegaConf.to_container(config(choice), resolve=True, throw_on_missing=True)
+    nodes = list(targets(plain))
+    assert len(nodes) >= 5
+    for target, node in nodes:
+        assert target.startswith(tuple(TARGETS))
+        assert callable(hydra.utils.get_object(target))
+        # Without it Lightning would put OmegaConf's containers into checkpoints.
+        assert node["_convert_"] == "all", target
+
+
+def test_the_defaults_are_the_demo() -> None:
+    assert config("experiment=demo", "topology=ring") == config("algorithm=gasloc", "topology=ring")
+    assert config("algorithm=gasloc", "topology=none") == config()
+
+
+@pytest.mark.parametrize("name", names("algorithm"))
+def test_algorithms_are_built_with_the_values_of_the_file(name: str) -> None:
+    strategy = build_strategy(config(f"algorithm={name}"))
+    if name != "ddp":
+        assert strategy.settings.sync_every == 10
+        assert strategy.evaluate == "average"
+
+
+@pytest.mark.parametrize("name", [name for name in names("topology") if name != "file"])
+def test_topologies_reach_the_strategy(name: str) -> None:
+    strategy = build_strategy(compose("train", [f"topology={name}"]))
+    if name == "none":
+        assert strategy.settings.topology == "ring"
+    else:
+        assert isinstance(strategy.settings.topology, Topology)
+        assert strategy.settings.topology.name == name
+
+
+def test_a_topology_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "path.edges").write_text("0 1\n1 2\n")
+    strategy = build_strategy(
+        compose("train", ["topology=file", f"topology.path={tmp_path}/path.edges"])
+    )
+    assert strategy.settings.topology.receivers(1, 3) == [0, 2]
+
+
+def test_random_topologies_follow_the_seed() -> None:
+    assert (
+        build_strategy(
+            compose("train", ["topology=random_matching", "seed=7"])
+        ).settings.topology.seed
+        == 7
+    )
+
+
+def test_one_number_per_worker() -> None:
+    strategy = build_strategy(compose("train", ["algorithm.sync_every=[10,20]"]))
+    assert strategy.settings.sync_every == [10, 20]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.sync_every=0"], "algorithm: sync_every counts .* at least 1, got 0"),
+        (["algorithm.sync_every=1.5"], "algorithm: .* an integer .*, got 1.5"),
+        (["algorithm.outer_lr=-1"], "algorithm: outer_lr must be positive, got -1"),
+        (["algorithm.evaluate=both"], "algorithm: evaluate must be one of .*, got 'both'"),
+        (["+algorithm.sync_evry=1"], "unexpected keyword argument 'sync_evry'"),
+        (
+            ["algorithm=diloco", "topology=ring"],
+            r"DiLoCo averages over all workers and takes no topology, got 'ring'\."
+            r" Drop topology=\.\.\., or choose algorithm=gasloc\.",
+        ),
+        (["algorithm=ddp", "topology=star"], "DDP averages .*, got 'star'"),
+        (["topology=file"], "topology.path has no value. Add topology.path=VALUE."),
+        (["topology.matrix=[[1,0],[0,1]]", "topology=matrix"], "topology: .*not connected"),
+    ],
+)
+def test_values_that_cannot_work(overrides: list[str], message: str) -> None:
+    with pytest.raises(SettingsError, match=message) as caught:
+        build_strategy(compose("train", overrides))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("override", ["algorithm.sync_evry=1", "trainer.divices=2", "sed=1"])
+def test_a_misspelt_key_is_named(override: str) -> None:
+    with pytest.raises(ConfigCompositionException, match=f"Could not override '{override[:-2]}'"):
+        compose("train", [override])
+
+
+def test_a_misspelt_choice_lists_the_right_ones() -> None:
+    with pytest.raises(hydra.errors.MissingConfigException, match="hypercube"):
+        compose("train", ["topology=rign"])
