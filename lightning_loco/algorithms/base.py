@@ -74,16 +74,19 @@ class Algorithm(ABC):
         return self
 
     def check_overlap(self) -> None:
-        """Refuse or warn about settings that do not work one round late.
+        """Refuse an algorithm that cannot apply results one round late.
 
         Raises:
-            ValueError: If the algorithm cannot overlap at all.
+            ValueError: If the algorithm has no outer parameters.
         """
         if not self.supports_overlap:
             raise ValueError(
                 f"overlap=True needs an algorithm with outer parameters, got {type(self).__name__}."
                 " Use DiLoCo (algorithm=async_diloco), or overlap=False."
             )
+
+    def warn_overlap(self) -> None:  # noqa: B027
+        """Warn about settings that are unstable one round late."""
 
     @abstractmethod
     def init(self, params: Tensor) -> State:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from lightning_loco.algorithms.base import Algorithm, State
-from lightning_loco.algorithms.outer import step_outer_optimizer
+from lightning_loco.algorithms.outer import check_outer_optimizer, step_outer_optimizer
 from lightning_loco.algorithms.stability import largest_stable_contraction
 
 if TYPE_CHECKING:
@@ -101,14 +101,11 @@ class DiLoCo(Algorithm):
         """Refuse a topology, and an outer optimizer that cannot step on a flat vector."""
         super().prepare(num_workers, topology)
         if self.outer_optimizer is not None:
-            probe = torch.zeros(2)
-            state = self.init(probe)
-            self.apply(torch.zeros(2), torch.ones(2), state)
+            check_outer_optimizer(self.outer_optimizer)
         return self
 
-    def check_overlap(self) -> None:
+    def warn_overlap(self) -> None:
         """Warn when (outer_lr, outer_momentum) is unstable one round late."""
-        super().check_overlap()
         if self.outer_optimizer is not None:
             return
         limit = largest_stable_contraction(self.outer_lr, self.outer_momentum, self.nesterov)

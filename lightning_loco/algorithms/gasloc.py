@@ -16,6 +16,7 @@ from lightning_loco.topology import Ring, gossip_radius, lambda_max
 if TYPE_CHECKING:
     from lightning_loco.topology import Topology
 
+_AUTO_MOMENTA = (0.5, 0.3, 0.1)
 _MAX_CHECKED_WORKERS = 1024  # the spectrum of larger graphs takes too long
 
 
@@ -37,7 +38,8 @@ class GASLoC(Algorithm):
         gossip_step: :math:`\alpha`, positive. ``"auto"``: 1 on fixed graphs, 0.5 on matchings.
             :func:`lightning_loco.topology.optimal_gossip` gives the pair
             :math:`(\alpha^*, \gamma^*)` that reaches consensus fastest.
-        momentum: :math:`\gamma` in [0, 1). ``"auto"``: 0.5 on fixed graphs, 0 on changing ones.
+        momentum: :math:`\gamma` in [0, 1). ``"auto"``: 0.5 on fixed graphs, or
+            less where that would slow consensus down; 0 on changing graphs.
         momentum_on: ``"local"`` puts the momentum on :math:`u_t` as written above;
             ``"gossiped"`` on :math:`z_t = (I - \alpha\Lambda) u_t`, which on a complete graph is
             DiLoCo with Nesterov momentum on every worker.
@@ -94,13 +96,12 @@ class GASLoC(Algorithm):
         """Resolve ``"auto"`` on this graph and check that plain gossip is stable on it."""
         topology = topology if topology is not None else Ring()
         topology.check(num_workers)
-        fixed = topology.period(num_workers) == 1
         gossip_step = self.gossip_step
         if gossip_step == "auto":
             gossip_step = 0.5 if topology.is_matching else 1.0
         momentum = self.momentum
         if momentum == "auto":
-            momentum = 0.5 if fixed else 0.0
+            momentum = self._auto_momentum(num_workers, topology, gossip_step)
         ready = dataclasses.replace(
             self,
             gossip_step=gossip_step,
@@ -110,6 +111,26 @@ class GASLoC(Algorithm):
         if 1 < num_workers <= _MAX_CHECKED_WORKERS:
             ready._check_stable(num_workers, topology, gossip_step, momentum)
         return ready
+
+    def _auto_momentum(self, num_workers: int, topology: Topology, gossip_step: float) -> float:
+        """On fixed graphs the largest of a few values that does not slow consensus down much.
+
+        With momentum gamma consensus cannot be faster than sqrt(gamma) per round; a value is taken
+        if it reaches that, or is as fast as no momentum.
+        """
+        if topology.period(num_workers) != 1:
+            return 0.0
+        if not 1 < num_workers <= _MAX_CHECKED_WORKERS:
+            return _AUTO_MOMENTA[0]
+
+        def radius(momentum: float) -> float:
+            return gossip_radius(topology, num_workers, gossip_step, momentum, self.momentum_on)
+
+        plain = radius(0.0)
+        for momentum in _AUTO_MOMENTA:
+            if radius(momentum) <= max(plain, math.sqrt(momentum)) + 1e-9:
+                return momentum
+        return 0.0
 
     def _check_stable(
         self, num_workers: int, topology: Topology, gossip_step: float, momentum: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +13,42 @@ from lightning_loco.algorithms.base import State
 _PREFIX = "optimizer."
 
 
+def check_outer_optimizer(
+    make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
+) -> None:
+    """Try two steps on a vector.
+
+    Raises:
+        ValueError: If the optimizer cannot step on a flat vector with its state kept outside.
+    """
+    name = getattr(make_optimizer, "__name__", repr(make_optimizer))
+    outer, state = torch.zeros(2), State()
+    try:
+        probe = make_optimizer([torch.nn.Parameter(outer.clone())])
+        if not isinstance(probe, torch.optim.Optimizer):
+            raise TypeError(f"it returned {probe!r} instead of a torch optimizer")
+        settings = _settings(probe)
+        for _ in range(2):
+            stepped = step_outer_optimizer(make_optimizer, outer, torch.ones(2), state)
+            if _settings(stepped) != settings:
+                raise TypeError("it remembers numbers in param_groups, which would be forgotten")
+    except Exception as error:
+        raise ValueError(
+            f"{name} cannot be an outer optimizer: {error}. It must step on one flat vector, "
+            "without a closure, like torch.optim.AdamW."
+        ) from error
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+
+
 def step_outer_optimizer(
     make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
     outer: Tensor,
     gradient: Tensor,
     state: State,
-) -> None:
+) -> torch.optim.Optimizer:
     """Make one step of a torch optimizer on the outer parameters, in place.
 
     The optimizer is made anew each time and given its state back, so that all that is remembered
@@ -28,6 +59,9 @@ def step_outer_optimizer(
         outer: Outer parameters ``(P,)``, updated in place.
         gradient: Mean pseudo-gradient ``(P,)``.
         state: The algorithm's state.
+
+    Returns:
+        The optimizer after its step.
 
     Raises:
         TypeError: If the optimizer remembers something else than tensors and numbers.
@@ -48,3 +82,4 @@ def step_outer_optimizer(
                 f"{type(value).__name__}, and only tensors and numbers can be checkpointed."
             )
         state[_PREFIX + key] = value
+    return optimizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,11 +55,27 @@ def check_same_schema(layout: FlatLayout, group: WorkerGroup) -> None:
         if other != schemas[0]:
             raise ValueError(
                 f"Worker {worker} holds a different model than worker 0: "
-                f"{_first_difference(other, schemas[0])}. Build the same model on every rank."
+                f"{first_difference(other, schemas[0])}. Build the same model on every rank."
             )
 
 
-def _first_difference(there: Schema, here: Schema) -> str:
+def check_same_settings(settings: dict[str, Any], group: WorkerGroup) -> None:
+    """Compare what the user has set between all workers.
+
+    Raises:
+        ValueError: On every worker, naming the first difference.
+    """
+    for worker, other in enumerate(everyone := group.gather_objects(settings)):
+        for key, value in everyone[0].items():
+            if other.get(key) != value:
+                raise ValueError(
+                    f"Worker {worker} has {key}={other.get(key)!r} and worker 0 has "
+                    f"{key}={value!r}. Start all workers with the same settings."
+                )
+
+
+def first_difference(there: Schema, here: Schema) -> str:
+    """Say in words where the schema of another worker differs from that of worker 0."""
     for (name, *spec), (name_0, *spec_0) in zip(there, here, strict=False):
         if name != name_0:
             return f"parameter {name!r} there stands where worker 0 has {name_0!r}"
@@ -85,7 +102,7 @@ def share_from_worker_0(model: nn.Module, group: WorkerGroup) -> int:
         data = tensor.detach().contiguous().reshape(-1)
         raw = data.view(torch.uint8) if data.numel() else data.new_empty(0, dtype=torch.uint8)
         if group.data is not None and raw.numel():
-            dist.broadcast(raw, group_src=0, group=group.data)
+            dist.broadcast(raw, src=0, group=group.data)
             if data.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(data.view(tensor.shape))
         checksum = zlib.crc32(_bytes(raw), checksum)

@@ -106,13 +106,13 @@ def start_rows(group: WorkerGroup, row: Row, place: str) -> PendingRows:
         row: What to tell.
         place: The same in words, for messages: ``"round 12"``, ``"validation"``.
     """
-    own = torch.tensor([row], dtype=torch.float64)
+    table = torch.zeros(group.num_workers, len(row), dtype=torch.float64)
+    table[group.worker] = torch.tensor(row, dtype=torch.float64)
     if group.control is None:
-        return PendingRows(group, own, None, place)
+        return PendingRows(group, table, None, place)
     if group.watchdog is not None:
         group.watchdog.place = place
         group.watchdog.meetings += 1
-    table = torch.empty(group.num_workers, len(row), dtype=torch.float64)
     with explained(group, place):
-        work = dist.all_gather(list(table.unbind()), own[0], group=group.control, async_op=True)
+        work = dist.all_reduce(table, group=group.control, async_op=True)
     return PendingRows(group, table, work, place)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
@@ -24,7 +25,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_loco.algorithms import Algorithm
-from lightning_loco.comm.checks import check_model, check_same_schema, share_from_worker_0
+from lightning_loco.comm.checks import (
+    check_model,
+    check_same_schema,
+    check_same_settings,
+    share_from_worker_0,
+)
 from lightning_loco.comm.control import ROUND, PendingRows, Row, meeting_number, start_rows
 from lightning_loco.comm.exchange import make_exchange
 from lightning_loco.comm.groups import WorkerGroup
@@ -88,7 +94,7 @@ class StepEngine:
         overlap: bool = False,
         warm_start: bool = True,
         topology: Any | None = None,
-        bucket_bytes: int = 32 * 2**20,
+        bucket_bytes: int = 16 * 2**20,
         group: WorkerGroup | None = None,
     ) -> None:
         self.group = group if group is not None else WorkerGroup.create()
@@ -124,7 +130,10 @@ class StepEngine:
         try:
             check_model(model)
             settings = RoundSettings(algorithm, sync_every, overlap, warm_start, topology)
-            self.settings = settings.prepare(group.num_workers)
+            with warnings.catch_warnings():
+                if group.worker != 0:
+                    warnings.simplefilter("ignore")
+                self.settings = settings.prepare(group.num_workers)
             elements = self.settings.chunk_elements(model, bucket_bytes, group.num_workers)
             self.replica = Replica(model, elements)
         except (ValueError, TypeError) as found:
@@ -132,6 +141,7 @@ class StepEngine:
         group.raise_together(error)
         self.algorithm = self.settings.algorithm
         self.sync_every = self.settings.steps_of(group.worker)
+        check_same_settings({**self.settings.describe(), "bucket_bytes": bucket_bytes}, group)
         check_same_schema(self.replica.layout, group)
         self.checksum = share_from_worker_0(model, group)
         self._rounds = self._make_rounds()
@@ -215,10 +225,11 @@ class StepEngine:
         """
         self.replica.check_trainable()
         self._settle()
-        header = self._announce(ROUND, f"round {self.round_index}", self.replica.layout.is_finite())
+        header = self._announce(ROUND, f"round {self.round_index}")
         self._run(header)
 
-    def _announce(self, place: float, words: str, finite: bool) -> PendingRows:
+    def _announce(self, place: float, words: str) -> PendingRows:
+        finite = self._rounds.load()
         self.was_finite = finite
         progress = finite and self.steps_since_round > 0
         self._progress = progress
@@ -296,7 +307,7 @@ class StepEngine:
         self._settle()
         place = meeting_number(purpose)
         while True:
-            header = self._announce(place, purpose, self.replica.layout.is_finite())
+            header = self._announce(place, purpose)
             rows = header.wait(self.statistics)
             if any(row.place == ROUND for row in rows):
                 self._run(header)

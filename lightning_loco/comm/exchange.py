@@ -112,10 +112,8 @@ class NeighborExchange:
         own_weight = weights.pop(group.worker, 0.0)
         receivers = self._topology.receivers(group.worker, group.num_workers, round_index)
         inbox = {peer: self._buffer_like(message) for peer in weights}
-        operations = [
-            dist.P2POp(dist.irecv, inbox[peer], group=group.data, group_peer=peer) for peer in inbox
-        ] + [
-            dist.P2POp(dist.isend, message, group=group.data, group_peer=peer) for peer in receivers
+        operations = [dist.P2POp(dist.irecv, inbox[peer], peer, group.data) for peer in inbox] + [
+            dist.P2POp(dist.isend, message, peer, group.data) for peer in receivers
         ]
         works: list[dist.Work] = []
         if operations:

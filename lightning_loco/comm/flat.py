@@ -39,8 +39,22 @@ class Chunk:
         return self.stop - self.start
 
     def _parts(self, flat: Tensor) -> list[Tensor]:
-        parts = torch.split(flat, self._sizes)
+        parts = torch.split_with_sizes(flat, self._sizes)
         return [p if s is None else p.view(s) for p, s in zip(parts, self._shapes, strict=True)]
+
+    def is_rounded(self, dtype: torch.dtype) -> bool:
+        """Whether a parameter is stored in a narrower dtype than ``dtype``."""
+        return any(view.dtype != dtype for view in self.views)
+
+    def rounding_error(self, flat: Tensor) -> Tensor:
+        """What unpacking ``flat`` would lose because parameters are stored in narrower dtypes."""
+        error = torch.zeros_like(flat)
+        for part, lost, view in zip(
+            self._parts(flat), error.split_with_sizes(self._sizes), self.views, strict=True
+        ):
+            if view.dtype != flat.dtype:
+                lost.view(part.shape).copy_(part - part.to(view.dtype))
+        return error
 
     def pack(self, flat: Tensor) -> None:
         """Copy the parameters into ``flat``, of shape ``(len(self),)``."""
@@ -56,8 +70,8 @@ class FlatLayout:
 
     Args:
         named_tensors: Names and floating-point tensors; duplicates (tied weights) must be gone.
-        chunk_elements: Longest chunk. Dense tensors are cut to fit; a tensor with gaps in memory
-            makes a chunk of its own.
+        chunk_elements: Longest chunk; None for a single one. Dense tensors are cut to fit, a
+            tensor with gaps in memory stays whole.
 
     Raises:
         TypeError: If a tensor is not real floating point.
@@ -76,8 +90,8 @@ class FlatLayout:
         for name, tensor in named_tensors:
             if not tensor.is_floating_point():
                 raise TypeError(
-                    f"{name!r} has dtype {tensor.dtype}; only real floating-point parameters can "
-                    "be averaged. Store complex values as two real parameters."
+                    f"{name!r} has dtype {tensor.dtype}; only real floating-point values can "
+                    "be averaged."
                 )
             self.names.append(name)
             self.tensors.append(tensor)
@@ -117,10 +131,15 @@ class FlatLayout:
 
         for tensor in self.tensors:
             data = tensor.detach()
+            if not data.numel():
+                continue
             if not _is_dense(data):
-                close()
+                if filled + data.numel() > self._chunk_elements:
+                    close()
                 pieces.append(Piece(data, tuple(data.shape), data.numel()))
-                close()
+                filled += data.numel()
+                if filled >= self._chunk_elements:
+                    close()
                 continue
             line = data.as_strided((data.numel(),), (1,))
             position = 0
@@ -160,11 +179,11 @@ class FlatLayout:
         """Whether no tensor holds NaN or infinity (one read of the memory, one device sync)."""
         if not self.tensors:
             return True
-        data = [tensor.detach() for tensor in self.tensors]
-        sums = torch.stack([tensor.sum(dtype=self.dtype) for tensor in data])
-        if bool(torch.isfinite(sums).all()):
+        views = [view for chunk in self.chunks() for view in chunk.views]
+        norms = torch.stack([norm.to(self.dtype) for norm in torch._foreach_norm(views)])
+        if bool(torch.isfinite(norms).all()):
             return True
-        return all(bool(torch.isfinite(tensor).all()) for tensor in data)
+        return all(bool(torch.isfinite(view).all()) for view in views)
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -18,7 +18,29 @@ from lightning_loco.algorithms import Algorithm, State
 from lightning_loco.comm.exchange import Exchange, Handle
 from lightning_loco.comm.flat import Chunk, FlatLayout
 
-CHUNKS_IN_FLIGHT = 8
+CHUNKS_IN_FLIGHT = 4
+
+
+def slice_state(algorithm: Algorithm, state: State, chunk: Chunk) -> State:
+    """The part of an elementwise algorithm's state that belongs to a chunk."""
+    if not algorithm.elementwise:
+        return state
+    return {key: value[chunk.start : chunk.stop] for key, value in state.items()}
+
+
+def read_local(chunk: Chunk, params: Tensor, algorithm: Algorithm, state: State) -> None:
+    """Pack the local parameters, exact to the drift.
+
+    Parameters in a narrow dtype (bfloat16) were rounded when the round began. What was lost then is
+    added again, or the algorithm would take it for a drift and undo small steps of its masters.
+    """
+    if chunk.is_rounded(params.dtype):
+        algorithm.restart(params, state)
+        lost = chunk.rounding_error(params)
+        chunk.pack(params)
+        params.add_(lost)
+    else:
+        chunk.pack(params)
 
 
 class BlockingRounds:
@@ -42,6 +64,7 @@ class BlockingRounds:
         self.state = state
         self.measure_gradient = False
         self.gradient_norm: float | None = None
+        self._loaded = False
         self._squares: list[Tensor] = []
         longest = max((len(chunk) for chunk in layout.chunks()), default=0)
         self._slots = [
@@ -49,8 +72,25 @@ class BlockingRounds:
             for _ in range(self._num_slots())
         ]
 
+    def load(self) -> bool:
+        """Prepare a round as far as possible alone, and say whether the parameters are finite.
+
+        A model that fits into the bucket is packed here, so that one look at the packed values
+        replaces one at each parameter.
+        """
+        chunks = self._layout.chunks()
+        self._loaded = len(chunks) <= len(self._slots)
+        if not self._loaded:
+            return self._layout.is_finite()
+        total = torch.zeros((), dtype=self._layout.dtype, device=self._layout.device)
+        for chunk, slot in self._chunks_and_slots():
+            params = slot[: len(chunk)]
+            read_local(chunk, params, self._algorithm, self._slice(chunk))
+            total += params.sum()
+        return bool(torch.isfinite(total)) or self._layout.is_finite()
+
     def run(self, round_index: int, progress: bool, total_weight: Callable[[], float]) -> None:
-        """Make one round.
+        """Make one round, after :meth:`load`.
 
         Args:
             round_index: Number of the round, equal on all workers.
@@ -88,17 +128,16 @@ class BlockingRounds:
             yield chunk, self._slots[index % len(self._slots)]
 
     def _slice(self, chunk: Chunk) -> State:
-        if not self._algorithm.elementwise:
-            return self.state
-        return {key: value[chunk.start : chunk.stop] for key, value in self.state.items()}
+        return slice_state(self._algorithm, self.state, chunk)
 
     def _propose(self, chunk: Chunk, params: Tensor, progress: bool) -> Tensor:
         with record_function("loco/propose"):
-            if progress:
-                chunk.pack(params)
-            else:
-                self._algorithm.restart(params, self._slice(chunk))
-            return self._algorithm.propose(params, self._slice(chunk))
+            state = self._slice(chunk)
+            if not progress:
+                self._algorithm.restart(params, state)
+            elif not self._loaded:
+                read_local(chunk, params, self._algorithm, state)
+            return self._algorithm.propose(params, state)
 
     def _complete(self, chunk: Chunk, params: Tensor, handle: Handle, total_weight: float) -> None:
         with record_function("loco/exchange"):
@@ -153,6 +192,11 @@ class OverlappedRounds(BlockingRounds):
 
     def _num_slots(self) -> int:
         return max(2, super()._num_slots())
+
+    def load(self) -> bool:
+        """Look at the parameters; the slots are needed for what comes back as well."""
+        self._loaded = False
+        return self._layout.is_finite()
 
     def run(self, round_index: int, progress: bool, total_weight: Callable[[], float]) -> None:
         """Apply the previous result and send the new messages."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from torch import nn
@@ -72,7 +73,27 @@ class RoundSettings:
                 f"{list(self.sync_every)}. Give one number per worker, or a single one for all."
             )
         algorithm = self.algorithm.prepare(num_workers, topology)
+        if self.overlap:
+            algorithm.warn_overlap()
         return dataclasses.replace(self, algorithm=algorithm, topology=topology)
+
+    def describe(self) -> dict[str, Any]:
+        """Everything as plain values, for a comparison between workers and for checkpoints."""
+        values = {f.name: getattr(self.algorithm, f.name) for f in fields(self.algorithm)}
+        plain = {
+            key: value if isinstance(value, (int, float, str, type(None))) else type(value).__name__
+            for key, value in values.items()
+        }
+        return {
+            "algorithm": type(self.algorithm).__name__,
+            **plain,
+            "sync_every": self.sync_every
+            if isinstance(self.sync_every, int)
+            else list(self.sync_every),
+            "overlap": self.overlap,
+            "warm_start": self.warm_start,
+            "topology": None if self.topology is None else repr(self.topology),
+        }
 
     def steps_of(self, worker: int) -> int:
         """Local steps of one worker between rounds."""

@@ -122,6 +122,7 @@ class Watchdog(threading.Thread):
         """
         with suppress(RuntimeError), self._lock:
             self._store.compare_set("failure", "", f"{self._worker}|{text}")
+            self._store.set(f"read/{self._worker}", "")
         others = [f"read/{w}" for w in range(self._num_workers) if w != self._worker]
         deadline = time.monotonic() + 3 * _INTERVAL_S
         while self._worker == 0 and time.monotonic() < deadline:

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from lightning_loco.algorithms import Algorithm, State
 from lightning_loco.comm import RoundSettings, Statistics, WorkerGroup
+from lightning_loco.comm.checks import check_model, first_difference
 from lightning_loco.comm.exchange import make_exchange
 from lightning_loco.comm.flat import FlatLayout
+from lightning_loco.comm.rounds import read_local, slice_state
 
 
 class Simulation:
@@ -69,9 +71,16 @@ class Simulation:
             FlatLayout((name, p) for name, p in model.named_parameters() if p.requires_grad)
             for model in models
         ]
+        for worker, (model, layout) in enumerate(zip(models, self._layouts, strict=True)):
+            check_model(model)
+            if layout.schema() != self._layouts[0].schema():
+                difference = first_difference(layout.schema(), self._layouts[0].schema())
+                raise ValueError(
+                    f"Worker {worker} holds a different model than worker 0: {difference}. "
+                    "Build the same model for every worker."
+                )
+            model.load_state_dict(models[0].state_dict())
         start = self._layouts[0].new_flat()
-        for layout in self._layouts:
-            layout.write(start)
         self.states: list[State] = [self.algorithm.init(start.clone()) for _ in models]
         self._exchange = make_exchange(
             self.algorithm, WorkerGroup(0, 1), Statistics(), settings.topology
@@ -99,7 +108,7 @@ class Simulation:
     @torch.no_grad()
     def make_round(self) -> None:
         """Exchange and apply, for all workers."""
-        params = self.params()
+        params = [self._read(worker) for worker in range(self.num_workers)]
         messages = [
             self.algorithm.propose(p, state) for p, state in zip(params, self.states, strict=True)
         ]
@@ -125,6 +134,14 @@ class Simulation:
         if self._under_way is not None:
             self._apply([torch.empty_like(p) for p in self._under_way], self._under_way)
             self._under_way = None
+
+    def _read(self, worker: int) -> Tensor:
+        layout = self._layouts[worker]
+        params = torch.empty(layout.numel, dtype=layout.dtype, device=layout.device)
+        for chunk in layout.chunks():
+            state = slice_state(self.algorithm, self.states[worker], chunk)
+            read_local(chunk, params[chunk.start : chunk.stop], self.algorithm, state)
+        return params
 
     def _apply(self, params: list[Tensor], received: list[Tensor]) -> None:
         for p, r, state in zip(params, received, self.states, strict=True):

@@ -7,7 +7,6 @@ names its stamp, so an interrupted save never spoils the checkpoint that was the
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import random
 import secrets
@@ -38,8 +37,7 @@ def describe(engine: StepEngine, stamp: str) -> dict[str, Any]:
         "stamp": stamp,
         "num_workers": engine.group.num_workers,
         "algorithm": type(engine.algorithm).__name__,
-        "settings": _plain(engine.algorithm),
-        "sync_every": repr(engine.settings.sync_every),
+        "settings": engine.settings.describe(),
         "round_index": engine.round_index,
     }
 
@@ -188,11 +186,3 @@ def _folder(path: str) -> Path:
 
 def _name(worker: int) -> str:
     return f"worker_{worker:05d}.pt"
-
-
-def _plain(algorithm: Algorithm) -> dict[str, Any]:
-    values = {f.name: getattr(algorithm, f.name) for f in dataclasses.fields(algorithm)}
-    return {
-        key: value if isinstance(value, (int, float, str, bool, type(None))) else repr(value)
-        for key, value in values.items()
-    }

@@ -1,0 +1,253 @@
+"""DiLoCo one round late: the order of the published file, its recursion, and what is left over."""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_loco import DiLoCo, GASLoC, LocalSGD, Simulation, StepEngine
+from tests.algorithms.toys import (
+    ADAMW,
+    SGD,
+    Point,
+    assert_close,
+    randn,
+    run_engine,
+    simulate,
+    train_step,
+)
+from tests.pool import Pool
+from tests.tiny import flat, make_model, worker_batch
+
+TORCH_SGD = partial(torch.optim.SGD, lr=0.7, momentum=0.3, nesterov=True)
+ALGORITHM = DiLoCo(0.7, 0.3)
+COLD = {"overlap": True, "warm_start": False}
+
+
+class Workers:
+    """The local models and the outer model of the reference loops."""
+
+    def __init__(self, world: int, steps: int, inner: Any) -> None:
+        self.outer = make_model()
+        self.outer_optimizer = TORCH_SGD(self.outer.parameters())
+        self.models = [copy.deepcopy(self.outer) for _ in range(world)]
+        self.optimizers = [inner(model.parameters()) for model in self.models]
+        self.steps = steps
+        self.steps_done = 0
+
+    def train(self) -> None:
+        for worker, model in enumerate(self.models):
+            for step in range(self.steps_done, self.steps_done + self.steps):
+                train_step(model, self.optimizers[worker], worker_batch(worker, step))
+        self.steps_done += self.steps
+
+    def mean_pseudo_gradient(self) -> list[Tensor]:
+        copies = zip(*(model.parameters() for model in self.models), strict=True)
+        with torch.no_grad():
+            return [
+                torch.stack([p - q for q in local]).mean(0)
+                for p, local in zip(self.outer.parameters(), copies, strict=True)
+            ]
+
+    def outer_step(self, gradients: list[Tensor]) -> None:
+        for p, gradient in zip(self.outer.parameters(), gradients, strict=True):
+            p.grad = gradient
+        self.outer_optimizer.step()
+
+    def reset_local(self) -> None:
+        for model in self.models:
+            model.load_state_dict(self.outer.state_dict())
+
+
+def file_order(world: int, phases: int, steps: int, inner: Any, warm: bool = False) -> Tensor:
+    """Local steps, pseudo-gradient, outer step with the previous mean, reset, launch.
+
+    Returns:
+        ``(phases + 1, P)``: outer parameters after each phase, and after the last mean is applied.
+    """
+    workers = Workers(world, steps, inner)
+    under_way = None
+    history = []
+    for phase in range(phases):
+        workers.train()
+        fresh = workers.mean_pseudo_gradient()
+        if warm and phase == 0:
+            workers.outer_step(fresh)
+            fresh = None
+        elif under_way is not None:
+            workers.outer_step(under_way)
+        workers.reset_local()
+        under_way = fresh
+        history.append(flat(workers.outer))
+    if under_way is not None:
+        workers.outer_step(under_way)
+    return torch.stack([*history, flat(workers.outer)])
+
+
+def printed_order(world: int, phases: int, steps: int, inner: Any) -> Tensor:
+    """The loop as printed: join the previous reduction first, then train and launch.
+
+    Returns:
+        ``(phases, P)``: outer parameters at the beginning of each phase.
+    """
+    workers = Workers(world, steps, inner)
+    under_way = None
+    history = []
+    for _ in range(phases):
+        if under_way is not None:
+            workers.outer_step(under_way)
+            workers.reset_local()
+        history.append(flat(workers.outer))
+        workers.train()
+        under_way = workers.mean_pseudo_gradient()
+    return torch.stack(history)
+
+
+def test_the_printed_order_is_synchronous_and_shifted_by_one_phase() -> None:
+    """Joining right before the next phase hides nothing: that is overlap=False."""
+    printed = printed_order(3, 6, 2, ADAMW)
+    synchronous = simulate(ALGORITHM, 3, 6, inner=ADAMW, sync_every=2)
+    assert_close(printed[1:], synchronous[:5, 0])
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("inner", [SGD, ADAMW], ids=["sgd", "adamw"])
+def test_it_is_the_order_of_the_published_file(inner: Any, warm: bool) -> None:
+    expected = file_order(3, 6, 2, inner, warm)
+    settings = {"overlap": True, "warm_start": warm, "sync_every": 2}
+    history = simulate(ALGORITHM, 3, 6, inner=inner, **settings)
+    assert_close(history, expected[:, None].expand(-1, 3, -1))
+    assert (history - simulate(ALGORITHM, 3, 6, inner=inner, sync_every=2)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_it_is_the_order_of_the_published_file_on_gloo(pool: Pool, world: int, warm: bool) -> None:
+    settings = {"overlap": True, "warm_start": warm, "sync_every": 2}
+    expected = file_order(world, 5, 2, ADAMW, warm)
+    results = pool.run(run_engine, ALGORITHM, 5, settings, ADAMW, world=world)
+    for history in results:
+        assert_close(history, expected)
+        assert torch.equal(history, results[0])
+
+
+def errors(
+    algorithm: DiLoCo, contraction: float, rounds: int, **settings: Any
+) -> tuple[list[float], Simulation]:
+    """The error at the start and after each round, on quadratics around -1 and 1."""
+    models = [Point(torch.ones(1, dtype=torch.float64)) for _ in range(2)]
+    optima = [-1.0, 1.0]
+
+    def local_step(worker: int) -> None:
+        models[worker].value.data.lerp_(
+            models[worker].value.new_tensor(optima[worker]), contraction
+        )
+
+    simulation = Simulation(models, algorithm, **settings)
+    found = [1.0]
+    for _ in range(rounds):
+        simulation.run(local_step, 1)
+        found.append(simulation.consensus().item())
+    return found, simulation
+
+
+def test_the_known_sequence_of_errors() -> None:
+    found, _ = errors(DiLoCo(0.7, 0.0), 0.3, 6, **COLD)
+    assert found == pytest.approx([1, 1, 0.79, 0.58, 0.4141, 0.2923, 0.205339], abs=1e-12)
+
+
+@pytest.mark.parametrize(("rate", "contraction"), [(0.7, 0.3), (0.5, 0.9), (0.5, 0.5), (1.0, 0.9)])
+def test_the_error_follows_the_recursion_with_delay_1(rate: float, contraction: float) -> None:
+    """e' = e - kappa e_previous; closed form with the roots of z^2 - z + kappa."""
+    found, _ = errors(DiLoCo(rate, 0.0), contraction, 20, **COLD)
+    kappa = rate * contraction
+    assert found[0] == found[1] == 1
+    for t in range(1, 20):
+        assert found[t + 1] == pytest.approx(found[t] - kappa * found[t - 1], abs=1e-12)
+    root = complex(0.25 - kappa) ** 0.5
+    if abs(root) > 1e-9:
+        z1, z2 = 0.5 + root, 0.5 - root
+        c1 = (1 - z2) / (z1 - z2)
+        closed = [(c1 * z1**t + (1 - c1) * z2**t).real for t in range(21)]
+    else:
+        closed = [(1 + t) * 0.5**t for t in range(21)]
+    assert found == pytest.approx(closed, abs=1e-12)
+    assert max(abs(0.5 + root), abs(0.5 - root)) == pytest.approx(
+        math.sqrt(kappa) if kappa > 0.25 else 0.5 + math.sqrt(0.25 - kappa)
+    )
+
+
+def test_a_warm_start_makes_the_first_phase_count() -> None:
+    """1 - kappa after one round; then the pipeline fills, and the recursion goes on from there."""
+    found, _ = errors(DiLoCo(0.7, 0.0), 0.3, 6, overlap=True)
+    cold, _ = errors(DiLoCo(0.7, 0.0), 0.3, 5, **COLD)
+    assert found == pytest.approx([1.0, *(0.79 * e for e in cold)], abs=1e-12)
+
+
+def test_the_first_phase_moves_nothing_without_a_warm_start() -> None:
+    """Theta_1 = Theta_0, and the local parameters are thrown back to it."""
+    history = simulate(ALGORITHM, 3, 2, **COLD)
+    start = flat(make_model())
+    assert torch.equal(history[0], start.expand(3, -1))
+    assert not torch.equal(history[1], start.expand(3, -1))
+
+
+@pytest.mark.parametrize("settings", [{}, {"overlap": True}, COLD], ids=["sync", "warm", "cold"])
+def test_without_progress_the_outer_parameters_stay(settings: dict[str, Any]) -> None:
+    models = [Point(randn(5)) for _ in range(3)]
+    simulation = Simulation(models, ALGORITHM, **settings)
+    simulation.run(lambda worker: None, 5)
+    simulation.drain()
+    assert torch.equal(simulation.consensus(), randn(5))
+    assert torch.equal(torch.stack(simulation.params()), randn(5).expand(3, 5))
+
+
+def test_after_t_phases_t_minus_1_means_are_applied_and_drain_applies_the_last() -> None:
+    found, simulation = errors(DiLoCo(0.7, 0.0), 0.3, 5, **COLD)
+    later, _ = errors(DiLoCo(0.7, 0.0), 0.3, 6, **COLD)
+    assert simulation.consensus().item() == found[5]
+    simulation.drain()
+    assert simulation.consensus().item() == later[6]
+    for p in simulation.params():
+        assert p.item() == later[6]
+    simulation.drain()
+    assert simulation.consensus().item() == later[6]
+
+
+def count_outer_steps(rank: int, world: int, phases: int) -> list[float]:
+    """The outer parameters before and after the engine has finished; each mean is worth 1."""
+    model = Point(torch.zeros(1))
+    engine = StepEngine(model, DiLoCo(1.0, 0.0), sync_every=1, **COLD)
+    for _ in range(phases):
+        model.value.data.sub_(1.0)
+        assert engine.step()
+    before = model.value.item()
+    engine.finish()
+    engine.close()
+    return [before, model.value.item()]
+
+
+@pytest.mark.parametrize("phases", [1, 2, 5])
+def test_the_engine_drains_when_it_finishes(pool: Pool, phases: int) -> None:
+    for result in pool.run(count_outer_steps, phases, world=2):
+        assert result == [1.0 - phases, -phases]
+
+
+def test_without_overlap_there_is_no_delay() -> None:
+    expected, _ = errors(DiLoCo(0.7, 0.3), 0.3, 6)
+    warm, _ = errors(DiLoCo(0.7, 0.3), 0.3, 6, overlap=True)
+    assert warm[1] == expected[1]
+    assert expected[1] == pytest.approx(1 - 0.7 * 1.3 * 0.3, abs=1e-12)
+    assert warm[2:] != expected[2:]
+
+
+@pytest.mark.parametrize("algorithm", [LocalSGD(), GASLoC()], ids=["local_sgd", "gasloc"])
+def test_algorithms_without_outer_parameters_cannot_overlap(algorithm: Any) -> None:
+    with pytest.raises(ValueError, match="overlap=True needs an algorithm with outer parameters"):
+        Simulation([Point(torch.zeros(1))] * 2, algorithm, overlap=True)

@@ -1,0 +1,404 @@
+"""One table: every algorithm through the laws that hold for all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightning_loco.algorithms
+from lightning_loco import DiLoCo, GASLoC, LocalSGD, Simulation, StepEngine
+from lightning_loco.algorithms import Algorithm, State
+from lightning_loco.comm import RoundSettings
+from lightning_loco.topology import FromMatrix, get_topology
+from tests.algorithms.toys import Point, assert_close, flat_rounds, move_to, randn
+from tests.pool import Pool
+
+
+def adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """An outer optimizer with a state of its own, and a function that can be pickled."""
+    return torch.optim.Adam(params, lr=0.05)
+
+
+def adagrad(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """One that makes its state when it is made, not at its first step."""
+    return torch.optim.Adagrad(params, lr=0.5)
+
+
+class Case(NamedTuple):
+    """An algorithm, and on what it runs."""
+
+    algorithm: Algorithm
+    topology: str | None = None
+    overlap: bool = False
+    accuracy: float = 1e-6
+
+    def prepared(self, num_workers: int) -> Algorithm:
+        return RoundSettings(self.algorithm, topology=self.topology).prepare(num_workers).algorithm
+
+    def settings(self, **others: Any) -> dict[str, Any]:
+        return {"topology": self.topology, "overlap": self.overlap, **others}
+
+
+CASES = {
+    "local_sgd": Case(LocalSGD()),
+    "diloco": Case(DiLoCo()),
+    "diloco_plain": Case(DiLoCo(0.7, 0.0)),
+    "diloco_heavy_ball": Case(DiLoCo(0.7, 0.5, nesterov=False)),
+    "diloco_adam": Case(DiLoCo(outer_optimizer=adam), accuracy=1e-2),
+    "diloco_adagrad": Case(DiLoCo(outer_optimizer=adagrad), accuracy=1e-2),
+    "async_diloco": Case(DiLoCo(0.7, 0.3), overlap=True),
+    "gasloc": Case(GASLoC(), "ring"),
+    "gasloc_plain": Case(GASLoC(momentum=0.0), "star"),
+    "gasloc_gossiped": Case(GASLoC(momentum_on="gossiped"), "ring"),
+    "gasloc_directed": Case(GASLoC(), "exponential"),
+    "gasloc_matching": Case(GASLoC(momentum=0.3), "random_matching"),
+    "gasloc_cycle": Case(GASLoC(), "one_peer_exponential"),
+}
+
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+elementwise_case = pytest.mark.parametrize(
+    "case", [pytest.param(c, id=n) for n, c in CASES.items() if c.algorithm.elementwise]
+)
+
+
+def apply_rounds(algorithm: Algorithm, state: State, rounds: range, dtype: torch.dtype) -> Tensor:
+    """Some rounds of one worker among others, whose messages are random; the parameters after."""
+    params = randn(6, seed=99).to(dtype)
+    algorithm.restart(params, state)
+    for t in rounds:
+        params.add_(randn(6, seed=t).to(dtype), alpha=0.1)
+        message = algorithm.propose(params, state)
+        received = message + 0.1 * randn(6, seed=100 + t).to(dtype)
+        algorithm.apply(params, received, state)
+    return params
+
+
+def test_no_algorithm_is_forgotten() -> None:
+    public = {
+        getattr(lightning_loco.algorithms, name) for name in lightning_loco.algorithms.__all__
+    }
+    algorithms = {
+        kind
+        for kind in public
+        if isinstance(kind, type) and issubclass(kind, Algorithm) and kind is not Algorithm
+    }
+    assert algorithms == {type(case.algorithm) for case in CASES.values()}
+
+
+@every_case
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
+def test_it_converges_on_quadratics_with_other_targets_on_each_worker(
+    case: Case, num_workers: int
+) -> None:
+    """The consensus comes to the mean of the targets, the optimum of the sum."""
+    targets = randn(num_workers, 3)
+    models = [Point(torch.zeros(3, dtype=torch.float64)) for _ in range(num_workers)]
+
+    def local_step(worker: int) -> None:
+        value = models[worker].value.data
+        value.add_(targets[worker] - value, alpha=0.1)
+
+    simulation = Simulation(models, case.algorithm, **case.settings(sync_every=2))
+    before = (simulation.consensus() - targets.mean(0)).abs().max()
+    simulation.run(local_step, 300)
+    simulation.drain()
+    off = (simulation.consensus() - targets.mean(0)).abs().max()
+    assert off < min(case.accuracy, before)
+
+
+@every_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_it_keeps_the_dtype(case: Case, dtype: torch.dtype) -> None:
+    algorithm = case.prepared(4)
+    params = randn(6).to(dtype)
+    state = algorithm.init(params.clone())
+    for _ in range(3):
+        message = algorithm.propose(params, state)
+        assert message.dtype == dtype
+        algorithm.apply(params, message.clone(), state)
+        assert params.dtype == dtype
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.shape == (6,):
+                assert value.dtype == dtype, key
+
+
+@every_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_the_model_keeps_its_dtype_and_the_state_is_wide(case: Case, dtype: torch.dtype) -> None:
+    """Sums and outer parameters are float32 at least; the model is what it was."""
+    models = [Point(torch.zeros(6).to(dtype)) for _ in range(3)]
+    simulation = Simulation(models, case.algorithm, **case.settings())
+    simulation.run(lambda worker: models[worker].value.data.add_(worker + 1), 3)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert all(model.value.dtype == dtype for model in models)
+    assert all(model.value.detach().float().abs().sum() > 0 for model in models)
+    assert simulation.consensus().dtype == wide
+    for state in simulation.states:
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.shape == (6,):
+                assert value.dtype == wide, key
+
+
+@every_case
+def test_it_is_picklable_and_equal_after_a_round_trip(case: Case) -> None:
+    for algorithm in (case.algorithm, case.prepared(4)):
+        again = pickle.loads(pickle.dumps(algorithm))
+        assert again == algorithm
+        assert hash(again) == hash(algorithm)
+        assert repr(again) == repr(algorithm)
+
+
+@every_case
+def test_it_is_frozen(case: Case) -> None:
+    for field in dataclasses.fields(case.algorithm):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(case.algorithm, field.name, 1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        case.algorithm.something_new = 1  # type: ignore[attr-defined]
+
+
+@every_case
+def test_preparing_changes_nothing_in_place_and_once_is_enough(case: Case) -> None:
+    before = repr(case.algorithm)
+    ready = case.prepared(4)
+    assert repr(case.algorithm) == before
+    assert RoundSettings(ready, topology=case.topology).prepare(4).algorithm == ready
+
+
+@every_case
+def test_its_state_is_tensors_and_plain_numbers(case: Case) -> None:
+    """Loaded without running code, it goes on to the same numbers, bit for bit."""
+    algorithm = case.prepared(4)
+    start = randn(6, seed=98)
+    expected = apply_rounds(algorithm, algorithm.init(start.clone()), range(7), torch.float64)
+    state = algorithm.init(start.clone())
+    apply_rounds(algorithm, state, range(4), torch.float64)
+    for key, value in state.items():
+        assert isinstance(key, str)
+        assert isinstance(value, (Tensor, int, float))
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    if algorithm.consensus_key is not None:  # the round begins at what the state remembers
+        result = apply_rounds(algorithm, loaded, range(4, 7), torch.float64)
+        assert torch.equal(result, expected)
+    assert loaded.keys() == state.keys()
+
+
+@every_case
+def test_two_states_share_no_memory(case: Case) -> None:
+    """A state may keep the tensor it is made from, but not the parameters of later rounds."""
+    algorithm = case.prepared(4)
+    params = randn(6)
+    state = algorithm.init(params.clone())
+    message = algorithm.propose(params, state)
+    algorithm.apply(params, message.clone(), state)
+    kept = {key: value.clone() for key, value in state.items() if isinstance(value, Tensor)}
+    params.fill_(float("nan"))
+    for key, value in kept.items():
+        assert torch.equal(state[key], value), key
+    pointers = [v.data_ptr() for v in state.values() if isinstance(v, Tensor)]
+    assert len(set(pointers)) == len(pointers)
+
+
+@every_case
+def test_received_may_lie_in_the_memory_of_the_parameters(case: Case) -> None:
+    """An all-reduce sums in place, so what is received is where the message was."""
+    results = []
+    for in_place in (False, True):
+        algorithm = case.prepared(4)
+        params = randn(6)
+        state = algorithm.init(randn(6, seed=1))
+        for _ in range(3):
+            message = algorithm.propose(params, state)
+            algorithm.apply(params, message if in_place else message.clone(), state)
+            params.add_(0.1)
+        results.append(params)
+    assert torch.equal(*results)
+
+
+@every_case
+def test_without_progress_a_round_begins_where_it_began(case: Case) -> None:
+    """restart gives the parameters that the last apply has left."""
+    algorithm = case.prepared(4)
+    state = algorithm.init(randn(6))
+    params = randn(6, seed=1)
+    message = algorithm.propose(params, state)
+    algorithm.apply(params, message.clone(), state)
+    begun = torch.full_like(params, float("nan"))
+    algorithm.restart(begun, state)
+    assert torch.equal(begun, torch.zeros(6) if isinstance(algorithm, LocalSGD) else params)
+
+
+@every_case
+def test_a_worker_alone_keeps_to_the_same_formulas(case: Case) -> None:
+    """One worker is as many workers that all do the same."""
+    histories = []
+    for num_workers in (1, 4):
+        models = [Point(randn(6)) for _ in range(num_workers)]
+        algorithm = case.prepared(4)
+        if isinstance(algorithm, GASLoC):  # "auto" may choose otherwise for one worker
+            algorithm = dataclasses.replace(case.algorithm, momentum=algorithm.momentum)
+        simulation = Simulation(models, algorithm, **case.settings())
+        simulation.run(lambda worker: models[worker].value.data.mul_(0.8).add_(0.1), 5)  # noqa: B023
+        histories.append(simulation.params()[0])
+    assert_close(histories[0], histories[1])
+
+
+@every_case
+def test_all_workers_have_the_same_state_keys(case: Case) -> None:
+    """Otherwise checkpoints and exchanges of state would not match."""
+    models = [Point(torch.zeros(6)) for _ in range(3)]
+    simulation = Simulation(models, case.algorithm, **case.settings(sync_every=1))
+    for _ in range(3):
+        simulation.run(lambda worker: models[worker].value.data.add_(worker), 1)
+        keys = [list(state) for state in simulation.states]
+        assert all(other == keys[0] for other in keys)
+
+
+def run_on_slices(algorithm: Algorithm, cuts: list[int]) -> Tensor:
+    """Rounds of one worker, each computed slice by slice on views of one state."""
+    edges = [0, *cuts, 12]
+    state = algorithm.init(randn(12))
+    params = randn(12, seed=1)
+    for t in range(4):
+        received = randn(12, seed=10 + t)
+        for start, stop in zip(edges, edges[1:], strict=False):
+            part = {key: value[start:stop] for key, value in state.items()}
+            message = algorithm.propose(params[start:stop], part)
+            assert message.shape == (stop - start,)
+            algorithm.apply(params[start:stop], message + received[start:stop], part)
+        params.mul_(0.9)
+    return torch.cat([params, *(state[key] for key in sorted(state))])
+
+
+@elementwise_case
+@pytest.mark.parametrize("cuts", [[6], [1, 2, 5], list(range(1, 12)), [11]], ids=str)
+def test_slices_give_the_same_result_as_the_whole(case: Case, cuts: list[int]) -> None:
+    """Up to the last bit: vectorised kernels round the ends of a slice in another way."""
+    algorithm = case.prepared(4)
+    whole = run_on_slices(algorithm, [])
+    torch.testing.assert_close(run_on_slices(algorithm, cuts), whole, rtol=1e-15, atol=1e-15)
+
+
+LARGE = 5000  # five chunks of at most 1024 elements, with four under way
+
+
+def train_large(rank: int, world: int, case: Case, bucket_bytes: int) -> Tensor:
+    model = Point(torch.zeros(LARGE, dtype=torch.float64))
+    target = randn(LARGE, seed=rank)
+    settings = case.settings(sync_every=2, bucket_bytes=bucket_bytes)
+    engine = StepEngine(model, case.algorithm, **settings)
+    for _ in range(8):
+        model.value.data.add_(target - model.value.data, alpha=0.1)
+        engine.step()
+    engine.finish()
+    engine.close()
+    return model.value.detach()
+
+
+@every_case
+def test_chunks_give_the_same_result_as_the_whole_on_gloo(pool: Pool, case: Case) -> None:
+    targets = [randn(LARGE, seed=worker) for worker in range(3)]
+    models = [Point(torch.zeros(LARGE, dtype=torch.float64)) for _ in targets]
+
+    def local_step(worker: int) -> None:
+        value = models[worker].value.data
+        value.add_(targets[worker] - value, alpha=0.1)
+
+    simulation = Simulation(models, case.algorithm, **case.settings(sync_every=2))
+    simulation.run(local_step, 4)
+    simulation.drain()
+    for result in pool.run(train_large, case, 1, world=3):
+        assert_close(result, simulation.consensus())
+
+
+@every_case
+def test_permuting_the_workers_permutes_the_results(case: Case) -> None:
+    """Relabelling the workers and their places in the graph changes nothing else."""
+    num_workers, order = 5, torch.tensor([3, 0, 4, 1, 2])
+    algorithm = case.prepared(num_workers)
+    targets, starts = randn(num_workers, 4), randn(4, seed=1).expand(num_workers, 4)
+    graphs: list[Any] = [None, None]
+    if case.topology is not None:
+        topology = get_topology(case.topology)
+        matrix = topology.mixing_matrix(num_workers, 0)
+        if topology.period(num_workers) != 1:  # several rounds make a connected graph
+            matrix = sum((topology.mixing_matrix(num_workers, t) for t in range(1, 8)), matrix) / 8
+        graphs = [FromMatrix(m, directed=True) for m in (matrix, matrix[order][:, order])]
+    plain = flat_rounds(algorithm, starts, move_to(targets, 0.4), 5, graphs[0])
+    permuted = flat_rounds(algorithm, starts, move_to(targets[order], 0.4), 5, graphs[1])
+    assert_close(permuted, plain[:, order])
+    if case.topology is not None:
+        assert (permuted - plain).abs().max() > 1e-3
+
+
+MASTERS = [name for name, case in CASES.items() if case.algorithm.consensus_key is not None]
+
+
+@pytest.mark.parametrize("name", MASTERS)
+def test_without_progress_a_bfloat16_model_moves_no_outer_parameter(name: str) -> None:
+    """What the model cannot hold of the float32 outer parameters is no progress of the workers."""
+    case = CASES[name]
+    models = [Point(torch.zeros(6, dtype=torch.bfloat16)) for _ in range(2)]
+    plain = dataclasses.replace(case.algorithm, outer_momentum=0.0)
+    simulation = Simulation(models, plain, **case.settings())
+    between = torch.linspace(1.0, 1.01, 6)
+    assert not torch.equal(between.bfloat16().float(), between)
+    for state, model in zip(simulation.states, models, strict=True):
+        state["outer"].copy_(between)
+        model.value.data.copy_(between)
+    simulation.run(lambda worker: None, 3)
+    assert torch.equal(simulation.consensus(), between)
+
+
+SMALLEST = 2.0**-7
+"""The smallest step that bfloat16 has right above 1."""
+
+SMALL_STEPS = [DiLoCo(0.5, 0.0), GASLoC(0.5, 1.0, 0.0)]
+
+
+def topology_of(algorithm: Algorithm) -> str | None:
+    return "complete" if algorithm.exchange == "neighbors" else None
+
+
+@pytest.mark.parametrize("algorithm", SMALL_STEPS, ids=str)
+def test_small_steps_of_a_bfloat16_model_add_up(algorithm: Algorithm) -> None:
+    """One worker of four takes the smallest step each round; the mean moves by 1/8 of it.
+
+    Only float32 parameters can hold that, and they must not lose it to the model's rounding.
+    """
+    models = [Point(torch.ones(1, dtype=torch.bfloat16)) for _ in range(4)]
+    simulation = Simulation(models, algorithm, topology=topology_of(algorithm))
+
+    def local_step(worker: int) -> None:
+        if worker == 0:
+            models[worker].value.data.add_(SMALLEST)
+
+    simulation.run(local_step, 32)
+    assert models[1].value.item() == pytest.approx(1 + 32 * SMALLEST / 8, abs=SMALLEST / 2)
+
+
+def take_small_steps(rank: int, world: int, algorithm: Algorithm) -> float:
+    model = Point(torch.ones(1, dtype=torch.bfloat16))
+    engine = StepEngine(model, algorithm, sync_every=1, topology=topology_of(algorithm))
+    for _ in range(32):
+        if rank == 0:
+            model.value.data.add_(SMALLEST)
+        engine.step()
+    engine.close()
+    assert model.value.dtype == torch.bfloat16
+    return model.value.item()
+
+
+@pytest.mark.parametrize("algorithm", SMALL_STEPS, ids=str)
+def test_small_steps_of_a_bfloat16_model_add_up_on_gloo(pool: Pool, algorithm: Algorithm) -> None:
+    for result in pool.run(take_small_steps, algorithm, world=4):
+        assert result == pytest.approx(1 + 32 * SMALLEST / 8, abs=SMALLEST / 2)

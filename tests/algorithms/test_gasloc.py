@@ -1,0 +1,518 @@
+"""GASLoC: every exact reduction, what it is not equal to, and its two laws of motion."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_loco import DiLoCo, GASLoC, LocalSGD, Simulation, StepEngine
+from lightning_loco.algorithms import Algorithm
+from lightning_loco.topology import (
+    Complete,
+    Hypercube,
+    Ring,
+    Star,
+    Topology,
+    Torus,
+    get_topology,
+    optimal_gossip,
+)
+from tests.algorithms.toys import (
+    ADAMW,
+    SGD,
+    Point,
+    assert_close,
+    distances,
+    flat_rounds,
+    move_to,
+    randn,
+    run_engine,
+    same_batch,
+    simulate,
+    stay,
+    train_step,
+)
+from tests.pool import Pool
+from tests.tiny import flat, loss_of, make_model, worker_batch
+
+ON_8 = ["ring", "complete", "star", "torus", "grid", "hypercube", "xor"]
+ON_8 += ["exponential", "one_peer_exponential", "random_matching", "random_two_peer"]
+
+
+def prepared(topology: Any, **settings: Any) -> GASLoC:
+    """Settings for a graph, without the check for stability: some tests want the unstable."""
+    scale = topology.laplacian_scale
+    step = 0.5 if topology.is_matching else 1.0
+    return GASLoC(**{"gossip_step": step, **settings}, laplacian_scale=scale)
+
+
+@dataclass(frozen=True)
+class Alone(Topology):
+    """No edges at all: Lambda = 0."""
+
+    def weights(self, worker: int, num_workers: int, round_index: int = 0) -> dict[int, float]:
+        return {worker: 1.0}
+
+
+# ------------------------------------------------------------------ the formula itself
+
+
+@pytest.mark.parametrize("momentum_on", ["local", "gossiped"])
+@pytest.mark.parametrize("name", ON_8)
+def test_it_is_the_formula(name: str, momentum_on: Any) -> None:
+    """u = theta + eta g; theta' = u - alpha Lambda u + gamma (u - u_previous)."""
+    topology = get_topology(name)
+    eta, alpha, gamma = 0.7, 0.3, 0.4
+    algorithm = GASLoC(eta, alpha, gamma, momentum_on).prepare(8, topology)
+    targets = randn(8, 3)
+    history = flat_rounds(algorithm, randn(8, 3, seed=1), move_to(targets, 0.2), 9, topology)
+
+    theta = previous = randn(8, 3, seed=1)
+    for t in range(9):
+        laplacian = torch.eye(8, dtype=torch.float64) - topology.mixing_matrix(8, t)
+        if name in ("xor", "random_matching"):
+            laplacian = 2 * laplacian  # [[1, -1], [-1, 1]] on each pair
+        u = theta + eta * 0.2 * (targets - theta)
+        z = u - alpha * laplacian @ u
+        point = u if momentum_on == "local" else z
+        theta, previous = z + gamma * (point - previous), point
+        assert_close(history[t + 1], theta)
+
+
+# ------------------------------------------------------------------ reductions to DiLoCo
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("inner", [SGD, ADAMW], ids=["sgd", "adamw"])
+def test_on_a_complete_graph_without_momentum_it_is_diloco(inner: Any, world: int) -> None:
+    """Every worker, any model, any data."""
+    settings = {"inner": inner, "sync_every": 3}
+    expected = simulate(DiLoCo(0.7, 0.0), world, 5, **settings)
+    algorithm = GASLoC(0.7, 1.0, 0.0)
+    assert_close(simulate(algorithm, world, 5, topology="complete", **settings), expected)
+
+
+def test_on_a_pair_without_momentum_it_is_diloco() -> None:
+    """Two workers that average at 1/2, as a matching, a hypercube, a ring's two ends."""
+    expected = simulate(DiLoCo(0.7, 0.0), 2, 5, sync_every=3)
+    for name in ("xor", "random_matching", "hypercube", "one_peer_exponential", "exponential"):
+        algorithm = GASLoC(0.7, "auto", 0.0)
+        assert_close(simulate(algorithm, 2, 5, topology=name, sync_every=3), expected)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_on_a_complete_graph_without_momentum_it_is_diloco_on_gloo(pool: Pool, world: int) -> None:
+    expected = simulate(DiLoCo(0.7, 0.0), world, 5, sync_every=2)[:, 0]
+    settings = {"topology": "complete", "sync_every": 2}
+    for history in pool.run(run_engine, GASLoC(0.7, 1.0, 0.0), 5, settings, world=world):
+        assert_close(history, expected)
+
+
+def test_on_a_complete_graph_with_outer_rate_1_it_is_local_sgd() -> None:
+    settings = {"inner": ADAMW, "sync_every": 3}
+    expected = simulate(LocalSGD(), 4, 5, **settings)
+    algorithm = GASLoC(1.0, 1.0, 0.0)
+    assert_close(simulate(algorithm, 4, 5, topology="complete", **settings), expected)
+
+
+@pytest.mark.parametrize("momentum", [0.3, 0.9])
+def test_with_the_same_data_everywhere_it_is_diloco_with_nesterov(momentum: float) -> None:
+    settings = {"data": same_batch, "inner": ADAMW, "sync_every": 2}
+    expected = simulate(DiLoCo(0.7, momentum), 3, 8, **settings)
+    algorithm = GASLoC(0.7, 1.0, momentum)
+    assert_close(simulate(algorithm, 3, 8, topology="complete", **settings), expected)
+
+
+def test_with_the_same_data_everywhere_it_is_not_diloco_with_heavy_ball() -> None:
+    settings = {"data": same_batch, "sync_every": 2}
+    heavy_ball = simulate(DiLoCo(0.7, 0.9, nesterov=False), 3, 8, **settings)
+    algorithm = GASLoC(0.7, 1.0, 0.9)
+    history = simulate(algorithm, 3, 8, topology="complete", **settings)
+    assert (history - heavy_ball).abs().max() > 1e-2
+
+
+def test_with_other_data_on_each_worker_its_local_momentum_is_not_diloco() -> None:
+    """Momentum on u, before the gossip, keeps the workers apart even on a complete graph."""
+    expected = simulate(DiLoCo(0.7, 0.9), 3, 8, sync_every=2)
+    algorithm = GASLoC(0.7, 1.0, 0.9)
+    history = simulate(algorithm, 3, 8, topology="complete", sync_every=2)
+    assert (history[7] - expected[7]).abs().max() > 1e-2
+    assert (history[7].mean(0) - expected[7, 0]).abs().max() > 1e-3
+    assert distances(history)[7] > 1e-2
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("momentum", [0.5, 0.9])
+def test_gossiped_momentum_on_a_complete_graph_is_diloco_with_nesterov(
+    momentum: float, world: int
+) -> None:
+    """Every worker, any data."""
+    settings = {"inner": ADAMW, "sync_every": 3}
+    expected = simulate(DiLoCo(0.7, momentum), world, 6, **settings)
+    algorithm = GASLoC(0.7, 1.0, momentum, "gossiped")
+    assert_close(simulate(algorithm, world, 6, topology="complete", **settings), expected)
+
+
+def test_gossiped_momentum_on_a_complete_graph_is_diloco_with_nesterov_on_gloo(pool: Pool) -> None:
+    expected = simulate(DiLoCo(0.7, 0.9), 4, 5, sync_every=2)[:, 0]
+    settings = {"topology": "complete", "sync_every": 2}
+    algorithm = GASLoC(0.7, 1.0, 0.9, "gossiped")
+    for history in pool.run(run_engine, algorithm, 5, settings, world=4):
+        assert_close(history, expected)
+
+
+@pytest.mark.parametrize("momentum_on", ["local", "gossiped"])
+@pytest.mark.parametrize("name", ON_8)
+def test_on_equal_quadratics_the_mean_is_diloco_with_nesterov(name: str, momentum_on: Any) -> None:
+    """On any graph: the recursion of the mean does not know the graph."""
+    targets = randn(8, 3)
+    start = randn(3, seed=1).expand(8, 3)
+    phase = move_to(targets, 0.3)
+    expected = flat_rounds(DiLoCo(0.7, 0.6), start, phase, 12).mean(1)
+    topology = get_topology(name)
+    algorithm = prepared(topology, outer_lr=0.7, momentum=0.6, momentum_on=momentum_on)
+    assert_close(flat_rounds(algorithm, start, phase, 12, topology).mean(1), expected)
+
+
+def rounds_with_schedule(algorithm: Algorithm, rates: list[float]) -> Tensor:
+    """One worker's rounds on a quadratic, with another outer_lr in each of them."""
+    params = torch.ones(1, dtype=torch.float64)
+    state = algorithm.init(params.clone())
+    history = []
+    for rate in rates:
+        now = dataclasses.replace(algorithm, outer_lr=rate)  # type: ignore[call-arg]
+        params.mul_(0.8)
+        message = now.propose(params, state)
+        now.apply(params, message.clone(), state)
+        history.append(params.clone())
+    return torch.cat(history)
+
+
+def test_an_outer_rate_that_changes_acts_otherwise_than_in_diloco() -> None:
+    """u_previous carries the old eta; torch's momentum buffer does not."""
+    constant = [0.7] * 12
+    cosine = [0.7 * (1 + math.cos(math.pi * t / 12)) / 2 for t in range(12)]
+    cosine = [max(rate, 1e-3) for rate in cosine]
+    gasloc, diloco = GASLoC(0.7, 1.0, 0.9), DiLoCo(0.7, 0.9)
+    assert_close(rounds_with_schedule(gasloc, constant), rounds_with_schedule(diloco, constant))
+    off = rounds_with_schedule(gasloc, cosine) - rounds_with_schedule(diloco, cosine)
+    assert off.abs().max() > 0.05
+
+
+# -------------------------------------------------------- reductions to one worker, to D-PSGD
+
+
+def nesterov_lookahead(worker: int, rate: float, momentum: float, rounds: int) -> Tensor:
+    """One worker alone: torch's Nesterov SGD on slow - fast every 3 steps."""
+    model = make_model()
+    optimizer = ADAMW(model.parameters())
+    slow = torch.nn.Parameter(flat(model))
+    outer = torch.optim.SGD([slow], lr=rate, momentum=momentum, nesterov=momentum > 0)
+    history = []
+    for step in range(3 * rounds):
+        train_step(model, optimizer, worker_batch(worker, step))
+        if step % 3 == 2:
+            slow.grad = slow.detach() - flat(model)
+            outer.step()
+            position = 0
+            for p in model.parameters():
+                p.data.copy_(slow.detach()[position : position + p.numel()].view_as(p))
+                position += p.numel()
+            history.append(flat(model))
+    return torch.stack(history)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("momentum_on", ["local", "gossiped"])
+def test_a_single_worker_is_lookahead_with_nesterov(momentum_on: Any, momentum: float) -> None:
+    algorithm = GASLoC(0.6, 1.0, momentum, momentum_on)
+    history = simulate(algorithm, 1, 4, inner=ADAMW, sync_every=3)
+    assert_close(history[:4, 0], nesterov_lookahead(0, 0.6, momentum, 4))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("momentum_on", ["local", "gossiped"])
+def test_without_edges_each_worker_is_lookahead_with_nesterov(
+    momentum_on: Any, momentum: float
+) -> None:
+    models = [make_model() for _ in range(3)]
+    optimizers = [ADAMW(model.parameters()) for model in models]
+    steps = [0] * 3
+
+    def local_phase(worker: int, params: Tensor, round_index: int) -> Tensor:
+        model, position = models[worker], 0
+        for p in model.parameters():
+            p.data.copy_(params[position : position + p.numel()].view_as(p))
+            position += p.numel()
+        for _ in range(3):
+            train_step(model, optimizers[worker], worker_batch(worker, steps[worker]))
+            steps[worker] += 1
+        return flat(model)
+
+    algorithm = prepared(Alone(), outer_lr=0.6, momentum=momentum, momentum_on=momentum_on)
+    starts = flat(make_model()).expand(3, -1)
+    history = flat_rounds(algorithm, starts, local_phase, 4, Alone())
+    for worker in range(3):
+        assert_close(history[1:, worker], nesterov_lookahead(worker, 0.6, momentum, 4))
+
+
+def gradients(params: Tensor, step: int) -> Tensor:
+    """The gradient of each worker at its row of params."""
+    rows = []
+    for worker, row in enumerate(params):
+        model, position = make_model(), 0
+        for p in model.parameters():
+            p.data.copy_(row[position : position + p.numel()].view_as(p))
+            position += p.numel()
+        loss_of(model, worker_batch(worker, step)).backward()
+        rows.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("name", ["ring", "exponential", "random_matching"])
+def test_single_steps_of_sgd_are_adapt_then_combine(name: str) -> None:
+    """W (x - b grad): not combine-while-adapt, W x - b grad, which is another method."""
+    topology = get_topology(name)
+    adapt_then_combine = combine_while_adapt = flat(make_model()).expand(4, -1)
+    history = simulate(GASLoC(1.0, "auto", 0.0), 4, 6, topology=name)
+    for t in range(6):
+        w = topology.mixing_matrix(4, t)
+        adapt_then_combine = w @ (adapt_then_combine - 0.05 * gradients(adapt_then_combine, t))
+        combine_while_adapt = w @ combine_while_adapt - 0.05 * gradients(combine_while_adapt, t)
+        assert_close(history[t], adapt_then_combine)
+    assert (history[5] - combine_while_adapt).abs().max() > 1e-3
+
+
+# ------------------------------------------------------------------ the mean and the consensus
+
+
+@pytest.mark.parametrize("momentum_on", ["local", "gossiped"])
+@pytest.mark.parametrize("name", ON_8)
+def test_the_mean_follows_a_recursion_of_its_own(name: str, momentum_on: Any) -> None:
+    """mean(theta') = mean(u) + gamma (mean(u) - mean(u_previous)), whatever the local phases do."""
+    topology = get_topology(name)
+    algorithm = prepared(topology, outer_lr=0.7, momentum=0.4, momentum_on=momentum_on)
+    drifts = randn(10, 8, 3)
+    starts = randn(8, 3, seed=1)
+    history = flat_rounds(algorithm, starts, lambda i, p, t: p + drifts[t, i], 10, topology)
+    previous = starts.mean(0)
+    for t in range(10):
+        u = history[t].mean(0) + 0.7 * drifts[t].mean(0)
+        assert_close(history[t + 1].mean(0), u + 0.4 * (u - previous))
+        previous = u
+
+
+@pytest.mark.parametrize("momentum_on", ["local", "gossiped"])
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("name", ON_8)
+def test_without_progress_the_mean_stays_and_all_workers_come_to_it(
+    name: str, momentum: float, momentum_on: Any
+) -> None:
+    topology = get_topology(name)
+    step = 0.25 if topology.is_matching else 0.5
+    algorithm = GASLoC(0.7, step, momentum, momentum_on).prepare(8, topology)
+    starts = randn(8, 3)
+    history = flat_rounds(algorithm, starts, stay, 60, topology)
+    assert_close(history.mean(1), starts.mean(0).expand(61, 3))
+    assert distances(history)[60] < 0.05 * distances(history)[0]
+
+
+def scatter_then_gossip(rank: int, world: int, algorithm: GASLoC, name: str) -> Tensor:
+    """One local phase to a place of its own, then rounds without progress."""
+    model = Point(torch.zeros(3, dtype=torch.float64))
+    engine = StepEngine(model, algorithm, sync_every=1, topology=name)
+    model.value.data.copy_(randn(3, seed=rank))
+    history = [model.value.detach().clone()]
+    for _ in range(30):
+        engine.step()
+        history.append(model.value.detach().clone())
+    engine.close()
+    return torch.stack(history)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("name", ["ring", "star", "exponential", "random_matching"])
+def test_without_progress_the_mean_stays_on_gloo(pool: Pool, name: str, momentum: float) -> None:
+    algorithm = GASLoC(1.0, "auto", momentum)
+    history = torch.stack(pool.run(scatter_then_gossip, algorithm, name, world=4), dim=1)
+    mean, previous = history[0].mean(0), torch.zeros(3, dtype=torch.float64)
+    for t in range(30):  # heavy ball; the drift of the first phase sets the mean moving
+        mean, previous = mean + momentum * (mean - previous), mean
+        assert_close(history[t + 1].mean(0), mean)
+    assert distances(history)[30] < 0.05 * distances(history)[0]
+
+
+@pytest.mark.parametrize("topology", [Ring(), Star(), Torus()], ids=str)
+def test_without_drift_it_is_polyaks_heavy_ball_on_the_disagreement(topology: Topology) -> None:
+    """Gradient descent with heavy ball on x^T Lambda x / 2, by torch's own SGD."""
+    alpha, gamma = 0.9, 0.6
+    starts = randn(8, 2)
+    algorithm = GASLoC(0.7, alpha, gamma).prepare(8, topology)
+    history = flat_rounds(algorithm, starts, stay, 40, topology)
+    laplacian = torch.eye(8, dtype=torch.float64) - topology.mixing_matrix(8)
+    x = torch.nn.Parameter(starts.clone())
+    optimizer = torch.optim.SGD([x], lr=alpha, momentum=gamma)
+    for t in range(40):
+        optimizer.zero_grad()
+        (0.5 * (x * (laplacian @ x)).sum()).backward()
+        optimizer.step()
+        assert_close(history[t + 1], x.detach())
+
+
+def fitted_rate(
+    algorithm: GASLoC, num_workers: int, topology: Topology, expected: float, double_root: bool
+) -> float:
+    """exp of the slope of log(distance), over the rounds in which it falls from 1e-8 to 1e-20."""
+    last = round(-20 * math.log(10) / math.log(expected))
+    starts = randn(num_workers, 1)
+    history = flat_rounds(algorithm, starts - starts.mean(0), stay, last, topology)
+    t = np.arange(2 * last // 5, last + 1)
+    found = distances(history)[t].log().numpy()
+    if double_root:  # the distance goes like t * rate^t
+        found = found - np.log(t)
+    return math.exp(np.polyfit(t, found, 1)[0])
+
+
+@pytest.mark.parametrize(
+    ("topology", "num_workers", "rate"),
+    [
+        (Ring(), 8, 0.447),
+        (Ring(), 16, 0.674),
+        (Torus(), 16, 0.333),
+        (Hypercube(), 16, 0.333),
+    ],
+    ids=str,
+)
+def test_the_optimal_pair_reaches_its_rate(
+    topology: Topology, num_workers: int, rate: float
+) -> None:
+    best = optimal_gossip(topology, num_workers)
+    assert best.rate == pytest.approx(rate, abs=1e-3)
+    algorithm = GASLoC(1.0, best.gossip_step, best.momentum).prepare(num_workers, topology)
+    with_momentum = fitted_rate(algorithm, num_workers, topology, rate, double_root=True)
+    assert with_momentum == pytest.approx(rate, rel=0.01)
+
+    spectrum = torch.linalg.eigvalsh(topology.mixing_matrix(num_workers))
+    low, high = 1 - float(spectrum[-2]), 1 - float(spectrum[0])
+    plain = GASLoC(1.0, 2 / (low + high), 0.0).prepare(num_workers, topology)
+    rate_without = (high - low) / (high + low)
+    without = fitted_rate(plain, num_workers, topology, rate_without, double_root=False)
+    assert without == pytest.approx(rate_without, rel=0.01)
+    assert with_momentum < without
+
+
+@pytest.mark.parametrize("momentum", [0.5, 0.9])
+def test_after_exact_averaging_disagreement_decays_like_the_root_of_the_momentum(
+    momentum: float,
+) -> None:
+    algorithm = GASLoC(1.0, 1.0, momentum).prepare(4, Complete())
+    starts = randn(4, 1)
+    starts = starts - starts.mean(0)
+    found = distances(flat_rounds(algorithm, starts, stay, 120, Complete()))
+    rate = (found[100:].max() / found[20:41].max()) ** (1 / 80)  # it swings as it decays
+    assert rate.item() == pytest.approx(math.sqrt(momentum), rel=0.01)
+
+
+# ------------------------------------------------------------------ H_i and settings
+
+
+def test_each_worker_may_make_its_own_number_of_local_steps(pool: Pool) -> None:
+    """By hand: worker i trains H_i steps, and one round mixes."""
+    every = [1, 3, 2]
+    models = [make_model() for _ in range(3)]
+    optimizers = [SGD(model.parameters()) for model in models]
+    done = [0] * 3
+    w = Ring().mixing_matrix(3)
+    theta = torch.stack([flat(model) for model in models])
+    expected = []
+    for _ in range(4):
+        for worker, model in enumerate(models):
+            for _ in range(every[worker]):
+                train_step(model, optimizers[worker], worker_batch(worker, done[worker]))
+                done[worker] += 1
+        local = torch.stack([flat(model) for model in models])
+        theta = w @ (theta + 0.7 * (local - theta))
+        expected.append(theta)
+        for row, model in zip(theta, models, strict=True):
+            position = 0
+            for p in model.parameters():
+                p.data.copy_(row[position : position + p.numel()].view_as(p))
+                position += p.numel()
+    algorithm = GASLoC(0.7, 1.0, 0.0)
+    settings = {"topology": "ring", "sync_every": every}
+    history = simulate(algorithm, 3, 4, **settings)
+    assert_close(history[:4], torch.stack(expected))
+    results = pool.run(run_engine, algorithm, 4, settings, world=3)
+    assert_close(torch.stack(results, 1), history)
+
+
+def test_unequal_numbers_of_local_steps_weigh_the_workers() -> None:
+    """The fixed point solves sum_i k_i (x - c_i) = 0 with k_i = 1 - (1 - b)^H_i."""
+    targets, every, b = torch.tensor([0.0, 1.0, 5.0], dtype=torch.float64), [1, 4, 10], 0.1
+    models = [Point(torch.zeros(1, dtype=torch.float64)) for _ in targets]
+
+    def local_step(worker: int) -> None:
+        value = models[worker].value.data
+        value.sub_(b * (value - targets[worker]))
+
+    simulation = Simulation(models, GASLoC(), topology="complete", sync_every=every)
+    simulation.run(local_step, 200)
+    shares = 1 - (1 - b) ** torch.tensor(every, dtype=torch.float64)
+    expected = (shares * targets).sum() / shares.sum()
+    assert simulation.consensus().item() == pytest.approx(expected.item(), abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_workers", "gossip_step", "momentum", "scale"),
+    [
+        ("ring", 8, 1.0, 0.5, 1.0),
+        ("random_matching", 8, 0.5, 0.0, 2.0),
+        ("xor", 8, 0.5, 0.0, 2.0),
+        ("one_peer_exponential", 8, 1.0, 0.0, 1.0),
+        ("random_two_peer", 8, 1.0, 0.0, 1.0),
+    ],
+)
+def test_automatic_settings(
+    name: str, num_workers: int, gossip_step: float, momentum: float, scale: float
+) -> None:
+    ready = GASLoC().prepare(num_workers, get_topology(name))
+    assert (ready.gossip_step, ready.momentum) == (gossip_step, momentum)
+    assert ready.laplacian_scale == scale
+    assert ready.prepare(num_workers, get_topology(name)) == ready
+
+
+def test_numbers_by_hand_are_kept() -> None:
+    ready = GASLoC(0.3, 0.4, 0.1, "gossiped").prepare(4, Ring())
+    assert ready == GASLoC(0.3, 0.4, 0.1, "gossiped", laplacian_scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"outer_lr": 0.0}, r"outer_lr must be positive, got 0.0\. A common value is 0.7"),
+        ({"outer_lr": float("nan")}, "outer_lr must be positive, got nan"),
+        ({"gossip_step": 0.0}, "gossip_step must be positive or 'auto', got 0.0"),
+        ({"gossip_step": -1}, "gossip_step must be positive or 'auto', got -1"),
+        ({"gossip_step": float("nan")}, "gossip_step must be positive or 'auto', got nan"),
+        ({"gossip_step": "best"}, "gossip_step must be positive or 'auto', got 'best'"),
+        ({"momentum": 1.0}, r"momentum must be in \[0, 1\) or 'auto', got 1.0"),
+        ({"momentum": -0.1}, r"momentum must be in \[0, 1\) or 'auto', got -0.1"),
+        ({"momentum": float("nan")}, r"momentum must be in \[0, 1\) or 'auto', got nan"),
+        ({"momentum_on": "global"}, "momentum_on must be 'local' or 'gossiped', got 'global'"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GASLoC(**settings)
+
+
+def test_a_graph_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="power of two workers, got 6"):
+        GASLoC().prepare(6, Hypercube())

@@ -1,0 +1,278 @@
+"""What diverges is refused or warned about before training, and nothing else is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from lightning_loco import DiLoCo, GASLoC, Simulation
+from lightning_loco.algorithms import Algorithm, largest_stable_contraction
+from lightning_loco.topology import RandomMatching, RandomTwoPeer, Topology, get_topology
+from tests.algorithms.toys import Point, distances, flat_rounds, randn, stay
+
+LIMITS = {
+    # (outer_lr, momentum): delay 0, 1, 2; the search ends at 2
+    (0.7, 0.9): (1.94, 0.361, 0.115),
+    (0.4, 0.9): (2, 0.632, 0.201),
+    (0.2, 0.9): (2, 1.27, 0.40),
+    (0.1, 0.9): (2, 2, 0.81),
+    (0.7, 0.5): (2, 0.80, 0.45),
+    (0.7, 0.3): (2, 1.03, 0.61),
+    (0.7, 0.0): (2, 1.43, 0.88),
+    (1.0, 0.0): (2, 1.0, 0.62),
+}
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2])
+@pytest.mark.parametrize(("setting", "limits"), LIMITS.items(), ids=str)
+def test_table_of_the_largest_stable_contraction(
+    setting: tuple[float, float], limits: tuple[float, ...], delay: int
+) -> None:
+    digits = max(2, len(str(limits[delay]).partition(".")[2]))
+    found = largest_stable_contraction(*setting, delay=delay)
+    assert found == pytest.approx(limits[delay], abs=10**-digits)
+
+
+def test_limits_that_are_known_in_closed_form() -> None:
+    """Without momentum: |1 - eta k| < 1 at once, eta k < 1 late; heavy ball: eta k < 2 (1 + mu)."""
+    assert largest_stable_contraction(1.3, 0.0, delay=0) == pytest.approx(2 / 1.3)
+    assert largest_stable_contraction(0.8, 0.0, delay=1) == pytest.approx(1 / 0.8)
+    limit = largest_stable_contraction(3.0, 0.6, nesterov=False, delay=0)
+    assert limit == pytest.approx(2 * 1.6 / 3)
+
+
+def error_after(algorithm: DiLoCo, contraction: float, rounds: int, overlap: bool) -> float:
+    model = Point(torch.ones(1, dtype=torch.float64))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        simulation = Simulation([model], algorithm, overlap=overlap)
+    simulation.run(lambda worker: model.value.data.mul_(1 - contraction), rounds)
+    return abs(simulation.consensus().item())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "algorithm",
+    [DiLoCo(1.4, 0.9), DiLoCo(2.2, 0.5), DiLoCo(2.4, 0.3, nesterov=False), DiLoCo(1.6, 0.0)],
+    ids=str,
+)
+def test_runs_diverge_right_above_the_limit_and_converge_right_below(
+    algorithm: DiLoCo, overlap: bool
+) -> None:
+    limit = largest_stable_contraction(
+        algorithm.outer_lr, algorithm.outer_momentum, algorithm.nesterov, delay=int(overlap)
+    )
+    assert 0 < limit < 2
+    assert error_after(algorithm, 0.95 * limit, 1000, overlap) < 1e-2
+    assert error_after(algorithm, 1.05 * limit, 1000, overlap) > 10
+
+
+def said_about_overlap(algorithm: Algorithm) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Simulation([Point(torch.zeros(1))], algorithm, overlap=True)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        DiLoCo(0.7, 0.0),
+        DiLoCo(0.7, 0.3),
+        DiLoCo(0.2, 0.9),
+        DiLoCo(0.1, 0.9),
+        DiLoCo(1.0, 0.0),
+        DiLoCo(outer_optimizer=torch.optim.Adagrad),
+    ],
+    ids=str,
+)
+def test_pairs_that_stand_a_delay_are_taken_in_silence(algorithm: DiLoCo) -> None:
+    assert said_about_overlap(algorithm) == []
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "percent"),
+    [(DiLoCo(0.7, 0.9), 36), (DiLoCo(0.4, 0.9), 63), (DiLoCo(0.7, 0.5), 80)],
+    ids=str,
+)
+def test_pairs_that_may_not_stand_a_delay_are_warned_about_once(
+    algorithm: DiLoCo, percent: int
+) -> None:
+    (message,) = said_about_overlap(algorithm)
+    assert (
+        f"outer_lr={algorithm.outer_lr} with outer_momentum={algorithm.outer_momentum}" in message
+    )
+    assert f"more than {percent}% of the way to its optimum" in message
+    assert "Use outer_momentum=0" in message
+
+
+def test_pairs_are_not_warned_about_without_overlap() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Simulation([Point(torch.zeros(1))], DiLoCo(0.7, 0.9))
+
+
+# --------------------------------------------------------------------------- gossip
+
+
+def verdict(algorithm: GASLoC, num_workers: int, topology: Topology) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            algorithm.prepare(num_workers, topology)
+        except ValueError:
+            return "refused"
+    return "warned" if caught else "accepted"
+
+
+def unguarded(algorithm: GASLoC, topology: Topology) -> GASLoC:
+    """What prepare would return if it did not look."""
+    return GASLoC(
+        1.0,
+        algorithm.gossip_step,
+        algorithm.momentum,
+        algorithm.momentum_on,
+        topology.laplacian_scale,
+    )
+
+
+def growth(algorithm: GASLoC, num_workers: int, topology: Topology, rounds: int) -> float:
+    """Factor of the distance between the workers over the second half of a run without drift."""
+    starts = randn(num_workers, 2)
+    ready = unguarded(algorithm, topology)
+    found = distances(flat_rounds(ready, starts - starts.mean(0), stay, rounds, topology))
+    return float((found[-1] / found[rounds // 2]) ** (2 / rounds))
+
+
+FIXED_OR_CYCLIC = [
+    ("ring", 5),
+    ("complete", 3),
+    ("star", 4),
+    ("torus", 6),
+    ("grid", 6),
+    ("hypercube", 4),
+    ("exponential", 6),
+    ("one_peer_exponential", 4),
+    ("one_peer_exponential", 6),
+    ("xor", 4),
+]
+
+
+@pytest.mark.parametrize("momentum_on", ["local", "gossiped"])
+@pytest.mark.parametrize(("name", "num_workers"), FIXED_OR_CYCLIC)
+def test_what_is_refused_is_what_grows_in_a_run(
+    name: str, num_workers: int, momentum_on: Literal["local", "gossiped"]
+) -> None:
+    topology = get_topology(name)
+    seen = set()
+    for gossip_step, momentum in itertools.product([0.4, 1.0, 1.7, 3.2], [0.0, 0.5, 0.9]):
+        algorithm = GASLoC(1.0, gossip_step, momentum, momentum_on)
+        factor = growth(algorithm, num_workers, topology, 96)
+        if abs(factor - 1) > 0.02:  # closer to 1 a short run cannot tell
+            expected = "refused" if factor > 1 else "accepted"
+            assert verdict(algorithm, num_workers, topology) == expected, (algorithm, factor)
+            seen.add(expected)
+    assert seen == {"refused", "accepted"}
+
+
+@pytest.mark.parametrize("name", ["ring", "star", "torus", "hypercube", "complete"])
+def test_limit_of_a_fixed_graph_to_the_third_digit(name: str) -> None:
+    """local: gossip_step * lambda_max < 2 (1 + momentum); gossiped: < 1 + 1 / (1 + 2 momentum)."""
+    topology = get_topology(name)
+    spectrum = torch.linalg.eigvalsh(topology.mixing_matrix(8))
+    largest = 1 - float(spectrum[0])
+    for momentum in (0.0, 0.3, 0.9):
+        limits: dict[Any, float] = {
+            "local": 2 * (1 + momentum),
+            "gossiped": 1 + 1 / (1 + 2 * momentum),
+        }
+        for momentum_on, limit in limits.items():
+            below = GASLoC(1.0, 0.999 * limit / largest, momentum, momentum_on)
+            above = GASLoC(1.0, 1.001 * limit / largest, momentum, momentum_on)
+            assert verdict(below, 8, topology) == "accepted"
+            assert verdict(above, 8, topology) == "refused"
+
+
+def test_the_error_says_what_to_do() -> None:
+    with pytest.raises(ValueError, match=r"gossip_step=2 with momentum=0 .* Use gossip_step='auto"):
+        GASLoC(gossip_step=2.0, momentum=0.0).prepare(8, get_topology("ring"))
+
+
+@pytest.mark.parametrize("num_workers", [4, 8, 9, 64])
+def test_momentum_for_hundreds_of_steps_is_warned_about_on_random_matchings(
+    num_workers: int,
+) -> None:
+    with pytest.warns(UserWarning, match=r"gossip_step=0.5 with momentum=0.9 .*not mean-square st"):
+        GASLoC(gossip_step=0.5, momentum=0.9).prepare(num_workers, RandomMatching())
+
+
+@pytest.mark.parametrize(
+    ("gossip_step", "momentum", "momentum_on", "expected"),
+    [
+        (0.5, 0.0, "local", "accepted"),
+        (0.5, 0.7, "local", "accepted"),
+        (0.5, 0.78, "local", "warned"),
+        (0.2, 0.9, "local", "accepted"),
+        (0.3, 0.9, "local", "warned"),
+        (0.5, 0.84, "gossiped", "accepted"),
+        (0.5, 0.9, "gossiped", "warned"),
+        (0.2, 0.9, "gossiped", "accepted"),
+    ],
+)
+def test_limits_on_random_matchings_of_8_workers(
+    gossip_step: float,
+    momentum: float,
+    momentum_on: Literal["local", "gossiped"],
+    expected: str,
+) -> None:
+    algorithm = GASLoC(1.0, gossip_step, momentum, momentum_on)
+    assert verdict(algorithm, 8, RandomMatching()) == expected
+
+
+@pytest.mark.parametrize("topology", [RandomMatching, RandomTwoPeer])
+def test_workers_really_drift_apart_where_the_guard_warns(topology: Any) -> None:
+    """Mean square over a few draws of the pairs, without any drift of the workers."""
+    unstable, stable = GASLoC(1.0, 1.0, 0.9), GASLoC(1.0, 0.5, 0.0)
+    if topology is RandomTwoPeer:
+        unstable = GASLoC(1.0, 2.5, 0.9)
+    means = []
+    for algorithm in (unstable, stable):
+        starts = randn(8, 1)
+        runs = []
+        for seed in range(6):
+            ready = unguarded(algorithm, topology())
+            runs.append(distances(flat_rounds(ready, starts, stay, 30, topology(seed))) ** 2)
+        means.append(torch.stack(runs).mean(0))
+    assert verdict(unstable, 8, topology()) == "warned"
+    assert verdict(stable, 8, topology()) == "accepted"
+    assert means[0][-1] > 10 * means[0][0]
+    assert means[1][-1] < 1e-3 * means[1][0]
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 4, 6, 8, 16])
+@pytest.mark.parametrize(
+    "name",
+    ["ring", "complete", "star", "torus", "hypercube", "exponential", "one_peer_exponential"]
+    + ["xor", "random_matching", "random_two_peer", "grid"],
+)
+@pytest.mark.parametrize("momentum_on", ["local", "gossiped"])
+def test_automatic_settings_are_stable_everywhere(
+    name: str, num_workers: int, momentum_on: Literal["local", "gossiped"]
+) -> None:
+    topology = get_topology(name)
+    try:
+        topology.check(num_workers)
+    except ValueError:
+        assert name in ("hypercube", "xor")
+        assert not math.log2(num_workers).is_integer()
+        return
+    assert verdict(GASLoC(momentum_on=momentum_on), num_workers, topology) == "accepted"
+
+
+def test_a_single_worker_has_nobody_to_diverge_from() -> None:
+    assert verdict(GASLoC(gossip_step=50.0, momentum=0.9), 1, get_topology("ring")) == "accepted"

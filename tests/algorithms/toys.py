@@ -1,0 +1,185 @@
+"""Toy problems and plain loops that the tests of the algorithms share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_loco import Simulation, StepEngine
+from lightning_loco.algorithms import Algorithm
+from lightning_loco.comm import Statistics, WorkerGroup
+from lightning_loco.comm.exchange import make_exchange
+from lightning_loco.topology import as_topology
+from tests.tiny import flat, loss_of, make_model, worker_batch
+
+Batch = tuple[Tensor, Tensor]
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+SGD = partial(torch.optim.SGD, lr=0.05)
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+
+assert_close = partial(torch.testing.assert_close, rtol=0, atol=1e-12)
+
+
+class Point(nn.Module):
+    """A model that is one vector."""
+
+    def __init__(self, start: Tensor) -> None:
+        super().__init__()
+        self.value = nn.Parameter(start.clone())
+
+
+def same_batch(worker: int, step: int) -> Batch:
+    """All workers see the data of worker 0."""
+    return worker_batch(0, step)
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *batches: Batch, clip: float | None = None
+) -> None:
+    """One optimizer step on the mean loss of the batches."""
+    optimizer.zero_grad()
+    for batch in batches:
+        (loss_of(model, batch) / len(batches)).backward()
+    if clip is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+
+
+def simulate(
+    algorithm: Algorithm,
+    world: int,
+    rounds: int,
+    *,
+    inner: MakeOptimizer = SGD,
+    data: Callable[[int, int], Batch] = worker_batch,
+    clip: float | None = None,
+    **settings: Any,
+) -> Tensor:
+    """Train the tiny model in the simulation.
+
+    Returns:
+        ``(rounds + 1, N, P)``: each worker's parameters after each round, and the consensus at the
+        end for all of them.
+    """
+    models = [make_model() for _ in range(world)]
+    optimizers = [inner(model.parameters()) for model in models]
+    steps = [0] * world
+
+    def local_step(worker: int) -> None:
+        batch = data(worker, steps[worker])
+        train_step(models[worker], optimizers[worker], batch, clip=clip)
+        steps[worker] += 1
+
+    simulation = Simulation(models, algorithm, **settings)
+    history = []
+    for _ in range(rounds):
+        simulation.run(local_step, 1)
+        history.append(torch.stack(simulation.params()))
+    simulation.drain()
+    history.append(simulation.consensus().expand(world, -1))
+    return torch.stack(history)
+
+
+def run_engine(
+    rank: int,
+    world: int,
+    algorithm: Algorithm,
+    rounds: int,
+    settings: dict[str, Any],
+    inner: MakeOptimizer = SGD,
+) -> Tensor:
+    """What :func:`simulate` does, by one of several processes: ``(rounds + 1, P)``."""
+    model = make_model(seed=rank)  # the engine gives all workers the model of worker 0
+    optimizer = inner(model.parameters())
+    engine = StepEngine(model, algorithm, **settings)
+    history = []
+    step = 0
+    while len(history) < rounds:
+        train_step(model, optimizer, worker_batch(rank, step))
+        step += 1
+        if engine.step():
+            history.append(flat(model))
+    engine.finish()
+    engine.close()
+    return torch.stack([*history, flat(model)])
+
+
+def train_ddp(
+    world: int, steps: int, make_optimizer: MakeOptimizer, clip: float | None = None
+) -> Tensor:
+    """Synchronous data parallel training: one model, the mean gradient of all workers' batches."""
+    model = make_model()
+    optimizer = make_optimizer(model.parameters())
+    history = []
+    for step in range(steps):
+        batches = [worker_batch(worker, step) for worker in range(world)]
+        train_step(model, optimizer, *batches, clip=clip)
+        history.append(flat(model))
+    return torch.stack(history)
+
+
+def flat_rounds(
+    algorithm: Algorithm,
+    starts: Tensor,
+    local_phase: Callable[[int, Tensor, int], Tensor],
+    rounds: int,
+    topology: Any | None = None,
+) -> Tensor:
+    """Run a prepared algorithm on bare vectors, from starts that may differ.
+
+    Args:
+        algorithm: Prepared.
+        starts: One row per worker, ``(N, P)``.
+        local_phase: (worker, its parameters, round) -> its parameters after the local steps.
+        rounds: Number of rounds.
+        topology: For an exchange with neighbours.
+
+    Returns:
+        ``(rounds + 1, N, P)``: the starts, and the parameters after each round.
+    """
+    graph = None if topology is None else as_topology(topology)
+    exchange = make_exchange(algorithm, WorkerGroup(0, 1), Statistics(), graph)
+    params = [start.clone() for start in starts]
+    states = [algorithm.init(start.clone()) for start in starts]
+    history = [torch.stack(params)]
+    for t in range(rounds):
+        local = [local_phase(worker, p.clone(), t) for worker, p in enumerate(params)]
+        messages = [algorithm.propose(p, s) for p, s in zip(local, states, strict=True)]
+        received = exchange.simulate(messages, t)
+        for p, r, state in zip(local, received, states, strict=True):
+            algorithm.apply(p, r, state)
+        params = local
+        history.append(torch.stack(params))
+    return torch.stack(history)
+
+
+def stay(worker: int, params: Tensor, round_index: int) -> Tensor:
+    """A local phase without progress."""
+    return params
+
+
+def move_to(targets: Sequence[Tensor] | Tensor, fraction: float) -> Callable[..., Tensor]:
+    """A local phase that covers a fraction of the way to each worker's target.
+
+    What gradient descent does on a quadratic: its pseudo-gradient is ``fraction * (x - target)``.
+    """
+
+    def local_phase(worker: int, params: Tensor, round_index: int) -> Tensor:
+        return params + fraction * (targets[worker] - params)
+
+    return local_phase
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    """Normal numbers in float64, the same in every run."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def distances(history: Tensor) -> Tensor:
+    """Distance of the workers to their mean in each round: ``(T, N, P)`` -> ``(T,)``."""
+    return (history - history.mean(1, keepdim=True)).flatten(1).norm(dim=1)

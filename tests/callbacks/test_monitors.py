@@ -1,0 +1,381 @@
+"""What the callbacks log, where, and that they change nothing else."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+
+from lightning_loco import (
+    CommunicationMonitor,
+    ConsensusMonitor,
+    DiLoCo,
+    GASLoC,
+    LocalSGD,
+    LocoStrategy,
+    StragglerSimulator,
+    WorkerLogs,
+)
+from tests.pool import Pool, make_trainer
+from tests.tiny import TinyModule, ValidatedModule, flat, make_loader
+
+LR = 0.05
+P_BYTES = 26 * 8  # the small model in float64
+
+
+class RecordingSGD(torch.optim.SGD):
+    """Keeps the parameters as they are after each step, that is right before a round."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self.recorded = [*getattr(self, "recorded", []), flat(nn.ParameterList(parameters))]
+        return loss
+
+
+class RecordingModule(TinyModule):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.sgd = RecordingSGD(self.parameters(), lr=self.lr)
+        return self.sgd
+
+
+def read(folder: Path) -> list[dict[str, float]]:
+    """The rows of a CSVLogger, without empty cells."""
+    with (folder / "lightning_logs" / "version_0" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return [{key: float(value) for key, value in row.items() if value} for row in rows]
+
+
+def fit(
+    rank: int,
+    world: int,
+    folder: Path,
+    callbacks: list[pl.Callback],
+    strategy: dict[str, Any],
+    trainer: dict[str, Any],
+    num_batches: int = 12,
+) -> dict[str, Any]:
+    module = RecordingModule(lr=LR)
+    settings: dict[str, Any] = {"log_every_n_steps": 1, "max_epochs": 1, **trainer}
+    runner = make_trainer(
+        LocoStrategy(**{"sync_every": 3, **strategy}),
+        use_distributed_sampler=False,
+        callbacks=callbacks,
+        logger=CSVLogger(folder),
+        **settings,
+    )
+    runner.fit(module, make_loader(rank, num_batches))
+    statistics = runner.strategy.statistics
+    return {
+        "weights": flat(module),
+        "before_rounds": module.sgd.recorded,
+        "progress_bar": runner.progress_bar_metrics,
+        "callback_metrics": {k: v.item() for k, v in runner.callback_metrics.items()},
+        "bytes_sent": statistics.bytes_sent,
+        "losses": module.losses,
+    }
+
+
+def column(rows: list[dict[str, float]], name: str) -> dict[int, float]:
+    return {int(row["step"]): row[name] for row in rows if name in row}
+
+
+# -------------------------------------------------------------------- CommunicationMonitor
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_communication_of_diloco(pool: Pool, tmp_path: Path, world: int) -> None:
+    callbacks: list[pl.Callback] = [CommunicationMonitor()]
+    results = pool.run(fit, tmp_path, callbacks, {"algorithm": DiLoCo()}, {}, world=world)
+    rows = read(tmp_path)
+    per_round = 2 * (world - 1) * P_BYTES // world
+    # A round ends with steps 2, 5, 8 and 11; what it brought stays until the next one.
+    rounds = {step: float((step + 1) // 3) for step in range(2, 12)}
+    assert column(rows, "loco/round") == rounds
+    assert column(rows, "loco/bytes_sent") == {s: per_round * r for s, r in rounds.items()}
+    assert set(column(rows, "loco/staleness").values()) == {0.0}
+    waits = list(column(rows, "loco/wait_s").values())
+    assert waits == sorted(waits)
+    assert waits[0] > 0 or world == 1
+    assert results[0]["progress_bar"] == {}
+
+    # The outer gradient: how far the workers have come, on average, since the last round.
+    outer = flat(TinyModule())
+    momentum = torch.zeros_like(outer)
+    norms = column(rows, "loco/outer_grad_norm")
+    losses = column(rows, "loco/train_loss_mean")
+    for step in (2, 5, 8, 11):
+        gradient = outer - torch.stack([r["before_rounds"][step] for r in results]).mean(0)
+        assert norms[step] == pytest.approx(gradient.norm().item(), rel=1e-6)
+        momentum = 0.9 * momentum + gradient
+        outer = outer - 0.7 * (gradient + 0.9 * momentum)
+        # The losses are known with the round's numbers: the mean over the workers.
+        mean = sum(result["losses"][step] for result in results) / world
+        assert losses[step] == pytest.approx(mean, rel=1e-6)
+
+
+def test_communication_of_gossip(pool: Pool, tmp_path: Path) -> None:
+    strategy = {"algorithm": GASLoC(), "topology": "ring"}
+    results = pool.run(fit, tmp_path, [CommunicationMonitor()], strategy, {}, world=4)
+    rows = read(tmp_path)
+    rounds = {step: float((step + 1) // 3) for step in range(2, 12)}
+    assert column(rows, "loco/round") == rounds
+    # To two neighbours, whatever the number of workers.
+    assert column(rows, "loco/bytes_sent") == {s: 2 * P_BYTES * r for s, r in rounds.items()}
+    drift = 0.7 * (results[0]["before_rounds"][2] - flat(TinyModule()))
+    norm = pytest.approx(drift.norm().item(), rel=1e-6)
+    assert column(rows, "loco/outer_grad_norm")[2] == norm
+
+
+def test_staleness_of_overlap(pool: Pool, tmp_path: Path) -> None:
+    strategy = {"algorithm": DiLoCo(outer_momentum=0.0), "overlap": True}
+    pool.run(fit, tmp_path, [CommunicationMonitor()], strategy, {}, world=2)
+    assert set(column(read(tmp_path), "loco/staleness").values()) == {1.0}
+
+
+def test_log_every_n_steps_is_respected(pool: Pool, tmp_path: Path) -> None:
+    settings = {"log_every_n_steps": 4}
+    pool.run(fit, tmp_path, [CommunicationMonitor()], {"algorithm": LocalSGD()}, settings, world=2)
+    assert column(read(tmp_path), "loco/round") == {3: 1.0, 7: 2.0, 11: 4.0}
+
+
+def test_progress_bar(pool: Pool, tmp_path: Path) -> None:
+    callbacks: list[pl.Callback] = [
+        CommunicationMonitor(prog_bar=True),
+        ConsensusMonitor(prog_bar=True),
+    ]
+    settings = {"log_every_n_steps": 4}
+    results = pool.run(fit, tmp_path, callbacks, {"algorithm": LocalSGD()}, settings, world=2)
+    shown = results[0]["progress_bar"]
+    assert shown["loco/round"] == 4.0
+    assert shown["loco/consensus_distance"] > 0
+    assert (
+        shown["loco/consensus_distance"]
+        == results[0]["callback_metrics"]["loco/consensus_distance"]
+    )
+    # What the bar shows at once still reaches the logger at its own steps.
+    assert column(read(tmp_path), "loco/round") == {3: 1.0, 7: 2.0, 11: 4.0}
+
+
+# ------------------------------------------------------------------------ ConsensusMonitor
+
+
+def distance(params: list[Tensor]) -> float:
+    stacked = torch.stack(params)
+    return math.sqrt((stacked - stacked.mean(0)).square().sum(1).mean().item())
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_consensus_distance_equals_a_direct_computation(
+    pool: Pool, tmp_path: Path, world: int
+) -> None:
+    strategy = {"algorithm": GASLoC(), "topology": "ring"}
+    results = pool.run(fit, tmp_path, [ConsensusMonitor()], strategy, {}, world=world)
+    logged = column(read(tmp_path), "loco/consensus_distance")
+    for step in (2, 5, 8, 11):
+        expected = distance([result["before_rounds"][step] for result in results])
+        assert logged[step] == pytest.approx(expected, rel=1e-6)
+    assert (logged[2] == 0) == (world == 1)
+    # The measurement is an all-reduce of two numbers for each parameter.
+    first = results[0]["bytes_sent"]
+    plain = pool.run(fit, tmp_path / "plain", [], strategy, {}, world=world)[0]["bytes_sent"]
+    assert first - plain == 4 * (2 * (world - 1) * 2 * P_BYTES // world)
+
+
+def test_consensus_is_measured_every_n_rounds(pool: Pool, tmp_path: Path) -> None:
+    callbacks: list[pl.Callback] = [ConsensusMonitor(every_n_rounds=2)]
+    results = pool.run(fit, tmp_path, callbacks, {"algorithm": LocalSGD()}, {}, world=2)
+    logged = column(read(tmp_path), "loco/consensus_distance")
+    first, third = (distance([r["before_rounds"][s] for r in results]) for s in (2, 8))
+    assert list(logged.values()) == pytest.approx([first] * 6 + [third] * 4, rel=1e-6)
+
+
+class LargeModule(pl.LightningModule):
+    """400,000 parameters that follow noise of their own on each worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList([torch.zeros(100, 1000), torch.zeros(300_000)])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * self.global_rank + batch_idx)
+        return sum((p * torch.randn(p.shape, generator=generator)).sum() for p in self.layers)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def measure_large(rank: int, world: int) -> list[float]:
+    seen: list[float] = []
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            seen.append(trainer.strategy.statistics.consensus_distance)
+
+    strategy = LocoStrategy(LocalSGD(), sync_every=1)
+    trainer = make_trainer(
+        strategy, max_steps=2, callbacks=[ConsensusMonitor(max_elements=4096), Look()]
+    )
+    trainer.fit(LargeModule(), make_loader(rank, 2))
+    return seen
+
+
+def test_consensus_distance_of_a_large_model_is_estimated(pool: Pool) -> None:
+    # Two workers at independent standard normal noise: half the squared difference, 1/2 each.
+    expected = math.sqrt(400_000 / 2)
+    for seen in pool.run(measure_large, world=2):
+        assert seen == pytest.approx([expected] * 2, rel=0.1)
+        assert seen[0] != seen[1]  # other elements in each round
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        ({"every_n_rounds": 0}, ValueError, "every_n_rounds must be at least 1, got 0"),
+        ({"max_elements": -1}, ValueError, "max_elements must be at least 1, got -1"),
+        ({"every_n_rounds": 1.5}, TypeError, "every_n_rounds must be an integer, got 1.5"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        ConsensusMonitor(**settings)
+
+
+# -------------------------------------------------------------------------------- effects
+
+
+def test_callbacks_do_not_change_the_numbers(pool: Pool, tmp_path: Path) -> None:
+    strategy = {"algorithm": GASLoC(), "topology": "random_matching"}
+    callbacks: list[pl.Callback] = [
+        CommunicationMonitor(prog_bar=True),
+        ConsensusMonitor(max_elements=5),
+        WorkerLogs(tmp_path / "logs"),
+        StragglerSimulator({1: 0.001}),
+    ]
+    plain = pool.run(fit, tmp_path / "plain", [], strategy, {}, world=3)
+    watched = pool.run(fit, tmp_path / "watched", callbacks, strategy, {}, world=3)
+    for one, other in zip(plain, watched, strict=True):
+        assert torch.equal(one["weights"], other["weights"])
+        assert one["losses"] == other["losses"]
+
+
+def fit_twice(rank: int, world: int) -> list[float]:
+    monitor = CommunicationMonitor()
+    rounds: list[float] = []
+    for _ in range(2):
+        trainer = make_trainer(
+            LocoStrategy(LocalSGD(), sync_every=3),
+            max_epochs=1,
+            log_every_n_steps=1,
+            callbacks=[monitor],
+        )
+        trainer.fit(TinyModule(), make_loader(rank, 4))
+        rounds.append(trainer.callback_metrics["loco/round"].item())
+    return rounds
+
+
+def test_a_monitor_can_be_used_again(pool: Pool) -> None:
+    assert pool.run(fit_twice, world=1) == [[1.0, 1.0]]
+
+
+@pytest.mark.parametrize("monitor", [CommunicationMonitor(), ConsensusMonitor()])
+def test_monitors_say_that_another_strategy_makes_no_rounds(
+    monitor: pl.Callback, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = f"{type(monitor).__name__} logs nothing with SingleDeviceStrategy"
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[monitor],
+    )
+    with caplog.at_level(logging.INFO):
+        trainer.fit(TinyModule(), make_loader(0, 2))
+    assert caplog.text.count(text) == 1
+    assert not [key for key in trainer.callback_metrics if key.startswith("loco/")]
+
+
+# ------------------------------------------------------------------------ StragglerSimulator
+
+
+def time_run(rank: int, world: int, delays: dict[int, float]) -> tuple[float, float]:
+    trainer = make_trainer(
+        LocoStrategy(LocalSGD(), sync_every=5),
+        max_epochs=1,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        callbacks=[StragglerSimulator(delays)],
+    )
+    started_s = time.perf_counter()
+    trainer.fit(ValidatedModule(), make_loader(rank, 5), make_loader(rank, 50))
+    return time.perf_counter() - started_s, trainer.strategy.statistics.wait_s
+
+
+def test_straggler_simulator_delays_training_batches_of_chosen_workers(pool: Pool) -> None:
+    (_, wait_0_s), (elapsed_1_s, wait_1_s) = pool.run(time_run, {1: 0.04, 7: 5.0}, world=2)
+    assert 0.2 <= elapsed_1_s < 1.5  # five training batches, none of the fifty others
+    assert wait_0_s > 0.1  # worker 0 waits for worker 1 in the round
+    assert wait_1_s < wait_0_s
+
+
+@pytest.mark.parametrize("delay_s", [-0.1, math.nan, math.inf])
+def test_straggler_simulator_refuses_impossible_delays(delay_s: float) -> None:
+    with pytest.raises(ValueError, match="delays are seconds.* got .* for worker 2"):
+        StragglerSimulator({2: delay_s})
+
+
+# -------------------------------------------------------------------------------- WorkerLogs
+
+
+class LoggingModule(TinyModule):
+    """Logs values that tell the worker and the batch."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.log("mark", 100.0 * self.global_rank + batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_mark", 1000.0 + self.global_rank + 10 * self.current_epoch, batch_size=4)
+
+
+def fit_with_logs(rank: int, world: int, folder: Path | None, root: Path) -> None:
+    trainer = make_trainer(
+        LocoStrategy(LocalSGD(), sync_every=3),
+        max_epochs=2,
+        log_every_n_steps=2,
+        default_root_dir=root,
+        use_distributed_sampler=False,
+        callbacks=[WorkerLogs(folder)],
+    )
+    trainer.fit(LoggingModule(), make_loader(rank, 4), make_loader(rank, 1))
+
+
+@pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")
+@pytest.mark.parametrize("given", [True, False])
+def test_worker_logs(pool: Pool, tmp_path: Path, given: bool) -> None:
+    folder = tmp_path / "of" / "workers" if given else tmp_path
+    pool.run(fit_with_logs, folder if given else None, tmp_path, world=3)
+    names = ["worker_00000.csv", "worker_00001.csv", "worker_00002.csv"]
+    assert sorted(path.name for path in folder.glob("*.csv")) == names
+    for worker, name in enumerate(names):
+        with (folder / name).open() as file:
+            header, *rows = list(csv.reader(file))
+        assert header == ["step", "metric", "value"]
+        marks = [(int(s), float(value)) for s, metric, value in rows if metric == "mark"]
+        batches = [(2, 1), (4, 3), (6, 1), (8, 3)]
+        assert marks == [(step, 100.0 * worker + batch) for step, batch in batches]
+        marks = [(int(s), float(value)) for s, metric, value in rows if metric == "val_mark"]
+        assert marks == [(4, 1000.0 + worker), (8, 1010.0 + worker)]

@@ -1,0 +1,75 @@
+"""The program that test_launchers.py starts: two workers train and each writes what it ends with.
+
+Usage: python launched.py FOLDER START_METHOD [SETTING=VALUE ...]
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_loco import GASLoCStrategy
+from tests.tiny import TinyModule, flat, make_loader
+
+SETTINGS: dict[str, Any] = {"topology": "ring", "sync_every": 3}
+LR = 0.05
+STEPS = 6
+
+
+class LaunchedModule(TinyModule):
+    """Each worker trains on its own batches."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return make_loader(self.trainer.global_rank, STEPS)
+
+
+class WriteResult(pl.Callback):
+    """Writes the weights and where they come from."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        result = {
+            "weights": flat(pl_module),
+            "world": trainer.world_size,
+            "environment": type(trainer.strategy.cluster_environment).__name__,
+            "launcher": type(trainer.strategy.launcher).__name__,
+            "rounds": trainer.strategy.statistics.rounds,
+            "process": os.getpid(),
+        }
+        torch.save(result, self.folder / f"worker{trainer.global_rank}.pt")
+
+
+def main(folder: Path, start_method: str, changes: list[str]) -> None:
+    settings = dict(SETTINGS)
+    for change in changes:
+        name, _, value = change.partition("=")
+        settings[name] = ast.literal_eval(value)
+    trainer = pl.Trainer(
+        strategy=GASLoCStrategy(**settings, timeout_s=60, start_method=start_method),
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[WriteResult(folder)],
+    )
+    module = LaunchedModule(lr=LR)
+    trainer.fit(module)
+    if trainer.global_rank == 0:
+        torch.save(flat(module), folder / "returned.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])

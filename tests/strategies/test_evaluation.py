@@ -1,0 +1,392 @@
+"""What validation sees, what fit leaves in the model, and what happens to a worker with NaN."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import EarlyStopping
+from torch import Tensor, nn
+from torchmetrics import MeanSquaredError
+
+from lightning_loco import Algorithm, DiLoCo, GASLoC, LocalSGD, LocoStrategy
+from tests.pool import Pool, make_trainer
+from tests.tiny import TinyModule, flat, loss_of, make_loader, make_model, worker_batch
+
+LR = 0.05
+Picture = tuple[Tensor, Tensor]
+"""Flat parameters and flat floating-point buffers."""
+
+
+def norm_model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layers = nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 1)
+    return nn.Sequential(*layers).double()
+
+
+def picture(module: nn.Module) -> Picture:
+    buffers = [b.reshape(-1) for b in module.buffers() if b.is_floating_point()]
+    return flat(module), torch.cat(buffers).clone()
+
+
+class LookingModule(LightningModule):
+    """Notes its parameters and statistics during training, in validation and afterwards."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.model = norm_model(seed=rank)  # worker 0's model is the start of all
+        self.trained: list[Picture] = []
+        self.validated: list[Picture] = []
+        self.restored: list[Picture] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if self.trained:
+            assert torch.equal(flat(self.model), self.trained[-1][0])
+        return loss_of(self.model, batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.trained.append(picture(self.model))
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.validated.append(picture(self.model))
+
+    def on_train_epoch_end(self) -> None:
+        self.restored.append(picture(self.model))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=LR)
+
+
+def look(rank: int, world: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """Six local steps with a validation in the middle of the second round, and two more."""
+    module = LookingModule(rank)
+    trainer = make_trainer(
+        LocoStrategy(sync_every=4, **settings),
+        max_epochs=2,
+        num_sanity_val_steps=1,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, make_loader(rank, 6), make_loader(0, 2))
+    return {
+        "trained": module.trained,
+        "validated": module.validated,
+        "restored": module.restored,
+        "final": picture(module),
+        "running": module.model[1].num_batches_tracked.item(),
+    }
+
+
+def mean_of(pictures: list[Picture]) -> Picture:
+    parameters, buffers = zip(*pictures, strict=True)
+    return torch.stack(parameters).mean(0), torch.stack(buffers).mean(0)
+
+
+def assert_same(actual: Picture, expected: Picture, atol: float = 1e-12) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=atol)
+
+
+def test_validation_sees_the_mean_of_the_workers(pool: Pool) -> None:
+    results = pool.run(look, {"algorithm": LocalSGD()}, world=3)
+    for epoch, last_batch in ((1, 5), (2, 11)):
+        local = [result["trained"][last_batch] for result in results]
+        assert not torch.equal(local[0][1], local[1][1])  # statistics of BatchNorm are local
+        for result in results:
+            assert_same(result["validated"][epoch], mean_of(local))
+    assert not torch.equal(results[0]["trained"][5][0], results[1]["trained"][5][0])
+    for result in results:
+        assert_same(result["restored"][0], result["trained"][5], atol=0)
+        assert_same(result["restored"][1], result["trained"][11], atol=0)
+
+
+def test_sanity_check_sees_the_start_of_worker_0(pool: Pool) -> None:
+    start = picture(norm_model(seed=0))
+    for result in pool.run(look, {"algorithm": GASLoC(), "topology": "ring"}, world=3):
+        assert len(result["validated"]) == 3
+        assert_same(result["validated"][0], start)
+
+
+def test_validation_of_diloco_sees_the_outer_parameters(pool: Pool) -> None:
+    results = pool.run(look, {"algorithm": DiLoCo()}, world=2)
+    outer = results[0]["trained"][3][0]  # right after the first round
+    for result in results:
+        assert torch.equal(result["trained"][3][0], outer)
+        assert torch.equal(result["validated"][1][0], outer)
+        assert_same(result["restored"][0], result["trained"][5], atol=0)
+
+
+def test_local_evaluation(pool: Pool) -> None:
+    results = pool.run(look, {"algorithm": LocalSGD(), "evaluate": "local"}, world=2)
+    for result in results:
+        assert_same(result["validated"][1], result["trained"][5], atol=0)
+    assert not torch.equal(results[0]["validated"][1][0], results[1]["validated"][1][0])
+
+
+def test_fit_leaves_the_consensus_or_what_each_worker_has(pool: Pool) -> None:
+    settings = {"algorithm": GASLoC(), "topology": "ring"}
+    average = pool.run(look, {**settings, "finalize": "average"}, world=4)
+    keep = pool.run(look, {**settings, "finalize": "keep"}, world=4)
+    consensus = mean_of([result["final"] for result in keep])
+    assert not torch.equal(keep[0]["final"][0], keep[1]["final"][0])
+    assert not torch.equal(keep[0]["final"][1], keep[1]["final"][1])
+    for result in average:
+        assert_same(result["final"], consensus)
+        assert torch.equal(result["final"][0], average[0]["final"][0])
+        assert result["running"] == 12
+    for result in keep:
+        assert_same((result["final"][1],), (result["trained"][-1][1],), atol=0)
+
+
+# ------------------------------------------------------------------------------- metrics
+
+
+class MeasuredModule(TinyModule):
+    """Validates with self.log(sync_dist=True) and with a torchmetrics metric."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=LR)
+        self.error = MeanSquaredError()
+        self.numbers: dict[str, float] = {}
+
+    def measure(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
+        inputs, target = batch
+        self.error(self.model(inputs).squeeze(-1), target)
+        self.log(f"{stage}_loss", loss_of(self.model, batch), sync_dist=True, batch_size=4)
+        self.log(f"{stage}_error", self.error, batch_size=4)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.measure("val", batch)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.measure("test", batch)
+
+
+def fit_and_measure(rank: int, world: int) -> dict[str, Any]:
+    module = MeasuredModule()
+    trainer = make_trainer(
+        LocoStrategy(DiLoCo(), sync_every=3), max_epochs=1, use_distributed_sampler=False
+    )
+    before = trainer.validate(module, make_loader(rank, 2), verbose=False)[0]
+    start = flat(module)
+    trainer.fit(module, make_loader(rank, 6), make_loader(rank, 2))
+    during = {key: value.item() for key, value in trainer.callback_metrics.items()}
+    after_one = flat(module)
+    after = trainer.validate(module, make_loader(rank, 2), verbose=False)[0]
+    tested = trainer.test(module, make_loader(rank, 2), verbose=False)[0]
+    assert torch.equal(flat(module), after_one)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, make_loader(rank, 6), make_loader(rank, 2))
+    return {
+        "before": before,
+        "during": during,
+        "after": after,
+        "tested": tested,
+        "weights": [start, after_one, flat(module)],
+        "rounds": trainer.strategy.statistics.rounds,
+    }
+
+
+def mean_loss(weights: Tensor, world: int) -> float:
+    model = make_model()
+    nn.utils.vector_to_parameters(weights.clone(), model.parameters())
+    losses = [loss_of(model, worker_batch(worker, s)) for worker in range(world) for s in range(2)]
+    return torch.stack(losses).mean().item()
+
+
+def test_metrics_and_every_entry_of_the_trainer(pool: Pool) -> None:
+    results = pool.run(fit_and_measure, world=2)
+    start, after_one, after_two = results[0]["weights"]
+    assert not torch.equal(start, after_one)
+    assert not torch.equal(after_one, after_two)
+    for result in results:
+        for weights, expected in zip(result["weights"], (start, after_one, after_two), strict=True):
+            assert torch.equal(weights, expected)
+        for stage, prefix, weights in (
+            ("before", "val", start),
+            ("during", "val", after_one),
+            ("after", "val", after_one),
+            ("tested", "test", after_one),
+        ):
+            expected = pytest.approx(mean_loss(weights, 2), rel=1e-6)
+            assert result[stage][f"{prefix}_loss"] == expected
+            assert result[stage][f"{prefix}_error"] == expected
+        assert result["rounds"] == 2
+
+
+class LocalMetricModule(TinyModule):
+    """Only worker 1's own metric gets worse, from the third epoch on."""
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        worse = self.global_rank == 1 and self.current_epoch >= 2
+        self.log("val_loss", 100.0 if worse else 10.0 - self.current_epoch, batch_size=4)
+
+
+def fit_until_stopped(rank: int, world: int) -> tuple[int, int]:
+    module = LocalMetricModule(lr=LR)
+    trainer = make_trainer(
+        LocoStrategy(GASLoC(), topology="ring", sync_every=4),
+        max_epochs=20,
+        use_distributed_sampler=False,
+        callbacks=[EarlyStopping("val_loss", patience=1)],
+    )
+    trainer.fit(module, make_loader(rank, 3), make_loader(rank, 1))
+    return trainer.current_epoch, trainer.global_step
+
+
+@pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")
+def test_early_stopping_stops_all_workers_together(pool: Pool) -> None:
+    assert pool.run(fit_until_stopped, world=3) == [(3, 9)] * 3
+
+
+# ----------------------------------------------------------------------------------- NaN
+
+
+class NaNModule(TinyModule):
+    """One batch of chosen workers holds NaN."""
+
+    def __init__(self, broken: tuple[int, ...], model: nn.Module, optimizer: str) -> None:
+        super().__init__(lr=LR, optimizer=optimizer)
+        self.model = model
+        self.broken = broken
+        self.buffers_validated: list[Tensor] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 1 and self.global_rank in self.broken:
+            batch = batch[0] * torch.nan, batch[1]
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.buffers_validated.append(
+            torch.cat([b.reshape(-1) for b in [*self.buffers(), torch.zeros(1)]])
+        )
+
+
+class Notes(logging.Handler):
+    """Keeps what the package's loggers say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def fit_with_nan(
+    rank: int,
+    world: int,
+    algorithm: Algorithm,
+    broken: tuple[int, ...],
+    optimizer: str = "SGD",
+    with_norm: bool = False,
+    overlap: bool = False,
+) -> dict[str, Any]:
+    topology = "ring" if algorithm.exchange == "neighbors" else None
+    module = NaNModule(broken, norm_model() if with_norm else make_model(), optimizer)
+    trainer = make_trainer(
+        LocoStrategy(algorithm, topology=topology, sync_every=3, overlap=overlap),
+        max_epochs=1,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+    )
+    notes = Notes()
+    logger = logging.getLogger("lightning_loco")
+    logger.addHandler(notes)
+    error = ""
+    try:
+        trainer.fit(module, make_loader(rank, 9), make_loader(rank, 1))
+    except RuntimeError as raised:
+        error = str(raised)
+    finally:
+        logger.removeHandler(notes)
+    return {
+        "weights": flat(module),
+        "losses": module.losses,
+        "warnings": [text for text in notes.texts if "NaN" in text],
+        "error": error,
+        "validated": module.buffers_validated,
+    }
+
+
+def leave_out(algorithm: Algorithm, broken: int, world: int) -> Tensor:
+    """The consensus when a worker has no part in the first of three rounds, by hand."""
+    model = make_model()
+    start = flat(model)
+    states = [algorithm.init(start.clone()) for _ in range(world)]
+    params = [start.clone() for _ in range(world)]
+    for round_index in range(3):
+        messages = []
+        for worker in range(world):
+            nn.utils.vector_to_parameters(params[worker].clone(), model.parameters())
+            optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+            for step in range(3 * round_index, 3 * round_index + 3):
+                optimizer.zero_grad()
+                loss_of(model, worker_batch(worker, step)).backward()
+                optimizer.step()
+            if round_index > 0 or worker != broken:
+                params[worker] = flat(model)
+            messages.append(algorithm.propose(params[worker], states[worker]).clone())
+        for worker in range(world):
+            if algorithm.exchange == "neighbors":  # a ring of three workers is complete
+                received = sum(messages) / world
+            else:
+                valid = [m for i, m in enumerate(messages) if round_index > 0 or i != broken]
+                received = sum(valid) / len(valid)
+            algorithm.apply(params[worker], received.clone(), states[worker])
+    return torch.stack(params).mean(0)
+
+
+NAN_CASES = {"local_sgd": LocalSGD(), "diloco": DiLoCo(), "gasloc": GASLoC()}
+
+
+@pytest.mark.parametrize("name", NAN_CASES)
+def test_a_worker_with_nan_is_left_out_of_one_round(pool: Pool, name: str) -> None:
+    algorithm = NAN_CASES[name]
+    results = pool.run(fit_with_nan, algorithm, (1,), world=3)
+    prepared = algorithm
+    if isinstance(algorithm, GASLoC):
+        prepared = GASLoC(gossip_step=1.0, momentum=0.5)  # what "auto" is on a ring
+    expected = leave_out(prepared, broken=1, world=3)
+    for result in results:
+        assert result["error"] == ""
+        torch.testing.assert_close(result["weights"], expected, rtol=0, atol=1e-12)
+    assert [len(result["warnings"]) for result in results] == [1, 0, 0]
+    assert "worker 1 at round 0: left out" in results[0]["warnings"][0]
+    is_nan = [torch.tensor(result["losses"]).isnan().tolist() for result in results]
+    assert is_nan[1] == [False, True, True] + [False] * 6
+    assert not any(is_nan[0] + is_nan[2])
+
+
+@pytest.mark.parametrize("name", NAN_CASES)
+def test_nan_does_not_stay_in_the_inner_optimizer(pool: Pool, name: str) -> None:
+    for result in pool.run(fit_with_nan, NAN_CASES[name], (1,), "Adam", world=2):
+        assert torch.isfinite(result["weights"]).all()
+        assert torch.isfinite(torch.tensor(result["losses"][3:])).all()
+
+
+def test_nan_with_overlap(pool: Pool) -> None:
+    algorithm = DiLoCo(outer_momentum=0.0)
+    results = pool.run(fit_with_nan, algorithm, (1,), "Adam", False, True, world=2)
+    for result in results:
+        assert torch.isfinite(result["weights"]).all()
+        assert torch.equal(result["weights"], results[0]["weights"])
+        assert torch.isfinite(torch.tensor(result["losses"][3:])).all()
+
+
+@pytest.mark.parametrize("name", NAN_CASES)
+def test_nan_does_not_stay_in_the_statistics_of_batch_norm(pool: Pool, name: str) -> None:
+    for result in pool.run(fit_with_nan, NAN_CASES[name], (1,), "SGD", True, world=2):
+        assert result["error"] == ""
+        assert torch.isfinite(result["weights"]).all()
+        assert torch.isfinite(result["validated"][-1]).all()
+
+
+@pytest.mark.parametrize("name", NAN_CASES)
+def test_nan_everywhere_is_an_error_on_every_rank(pool: Pool, name: str) -> None:
+    for result in pool.run(fit_with_nan, NAN_CASES[name], (0, 1), world=2):
+        assert "NaN or infinity" in result["error"]
+        assert "Lower the learning rate" in result["error"]

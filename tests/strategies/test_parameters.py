@@ -1,0 +1,311 @@
+"""Parameters of every kind: precision, missing gradients, frozen, tied, strided, mixed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from tests.pool import Pool, PoolEnvironment
+from tests.strategies.plain_runs import LR, assert_all_close, fit, simulate
+from tests.tiny import TinyModule, flat, loss_of, make_model, worker_batch
+
+# ------------------------------------------------------------------------------ precision
+
+
+class FloatModule(LightningModule):
+    """A float32 network, which Lightning's precision plugins may cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = make_model().float()
+        self.dtypes: set[torch.dtype] = set()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        inputs, target = batch
+        self.dtypes.add(self.model(inputs).dtype)
+        return (self.model(inputs).squeeze(-1) - target).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=LR)
+
+
+class FloatData(Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self, worker: int, num_steps: int) -> None:
+        self.batches = [worker_batch(worker, step) for step in range(num_steps)]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, step: int) -> tuple[Tensor, Tensor]:
+        inputs, target = self.batches[step]
+        return inputs.float(), target.float()
+
+
+def fit_in_precision(
+    rank: int, world: int, precision: str
+) -> tuple[Tensor, set[torch.dtype], int, torch.dtype]:
+    module = FloatModule()
+    loader = DataLoader(FloatData(rank, 12), batch_size=None)
+    settings: dict[str, Any] = {"precision": precision}
+    if precision == "16-mixed":  # Lightning itself offers it on GPUs only
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+        settings = {"plugins": [PoolEnvironment(), plugin]}
+    outer: list[torch.dtype] = []
+
+    class Look(pl.Callback):
+        def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
+            outer.append(trainer.strategy.engine.state_dict()["state"]["outer"].dtype)
+
+    strategy = fit(rank, module, 12, loader=loader, callbacks=[Look()], **settings)
+    return flat(module), module.dtypes, strategy.statistics.rounds, outer[0]
+
+
+@pytest.mark.parametrize(
+    ("precision", "of_parameters", "of_outputs"),
+    [
+        ("32-true", torch.float32, torch.float32),
+        ("bf16-mixed", torch.float32, torch.bfloat16),
+        ("16-mixed", torch.float32, torch.float16),
+        ("bf16-true", torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_precision(
+    pool: Pool, precision: str, of_parameters: torch.dtype, of_outputs: torch.dtype
+) -> None:
+    results = pool.run(fit_in_precision, precision, world=2)
+    exact = simulate(2, 4)
+    for weights, dtypes, num_rounds, outer in results:
+        assert dtypes == {of_outputs}
+        assert num_rounds == 4
+        assert outer == torch.float32
+        assert weights.dtype == of_parameters
+        assert torch.equal(weights, results[0][0])
+        torch.testing.assert_close(weights.double(), exact, rtol=0.05, atol=0.05)
+
+
+def half_model() -> nn.Sequential:
+    return make_model().bfloat16()
+
+
+def half_step(worker: int, model: nn.Module, optimizer: Any, step: int) -> None:
+    inputs, target = worker_batch(worker, step)
+    optimizer.zero_grad()
+    (model(inputs.bfloat16()).squeeze(-1) - target.bfloat16()).square().mean().backward()
+    optimizer.step()
+
+
+def test_bfloat16_parameters_are_averaged_in_float32(pool: Pool) -> None:
+    expected = simulate(2, 4, half_step, half_model)
+    assert expected.dtype == torch.float32
+    for weights, *_ in pool.run(fit_in_precision, "bf16-true", world=2):
+        assert torch.equal(weights, expected.bfloat16())
+
+
+# ------------------------------------------------------------------------- parameters
+
+
+class Branches(nn.Module):
+    """A worker uses one branch only; the other one's gradients stay None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList([nn.Linear(3, 1).double() for _ in range(2)])
+
+    def loss(self, worker: int, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return loss_of(self.branches[worker % 2], batch)
+
+
+class BranchModule(TinyModule):
+    def __init__(self) -> None:
+        super().__init__(lr=LR)
+        self.model = Branches()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.model.loss(self.global_rank, batch)
+
+    def on_train_end(self) -> None:
+        unused = self.model.branches[(self.global_rank + 1) % 2]
+        assert all(p.grad is None for p in unused.parameters())
+
+
+def fit_branches(rank: int, world: int) -> Tensor:
+    module = BranchModule()
+    fit(rank, module, 6)
+    return flat(module)
+
+
+def test_parameters_without_gradient_on_some_workers(pool: Pool) -> None:
+    def branch_step(worker: int, model: Any, optimizer: Any, step: int) -> None:
+        optimizer.zero_grad()
+        model.loss(worker, worker_batch(worker, step)).backward()
+        optimizer.step()
+
+    assert_all_close(pool.run(fit_branches, world=3), simulate(3, 2, branch_step, Branches))
+
+
+class FrozenModule(TinyModule):
+    """The first layer is frozen, and differs between the ranks before training."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(lr=LR)
+        self.model[0].requires_grad_(False)
+        if rank > 0:
+            self.model[0].weight.data.add_(rank)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.model[2].parameters(), lr=LR)
+
+
+def fit_frozen(rank: int, world: int) -> tuple[Tensor, Tensor, int]:
+    module = FrozenModule(rank)
+    bytes_sent: list[int] = []
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            bytes_sent.append(trainer.strategy.statistics.bytes_sent)
+
+    fit(rank, module, 3, callbacks=[Look()])
+    return flat(module.model[0]), flat(module.model[2]), bytes_sent[-1]
+
+
+def test_frozen_parameters_neither_travel_nor_change(pool: Pool) -> None:
+    def make() -> nn.Module:
+        model = make_model()
+        model[0].requires_grad_(False)
+        return model
+
+    for frozen, trained, bytes_sent in pool.run(fit_frozen, world=2):
+        assert torch.equal(frozen, flat(make_model()[0]))
+        torch.testing.assert_close(trained, simulate(2, 1, make=make), rtol=0, atol=1e-12)
+        assert bytes_sent == trained.nbytes  # 2 (N - 1) / N times the trainable bytes
+
+
+class ThawingModule(FrozenModule):
+    """Unfreezes its first layer in the middle of training."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            self.model[0].requires_grad_(True)
+
+
+def fit_thawing(rank: int, world: int) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        fit(rank, ThawingModule(), 12)
+    return str(caught.value)
+
+
+def test_unfreezing_during_fit_is_refused(pool: Pool) -> None:
+    for message in pool.run(fit_thawing, world=2):
+        assert "'model.0.weight' became trainable during fit" in message
+        assert "Unfreeze before fit" in message
+
+
+class TiedNet(nn.Module):
+    """Two layers that share one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(3, 3).double()
+        self.second = nn.Linear(3, 3).double()
+        self.second.weight = self.first.weight
+        self.last = nn.Linear(3, 1).double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.second(torch.tanh(self.first(inputs))))
+
+
+def fit_tied(rank: int, world: int) -> tuple[Tensor, bool]:
+    module = TinyModule(lr=LR)
+    module.model = TiedNet()
+    fit(rank, module, 6)
+    return flat(module), module.model.first.weight is module.model.second.weight
+
+
+def test_tied_weights_stay_tied(pool: Pool) -> None:
+    expected = simulate(2, 2, make=TiedNet)
+    assert len(expected) == 9 + 3 + 3 + 4
+    for weights, tied in pool.run(fit_tied, world=2):
+        assert tied
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
+
+
+def images(worker: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * worker + step)
+    return torch.randn(2, 3, 6, 6, generator=generator), torch.randn(2, generator=generator)
+
+
+class ImageModule(LightningModule):
+    def __init__(self, memory_format: torch.memory_format) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 3), nn.Flatten(), nn.Linear(8, 1)
+        )
+        self.model.to(memory_format=memory_format)
+        self.memory_format = memory_format
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        inputs, target = batch
+        outputs = self.model(inputs.to(memory_format=self.memory_format))
+        return (outputs.squeeze(-1) - target).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=LR)
+
+
+def fit_images(rank: int, world: int, memory_format: torch.memory_format) -> tuple[Tensor, bool]:
+    module = ImageModule(memory_format)
+    loader = DataLoader([images(rank, step) for step in range(6)], batch_size=None)
+    fit(rank, module, 6, loader=loader)
+    kept = module.model[0].weight.is_contiguous(memory_format=memory_format)
+    return flat(module), kept
+
+
+def test_channels_last_gives_the_same_numbers_and_stays(pool: Pool) -> None:
+    (plain, _), _ = pool.run(fit_images, torch.contiguous_format, world=2)
+    for weights, kept in pool.run(fit_images, torch.channels_last, world=2):
+        assert kept
+        torch.testing.assert_close(weights, plain, rtol=1e-4, atol=1e-5)
+
+
+class MixedNet(nn.Module):
+    """Layers in three floating-point types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(3, 4).double()
+        self.second = nn.Linear(4, 4).bfloat16()
+        self.third = nn.Linear(4, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(inputs)).bfloat16()
+        return self.third(self.second(hidden).float()).double()
+
+
+def fit_mixed(rank: int, world: int) -> list[Tensor]:
+    module = TinyModule(lr=LR)
+    module.model = MixedNet()
+    fit(rank, module, 6)
+    return [p.detach() for p in module.parameters()]
+
+
+def test_parameters_of_several_dtypes(pool: Pool) -> None:
+    expected = simulate(2, 2, make=MixedNet).split([12, 4, 16, 4, 4, 1])
+    for parameters in pool.run(fit_mixed, world=2):
+        assert [p.dtype for p in parameters] == [p.dtype for p in MixedNet().parameters()]
+        for parameter, flat_expected in zip(parameters, expected, strict=True):
+            assert torch.equal(parameter.reshape(-1), flat_expected.to(parameter.dtype))
