@@ -1,0 +1,142 @@
+"""What all benchmarks share: worker processes on this machine, medians, and the printed table."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import pickle
+import platform
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+# One thread per process, here and in the processes started below. torch reads it when imported.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+HOST = "127.0.0.1"
+
+
+class Worker:
+    """One of several processes that run the same function at the same time.
+
+    Args:
+        rank: Number of this process.
+        num_workers: Number of processes.
+        store: Key-value store of all of them.
+        barrier: Shared by all of them; it uses no network.
+    """
+
+    def __init__(self, rank: int, num_workers: int, store: dist.Store, barrier: Any) -> None:
+        self.rank = rank
+        self.num_workers = num_workers
+        self._store = store
+        self._barrier = barrier
+        self._groups = 0
+
+    def wait_for_all(self) -> None:
+        """Come out at the same time as all other workers."""
+        self._barrier.wait()
+
+    @contextlib.contextmanager
+    def process_group(self) -> Iterator[None]:
+        """A new default process group (gloo) of all workers."""
+        self._groups += 1
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"group{self._groups}", self._store),
+            rank=self.rank,
+            world_size=self.num_workers,
+        )
+        try:
+            yield
+            self.wait_for_all()  # who closes early may cut off a message to a slower worker
+        finally:
+            dist.destroy_process_group()
+
+
+def run_workers(fn: Callable[..., Any], num_workers: int, *args: Any) -> list[Any]:
+    """Call ``fn(worker, *args)`` in ``num_workers`` new processes and return the results by rank.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: With the traceback of the first that failed;
+            the others are ended.
+    """
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    barrier = multiprocessing.get_context("spawn").Barrier(num_workers)
+    torch.multiprocessing.spawn(
+        _work, args=(num_workers, store.port, barrier, fn, args), nprocs=num_workers
+    )
+    return [pickle.loads(store.get(f"result{rank}")) for rank in range(num_workers)]
+
+
+def _work(
+    rank: int, num_workers: int, port: int, barrier: Any, fn: Callable[..., Any], args: Any
+) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore(HOST, port, is_master=False, wait_for_workers=False)
+    result = fn(Worker(rank, num_workers, store, barrier), *args)
+    store.set(f"result{rank}", pickle.dumps(result))
+
+
+def make_parser(doc: str) -> argparse.ArgumentParser:
+    """A parser whose help is the benchmark's docstring, with ``--quick``."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="smallest size: shows that it runs, not what it costs"
+    )
+    return parser
+
+
+def print_machine() -> None:
+    """One line that says where the numbers come from, and how busy this machine already is."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
+    print(
+        f"{cores} cores ({platform.machine()}), torch {torch.__version__}, one thread per process, "
+        f"load before the start {load:.1f}",
+        flush=True,
+    )
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows of text under a header: the first column to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    print()
+    for row in [header, ["-" * width for width in widths], *rows]:
+        first, *others = (
+            f"{cell:<{width}}" if column == 0 else f"{cell:>{width}}"
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        print("  ".join([first, *others]).rstrip())
+    print(flush=True)
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """Median and quartiles: ``1.02 [0.99, 1.06]``.
+
+    Example:
+        >>> spread([1.0, 2.0, 3.0])
+        '2.00 [1.00, 3.00]'
+    """
+    if len(values) < 2:
+        return f"{values[0]:.{digits}f}"
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def against(value: float, bound: float, digits: int = 2) -> str:
+    """The bound, and whether a value keeps it: ``<= 1.10 ok``.
+
+    Example:
+        >>> against(1.2, 1.1)
+        '<= 1.10 MISSED'
+    """
+    return f"<= {bound:.{digits}f} {'ok' if value <= bound else 'MISSED'}"

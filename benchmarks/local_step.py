@@ -1,0 +1,146 @@
+"""What a local step costs between rounds, against plain single-device Lightning.
+
+Measured: the seconds from the start of one batch to the start of the next, taken by a callback, in
+two kinds of fit that take turns in the same processes: a plain ``Trainer(devices=1)`` in each, and
+``Trainer(strategy=DiLoCoStrategy(...))`` over all of them with ``sync_every`` larger than the run.
+So equally many processes with one thread each run at the same time on both sides, on the same
+batches, with the same seed. The first steps of every fit are dropped. Which kind comes first
+changes from pair to pair.
+
+Two models: the demo's byte-level GPT, and one so small that the step is almost only the loop
+itself. The second shows the extra time more sharply; it is then set against the demo's step.
+
+How to read it: ``extra`` is the median, over pairs of fits and workers, of the difference between
+the two medians of a pair, with quartiles in brackets; the ratio is 1 + extra / plain, and should be
+at most 1.02 on the demo model. On a busy machine trust the row of the tiny model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import statistics
+import time
+import warnings
+from typing import Any
+
+import torch
+from common import Worker, against, make_parser, print_machine, print_table, run_workers, spread
+from lightning.pytorch import Callback, Trainer, seed_everything
+from torch.utils.data import DataLoader
+
+from lightning_loco import DiLoCoStrategy
+from lightning_loco.demo.model import ByteGPT
+
+BOUND = 1.02
+BATCH_SIZE = 8
+# name: (settings of the model, local steps per fit, dropped at the start)
+MODELS: dict[str, tuple[dict[str, int], int, int]] = {
+    "demo": ({}, 50, 10),
+    "tiny": ({"num_layers": 1, "num_heads": 1, "width": 8, "context": 8}, 300, 50),
+}
+
+
+class Clock(Callback):
+    """Notes when each batch starts."""
+
+    def __init__(self) -> None:
+        self.started: list[float] = []
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.started.append(time.perf_counter())
+
+
+def fit(worker: Worker, kind: str, settings: dict[str, int], steps: int) -> list[float]:
+    """Seconds between the starts of the batches of one fit."""
+    seed_everything(0, verbose=False)
+    model = ByteGPT(**settings)
+    generator = torch.Generator().manual_seed(worker.rank)
+    shape = (steps * BATCH_SIZE, model.hparams["context"] + 1)
+    windows = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    clock = Clock()
+    trainer = Trainer(
+        strategy=DiLoCoStrategy(sync_every=10**6) if kind == "diloco" else "auto",
+        devices=worker.num_workers if kind == "diloco" else 1,
+        accelerator="cpu",
+        max_steps=steps,
+        gradient_clip_val=1.0,
+        callbacks=[clock],
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = DataLoader(windows, batch_size=BATCH_SIZE)  # type: ignore[arg-type]
+    worker.wait_for_all()
+    if kind == "diloco":
+        with worker.process_group():
+            trainer.fit(model, loader)
+    else:
+        trainer.fit(model, loader)
+    worker.wait_for_all()
+    return [later - earlier for earlier, later in itertools.pairwise(clock.started)]
+
+
+def time_pairs(
+    worker: Worker, settings: dict[str, int], steps: int, warm_up: int, pairs: int
+) -> list[dict[str, float]]:
+    """Median seconds of a step, one pair of fits after the other; the first pair is dropped."""
+    os.environ["LOCAL_RANK"] = str(worker.rank)  # Lightning starts no processes then
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    medians = []
+    for pair in range(1 + pairs):
+        kinds = ("plain", "diloco") if pair % 2 else ("diloco", "plain")
+        medians.append(
+            {
+                kind: statistics.median(fit(worker, kind, settings, steps)[warm_up:])
+                for kind in kinds
+            }
+        )
+    return medians[1:]
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--workers", type=int, default=2, help="processes at the same time")
+    parser.add_argument("--pairs", type=int, default=20, help="pairs of fits for each model")
+    options = parser.parse_args()
+    print_machine()
+    rows = []
+    demo_step_s = None
+    for name, (settings, steps, warm_up) in MODELS.items():
+        pairs = options.pairs
+        if options.quick:
+            steps, warm_up, pairs = 8, 3, 2
+        results = run_workers(time_pairs, options.workers, settings, steps, warm_up, pairs)
+        medians = [pair for result in results for pair in result]
+        plain_s = statistics.median(pair["plain"] for pair in medians)
+        extra_s = [pair["diloco"] - pair["plain"] for pair in medians]
+        demo_step_s = demo_step_s or plain_s
+        ratio = 1 + statistics.median(extra_s) / demo_step_s
+        rows.append(
+            [
+                f"{name}, {options.workers} workers",
+                f"{1000 * plain_s:.2f}",
+                f"{1000 * statistics.median(pair['diloco'] for pair in medians):.2f}",
+                spread([1e6 * extra for extra in extra_s], digits=0),
+                f"{1 + statistics.median(extra_s) / plain_s:.3f}",
+                f"{ratio:.3f}",
+                against(ratio, BOUND),
+            ]
+        )
+        print(f"done: {name}", flush=True)
+    print_table(
+        [
+            *("local step of", "plain ms", "DiLoCo ms", "extra us", "ratio"),
+            *("1 + extra / demo step", "bound"),
+        ],
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""What low communication costs in validation loss: every algorithm on the demo, one by one.
+
+Measured: the validation loss of the consensus model after equally many local steps on the same
+data, for data-parallel training that talks in every step (ddp), the algorithms of this package, and
+one worker alone (alone), which sees only its own share of the tokens. Each fit is a run of
+``train.py`` with the settings of ``conf/``; its command line is its name in the JSON file.
+
+A fit of 600 steps takes minutes. Finished ones are kept in the JSON file and repeated only when
+``conf/`` has come to say something else, so an interrupted run goes on where it was. ``--fresh``
+repeats those that are asked for, after a change of the code for instance.
+
+  python benchmarks/quality.py --png quality.png             the whole table, and the loss curves
+  python benchmarks/quality.py --only diloco gasloc_ring     some of its rows
+  python benchmarks/quality.py --only diloco --set outer_momentum=0.5 outer_lr=0.7
+  python benchmarks/quality.py --set model.lr=0.002          for all rows, the baseline too
+
+``--set NAME=VALUE`` without a dot means ``algorithm.NAME`` and goes to the rows that know it; with
+a dot it is any setting of ``conf/``.
+
+How to read it: ``to ddp`` is the loss above that of ddp, in percent, and the bounds hold for the
+demo with 4 workers, sync_every=10 and 600 steps; ``to alone`` should be clearly negative for all
+workers that talk. With several seeds the losses are medians with quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from common import against, make_parser, print_machine, print_table, spread
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from lightning_loco.demo.report import read_curve
+from lightning_loco.strategies.registry import STRATEGIES
+
+ROOT = Path(__file__).resolve().parent.parent
+# name: (algorithm, topology, bound of the gap to ddp in percent)
+ROWS: dict[str, tuple[str, str | None, float | None]] = {
+    "ddp": ("ddp", None, None),
+    "diloco": ("diloco", None, 5.5),
+    "async_diloco": ("async_diloco", None, None),
+    "gasloc_ring": ("gasloc", "ring", 6.0),
+    "gasloc_random_matching": ("gasloc", "random_matching", None),
+    "local_sgd": ("local_sgd", None, 10.0),
+    "alone": ("ddp", None, None),
+}
+Results = dict[str, dict[str, Any]]
+
+
+def command_line(name: str, seed: int, options: argparse.Namespace) -> str:
+    """What comes after ``python train.py`` for one fit."""
+    algorithm, topology, _ = ROWS[name]
+    words = ["experiment=smoke"] if options.quick else []
+    words += [f"algorithm={algorithm}", *([f"topology={topology}"] if topology else [])]
+    words += [
+        f"trainer.devices={1 if name == 'alone' else options.workers}",
+        f"trainer.max_steps={options.steps}",
+        f"seed={seed}",
+        "num_threads=1",
+        "callbacks=none",
+        "trainer.enable_progress_bar=false",
+    ]
+    known: set[str] = set()
+    if algorithm in STRATEGIES:
+        known = set(inspect.signature(STRATEGIES[algorithm]).parameters)
+    for setting in [f"sync_every={options.sync_every}", *options.set]:
+        key = setting.partition("=")[0]
+        if "." not in key and key not in known:
+            continue
+        if key.startswith("topology.") and topology is None:
+            continue
+        words.append(setting if "." in key else f"algorithm.{setting}")
+    return shlex.join(words)
+
+
+def fit(command: str, folder: Path) -> dict[str, Any]:
+    """Run ``train.py`` and read what it reports.
+
+    Raises:
+        SystemExit: If it fails, with the end of what it printed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "output.txt"
+    words = [sys.executable, str(ROOT / "train.py"), *shlex.split(command)]
+    with log.open("w") as output:
+        ended = subprocess.run(
+            [*words, f"hydra.run.dir={folder}"], stdout=output, stderr=subprocess.STDOUT
+        )
+    if ended.returncode:
+        raise SystemExit(f"{log.read_text()[-3000:]}\nfailed: python train.py {command}")
+    report = json.loads((folder / "report.json").read_text())
+    return {**report, "curve": read_curve(folder / "csv" / "metrics.csv", "val/loss")}
+
+
+def settings_of(command: str) -> dict[str, Any]:
+    """The configuration that a command line stands for, defaults included."""
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return OmegaConf.to_container(compose("train", shlex.split(command)))
+
+
+def fit_all(options: argparse.Namespace) -> Results:
+    """Make the fits that are not in the file yet; it is written after each."""
+    results: Results = {}
+    if options.out.exists():
+        results = json.loads(options.out.read_text())
+    wanted = [command_line(name, s, options) for s in options.seeds for name in options.only]
+    missing = [
+        command
+        for command in dict.fromkeys(wanted)
+        if options.fresh or results.get(command, {}).get("settings") != settings_of(command)
+    ]
+    for number, command in enumerate(missing, start=1):
+        print(f"{number}/{len(missing)}: python train.py {command}", flush=True)
+        started = time.perf_counter()
+        folder = options.out.parent / options.out.stem / f"{time.strftime('%m%d-%H%M%S')}-{number}"
+        result = fit(command, folder.absolute())
+        results[command] = {**result, "settings": settings_of(command)}
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
+        seconds = time.perf_counter() - started
+        print(f"    validation loss {result['val_loss']:.4f} after {seconds:.0f} s", flush=True)
+    return results
+
+
+def losses_of(name: str, results: Results, options: argparse.Namespace) -> list[float]:
+    """Validation losses of one row, one for each seed whose fit there is."""
+    commands = [command_line(name, seed, options) for seed in options.seeds]
+    return [results[c]["val_loss"] for c in commands if c in results]
+
+
+def row(name: str, results: Results, options: argparse.Namespace) -> list[str]:
+    """One line of the table."""
+    losses = losses_of(name, results, options)
+    result = results[command_line(name, options.seeds[0], options)]
+    cells = [name, str(result["num_workers"]), f"{result['tokens']:,}", spread(losses, 4)]
+    bound = ROWS[name][2]
+    for other in ("ddp", "alone"):
+        base = losses_of(other, results, options)
+        if len(base) != len(losses) or name == other:
+            cells += ["-", "-"] if other == "ddp" else ["-"]
+            continue
+        percent = [100 * (a / b - 1) for a, b in zip(losses, base, strict=True)]
+        cells.append(spread(percent, 1))
+        if other == "ddp":
+            shown = bound is not None and not options.quick
+            cells.append(against(statistics.median(percent), bound, 1) if shown else "-")
+    sent = result["bytes_sent"]
+    return [*cells, f"{sent / 1e6:,.0f}", f"{result['train_s']:.0f}"]
+
+
+def draw(results: Results, options: argparse.Namespace) -> None:
+    """The validation loss of every row along its local steps, first seed, as a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for name in options.only:
+        curve = results[command_line(name, options.seeds[0], options)]["curve"]
+        if curve:
+            axes.plot(*zip(*curve, strict=True), marker="o", markersize=3, label=name)
+    axes.set(xlabel="local step", ylabel="validation loss of the consensus (nats per byte)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(options.png, dpi=120)
+    print(f"The curves are in {options.png}")
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--sync-every", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--fresh", action="store_true", help="repeat fits that are in the file")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "outputs" / "quality.json", help="file of all results"
+    )
+    parser.add_argument("--png", type=Path, help="draw the loss curves into this file")
+    options = parser.parse_args()
+    for setting in options.set:
+        if "=" not in setting:
+            parser.error(f"--set takes NAME=VALUE, got {setting!r}")
+    if options.quick:
+        options.steps, options.workers, options.sync_every = 20, 2, 5
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    print_machine()
+    results = fit_all(options)
+    print_table(
+        [
+            *("row", "workers", "tokens", "validation loss", "to ddp %", "bound", "to alone %"),
+            *("sent MB", "seconds"),
+        ],
+        [row(name, results, options) for name in options.only],
+    )
+    print(f"All results are in {options.out}")
+    if options.png:
+        draw(results, options)
+
+
+if __name__ == "__main__":
+    main()

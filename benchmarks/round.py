@@ -1,0 +1,211 @@
+"""What a blocking round of DiLoCo costs, against rounds written by hand.
+
+Measured: the seconds from a common barrier until the last worker is done, for four variants that
+follow each other within every repetition, in rotating order, on the same parameters (a GPT's list
+of tensors) and with the same drift. There are no local steps.
+
+  raw      one all-reduce of a flat vector of the same bytes, and nothing else
+  fused    the best short hand-written round: foreach pack into a kept buffer, subtract in place,
+           one all-reduce, divide, fused torch.optim.SGD with Nesterov momentum, foreach unpack
+  naive    the usual hand-written round: cat, subtract, all-reduce, tensor expressions, copy loop
+  ours     StepEngine(model, DiLoCo(), sync_every=1).step(), with its agreement between workers,
+           its check for NaN, its chunks and its statistics
+
+At the end the three rounds must have led to the same parameters.
+
+How to read it: times are medians over the repetitions. A ratio is the median of the ratios within
+a repetition, with its quartiles in brackets. ours/fused should be at most 1.1 and ours/naive at
+most 0.7; ours/raw has no bound. Use an idle machine with at least as many cores as workers, or
+read the ratios only.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from common import Worker, against, make_parser, print_machine, print_table, run_workers, spread
+from torch import Tensor, nn
+
+from lightning_loco import DiLoCo, StepEngine
+
+# name: (layers, width, rows of the embedding, repetitions)
+MODELS = {
+    "1M": (5, 128, 256, 60),
+    "5M": (6, 256, 512, 30),
+    "50M": (8, 640, 16384, 10),
+}
+NUM_WARM_UP = 3
+BOUND_FUSED = 1.1
+BOUND_NAIVE = 0.7
+LR, MOMENTUM = 0.7, 0.9
+VARIANTS = ("raw", "fused", "naive", "ours")
+
+
+def gpt_shapes(layers: int, width: int, rows: int) -> list[tuple[int, ...]]:
+    """The shapes of a GPT's parameters, with biases."""
+    block: list[tuple[int, ...]] = [
+        *[(width,), (width,)],
+        *[(3 * width, width), (3 * width,), (width, width), (width,)],
+        *[(width,), (width,)],
+        *[(4 * width, width), (4 * width,), (width, 4 * width), (width,)],
+    ]
+    return [(rows, width), (256, width), *(block * layers), (width,), (width,)]
+
+
+class Shapes(nn.Module):
+    """A model that is nothing but its parameters; equal on all workers."""
+
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.tensors = nn.ParameterList(torch.randn(s, generator=generator) for s in shapes)
+
+
+def make_raw(params: list[Tensor]) -> Callable[[], None]:
+    """One all-reduce of as many bytes."""
+    flat = torch.zeros(sum(p.numel() for p in params))
+
+    def run() -> None:
+        dist.all_reduce(flat)
+
+    return run
+
+
+def make_fused(params: list[Tensor]) -> Callable[[], None]:
+    """The hand-written round that makes as few passes over memory as plain torch allows."""
+    sizes = [p.numel() for p in params]
+    outer = nn.Parameter(torch.cat([p.reshape(-1) for p in params]))
+    flat = torch.empty_like(outer, requires_grad=False)
+    optimizer = torch.optim.SGD([outer], lr=LR, momentum=MOMENTUM, nesterov=True, fused=True)
+    parts, outer_parts = (
+        [part.view_as(p) for part, p in zip(vector.split(sizes), params, strict=True)]
+        for vector in (flat, outer.detach())
+    )
+
+    def run() -> None:
+        torch._foreach_copy_(parts, params)
+        torch.sub(outer.detach(), flat, out=flat)
+        dist.all_reduce(flat)
+        flat.div_(dist.get_world_size())
+        outer.grad = flat
+        optimizer.step()
+        torch._foreach_copy_(params, outer_parts)
+
+    return run
+
+
+def make_naive(params: list[Tensor]) -> Callable[[], None]:
+    """The hand-written round as one would first write it."""
+    outer = torch.cat([p.reshape(-1) for p in params])
+    momentum = torch.zeros_like(outer)
+
+    def run() -> None:
+        nonlocal outer, momentum
+        gradient = outer - torch.cat([p.reshape(-1) for p in params])
+        dist.all_reduce(gradient)
+        gradient = gradient / dist.get_world_size()
+        momentum = MOMENTUM * momentum + gradient
+        outer = outer - LR * (gradient + MOMENTUM * momentum)
+        position = 0
+        for p in params:
+            p.copy_(outer[position : position + p.numel()].view_as(p))
+            position += p.numel()
+
+    return run
+
+
+@torch.no_grad()
+def time_rounds(
+    worker: Worker, size: tuple[int, int, int], repetitions: int
+) -> dict[str, list[float]]:
+    """Seconds of this worker in every round of every variant.
+
+    Raises:
+        AssertionError: If the rounds do not lead to the same parameters.
+    """
+    with worker.process_group():
+        model = Shapes(gpt_shapes(*size))
+        params = [p.detach() for p in model.parameters()]
+        generator = torch.Generator().manual_seed(1 + worker.rank)
+        local = [p + 0.01 * torch.randn(p.shape, generator=generator) for p in params]
+        engine = StepEngine(model, DiLoCo(LR, MOMENTUM), sync_every=1)
+        rounds: dict[str, Callable[[], object]] = {
+            "raw": make_raw(params),
+            "fused": make_fused(params),
+            "naive": make_naive(params),
+            "ours": engine.step,
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
+        samples: dict[str, Tensor] = {}
+        for repetition in range(NUM_WARM_UP + repetitions):
+            shift = repetition % len(VARIANTS)
+            for name in VARIANTS[shift:] + VARIANTS[:shift]:
+                torch._foreach_copy_(params, local)
+                worker.wait_for_all()
+                started = time.perf_counter()
+                rounds[name]()
+                seconds[name].append(time.perf_counter() - started)
+                samples[name] = torch.cat([p.reshape(-1)[:1000] for p in params])
+        for name in ("naive", "ours"):
+            torch.testing.assert_close(samples[name], samples["fused"], rtol=1e-4, atol=1e-4)
+        engine.close()
+    return {name: values[NUM_WARM_UP:] for name, values in seconds.items()}
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--workers", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--repetitions", type=int, help="instead of 60, 30 and 10")
+    options = parser.parse_args()
+    if options.quick:
+        options.models, options.workers = ["1M"], [2]
+        options.repetitions = options.repetitions or 5
+    print_machine()
+    rows = []
+    for name in options.models:
+        *size, repetitions = MODELS[name]
+        shapes = gpt_shapes(*size)
+        for num_workers in options.workers:
+            results = run_workers(
+                time_rounds, num_workers, tuple(size), options.repetitions or repetitions
+            )
+            # A round is over when the last worker is done.
+            seconds = {
+                variant: [
+                    max(values) for values in zip(*(r[variant] for r in results), strict=True)
+                ]
+                for variant in VARIANTS
+            }
+            ratios = {
+                variant: [a / b for a, b in zip(seconds["ours"], seconds[variant], strict=True)]
+                for variant in VARIANTS
+            }
+            rows.append(
+                [
+                    f"{name}, {len(shapes)} tensors, {num_workers} workers",
+                    *(f"{1000 * statistics.median(seconds[v]):.1f}" for v in VARIANTS),
+                    spread(ratios["fused"]),
+                    against(statistics.median(ratios["fused"]), BOUND_FUSED),
+                    spread(ratios["naive"]),
+                    against(statistics.median(ratios["naive"]), BOUND_NAIVE),
+                    spread(ratios["raw"]),
+                ]
+            )
+            print(f"done: {rows[-1][0]}", flush=True)
+    print_table(
+        [
+            "one round",
+            *(f"{variant} ms" for variant in VARIANTS),
+            *("ours/fused", "bound", "ours/naive", "bound", "ours/raw"),
+        ],
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Draw docs/what_travels_when.svg, the picture in the README: who sends what, and when.
+
+Run it: python docs/draw_pictures.py            (or with another file name; its suffix decides)
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
+
+STEP, WAIT, MESSAGE, TEXT = "#4a7fb5", "#dcdcdc", "#c8511b", "#222222"
+WORKERS = 4
+END = 12.3  # of the time axis, in local steps
+HEIGHT = 0.62
+PACE = (0.93, 1.0, 0.88, 0.96)  # time of a local step of each worker
+
+
+def lane(worker: int) -> float:
+    """Vertical middle of a worker's line; worker 0 is on top."""
+    return WORKERS - 1 - worker
+
+
+def steps(axes: Axes, worker: int, start: float, count: int, pace: float) -> float:
+    """Draw local steps one after the other; returns when the last one ends."""
+    for index in range(count):
+        left = start + index * pace
+        if left + pace > END:
+            return END
+        axes.add_patch(
+            Rectangle((left + 0.03, lane(worker) - HEIGHT / 2), pace - 0.06, HEIGHT, color=STEP)
+        )
+    return start + count * pace
+
+
+def wait(axes: Axes, worker: int, start: float, end: float) -> None:
+    """Draw a worker that has nothing to do."""
+    axes.add_patch(
+        Rectangle(
+            (start + 0.03, lane(worker) - HEIGHT / 2), end - start - 0.06, HEIGHT,
+            facecolor=WAIT, edgecolor="white", hatch="////", linewidth=0,
+        )
+    )  # fmt: skip
+
+
+def arrow(
+    axes: Axes, tail: tuple[float, float], head: tuple[float, float], style: str = "-|>"
+) -> None:
+    axes.annotate(
+        "", xy=head, xytext=tail,
+        arrowprops={"arrowstyle": style, "color": MESSAGE, "linewidth": 1.6,
+                    "shrinkA": 0, "shrinkB": 0, "mutation_scale": 11},
+    )  # fmt: skip
+
+
+def all_to_all(axes: Axes, time: float) -> None:
+    """An all-reduce: one line through all workers."""
+    arrow(axes, (time, lane(WORKERS - 1) - 0.42), (time, lane(0) + 0.42), "<|-|>")
+    axes.plot([time] * WORKERS, range(WORKERS), "o", color=MESSAGE, markersize=4)
+
+
+def draw_ddp(axes: Axes) -> None:
+    time = 0.0
+    while time + max(PACE) + 0.45 < END:
+        for worker, pace in enumerate(PACE):
+            end = steps(axes, worker, time, 1, pace)
+            wait(axes, worker, end, time + max(PACE) + 0.45)
+        time += max(PACE) + 0.45
+        all_to_all(axes, time - 0.24)
+
+
+def draw_diloco(axes: Axes) -> None:
+    time = 0.0
+    for _ in range(2):
+        latest = time + 4 * max(PACE)
+        for worker, pace in enumerate(PACE):
+            wait(axes, worker, steps(axes, worker, time, 4, pace), latest + 1)
+        all_to_all(axes, latest + 0.5)
+        time = latest + 1
+    for worker, pace in enumerate(PACE):
+        steps(axes, worker, time, 4, pace)
+
+
+def draw_async_diloco(axes: Axes) -> None:
+    pace, gap, below = 0.96, 0.3, -0.85
+    phase = 4 * pace + gap
+    for worker in range(WORKERS):
+        for index in range(3):
+            steps(axes, worker, index * phase, 4, pace)
+    for index in (1, 2):
+        sent = index * phase - 0.7 * gap
+        arrived, applied = sent + 2.7, (index + 1) * phase - 0.3 * gap
+        axes.plot([sent] * WORKERS, range(WORKERS), "o", color=MESSAGE, markersize=4)
+        arrow(axes, (sent, lane(0) + 0.42), (sent, below))
+        axes.add_patch(Rectangle((sent, below - 0.22), arrived - sent, 0.44, color=MESSAGE))
+        axes.text(
+            (sent + arrived) / 2, below - 0.02, f"mean of round {index}",
+            color="white", ha="center", va="center", fontsize=8,
+        )  # fmt: skip
+        if applied < END:
+            axes.plot([arrived, applied], [below, below], ":", color=MESSAGE, linewidth=1.6)
+            arrow(axes, (applied, below), (applied, lane(0) + 0.42))
+
+
+def draw_gasloc(axes: Axes) -> None:
+    start = [0.0] * WORKERS
+    paces = ((0.98, 0.86, 0.84, 0.95), (0.9, 0.9, 0.99, 0.86), PACE)
+    for round_paces in paces:
+        end = [steps(axes, w, start[w], 4, pace) for w, pace in enumerate(round_paces)]
+        for worker in range(WORKERS):
+            around = [end[worker], end[worker - 1], end[(worker + 1) % WORKERS]]
+            start[worker] = max(around) + 0.62
+            if max(around) < END - 0.7:
+                wait(axes, worker, end[worker], start[worker])
+        for worker in range(WORKERS):
+            for peer in (worker - 1, worker + 1):
+                # The ring closes behind the picture: over the upper and the lower edge.
+                last = lane(peer) if 0 <= peer < WORKERS else lane(worker) + 0.8 * (worker - peer)
+                if end[worker] < END - 0.7:
+                    arrow(axes, (end[worker] + 0.06, lane(worker)), (end[worker] + 0.6, last))
+    axes.text(END, lane(WORKERS - 1) - 0.72, "workers 0 and 3 are neighbours, too",
+              ha="right", va="center", fontsize=9, color=TEXT)  # fmt: skip
+
+
+PANELS = (
+    ("DDP", "gradients, among all workers, after every step", draw_ddp, 0.6, 0.6),
+    (
+        "Local SGD, DiLoCo",
+        "parameters or their change, among all workers, every sync_every steps (here 4)",
+        draw_diloco, 0.6, 0.6,
+    ),
+    (
+        "Async DiLoCo",
+        "the same, while the next local steps go on; the mean is applied one round late",
+        draw_async_diloco, 1.2, 0.6,
+    ),
+    (
+        "GASLoC on a ring",
+        "parameters, to the neighbours only; within a round nobody waits for the others",
+        draw_gasloc, 0.95, 0.95,
+    ),
+)  # fmt: skip
+
+
+def draw(file: Path) -> None:
+    """Draw all timelines on a card of its own colour, for light and dark pages."""
+    matplotlib.rcParams["svg.hashsalt"] = "what travels when"
+    matplotlib.rcParams["hatch.linewidth"] = 0.8
+    heights = [WORKERS - 1 + below + above for *_, below, above in PANELS]
+    figure = Figure(figsize=(10, 9))
+    figure.patch.set_alpha(0)
+    figure.add_artist(
+        FancyBboxPatch(
+            (0.012, 0.012), 0.976, 0.976, boxstyle="round,pad=0,rounding_size=0.015",
+            facecolor="white", edgecolor="#bbbbbb", transform=figure.transFigure, zorder=-1,
+        )
+    )  # fmt: skip
+    grid = figure.add_gridspec(
+        len(PANELS), 1, height_ratios=heights, hspace=0.3, left=0.1, right=0.97, top=0.94,
+        bottom=0.07,
+    )  # fmt: skip
+    for place, (name, what, timeline, below, above) in zip(grid, PANELS, strict=True):
+        axes = figure.add_subplot(place)
+        axes.set(xlim=(0, END), ylim=(-below, WORKERS - 1 + above))
+        axes.set_axis_off()
+        timeline(axes)
+        for worker in range(WORKERS):
+            axes.text(-0.12, lane(worker), f"worker {worker}", ha="right", va="center",
+                      fontsize=9, color=TEXT)  # fmt: skip
+        title = axes.annotate(f"{name}:", (0, 1), (0, 5), "axes fraction", "offset points",
+                              fontsize=11, fontweight="bold", color=TEXT)  # fmt: skip
+        axes.annotate(what, (1, 0), (6, 0), title, "offset points", fontsize=10, color=TEXT,
+                      va="bottom")  # fmt: skip
+    figure.legend(
+        handles=[
+            Patch(color=STEP, label="one local step"),
+            Patch(facecolor=WAIT, hatch="////", edgecolor="white", label="waiting"),
+            Patch(color=MESSAGE, label="what travels"),
+        ],
+        loc="lower center", ncols=3, frameon=False, fontsize=10, bbox_to_anchor=(0.5, 0.018),
+        labelcolor=TEXT,
+    )  # fmt: skip
+    figure.text(0.9, 0.034, "time", ha="right", va="center", fontsize=10, color=TEXT)
+    axes.annotate(
+        "", (0.97, 0.034), (0.91, 0.034), "figure fraction", "figure fraction",
+        arrowprops={"arrowstyle": "-|>", "color": TEXT},
+    )  # fmt: skip
+    metadata = {"Date": None} if file.suffix == ".svg" else {}
+    figure.savefig(file, dpi=100, metadata=metadata)
+
+
+if __name__ == "__main__":
+    default = Path(__file__).with_name("what_travels_when.svg")
+    draw(Path(sys.argv[1]) if len(sys.argv) > 1 else default)

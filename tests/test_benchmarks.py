@@ -1,0 +1,89 @@
+"""Every benchmark runs at its smallest size and prints its table."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(name: str, *arguments: str) -> str:
+    """What a benchmark prints."""
+    ended = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def cells(output: str, row: str) -> list[str]:
+    """The cells of the table's row that starts with these words."""
+    line = next(line for line in output.splitlines() if line.startswith(f"{row} "))
+    return re.split(r"\s{2,}", line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "row", "ratio"),
+    [
+        ("local_step", "demo, 2 workers", "1 + extra / demo step"),
+        ("round", "1M, 64 tensors, 2 workers", "ours/fused"),
+        ("overlap", "0.3M, 2 workers", "waited, ratio of means"),
+    ],
+)
+def test_prints_ratio_and_bound(name: str, row: str, ratio: str) -> None:
+    output = run(name, "--quick")
+    header = next(line for line in output.splitlines() if ratio in line)
+    column = re.split(r"\s{2,}", header).index(ratio)
+    value, bound = cells(output, row)[column : column + 2]
+    assert 0 < float(value.split()[0]) < 100
+    assert bound.startswith("<= ")
+
+
+@pytest.mark.slow
+def test_memory_keeps_its_bounds() -> None:
+    output = run("memory", "--quick")
+    for row in ("Local SGD", "DiLoCo"):
+        found = cells(output, row)
+        assert found[3].endswith("ok"), output
+
+
+@pytest.mark.slow
+def test_quality_keeps_finished_fits(tmp_path: Path) -> None:
+    file = tmp_path / "quality.json"
+    arguments = ("--quick", "--only", "ddp", "diloco", "--out", str(file))
+    first = run("quality", *arguments)
+    assert "1/2: python train.py" in first
+    results = json.loads(file.read_text())
+    assert len(results) == 2
+    for result in results.values():
+        assert 2.0 < result["val_loss"] < 5.6
+        assert result["curve"][-1] == [20, pytest.approx(result["val_loss"])]
+
+    again = run("quality", *arguments)
+    assert "python train.py" not in again
+    gap = float(cells(again, "diloco")[4])
+    losses = [result["val_loss"] for result in results.values()]
+    assert gap == pytest.approx(100 * (losses[1] / losses[0] - 1), abs=0.06)
+
+    run("quality", *arguments, "--set", "outer_momentum=0.5")
+    added = json.loads(file.read_text())
+    assert len(added) == 3  # the baseline has no such setting and is kept
+    assert added[list(added)[2]]["settings"]["algorithm"]["outer_momentum"] == 0.5
+
+
+@pytest.mark.parametrize("name", ["local_step", "round", "overlap", "memory", "quality"])
+@pytest.mark.slow
+def test_help_says_how_to_read_it(name: str) -> None:
+    assert "How to read it" in run(name, "--help")

@@ -1,0 +1,213 @@
+"""Every example runs as its docstring says, shows what it claims, and the batch script works."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import ROOT
+
+EXAMPLES = ROOT / "examples"
+BATCH_SCRIPT = EXAMPLES / "slurm" / "train.sbatch"
+LIMIT_S = 120.0
+NUMBER = r"(\d+\.\d+)"
+
+# Stands for srun: it starts two tasks, with a few steps of a tiny model in place of the long run.
+# When asked to, it then does what SLURM does before the time is up.
+SRUN = """
+import os, pathlib, signal, subprocess, sys, time
+
+command = sys.argv[1:]
+while command[0].startswith("--"):
+    command.pop(0)
+tasks = [
+    subprocess.Popen(
+        [*command, *os.environ["CHANGES"].split()],
+        env={**os.environ, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
+    )
+    for task in range(2)
+]
+time_is_up = os.environ.get("SIGNAL_WHEN_THERE_IS")
+while time_is_up and not list(pathlib.Path().glob(time_is_up)):
+    if any(task.poll() is not None for task in tasks):
+        sys.exit("a task has ended too early")
+    time.sleep(0.05)
+if time_is_up:
+    for task in tasks:
+        task.send_signal(signal.SIGUSR1)
+sys.exit(max(abs(task.wait()) for task in tasks))
+"""
+TINY = (
+    "experiment=smoke trainer.accelerator=cpu trainer.precision=32-true algorithm.sync_every=4 "
+    "trainer.val_check_interval=10"
+)
+
+
+def run(command: list[str], folder: Path, **environ: str) -> str:
+    """The output of a command that must succeed; nothing of it is left running."""
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"did not end within {LIMIT_S:g} s:\n{output}")
+    assert process.returncode == 0, output
+    return output
+
+
+def numbers(pattern: str, output: str) -> list[float]:
+    found = re.search(pattern, output)
+    assert found, output
+    return [float(group) for group in found.groups()]
+
+
+def quickstart(output: str) -> None:
+    (loss,) = numbers(f"validation loss {NUMBER} after 320 local steps .* 32 rounds", output)
+    assert loss < 0.05  # the variance of the surface is 0.25
+
+
+def gossip(output: str) -> None:
+    (ring,) = numbers(rf"ring +messages per round \[2, 2, 2, 2\] .* distance {NUMBER}", output)
+    (pairs,) = numbers(rf"pairs +messages per round \[1, 2, 2, 1\] .* distance {NUMBER}", output)
+    assert 0 < ring < pairs
+
+
+def plain_pytorch(output: str) -> None:
+    (loss,) = numbers(f"loss {NUMBER} of the consensus of 2 workers after 300 .* 30 round", output)
+    assert loss < 0.05
+
+
+def simulation(output: str) -> None:
+    losses = [float(loss) for loss in re.findall(rf"^\w.*? {NUMBER} +\d", output, re.MULTILINE)]
+    alone, *together = losses
+    assert len(together) == 5
+    assert max(together) < alone / 4
+
+
+def slow_worker(output: str) -> None:
+    (even,) = numbers(rf"sync_every=10 .* waited {NUMBER} s", output)
+    (fitted,) = numbers(rf"sync_every=\[20, 4\] .* waited {NUMBER} s", output)
+    assert fitted < even / 2
+
+
+CHECKS: dict[str, Callable[[str], None]] = {
+    "01_quickstart.py": quickstart,
+    "02_gossip_on_a_ring.py": gossip,
+    "03_plain_pytorch.py": plain_pytorch,
+    "04_compare_in_simulation.py": simulation,
+    "05_slow_worker.py": slow_worker,
+}
+
+
+def test_every_example_is_checked() -> None:
+    assert {file.name for file in EXAMPLES.glob("*.py")} == set(CHECKS)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_an_example_is_short_and_says_how_to_run_it(name: str) -> None:
+    text = (EXAMPLES / name).read_text()
+    assert text.startswith('"""')
+    assert "What it shows: " in text
+    assert f"python examples/{name}" in text
+    assert len(text.splitlines()) < 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHECKS)
+def test_an_example_shows_what_it_claims(tmp_path: Path, name: str) -> None:
+    CHECKS[name](run([sys.executable, str(EXAMPLES / name)], tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_plain_loop_under_torchrun(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    example = str(EXAMPLES / "03_plain_pytorch.py")
+    plain_pytorch(run([*torchrun, "--nproc-per-node=2", example], tmp_path))
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> dict[str, str]:
+    """A checkout with an environment, and the variables of a job of two tasks on one machine."""
+    (tmp_path / "train.py").symlink_to(ROOT / "train.py")
+    programs = {
+        ".venv/bin/activate": f"export PATH={tmp_path}/.venv/bin:$PATH\n",
+        ".venv/bin/python": f'#!/bin/sh\nexec "{sys.executable}" "$@"\n',
+        ".venv/bin/srun": f"#!{sys.executable}\n{SRUN}",
+        ".venv/bin/scontrol": f'#!/bin/sh\necho "$@" >> {tmp_path}/scontrol.log\n',
+    }
+    for name, text in programs.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        file.chmod(0o755)
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    return {
+        "SLURM_JOB_ID": "123456",
+        "SLURM_JOB_NAME": "loco",
+        "SLURM_STEP_ID": "0",
+        "SLURM_NNODES": "1",
+        "SLURM_NODELIST": "127.0.0.1",
+        "SLURM_NODEID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_CPUS_PER_TASK": "1",
+        "MASTER_PORT": str(port),
+    }
+
+
+@pytest.mark.slow
+def test_the_batch_script(tmp_path: Path, cluster: dict[str, str]) -> None:
+    run(["bash", str(BATCH_SCRIPT)], tmp_path, **cluster, CHANGES=f"{TINY} trainer.max_steps=8")
+    figures = json.loads((tmp_path / "outputs/slurm-123456-0/report.json").read_text())
+    assert (figures["algorithm"], figures["num_workers"]) == ("DiLoCo", 2)
+    assert figures["rounds"] == 2
+
+
+@pytest.mark.slow
+def test_the_batch_script_goes_on_after_its_time_is_up(
+    tmp_path: Path, cluster: dict[str, str]
+) -> None:
+    batch = ["bash", str(BATCH_SCRIPT)]
+    when = "outputs/*/checkpoints/last.ckpt"
+    changes = f"{TINY} trainer.max_steps=100000"
+    run(batch, tmp_path, **cluster, CHANGES=changes, SIGNAL_WHEN_THERE_IS=when)
+    assert (tmp_path / "scontrol.log").read_text() == "requeue 123456\n"
+    saved = tmp_path / "outputs/slurm-123456-0/hpc_ckpt_1.ckpt"
+    step = torch.load(saved)["global_step"]
+    assert 10 <= step < 100000
+
+    output = run(batch, tmp_path, **cluster, CHANGES=f"{TINY} trainer.max_steps={step + 8}")
+    assert f"Restored all states from the checkpoint at {saved}" in output
+    figures = json.loads((saved.parent / "report.json").read_text())
+    assert figures["tokens"] == (step + 8) * 2 * 4 * 32
+    assert figures["rounds"] == -(-(step + 8) // 4)
+
+
+def test_the_batch_script_asks_for_one_gpu_per_task() -> None:
+    settings = dict(
+        re.findall(r"^#SBATCH --([\w-]+)=(\S+)", BATCH_SCRIPT.read_text(), re.MULTILINE)
+    )
+    assert settings["gpus-per-node"] == settings["ntasks-per-node"]
+    assert settings["signal"].startswith("SIGUSR1@")
