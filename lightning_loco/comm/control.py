@@ -9,10 +9,12 @@ uneven, and all see the same rows.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.stats import Statistics
@@ -43,53 +45,58 @@ class Row(NamedTuple):
 
 
 def meeting_number(purpose: str) -> float:
-    """A number that stands for the purpose of a meeting, equal on all workers."""
-    return float(zlib.crc32(purpose.encode()) + 1)
+    """A number that stands for the purpose of a meeting, equal on all workers, exact in float32."""
+    return float(zlib.crc32(purpose.encode()) % (2**24 - 1) + 1)
+
+
+def write_row(table: Tensor, worker: int, row: Row) -> None:
+    """Put one worker's row into a table ``(N, len(row))`` of zeros that will be summed."""
+    table.zero_()
+    table[worker] = torch.tensor(row, dtype=table.dtype)
 
 
 class PendingRows:
-    """A control exchange under way."""
+    """The rows of all workers, under way.
 
-    def __init__(
-        self, group: WorkerGroup, table: torch.Tensor, work: dist.Work | None, place: str
-    ) -> None:
-        self._group = group
-        self._table = table
-        self._work = work
+    Args:
+        receive: Waits and returns the table ``(N, len(Row._fields))``.
+        place: Where this worker is, in words.
+    """
+
+    def __init__(self, receive: Callable[[], Tensor], place: str) -> None:
+        self._receive = receive
         self._place = place
+        self._rows: list[Row] | None = None
 
-    def wait(self, statistics: Statistics) -> list[Row]:
+    def wait(self) -> list[Row]:
         """Return the rows of all workers.
 
         Raises:
             RuntimeError: If a worker is missing or has failed; the message names it.
         """
-        if self._work is not None:
-            with waiting(statistics), explained(self._group, self._place):
-                self._work.wait()
-            self._work = None
-        rows = [Row(*values) for values in self._table.tolist()]
-        for worker, row in enumerate(rows):
-            if row.round_index != rows[0].round_index:
-                raise RuntimeError(
-                    f"Worker {worker} is in round {row.round_index:.0f} and worker 0 in round "
-                    f"{rows[0].round_index:.0f}. Resume all workers from the same checkpoint."
-                )
-        return rows
+        if self._rows is None:
+            rows = [Row(*values) for values in self._receive().tolist()]
+            for worker, row in enumerate(rows):
+                if row.round_index != rows[0].round_index:
+                    raise RuntimeError(
+                        f"Worker {worker} is in round {row.round_index:.0f} and worker 0 in round "
+                        f"{rows[0].round_index:.0f}. Resume all workers from the same checkpoint."
+                    )
+            self._rows = rows
+        return self._rows
 
     @property
     def arrived(self) -> bool:
         """Whether :meth:`wait` has returned before."""
-        return self._work is None
+        return self._rows is not None
 
-    def total_weight(self, statistics: Statistics) -> float:
+    def total_weight(self) -> float:
         """Sum of the workers' weights; waits for them.
 
         Raises:
             RuntimeError: If no worker has a valid message.
         """
-        rows = self.wait(statistics)
-        total = sum(row.weight for row in rows)
+        total = sum(row.weight for row in self.wait())
         if total == 0:
             raise RuntimeError(
                 f"No worker has made finite progress in {self._place}: the parameters hold NaN or "
@@ -98,21 +105,33 @@ class PendingRows:
         return total
 
 
-def start_rows(group: WorkerGroup, row: Row, place: str) -> PendingRows:
-    """Send this worker's row to all workers.
+def start_rows(group: WorkerGroup, statistics: Statistics, row: Row, place: str) -> PendingRows:
+    """Send this worker's row to all workers, by a small all-reduce of its own.
 
     Args:
         group: The workers.
+        statistics: Where the waiting is counted.
         row: What to tell.
         place: The same in words, for messages: ``"round 12"``, ``"validation"``.
     """
-    table = torch.zeros(group.num_workers, len(row), dtype=torch.float64)
-    table[group.worker] = torch.tensor(row, dtype=torch.float64)
+    table = torch.empty(group.num_workers, len(row), dtype=torch.float64)
+    write_row(table, group.worker, row)
     if group.control is None:
-        return PendingRows(group, table, None, place)
+        return PendingRows(lambda: table, place)
+    announce_place(group, place)
+    with explained(group, place):
+        work = dist.all_reduce(table, group=group.control, async_op=True)
+
+    def receive() -> Tensor:
+        with waiting(statistics), explained(group, place):
+            work.wait()
+        return table
+
+    return PendingRows(receive, place)
+
+
+def announce_place(group: WorkerGroup, place: str) -> None:
+    """Note in the watchdog where this worker is about to wait for the others."""
     if group.watchdog is not None:
         group.watchdog.place = place
         group.watchdog.meetings += 1
-    with explained(group, place):
-        work = dist.all_reduce(table, group=group.control, async_op=True)
-    return PendingRows(group, table, work, place)

@@ -31,9 +31,10 @@ from lightning_loco.comm.checks import (
     check_same_settings,
     share_from_worker_0,
 )
-from lightning_loco.comm.control import ROUND, PendingRows, Row, meeting_number, start_rows
+from lightning_loco.comm.control import ROUND, PendingRows, Row, meeting_number
 from lightning_loco.comm.exchange import make_exchange
 from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.mean_rounds import MeanRounds
 from lightning_loco.comm.replica import Replica
 from lightning_loco.comm.rounds import BlockingRounds, OverlappedRounds
 from lightning_loco.comm.settings import RoundSettings
@@ -165,6 +166,9 @@ class StepEngine:
         if self.settings.overlap:
             warm = self.settings.warm_start
             rounds: BlockingRounds = OverlappedRounds(layout, self.algorithm, exchange, state, warm)
+        elif self.algorithm.exchange == "mean" and self.algorithm.elementwise and layout.numel:
+            n = self.group.num_workers
+            rounds = MeanRounds(layout, self.algorithm, exchange, state, n)
         else:
             rounds = BlockingRounds(layout, self.algorithm, exchange, state)
         self.statistics.staleness = rounds.staleness
@@ -241,7 +245,7 @@ class StepEngine:
             finite=float(finite),
             loss=float(self.last_loss),
         )
-        return start_rows(self.group, row, words)
+        return self._rounds.announce(self.group, self.statistics, row, words)
 
     def _run(self, header: PendingRows) -> None:
         """Make the round that a control exchange has announced."""
@@ -262,14 +266,14 @@ class StepEngine:
     def _weight_from(self, header: PendingRows) -> Callable[[], float]:
         """How to learn the weight of all messages; only a mean needs it, and waits for it."""
         if self.algorithm.exchange == "mean":
-            return lambda: header.total_weight(self.statistics)
+            return header.total_weight
         return lambda: 1.0
 
     def _settle(self) -> None:
         """Take note of what the workers said in the last control exchange."""
         if self._header is None:
             return
-        rows = self._header.wait(self.statistics)
+        rows = self._header.wait()
         self._header = None
         self._note(rows)
 
@@ -308,7 +312,7 @@ class StepEngine:
         place = meeting_number(purpose)
         while True:
             header = self._announce(place, purpose)
-            rows = header.wait(self.statistics)
+            rows = header.wait()
             if any(row.place == ROUND for row in rows):
                 self._run(header)
                 self._settle()

@@ -15,10 +15,16 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_loco.algorithms import Algorithm, State
+from lightning_loco.comm.control import PendingRows, Row, start_rows
 from lightning_loco.comm.exchange import Exchange, Handle
 from lightning_loco.comm.flat import Chunk, FlatLayout
+from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.stats import Statistics
 
-CHUNKS_IN_FLIGHT = 4
+CHUNKS_IN_FLIGHT = 2
+
+UnderWay = tuple[Chunk, Tensor, Handle]
+"""A chunk, what propose has left in its slot, and its message."""
 
 
 def slice_state(algorithm: Algorithm, state: State, chunk: Chunk) -> State:
@@ -51,12 +57,18 @@ class BlockingRounds:
         algorithm: What to compute; prepared.
         exchange: How messages move.
         state: The algorithm's state; cut into slices along the chunks.
+        extra_elements: Room to keep behind each chunk in the bucket.
     """
 
     staleness = 0
 
     def __init__(
-        self, layout: FlatLayout, algorithm: Algorithm, exchange: Exchange, state: State
+        self,
+        layout: FlatLayout,
+        algorithm: Algorithm,
+        exchange: Exchange,
+        state: State,
+        extra_elements: int = 0,
     ) -> None:
         self._layout = layout
         self._algorithm = algorithm
@@ -68,7 +80,7 @@ class BlockingRounds:
         self._squares: list[Tensor] = []
         longest = max((len(chunk) for chunk in layout.chunks()), default=0)
         self._slots = [
-            torch.empty(longest, dtype=layout.dtype, device=layout.device)
+            torch.empty(longest + extra_elements, dtype=layout.dtype, device=layout.device)
             for _ in range(self._num_slots())
         ]
 
@@ -89,24 +101,40 @@ class BlockingRounds:
             total += params.sum()
         return bool(torch.isfinite(total)) or self._layout.is_finite()
 
+    def announce(
+        self, group: WorkerGroup, statistics: Statistics, row: Row, place: str
+    ) -> PendingRows:
+        """Exchange the rows of all workers, before a round or at a meeting.
+
+        Args:
+            group: The workers.
+            statistics: Where the waiting is counted.
+            row: What this worker tells; after :meth:`load`.
+            place: Where this worker is, in words.
+        """
+        return start_rows(group, statistics, row, place)
+
     def run(self, round_index: int, progress: bool, total_weight: Callable[[], float]) -> None:
-        """Make one round, after :meth:`load`.
+        """Make one round, after :meth:`load` and :meth:`announce`.
 
         Args:
             round_index: Number of the round, equal on all workers.
             progress: False when this worker has made no valid progress since the last round.
             total_weight: Called once messages are under way; waits for the other workers' weights.
         """
-        under_way: deque[tuple[Chunk, Tensor, Handle]] = deque()
+        under_way: deque[UnderWay] = deque()
         for chunk, slot in self._chunks_and_slots():
             if len(under_way) == len(self._slots):
                 self._complete(*under_way.popleft(), total_weight())
-            params = slot[: len(chunk)]
-            message = self._propose(chunk, params, progress)
-            under_way.append((chunk, params, self._exchange.start(message, round_index)))
+            under_way.append(self._send(chunk, slot, round_index, progress))
         while under_way:
             self._complete(*under_way.popleft(), total_weight())
         self._finish_norm()
+
+    def _send(self, chunk: Chunk, slot: Tensor, round_index: int, progress: bool) -> UnderWay:
+        params = slot[: len(chunk)]
+        message = self._propose(chunk, params, progress)
+        return chunk, params, self._exchange.start(message, round_index)
 
     def drain(self) -> None:
         """Apply what is under way between rounds: nothing here."""
