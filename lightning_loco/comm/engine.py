@@ -35,13 +35,17 @@ from lightning_loco.comm.control import ROUND, PendingRows, Row, meeting_number
 from lightning_loco.comm.exchange import make_exchange
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.mean_rounds import MeanRounds
+from lightning_loco.comm.overlapped_rounds import OverlappedRounds
 from lightning_loco.comm.replica import Replica
-from lightning_loco.comm.rounds import BlockingRounds, OverlappedRounds
+from lightning_loco.comm.rounds import BlockingRounds
 from lightning_loco.comm.settings import RoundSettings
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
+
+CHUNK_ELEMENTS = 2**19
+"""Elements that are worked on at once: 2 MiB of float32, which a processor's cache can hold."""
 
 
 class StopAgreed(Exception):
@@ -95,7 +99,7 @@ class StepEngine:
         overlap: bool = False,
         warm_start: bool = True,
         topology: Any | None = None,
-        bucket_bytes: int = 16 * 2**20,
+        bucket_bytes: int = 64 * 2**20,
         group: WorkerGroup | None = None,
     ) -> None:
         self.group = group if group is not None else WorkerGroup.create()
@@ -135,8 +139,9 @@ class StepEngine:
                 if group.worker != 0:
                     warnings.simplefilter("ignore")
                 self.settings = settings.prepare(group.num_workers)
-            elements = self.settings.chunk_elements(model, bucket_bytes, group.num_workers)
-            self.replica = Replica(model, elements)
+            parcel = self.settings.parcel_elements(model, bucket_bytes, group.num_workers)
+            whole = not self.settings.algorithm.elementwise
+            self.replica = Replica(model, parcel if whole else min(parcel, CHUNK_ELEMENTS))
         except (ValueError, TypeError) as found:
             error = found
         group.raise_together(error)
@@ -145,7 +150,7 @@ class StepEngine:
         check_same_settings({**self.settings.describe(), "bucket_bytes": bucket_bytes}, group)
         check_same_schema(self.replica.layout, group)
         self.checksum = share_from_worker_0(model, group)
-        self._rounds = self._make_rounds()
+        self._rounds = self._make_rounds(parcel)
         self._buffers_at_start = self.replica.buffers.new_flat()
 
     @property
@@ -157,7 +162,7 @@ class StepEngine:
     def measure_outer_gradient(self, value: bool) -> None:
         self._rounds.measure_gradient = value
 
-    def _make_rounds(self) -> BlockingRounds:
+    def _make_rounds(self, parcel_elements: int) -> BlockingRounds:
         layout = self.replica.layout
         exchange = make_exchange(
             self.algorithm, self.group, self.statistics, self.settings.topology
@@ -165,12 +170,14 @@ class StepEngine:
         state = self.algorithm.init(layout.new_flat())
         if self.settings.overlap:
             warm = self.settings.warm_start
-            rounds: BlockingRounds = OverlappedRounds(layout, self.algorithm, exchange, state, warm)
+            rounds: BlockingRounds = OverlappedRounds(
+                layout, self.algorithm, exchange, state, parcel_elements, warm
+            )
         elif self.algorithm.exchange == "mean" and self.algorithm.elementwise and layout.numel:
             n = self.group.num_workers
-            rounds = MeanRounds(layout, self.algorithm, exchange, state, n)
+            rounds = MeanRounds(layout, self.algorithm, exchange, state, parcel_elements, n)
         else:
-            rounds = BlockingRounds(layout, self.algorithm, exchange, state)
+            rounds = BlockingRounds(layout, self.algorithm, exchange, state, parcel_elements)
         self.statistics.staleness = rounds.staleness
         return rounds
 

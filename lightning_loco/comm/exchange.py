@@ -37,6 +37,9 @@ class Exchange(Protocol):
     def start(self, message: Tensor, round_index: int) -> Handle:
         """Send a flat message; it must stay untouched until :meth:`Handle.wait` has returned."""
 
+    def normalize(self, received: Tensor, total_weight: float) -> None:
+        """Turn any part of what ``wait(1.0)`` returned into what ``wait(total_weight)`` would."""
+
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
         """Return what each worker would receive, given all messages in order of the workers."""
 
@@ -63,6 +66,11 @@ class MeanExchange:
             self._statistics.bytes_sent += 2 * (n - 1) * message.nbytes // n
         return _Mean(self, message, work, round_index)
 
+    def normalize(self, received: Tensor, total_weight: float) -> None:
+        """Divide the sum by the weight of all messages."""
+        if total_weight != 1:
+            received.div_(total_weight)
+
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
         """Sum in the order of the workers, then divide."""
         mean = torch.stack(list(messages)).sum(0).div_(len(messages))
@@ -87,7 +95,8 @@ class _Mean:
             ):
                 self._work.wait()
             self._work = None
-        return self._message if total_weight == 1 else self._message.div_(total_weight)
+        self._exchange.normalize(self._message, total_weight)
+        return self._message
 
 
 class NeighborExchange:
@@ -121,6 +130,9 @@ class NeighborExchange:
                 works = dist.batch_isend_irecv(operations)
         self._statistics.bytes_sent += message.nbytes * len(receivers)
         return _Mix(self, message, own_weight, weights, inbox, works, round_index)
+
+    def normalize(self, received: Tensor, total_weight: float) -> None:
+        """Nothing: the mixing weights of a row sum to 1."""
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
         """Apply the rows of the mixing matrix of this round."""

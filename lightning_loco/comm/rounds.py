@@ -1,7 +1,8 @@
-"""One round over all chunks: pack, propose, exchange, apply, unpack, with several under way.
+"""One round over all parameters: pack, propose, exchange, apply, unpack.
 
-The chunks pass through a small kept buffer (the *bucket*), so that a round needs no memory of the
-model's size, and each chunk stays in the cache while it is worked on.
+Chunks are small, so that they stay in the processor's cache from one operation to the next. Parcels
+are what travels: many chunks, because every exchange has fixed costs. Parcels pass through a kept
+buffer (the *bucket*), so that a round needs no memory of the model's size.
 """
 
 from __future__ import annotations
@@ -21,10 +22,7 @@ from lightning_loco.comm.flat import Chunk, FlatLayout
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.stats import Statistics
 
-CHUNKS_IN_FLIGHT = 2
-
-UnderWay = tuple[Chunk, Tensor, Handle]
-"""A chunk, what propose has left in its slot, and its message."""
+PARCELS_IN_FLIGHT = 2
 
 
 def slice_state(algorithm: Algorithm, state: State, chunk: Chunk) -> State:
@@ -49,6 +47,27 @@ def read_local(chunk: Chunk, params: Tensor, algorithm: Algorithm, state: State)
         chunk.pack(params)
 
 
+class Parcel:
+    """Consecutive chunks that travel together."""
+
+    def __init__(self, chunks: list[Chunk]) -> None:
+        self.chunks = chunks
+        self.start = chunks[0].start
+        self.stop = chunks[-1].stop
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def parts(self, flat: Tensor) -> Iterator[tuple[Chunk, Tensor]]:
+        """Each chunk with its part of ``flat``, of shape ``(len(self),)`` or longer."""
+        for chunk in self.chunks:
+            yield chunk, flat[chunk.start - self.start : chunk.stop - self.start]
+
+
+UnderWay = tuple[Parcel, Tensor, Handle]
+"""A parcel, what propose has left in its slot, and its message."""
+
+
 class BlockingRounds:
     """Rounds whose result is applied before the next local step.
 
@@ -57,7 +76,8 @@ class BlockingRounds:
         algorithm: What to compute; prepared.
         exchange: How messages move.
         state: The algorithm's state; cut into slices along the chunks.
-        extra_elements: Room to keep behind each chunk in the bucket.
+        parcel_elements: Longest parcel; the bucket holds two of them.
+        extra_elements: Room to keep behind each parcel in the bucket.
     """
 
     staleness = 0
@@ -68,6 +88,7 @@ class BlockingRounds:
         algorithm: Algorithm,
         exchange: Exchange,
         state: State,
+        parcel_elements: int = 0,
         extra_elements: int = 0,
     ) -> None:
         self._layout = layout
@@ -76,30 +97,51 @@ class BlockingRounds:
         self.state = state
         self.measure_gradient = False
         self.gradient_norm: float | None = None
-        self._loaded = False
         self._squares: list[Tensor] = []
-        longest = max((len(chunk) for chunk in layout.chunks()), default=0)
+        self._parcel_elements = parcel_elements
+        self._parcels: list[Parcel] = []
+        self._proposed = False
+        self._make_parcels()
         self._slots = [
-            torch.empty(longest + extra_elements, dtype=layout.dtype, device=layout.device)
-            for _ in range(self._num_slots())
+            torch.empty(length, dtype=layout.dtype, device=layout.device)
+            for length in self._slot_lengths(extra_elements)
         ]
+
+    def _slot_lengths(self, extra_elements: int) -> list[int]:
+        longest = max((len(parcel) for parcel in self._parcels), default=0)
+        return [longest + extra_elements] * min(PARCELS_IN_FLIGHT, len(self._parcels))
+
+    def _make_parcels(self) -> None:
+        chunks = self._layout.chunks()
+        if self._parcels and chunks[0] is self._parcels[0].chunks[0]:
+            return
+        groups: list[list[Chunk]] = []
+        for chunk in chunks:
+            if groups and chunk.stop - groups[-1][0].start <= self._parcel_elements:
+                groups[-1].append(chunk)
+            else:
+                groups.append([chunk])
+        self._parcels = [Parcel(group) for group in groups]
 
     def load(self) -> bool:
         """Prepare a round as far as possible alone, and say whether the parameters are finite.
 
-        A model that fits into the bucket is packed here, so that one look at the packed values
-        replaces one at each parameter.
+        The messages of a model that fits into the bucket are made here: then a look at the packed
+        values, still in the cache, replaces one at the parameters.
         """
-        chunks = self._layout.chunks()
-        self._loaded = len(chunks) <= len(self._slots)
-        if not self._loaded:
+        self._make_parcels()
+        self._proposed = len(self._parcels) <= len(self._slots)
+        if not self._proposed:
             return self._layout.is_finite()
-        total = torch.zeros((), dtype=self._layout.dtype, device=self._layout.device)
-        for chunk, slot in self._chunks_and_slots():
-            params = slot[: len(chunk)]
-            read_local(chunk, params, self._algorithm, self._slice(chunk))
-            total += params.sum()
-        return bool(torch.isfinite(total)) or self._layout.is_finite()
+        sums = []
+        for parcel, slot in zip(self._parcels, self._slots, strict=False):
+            for chunk, params in parcel.parts(slot):
+                state = slice_state(self._algorithm, self.state, chunk)
+                read_local(chunk, params, self._algorithm, state)
+                sums.append(params.sum())
+                self._propose_into(params, state)
+        finite = not sums or bool(torch.isfinite(torch.stack(sums)).all())
+        return finite or self._layout.is_finite()
 
     def announce(
         self, group: WorkerGroup, statistics: Statistics, row: Row, place: str
@@ -123,18 +165,62 @@ class BlockingRounds:
             total_weight: Called once messages are under way; waits for the other workers' weights.
         """
         under_way: deque[UnderWay] = deque()
-        for chunk, slot in self._chunks_and_slots():
+        for index, parcel in enumerate(self._parcels):
             if len(under_way) == len(self._slots):
                 self._complete(*under_way.popleft(), total_weight())
-            under_way.append(self._send(chunk, slot, round_index, progress))
+            slot = self._slots[index % len(self._slots)]
+            under_way.append(self._send(parcel, slot, round_index, progress))
         while under_way:
             self._complete(*under_way.popleft(), total_weight())
         self._finish_norm()
 
-    def _send(self, chunk: Chunk, slot: Tensor, round_index: int, progress: bool) -> UnderWay:
-        params = slot[: len(chunk)]
-        message = self._propose(chunk, params, progress)
-        return chunk, params, self._exchange.start(message, round_index)
+    def _send(self, parcel: Parcel, slot: Tensor, round_index: int, progress: bool) -> UnderWay:
+        params = slot[: len(parcel)]
+        self._propose(parcel, params, progress)
+        return parcel, params, self._exchange.start(params, round_index)
+
+    def _propose(self, parcel: Parcel, params: Tensor, progress: bool) -> None:
+        """Put the messages of a parcel into ``params``."""
+        if progress and self._proposed:
+            return
+        with record_function("loco/propose"):
+            for chunk, part in parcel.parts(params):
+                self._propose_chunk(chunk, part, progress)
+
+    def _propose_chunk(self, chunk: Chunk, params: Tensor, progress: bool) -> None:
+        state = slice_state(self._algorithm, self.state, chunk)
+        if progress:
+            read_local(chunk, params, self._algorithm, state)
+        else:
+            self._algorithm.restart(params, state)
+        self._propose_into(params, state)
+
+    def _propose_into(self, params: Tensor, state: State) -> None:
+        message = self._algorithm.propose(params, state)
+        if message is not params:
+            params.copy_(message)
+
+    def _complete(self, parcel: Parcel, params: Tensor, handle: Handle, weight: float) -> None:
+        with record_function("loco/exchange"):
+            received = handle.wait(1.0)
+        with record_function("loco/apply"):
+            for chunk, part in parcel.parts(received):
+                start = chunk.start - parcel.start
+                self._update(chunk, params[start : start + len(chunk)], part, weight)
+
+    def _update(self, chunk: Chunk, params: Tensor, received: Tensor, weight: float) -> None:
+        state = slice_state(self._algorithm, self.state, chunk)
+        self._exchange.normalize(received, weight)
+        if self.measure_gradient:
+            gradient = self._algorithm.outer_gradient(params, received, state)
+            if gradient is not None:
+                self._squares.append(torch.linalg.vector_norm(gradient))
+        chunk.unpack(self._algorithm.update(params, received, state))
+
+    def _finish_norm(self) -> None:
+        if self._squares:
+            self.gradient_norm = math.hypot(*(float(norm) for norm in self._squares))
+            self._squares = []
 
     def drain(self) -> None:
         """Apply what is under way between rounds: nothing here."""
@@ -147,138 +233,3 @@ class BlockingRounds:
         """Take back what :meth:`pending` has returned."""
         if received is not None:
             raise ValueError("The checkpoint holds a round under way, but overlap is off.")
-
-    def _num_slots(self) -> int:
-        return max(1, min(CHUNKS_IN_FLIGHT, len(self._layout.chunks())))
-
-    def _chunks_and_slots(self) -> Iterator[tuple[Chunk, Tensor]]:
-        for index, chunk in enumerate(self._layout.chunks()):
-            yield chunk, self._slots[index % len(self._slots)]
-
-    def _slice(self, chunk: Chunk) -> State:
-        return slice_state(self._algorithm, self.state, chunk)
-
-    def _propose(self, chunk: Chunk, params: Tensor, progress: bool) -> Tensor:
-        with record_function("loco/propose"):
-            state = self._slice(chunk)
-            if not progress:
-                self._algorithm.restart(params, state)
-            elif not self._loaded:
-                read_local(chunk, params, self._algorithm, state)
-            return self._algorithm.propose(params, state)
-
-    def _complete(self, chunk: Chunk, params: Tensor, handle: Handle, total_weight: float) -> None:
-        with record_function("loco/exchange"):
-            received = handle.wait(total_weight)
-        with record_function("loco/apply"):
-            chunk.unpack(self._update(chunk, params, received))
-
-    def _update(self, chunk: Chunk, params: Tensor, received: Tensor) -> Tensor:
-        state = self._slice(chunk)
-        if self.measure_gradient:
-            gradient = self._algorithm.outer_gradient(params, received, state)
-            if gradient is not None:
-                self._squares.append(torch.linalg.vector_norm(gradient))
-        return self._algorithm.update(params, received, state)
-
-    def _finish_norm(self) -> None:
-        if self._squares:
-            self.gradient_norm = math.hypot(*(float(norm) for norm in self._squares))
-            self._squares = []
-
-
-class OverlappedRounds(BlockingRounds):
-    """Rounds whose result is applied at the end of the next local phase.
-
-    At a boundary, per chunk: the pseudo-gradient is taken against the outer parameters as they are,
-    the previous mean is applied to them, local parameters restart from them, and the new message
-    leaves. The messages need memory of the model's size while they travel.
-
-    Args:
-        layout: The trainable parameters.
-        algorithm: What to compute; must support overlap.
-        exchange: How messages move.
-        state: The algorithm's state.
-        warm_start: Make the first round a blocking one.
-    """
-
-    staleness = 1
-
-    def __init__(
-        self,
-        layout: FlatLayout,
-        algorithm: Algorithm,
-        exchange: Exchange,
-        state: State,
-        warm_start: bool,
-    ) -> None:
-        super().__init__(layout, algorithm, exchange, state)
-        self._warm_start = warm_start
-        self._messages = torch.empty(layout.numel, dtype=layout.dtype, device=layout.device)
-        self._handles: list[Handle] | None = None
-        self._total_weight: Callable[[], float] = lambda: 1.0
-
-    def _num_slots(self) -> int:
-        return max(2, super()._num_slots())
-
-    def load(self) -> bool:
-        """Look at the parameters; the slots are needed for what comes back as well."""
-        self._loaded = False
-        return self._layout.is_finite()
-
-    def run(self, round_index: int, progress: bool, total_weight: Callable[[], float]) -> None:
-        """Apply the previous result and send the new messages."""
-        if self._warm_start and round_index == 0:
-            super().run(round_index, progress, total_weight)
-            return
-        previous, self._handles = self._handles, []
-        for index, chunk in enumerate(self._layout.chunks()):
-            proposal, params = (slot[: len(chunk)] for slot in self._slots[:2])
-            message = self._messages[chunk.start : chunk.stop]
-            proposal = self._propose(chunk, proposal, progress)
-            if previous is None:
-                self._algorithm.restart(params, self._slice(chunk))
-                chunk.unpack(params)
-            else:
-                self._complete(chunk, params, previous[index], self._total_weight())
-            message.copy_(proposal)
-            self._handles.append(self._exchange.start(message, round_index))
-        self._total_weight = total_weight
-        self._finish_norm()
-
-    def drain(self) -> None:
-        """Wait for the messages under way and apply them."""
-        if self._handles is None:
-            return
-        for (chunk, slot), handle in zip(self._chunks_and_slots(), self._handles, strict=True):
-            self._complete(chunk, slot[: len(chunk)], handle, self._total_weight())
-        self._handles = None
-        self._finish_norm()
-
-    def pending(self) -> Tensor | None:
-        """Wait for the messages under way and return the mean ``(P,)`` to be applied next."""
-        if self._handles is None:
-            return None
-        weight = self._total_weight()
-        self._handles = [_Arrived(handle.wait(weight)) for handle in self._handles]
-        return self._messages.clone()
-
-    def restore_pending(self, received: Tensor | None) -> None:
-        """Take back what :meth:`pending` has returned."""
-        if received is None:
-            self._handles = None
-            return
-        self._messages.copy_(received)
-        self._handles = [
-            _Arrived(self._messages[chunk.start : chunk.stop]) for chunk in self._layout.chunks()
-        ]
-
-
-class _Arrived:
-    """A handle whose wait is over."""
-
-    def __init__(self, received: Tensor) -> None:
-        self._received = received
-
-    def wait(self, total_weight: float) -> Tensor:
-        return self._received

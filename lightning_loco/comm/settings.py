@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from lightning_loco.algorithms import Algorithm
-from lightning_loco.comm.rounds import CHUNKS_IN_FLIGHT
+from lightning_loco.comm.rounds import PARCELS_IN_FLIGHT
 from lightning_loco.topology import Ring, as_topology
 
 
@@ -105,8 +105,8 @@ class RoundSettings:
         divisor = math.gcd(*steps)
         return [count // divisor for count in steps]
 
-    def chunk_elements(self, model: nn.Module, bucket_bytes: int, num_workers: int) -> int:
-        """Longest chunk such that all chunks under way fit into ``bucket_bytes``."""
+    def parcel_elements(self, model: nn.Module, bucket_bytes: int, num_workers: int) -> int:
+        """Longest parcel such that all parcels under way fit into ``bucket_bytes``."""
         parameters = [p for p in model.parameters() if p.requires_grad]
         if not self.algorithm.elementwise:
             return max(1, sum(p.numel() for p in parameters))
@@ -117,4 +117,4 @@ class RoundSettings:
             ]
             copies = max(degrees)
         itemsize = max(4, *(p.element_size() for p in parameters))
-        return max(1024, bucket_bytes // (CHUNKS_IN_FLIGHT * copies * itemsize))
+        return max(1024, bucket_bytes // (PARCELS_IN_FLIGHT * copies * itemsize))

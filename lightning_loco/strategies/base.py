@@ -83,7 +83,7 @@ class LocoStrategy(MeetingStrategy):
         evaluate: Literal["average", "local"] = "average",
         finalize: Literal["average", "keep"] = "average",
         timeout_s: float = 600.0,
-        bucket_bytes: int = 16 * 2**20,
+        bucket_bytes: int = 64 * 2**20,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,

@@ -31,7 +31,7 @@ class LocalSGDStrategy(LocoStrategy):
         evaluate: Literal["average", "local"] = "average",
         finalize: Literal["average", "keep"] = "average",
         timeout_s: float = 600.0,
-        bucket_bytes: int = 16 * 2**20,
+        bucket_bytes: int = 64 * 2**20,
         process_group_backend: str | None = None,
         start_method: StartMethod = "popen",
     ) -> None:
@@ -69,7 +69,7 @@ class DiLoCoStrategy(LocoStrategy):
         evaluate: Literal["average", "local"] = "average",
         finalize: Literal["average", "keep"] = "average",
         timeout_s: float = 600.0,
-        bucket_bytes: int = 16 * 2**20,
+        bucket_bytes: int = 64 * 2**20,
         process_group_backend: str | None = None,
         start_method: StartMethod = "popen",
     ) -> None:
@@ -119,7 +119,7 @@ class AsyncDiLoCoStrategy(LocoStrategy):
         evaluate: Literal["average", "local"] = "average",
         finalize: Literal["average", "keep"] = "average",
         timeout_s: float = 600.0,
-        bucket_bytes: int = 16 * 2**20,
+        bucket_bytes: int = 64 * 2**20,
         process_group_backend: str | None = None,
         start_method: StartMethod = "popen",
     ) -> None:
@@ -171,7 +171,7 @@ class GASLoCStrategy(LocoStrategy):
         evaluate: Literal["average", "local"] = "average",
         finalize: Literal["average", "keep"] = "average",
         timeout_s: float = 600.0,
-        bucket_bytes: int = 16 * 2**20,
+        bucket_bytes: int = 64 * 2**20,
         process_group_backend: str | None = None,
         start_method: StartMethod = "popen",
     ) -> None:
