@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -25,27 +23,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_loco.algorithms import Algorithm
-from lightning_loco.comm.checks import (
-    check_model,
-    check_same_schema,
-    check_same_settings,
-    share_from_worker_0,
-)
 from lightning_loco.comm.control import ROUND, PendingRows, Row, meeting_number
-from lightning_loco.comm.exchange import make_exchange
 from lightning_loco.comm.groups import WorkerGroup
-from lightning_loco.comm.mean_rounds import MeanRounds
-from lightning_loco.comm.overlapped_rounds import OverlappedRounds
-from lightning_loco.comm.replica import Replica
-from lightning_loco.comm.rounds import BlockingRounds
 from lightning_loco.comm.settings import RoundSettings
+from lightning_loco.comm.setup import make_rounds, prepare_worker
 from lightning_loco.comm.stats import Statistics
-from lightning_loco.comm.watchdog import Watchdog
+from lightning_loco.comm.stopping import StopAgreement
 
 log = logging.getLogger(__name__)
-
-CHUNK_ELEMENTS = 2**19
-"""Elements that are worked on at once: 2 MiB of float32, which a processor's cache can hold."""
 
 
 class StopAgreed(Exception):
@@ -67,8 +52,6 @@ class StepEngine:
 
     Attributes:
         statistics: What communication cost so far.
-        stop_agreed: The reason to stop, once this worker has come to the step that all workers
-            have agreed on after :meth:`request_stop`; None before.
         was_finite: Whether this worker's parameters were finite at its last exchange.
         last_loss: Set it to the last training loss, to have it travel with the rounds.
         consensus_every: Measure the consensus distance every that many rounds; 0 for never.
@@ -104,7 +87,6 @@ class StepEngine:
     ) -> None:
         self.group = group if group is not None else WorkerGroup.create()
         self.statistics = Statistics()
-        self.stop_agreed: str | None = None
         self.last_loss: float | Tensor = math.nan
         self.consensus_every = 0
         self.consensus_elements = 65536
@@ -113,44 +95,23 @@ class StepEngine:
         self.steps_since_round = 0
         self.was_finite = True
         self._header: PendingRows | None = None
-        self._stop_reason: str | None = None
+        self._stop = StopAgreement(self.group)
         try:
-            self._setup(model, algorithm, sync_every, overlap, warm_start, topology, bucket_bytes)
+            prepared = prepare_worker(
+                model,
+                lambda: RoundSettings(algorithm, sync_every, overlap, warm_start, topology),
+                bucket_bytes,
+                self.group,
+            )
         except BaseException:
             self.group.close()
             raise
-
-    def _setup(
-        self,
-        model: nn.Module,
-        algorithm: Algorithm,
-        sync_every: int | Sequence[int],
-        overlap: bool,
-        warm_start: bool,
-        topology: Any | None,
-        bucket_bytes: int,
-    ) -> None:
-        group = self.group
-        error: Exception | None = None
-        try:
-            check_model(model)
-            settings = RoundSettings(algorithm, sync_every, overlap, warm_start, topology)
-            with warnings.catch_warnings():
-                if group.worker != 0:
-                    warnings.simplefilter("ignore")
-                self.settings = settings.prepare(group.num_workers)
-            parcel = self.settings.parcel_elements(model, bucket_bytes, group.num_workers)
-            whole = not self.settings.algorithm.elementwise
-            self.replica = Replica(model, parcel if whole else min(parcel, CHUNK_ELEMENTS))
-        except (ValueError, TypeError) as found:
-            error = found
-        group.raise_together(error)
+        self.settings = prepared.settings
         self.algorithm = self.settings.algorithm
-        self.sync_every = self.settings.steps_of(group.worker)
-        check_same_settings({**self.settings.describe(), "bucket_bytes": bucket_bytes}, group)
-        check_same_schema(self.replica.layout, group)
-        self.checksum = share_from_worker_0(model, group)
-        self._rounds = self._make_rounds(parcel)
+        self.sync_every = self.settings.steps_of(self.group.worker)
+        self.replica = prepared.replica
+        self.checksum = prepared.checksum
+        self._rounds = make_rounds(prepared, self.group, self.statistics)
         self._buffers_at_start = self.replica.buffers.new_flat()
 
     @property
@@ -162,38 +123,13 @@ class StepEngine:
     def measure_outer_gradient(self, value: bool) -> None:
         self._rounds.measure_gradient = value
 
-    def _make_rounds(self, parcel_elements: int) -> BlockingRounds:
-        layout = self.replica.layout
-        exchange = make_exchange(
-            self.algorithm, self.group, self.statistics, self.settings.topology
-        )
-        state = self.algorithm.init(layout.new_flat())
-        if self.settings.overlap:
-            warm = self.settings.warm_start
-            rounds: BlockingRounds = OverlappedRounds(
-                layout, self.algorithm, exchange, state, parcel_elements, warm
-            )
-        elif self.algorithm.exchange == "mean" and self.algorithm.elementwise and layout.numel:
-            n = self.group.num_workers
-            rounds = MeanRounds(layout, self.algorithm, exchange, state, parcel_elements, n)
-        else:
-            rounds = BlockingRounds(layout, self.algorithm, exchange, state, parcel_elements)
-        self.statistics.staleness = rounds.staleness
-        return rounds
-
     # ------------------------------------------------------------------ rounds
 
     def count_step(self) -> None:
         """Count one local step without making a round."""
         self.steps += 1
         self.steps_since_round += 1
-        watchdog = self.group.watchdog
-        if watchdog is not None:
-            watchdog.progress = (self.round_index, self.steps_since_round, self.sync_every)
-            if watchdog.stop_seen:
-                self._check_stop(watchdog)
-        elif self._stop_reason is not None:
-            self.stop_agreed = self._stop_reason
+        self._stop.note(self.round_index, self.steps_since_round, self.sync_every)
 
     def request_stop(self, reason: str) -> None:
         """Ask all workers to stop soon, at one point of the run; safe in a signal handler.
@@ -201,14 +137,12 @@ class StepEngine:
         Args:
             reason: What :attr:`stop_agreed` will be on every worker.
         """
-        self._stop_reason = reason
-        if self.group.watchdog is not None:
-            self.group.watchdog.stop_reason = reason
+        self._stop.request(reason)
 
-    def _check_stop(self, watchdog: Watchdog) -> None:
-        stop_at, reason = watchdog.wait_for_stop_point(self.group.timeout_s)
-        if self.round_index + Fraction(self.steps_since_round + 1, self.sync_every) > stop_at:
-            self.stop_agreed = reason
+    @property
+    def stop_agreed(self) -> str | None:
+        """The reason to stop, once this worker is at the step that all have agreed on."""
+        return self._stop.agreed
 
     @property
     def is_due(self) -> bool:
@@ -331,12 +265,10 @@ class StepEngine:
 
     def _part(self, purpose: str) -> None:
         """Leave a meeting that cannot take place, because some workers wait elsewhere."""
-        watchdog = self.group.watchdog
-        if watchdog is not None and watchdog.stop_at is not None:
-            if self.stop_agreed is not None:
-                return
-            self.stop_agreed = watchdog.stop_at[1]
-            raise StopAgreed(self.stop_agreed)
+        if self._stop.agreed is None and self._stop.catch_up():
+            raise StopAgreed(self._stop.agreed)
+        if self._stop.agreed is not None:
+            return
         places = self.group.gather_objects(f"{purpose} after {self.steps} local steps")
         raise RuntimeError(
             "Workers wait for each other in different places: "

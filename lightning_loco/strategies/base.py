@@ -8,7 +8,6 @@ import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -27,13 +26,13 @@ from lightning_loco.algorithms import Algorithm
 from lightning_loco.comm import RoundSettings, Statistics, StepEngine, WorkerGroup
 from lightning_loco.strategies import checkpoint as side
 from lightning_loco.strategies import lockstep
-from lightning_loco.strategies.meeting import MeetingStrategy
 from lightning_loco.strategies.sampler import ShareSampler
+from lightning_loco.strategies.saving import SavingStrategy
 
 log = logging.getLogger(__name__)
 
 
-class LocoStrategy(MeetingStrategy):
+class LocoStrategy(SavingStrategy):
     """Train one model on workers that exchange rarely, sparsely or late.
 
     Each rank is a worker with its own copy of the model and its own share of the data. Gradients
@@ -131,21 +130,6 @@ class LocoStrategy(MeetingStrategy):
         self._resumed: dict[str, Any] | None = None
         self._saved_on_stop = False
 
-    @property
-    def num_workers(self) -> int:
-        """Number of independently moving copies of the model."""
-        return self.world_size
-
-    @property
-    def worker(self) -> int:
-        """Number of this process' copy of the model."""
-        return self.global_rank
-
-    @property
-    def _trainer(self) -> pl.Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
-
     # ------------------------------------------------------------------- setup
 
     def configure_ddp(self) -> None:
@@ -237,12 +221,6 @@ class LocoStrategy(MeetingStrategy):
         engine.group.raise_together(error)
 
     # ---------------------------------------------------------------- training
-
-    @property
-    def _engine(self) -> StepEngine:
-        if self.engine is None:
-            raise RuntimeError("The engine exists only during Trainer.fit.")
-        return self.engine
 
     def request_stop(self, reason: str) -> None:
         """Ask all workers to stop at a common step; safe to call from a signal handler."""
@@ -336,85 +314,6 @@ class LocoStrategy(MeetingStrategy):
         """Bring the local parameters back."""
         if self._is_training:
             self._engine.show_local()
-
-    # -------------------------------------------------------------- checkpoint
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The consensus, for the checkpoint."""
-        if not self._is_training or self._engine.replica.shows_consensus:
-            return super().lightning_module_state_dict()
-        self._meet("checkpoint")
-        self._engine.show_consensus("checkpoint of the consensus")
-        state = super().lightning_module_state_dict()
-        if self.is_global_zero:
-            state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
-        self._engine.show_local()
-        return state
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
-    ) -> None:
-        """Write the side file of every worker, then the main file."""
-        if not self._is_training or "optimizer_states" not in checkpoint:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        engine = self._engine
-        self._saved_on_stop = engine.stop_agreed is not None
-        proposal = (str(filepath), side.new_stamp(engine.steps))
-        path, stamp = engine.group.gather_objects(proposal)[0]
-        error: Exception | None = None
-        try:
-            side.save_worker(self.checkpoint_io, engine, checkpoint, path, stamp)
-        except OSError as found:
-            error = found
-        engine.group.raise_together(error)
-        if self.is_global_zero:
-            checkpoint[side.KEY] = side.describe(engine, stamp)
-            super().save_checkpoint(checkpoint, path, storage_options)
-            side.remove_side_files(self.checkpoint_io, path, keep=stamp)
-
-    def load_checkpoint(
-        self, checkpoint_path: str | Path, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Read the main file and, to resume training, this worker's side file."""
-        loaded = (
-            super().load_checkpoint(checkpoint_path)
-            if weights_only is None
-            else super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        )
-        self._resumed = None
-        if self._trainer.state.fn != TrainerFn.FITTING:
-            return loaded
-        if side.KEY not in loaded:
-            rank_zero_info(
-                f"{checkpoint_path} was not written by lightning_loco: its model and optimizer are "
-                "the common start of all workers."
-            )
-            return loaded
-        error: Exception | None = None
-        try:
-            self._resumed = side.load_worker(
-                self.checkpoint_io,
-                loaded[side.KEY],
-                self.settings.algorithm,
-                self.worker,
-                self.num_workers,
-                str(checkpoint_path),
-            )
-        except ValueError as found:
-            error = found
-        control = torch.distributed.group.WORLD if self.num_workers > 1 else None
-        WorkerGroup(self.worker, self.num_workers, control=control).raise_together(error)
-        assert self._resumed is not None
-        loaded.update(self._resumed["lightning"])
-        self._resumed["new_epoch"] = side.forget_finished_epoch(loaded)
-        return loaded
-
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Delete a checkpoint and its side files."""
-        super().remove_checkpoint(filepath)
-        if self.is_global_zero:
-            side.remove_side_files(self.checkpoint_io, str(filepath))
 
     def _save_on_stop(self, reason: str) -> None:
         """Save all workers' state after they have stopped at a common step."""

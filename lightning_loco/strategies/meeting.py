@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
@@ -24,6 +25,27 @@ class MeetingStrategy(DDPStrategy):
 
     engine: StepEngine | None = None
     _finished = False
+
+    @property
+    def num_workers(self) -> int:
+        """Number of independently moving copies of the model."""
+        return self.world_size
+
+    @property
+    def worker(self) -> int:
+        """Number of this process' copy of the model."""
+        return self.global_rank
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    @property
+    def _engine(self) -> StepEngine:
+        if self.engine is None:
+            raise RuntimeError("The engine exists only during Trainer.fit.")
+        return self.engine
 
     @property
     def _is_alone(self) -> bool:

@@ -25,6 +25,7 @@ from lightning_loco import (
     StragglerSimulator,
     WorkerLogs,
 )
+from lightning_loco.comm.control import Row
 from tests.pool import Pool, make_trainer
 from tests.tiny import TinyModule, ValidatedModule, flat, make_loader
 
@@ -97,7 +98,8 @@ def test_communication_of_diloco(pool: Pool, tmp_path: Path, world: int) -> None
     callbacks: list[pl.Callback] = [CommunicationMonitor()]
     results = pool.run(fit, tmp_path, callbacks, {"algorithm": DiLoCo()}, {}, world=world)
     rows = read(tmp_path)
-    per_round = 2 * (world - 1) * P_BYTES // world
+    rows_bytes = world * len(Row._fields) * 8  # what the workers tell each other rides along
+    per_round = 2 * (world - 1) * (P_BYTES + rows_bytes) // world
     # A round ends with steps 2, 5, 8 and 11; what it brought stays until the next one.
     rounds = {step: float((step + 1) // 3) for step in range(2, 12)}
     assert column(rows, "loco/round") == rounds

@@ -1,4 +1,4 @@
-"""Checkpoints: the main file is ordinary, the side files make a resumed run equal an unbroken one."""
+"""Checkpoints: an ordinary main file, and side files that make a resumed run exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every algorithm gives the same numbers in simulation, on raw process groups and in Trainer.fit."""
+"""Every algorithm gives the same numbers in simulation, on raw groups and in Trainer.fit."""
 
 from __future__ import annotations
 

@@ -1,0 +1,97 @@
+"""What happens once, before the first local step: checks, equal start, the machinery of rounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+
+from torch import nn
+
+from lightning_loco.comm.checks import (
+    check_model,
+    check_same_schema,
+    check_same_settings,
+    share_from_worker_0,
+)
+from lightning_loco.comm.exchange import make_exchange
+from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.mean_rounds import MeanRounds
+from lightning_loco.comm.overlapped_rounds import OverlappedRounds
+from lightning_loco.comm.replica import Replica
+from lightning_loco.comm.rounds import BlockingRounds
+from lightning_loco.comm.settings import RoundSettings
+from lightning_loco.comm.stats import Statistics
+
+CHUNK_ELEMENTS = 2**19
+"""Elements that are worked on at once: 2 MiB of float32, which a processor's cache can hold."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A worker that is ready to start.
+
+    Attributes:
+        settings: Checked against the number of workers, without ``"auto"``.
+        replica: The model's parameters and buffers.
+        parcel_elements: Longest parcel.
+        checksum: Of the initial model, equal on all workers.
+    """
+
+    settings: RoundSettings
+    replica: Replica
+    parcel_elements: int
+    checksum: int
+
+
+def prepare_worker(
+    model: nn.Module,
+    make_settings: Callable[[], RoundSettings],
+    bucket_bytes: int,
+    group: WorkerGroup,
+) -> Prepared:
+    """Check model and settings, compare them between all workers, and share the start of worker 0.
+
+    Args:
+        model: The module to train.
+        make_settings: Makes the user's settings; may raise.
+        bucket_bytes: Memory for messages under way, in bytes.
+        group: The workers.
+
+    Raises:
+        ValueError: On every worker, if anything does not fit on one of them.
+        TypeError: Likewise.
+    """
+    error: Exception | None = None
+    try:
+        check_model(model)
+        with warnings.catch_warnings():
+            if group.worker != 0:
+                warnings.simplefilter("ignore")
+            settings = make_settings().prepare(group.num_workers)
+        parcel = settings.parcel_elements(model, bucket_bytes, group.num_workers)
+        whole = not settings.algorithm.elementwise
+        replica = Replica(model, parcel if whole else min(parcel, CHUNK_ELEMENTS))
+    except (ValueError, TypeError) as found:
+        error = found
+    group.raise_together(error)
+    check_same_settings({**settings.describe(), "bucket_bytes": bucket_bytes}, group)
+    check_same_schema(replica.layout, group)
+    return Prepared(settings, replica, parcel, share_from_worker_0(model, group))
+
+
+def make_rounds(prepared: Prepared, group: WorkerGroup, statistics: Statistics) -> BlockingRounds:
+    """The kind of rounds that the settings ask for."""
+    settings, layout, parcel = prepared.settings, prepared.replica.layout, prepared.parcel_elements
+    algorithm = settings.algorithm
+    exchange = make_exchange(algorithm, group, statistics, settings.topology)
+    state = algorithm.init(layout.new_flat())
+    rounds: BlockingRounds
+    if settings.overlap:
+        rounds = OverlappedRounds(layout, algorithm, exchange, state, parcel, settings.warm_start)
+    elif algorithm.exchange == "mean" and algorithm.elementwise and layout.numel:
+        rounds = MeanRounds(layout, algorithm, exchange, state, parcel, group.num_workers)
+    else:
+        rounds = BlockingRounds(layout, algorithm, exchange, state, parcel)
+    statistics.staleness = rounds.staleness
+    return rounds
