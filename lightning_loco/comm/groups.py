@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import secrets
 from datetime import timedelta
 from typing import Any
 
@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
+from lightning_loco.comm.board import Board
 from lightning_loco.comm.watchdog import Watchdog
-
-_created = itertools.count()
 
 
 @dataclasses.dataclass
@@ -26,6 +25,7 @@ class WorkerGroup:
         data: Group for messages (NCCL on GPUs, gloo on CPUs); None for a single worker.
         control: gloo group for the few numbers that accompany a round; None for a single worker.
         watchdog: Tells of failed workers; None for a single worker.
+        board: Tells who makes a round and who waits; None for a single worker.
         timeout_s: Longest wait for another worker, in seconds.
     """
 
@@ -34,6 +34,7 @@ class WorkerGroup:
     data: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
     watchdog: Watchdog | None = None
+    board: Board | None = None
     timeout_s: float = 600.0
 
     @classmethod
@@ -56,9 +57,12 @@ class WorkerGroup:
         data = dist.new_group(timeout=timeout, backend="gloo" if on_cpu else None)
         control = dist.new_group(timeout=timeout, backend="gloo")
         worker, num_workers = dist.get_rank(), dist.get_world_size()
-        watchdog = Watchdog(_own_store(), worker, num_workers)
-        watchdog.start()
-        return cls(worker, num_workers, data, control, watchdog, timeout_s)
+        group = cls(worker, num_workers, data, control, timeout_s=timeout_s)
+        run = group.gather_objects(secrets.token_hex(4))[0]
+        group.watchdog = Watchdog(_own_store(f"{run}/watchdog"), worker, num_workers)
+        group.watchdog.start()
+        group.board = Board(_own_store(f"{run}/board"), worker, num_workers)
+        return group
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Collect one small picklable object from every worker, in order."""
@@ -96,9 +100,9 @@ class WorkerGroup:
         self.data = self.control = None
 
 
-def _own_store() -> Store:
+def _own_store(name: str) -> Store:
     """A connection to the job's key-value store that no other thread uses."""
     store = dist.distributed_c10d._get_default_store()
     if hasattr(store, "clone"):
         store = store.clone()
-    return PrefixStore(f"lightning_loco/{next(_created)}", store)
+    return PrefixStore(f"lightning_loco/{name}", store)

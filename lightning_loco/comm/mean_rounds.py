@@ -1,7 +1,7 @@
 """Blocking rounds of an all-reduce whose first parcel carries the workers' rows along.
 
-A separate exchange of the rows would cost as much time as a small model's parameters. A worker that
-waits at a meeting sends the first parcel as well; if nobody makes a round, its sum is not used.
+A separate exchange of the rows would cost as much time as a small model's parameters. Only when all
+workers are at a meeting, which the notice board tells, do the rows travel by themselves.
 """
 
 from __future__ import annotations
@@ -9,12 +9,20 @@ from __future__ import annotations
 from torch import Tensor
 
 from lightning_loco.algorithms import Algorithm, State
-from lightning_loco.comm.control import PendingRows, Row, announce_place, write_row
+from lightning_loco.comm.control import (
+    ROUND,
+    PendingRows,
+    Row,
+    announce_place,
+    start_rows,
+    write_row,
+)
 from lightning_loco.comm.exchange import Exchange
 from lightning_loco.comm.flat import FlatLayout
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.rounds import BlockingRounds, Parcel, UnderWay
 from lightning_loco.comm.stats import Statistics
+from lightning_loco.comm.waiting import explained, waiting
 
 
 class MeanRounds(BlockingRounds):
@@ -45,13 +53,27 @@ class MeanRounds(BlockingRounds):
     def announce(
         self, group: WorkerGroup, statistics: Statistics, row: Row, place: str
     ) -> PendingRows:
-        """Send the first parcel with the row behind it."""
+        """Send the row with the first parcel, or by itself if all workers are at a meeting."""
+        announce_place(group, place)
+        if group.board is not None and group.watchdog is not None:
+            makes_round = row.place == ROUND
+            with explained(group, place):
+                group.board.post(makes_round)
+            if not makes_round:
+                with waiting(statistics):
+                    makes_round = group.board.anyone_makes_round(
+                        group.watchdog, place, group.timeout_s
+                    )
+            if not makes_round:
+                return start_rows(group, statistics, row, place)
+        return self._send_with_first_parcel(group, row, place)
+
+    def _send_with_first_parcel(self, group: WorkerGroup, row: Row, place: str) -> PendingRows:
         parcel, slot = self._parcels[0], self._slots[0]
         params = slot[: len(parcel)]
         self._propose(parcel, params, progress=row.weight > 0)
         carrier = slot[: len(parcel) + self._table_elements]
         write_row(carrier[len(parcel) :].view(-1, len(row)), group.worker, row)
-        announce_place(group, place)
         handle = self._exchange.start(carrier, int(row.round_index))
         self._first = (parcel, params, handle)
         return PendingRows(lambda: handle.wait(1.0)[len(parcel) :].view(-1, len(row)), place)
