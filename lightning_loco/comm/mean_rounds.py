@@ -54,21 +54,22 @@ class MeanRounds(BlockingRounds):
         self, group: WorkerGroup, statistics: Statistics, row: Row, place: str
     ) -> PendingRows:
         """Send the row with the first parcel, or by itself if all workers are at a meeting."""
-        announce_place(group, place)
+        if row.place == ROUND:
+            rows = self._send_with_first_parcel(group, row, place)
+            if group.board is not None:  # while the parcel travels: only those at a meeting read it
+                with explained(group, place):
+                    group.board.post(makes_round=True)
+            return rows
         if group.board is not None and group.watchdog is not None:
-            makes_round = row.place == ROUND
-            with explained(group, place):
-                group.board.post(makes_round)
-            if not makes_round:
-                with waiting(statistics):
-                    makes_round = group.board.anyone_makes_round(
-                        group.watchdog, place, group.timeout_s
-                    )
-            if not makes_round:
-                return start_rows(group, statistics, row, place)
-        return self._send_with_first_parcel(group, row, place)
+            with waiting(statistics), explained(group, place):
+                group.board.post(makes_round=False)
+                joins = group.board.anyone_makes_round(group.watchdog, place, group.timeout_s)
+            if joins:
+                return self._send_with_first_parcel(group, row, place)
+        return start_rows(group, statistics, row, place)
 
     def _send_with_first_parcel(self, group: WorkerGroup, row: Row, place: str) -> PendingRows:
+        announce_place(group, place)
         parcel, slot = self._parcels[0], self._slots[0]
         params = slot[: len(parcel)]
         self._propose(parcel, params, progress=row.weight > 0)
