@@ -44,6 +44,7 @@ GRACE_S = 5.0
 CLEAN_UP_S = 20.0
 # How long a rank that hangs has for writing down where it is.
 DUMP_S = 0.3
+LONGEST_DUMP_S = 5.0
 
 _processes = multiprocessing.get_context("forkserver")
 
@@ -249,6 +250,9 @@ class _Worker:
         self.stack_file.write_text("")
         with suppress(ProcessLookupError):
             os.kill(self._pid(), signal.SIGUSR2)
+            deadline = time.monotonic() + LONGEST_DUMP_S
+            while not self.stack_file.read_text() and time.monotonic() < deadline:
+                time.sleep(DUMP_S)
             time.sleep(DUMP_S)
         return self.stack_file.read_text().strip() or "(no stack was written)"
 

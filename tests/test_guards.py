@@ -32,11 +32,13 @@ def test_threads(tmp_path: Path) -> None:
 
 def test_processes(tmp_path: Path) -> None:
     before = Surroundings.now(tmp_path)
-    command = [sys.executable, "-c", "input()"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # it runs: before that it has no command line of its own
         (left,) = before.restore(patience_s=0.5)
         assert left.startswith(f"process {process.pid}: ")
-        assert left.endswith("-c input()")
+        assert left.endswith("-c print(flush=True); input()")
         process.kill()
     assert before.restore() == []
 

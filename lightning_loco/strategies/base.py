@@ -49,7 +49,7 @@ class LocoStrategy(SavingStrategy):
             networkx graph, an ``(N, N)`` mixing matrix or an edge-list file.
         evaluate: ``"average"`` validates the consensus, ``"local"`` each worker its own model.
         finalize: ``"average"`` leaves the consensus in the model after fit, ``"keep"`` each
-            worker's own parameters.
+            worker's own parameters (until ``Trainer.validate``, which shares worker 0's).
         timeout_s: Longest wait for another worker, in seconds.
         bucket_bytes: Memory for messages under way, in bytes.
         accelerator: As in ``DDPStrategy``; usually set by the Trainer.
