@@ -22,7 +22,8 @@ from tests.tiny import TinyModule, make_loader
 pytestmark = pytest.mark.slow
 
 SCRIPT = """
-import os, signal, sys, time
+import faulthandler, os, signal, sys, time
+faulthandler.register(signal.SIGUSR1)
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
@@ -111,9 +112,19 @@ def wait_for(process: subprocess.Popen[str], text: str) -> str:
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float) -> str:
-    """The rest of the output; all workers have ended when it does."""
-    output, _ = process.communicate(timeout=timeout_s)
-    return output
+    """The rest of the output; all workers have ended when it does.
+
+    Raises:
+        AssertionError: If they do not end in time, with the output and all stacks.
+    """
+    try:
+        return process.communicate(timeout=timeout_s)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGUSR1)
+        time.sleep(2)
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(f"still running after {timeout_s:g} s:\n{output}") from None
 
 
 @pytest.mark.parametrize("worker", [0, 1])
