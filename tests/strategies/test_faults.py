@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = """
 import faulthandler, os, signal, sys, time
 faulthandler.register(signal.SIGUSR1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs inherit it ignored
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
