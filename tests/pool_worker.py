@@ -74,10 +74,12 @@ def serve(connection: Connection, port: int, stack_file: str) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     with open(stack_file, "a") as stacks:
-        faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
         connection.send_bytes(b"ready")
         try:
             while message := connection.recv_bytes():
+                # Anew for every job: at its end Lightning's Trainer resets all signal handlers.
+                faulthandler.unregister(signal.SIGUSR2)
+                faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
                 _work(connection, store, pickle.loads(message))
         except (EOFError, ConnectionError):
             return  # the pytest process is gone
