@@ -36,7 +36,11 @@ FOREIGN = {
 # Modules that may import more than their layer, when it is installed.
 EXTRA = {"lightning_loco.topology.draw": {"matplotlib"}}
 # Modules that may use private names of other packages.
-MAY_USE_PRIVATE = {"lightning_loco.strategies.lockstep", "lightning_loco.comm.groups"}
+MAY_USE_PRIVATE = {
+    "lightning_loco.strategies.lockstep",
+    "lightning_loco.comm.groups",
+    "lightning_loco.comm.labels",
+}
 # Fused operations on lists of tensors, which the whole of PyTorch's optimizers is built on.
 PUBLIC_IN_PRACTICE = ("_foreach_",)
 

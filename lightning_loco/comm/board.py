@@ -1,8 +1,8 @@
 """A notice board in the job's key-value store: who makes a round, who waits at a meeting.
 
 An all-reduce must be called by all workers, and those at a meeting cannot know whether another one
-has a round to make. So everybody leaves a notice before an exchange, which costs a worker with a
-round next to nothing; only those at a meeting stop to read the notices of all.
+has a round to make. So those at a meeting leave a notice and wait for the notices of all. A worker
+with a round leaves one only when its all-reduce is late, since somebody may then be at a meeting.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ class Board:
 
     def __init__(self, store: Store, worker: int, num_workers: int) -> None:
         self._store = store
-        self._key = f"at/{worker}"
+        self._worker = worker
         self._keys = [f"at/{w}" for w in range(num_workers)]
-        self._exchanges = 0
+        self._exchange = 0
+
+    def begin(self) -> None:
+        """Count one more exchange; all workers do."""
+        self._exchange += 1
 
     def post(self, makes_round: bool) -> None:
-        """Say what this worker does in the next exchange, before it starts."""
-        self._exchanges += 1
-        self._store.set(self._key, f"{self._exchanges}|{int(makes_round)}")
+        """Say what this worker does in the exchange that has begun."""
+        self._store.set(self._keys[self._worker], f"{self._exchange}|{int(makes_round)}")
 
     def anyone_makes_round(self, watchdog: Watchdog, place: str, timeout_s: float) -> bool:
         """Wait until all workers have posted for this exchange.
@@ -51,23 +54,17 @@ class Board:
         """
         deadline = time.monotonic() + timeout_s
         pause_s = 0.0002
-        missing = list(self._keys)
-        found = False
-        while missing:
+        notices: dict[str, bool] = {}
+        while True:
             watchdog.raise_if_failed()
-            missing = [key for key in missing if not self._has_posted(key)]
-            if missing:
-                if time.monotonic() > deadline:
-                    raise RuntimeError(watchdog.explain(place, timeout_s))
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        for key in self._keys:
-            found = found or self._read(key)[1]
-        return found
-
-    def _has_posted(self, key: str) -> bool:
-        return self._store.check([key]) and self._read(key)[0] == self._exchanges
-
-    def _read(self, key: str) -> tuple[int, bool]:
-        exchanges, makes_round = self._store.get(key).decode().split("|")
-        return int(exchanges), makes_round == "1"
+            for key in self._keys:
+                if key not in notices and self._store.check([key]):
+                    exchange, makes_round = self._store.get(key).decode().split("|")
+                    if int(exchange) == self._exchange:
+                        notices[key] = makes_round == "1"
+            if len(notices) == len(self._keys):
+                return any(notices.values())
+            if time.monotonic() > deadline:
+                raise RuntimeError(watchdog.explain(place, timeout_s))
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

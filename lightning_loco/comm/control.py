@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.stats import Statistics
-from lightning_loco.comm.waiting import explained, waiting
+from lightning_loco.comm.waiting import Explained, Timed
 
 ROUND = 0.0
 """The ``place`` of a worker that makes a round; meetings have a positive number."""
@@ -51,8 +51,9 @@ def meeting_number(purpose: str) -> float:
 
 def write_row(table: Tensor, worker: int, row: Row) -> None:
     """Put one worker's row into a table ``(N, len(row))`` of zeros that will be summed."""
-    table.zero_()
-    table[worker] = torch.tensor(row, dtype=table.dtype)
+    values = [0.0] * table.numel()
+    values[worker * len(row) : (worker + 1) * len(row)] = row
+    table.copy_(torch.tensor(values, dtype=table.dtype).view(table.shape))
 
 
 class PendingRows:
@@ -119,11 +120,11 @@ def start_rows(group: WorkerGroup, statistics: Statistics, row: Row, place: str)
     if group.control is None:
         return PendingRows(lambda: table, place)
     announce_place(group, place)
-    with explained(group, place):
+    with Explained(group, place):
         work = dist.all_reduce(table, group=group.control, async_op=True)
 
     def receive() -> Tensor:
-        with waiting(statistics), explained(group, place):
+        with Timed(statistics), Explained(group, place):
             work.wait()
         return table
 

@@ -192,6 +192,7 @@ class StepEngine:
         """Make the round that a control exchange has announced."""
         self._header = header
         if self.consensus_every and self.round_index % self.consensus_every == 0:
+            header.wait()
             self.statistics.consensus_distance = self._measure_consensus()
         self._rounds.run(self.round_index, self._progress, self._weight_from(header))
         if not self.was_finite:

@@ -7,6 +7,7 @@ Every exchange has two faces that must agree: ``start(...).wait(...)`` between p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.stats import Statistics
-from lightning_loco.comm.waiting import explained, waiting
+from lightning_loco.comm.waiting import Explained, Timed
 from lightning_loco.topology import Topology
 
 
@@ -56,15 +57,15 @@ class MeanExchange:
         self._group = group
         self._statistics = statistics
 
-    def start(self, message: Tensor, round_index: int) -> Handle:
+    def start(self, message: Tensor, round_index: int) -> MeanHandle:
         """Sum the messages in place; a worker of weight 0 must send zeros."""
         work = None
         if self._group.data is not None:
-            with explained(self._group, f"round {round_index}"):
+            with Explained(self._group, f"round {round_index}"):
                 work = dist.all_reduce(message, group=self._group.data, async_op=True)
             n = self._group.num_workers
             self._statistics.bytes_sent += 2 * (n - 1) * message.nbytes // n
-        return _Mean(self, message, work, round_index)
+        return MeanHandle(self, message, work, round_index)
 
     def normalize(self, received: Tensor, total_weight: float) -> None:
         """Divide the sum by the weight of all messages."""
@@ -73,11 +74,14 @@ class MeanExchange:
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
         """Sum in the order of the workers, then divide."""
-        mean = torch.stack(list(messages)).sum(0).div_(len(messages))
+        mean = torch.stack(list(messages)).sum(0)
+        self.normalize(mean, len(messages))
         return [mean.clone() for _ in messages]
 
 
-class _Mean:
+class MeanHandle:
+    """An all-reduce under way."""
+
     def __init__(
         self, exchange: MeanExchange, message: Tensor, work: dist.Work | None, round_index: int
     ) -> None:
@@ -86,12 +90,27 @@ class _Mean:
         self._work = work
         self._round_index = round_index
 
+    def arrives_within(self, seconds: float) -> bool:
+        """Wait a little; on a GPU, where the host need not wait, return False at once."""
+        if self._work is None:
+            return True
+        if self._message.device.type != "cpu":
+            return False
+        try:
+            with Timed(self._exchange._statistics):
+                self._work.wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            return False
+        self._work = None
+        return True
+
     def wait(self, total_weight: float) -> Tensor:
+        """Return the mean, in the memory of the message."""
         if self._work is not None:
             group = self._exchange._group
             with (
-                waiting(self._exchange._statistics),
-                explained(group, f"round {self._round_index}"),
+                Timed(self._exchange._statistics),
+                Explained(group, f"round {self._round_index}"),
             ):
                 self._work.wait()
             self._work = None
@@ -126,7 +145,7 @@ class NeighborExchange:
         ]
         works: list[dist.Work] = []
         if operations:
-            with explained(group, f"round {round_index}"):
+            with Explained(group, f"round {round_index}"):
                 works = dist.batch_isend_irecv(operations)
         self._statistics.bytes_sent += message.nbytes * len(receivers)
         return _Mix(self, message, own_weight, weights, inbox, works, round_index)
@@ -178,8 +197,8 @@ class _Mix:
     def wait(self, total_weight: float) -> Tensor:
         exchange = self._exchange
         with (
-            waiting(exchange._statistics),
-            explained(exchange._group, f"round {self._round_index}"),
+            Timed(exchange._statistics),
+            Explained(exchange._group, f"round {self._round_index}"),
         ):
             for work in self._works:
                 work.wait()

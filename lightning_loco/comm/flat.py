@@ -25,6 +25,21 @@ class Piece(NamedTuple):
     numel: int
 
 
+class Window(NamedTuple):
+    """The pieces of a chunk, side by side with their places in a flat vector."""
+
+    views: list[Tensor]
+    parts: list[Tensor]
+
+    def pack(self) -> None:
+        """Copy the parameters into the flat vector."""
+        torch._foreach_copy_(self.parts, self.views)
+
+    def unpack(self) -> None:
+        """Copy the flat vector into the parameters."""
+        torch._foreach_copy_(self.views, self.parts)
+
+
 class Chunk:
     """The slice ``start:stop`` of the flat vector and the pieces of parameters it is made of."""
 
@@ -56,13 +71,17 @@ class Chunk:
                 lost.view(part.shape).copy_(part - part.to(view.dtype))
         return error
 
+    def window(self, flat: Tensor) -> Window:
+        """Tie the chunk to ``flat``, of shape ``(len(self),)``, for many copies."""
+        return Window(self.views, self._parts(flat))
+
     def pack(self, flat: Tensor) -> None:
         """Copy the parameters into ``flat``, of shape ``(len(self),)``."""
-        torch._foreach_copy_(self._parts(flat), self.views)
+        self.window(flat).pack()
 
     def unpack(self, flat: Tensor) -> None:
         """Copy ``flat``, of shape ``(len(self),)``, into the parameters."""
-        torch._foreach_copy_(self.views, self._parts(flat))
+        self.window(flat).unpack()
 
 
 class FlatLayout:

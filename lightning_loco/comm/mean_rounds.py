@@ -17,12 +17,15 @@ from lightning_loco.comm.control import (
     start_rows,
     write_row,
 )
-from lightning_loco.comm.exchange import Exchange
+from lightning_loco.comm.exchange import Handle, MeanExchange, MeanHandle
 from lightning_loco.comm.flat import FlatLayout
 from lightning_loco.comm.groups import WorkerGroup
-from lightning_loco.comm.rounds import BlockingRounds, Parcel, UnderWay
+from lightning_loco.comm.parcels import Parcel
+from lightning_loco.comm.rounds import BlockingRounds
 from lightning_loco.comm.stats import Statistics
-from lightning_loco.comm.waiting import explained, waiting
+from lightning_loco.comm.waiting import Explained, Timed
+
+_PATIENCE_S = 0.02
 
 
 class MeanRounds(BlockingRounds):
@@ -37,31 +40,34 @@ class MeanRounds(BlockingRounds):
         num_workers: Number of workers N.
     """
 
+    _exchange: MeanExchange
+
     def __init__(
         self,
         layout: FlatLayout,
         algorithm: Algorithm,
-        exchange: Exchange,
+        exchange: MeanExchange,
         state: State,
         parcel_elements: int,
         num_workers: int,
     ) -> None:
-        self._table_elements = num_workers * len(Row._fields)
-        super().__init__(layout, algorithm, exchange, state, parcel_elements, self._table_elements)
-        self._first: UnderWay | None = None
+        table_elements = num_workers * len(Row._fields)
+        super().__init__(layout, algorithm, exchange, state, parcel_elements, table_elements)
+        longest = len(self._parcels[0])
+        self._carrier = self._slots[0][: longest + table_elements]
+        self._table = self._carrier[longest:].view(num_workers, len(Row._fields))
+        self._first: MeanHandle | None = None
 
     def announce(
         self, group: WorkerGroup, statistics: Statistics, row: Row, place: str
     ) -> PendingRows:
         """Send the row with the first parcel, or by itself if all workers are at a meeting."""
+        if group.board is not None:
+            group.board.begin()
         if row.place == ROUND:
-            rows = self._send_with_first_parcel(group, row, place)
-            if group.board is not None:  # while the parcel travels: only those at a meeting read it
-                with explained(group, place):
-                    group.board.post(makes_round=True)
-            return rows
+            return self._send_with_first_parcel(group, row, place)
         if group.board is not None and group.watchdog is not None:
-            with waiting(statistics), explained(group, place):
+            with Timed(statistics), Explained(group, place):
                 group.board.post(makes_round=False)
                 joins = group.board.anyone_makes_round(group.watchdog, place, group.timeout_s)
             if joins:
@@ -70,17 +76,22 @@ class MeanRounds(BlockingRounds):
 
     def _send_with_first_parcel(self, group: WorkerGroup, row: Row, place: str) -> PendingRows:
         announce_place(group, place)
-        parcel, slot = self._parcels[0], self._slots[0]
-        params = slot[: len(parcel)]
-        self._propose(parcel, params, progress=row.weight > 0)
-        carrier = slot[: len(parcel) + self._table_elements]
-        write_row(carrier[len(parcel) :].view(-1, len(row)), group.worker, row)
-        handle = self._exchange.start(carrier, int(row.round_index))
-        self._first = (parcel, params, handle)
-        return PendingRows(lambda: handle.wait(1.0)[len(parcel) :].view(-1, len(row)), place)
+        self._propose(self._parcels[0], progress=row.weight > 0)
+        write_row(self._table, group.worker, row)
+        handle = self._first = self._exchange.start(self._carrier, int(row.round_index))
 
-    def _send(self, parcel: Parcel, slot: Tensor, round_index: int, progress: bool) -> UnderWay:
-        if self._first is not None and self._first[0] is parcel:
+        def receive() -> Tensor:
+            late = row.place == ROUND and not handle.arrives_within(_PATIENCE_S)
+            if late and group.board is not None:
+                with Explained(group, place):
+                    group.board.post(makes_round=True)
+            handle.wait(1.0)
+            return self._table
+
+        return PendingRows(receive, place)
+
+    def _send(self, parcel: Parcel, round_index: int, progress: bool) -> Handle:
+        if self._first is not None and parcel is self._parcels[0]:
             first, self._first = self._first, None
             return first
-        return super()._send(parcel, slot, round_index, progress)
+        return super()._send(parcel, round_index, progress)

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from lightning_loco.algorithms import Algorithm, State
 from lightning_loco.comm.exchange import Exchange, Handle
-from lightning_loco.comm.flat import FlatLayout
-from lightning_loco.comm.rounds import BlockingRounds, slice_state
+from lightning_loco.comm.flat import Chunk, FlatLayout
+from lightning_loco.comm.parcels import Parcel, Part
+from lightning_loco.comm.rounds import BlockingRounds
 
 
 class OverlappedRounds(BlockingRounds):
@@ -40,15 +41,22 @@ class OverlappedRounds(BlockingRounds):
         parcel_elements: int,
         warm_start: bool,
     ) -> None:
+        self._messages = torch.empty(layout.numel, dtype=layout.dtype, device=layout.device)
         super().__init__(layout, algorithm, exchange, state, parcel_elements)
         self._warm_start = warm_start
-        self._messages = torch.empty(layout.numel, dtype=layout.dtype, device=layout.device)
         self._handles: list[Handle] | None = None
         self._total_weight: Callable[[], float] = lambda: 1.0
 
     def _slot_lengths(self, extra_elements: int) -> list[int]:
         longest = max((len(chunk) for chunk in self._layout.chunks()), default=0)
         return [longest, longest]
+
+    def _make_parcel(self, index: int, chunks: list[Chunk]) -> Parcel:
+        slot = self._slots[0]
+        return Parcel(
+            self._messages[chunks[0].start : chunks[-1].stop],
+            [Part(c, slot[: len(c)], self._algorithm, self.state) for c in chunks],
+        )
 
     def load(self) -> bool:
         """Look at the parameters; nothing is prepared, since results come back first."""
@@ -62,18 +70,16 @@ class OverlappedRounds(BlockingRounds):
         for index, parcel in enumerate(self._parcels):
             if previous is not None:
                 previous[index].wait(1.0)
-            messages = self._messages[parcel.start : parcel.stop]
-            for chunk, message in parcel.parts(messages):
-                proposal, params = (slot[: len(chunk)] for slot in self._slots)
-                self._propose_chunk(chunk, proposal, progress)
+            for part, message in parcel.split(parcel.message):
+                self._propose_part(part, progress)
+                fresh = self._slots[1][: len(part)]
                 if previous is not None:
-                    self._update(chunk, params, message, weight)
+                    self._update(part, fresh, message, weight)
                 else:
-                    state = slice_state(self._algorithm, self.state, chunk)
-                    self._algorithm.restart(params, state)
-                    chunk.unpack(params)
-                message.copy_(proposal)
-            self._handles.append(self._exchange.start(messages, round_index))
+                    self._algorithm.restart(fresh, part.state)
+                    part.unpack(fresh)
+                message.copy_(part.params)
+            self._handles.append(self._exchange.start(parcel.message, round_index))
         self._total_weight = total_weight
         if self._warm_start and round_index == 0:
             self.drain()
@@ -85,8 +91,8 @@ class OverlappedRounds(BlockingRounds):
             return
         weight = self._total_weight()
         for parcel, handle in zip(self._parcels, self._handles, strict=True):
-            for chunk, received in parcel.parts(handle.wait(1.0)):
-                self._update(chunk, self._slots[0][: len(chunk)], received, weight)
+            for part, received in parcel.split(handle.wait(1.0)):
+                self._update(part, part.params, received, weight)
         self._handles = None
         self._finish_norm()
 
@@ -107,9 +113,7 @@ class OverlappedRounds(BlockingRounds):
             return
         self._messages.copy_(received)
         self._total_weight = lambda: 1.0
-        self._handles = [
-            _Arrived(self._messages[parcel.start : parcel.stop]) for parcel in self._parcels
-        ]
+        self._handles = [_Arrived(parcel.message) for parcel in self._parcels]
 
 
 class _Arrived:

@@ -1,71 +1,28 @@
 """One round over all parameters: pack, propose, exchange, apply, unpack.
 
-Chunks are small, so that they stay in the processor's cache from one operation to the next. Parcels
-are what travels: many chunks, because every exchange has fixed costs. Parcels pass through a kept
-buffer (the *bucket*), so that a round needs no memory of the model's size.
+Parcels pass through a kept buffer (the *bucket*), so that a round needs no memory of the model's
+size.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from lightning_loco.algorithms import Algorithm, State
 from lightning_loco.comm.control import PendingRows, Row, start_rows
 from lightning_loco.comm.exchange import Exchange, Handle
 from lightning_loco.comm.flat import Chunk, FlatLayout
 from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.labels import labelled
+from lightning_loco.comm.parcels import Parcel, Part, group_chunks
 from lightning_loco.comm.stats import Statistics
 
 PARCELS_IN_FLIGHT = 2
-
-
-def slice_state(algorithm: Algorithm, state: State, chunk: Chunk) -> State:
-    """The part of an elementwise algorithm's state that belongs to a chunk."""
-    if not algorithm.elementwise:
-        return state
-    return {key: value[chunk.start : chunk.stop] for key, value in state.items()}
-
-
-def read_local(chunk: Chunk, params: Tensor, algorithm: Algorithm, state: State) -> None:
-    """Pack the local parameters, exact to the drift.
-
-    Parameters in a narrow dtype (bfloat16) were rounded when the round began. What was lost then is
-    added again, or the algorithm would take it for a drift and undo small steps of its masters.
-    """
-    if chunk.is_rounded(params.dtype):
-        algorithm.restart(params, state)
-        lost = chunk.rounding_error(params)
-        chunk.pack(params)
-        params.add_(lost)
-    else:
-        chunk.pack(params)
-
-
-class Parcel:
-    """Consecutive chunks that travel together."""
-
-    def __init__(self, chunks: list[Chunk]) -> None:
-        self.chunks = chunks
-        self.start = chunks[0].start
-        self.stop = chunks[-1].stop
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    def parts(self, flat: Tensor) -> Iterator[tuple[Chunk, Tensor]]:
-        """Each chunk with its part of ``flat``, of shape ``(len(self),)`` or longer."""
-        for chunk in self.chunks:
-            yield chunk, flat[chunk.start - self.start : chunk.stop - self.start]
-
-
-UnderWay = tuple[Parcel, Tensor, Handle]
-"""A parcel, what propose has left in its slot, and its message."""
 
 
 class BlockingRounds:
@@ -99,29 +56,40 @@ class BlockingRounds:
         self.gradient_norm: float | None = None
         self._squares: list[Tensor] = []
         self._parcel_elements = parcel_elements
-        self._parcels: list[Parcel] = []
         self._proposed = False
-        self._make_parcels()
+        self._tied_to: list[Chunk] = []
+        self._parcels: list[Parcel] = []
         self._slots = [
             torch.empty(length, dtype=layout.dtype, device=layout.device)
             for length in self._slot_lengths(extra_elements)
         ]
+        self._make_parcels()
 
     def _slot_lengths(self, extra_elements: int) -> list[int]:
-        longest = max((len(parcel) for parcel in self._parcels), default=0)
-        return [longest + extra_elements] * min(PARCELS_IN_FLIGHT, len(self._parcels))
+        groups = group_chunks(self._layout.chunks(), self._parcel_elements)
+        longest = max((group[-1].stop - group[0].start for group in groups), default=0)
+        return [longest + extra_elements] * min(PARCELS_IN_FLIGHT, len(groups))
 
     def _make_parcels(self) -> None:
+        """Tie all parcels to their memory; again when the parameters have moved."""
         chunks = self._layout.chunks()
-        if self._parcels and chunks[0] is self._parcels[0].chunks[0]:
+        if chunks is self._tied_to:
             return
-        groups: list[list[Chunk]] = []
-        for chunk in chunks:
-            if groups and chunk.stop - groups[-1][0].start <= self._parcel_elements:
-                groups[-1].append(chunk)
-            else:
-                groups.append([chunk])
-        self._parcels = [Parcel(group) for group in groups]
+        groups = group_chunks(chunks, self._parcel_elements)
+        self._parcels = [self._make_parcel(index, group) for index, group in enumerate(groups)]
+        self._sums = torch.empty(len(chunks), dtype=self._layout.dtype, device=self._layout.device)
+        self._tied_to = chunks
+
+    def _make_parcel(self, index: int, chunks: list[Chunk]) -> Parcel:
+        start = chunks[0].start
+        message = self._slots[index % len(self._slots)][: chunks[-1].stop - start]
+        return Parcel(
+            message,
+            [
+                Part(c, message[c.start - start : c.stop - start], self._algorithm, self.state)
+                for c in chunks
+            ],
+        )
 
     def load(self) -> bool:
         """Prepare a round as far as possible alone, and say whether the parameters are finite.
@@ -133,15 +101,13 @@ class BlockingRounds:
         self._proposed = len(self._parcels) <= len(self._slots)
         if not self._proposed:
             return self._layout.is_finite()
-        sums = []
-        for parcel, slot in zip(self._parcels, self._slots, strict=False):
-            for chunk, params in parcel.parts(slot):
-                state = slice_state(self._algorithm, self.state, chunk)
-                read_local(chunk, params, self._algorithm, state)
-                sums.append(params.sum())
-                self._propose_into(params, state)
-        finite = not sums or bool(torch.isfinite(torch.stack(sums)).all())
-        return finite or self._layout.is_finite()
+        parts = [part for parcel in self._parcels for part in parcel.parts]
+        with labelled("loco/propose"):
+            for part, total in zip(parts, self._sums.unbind(), strict=True):
+                part.read_local()
+                torch.sum(part.params, 0, out=total)
+                part.propose()
+        return all(map(math.isfinite, self._sums.tolist())) or self._layout.is_finite()
 
     def announce(
         self, group: WorkerGroup, statistics: Statistics, row: Row, place: str
@@ -164,58 +130,48 @@ class BlockingRounds:
             progress: False when this worker has made no valid progress since the last round.
             total_weight: Called once messages are under way; waits for the other workers' weights.
         """
-        under_way: deque[UnderWay] = deque()
-        for index, parcel in enumerate(self._parcels):
+        under_way: deque[tuple[Parcel, Handle]] = deque()
+        for parcel in self._parcels:
             if len(under_way) == len(self._slots):
                 self._complete(*under_way.popleft(), total_weight())
-            slot = self._slots[index % len(self._slots)]
-            under_way.append(self._send(parcel, slot, round_index, progress))
+            under_way.append((parcel, self._send(parcel, round_index, progress)))
         while under_way:
             self._complete(*under_way.popleft(), total_weight())
         self._finish_norm()
 
-    def _send(self, parcel: Parcel, slot: Tensor, round_index: int, progress: bool) -> UnderWay:
-        params = slot[: len(parcel)]
-        self._propose(parcel, params, progress)
-        return parcel, params, self._exchange.start(params, round_index)
+    def _send(self, parcel: Parcel, round_index: int, progress: bool) -> Handle:
+        self._propose(parcel, progress)
+        return self._exchange.start(parcel.message, round_index)
 
-    def _propose(self, parcel: Parcel, params: Tensor, progress: bool) -> None:
-        """Put the messages of a parcel into ``params``."""
+    def _propose(self, parcel: Parcel, progress: bool) -> None:
+        """Make the message of a parcel."""
         if progress and self._proposed:
             return
-        with record_function("loco/propose"):
-            for chunk, part in parcel.parts(params):
-                self._propose_chunk(chunk, part, progress)
+        with labelled("loco/propose"):
+            for part in parcel.parts:
+                self._propose_part(part, progress)
 
-    def _propose_chunk(self, chunk: Chunk, params: Tensor, progress: bool) -> None:
-        state = slice_state(self._algorithm, self.state, chunk)
+    def _propose_part(self, part: Part, progress: bool) -> None:
         if progress:
-            read_local(chunk, params, self._algorithm, state)
+            part.read_local()
         else:
-            self._algorithm.restart(params, state)
-        self._propose_into(params, state)
+            part.restart()
+        part.propose()
 
-    def _propose_into(self, params: Tensor, state: State) -> None:
-        message = self._algorithm.propose(params, state)
-        if message is not params:
-            params.copy_(message)
-
-    def _complete(self, parcel: Parcel, params: Tensor, handle: Handle, weight: float) -> None:
-        with record_function("loco/exchange"):
+    def _complete(self, parcel: Parcel, handle: Handle, weight: float) -> None:
+        with labelled("loco/exchange"):
             received = handle.wait(1.0)
-        with record_function("loco/apply"):
-            for chunk, part in parcel.parts(received):
-                start = chunk.start - parcel.start
-                self._update(chunk, params[start : start + len(chunk)], part, weight)
+        with labelled("loco/apply"):
+            for part, share in parcel.split(received):
+                self._update(part, part.params, share, weight)
 
-    def _update(self, chunk: Chunk, params: Tensor, received: Tensor, weight: float) -> None:
-        state = slice_state(self._algorithm, self.state, chunk)
+    def _update(self, part: Part, params: Tensor, received: Tensor, weight: float) -> None:
         self._exchange.normalize(received, weight)
         if self.measure_gradient:
-            gradient = self._algorithm.outer_gradient(params, received, state)
+            gradient = self._algorithm.outer_gradient(params, received, part.state)
             if gradient is not None:
                 self._squares.append(torch.linalg.vector_norm(gradient))
-        chunk.unpack(self._algorithm.update(params, received, state))
+        part.unpack(self._algorithm.update(params, received, part.state))
 
     def _finish_norm(self) -> None:
         if self._squares:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable
 
@@ -14,7 +15,7 @@ from lightning_loco.comm.checks import (
     check_same_settings,
     share_from_worker_0,
 )
-from lightning_loco.comm.exchange import make_exchange
+from lightning_loco.comm.exchange import MeanExchange, make_exchange
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.mean_rounds import MeanRounds
 from lightning_loco.comm.overlapped_rounds import OverlappedRounds
@@ -70,14 +71,21 @@ def prepare_worker(
                 warnings.simplefilter("ignore")
             settings = make_settings().prepare(group.num_workers)
         parcel = settings.parcel_elements(model, bucket_bytes, group.num_workers)
-        whole = not settings.algorithm.elementwise
-        replica = Replica(model, parcel if whole else min(parcel, CHUNK_ELEMENTS))
+        replica = Replica(model, _chunk_elements(model, parcel, settings.algorithm.elementwise))
     except (ValueError, TypeError) as found:
         error = found
     group.raise_together(error)
     check_same_settings({**settings.describe(), "bucket_bytes": bucket_bytes}, group)
     check_same_schema(replica.layout, group)
     return Prepared(settings, replica, parcel, share_from_worker_0(model, group))
+
+
+def _chunk_elements(model: nn.Module, parcel_elements: int, elementwise: bool) -> int:
+    """About :data:`CHUNK_ELEMENTS`, without a short chunk at the end of a small model."""
+    numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if not elementwise or numel > parcel_elements:
+        return parcel_elements if not elementwise else min(parcel_elements, CHUNK_ELEMENTS)
+    return math.ceil(numel / max(1, round(numel / CHUNK_ELEMENTS)))
 
 
 def make_rounds(prepared: Prepared, group: WorkerGroup, statistics: Statistics) -> BlockingRounds:
@@ -89,7 +97,7 @@ def make_rounds(prepared: Prepared, group: WorkerGroup, statistics: Statistics) 
     rounds: BlockingRounds
     if settings.overlap:
         rounds = OverlappedRounds(layout, algorithm, exchange, state, parcel, settings.warm_start)
-    elif algorithm.exchange == "mean" and algorithm.elementwise and layout.numel:
+    elif isinstance(exchange, MeanExchange) and algorithm.elementwise and layout.numel:
         rounds = MeanRounds(layout, algorithm, exchange, state, parcel, group.num_workers)
     else:
         rounds = BlockingRounds(layout, algorithm, exchange, state, parcel)

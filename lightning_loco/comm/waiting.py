@@ -1,27 +1,32 @@
-"""Waiting for other workers: timed, and with an error that says who is missing."""
+"""Waiting for other workers: timed, and with an error that says who is missing.
+
+Small classes, because they surround every exchange: generators would take longer to set up than a
+small model takes to pack.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.stats import Statistics
 
 
-@contextmanager
-def waiting(statistics: Statistics) -> Iterator[None]:
+class Timed:
     """Add the seconds spent inside to ``statistics.wait_s``."""
-    started = time.perf_counter()
-    try:
-        yield
-    finally:
-        statistics.wait_s += time.perf_counter() - started
+
+    def __init__(self, statistics: Statistics) -> None:
+        self._statistics = statistics
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._statistics.wait_s += time.perf_counter() - self._started
 
 
-@contextmanager
-def explained(group: WorkerGroup, place: str) -> Iterator[None]:
+class Explained:
     """Turn a backend's error into one that names the missing or failed worker.
 
     Args:
@@ -31,11 +36,20 @@ def explained(group: WorkerGroup, place: str) -> Iterator[None]:
     Raises:
         RuntimeError: Instead of the backend's error, which stays its cause.
     """
-    started = time.perf_counter()
-    try:
-        yield
-    except RuntimeError as error:
-        if group.watchdog is None:
-            raise
-        waited_s = time.perf_counter() - started
-        raise RuntimeError(group.watchdog.explain(place, waited_s)) from error
+
+    def __init__(self, group: WorkerGroup, place: str) -> None:
+        self._group = group
+        self._place = place
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, RuntimeError) and self._group.watchdog is not None:
+            waited_s = time.perf_counter() - self._started
+            raise RuntimeError(self._group.watchdog.explain(self._place, waited_s)) from error

@@ -14,7 +14,7 @@ from lightning_loco.comm import RoundSettings, Statistics, WorkerGroup
 from lightning_loco.comm.checks import check_model, first_difference
 from lightning_loco.comm.exchange import make_exchange
 from lightning_loco.comm.flat import FlatLayout
-from lightning_loco.comm.rounds import read_local, slice_state
+from lightning_loco.comm.parcels import Part
 
 
 class Simulation:
@@ -139,8 +139,8 @@ class Simulation:
         layout = self._layouts[worker]
         params = torch.empty(layout.numel, dtype=layout.dtype, device=layout.device)
         for chunk in layout.chunks():
-            state = slice_state(self.algorithm, self.states[worker], chunk)
-            read_local(chunk, params[chunk.start : chunk.stop], self.algorithm, state)
+            part = params[chunk.start : chunk.stop]
+            Part(chunk, part, self.algorithm, self.states[worker]).read_local()
         return params
 
     def _apply(self, params: list[Tensor], received: list[Tensor]) -> None:
