@@ -1,32 +1,25 @@
-"""When rounds start and end: after every H local steps, at once or one round late.
+"""What all engines share: counting steps, meeting the others, the consensus, checkpoints.
 
-The engine drives any algorithm in a plain PyTorch loop; the Lightning strategies use the same one::
-
-    engine = StepEngine(model, DiLoCo(), sync_every=100)   # on every rank
-    for batch in data:
-        ...
-        optimizer.step()
-        engine.step()
-    engine.finish()                                        # the model is now the consensus
-    engine.close()
+An engine drives one worker. ``StepEngine`` makes rounds after every H local steps; other engines
+differ in when, and with whom, they exchange.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_loco.algorithms import Algorithm
 from lightning_loco.comm.control import ROUND, PendingRows, Row, meeting_number
 from lightning_loco.comm.groups import WorkerGroup
-from lightning_loco.comm.settings import RoundSettings
-from lightning_loco.comm.setup import make_rounds, prepare_worker
+from lightning_loco.comm.rounds import BlockingRounds
+from lightning_loco.comm.setup import Prepared
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.stopping import StopAgreement
 
@@ -37,55 +30,28 @@ class StopAgreed(Exception):
     """Raised out of a meeting when the other workers have stopped, as agreed, somewhere else."""
 
 
-class StepEngine:
-    """Count local steps and make the rounds of one worker.
+class Engine(ABC):
+    """One worker's part in the training of all.
 
     Args:
-        model: The module to train; its trainable parameters are exchanged.
-        algorithm: What a round computes.
-        sync_every: Local steps between rounds, at least 1; or a list with one entry per worker.
-        overlap: Apply a round's result one round later, and hide its communication.
-        warm_start: With overlap, make the first round a blocking one.
-        topology: Who is whose neighbour, for algorithms that exchange with neighbours.
-        bucket_bytes: Memory for messages under way, in bytes.
-        group: The workers. Default: all ranks of the default process group, with groups of its own.
+        group: The workers.
+        prepared: This worker's model and settings, checked.
+        make_rounds: Makes the machinery of rounds.
 
     Attributes:
         statistics: What communication cost so far.
         was_finite: Whether this worker's parameters were finite at its last exchange.
         last_loss: Set it to the last training loss, to have it travel with the rounds.
         consensus_every: Measure the consensus distance every that many rounds; 0 for never.
-
-    Raises:
-        ValueError: On every worker, if the model or the settings do not fit.
-
-    Example:
-        >>> import torch
-        >>> from lightning_loco.algorithms import DiLoCo
-        >>> model = torch.nn.Linear(1, 1, bias=False)
-        >>> engine = StepEngine(model, DiLoCo(outer_lr=0.5, outer_momentum=0.0), sync_every=2)
-        >>> start = model.weight.item()
-        >>> for _ in range(2):  # stands for two optimizer steps
-        ...     _ = model.weight.data.add_(1.0)
-        ...     _ = engine.step()
-        >>> round(model.weight.item() - start, 6)  # one worker: half of the drift
-        1.0
-        >>> engine.close()
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        algorithm: Algorithm,
-        *,
-        sync_every: int | Sequence[int] = 100,
-        overlap: bool = False,
-        warm_start: bool = True,
-        topology: Any | None = None,
-        bucket_bytes: int = 64 * 2**20,
-        group: WorkerGroup | None = None,
+        group: WorkerGroup,
+        prepared: Prepared,
+        make_rounds: Callable[[Prepared, WorkerGroup, Statistics], BlockingRounds],
     ) -> None:
-        self.group = group if group is not None else WorkerGroup.create()
+        self.group = group
         self.statistics = Statistics()
         self.last_loss: float | Tensor = math.nan
         self.consensus_every = 0
@@ -94,24 +60,15 @@ class StepEngine:
         self.steps = 0
         self.steps_since_round = 0
         self.was_finite = True
-        self._header: PendingRows | None = None
-        self._stop = StopAgreement(self.group)
-        try:
-            prepared = prepare_worker(
-                model,
-                lambda: RoundSettings(algorithm, sync_every, overlap, warm_start, topology),
-                bucket_bytes,
-                self.group,
-            )
-        except BaseException:
-            self.group.close()
-            raise
         self.settings = prepared.settings
         self.algorithm = self.settings.algorithm
-        self.sync_every = self.settings.steps_of(self.group.worker)
+        self.sync_every = self.settings.steps_of(group.worker)
         self.replica = prepared.replica
         self.checksum = prepared.checksum
-        self._rounds = make_rounds(prepared, self.group, self.statistics)
+        self._progress = False
+        self._header: PendingRows | None = None
+        self._stop = StopAgreement(group)
+        self._rounds = make_rounds(prepared, group, self.statistics)
         self._buffers_at_start = self.replica.buffers.new_flat()
 
     @property
@@ -145,15 +102,15 @@ class StepEngine:
         return self._stop.agreed
 
     @property
+    @abstractmethod
     def is_due(self) -> bool:
-        """Whether enough local steps are done for a round."""
-        return self.steps_since_round >= self.sync_every
+        """Whether there is something to exchange after the step that was counted last."""
 
     def step(self) -> bool:
-        """Count one local step and make a round when it is due.
+        """Count one local step and exchange when it is due.
 
         Returns:
-            Whether a round was made.
+            Whether something was exchanged.
         """
         self.count_step()
         if not self.is_due:
@@ -161,17 +118,19 @@ class StepEngine:
         self.make_round()
         return True
 
-    @torch.no_grad()
+    @abstractmethod
     def make_round(self) -> None:
-        """Make one round now, together with all workers.
+        """Do what is due.
 
         Raises:
             RuntimeError: If a worker is missing or has failed, or no worker is finite.
         """
+
+    @torch.no_grad()
+    def _make_blocking_round(self) -> None:
         self.replica.check_trainable()
         self._settle()
-        header = self._announce(ROUND, f"round {self.round_index}")
-        self._run(header)
+        self._run(self._announce(ROUND, f"round {self.round_index}"))
 
     def _announce(self, place: float, words: str) -> PendingRows:
         finite = self._rounds.load()
@@ -304,7 +263,7 @@ class StepEngine:
         """Share what is not shared yet and leave the consensus in the model, on all workers."""
         rows = self.meet(purpose)
         if any(row.steps > 0 for row in rows):
-            self.make_round()
+            self._make_blocking_round()
         self._settle()
         self._rounds.drain()
         self.show_consensus("the final consensus")

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.comm import RoundSettings, Statistics, StepEngine, WorkerGroup
+from lightning_loco.comm.engine import Engine
 from lightning_loco.strategies import checkpoint as side
 from lightning_loco.strategies import lockstep
 from lightning_loco.strategies.sampler import ShareSampler
@@ -151,8 +152,24 @@ class LocoStrategy(SavingStrategy):
         assert self.lightning_module is not None
         _leave_shared_memory(self.lightning_module)
         group = WorkerGroup.create(timeout_s=self.timeout_s, device=self.root_device)
+        self.engine = self.make_engine(group)
+        self.statistics = self.engine.statistics
+        self._optimizer_steps = {}
+        self._local_steps = 0
+        self._saved_on_stop = False
+        self._finished = False
+        self._scale_max_steps(trainer)
+        self._describe(self.engine)
+
+    def make_engine(self, group: WorkerGroup) -> Engine:
+        """Decide when and with whom this worker exchanges; called on every worker.
+
+        Args:
+            group: The workers; the engine closes it.
+        """
+        assert self.lightning_module is not None
         settings = self.settings
-        self.engine = StepEngine(
+        return StepEngine(
             self.lightning_module,
             settings.algorithm,
             sync_every=settings.sync_every,
@@ -162,13 +179,6 @@ class LocoStrategy(SavingStrategy):
             bucket_bytes=self.bucket_bytes,
             group=group,
         )
-        self.statistics = self.engine.statistics
-        self._optimizer_steps = {}
-        self._local_steps = 0
-        self._saved_on_stop = False
-        self._finished = False
-        self._scale_max_steps(trainer)
-        self._describe(self.engine)
 
     def _scale_max_steps(self, trainer: pl.Trainer) -> None:
         """``max_steps`` counts the local steps of the worker that makes most of them per round."""
@@ -179,7 +189,7 @@ class LocoStrategy(SavingStrategy):
             self._max_steps = loop.max_steps
             loop.max_steps = loop.max_steps * self.engine.sync_every // max(sync_every)
 
-    def _describe(self, engine: StepEngine) -> None:
+    def _describe(self, engine: Engine) -> None:
         layout = engine.replica.layout
         rank_zero_info(
             f"{engine.algorithm} on {engine.group.num_workers} workers, "
@@ -209,7 +219,7 @@ class LocoStrategy(SavingStrategy):
                 lockstep.start_epoch_data(self._trainer)
             self._resumed = None
 
-    def _check_length(self, engine: StepEngine) -> None:
+    def _check_length(self, engine: Engine) -> None:
         error = None
         steps = self._trainer.estimated_stepping_batches
         if engine.settings.overlap and steps < 2 * engine.sync_every:

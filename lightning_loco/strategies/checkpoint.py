@@ -18,7 +18,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
 from lightning_loco.algorithms import Algorithm
-from lightning_loco.comm import StepEngine
+from lightning_loco.comm.engine import Engine
 
 KEY = "lightning_loco"
 _FORMAT = 1
@@ -30,7 +30,7 @@ def new_stamp(steps: int) -> str:
     return f"step{steps}-{secrets.token_hex(4)}"
 
 
-def describe(engine: StepEngine, stamp: str) -> dict[str, Any]:
+def describe(engine: Engine, stamp: str) -> dict[str, Any]:
     """The entry of the main file that ties it to its side files: plain values only."""
     return {
         "format": _FORMAT,
@@ -43,7 +43,7 @@ def describe(engine: StepEngine, stamp: str) -> dict[str, Any]:
 
 
 def save_worker(
-    io: CheckpointIO, engine: StepEngine, checkpoint: dict[str, Any], path: str, stamp: str
+    io: CheckpointIO, engine: Engine, checkpoint: dict[str, Any], path: str, stamp: str
 ) -> None:
     """Write this worker's side file, and from worker 0 the shared one.
 

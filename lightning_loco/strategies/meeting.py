@@ -11,8 +11,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from lightning_loco.comm import StepEngine
-from lightning_loco.comm.engine import StopAgreed
+from lightning_loco.comm.engine import Engine, StopAgreed
 
 
 class MeetingStrategy(DDPStrategy):
@@ -23,7 +22,7 @@ class MeetingStrategy(DDPStrategy):
     come to the same one; rounds of those still training are served meanwhile.
     """
 
-    engine: StepEngine | None = None
+    engine: Engine | None = None
     _finished = False
 
     @property
@@ -42,7 +41,7 @@ class MeetingStrategy(DDPStrategy):
         return self.lightning_module.trainer
 
     @property
-    def _engine(self) -> StepEngine:
+    def _engine(self) -> Engine:
         if self.engine is None:
             raise RuntimeError("The engine exists only during Trainer.fit.")
         return self.engine
