@@ -7,17 +7,25 @@
 """
 
 from lightning_loco.__about__ import __version__
-from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC, LocalSGD
+from lightning_loco.algorithms import (
+    Algorithm,
+    DiLoCo,
+    GASLoC,
+    LocalSGD,
+    ModelAverage,
+    NeighborAverage,
+)
 from lightning_loco.callbacks import (
     CommunicationMonitor,
     ConsensusMonitor,
     StragglerSimulator,
     WorkerLogs,
 )
-from lightning_loco.comm import StepEngine
+from lightning_loco.comm import ClockEngine, StepEngine
 from lightning_loco.simulation import Simulation
 from lightning_loco.strategies import (
     AsyncDiLoCoStrategy,
+    AsyncModelAverageStrategy,
     DiLoCoStrategy,
     GASLoCStrategy,
     LocalSGDStrategy,
@@ -29,6 +37,8 @@ from lightning_loco.topology import Topology, get_topology
 __all__ = [
     "Algorithm",
     "AsyncDiLoCoStrategy",
+    "AsyncModelAverageStrategy",
+    "ClockEngine",
     "CommunicationMonitor",
     "ConsensusMonitor",
     "DiLoCo",
@@ -38,6 +48,8 @@ __all__ = [
     "LocalSGD",
     "LocalSGDStrategy",
     "LocoStrategy",
+    "ModelAverage",
+    "NeighborAverage",
     "Simulation",
     "StepEngine",
     "StragglerSimulator",

@@ -109,12 +109,26 @@ def slow_worker(output: str) -> None:
     assert fitted < even / 2
 
 
+def no_waiting(output: str) -> None:
+    for worker, steps in ((0, 200), (1, 20)):
+        seconds, waited, rounds = numbers(
+            rf"worker {worker}: {steps} local steps in {NUMBER} s, .* {NUMBER} s; (\d+) rounds",
+            output,
+        )
+        assert seconds < 4
+        assert waited < 0.3
+        assert rounds >= 3
+    (distance,) = numbers(f"distance to the target: {NUMBER}", output)
+    assert distance < 0.1
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     "01_quickstart.py": quickstart,
     "02_gossip_on_a_ring.py": gossip,
     "03_plain_pytorch.py": plain_pytorch,
     "04_compare_in_simulation.py": simulation,
     "05_slow_worker.py": slow_worker,
+    "06_no_waiting.py": no_waiting,
 }
 
 

@@ -4,6 +4,16 @@ from lightning_loco.algorithms.base import Algorithm, State
 from lightning_loco.algorithms.diloco import DiLoCo
 from lightning_loco.algorithms.gasloc import GASLoC
 from lightning_loco.algorithms.local_sgd import LocalSGD
+from lightning_loco.algorithms.model_average import ModelAverage, NeighborAverage
 from lightning_loco.algorithms.stability import largest_stable_contraction
 
-__all__ = ["Algorithm", "DiLoCo", "GASLoC", "LocalSGD", "State", "largest_stable_contraction"]
+__all__ = [
+    "Algorithm",
+    "DiLoCo",
+    "GASLoC",
+    "LocalSGD",
+    "ModelAverage",
+    "NeighborAverage",
+    "State",
+    "largest_stable_contraction",
+]

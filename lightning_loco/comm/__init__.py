@@ -1,8 +1,9 @@
 """How bytes move and when: flat buffers, groups, exchanges, and the engine that makes rounds."""
 
+from lightning_loco.comm.clock_engine import ClockEngine
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.settings import RoundSettings
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.step_engine import StepEngine
 
-__all__ = ["RoundSettings", "Statistics", "StepEngine", "WorkerGroup"]
+__all__ = ["ClockEngine", "RoundSettings", "Statistics", "StepEngine", "WorkerGroup"]

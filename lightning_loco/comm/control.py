@@ -34,6 +34,7 @@ class Row(NamedTuple):
         weight: Share in a mean: 1, or 0 for a worker without valid progress.
         finite: 0 when the parameters hold NaN or infinity.
         loss: Last training loss, NaN if unknown.
+        spread: Squared distance to the mean in the round before, NaN if unknown.
     """
 
     place: float
@@ -42,6 +43,7 @@ class Row(NamedTuple):
     weight: float
     finite: float
     loss: float
+    spread: float
 
 
 def meeting_number(purpose: str) -> float:

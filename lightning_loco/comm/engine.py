@@ -135,22 +135,32 @@ class Engine(ABC):
     def _announce(self, place: float, words: str) -> PendingRows:
         finite = self._rounds.load()
         self.was_finite = finite
-        progress = finite and self.steps_since_round > 0
-        self._progress = progress
+        self._progress = self._takes_part(finite)
+        norm = self._rounds.gradient_norm
         row = Row(
             place=place,
             round_index=self.round_index,
             steps=self.steps_since_round,
-            weight=float(progress),
+            weight=float(self._progress),
             finite=float(finite),
             loss=float(self.last_loss),
+            spread=math.nan if norm is None else norm**2,
         )
         return self._rounds.announce(self.group, self.statistics, row, words)
+
+    def _takes_part(self, finite: bool) -> bool:
+        """Whether the others should hear of this worker's parameters."""
+        return finite and self.steps_since_round > 0
+
+    @property
+    def _samples_consensus(self) -> bool:
+        """Whether the coming round measures the consensus distance, by an exchange of its own."""
+        return bool(self.consensus_every) and self.round_index % self.consensus_every == 0
 
     def _run(self, header: PendingRows) -> None:
         """Make the round that a control exchange has announced."""
         self._header = header
-        if self.consensus_every and self.round_index % self.consensus_every == 0:
+        if self._samples_consensus:
             header.wait()
             self.statistics.consensus_distance = self._measure_consensus()
         self._rounds.run(self.round_index, self._progress, self._weight_from(header))

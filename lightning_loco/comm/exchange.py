@@ -90,6 +90,10 @@ class MeanHandle:
         self._work = work
         self._round_index = round_index
 
+    def has_arrived(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return self._work is None or self._work.is_completed()
+
     def arrives_within(self, seconds: float) -> bool:
         """Wait a little; on a GPU, where the host need not wait, return False at once."""
         if self._work is None:

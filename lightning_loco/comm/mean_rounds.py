@@ -25,7 +25,8 @@ from lightning_loco.comm.rounds import BlockingRounds
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Explained, Timed
 
-_PATIENCE_S = 0.02
+PATIENCE_S = 0.02
+"""How long a round may travel before those at a meeting are told of it."""
 
 
 class MeanRounds(BlockingRounds):
@@ -57,6 +58,7 @@ class MeanRounds(BlockingRounds):
         self._carrier = self._slots[0][: longest + table_elements]
         self._table = self._carrier[longest:].view(num_workers, len(Row._fields))
         self._first: MeanHandle | None = None
+        self._invited = False
 
     def announce(
         self, group: WorkerGroup, statistics: Statistics, row: Row, place: str
@@ -78,17 +80,23 @@ class MeanRounds(BlockingRounds):
         announce_place(group, place)
         self._propose(self._parcels[0], progress=row.weight > 0)
         write_row(self._table, group.worker, row)
+        self._invited = row.place != ROUND
         handle = self._first = self._exchange.start(self._carrier, int(row.round_index))
 
         def receive() -> Tensor:
-            late = row.place == ROUND and not handle.arrives_within(_PATIENCE_S)
-            if late and group.board is not None:
-                with Explained(group, place):
-                    group.board.post(makes_round=True)
+            if not handle.arrives_within(PATIENCE_S):
+                self._invite(group, place)
             handle.wait(1.0)
             return self._table
 
         return PendingRows(receive, place)
+
+    def _invite(self, group: WorkerGroup, place: str) -> None:
+        """Tell those who may be at a meeting that there is a round to make."""
+        if group.board is not None and not self._invited:
+            self._invited = True
+            with Explained(group, place):
+                group.board.post(makes_round=True)
 
     def _send(self, parcel: Parcel, round_index: int, progress: bool) -> Handle:
         if self._first is not None and parcel is self._parcels[0]:

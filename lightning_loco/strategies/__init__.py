@@ -1,5 +1,6 @@
 """Lightning strategies: hooks, process groups, checkpoints."""
 
+from lightning_loco.strategies.async_average import AsyncModelAverageStrategy
 from lightning_loco.strategies.base import LocoStrategy
 from lightning_loco.strategies.named import (
     AsyncDiLoCoStrategy,
@@ -12,6 +13,7 @@ from lightning_loco.strategies.registry import STRATEGIES, register_strategies
 __all__ = [
     "STRATEGIES",
     "AsyncDiLoCoStrategy",
+    "AsyncModelAverageStrategy",
     "DiLoCoStrategy",
     "GASLoCStrategy",
     "LocalSGDStrategy",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_loco.strategies.async_average import AsyncModelAverageStrategy
 from lightning_loco.strategies.named import (
     AsyncDiLoCoStrategy,
     DiLoCoStrategy,
@@ -16,6 +17,7 @@ STRATEGIES = {
     "diloco": DiLoCoStrategy,
     "async_diloco": AsyncDiLoCoStrategy,
     "gasloc": GASLoCStrategy,
+    "async_model_average": AsyncModelAverageStrategy,
 }
 
 

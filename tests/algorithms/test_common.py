@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 
 import lightning_loco.algorithms
-from lightning_loco import DiLoCo, GASLoC, LocalSGD, Simulation, StepEngine
+from lightning_loco import (
+    DiLoCo,
+    GASLoC,
+    LocalSGD,
+    ModelAverage,
+    NeighborAverage,
+    Simulation,
+    StepEngine,
+)
 from lightning_loco.algorithms import Algorithm, State
 from lightning_loco.comm import RoundSettings
 from lightning_loco.topology import FromMatrix, get_topology
@@ -59,6 +67,8 @@ CASES = {
     "gasloc_directed": Case(GASLoC(), "exponential"),
     "gasloc_matching": Case(GASLoC(momentum=0.3), "random_matching"),
     "gasloc_cycle": Case(GASLoC(), "one_peer_exponential"),
+    "model_average": Case(ModelAverage()),
+    "neighbor_average": Case(NeighborAverage(), "ring"),
 }
 
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -234,7 +244,8 @@ def test_without_progress_a_round_begins_where_it_began(case: Case) -> None:
     algorithm.apply(params, message.clone(), state)
     begun = torch.full_like(params, float("nan"))
     algorithm.restart(begun, state)
-    assert torch.equal(begun, torch.zeros(6) if isinstance(algorithm, LocalSGD) else params)
+    begins_nowhere = type(algorithm) in (LocalSGD, ModelAverage)
+    assert torch.equal(begun, torch.zeros(6) if begins_nowhere else params)
 
 
 @every_case

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_loco import (
     AsyncDiLoCoStrategy,
+    AsyncModelAverageStrategy,
     DiLoCo,
     DiLoCoStrategy,
     GASLoC,
@@ -259,6 +260,7 @@ NAMED = {
     "diloco": DiLoCoStrategy,
     "async_diloco": AsyncDiLoCoStrategy,
     "gasloc": GASLoCStrategy,
+    "async_model_average": AsyncModelAverageStrategy,
 }
 
 

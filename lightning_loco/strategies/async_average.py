@@ -1,0 +1,123 @@
+"""AsyncModelAverageStrategy: averaging by the clock, while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.optim import Optimizer
+
+from lightning_loco.comm.clock_engine import ClockEngine, ClockSettings
+from lightning_loco.comm.engine import Engine
+from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.strategies.base import LocoStrategy
+
+
+class AsyncModelAverageStrategy(LocoStrategy):
+    """Average the workers' models again and again in the background; nobody waits for a straggler.
+
+    Every ``interval_s`` seconds a snapshot of each worker's parameters leaves between two local
+    steps, and between two later ones the parameters move by the mean of the snapshots minus one's
+    own. See :class:`~lightning_loco.algorithms.ModelAverage` for the formula and
+    :class:`~lightning_loco.comm.ClockEngine` for what happens when.
+
+    Workers may take different numbers of steps. Before validation, checkpoints and the end of
+    training the averaging comes to rest by itself, and those who arrive early take part in the
+    rounds of the others until all are there. When rounds fall depends on the clock, so two runs
+    are never equal bit for bit; a resumed run goes on from the workers' exact states.
+
+    Args:
+        interval_s: Pause between the end of a round and the next one, in seconds; 0 for none.
+        warmup_steps: Local steps at the start whose gradients are averaged as in DDP.
+        topology: Average with the neighbours of a topology only. Default: with all workers.
+        evaluate: As in :class:`LocoStrategy`, like all arguments that follow.
+
+    Raises:
+        ValueError: If a value is out of range, at construction or before training starts.
+        TypeError: If a value has the wrong type or an argument is unknown.
+
+    Example::
+
+        Trainer(strategy=AsyncModelAverageStrategy(interval_s=0.5), devices=8)
+    """
+
+    settings: ClockSettings
+
+    def __init__(
+        self,
+        interval_s: float = 0.5,
+        warmup_steps: int = 0,
+        topology: Any | None = None,
+        *,
+        evaluate: Literal["average", "local"] = "average",
+        finalize: Literal["average", "keep"] = "average",
+        timeout_s: float = 600.0,
+        process_group_backend: str | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        settings = ClockSettings.of(interval_s, warmup_steps, topology)
+        super().__init__(
+            settings.algorithm,
+            topology=topology,
+            evaluate=evaluate,
+            finalize=finalize,
+            timeout_s=timeout_s,
+            process_group_backend=process_group_backend,
+            start_method=start_method,
+        )
+        self.settings = settings
+
+    def make_engine(self, group: WorkerGroup) -> Engine:
+        """An engine that exchanges by the clock."""
+        assert self.lightning_module is not None
+        return ClockEngine(
+            self.lightning_module,
+            interval_s=self.settings.interval_s,
+            warmup_steps=self.settings.warmup_steps,
+            topology=self.settings.topology,
+            group=group,
+        )
+
+    @property
+    def _clock(self) -> ClockEngine:
+        assert isinstance(self._engine, ClockEngine)
+        return self._engine
+
+    def _describe(self, engine: Engine) -> None:
+        settings = self.settings
+        where = "" if settings.topology is None else f", topology {engine.settings.topology}"
+        rank_zero_info(
+            f"{engine.algorithm} on {engine.group.num_workers} workers, "
+            f"{engine.replica.layout.numel:,} trainable parameters, a round after every "
+            f"{settings.interval_s} s, {settings.warmup_steps} steps of warm-up{where}, "
+            f"start {engine.checksum:08x}."
+        )
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step, with averaged gradients while warming up; begin or end a round when due."""
+        clock = self._clock
+
+        def averaged() -> Any:
+            output = closure()
+            clock.average_gradients(p for group in optimizer.param_groups for p in group["params"])
+            return output
+
+        chosen = averaged if clock.is_warming_up else closure
+        return super().optimizer_step(optimizer, chosen, model, **kwargs)
+
+    def abort(self) -> None:
+        """Stop the averaging during ``fit``; every worker must call it, twice does no harm."""
+        self._clock.abort()
+
+    def resume(self) -> None:
+        """Go on averaging after :meth:`abort`; every worker must call it, twice does no harm."""
+        self._clock.resume()

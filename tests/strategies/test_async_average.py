@@ -1,0 +1,259 @@
+"""AsyncModelAverageStrategy under the Trainer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_loco import (
+    AsyncModelAverageStrategy,
+    CommunicationMonitor,
+    ConsensusMonitor,
+    StragglerSimulator,
+)
+from tests.pool import Pool, PoolError, make_trainer
+from tests.tiny import (
+    TinyModule,
+    ValidatedModule,
+    WorkerData,
+    flat,
+    make_loader,
+    worker_batch,
+)
+
+
+def fit_uneven(rank: int, world: int, topology: str | None, folder: str) -> Any:
+    module = ValidatedModule()
+    checkpoint = ModelCheckpoint(dirpath=folder, monitor="val_loss", filename="{epoch}")
+    strategy = AsyncModelAverageStrategy(interval_s=0, topology=topology, timeout_s=30)
+    trainer = make_trainer(
+        strategy,
+        max_epochs=3,
+        use_distributed_sampler=False,
+        callbacks=[checkpoint, CommunicationMonitor(), ConsensusMonitor()],
+        enable_checkpointing=True,
+    )
+    trainer.fit(module, make_loader(rank, 10 + 5 * rank), make_loader(rank, 2))
+    left = [t.name for t in threading.enumerate() if t.name.startswith("loco")]
+    return len(module.losses), strategy.statistics.rounds, flat(module), left
+
+
+@pytest.mark.parametrize("topology", [None, "ring"])
+def test_different_numbers_of_steps_validation_and_checkpoints(
+    pool: Pool, tmp_path: Path, topology: str | None
+) -> None:
+    results = pool.run(fit_uneven, topology, str(tmp_path), world=3)
+    assert [steps for steps, *_ in results] == [30, 45, 60]
+    for _, rounds, model, left in results:
+        assert rounds > 0
+        assert torch.equal(model, results[0][2])
+        assert not left
+    saved = list(tmp_path.glob("*.ckpt"))
+    assert len(saved) == 1
+    content = torch.load(saved[0], weights_only=True)
+    assert content["lightning_loco"]["algorithm"] in ("ModelAverage", "NeighborAverage")
+    assert content["lightning_loco"]["settings"]["interval_s"] == 0
+
+
+def fit_warm_up(rank: int, world: int, accumulate: int) -> Tensor:
+    module = TinyModule(optimizer="Adam")
+    trainer = make_trainer(
+        AsyncModelAverageStrategy(interval_s=0, warmup_steps=100),
+        max_epochs=1,
+        use_distributed_sampler=False,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=0.5,
+    )
+    trainer.fit(module, make_loader(rank, 12))
+    return flat(module)
+
+
+def fit_ddp(rank: int, world: int, accumulate: int) -> Tensor:
+    module = TinyModule(optimizer="Adam")
+    trainer = make_trainer(
+        DDPStrategy(),
+        max_epochs=1,
+        use_distributed_sampler=False,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=0.5,
+    )
+    trainer.fit(module, make_loader(rank, 12))
+    return flat(module)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_warm_up_is_ddp(pool: Pool, accumulate: int) -> None:
+    expected = pool.run(fit_ddp, accumulate, world=2)[0]
+    for result in pool.run(fit_warm_up, accumulate, world=2):
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
+
+
+class Stops(Callback):
+    """User code that stops the averaging for a while."""
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, AsyncModelAverageStrategy)
+        if batch_idx == 10:
+            strategy.abort()
+            strategy.abort()
+            self.rounds = strategy.statistics.rounds
+        if batch_idx == 20:
+            assert strategy.statistics.rounds == self.rounds
+            strategy.resume()
+            strategy.resume()
+
+
+def fit_stopping(rank: int, world: int) -> tuple[int, int]:
+    module = TinyModule()
+    stops = Stops()
+    strategy = AsyncModelAverageStrategy(interval_s=0)
+    trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False, callbacks=[stops])
+    trainer.fit(module, make_loader(rank, 40))
+    return stops.rounds, strategy.statistics.rounds
+
+
+def test_abort_and_resume_from_user_code(pool: Pool) -> None:
+    for aborted, finally_ in pool.run(fit_stopping, world=2):
+        assert 0 < aborted < finally_
+
+
+def fit_in_precision(rank: int, world: int, precision: str) -> tuple[Tensor, torch.dtype]:
+    module = TinyModule()
+    module.model.float()
+    strategy = AsyncModelAverageStrategy(interval_s=0)
+
+    batches = [tuple(t.float() for t in worker_batch(rank, step)) for step in range(20)]
+    trainer = make_trainer(
+        strategy, max_epochs=1, use_distributed_sampler=False, precision=precision
+    )
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    return flat(module).float(), module.model[0].weight.dtype
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.filterwarnings("ignore:.*num_workers")
+def test_precisions(pool: Pool, precision: str) -> None:
+    results = pool.run(fit_in_precision, precision, world=2)
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.isfinite(results[0][0]).all()
+
+
+def fit_then_resume(rank: int, world: int, folder: str) -> tuple[int, int, bool]:
+    def trainer(max_steps: int) -> Trainer:
+        return make_trainer(
+            AsyncModelAverageStrategy(interval_s=0),
+            max_steps=max_steps,
+            use_distributed_sampler=False,
+            default_root_dir=folder,
+        )
+
+    def loader() -> StatefulDataLoader[Any]:
+        return StatefulDataLoader(WorkerData(rank, 20), batch_size=None)
+
+    first, module = trainer(10), TinyModule(optimizer="Adam")
+    local: dict[str, Tensor] = {}
+
+    class Remember(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            if trainer.global_step == 8:
+                trainer.save_checkpoint(f"{folder}/middle.ckpt")
+                local["saved"] = flat(module)
+
+    first.callbacks.append(Remember())
+    first.fit(module, loader())
+    again, module = trainer(12), TinyModule(optimizer="Adam")
+
+    class Compare(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+            local.setdefault("resumed", flat(module))
+
+    again.callbacks.append(Compare())
+    again.fit(module, loader(), ckpt_path=f"{folder}/middle.ckpt")
+    return first.global_step, again.global_step, torch.equal(local["saved"], local["resumed"])
+
+
+def test_a_resumed_run_goes_on_from_the_state_of_each_worker(pool: Pool, tmp_path: Path) -> None:
+    for first, again, same in pool.run(fit_then_resume, str(tmp_path), world=2):
+        assert (first, again) == (10, 12)
+        assert same
+
+
+def fit_with_straggler(rank: int, world: int) -> float:
+    module = TinyModule()
+    strategy = AsyncModelAverageStrategy(interval_s=0.02)
+    seconds: list[float] = []
+
+    class Clock(Callback):
+        def on_train_start(self, *args: Any) -> None:
+            seconds.append(time.perf_counter())
+
+        def on_train_epoch_end(self, *args: Any) -> None:
+            seconds.append(time.perf_counter())
+
+    trainer = make_trainer(
+        strategy,
+        max_epochs=1,
+        use_distributed_sampler=False,
+        callbacks=[StragglerSimulator({0: 0.3, 1: 0.005, 2: 0.005}), Clock()],
+    )
+    trainer.fit(module, make_loader(rank, 40 if rank else 6))
+    return seconds[1] - seconds[0]
+
+
+@pytest.mark.slow
+def test_a_straggler_slows_nobody(pool: Pool) -> None:
+    slow, *fast = pool.run(fit_with_straggler, world=3)
+    assert slow > 1.8
+    assert max(fast) < 1.0
+
+
+def fit_crashing(rank: int, world: int) -> None:
+    class Crash(Callback):
+        def on_train_batch_start(
+            self, trainer: Trainer, pl_module: Any, batch: Any, i: int
+        ) -> None:
+            if trainer.global_rank == 1 and i == 10:
+                raise ArithmeticError("worker 1 has a bad day")
+
+    trainer = make_trainer(
+        AsyncModelAverageStrategy(interval_s=0, timeout_s=20),
+        max_epochs=1,
+        use_distributed_sampler=False,
+        callbacks=[Crash(), StragglerSimulator({0: 0.01, 1: 0.01, 2: 0.01})],
+    )
+    trainer.fit(TinyModule(), make_loader(rank, 2000))
+
+
+def test_a_crash_on_one_worker_ends_all_with_its_traceback(pool: Pool) -> None:
+    with pytest.raises(PoolError) as caught:
+        pool.run(fit_crashing, world=3)
+    assert set(caught.value.failures) == {0, 1, 2}
+    assert str(caught.value).count("worker 1 has a bad day") >= 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"interval_s": -0.1}, ValueError),
+        ({"warmup_steps": "3"}, TypeError),
+        ({"sync_every": 10}, TypeError),
+        ({"evaluate": "never"}, ValueError),
+    ],
+)
+def test_bad_arguments(settings: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        AsyncModelAverageStrategy(**settings)
