@@ -14,14 +14,16 @@ from lightning_loco.algorithms import (
     LocalSGD,
     ModelAverage,
     NeighborAverage,
+    PairwiseAverage,
 )
 from lightning_loco.callbacks import (
     CommunicationMonitor,
     ConsensusMonitor,
+    PeerMonitor,
     StragglerSimulator,
     WorkerLogs,
 )
-from lightning_loco.comm import ClockEngine, StepEngine
+from lightning_loco.comm import ClockEngine, PairwiseEngine, StepEngine
 from lightning_loco.simulation import Simulation
 from lightning_loco.strategies import (
     AsyncDiLoCoStrategy,
@@ -30,6 +32,7 @@ from lightning_loco.strategies import (
     GASLoCStrategy,
     LocalSGDStrategy,
     LocoStrategy,
+    PairwiseGossipStrategy,
     register_strategies,
 )
 from lightning_loco.topology import Topology, get_topology
@@ -50,6 +53,10 @@ __all__ = [
     "LocoStrategy",
     "ModelAverage",
     "NeighborAverage",
+    "PairwiseAverage",
+    "PairwiseEngine",
+    "PairwiseGossipStrategy",
+    "PeerMonitor",
     "Simulation",
     "StepEngine",
     "StragglerSimulator",

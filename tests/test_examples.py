@@ -122,6 +122,13 @@ def no_waiting(output: str) -> None:
     assert distance < 0.1
 
 
+def separate_peers(output: str) -> None:
+    assert "w4 was killed" in output
+    for name in ("w1", "w2", "w3", "w4"):
+        (blends,) = numbers(rf"{name}: \d+ steps, (\d+) blends", output)
+        assert blends > 10
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     "01_quickstart.py": quickstart,
     "02_gossip_on_a_ring.py": gossip,
@@ -129,6 +136,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "04_compare_in_simulation.py": simulation,
     "05_slow_worker.py": slow_worker,
     "06_no_waiting.py": no_waiting,
+    "07_separate_peers.py": separate_peers,
 }
 
 

@@ -30,7 +30,7 @@ FOREIGN = {
     "__about__": set(),
     "topology": {"networkx", "numpy", "torch"},
     "algorithms": {"torch"},
-    "comm": {"torch", "zmq"},
+    "comm": {"torch", "yaml", "zmq"},
     "simulation": {"torch"},
 }
 # Modules that may import more than their layer, when it is installed.

@@ -17,11 +17,13 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from torch import nn
 
 import lightning_loco as loco
 import train
 from lightning_loco.cli import build_strategy
 from lightning_loco.comm import Statistics
+from lightning_loco.comm.peers.keys import write_key_file
 from lightning_loco.strategies.registry import STRATEGIES
 from lightning_loco.topology import TOPOLOGIES, consensus_rate
 from tests.conftest import ROOT
@@ -114,7 +116,18 @@ def test_the_quick_start_runs(tmp_path: Path) -> None:
     assert list(tmp_path.glob("lightning_logs/*/checkpoints/*.ckpt"))
 
 
+@pytest.fixture
+def files_of_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list of nodes that the text shows, and a key file, in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    nodes = re.search(r"```yaml\n# nodes.yaml\n(.*?)```", TEXT, re.DOTALL)
+    assert nodes
+    Path("nodes.yaml").write_text(nodes.group(1))
+    write_key_file("job.key")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.usefixtures("files_of_the_text")
 def test_commands_compose(command: str) -> None:
     with initialize_config_dir(train.conf_dir(), version_base="1.3"):
         for overrides in each_of_a_sweep(overrides_of(command)):
@@ -182,6 +195,11 @@ def test_metrics_exist() -> None:
     logged: set[str] = set()
     for monitor in (loco.CommunicationMonitor(), loco.ConsensusMonitor()):
         logged |= set(monitor.figures(strategy))
+    nodes = [{"name": name, "host": "127.0.0.1", "port": 45103} for name in "ab"]
+    strategy.engine = loco.PairwiseEngine(nn.Linear(1, 1), nodes=nodes, name="a")
+    strategy.engine.factors, strategy.engine.stalenesses = [0.5], [0.0, 1.0]
+    logged |= set(loco.PeerMonitor().figures(strategy))
+    strategy.engine.close()
     assert set(re.findall(r"`(loco/\w+)`", TEXT)) == logged
 
 

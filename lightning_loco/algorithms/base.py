@@ -35,8 +35,9 @@ class Algorithm(ABC):
     the parameters with the same slice of its state; others always see the whole vector.
     """
 
-    exchange: ClassVar[Literal["mean", "neighbors"]]
-    """``"mean"``: the mean of the messages; ``"neighbors"``: row i of ``W @ messages``."""
+    exchange: ClassVar[Literal["mean", "neighbors", "pull"]]
+    """``"mean"``: the mean of the messages; ``"neighbors"``: row i of ``W @ messages``; ``"pull"``:
+    the parameters of one peer at a time, without rounds."""
 
     consensus_key: ClassVar[str | None] = None
     """The state entry that is the consensus; None when it is the mean of the local parameters."""

@@ -136,10 +136,10 @@ class ClockEngine(Engine):
                 _MORE_THAN_A_ROUND,
                 group,
             )
+            super().__init__(group, prepared, _make_clock_rounds)
         except BaseException:
             group.close()
             raise
-        super().__init__(group, prepared, _make_clock_rounds)
         self.sync_every = _MORE_THAN_A_ROUND
         self._under_way: PendingRows | None = None
         self._next_start = 0.0

@@ -227,7 +227,16 @@ def _mix(
 def make_exchange(
     algorithm: Algorithm, group: WorkerGroup, statistics: Statistics, topology: Topology | None
 ) -> Exchange:
-    """The exchange that the algorithm names."""
+    """The exchange that the algorithm names.
+
+    Raises:
+        ValueError: If the algorithm has no rounds.
+    """
+    if algorithm.exchange == "pull":
+        raise ValueError(
+            f"{type(algorithm).__name__} pulls from one peer at a time and makes no rounds. Use "
+            "PairwiseEngine, or PairwiseGossipStrategy (algorithm=pairwise_gossip)."
+        )
     if topology is None or algorithm.exchange == "mean":
         return MeanExchange(group, statistics)
     return NeighborExchange(group, statistics, topology)

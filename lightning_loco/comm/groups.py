@@ -36,6 +36,7 @@ class WorkerGroup:
     watchdog: Watchdog | None = None
     board: Board | None = None
     timeout_s: float = 600.0
+    _run: str = ""
 
     @classmethod
     def create(cls, *, timeout_s: float = 600.0, device: torch.device | None = None) -> WorkerGroup:
@@ -59,10 +60,22 @@ class WorkerGroup:
         worker, num_workers = dist.get_rank(), dist.get_world_size()
         group = cls(worker, num_workers, data, control, timeout_s=timeout_s)
         run = group.gather_objects(secrets.token_hex(4))[0]
-        group.watchdog = Watchdog(_own_store(f"{run}/watchdog"), worker, num_workers)
+        group._run = run
+        group.watchdog = Watchdog(group.own_store("watchdog"), worker, num_workers)
         group.watchdog.start()
-        group.board = Board(_own_store(f"{run}/board"), worker, num_workers)
+        group.board = Board(group.own_store("board"), worker, num_workers)
         return group
+
+    def own_store(self, name: str) -> Store:
+        """A connection to the job's key-value store for one thread, with keys of its own.
+
+        Args:
+            name: Separates the keys from those of others.
+        """
+        store = dist.distributed_c10d._get_default_store()
+        if hasattr(store, "clone"):
+            store = store.clone()
+        return PrefixStore(f"lightning_loco/{self._run}/{name}", store)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Collect one small picklable object from every worker, in order."""
@@ -98,11 +111,3 @@ class WorkerGroup:
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
         self.data = self.control = None
-
-
-def _own_store(name: str) -> Store:
-    """A connection to the job's key-value store that no other thread uses."""
-    store = dist.distributed_c10d._get_default_store()
-    if hasattr(store, "clone"):
-        store = store.clone()
-    return PrefixStore(f"lightning_loco/{name}", store)

@@ -72,7 +72,7 @@ def prepare_worker(
             settings = make_settings().prepare(group.num_workers)
         parcel = settings.parcel_elements(model, bucket_bytes, group.num_workers)
         replica = Replica(model, _chunk_elements(model, parcel, settings.algorithm.elementwise))
-    except (ValueError, TypeError) as found:
+    except (ValueError, TypeError, OSError) as found:
         error = found
     group.raise_together(error)
     check_same_settings({**settings.describe(), "bucket_bytes": bucket_bytes}, group)

@@ -75,10 +75,10 @@ class StepEngine(Engine):
                 bucket_bytes,
                 group,
             )
+            super().__init__(group, prepared, make_rounds)
         except BaseException:
             group.close()
             raise
-        super().__init__(group, prepared, make_rounds)
 
     @property
     def is_due(self) -> bool:

@@ -8,6 +8,7 @@ from lightning_loco.strategies.named import (
     GASLoCStrategy,
     LocalSGDStrategy,
 )
+from lightning_loco.strategies.pairwise import PairwiseGossipStrategy
 from lightning_loco.strategies.registry import STRATEGIES, register_strategies
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "GASLoCStrategy",
     "LocalSGDStrategy",
     "LocoStrategy",
+    "PairwiseGossipStrategy",
     "register_strategies",
 ]

@@ -11,6 +11,7 @@ from lightning_loco.strategies.named import (
     GASLoCStrategy,
     LocalSGDStrategy,
 )
+from lightning_loco.strategies.pairwise import PairwiseGossipStrategy
 
 STRATEGIES = {
     "local_sgd": LocalSGDStrategy,
@@ -18,6 +19,7 @@ STRATEGIES = {
     "async_diloco": AsyncDiLoCoStrategy,
     "gasloc": GASLoCStrategy,
     "async_model_average": AsyncModelAverageStrategy,
+    "pairwise_gossip": PairwiseGossipStrategy,
 }
 
 

@@ -18,6 +18,7 @@ from lightning_loco import (
     LocalSGD,
     ModelAverage,
     NeighborAverage,
+    PairwiseAverage,
     Simulation,
     StepEngine,
 )
@@ -97,8 +98,16 @@ def test_no_algorithm_is_forgotten() -> None:
         kind
         for kind in public
         if isinstance(kind, type) and issubclass(kind, Algorithm) and kind is not Algorithm
+        if kind is not PairwiseAverage  # has no rounds
     }
     assert algorithms == {type(case.algorithm) for case in CASES.values()}
+
+
+@pytest.mark.parametrize("drive", [StepEngine, Simulation])
+def test_an_algorithm_without_rounds_is_refused(drive: Any) -> None:
+    model = Point(torch.zeros(3))
+    with pytest.raises(ValueError, match="PairwiseEngine"):
+        drive([model] if drive is Simulation else model, PairwiseAverage())
 
 
 @every_case

@@ -29,6 +29,7 @@ from lightning_loco import (
     LocalSGD,
     LocalSGDStrategy,
     LocoStrategy,
+    PairwiseGossipStrategy,
     StragglerSimulator,
 )
 from lightning_loco.strategies import STRATEGIES, lockstep, register_strategies
@@ -261,6 +262,7 @@ NAMED = {
     "async_diloco": AsyncDiLoCoStrategy,
     "gasloc": GASLoCStrategy,
     "async_model_average": AsyncModelAverageStrategy,
+    "pairwise_gossip": PairwiseGossipStrategy,
 }
 
 

@@ -1,0 +1,181 @@
+"""What one slow worker costs the others, and what averaging by the clock costs when all are equal.
+
+Measured: local steps per second of the demo's byte-level GPT on 4 workers, in turns of some seconds
+each, in changing order, in the same processes with one thread each:
+
+  alone     no communication: the rate to keep
+  async     ClockEngine(interval_s=0.5): asynchronous model averaging
+  pairwise  PairwiseEngine(): every local step fetches from a random peer
+  ddp       gradients are averaged in every step
+
+once with worker 0 sleeping so long after each step that a step takes ten times as long, where the
+rate is that of the other three; and once with all workers equal.
+
+How to read it: ``/ alone`` is the median of the ratios of a turn to the one without communication
+next to it. With a straggler it should be at least 0.95 for async and pairwise; with equal workers
+the time per step of async should be at most 1.05 of that alone. ``hidden`` is the share of an
+averaging round, from the snapshot to the moved parameters, in which training went on: at least
+0.95. With fewer cores than workers all are slower, alone and together, and ratios are noisy.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from typing import Any
+
+import torch
+from common import Worker, make_parser, print_machine, print_table, run_workers, spread
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_loco import ClockEngine, PairwiseEngine
+from lightning_loco.demo.model import ByteGPT
+
+NUM_WORKERS = 4
+SLOWDOWN = 10
+BATCH_SIZE = 4
+KINDS = ("alone", "async", "pairwise", "ddp")
+BOUND_STRAGGLER = 0.95
+BOUND_EQUAL = 1.05
+BOUND_HIDDEN = 0.95
+
+
+class Turn:
+    """The rate of one worker in one turn, and how well its rounds were hidden."""
+
+    def __init__(self, rate: float, hidden: float | None, exchanges: int) -> None:
+        self.rate = rate
+        self.hidden = hidden
+        self.exchanges = exchanges
+
+
+def run_turn(
+    worker: Worker, kind: str, sizes: dict[str, int], seconds: float, delay_s: float
+) -> Turn:
+    """Train for some seconds, with a new model and a new engine."""
+    torch.manual_seed(0)
+    gpt = ByteGPT(**sizes)
+    model: Any = DistributedDataParallel(gpt) if kind == "ddp" else gpt
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine: Any = None
+    if kind == "async":
+        engine = ClockEngine(gpt, interval_s=0.5)
+    elif kind == "pairwise":
+        engine = PairwiseEngine(gpt)
+    windows = torch.randint(256, (BATCH_SIZE, gpt.hparams["context"] + 1))
+    began_round = 0.0
+    at_boundary, in_rounds = 0.0, 0.0
+    loss = torch.tensor(5.5)
+    steps = 0
+    worker.wait_for_all()
+    started = now = time.perf_counter()
+    while now < started + seconds:
+        if kind == "pairwise":
+            engine.update_send(loss.item())
+        logits = model(windows[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        time.sleep(delay_s)
+        if engine is not None:
+            before = time.perf_counter()
+            rounds = engine.statistics.rounds
+            if engine.step():
+                after = time.perf_counter()
+                at_boundary += after - before
+                if engine.statistics.rounds > rounds:
+                    in_rounds += after - began_round
+                else:
+                    began_round = before
+        steps += 1
+        now = time.perf_counter()
+        if kind == "ddp":  # all stop in the same step
+            over = torch.tensor([float(now >= started + seconds)])
+            torch.distributed.all_reduce(over, op=torch.distributed.ReduceOp.MAX)
+            now = started + seconds if over else started
+    rate = steps / (time.perf_counter() - started)
+    worker.wait_for_all()
+    exchanges = 0 if engine is None else engine.statistics.rounds
+    if engine is not None:
+        engine.finish()
+        engine.close()
+    hidden = 1 - at_boundary / in_rounds if kind == "async" and in_rounds else None
+    return Turn(rate, hidden, exchanges)
+
+
+def run_turns(
+    worker: Worker, sizes: dict[str, int], seconds: float, turns: int, straggling: bool
+) -> dict[str, list[Turn]]:
+    """All kinds in changing order, after a first turn that shows how long a step takes."""
+    found: dict[str, list[Turn]] = {kind: [] for kind in KINDS}
+    with worker.process_group():
+        delay_s = 0.0
+        first = run_turn(worker, "alone", sizes, seconds, 0.0)
+        if straggling and worker.rank == 0:
+            delay_s = (SLOWDOWN - 1) / first.rate
+        order = random.Random(0)  # the same on all workers
+        for _ in range(turns):
+            for kind in order.sample(KINDS, len(KINDS)):
+                found[kind].append(run_turn(worker, kind, sizes, seconds, delay_s))
+    return found
+
+
+def at_least(value: float, bound: float) -> str:
+    """The bound, and whether a value keeps it."""
+    return f">= {bound:.2f} {'ok' if value >= bound else 'MISSED'}"
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--seconds", type=float, default=8.0, help="of one turn")
+    parser.add_argument("--turns", type=int, default=5)
+    options = parser.parse_args()
+    sizes: dict[str, int] = {}
+    if options.quick:
+        sizes = {"num_layers": 1, "num_heads": 1, "width": 16, "context": 16}
+        options.seconds, options.turns = 0.7, 1
+    print_machine()
+    for straggling in (True, False):
+        results = run_workers(
+            run_turns, NUM_WORKERS, sizes, options.seconds, options.turns, straggling
+        )
+        counted = results[1:] if straggling else results
+        rows = []
+        for kind in KINDS:
+            rates = [
+                statistics.mean(r[kind][turn].rate for r in counted)
+                for turn in range(options.turns)
+            ]
+            alone = [
+                statistics.mean(r["alone"][turn].rate for r in counted)
+                for turn in range(options.turns)
+            ]
+            ratios = [rate / base for rate, base in zip(rates, alone, strict=True)]
+            hidden = [t.hidden for r in counted for t in r[kind] if t.hidden is not None]
+            bound = ""
+            if straggling and kind in ("async", "pairwise"):
+                bound = at_least(statistics.median(ratios), BOUND_STRAGGLER)
+            elif not straggling and kind == "async":
+                bound = at_least(statistics.median(ratios), 1 / BOUND_EQUAL)
+            rows.append(
+                [
+                    kind,
+                    f"{statistics.median(rates):.2f}",
+                    spread(ratios),
+                    bound,
+                    f"{statistics.median(hidden):.3f}" if hidden else "-",
+                    at_least(statistics.median(hidden), BOUND_HIDDEN) if hidden else "",
+                    f"{statistics.mean(t.exchanges for r in counted for t in r[kind]):.0f}",
+                ]
+            )
+        who = "3 fast workers, 1 ten times slower" if straggling else "4 equal workers"
+        print_table(
+            [who, "steps/s", "/ alone", "bound", "hidden", "bound", "exchanges"],
+            rows,
+        )
+
+
+if __name__ == "__main__":
+    main()

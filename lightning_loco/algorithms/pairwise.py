@@ -1,0 +1,227 @@
+"""Pairwise averaging: how far a worker moves to the parameters of one peer, and its clock with it.
+
+There are no rounds: a worker reads a peer's latest parameters whenever it likes, and the peer does
+not notice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from lightning_loco.algorithms.base import Algorithm, State
+
+Interpolation = Callable[[float, float, float, float], float]
+"""``(clock, peer_clock, loss, peer_loss) -> factor``"""
+
+
+class Tag(NamedTuple):
+    """What travels beside the parameters.
+
+    Attributes:
+        clock: How far these parameters have been trained, in local steps; blended like them.
+        loss: Recent training loss of the worker that holds them.
+    """
+
+    clock: float
+    loss: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """Always the same factor.
+
+    Example:
+        >>> Constant(0.25)(10, 20, 0.5, 0.1)
+        0.25
+    """
+
+    value: float
+
+    def __call__(self, clock: float, peer_clock: float, loss: float, peer_loss: float) -> float:
+        """Return the constant."""
+        return self.value
+
+
+def by_clock(clock: float, peer_clock: float, loss: float, peer_loss: float) -> float:
+    r"""Move more to a peer that has trained for longer: :math:`f = c_j / (c_i + c_j)`.
+
+    Example:
+        >>> by_clock(10, 30, 0.5, 0.5)
+        0.75
+    """
+    return _share(peer_clock, clock)
+
+
+def by_loss(clock: float, peer_clock: float, loss: float, peer_loss: float) -> float:
+    r"""Move more if the own model is worse: :math:`f = l_i / (l_i + l_j)`; losses are positive.
+
+    Example:
+        >>> by_loss(10, 10, 3.0, 1.0)
+        0.75
+    """
+    return _share(loss, peer_loss)
+
+
+def _share(part: float, other: float) -> float:
+    total = part + other
+    return part / total if total != 0 else 0.5
+
+
+_BY_NAME: dict[str, Interpolation] = {"clock": by_clock, "loss": by_loss}
+
+
+@dataclasses.dataclass(frozen=True)
+class PairwiseAverage(Algorithm):
+    r"""A worker blends its parameters with those of a random peer, which does not change.
+
+    .. math::
+        \theta_i \leftarrow f\,\theta_j + (1 - f)\,\theta_i, \qquad
+        c_i \leftarrow f\,c_j + (1 - f)\,c_i
+
+    with the factor f of the interpolation, clamped to [0, 1]: a constant,
+    :math:`c_j / (c_i + c_j)` of the clocks, or :math:`l_i / (l_i + l_j)` of the losses (a worse
+    model moves more); 0/0 is 0.5. A worker whose loss :math:`l_i` is below the divergence threshold
+    T moves less: :math:`f \leftarrow f\,\max(l_i, 0) / T`. Only the reading side changes, so the
+    mean over the workers is kept on average and not in each exchange.
+
+    Args:
+        fetch_probability: Probability in [0, 1] of reading from a peer in a local step.
+        interpolation: ``"constant"``, ``"clock"``, ``"loss"``, or a callable
+            ``(clock, peer_clock, loss, peer_loss) -> factor``.
+        factor: The constant factor in [0, 1]; the others do not use it.
+        divergence_threshold: T, at least 0; 0 turns it off.
+        keep_progress: Blend the parameters as they were when the fetch began, and add what was
+            learned since. Without it each blend gives up the share f of the local steps that were
+            made during the fetch, which costs much when fetches are frequent.
+
+    Raises:
+        ValueError: If a number is out of range or the interpolation has an unknown name.
+        TypeError: If a number is not one, or the interpolation cannot be called.
+
+    Source:
+        dpwa, "Distributed learning by Pair-Wise Averaging" (its code; its text has the loss factor
+        the other way round).
+
+    Example:
+        >>> import torch
+        >>> average = PairwiseAverage(interpolation="loss")
+        >>> factor = average.blend_factor(own=Tag(clock=5, loss=3.0), peer=Tag(clock=9, loss=1.0))
+        >>> params = torch.tensor([0.0, 4.0])
+        >>> average.blend(params, torch.tensor([4.0, 4.0]), factor)
+        >>> factor, params, average.blended_clock(5, 9, factor)
+        (0.75, tensor([3., 4.]), 8.0)
+    """
+
+    fetch_probability: float = 1.0
+    interpolation: Literal["constant", "clock", "loss"] | Interpolation = "constant"
+    factor: float = 0.5
+    divergence_threshold: float = 0.0
+    keep_progress: bool = False
+
+    exchange = "pull"
+
+    def __post_init__(self) -> None:
+        """Check types and ranges."""
+        for name in ("fetch_probability", "factor", "divergence_threshold"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(
+                    f"{name} must be a number, got {value!r}. Leave it out for default."
+                )
+        if not 0 <= self.fetch_probability <= 1:
+            raise ValueError(
+                f"fetch_probability must be in [0, 1], got {self.fetch_probability}. "
+                "Use 1 to read from a peer in every local step."
+            )
+        if not 0 <= self.factor <= 1:
+            raise ValueError(
+                f"factor is the peer's share and must be in [0, 1], got {self.factor}. "
+                "Use 0.5 for the middle of both."
+            )
+        if not 0 <= self.divergence_threshold < math.inf:
+            raise ValueError(
+                "divergence_threshold is a loss and must be finite and at least 0, got "
+                f"{self.divergence_threshold}. Use 0 to turn it off."
+            )
+        if not isinstance(self.keep_progress, bool):
+            raise TypeError(f"keep_progress must be True or False, got {self.keep_progress!r}.")
+        if isinstance(self.interpolation, str):
+            if self.interpolation not in ("constant", *_BY_NAME):
+                raise ValueError(
+                    "interpolation must be 'constant', 'clock' or 'loss', got "
+                    f"{self.interpolation!r}. For a rule of your own pass a callable "
+                    "(clock, peer_clock, loss, peer_loss) -> factor."
+                )
+        elif not callable(self.interpolation):
+            raise TypeError(
+                "interpolation must be 'constant', 'clock', 'loss' or a callable, got "
+                f"{self.interpolation!r}. For a fixed factor use factor={self.interpolation!r}."
+            )
+
+    def blend_factor(self, own: Tag, peer: Tag) -> float:
+        """Decide the peer's share f in [0, 1].
+
+        Args:
+            own: Clock and loss of this worker.
+            peer: Clock and loss that came with the peer's parameters.
+
+        Returns:
+            0 for a peer whose clock or loss is not finite, and when the interpolation's result is
+            not.
+        """
+        if not (math.isfinite(peer.clock) and math.isfinite(peer.loss)):
+            return 0.0
+        factor = self._interpolate(own.clock, peer.clock, own.loss, peer.loss)
+        if max(own.loss, 0.0) < self.divergence_threshold:
+            factor *= max(own.loss, 0.0) / self.divergence_threshold
+        if not math.isfinite(factor):
+            return 0.0
+        return min(max(factor, 0.0), 1.0)
+
+    def _interpolate(self, clock: float, peer_clock: float, loss: float, peer_loss: float) -> float:
+        rule = self.interpolation
+        if isinstance(rule, str):
+            rule = Constant(self.factor) if rule == "constant" else _BY_NAME[rule]
+        return float(rule(clock, peer_clock, loss, peer_loss))
+
+    def blended_clock(self, own_clock: float, peer_clock: float, factor: float) -> float:
+        """Blend the clocks like the parameters."""
+        if factor in (0, 1):
+            return peer_clock if factor else own_clock
+        return factor * peer_clock + (1 - factor) * own_clock
+
+    def blend(self, params: Tensor, received: Tensor, factor: float) -> None:
+        """Move ``params`` to ``received``, in place.
+
+        Args:
+            params: This worker's parameters, flat ``(P,)``.
+            received: The peer's, of the same shape and dtype; not changed.
+            factor: The peer's share in [0, 1]. 0 leaves the parameters exactly as they are and 1
+                copies exactly, whatever the other side holds.
+        """
+        if factor == 1:
+            params.copy_(received)
+        elif factor != 0:
+            params.lerp_(received, factor)
+
+    def init(self, params: Tensor) -> State:
+        """Nothing: the clock belongs to the engine."""
+        return {}
+
+    def propose(self, params: Tensor, state: State) -> Tensor:
+        """What is served to others: the local parameters."""
+        return params
+
+    def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
+        """:meth:`blend` with the constant factor: what equal clocks and losses come to."""
+        factor = self.factor if self.interpolation == "constant" else 0.5
+        self.blend(params, received, factor)
+        return params
+
+    def restart(self, params: Tensor, state: State) -> None:
+        """There are no rounds, so there is nothing to begin again."""

@@ -1,0 +1,30 @@
+"""Parameters of peers, read one-sidedly: nobody waits for a peer that is slow, late or dead."""
+
+from lightning_loco.comm.peers.client import Received
+from lightning_loco.comm.peers.directory import (
+    Directory,
+    NodeDirectory,
+    Peer,
+    StoreDirectory,
+    address_towards,
+)
+from lightning_loco.comm.peers.keys import read_key_file, write_key_file
+from lightning_loco.comm.peers.node import PeerNode, PeerStatistics
+from lightning_loco.comm.peers.nodes_file import NodeSettings, read_nodes
+from lightning_loco.comm.peers.protocol import schema_checksum
+
+__all__ = [
+    "Directory",
+    "NodeDirectory",
+    "NodeSettings",
+    "Peer",
+    "PeerNode",
+    "PeerStatistics",
+    "Received",
+    "StoreDirectory",
+    "address_towards",
+    "read_key_file",
+    "read_nodes",
+    "schema_checksum",
+    "write_key_file",
+]

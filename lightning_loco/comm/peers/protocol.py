@@ -1,0 +1,177 @@
+"""The messages between peers: fixed-size binary headers, and one frame of raw numbers.
+
+All is little endian. Nothing that comes from the network is unpickled or evaluated, and every
+length is compared with what this side knows of its own model before anything is done with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import NamedTuple
+
+import torch
+
+from lightning_loco.algorithms.pairwise import Tag
+
+MAX_CHUNK_BYTES = 4 * 2**20
+"""The longest piece of a model in one reply."""
+
+LATEST = 0
+"""As the number of a publication: whichever is the latest."""
+
+# Kinds of messages.
+REQUEST = 1
+DATA = 2
+EMPTY = 3
+GONE = 4
+OTHER_MODEL = 5
+_REPLIES = (DATA, EMPTY, GONE, OTHER_MODEL)
+
+WIRE_DTYPES = {1: torch.float32, 2: torch.bfloat16, 3: torch.float64}
+"""Dtypes that may travel, by their code."""
+_CODES = {dtype: code for code, dtype in WIRE_DTYPES.items()}
+
+_MAGIC = b"LOCO"
+_VERSION = 1
+# magic, version, kind, dtype, zero | schema checksum, request id, publication, offset, length
+_COMMON = "<4sBBBBQQQQI"
+_REQUEST = struct.Struct(_COMMON)
+# ... | total bytes, clock, loss
+_REPLY = struct.Struct(_COMMON + "Qdd")
+
+MAX_REQUEST_BYTES = _REQUEST.size
+
+
+class MalformedMessage(ValueError):
+    """A message that does not follow the protocol."""
+
+
+class Model(NamedTuple):
+    """What two peers must have in common to exchange parameters.
+
+    Attributes:
+        checksum: Of the names, shapes and dtypes of all parameters; 64 bits.
+        numel: Number of parameters P.
+        wire_dtype: The dtype in which they travel.
+    """
+
+    checksum: int
+    numel: int
+    wire_dtype: torch.dtype
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the parameters on the wire."""
+        return self.numel * self.wire_dtype.itemsize
+
+
+class Request(NamedTuple):
+    """Ask for the bytes ``offset : offset + length`` of a publication (0: the latest)."""
+
+    checksum: int
+    dtype_code: int
+    request_id: int
+    publication: int
+    offset: int
+    length: int
+
+
+class Reply(NamedTuple):
+    """Answer to one request; ``DATA`` is followed by a frame of ``length`` bytes."""
+
+    kind: int
+    checksum: int
+    dtype_code: int
+    request_id: int
+    publication: int
+    offset: int
+    length: int
+    total_bytes: int
+    tag: Tag
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """The code of a dtype on the wire.
+
+    Raises:
+        ValueError: If this dtype cannot travel.
+    """
+    if dtype not in _CODES:
+        names = ", ".join(str(known) for known in _CODES)
+        raise ValueError(f"wire_dtype must be one of {names}, got {dtype}.")
+    return _CODES[dtype]
+
+
+def schema_checksum(schema: object) -> int:
+    """64 bits that tell different models apart.
+
+    Args:
+        schema: Lists, tuples, strings and numbers, such as
+            :meth:`~lightning_loco.comm.flat.FlatLayout.schema`.
+
+    Example:
+        >>> schema_checksum([("weight", (2, 3))]) == schema_checksum([("weight", (3, 2))])
+        False
+    """
+    digest = hashlib.blake2b(repr(schema).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def pack_request(request: Request) -> bytes:
+    """Write a request."""
+    checksum, dtype, *others = request
+    return _REQUEST.pack(_MAGIC, _VERSION, REQUEST, dtype, 0, checksum, *others)
+
+
+def parse_request(frame: bytes) -> Request:
+    """Read a request.
+
+    Raises:
+        MalformedMessage: For anything that :func:`pack_request` would not write.
+    """
+    if len(frame) != _REQUEST.size:
+        raise MalformedMessage(f"a request has {_REQUEST.size} bytes, this has {len(frame)}")
+    magic, version, kind, dtype, zero, checksum, *others = _REQUEST.unpack(frame)
+    _check_start(magic, version, dtype, zero)
+    if kind != REQUEST:
+        raise MalformedMessage(f"kind {kind} is not a request")
+    request = Request(checksum, dtype, *others)
+    if not 1 <= request.length <= MAX_CHUNK_BYTES:
+        raise MalformedMessage(f"{request.length} bytes asked for")
+    return request
+
+
+def pack_reply(reply: Reply) -> bytes:
+    """Write the header of a reply."""
+    kind, checksum, dtype, *others, tag = reply
+    return _REPLY.pack(_MAGIC, _VERSION, kind, dtype, 0, checksum, *others, *tag)
+
+
+def parse_reply(frame: bytes) -> Reply:
+    """Read the header of a reply.
+
+    Raises:
+        MalformedMessage: For anything that :func:`pack_reply` would not write.
+    """
+    if len(frame) != _REPLY.size:
+        raise MalformedMessage(f"a reply has {_REPLY.size} bytes, this has {len(frame)}")
+    magic, version, kind, dtype, zero, *others, total_bytes, clock, loss = _REPLY.unpack(frame)
+    _check_start(magic, version, dtype, zero)
+    if kind not in _REPLIES:
+        raise MalformedMessage(f"kind {kind} is not a reply")
+    checksum, number, publication, offset, length = others
+    tag = Tag(clock, loss)
+    reply = Reply(kind, checksum, dtype, number, publication, offset, length, total_bytes, tag)
+    if reply.length > MAX_CHUNK_BYTES:
+        raise MalformedMessage(f"{reply.length} bytes announced")
+    return reply
+
+
+def _check_start(magic: bytes, version: int, dtype: int, zero: int) -> None:
+    if magic != _MAGIC:
+        raise MalformedMessage("it does not begin like a message of a peer")
+    if version != _VERSION:
+        raise MalformedMessage(f"version {version} of the protocol, this is version {_VERSION}")
+    if dtype not in WIRE_DTYPES or zero != 0:
+        raise MalformedMessage(f"dtype {dtype}, filler {zero}")

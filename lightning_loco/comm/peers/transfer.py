@@ -1,0 +1,159 @@
+"""Reading one publication in chunks, several of which are asked for at the same time."""
+
+from __future__ import annotations
+
+import secrets
+
+import torch
+from torch import Tensor
+
+from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.comm.peers.protocol import (
+    DATA,
+    LATEST,
+    OTHER_MODEL,
+    Model,
+    Reply,
+    Request,
+    dtype_code,
+    pack_request,
+)
+
+# Below the size from which PyTorch would start threads of its own, which would compete with those
+# that train.
+_SERIAL_ELEMENTS = 16_384
+
+
+class Landing:
+    """Memory for the parameters of one peer, in the dtype of the wire and in that of the model.
+
+    Args:
+        model: Size and dtype on the wire.
+        dtype: The dtype of :attr:`params`.
+
+    Attributes:
+        params: The received parameters ``(P,)``.
+        data: Where the bytes from the wire go.
+    """
+
+    def __init__(self, model: Model, dtype: torch.dtype) -> None:
+        memory = bytearray(model.total_bytes)
+        self.data = memoryview(memory)
+        self._wire = torch.frombuffer(memory, dtype=model.wire_dtype)
+        same = dtype == model.wire_dtype
+        self.params = self._wire if same else torch.empty(model.numel, dtype=dtype)
+        self._suspect = False
+
+    def clear(self) -> None:
+        """Forget what was received."""
+        self._suspect = False
+
+    def settle(self, offset: int, length: int) -> None:
+        """Convert a chunk that has just come and look at its values while the cache has them."""
+        itemsize = self._wire.itemsize
+        part = slice(offset // itemsize, (offset + length) // itemsize)
+        pieces = torch.split(self.params[part], _SERIAL_ELEMENTS)
+        if self.params is not self._wire:
+            torch._foreach_copy_(pieces, torch.split(self._wire[part], _SERIAL_ELEMENTS))
+        norms = torch.stack(torch._foreach_norm(pieces))
+        self._suspect = self._suspect or not bool(torch.isfinite(norms).all())
+
+    def is_finite(self) -> bool:
+        """Whether all that was received is finite; exact, and cheap if it is."""
+        # The norm of large finite values may overflow.
+        return not self._suspect or bool(torch.isfinite(self.params).all())
+
+
+class Transfer:
+    """Which chunks of a publication are there, asked for, or still to ask for.
+
+    Only replies to a request that is under way are accepted: each has a random number, and its
+    offset and length must come back with it. So replays and strays change nothing.
+
+    Args:
+        model: What is read; the peer must have the same.
+        landing: Where it goes.
+        chunk_bytes: Length of a chunk.
+        window: Chunks that are asked for at the same time.
+
+    Attributes:
+        tag: Clock and loss of the publication.
+        received_bytes: How much is there.
+    """
+
+    def __init__(self, model: Model, landing: Landing, chunk_bytes: int, window: int) -> None:
+        self._model = model
+        self._code = dtype_code(model.wire_dtype)
+        self._landing = landing
+        self._chunk_bytes = chunk_bytes
+        self._window = window
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew with the latest publication."""
+        self.tag = Tag(0.0, 0.0)
+        self.received_bytes = 0
+        self._publication = LATEST
+        self._asked_bytes = 0
+        self._under_way: dict[int, tuple[int, int]] = {}
+        self._landing.clear()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether everything is there."""
+        return self.received_bytes == self._model.total_bytes
+
+    def requests(self) -> list[bytes]:
+        """The requests to send now. The first goes alone: its reply names the publication."""
+        window = 1 if self._publication == LATEST else self._window
+        requests = []
+        while len(self._under_way) < window and self._asked_bytes < self._model.total_bytes:
+            offset = self._asked_bytes
+            length = min(self._chunk_bytes, self._model.total_bytes - offset)
+            number = secrets.randbits(64)
+            self._under_way[number] = (offset, length)
+            self._asked_bytes += length
+            request = Request(
+                self._model.checksum, self._code, number, self._publication, offset, length
+            )
+            requests.append(pack_request(request))
+        return requests
+
+    def expects(self, reply: Reply) -> bool:
+        """Whether this is the reply to a request that is under way."""
+        asked = self._under_way.get(reply.request_id)
+        if asked is None or asked[0] != reply.offset:
+            return False
+        if reply.kind == OTHER_MODEL:
+            return True
+        if reply.checksum != self._model.checksum or reply.dtype_code != self._code:
+            return False
+        if reply.kind != DATA:
+            return reply.publication == self._publication
+        return (
+            reply.length == asked[1]
+            and reply.total_bytes == self._model.total_bytes
+            and reply.publication != LATEST
+            and self._publication in (LATEST, reply.publication)
+        )
+
+    def place(self, reply: Reply) -> memoryview:
+        """Where the chunk of an expected reply goes."""
+        return self._landing.data[reply.offset : reply.offset + reply.length]
+
+    def accept(self, reply: Reply) -> None:
+        """The chunk of an expected reply is in its place."""
+        del self._under_way[reply.request_id]
+        self._publication = reply.publication
+        self.tag = reply.tag
+        self.received_bytes += reply.length
+        self._landing.settle(reply.offset, reply.length)
+
+    @property
+    def params(self) -> Tensor:
+        """The parameters, once all are there."""
+        return self._landing.params
+
+    def is_finite(self) -> bool:
+        """Whether all that has come is finite."""
+        return self._landing.is_finite()

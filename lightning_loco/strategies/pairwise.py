@@ -1,0 +1,168 @@
+"""PairwiseGossipStrategy: no rounds, every worker pulls from random peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_loco.algorithms import PairwiseAverage
+from lightning_loco.algorithms.pairwise import Interpolation
+from lightning_loco.comm.engine import Engine
+from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.pairwise_engine import PairwiseEngine
+from lightning_loco.comm.pairwise_settings import PairwiseSettings
+from lightning_loco.comm.peers import Peer
+from lightning_loco.strategies.base import LocoStrategy
+
+
+class PairwiseGossipStrategy(LocoStrategy):
+    """Serve this worker's parameters and blend in those of random peers; nobody waits for anybody.
+
+    Before a local step the parameters are served as they are, and a fetch from a random peer
+    starts; after the first local step that it was complete in, the peer's parameters are blended
+    in. See :class:`~lightning_loco.algorithms.PairwiseAverage` for the formula and the factors, and
+    :class:`~lightning_loco.comm.PairwiseEngine` for what happens when.
+
+    Workers are the ranks of one job, or Trainers of their own that are started one by one
+    (``nodes``), may be killed, come late and come back. In the second case each Trainer validates
+    and saves its own model; give all the same seed, so that they start from the same parameters.
+
+    Args:
+        fetch_probability: Chance that a local step starts a fetch, in [0, 1].
+        interpolation: ``"constant"``, ``"clock"``, ``"loss"``, or a callable
+            ``(clock, peer_clock, loss, peer_loss) -> factor``. The loss comes from
+            ``training_step``.
+        factor: The constant factor of the peer's parameters, in [0, 1].
+        divergence_threshold: Loss below which models may drift apart; 0 is off.
+        fetch_timeout_s: Longest time for a fetch, in seconds.
+        nodes: All peers, if the workers are Trainers of their own: a list of
+            ``{name, host, port}``, or a YAML file in the form of dpwa, of which only the nodes are
+            read.
+        name: Which of the nodes this Trainer is.
+        key_file: Keys of the job, without which nobody can read or serve parameters; write one with
+            ``python -m lightning_loco.comm.peers.keys FILE``.
+        wire_dtype: ``"bfloat16"`` halves what travels; None for the dtype of the parameters.
+        keep_progress: Blend what the parameters were when the fetch began, and keep what was
+            learned since; off is dpwa's rule.
+        evaluate: As in :class:`LocoStrategy`, like all arguments that follow.
+
+    Raises:
+        ValueError: If a value is out of range, at construction or before training starts.
+        TypeError: If a value has the wrong type or an argument is unknown.
+
+    Example::
+
+        Trainer(strategy=PairwiseGossipStrategy(interpolation="loss"), devices=8)
+        Trainer(strategy=PairwiseGossipStrategy(nodes="nodes.yaml", name="w1"), devices=1)
+    """
+
+    settings: PairwiseSettings
+
+    def __init__(
+        self,
+        fetch_probability: float = 1.0,
+        interpolation: Literal["constant", "clock", "loss"] | Interpolation = "constant",
+        factor: float = 0.5,
+        divergence_threshold: float = 0.0,
+        fetch_timeout_s: float = 2.5,
+        nodes: str | Path | Sequence[Peer | Mapping[str, object]] | None = None,
+        name: str | None = None,
+        key_file: str | Path | None = None,
+        wire_dtype: Literal["float32", "float64", "bfloat16"] | None = None,
+        *,
+        keep_progress: bool = False,
+        evaluate: Literal["average", "local"] = "average",
+        finalize: Literal["average", "keep"] = "average",
+        timeout_s: float = 600.0,
+        process_group_backend: str | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        algorithm = PairwiseAverage(
+            fetch_probability, interpolation, factor, divergence_threshold, keep_progress
+        )
+        super().__init__(
+            algorithm,
+            evaluate=evaluate,
+            finalize=finalize,
+            timeout_s=timeout_s,
+            process_group_backend=process_group_backend,
+            start_method=start_method,
+        )
+        self.settings = PairwiseSettings(
+            algorithm,
+            nodes=nodes,
+            name=name,
+            fetch_timeout_s=fetch_timeout_s,
+            wire_dtype=_dtype(wire_dtype),
+            key_file=key_file,
+        )
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Share the training data between the nodes, if they are Trainers of their own."""
+        if not self.settings.peers:
+            return super().distributed_sampler_kwargs
+        return {
+            "num_replicas": len(self.settings.peers),
+            "rank": self.settings.node_number,
+        }
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Refuse several ranks in a Trainer that is one of the nodes."""
+        if self.settings.peers and self.world_size > 1:
+            raise ValueError(
+                f"nodes are Trainers of one worker each, but this one has {self.world_size} ranks. "
+                "Use devices=1, or leave nodes out to gossip between the ranks."
+            )
+        super().setup(trainer)
+
+    def make_engine(self, group: WorkerGroup) -> Engine:
+        """An engine that pulls."""
+        assert self.lightning_module is not None
+        settings = self.settings
+        assert isinstance(settings.algorithm, PairwiseAverage)
+        return PairwiseEngine(
+            self.lightning_module,
+            settings.algorithm,
+            nodes=settings.nodes,
+            name=settings.name,
+            fetch_timeout_s=settings.fetch_timeout_s,
+            wire_dtype=settings.wire_dtype,
+            key_file=settings.key_file,
+            seed=torch.initial_seed() % 2**31,
+            group=group,
+        )
+
+    def _describe(self, engine: Engine) -> None:
+        num_peers = len(self.settings.peers) or engine.group.num_workers
+        rank_zero_info(
+            f"{engine.algorithm} between {num_peers} workers, "
+            f"{engine.replica.layout.numel:,} trainable parameters, start {engine.checksum:08x}."
+        )
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Serve, start to fetch, step, and blend in what has arrived."""
+        engine = self._engine
+        assert isinstance(engine, PairwiseEngine)
+        engine.update_send(self._loss.item() if isinstance(self._loss, Tensor) else self._loss)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    names = ("float32", "float64", "bfloat16")
+    if name is not None and name not in names:
+        raise ValueError(f"wire_dtype must be one of {', '.join(names)} or None, got {name!r}.")
+    return None if name is None else getattr(torch, name)

@@ -1,0 +1,247 @@
+"""PairwiseGossipStrategy: as ranks of one job, and as Trainers that are started one by one."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from lightning_loco import CommunicationMonitor, PairwiseGossipStrategy, PeerMonitor
+from tests.comm.test_pairwise_engine import free_nodes
+from tests.conftest import ROOT
+from tests.pool import Pool, PoolError, make_trainer
+from tests.tiny import TinyModule, ValidatedModule, flat, make_loader
+
+# ------------------------------------------------------------------------- ranks of one job
+
+
+class Slow(Callback):
+    """A few milliseconds per step, so that fetches can arrive."""
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        time.sleep(0.005)
+
+
+def fit_ranks(rank: int, world: int, interpolation: str, folder: str) -> Any:
+    module = ValidatedModule()
+    checkpoint = ModelCheckpoint(dirpath=folder, monitor="val_loss", filename="{epoch}")
+    strategy = PairwiseGossipStrategy(interpolation=interpolation, timeout_s=30)
+    trainer = make_trainer(
+        strategy,
+        max_epochs=2,
+        use_distributed_sampler=False,
+        callbacks=[checkpoint, Slow(), PeerMonitor(), CommunicationMonitor()],
+        enable_checkpointing=True,
+        log_every_n_steps=1,
+    )
+    trainer.fit(module, make_loader(rank, 20 + 10 * rank), make_loader(rank, 2))
+    logged = {name for name in trainer.logged_metrics if name.startswith("loco/")}
+    left = [t.name for t in threading.enumerate() if t.name.startswith("loco")]
+    return len(module.losses), strategy.statistics.rounds, flat(module), logged, left
+
+
+@pytest.mark.parametrize("interpolation", ["constant", "clock", "loss"])
+def test_ranks_gossip_with_uneven_data_validation_and_checkpoints(
+    pool: Pool, tmp_path: Path, interpolation: str
+) -> None:
+    results = pool.run(fit_ranks, interpolation, str(tmp_path), world=3)
+    assert [steps for steps, *_ in results] == [40, 60, 80]
+    for _, blends, model, logged, left in results:
+        assert blends > 3
+        assert torch.equal(model, results[0][2])
+        assert torch.isfinite(model).all()
+        assert {"loco/fetches", "loco/blend_factor", "loco/peer_score_min"} <= logged
+        assert not left
+    content = torch.load(next(tmp_path.glob("*.ckpt")), weights_only=True)
+    assert content["lightning_loco"]["algorithm"] == "PairwiseAverage"
+
+
+def fit_crashing(rank: int, world: int) -> None:
+    class Crash(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+            if trainer.global_rank == 1 and trainer.global_step == 10:
+                raise ArithmeticError("worker 1 has a bad day")
+
+    trainer = make_trainer(
+        PairwiseGossipStrategy(timeout_s=20),
+        max_epochs=1,
+        use_distributed_sampler=False,
+        callbacks=[Crash(), Slow()],
+    )
+    trainer.fit(TinyModule(), make_loader(rank, 2000))
+
+
+def test_a_crash_on_one_rank_ends_the_job_with_its_traceback(pool: Pool) -> None:
+    with pytest.raises(PoolError) as caught:
+        pool.run(fit_crashing, world=3)
+    assert str(caught.value).count("worker 1 has a bad day") >= 2
+
+
+def fit_several_ranks_with_nodes(rank: int, world: int) -> Tensor:
+    nodes = [{"name": "a", "host": "127.0.0.1", "port": 45671}]
+    trainer = make_trainer(PairwiseGossipStrategy(nodes=nodes, name="a"), max_epochs=1)
+    trainer.fit(TinyModule(), make_loader(rank, 4))
+    return flat(trainer.lightning_module)
+
+
+def test_nodes_are_trainers_of_one_worker(pool: Pool) -> None:
+    with pytest.raises(PoolError, match="devices=1"):
+        pool.run(fit_several_ranks_with_nodes, world=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        ({"fetch_probability": 1.5}, ValueError, "fetch_probability"),
+        ({"interpolation": "age"}, ValueError, "interpolation"),
+        ({"factor": -1}, ValueError, "factor"),
+        ({"wire_dtype": "int8"}, ValueError, "wire_dtype"),
+        ({"nodes": "none.yaml"}, ValueError, "name"),
+        ({"topology": "ring"}, TypeError, "topology"),
+    ],
+)
+def test_bad_arguments(settings: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        PairwiseGossipStrategy(**settings)
+
+
+# ------------------------------------------------------------------------- separate Trainers
+
+SCRIPT = """
+import sys, time
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning_loco import PairwiseGossipStrategy
+from tests.tiny import TinyModule, make_loader
+
+class Report(Callback):
+    def on_train_batch_end(self, trainer, *args):
+        time.sleep(0.01)
+        blends = trainer.strategy.statistics.rounds
+        print(trainer.global_step, blends, time.monotonic(), flush=True)
+
+nodes, name, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
+torch.set_num_threads(1)
+trainer = Trainer(
+    strategy=PairwiseGossipStrategy(nodes=nodes, name=name, fetch_timeout_s=1.0),
+    accelerator="cpu", devices=1, max_steps=steps, callbacks=[Report()], logger=False,
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+)
+trainer.fit(TinyModule(), make_loader(int(name[1:]), steps))
+"""
+
+
+class Worker:
+    """A Trainer in a process of its own, and what it has reported."""
+
+    def __init__(self, nodes: Path, name: str, steps: int = 100000) -> None:
+        self.steps: list[tuple[int, int, float]] = []
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(nodes), name, str(steps)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        self._reader = threading.Thread(target=self._read, name="reader")
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if re.fullmatch(r"\d+ \d+ [\d.]+\n", line):
+                step, blends, now = line.split()
+                self.steps.append((int(step), int(blends), float(now)))
+
+    @property
+    def blends(self) -> int:
+        return self.steps[-1][1] if self.steps else 0
+
+    def wait_for_blends(self, count: int, timeout_s: float = 60.0) -> None:
+        """Until it has made so many more blends."""
+        goal = self.blends + count
+        deadline = time.monotonic() + timeout_s
+        while self.blends < goal:
+            assert self.process.poll() is None, "the worker has ended"
+            assert time.monotonic() < deadline, f"{self.blends} blends of {goal}"
+            time.sleep(0.02)
+
+    def longest_pause_s(self, since: float) -> float:
+        """Between two steps that ended after a moment of ``time.monotonic()``."""
+        times = [now for _, _, now in self.steps if now >= since]
+        return max(b - a for a, b in zip(times, times[1:], strict=False))
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Path:
+    path = tmp_path / "nodes.yaml"
+    entries = [f"  - {{name: {n}, host: {h}, port: {p}}}" for n, h, p in free_nodes(3)]
+    path.write_text("\n".join(["- nodes:", *entries, "- timeout_ms: 1000", ""]))
+    return path
+
+
+@pytest.fixture
+def workers(nodes: Path) -> Iterator[dict[str, Worker]]:
+    started: dict[str, Worker] = {}
+    yield started
+    for worker in started.values():
+        worker.end()
+
+
+@pytest.mark.slow
+def test_killed_stopped_late_and_restarted(nodes: Path, workers: dict[str, Worker]) -> None:
+    first = workers["w0"] = Worker(nodes, "w0")
+    second = workers["w1"] = Worker(nodes, "w1")
+    first.wait_for_blends(5)  # with w1; w2 is late
+    third = workers["w2"] = Worker(nodes, "w2")
+    third.wait_for_blends(5)
+
+    since = time.monotonic()
+    third.process.send_signal(signal.SIGSTOP)
+    first.wait_for_blends(5)
+    time.sleep(3)
+    third.process.send_signal(signal.SIGCONT)
+    third.wait_for_blends(5)
+    second.wait_for_blends(5)
+
+    third.process.kill()
+    third.end()
+    for worker in (first, second):
+        worker.wait_for_blends(5)
+    again = workers["w2"] = Worker(nodes, "w2")  # on the same port
+    again.wait_for_blends(5)
+    first.wait_for_blends(5)
+    for worker in (first, second):
+        assert worker.process.poll() is None
+        assert worker.longest_pause_s(since) < 1.5
+
+
+@pytest.mark.slow
+def test_trainers_end_by_themselves(nodes: Path, workers: dict[str, Worker]) -> None:
+    for name in ("w0", "w1"):
+        workers[name] = Worker(nodes, name, steps=150)
+    for worker in workers.values():
+        assert worker.process.wait(timeout=60) == 0
