@@ -1,8 +1,8 @@
 """Four Trainers that are started one by one; one is killed, and comes back.
 
 What it shows: pairwise gossip needs no common job. Every worker is a Trainer of its own and finds
-the others in a file of names, hosts and ports. Worker w4 is killed in the middle; to the others it
-is a peer that does not answer. When it is started again it takes part as before.
+the others in a file. Worker w4 is killed: to the others it is a peer that does not answer. When it
+is started again it takes part as before.
 
 Run it: python examples/07_separate_peers.py
 One worker by itself, on any machine: python examples/07_separate_peers.py NODES.yaml w1
@@ -51,7 +51,7 @@ class StopFile(Callback):
 
 
 def train(nodes: str, name: str) -> None:
-    """One worker; the same seed everywhere, so that all start from the same parameters."""
+    """One worker; the same seed everywhere: all start from the same parameters."""
     seed_everything(0, verbose=False)
     strategy = loco.PairwiseGossipStrategy(interpolation="clock", nodes=nodes, name=name)
     settings = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
@@ -63,40 +63,35 @@ def train(nodes: str, name: str) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
 
 
 def wait_until_served(port: int) -> None:
-    status = 1
-    while status != 0:
+    refused = 1
+    while refused:
         time.sleep(0.1)
         with socket.socket() as probe:
-            status = probe.connect_ex(("127.0.0.1", port))
+            refused = probe.connect_ex(("127.0.0.1", port))
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        nodes, ports = Path(folder) / "nodes.yaml", [free_port() for _ in NAMES]
-        entries = [f"{{name: {n}, host: 127.0.0.1, port: {p}}}" for n, p in zip(NAMES, ports)]
-        nodes.write_text(f"- nodes: [{', '.join(entries)}]\n")
-        command = [sys.executable, __file__, str(nodes)]
+        nodes, ports = Path(folder) / "nodes.yaml", {name: free_port() for name in NAMES}
+        entries = [f"{{name: {n}, host: 127.0.0.1, port: {p}}}" for n, p in ports.items()]
+        nodes.write_text(f"nodes: [{', '.join(entries)}]\n")
+        command = (sys.executable, __file__, str(nodes))
         workers = {name: subprocess.Popen([*command, name]) for name in NAMES}
-        wait_until_served(ports[3])
-        time.sleep(1)
+        wait_until_served(ports["w4"])
         workers["w4"].kill()
         workers["w4"].wait()
         print("w4 was killed", flush=True)
         workers["w4"] = subprocess.Popen([*command, "w4"])
-        wait_until_served(ports[3])
-        time.sleep(2)
+        wait_until_served(ports["w4"])
+        time.sleep(2)  # for some blends
         nodes.with_name("stop").touch()
         sys.exit(any([worker.wait() for worker in workers.values()]))
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        train(*sys.argv[1:])
-    else:
-        main()
+    train(*sys.argv[1:]) if len(sys.argv) == 3 else main()
