@@ -51,6 +51,8 @@ ROWS: dict[str, tuple[str, str | None, float | None]] = {
     "gasloc_ring": ("gasloc", "ring", 6.0),
     "gasloc_random_matching": ("gasloc", "random_matching", None),
     "local_sgd": ("local_sgd", None, 10.0),
+    "async_model_average": ("async_model_average", None, 10.0),
+    "pairwise_gossip": ("pairwise_gossip", None, 10.0),
     "alone": ("ddp", None, None),
 }
 Results = dict[str, dict[str, Any]]

@@ -34,6 +34,17 @@ def cells(output: str, row: str) -> list[str]:
 
 
 @pytest.mark.slow
+def test_stragglers_print_what_they_cost() -> None:
+    output = run("stragglers", "--quick")
+    for who in ("3 fast workers, 1 ten times slower", "4 equal workers"):
+        table = output[output.index(who) :]
+        for kind in ("alone", "async", "pairwise", "ddp"):
+            steps_per_s, ratio = cells(table, kind)[1:3]
+            assert float(steps_per_s) > 0
+            assert 0 < float(ratio) < 100
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "row", "ratio"),
     [

@@ -33,7 +33,7 @@ from lightning_loco.comm.settings import RoundSettings
 from lightning_loco.comm.setup import Prepared, prepare_worker
 from lightning_loco.comm.stats import Statistics
 
-_MORE_THAN_A_ROUND = 2**40
+_WHOLE_MODEL_BYTES = 2**40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,17 +133,20 @@ class ClockEngine(Engine):
             prepared = prepare_worker(
                 model,
                 lambda: ClockSettings.of(interval_s, warmup_steps, topology),
-                _MORE_THAN_A_ROUND,
+                _WHOLE_MODEL_BYTES,
                 group,
             )
             super().__init__(group, prepared, _make_clock_rounds)
         except BaseException:
             group.close()
             raise
-        self.sync_every = _MORE_THAN_A_ROUND
         self._under_way: PendingRows | None = None
         self._next_start = 0.0
+        self._began_at = 0
         self._paused = False
+
+    def _note_progress(self) -> None:
+        self._stop.note_anywhere()
 
     # --------------------------------------------------------------- warm-up
 
@@ -183,9 +186,11 @@ class ClockEngine(Engine):
             header, self._under_way = self._under_way, None
             self._run(header)
             self._settle()
+            self.statistics.staleness = self.steps - self._began_at
             self._next_start = time.monotonic() + self.settings.interval_s
         else:
             self.replica.check_trainable()
+            self._began_at = self.steps
             self._under_way = self._announce(ROUND, f"round {self.round_index}")
 
     def _takes_part(self, finite: bool) -> bool:

@@ -86,6 +86,10 @@ class Engine(ABC):
         """Count one local step without making a round."""
         self.steps += 1
         self.steps_since_round += 1
+        self._note_progress()
+
+    def _note_progress(self) -> None:
+        """See whether to stop after this step."""
         self._stop.note(self.round_index, self.steps_since_round, self.sync_every)
 
     def request_stop(self, reason: str) -> None:

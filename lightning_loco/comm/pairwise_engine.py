@@ -45,7 +45,7 @@ from lightning_loco.comm.setup import CHUNK_ELEMENTS, Prepared, prepare_worker
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Timed
 
-_MORE_THAN_A_ROUND = 2**40
+_WHOLE_MODEL_BYTES = 2**40
 _PUBLISHING_SHARE = 0.05
 _KEPT = 1000
 
@@ -110,11 +110,10 @@ class PairwiseEngine(Engine):
                     wire_dtype=wire_dtype,
                     key_file=key_file,
                 ),
-                _MORE_THAN_A_ROUND,
+                _WHOLE_MODEL_BYTES,
                 group,
             )
             super().__init__(group, prepared, _make_meetings)
-            self.sync_every = _MORE_THAN_A_ROUND
             self._number = group.worker + self.settings.node_number
             self._served = _served_layout(prepared)
             self._flat = torch.empty(self._served.numel, dtype=self._served.dtype)
@@ -153,6 +152,9 @@ class PairwiseEngine(Engine):
             key_file=settings.key_file,
             port=None if settings.name is not None else 0,
         )
+
+    def _note_progress(self) -> None:
+        self._stop.note_anywhere()
 
     # ------------------------------------------------------------- local steps
 

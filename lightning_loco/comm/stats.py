@@ -14,7 +14,8 @@ class Statistics:
         bytes_sent: Payload bytes this worker has sent; a ring all-reduce of B bytes counts
             2 (N - 1) / N * B.
         wait_s: Seconds this worker has been blocked in exchanges.
-        staleness: Rounds between sending and applying: 0, or 1 with overlap.
+        staleness: Between sending and applying: rounds (0, or 1 with overlap), or local steps
+            (of the last round by the clock, or by which a peer's clock was behind).
         outer_grad_norm: Norm of the last outer gradient; None unless monitored.
         consensus_distance: Root mean square distance of the workers' parameters to their mean
             right before the last measured round; None unless monitored.

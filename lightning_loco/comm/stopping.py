@@ -49,6 +49,18 @@ class StopAgreement:
             if rounds + Fraction(steps + 1, sync_every) > stop_at:
                 self.agreed = reason
 
+    def note_anywhere(self) -> None:
+        """Like :meth:`note`, where a worker may stop at any step, because nobody waits for it.
+
+        Raises:
+            RuntimeError: If a worker does not say that it has heard of the stop.
+        """
+        watchdog = self._group.watchdog
+        if watchdog is None:
+            self.agreed = self._requested
+        elif watchdog.stop_seen:
+            self.agreed = watchdog.wait_for_stop_point(self._group.timeout_s)[1]
+
     def catch_up(self) -> bool:
         """Stop here, if the others have agreed on a step that this worker will not reach."""
         watchdog = self._group.watchdog

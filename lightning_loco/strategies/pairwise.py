@@ -18,7 +18,7 @@ from lightning_loco.comm.engine import Engine
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.pairwise_engine import PairwiseEngine
 from lightning_loco.comm.pairwise_settings import PairwiseSettings
-from lightning_loco.comm.peers import Peer
+from lightning_loco.comm.peers import Peer, read_nodes
 from lightning_loco.strategies.base import LocoStrategy
 
 
@@ -44,7 +44,7 @@ class PairwiseGossipStrategy(LocoStrategy):
         fetch_timeout_s: Longest time for a fetch, in seconds.
         nodes: All peers, if the workers are Trainers of their own: a list of
             ``{name, host, port}``, or a YAML file in the form of dpwa, of which only the nodes are
-            read.
+            read (:meth:`from_file` reads the settings, too).
         name: Which of the nodes this Trainer is.
         key_file: Keys of the job, without which nobody can read or serve parameters; write one with
             ``python -m lightning_loco.comm.peers.keys FILE``.
@@ -103,6 +103,21 @@ class PairwiseGossipStrategy(LocoStrategy):
             wire_dtype=_dtype(wire_dtype),
             key_file=key_file,
         )
+
+    @classmethod
+    def from_file(cls, path: str | Path, name: str) -> PairwiseGossipStrategy:
+        """Take nodes and settings from a YAML file in the form of dpwa.
+
+        Args:
+            path: With the keys ``nodes``, ``fetch_probability``, ``timeout_ms``, ``interpolation``,
+                ``divergence_threshold`` and ``constant``; all but the first may be missing.
+            name: Which of the nodes this Trainer is.
+
+        Raises:
+            ValueError: If the file says something that is not understood.
+        """
+        nodes, settings = read_nodes(path)
+        return cls(nodes=nodes, name=name, **settings)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

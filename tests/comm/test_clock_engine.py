@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_loco import ClockEngine
+from lightning_loco import ClockEngine, PairwiseEngine
 from lightning_loco.comm.gradients import average_gradients
 from tests.pool import Pool, PoolError
 from tests.tiny import flat, loss_of, make_model, worker_batch
@@ -74,8 +74,10 @@ def moved_meanwhile(rank: int, world: int) -> Tensor:
     wait_until_due(engine)
     engine.make_round()
     model.values.data.add_(10.0 * (rank + 1))  # local progress while the snapshots travel
+    engine.count_step()
     wait_until_due(engine)
     engine.make_round()
+    assert engine.statistics.staleness == 1
     engine.close()
     return model.values.detach().clone()
 
@@ -206,6 +208,34 @@ def test_abort_and_resume_twice_each(pool: Pool) -> None:
     assert others == [first] * 2
     assert first[0] > 0
     assert first[3] > first[2]
+
+
+def stop_on_request(rank: int, world: int, kind: str) -> tuple[str | None, float]:
+    model = Numbers(torch.zeros(10))
+    engine = ClockEngine(model, interval_s=0.01) if kind == "clock" else PairwiseEngine(model)
+    requested = time.monotonic()
+    for step in range(100000):
+        if kind == "pairwise":
+            engine.update_send(1.0)
+        time.sleep(0.2 if rank == 0 else 0.002)
+        engine.step()
+        if rank == 1 and step == 20:
+            requested = time.monotonic()
+            engine.request_stop("SIGTERM")
+        if engine.stop_agreed is not None:
+            break
+    seconds = time.monotonic() - requested
+    engine.meet("the checkpoint after the stop")
+    reason = engine.stop_agreed
+    engine.close()
+    return reason, seconds
+
+
+@pytest.mark.parametrize("kind", ["clock", "pairwise"])
+def test_a_stop_is_agreed_soon_however_fast_the_workers_are(pool: Pool, kind: str) -> None:
+    for reason, seconds in pool.run(stop_on_request, kind, world=3):
+        assert reason == "SIGTERM"
+        assert seconds < 6
 
 
 # ------------------------------------------------------------------------- warm-up

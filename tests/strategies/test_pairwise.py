@@ -19,7 +19,12 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_loco import CommunicationMonitor, PairwiseGossipStrategy, PeerMonitor
+from lightning_loco import (
+    CommunicationMonitor,
+    PairwiseAverage,
+    PairwiseGossipStrategy,
+    PeerMonitor,
+)
 from tests.comm.test_pairwise_engine import free_nodes
 from tests.conftest import ROOT
 from tests.pool import Pool, PoolError, make_trainer
@@ -116,6 +121,28 @@ def test_nodes_are_trainers_of_one_worker(pool: Pool) -> None:
 def test_bad_arguments(settings: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         PairwiseGossipStrategy(**settings)
+
+
+def test_nodes_and_settings_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        """
+- nodes:
+  - {name: w1, host: localhost, port: 45000}
+  - {name: w2, host: localhost, port: 45001}
+- fetch_probability: 0.5
+- timeout_ms: 1500
+- interpolation: loss
+- divergence_threshold: 0.2
+- constant: { value: 0.25 }
+"""
+    )
+    strategy = PairwiseGossipStrategy.from_file(path, "w2")
+    settings = strategy.settings
+    assert settings.node_number == 1
+    assert settings.fetch_timeout_s == 1.5
+    assert settings.algorithm == PairwiseAverage(0.5, "loss", 0.25, 0.2)
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": 1}
 
 
 # ------------------------------------------------------------------------- separate Trainers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import yaml  # type: ignore[import-untyped]
 
@@ -26,7 +26,7 @@ class NodeSettings(TypedDict, total=False):
 
     fetch_probability: float
     fetch_timeout_s: float
-    interpolation: str
+    interpolation: Literal["constant", "clock", "loss"]
     divergence_threshold: float
     factor: float
 
