@@ -63,6 +63,13 @@ def test_prints_ratio_and_bound(name: str, row: str, ratio: str) -> None:
 
 
 @pytest.mark.slow
+def test_fetch_prints_ratio_and_bound() -> None:
+    output = run("fetch", "--quick")
+    assert ">= 0.80" in output
+    assert "fetch/socket" in output
+
+
+@pytest.mark.slow
 def test_memory_keeps_its_bounds() -> None:
     output = run("memory", "--quick")
     for row in ("Local SGD", "DiLoCo"):
@@ -94,7 +101,9 @@ def test_quality_keeps_finished_fits(tmp_path: Path) -> None:
     assert added[list(added)[2]]["settings"]["algorithm"]["outer_momentum"] == 0.5
 
 
-@pytest.mark.parametrize("name", ["local_step", "round", "overlap", "memory", "quality"])
+@pytest.mark.parametrize(
+    "name", ["local_step", "round", "overlap", "memory", "quality", "stragglers", "fetch"]
+)
 @pytest.mark.slow
 def test_help_says_how_to_read_it(name: str) -> None:
     assert "How to read it" in run(name, "--help")

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 CHUNK_BYTES = 2**20
 WINDOW = 8
 _MOST_PEERS_PER_FETCH = 3
+_MOST_RESTARTS = 10
 _LONGEST_NAP_S = 0.05
 _MOST_LOG_LINES = 100
 
@@ -287,36 +288,36 @@ class Client(threading.Thread):
         """Ask for chunk after chunk until all are there."""
         transfer = self._transfer
         transfer.restart()
+        num_gone = 0
         patient_until = time.monotonic() + patience_s
         while not transfer.is_done:
+            self._check_open()
             for request in transfer.requests():
                 link.send(request)
+            left_s = min(deadline, patient_until) - time.monotonic()
+            if left_s <= 0 or num_gone == _MOST_RESTARTS:
+                self._explain_silence(link.peer.name, deadline)
+                return _Outcome.SILENT
             try:
                 reply = link.receive(transfer)
             except MalformedMessage as error:
                 self.counts.malformed += 1
                 self._log_once(link.peer.name, f"dropped a reply: {error}")
                 continue
-            now = time.monotonic()
             if reply is None:
-                self._check_open()
-                left_s = min(deadline, patient_until) - now
-                if left_s <= 0:
-                    self._explain_silence(link.peer.name, now >= deadline)
-                    return _Outcome.SILENT
                 link.wait(min(left_s, _LONGEST_NAP_S))
-                continue
-            if reply.kind == EMPTY:
+            elif reply.kind == EMPTY:
                 return _Outcome.EMPTY
-            if reply.kind == OTHER_MODEL:
+            elif reply.kind == OTHER_MODEL:
                 self._log_once(link.peer.name, "it holds another model, or another wire_dtype")
                 return _Outcome.REFUSED
-            if reply.kind == GONE:
+            elif reply.kind == GONE:
+                num_gone += 1
                 transfer.restart()
-                continue
-            transfer.accept(reply)
-            self.counts.bytes_received += reply.length
-            patient_until = now + patience_s
+            else:
+                transfer.accept(reply)
+                self.counts.bytes_received += reply.length
+                patient_until = time.monotonic() + patience_s
         return _Outcome.DONE if transfer.is_finite() else _Outcome.NOT_FINITE
 
     def _link(self, name: str) -> tuple[Link | None, bool]:
@@ -340,9 +341,9 @@ class Client(threading.Thread):
             link.close()
         self._directory.forget(name)
 
-    def _explain_silence(self, name: str, out_of_time: bool) -> None:
+    def _explain_silence(self, name: str, deadline: float) -> None:
         done = self._transfer.received_bytes
-        if out_of_time and done:
+        if done and time.monotonic() >= deadline:
             self._log_once(
                 name,
                 f"only {done} of {self._total_bytes} bytes came in fetch_timeout_s="

@@ -25,6 +25,7 @@ _BROKEN = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 _FRAMING_BYTES = 1024
+_MOST_REPLIES_WAITING = 32
 _NEVER = -1
 
 
@@ -47,6 +48,7 @@ class Link:
         self.peer = peer
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
+        self._socket.rcvhwm = _MOST_REPLIES_WAITING
         self._socket.maxmsgsize = MAX_CHUNK_BYTES + _FRAMING_BYTES
         self._socket.reconnect_ivl = _NEVER
         self._socket.ipv6 = ":" in peer.host

@@ -65,16 +65,17 @@ class PeerNode:
         RuntimeError: If the port is taken.
 
     Example:
-        >>> a, b = Peer("a", "127.0.0.1", 45107), Peer("b", "127.0.0.1", 45108)
+        >>> from lightning_loco.comm.peers import StoreDirectory
+        >>> store = torch.distributed.HashStore()
         >>> here, there = (
-        ...     PeerNode(3, torch.float32, NodeDirectory([a, b], name), schema_checksum=7)
-        ...     for name in ("a", "b")
+        ...     PeerNode(3, torch.float32, StoreDirectory(store, worker, 2), schema_checksum=7)
+        ...     for worker in range(2)
         ... )
         >>> there.publish(torch.tensor([1.0, 2.0, 3.0]), Tag(clock=5, loss=0.5))
         >>> here.start_fetch()
         >>> received = here.wait()
         >>> received.params, received.tag.clock, received.peer
-        (tensor([1., 2., 3.]), 5.0, 'b')
+        (tensor([1., 2., 3.]), 5.0, 'worker1')
         >>> here.close()
         >>> there.close()
     """
@@ -109,6 +110,7 @@ class PeerNode:
         if host is None:
             host = "127.0.0.1" if directory.is_local else "0.0.0.0"
         self._wait_s = 0.0
+        self._publications = Publications(model, lease_s=fetch_timeout_s)
         self._flow = FlowControl(directory.names, seed)
         self._client = Client(
             model,
@@ -120,7 +122,6 @@ class PeerNode:
             chunk_bytes=chunk_bytes,
             window=window,
         )
-        self._publications = Publications(model, lease_s=fetch_timeout_s)
         try:
             self._server = Server(
                 model,

