@@ -7,8 +7,9 @@ changes; the first turn is not counted. A fetch includes its checks: that the ch
 publication, and that all values are finite.
 
 How to read it: the ratio is the socket's seconds divided by those of the fetch, turn by turn, and
-should be at least 0.80. Both need two cores: on a machine with two, anything else that runs takes
-from both, but not from both alike, so look at the quartiles as well.
+should be at least 0.80 for float32. The same bytes of bfloat16 are twice as many parameters, which
+are widened to float32 as they come: that row has no bound. A fetch keeps four threads busy and the
+socket two, so whatever else runs on the machine slows the fetch down more; look at the load.
 """
 
 from __future__ import annotations
@@ -121,6 +122,11 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
+def against_socket(ratio: float) -> str:
+    """The bound, and whether a ratio keeps it."""
+    return f">= {BOUND:.2f} {'ok' if ratio >= BOUND else 'MISSED'}"
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--megabytes", type=int, default=200, help="bytes that travel, in millions")
@@ -157,7 +163,7 @@ def main() -> None:
                             for kind in ("socket", "fetch")
                         ),
                         spread(ratios),
-                        f">= {BOUND:.2f} {'ok' if middle >= BOUND else 'MISSED'}",
+                        against_socket(middle) if dtype == torch.float32 else "-",
                     ]
                 )
                 print(f"done: {name}", flush=True)
