@@ -140,3 +140,13 @@ def against(value: float, bound: float, digits: int = 2) -> str:
         '<= 1.10 MISSED'
     """
     return f"<= {bound:.{digits}f} {'ok' if value <= bound else 'MISSED'}"
+
+
+def at_least(value: float, bound: float, digits: int = 2) -> str:
+    """The lower bound, and whether a value keeps it: ``>= 0.80 ok``.
+
+    Example:
+        >>> at_least(0.7, 0.8)
+        '>= 0.80 MISSED'
+    """
+    return f">= {bound:.{digits}f} {'ok' if value >= bound else 'MISSED'}"

@@ -23,7 +23,16 @@ import time
 from typing import Any
 
 import torch
-from common import HOST, Worker, make_parser, print_machine, print_table, run_workers, spread
+from common import (
+    HOST,
+    Worker,
+    at_least,
+    make_parser,
+    print_machine,
+    print_table,
+    run_workers,
+    spread,
+)
 
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.comm.peers import NodeDirectory, Peer, PeerNode
@@ -122,11 +131,6 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def against_socket(ratio: float) -> str:
-    """The bound, and whether a ratio keeps it."""
-    return f">= {BOUND:.2f} {'ok' if ratio >= BOUND else 'MISSED'}"
-
-
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--megabytes", type=int, default=200, help="bytes that travel, in millions")
@@ -163,7 +167,7 @@ def main() -> None:
                             for kind in ("socket", "fetch")
                         ),
                         spread(ratios),
-                        against_socket(middle) if dtype == torch.float32 else "-",
+                        at_least(middle, BOUND) if dtype == torch.float32 else "-",
                     ]
                 )
                 print(f"done: {name}", flush=True)

@@ -26,7 +26,7 @@ import time
 from typing import Any
 
 import torch
-from common import Worker, make_parser, print_machine, print_table, run_workers, spread
+from common import Worker, at_least, make_parser, print_machine, print_table, run_workers, spread
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_loco import ClockEngine, PairwiseEngine
@@ -120,11 +120,6 @@ def run_turns(
             for kind in order.sample(KINDS, len(KINDS)):
                 found[kind].append(run_turn(worker, kind, sizes, seconds, delay_s))
     return found
-
-
-def at_least(value: float, bound: float) -> str:
-    """The bound, and whether a value keeps it."""
-    return f">= {bound:.2f} {'ok' if value >= bound else 'MISSED'}"
 
 
 def main() -> None:

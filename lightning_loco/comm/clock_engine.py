@@ -30,10 +30,8 @@ from lightning_loco.comm.exchange import MeanExchange
 from lightning_loco.comm.gradients import average_gradients
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.settings import RoundSettings
-from lightning_loco.comm.setup import Prepared, prepare_worker
+from lightning_loco.comm.setup import WHOLE_MODEL_BYTES, Prepared, prepare_worker
 from lightning_loco.comm.stats import Statistics
-
-_WHOLE_MODEL_BYTES = 2**40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +131,7 @@ class ClockEngine(Engine):
             prepared = prepare_worker(
                 model,
                 lambda: ClockSettings.of(interval_s, warmup_steps, topology),
-                _WHOLE_MODEL_BYTES,
+                WHOLE_MODEL_BYTES,
                 group,
             )
             super().__init__(group, prepared, _make_clock_rounds)

@@ -23,7 +23,24 @@ from lightning_loco.topology import Topology
 _LONGEST_JOIN_S = 5.0
 
 
-class MeanClockRounds(MeanRounds):
+class TravellingRounds(BlockingRounds):
+    """Rounds whose update takes account of the progress made while they travelled."""
+
+    _progress: Progress
+
+    def _propose(self, parcel: Parcel, progress: bool) -> None:
+        super()._propose(parcel, progress)
+        self._progress.begin(parcel)
+
+    def _update(self, part: Part, params: Tensor, received: Tensor, weight: float) -> None:
+        self._exchange.normalize(received, weight)
+        if self.measure_gradient:
+            self._squares.append(self._progress.distance(part, received))
+        self._progress.end(part)
+        super()._update(part, params, received, 1.0)
+
+
+class MeanClockRounds(TravellingRounds, MeanRounds):
     """Rounds of the mean over all workers; the backend's own thread does the communication.
 
     Args:
@@ -64,22 +81,11 @@ class MeanClockRounds(MeanRounds):
             self._invite(group, place)
         return False
 
-    def _propose(self, parcel: Parcel, progress: bool) -> None:
-        super()._propose(parcel, progress)
-        self._progress.begin(parcel)
-
-    def _update(self, part: Part, params: Tensor, received: Tensor, weight: float) -> None:
-        self._exchange.normalize(received, weight)
-        if self.measure_gradient:
-            self._squares.append(self._progress.distance(part, received))
-        self._progress.end(part)
-        super()._update(part, params, received, 1.0)
-
     def close(self) -> None:
         """Nothing to end."""
 
 
-class NeighborClockRounds(BlockingRounds):
+class NeighborClockRounds(TravellingRounds):
     """Rounds of the neighbours of a topology; a thread waits for their messages.
 
     Args:
@@ -134,17 +140,6 @@ class NeighborClockRounds(BlockingRounds):
         arrival = self._arrival or self._start(round_index, progress, rows=None)
         self._arrival = None
         return arrival
-
-    def _propose(self, parcel: Parcel, progress: bool) -> None:
-        super()._propose(parcel, progress)
-        self._progress.begin(parcel)
-
-    def _update(self, part: Part, params: Tensor, received: Tensor, weight: float) -> None:
-        self._exchange.normalize(received, weight)
-        if self.measure_gradient:
-            self._squares.append(self._progress.distance(part, received))
-        self._progress.end(part)
-        super()._update(part, params, received, 1.0)
 
     def close(self) -> None:
         """Wait a little for the thread; its messages have failed or arrived."""

@@ -41,11 +41,10 @@ from lightning_loco.comm.peers import (
     schema_checksum,
 )
 from lightning_loco.comm.rounds import BlockingRounds
-from lightning_loco.comm.setup import CHUNK_ELEMENTS, Prepared, prepare_worker
+from lightning_loco.comm.setup import CHUNK_ELEMENTS, WHOLE_MODEL_BYTES, Prepared, prepare_worker
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Timed
 
-_WHOLE_MODEL_BYTES = 2**40
 _PUBLISHING_SHARE = 0.05
 _KEPT = 1000
 
@@ -110,7 +109,7 @@ class PairwiseEngine(Engine):
                     wire_dtype=wire_dtype,
                     key_file=key_file,
                 ),
-                _WHOLE_MODEL_BYTES,
+                WHOLE_MODEL_BYTES,
                 group,
             )
             super().__init__(group, prepared, _make_meetings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ class PairwiseSettings(RoundSettings):
         if self.key_file is not None:
             read_key_file(self.key_file)
 
-    @property
+    @functools.cached_property
     def peers(self) -> list[Peer]:
         """All nodes, this one among them; empty for the ranks of one job."""
         if self.nodes is None:

@@ -27,6 +27,9 @@ from lightning_loco.comm.stats import Statistics
 CHUNK_ELEMENTS = 2**20
 """Elements that are worked on at once: 4 MiB of float32, which a processor's cache can hold."""
 
+WHOLE_MODEL_BYTES = 2**40
+"""A bucket that holds any model: for engines whose message is the whole model."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
@@ -96,14 +94,8 @@ class AsyncModelAverageStrategy(LocoStrategy):
             f"start {engine.checksum:08x}."
         )
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: pl.LightningModule | torch.nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Step, with averaged gradients while warming up; begin or end a round when due."""
+    def prepare_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Average the gradients after the backward pass while warming up."""
         clock = self._clock
 
         def averaged() -> Any:
@@ -111,8 +103,7 @@ class AsyncModelAverageStrategy(LocoStrategy):
             clock.average_gradients(p for group in optimizer.param_groups for p in group["params"])
             return output
 
-        chosen = averaged if clock.is_warming_up else closure
-        return super().optimizer_step(optimizer, chosen, model, **kwargs)
+        return averaged if clock.is_warming_up else closure
 
     def abort(self) -> None:
         """Stop the averaging during ``fit``; every worker must call it, twice does no harm."""

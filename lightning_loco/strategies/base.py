@@ -254,6 +254,10 @@ class LocoStrategy(SavingStrategy):
             self._make_due_round()
         return output
 
+    def prepare_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Do what comes before a step of the optimizer, and say what it is to call."""
+        return closure
+
     def optimizer_step(
         self,
         optimizer: Optimizer,
@@ -262,6 +266,7 @@ class LocoStrategy(SavingStrategy):
         **kwargs: Any,
     ) -> Any:
         """Step and count; with automatic optimization, make a due round right after."""
+        closure = self.prepare_step(optimizer, closure)
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         done = self._optimizer_steps.get(id(optimizer), 0) + 1
         self._optimizer_steps[id(optimizer)] = done

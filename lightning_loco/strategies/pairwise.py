@@ -162,18 +162,12 @@ class PairwiseGossipStrategy(LocoStrategy):
             f"{engine.replica.layout.numel:,} trainable parameters, start {engine.checksum:08x}."
         )
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: pl.LightningModule | torch.nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Serve, start to fetch, step, and blend in what has arrived."""
+    def prepare_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Serve, and start to fetch."""
         engine = self._engine
         assert isinstance(engine, PairwiseEngine)
         engine.update_send(self._loss.item() if isinstance(self._loss, Tensor) else self._loss)
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+        return closure
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

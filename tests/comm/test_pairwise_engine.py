@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_loco import PairwiseAverage, PairwiseEngine
 from lightning_loco.comm.peers import Peer
+from tests.comm.peers.helpers import HOST, free_ports
 from tests.pool import Pool
 from tests.tiny import flat, make_model
 
@@ -30,13 +31,7 @@ class Numbers(nn.Module):
 
 def free_nodes(count: int) -> list[Peer]:
     """Nodes on this machine whose ports are free at present."""
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    peers = [Peer(f"w{i}", "127.0.0.1", one.getsockname()[1]) for i, one in enumerate(sockets)]
-    for one in sockets:
-        one.close()
-    return peers
+    return [Peer(f"w{i}", HOST, port) for i, port in enumerate(free_ports(count))]
 
 
 def pair(*values: float, **settings: Any) -> list[tuple[Numbers, PairwiseEngine]]:
