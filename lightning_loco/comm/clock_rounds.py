@@ -144,7 +144,8 @@ class NeighborClockRounds(TravellingRounds):
     def close(self) -> None:
         """Wait a little for the thread; its messages have failed or arrived."""
         if self._arrival is not None:
-            self._arrival.join(timeout=_LONGEST_JOIN_S)
+            self._arrival.end()
+            self._arrival = None
 
 
 class Progress:
@@ -211,6 +212,12 @@ class _Arrival(threading.Thread):
         with Timed(self._statistics):
             self.join()
         if self._error is not None:
-            raise self._error
+            error, self._error = self._error, None
+            raise error
         assert self._received is not None
         return self._received
+
+    def end(self) -> None:
+        """Wait a little, and let go of what was received, and of the groups."""
+        self.join(timeout=_LONGEST_JOIN_S)
+        self._error = None

@@ -171,6 +171,10 @@ trainer.fit(TinyModule(), make_loader(int(name[1:]), steps))
 """
 
 
+LATE_S = 20
+STOPPED_S = 10
+
+
 class Worker:
     """A Trainer in a process of its own, and what it has reported."""
 
@@ -242,17 +246,18 @@ def workers(nodes: Path) -> Iterator[dict[str, Worker]]:
 def test_killed_stopped_late_and_restarted(nodes: Path, workers: dict[str, Worker]) -> None:
     first = workers["w0"] = Worker(nodes, "w0")
     second = workers["w1"] = Worker(nodes, "w1")
-    first.wait_for_blends(5)  # with w1; w2 is late
+    first.wait_for_blends(5)
+    time.sleep(LATE_S)
     third = workers["w2"] = Worker(nodes, "w2")
     third.wait_for_blends(5)
 
     since = time.monotonic()
     third.process.send_signal(signal.SIGSTOP)
     first.wait_for_blends(5)
-    time.sleep(3)
+    time.sleep(STOPPED_S)
     third.process.send_signal(signal.SIGCONT)
-    third.wait_for_blends(5)
-    second.wait_for_blends(5)
+    for worker in (first, second, third):
+        worker.wait_for_blends(5)
 
     third.process.kill()
     third.end()

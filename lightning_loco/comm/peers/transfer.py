@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,6 +35,7 @@ class Landing:
     Attributes:
         params: The received parameters ``(P,)``.
         data: Where the bytes from the wire go.
+        is_finite: Whether all values that have come since the last :meth:`clear` are.
     """
 
     def __init__(self, model: Model, dtype: torch.dtype) -> None:
@@ -43,26 +44,24 @@ class Landing:
         self._wire = torch.frombuffer(memory, dtype=model.wire_dtype)
         same = dtype == model.wire_dtype
         self.params = self._wire if same else torch.empty(model.numel, dtype=dtype)
-        self._suspect = False
+        self._values = self.params.numpy()
+        self.is_finite = True
 
     def clear(self) -> None:
         """Forget what was received."""
-        self._suspect = False
+        self.is_finite = True
 
     def settle(self, offset: int, length: int) -> None:
         """Convert a chunk that has just come and look at its values while the cache has them."""
         itemsize = self._wire.itemsize
         part = slice(offset // itemsize, (offset + length) // itemsize)
-        pieces = torch.split(self.params[part], _SERIAL_ELEMENTS)
         if self.params is not self._wire:
-            torch._foreach_copy_(pieces, torch.split(self._wire[part], _SERIAL_ELEMENTS))
-        total = sum(float(piece.sum()) for piece in pieces)
-        self._suspect = self._suspect or not math.isfinite(total)
-
-    def is_finite(self) -> bool:
-        """Whether all that was received is finite; exact, and cheap if it is."""
-        # The sum of large finite values may overflow.
-        return not self._suspect or bool(torch.isfinite(self.params).all())
+            torch._foreach_copy_(
+                torch.split(self.params[part], _SERIAL_ELEMENTS),
+                torch.split(self._wire[part], _SERIAL_ELEMENTS),
+            )
+        # NumPy, since torch would start threads of its own for so many values.
+        self.is_finite = self.is_finite and bool(np.isfinite(self._values[part]).all())
 
 
 class Transfer:
@@ -157,4 +156,4 @@ class Transfer:
 
     def is_finite(self) -> bool:
         """Whether all that has come is finite."""
-        return self._landing.is_finite()
+        return self._landing.is_finite

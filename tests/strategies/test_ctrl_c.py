@@ -1,0 +1,82 @@
+"""After Ctrl-C or an exception in the middle of `fit`, nothing of it is left in the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, Trainer
+
+from lightning_loco import (
+    AsyncDiLoCoStrategy,
+    AsyncModelAverageStrategy,
+    GASLoCStrategy,
+    PairwiseGossipStrategy,
+)
+from tests.pool import Pool, make_trainer
+from tests.tiny import TinyModule, make_loader
+
+STRATEGIES: dict[str, Any] = {
+    "async_diloco": lambda: AsyncDiLoCoStrategy(sync_every=3, timeout_s=20),
+    "gasloc": lambda: GASLoCStrategy("ring", sync_every=3, timeout_s=20),
+    "async_model_average": lambda: AsyncModelAverageStrategy(interval_s=0.01, timeout_s=20),
+    "async_model_average ring": lambda: AsyncModelAverageStrategy(
+        interval_s=0.01, topology="ring", timeout_s=20
+    ),
+    "pairwise_gossip": lambda: PairwiseGossipStrategy(timeout_s=20),
+}
+
+
+def own() -> frozenset[str]:
+    """Native threads, threads of Python, and open sockets of this process."""
+    sockets = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return frozenset(
+        [f"native thread {path.name}" for path in Path("/proc/self/task").iterdir()]
+        + [f"thread {thread.name} ({thread.ident})" for thread in threading.enumerate()]
+        + [link for link in sockets if link.startswith("socket:")]
+    )
+
+
+class AllAtOnce(Callback):
+    """Ctrl-C in a terminal reaches all ranks; an exception happens on all here."""
+
+    def __init__(self, ending: str) -> None:
+        self.ending = ending
+        self.resources: frozenset[str] = frozenset()
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        time.sleep(0.01)
+        if trainer.global_step == 20:
+            self.resources = own()
+            if self.ending == "exception":
+                raise ArithmeticError("a bad day")
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def fit(rank: int, world: int, name: str, ending: str) -> tuple[frozenset[str], frozenset[str]]:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = own()
+    event = AllAtOnce(ending)
+    trainer = make_trainer(
+        STRATEGIES[name](), max_steps=10_000, use_distributed_sampler=False, callbacks=[event]
+    )
+    with pytest.raises(ArithmeticError if ending == "exception" else SystemExit):
+        trainer.fit(TinyModule(), make_loader(rank, 10_000))
+    deadline = time.monotonic() + 5
+    while (left := own() - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return event.resources - before, left
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks into /proc")
+@pytest.mark.parametrize("ending", ["exception", "ctrl_c"])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_nothing_is_left(pool: Pool, name: str, ending: str) -> None:
+    for used, left in pool.run(fit, name, ending, world=3):
+        assert {"native", "socket"} <= {line[:6] for line in used}
+        assert not left
