@@ -30,7 +30,7 @@ from lightning_loco.comm.peers.transfer import Landing, Transfer
 
 log = logging.getLogger(__name__)
 
-CHUNK_BYTES = 2**20
+CHUNK_BYTES = 3 * 2**18  # benchmarks/fetch.py is fastest so, among 256 KiB to 4 MiB
 WINDOW = 8
 _MOST_PEERS_PER_FETCH = 3
 _MOST_RESTARTS = 10

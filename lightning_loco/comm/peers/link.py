@@ -104,20 +104,26 @@ class Link:
             header = self._socket.recv(zmq.NOBLOCK)
         except zmq.Again:
             return None
+        has_more = self._has_more()
         try:
             reply = parse_reply(header)
             if not transfer.expects(reply):
                 raise MalformedMessage("it answers none of the requests under way")
-            if bool(self._socket.rcvmore) != (reply.kind == DATA):
+            if has_more != (reply.kind == DATA):
                 raise MalformedMessage("it has another number of frames than it says")
-            if reply.kind == DATA:
+            if has_more:
                 received = self._socket.recv_into(transfer.place(reply))
-                if received != reply.length or self._socket.rcvmore:
+                has_more = self._has_more()
+                if received != reply.length or has_more:
                     raise MalformedMessage(f"{received} bytes instead of {reply.length}")
         finally:
-            while self._socket.rcvmore:
+            while has_more:
                 self._socket.recv_into(bytearray())
+                has_more = self._has_more()
         return reply
+
+    def _has_more(self) -> bool:
+        return bool(self._socket.get(zmq.RCVMORE))
 
     def close(self) -> None:
         """Close the connection; a second call does nothing."""

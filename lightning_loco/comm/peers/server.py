@@ -134,6 +134,8 @@ class Server(threading.Thread):
             poller.register(self._doorkeeper.socket, zmq.POLLIN)
         try:
             while True:
+                # One request per poll, in which ZeroMQ takes note of what the clients have read:
+                # otherwise replies would find no room and be dropped.
                 for socket, _ in poller.poll():
                     if socket is self._socket:
                         self._answer()

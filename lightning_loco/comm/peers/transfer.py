@@ -84,6 +84,7 @@ class Transfer:
     def __init__(self, model: Model, landing: Landing, chunk_bytes: int, window: int) -> None:
         self._model = model
         self._code = dtype_code(model.wire_dtype)
+        self._total_bytes = model.total_bytes
         self._landing = landing
         self._chunk_bytes = chunk_bytes
         self._window = window
@@ -101,15 +102,20 @@ class Transfer:
     @property
     def is_done(self) -> bool:
         """Whether everything is there."""
-        return self.received_bytes == self._model.total_bytes
+        return self.received_bytes == self._total_bytes
 
     def requests(self) -> list[bytes]:
-        """The requests to send now. The first goes alone: its reply names the publication."""
+        """The requests to send now: several at a time, which wakes the peer less often.
+
+        The first goes alone, since its reply names the publication.
+        """
         window = 1 if self._publication == LATEST else self._window
+        if len(self._under_way) > window // 2:
+            return []
         requests = []
-        while len(self._under_way) < window and self._asked_bytes < self._model.total_bytes:
+        while len(self._under_way) < window and self._asked_bytes < self._total_bytes:
             offset = self._asked_bytes
-            length = min(self._chunk_bytes, self._model.total_bytes - offset)
+            length = min(self._chunk_bytes, self._total_bytes - offset)
             number = secrets.randbits(64)
             self._under_way[number] = (offset, length)
             self._asked_bytes += length
@@ -132,7 +138,7 @@ class Transfer:
             return reply.publication == self._publication
         return (
             reply.length == asked[1]
-            and reply.total_bytes == self._model.total_bytes
+            and reply.total_bytes == self._total_bytes
             and reply.publication != LATEST
             and self._publication in (LATEST, reply.publication)
         )

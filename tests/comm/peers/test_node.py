@@ -16,6 +16,7 @@ from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.comm.peers import NodeDirectory, Peer, PeerNode, StoreDirectory
 from tests.comm.peers.helpers import (
     HOST,
+    NodeProcess,
     fetch,
     fetch_until,
     free_ports,
@@ -405,3 +406,17 @@ def test_bad_settings_are_named_and_leave_nothing(settings: dict[str, Any], mess
     with pytest.raises(ValueError, match=message):
         make_node(peers(2), 0, **settings)
     assert open_files() <= before
+
+
+@pytest.mark.slow
+def test_no_reply_is_lost_among_thousands() -> None:
+    nodes = peers(2)
+    numel, chunk_bytes = 100_000, 4000
+    here = make_node(nodes, 0, numel, chunk_bytes=chunk_bytes, fetch_timeout_s=5.0)
+    there = NodeProcess(nodes, 1, 1.0, numel)
+    fetch_until(here, lambda received: received is not None)
+    for _ in range(200):
+        assert fetch(here) is not None
+    assert here.statistics.timeouts == 0
+    there.end()
+    here.close()
