@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import socket
 import statistics
 import threading
@@ -47,8 +48,10 @@ def time_turns(
 ) -> dict[str, list[float]]:
     """Seconds of every turn; worker 0 reads what worker 1 serves."""
     with contextlib.ExitStack() as stack:
-        fetch = open_node(worker, ports, num_bytes, settings, stack)
+        node = open_node(worker, ports, num_bytes // settings["wire_dtype"].itemsize, settings)
+        stack.callback(node.close)
         read = open_socket(worker, ports[2], num_bytes, stack)
+        fetch = functools.partial(fetch_once, node) if worker.rank == 0 else lambda: None
         seconds: dict[str, list[float]] = {"socket": [], "fetch": []}
         kinds = {"socket": read, "fetch": fetch}
         for turn in range(1 + turns):
@@ -61,16 +64,9 @@ def time_turns(
     return {name: values[1:] for name, values in seconds.items()}
 
 
-def open_node(
-    worker: Worker,
-    ports: list[int],
-    num_bytes: int,
-    settings: dict[str, Any],
-    stack: contextlib.ExitStack,
-) -> Any:
-    """A function that makes one fetch, or does nothing where the parameters are served."""
+def open_node(worker: Worker, ports: list[int], numel: int, settings: dict[str, Any]) -> PeerNode:
+    """Worker 0 reads, worker 1 serves ones."""
     peers = [Peer("reader", HOST, ports[0]), Peer("server", HOST, ports[1])]
-    numel = num_bytes // settings["wire_dtype"].itemsize
     node = PeerNode(
         numel,
         torch.float32,
@@ -79,18 +75,17 @@ def open_node(
         fetch_timeout_s=PATIENCE_S,
         **settings,
     )
-    stack.callback(node.close)
     if worker.rank == 1:
         node.publish(torch.ones(numel), Tag(1, 1))
-        return lambda: None
+    return node
 
-    def fetch() -> None:
-        node.start_fetch()
-        received = node.wait()
-        assert received is not None
-        assert received.params[-1] == 1
 
-    return fetch
+def fetch_once(node: PeerNode) -> None:
+    """Read all parameters."""
+    node.start_fetch()
+    received = node.wait()
+    assert received is not None
+    assert received.params[-1] == 1
 
 
 def open_socket(worker: Worker, port: int, num_bytes: int, stack: contextlib.ExitStack) -> Any:

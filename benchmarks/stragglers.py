@@ -1,7 +1,7 @@
 """What one slow worker costs the others, and what averaging by the clock costs when all are equal.
 
-Measured: local steps per second of the demo's byte-level GPT on 4 workers, in turns of some seconds
-each, in changing order, in the same processes with one thread each:
+Measured: local steps per second of the demo's byte-level GPT, with its batch size, on 4 workers, in
+turns of some seconds each, in changing order, in the same processes with one thread each:
 
   alone     no communication: the rate to keep
   async     ClockEngine(interval_s=0.5): asynchronous model averaging
@@ -34,7 +34,7 @@ from lightning_loco.demo.model import ByteGPT
 
 NUM_WORKERS = 4
 SLOWDOWN = 10
-BATCH_SIZE = 4
+BATCH_SIZE = 8  # as in conf/
 KINDS = ("alone", "async", "pairwise", "ddp")
 BOUND_STRAGGLER = 0.95
 BOUND_EQUAL = 1.05

@@ -18,6 +18,7 @@ WORKERS = 4
 END = 12.3  # of the time axis, in local steps
 HEIGHT = 0.62
 PACE = (0.93, 1.0, 0.88, 0.96)  # time of a local step of each worker
+SLOW_PACE = 3.0
 
 
 def lane(worker: int) -> float:
@@ -126,6 +127,52 @@ def draw_gasloc(axes: Axes) -> None:
               ha="right", va="center", fontsize=9, color=TEXT)  # fmt: skip
 
 
+def ends_of_steps(worker: int) -> list[float]:
+    """When the local steps end of a worker that never waits; worker 3 is slow."""
+    pace = SLOW_PACE if worker == WORKERS - 1 else PACE[worker]
+    return [pace * (index + 1) for index in range(int(END / pace))]
+
+
+def next_end(worker: int, time: float) -> float:
+    """When the local step ends in which a worker is."""
+    return next((end for end in ends_of_steps(worker) if end >= time), END)
+
+
+def draw_async_model_average(axes: Axes) -> None:
+    below, added = -0.85, [0.0] * WORKERS
+    for worker in range(WORKERS):
+        steps(axes, worker, 0, len(ends_of_steps(worker)), ends_of_steps(worker)[0])
+    for index in (1, 2):
+        left = [next_end(worker, added[worker] + 0.5) for worker in range(WORKERS)]
+        arrived = max(left) + 0.9
+        added = [next_end(worker, arrived) for worker in range(WORKERS)]
+        axes.plot(left, [lane(w) for w in range(WORKERS)], "o", color=MESSAGE, markersize=5)
+        axes.plot(added, [lane(w) for w in range(WORKERS)], "o", color=MESSAGE, markersize=6,
+                  markerfacecolor="white", markeredgewidth=1.6)  # fmt: skip
+        axes.add_patch(Rectangle((min(left), below - 0.22), arrived - min(left), 0.44,
+                                 color=MESSAGE))  # fmt: skip
+        axes.text((min(left) + arrived) / 2, below - 0.02, f"mean of snapshots {index}",
+                  color="white", ha="center", va="center", fontsize=8)  # fmt: skip
+
+
+def draw_pairwise_gossip(axes: Axes) -> None:
+    killed, again = 4.4, 7.6
+    victim = 2
+    for worker in range(WORKERS):
+        for end in ends_of_steps(worker):
+            start = end - ends_of_steps(worker)[0]
+            if worker != victim or end < killed or start > again:
+                steps(axes, worker, start, 1, end - start)
+    axes.plot([killed], [lane(victim)], "x", color=TEXT, markersize=9, markeredgewidth=2)
+    axes.text((killed + again) / 2 + 0.1, lane(victim), "killed, started again", ha="center",
+              va="center", fontsize=9, color=TEXT)  # fmt: skip
+    pulls = ((0, 1, 1), (1, 2, 2), (2, 0, 3), (3, 1, 0), (0, 3, 4), (1, 0, 5), (0, 1, 7),
+             (3, 0, 2), (1, 3, 8), (2, 1, 10), (0, 2, 11))  # fmt: skip
+    for reader, peer, index in pulls:
+        end = ends_of_steps(reader)[index]
+        arrow(axes, (end - 0.75, lane(peer)), (end, lane(reader)))
+
+
 PANELS = (
     ("DDP", "gradients, among all workers, after every step", draw_ddp, 0.6, 0.6),
     (
@@ -143,6 +190,16 @@ PANELS = (
         "parameters, to the neighbours only; within a round nobody waits for the others",
         draw_gasloc, 0.95, 0.95,
     ),
+    (
+        "Asynchronous model average",
+        "parameters, by the clock; nobody waits (filled: snapshot leaves, open: mean comes)",
+        draw_async_model_average, 1.2, 0.6,
+    ),
+    (
+        "Pairwise gossip",
+        "parameters, from a random peer to whoever asks for them; peers may come and go",
+        draw_pairwise_gossip, 0.6, 0.6,
+    ),
 )  # fmt: skip
 
 
@@ -151,7 +208,7 @@ def draw(file: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "what travels when"
     matplotlib.rcParams["hatch.linewidth"] = 0.8
     heights = [WORKERS - 1 + below + above for *_, below, above in PANELS]
-    figure = Figure(figsize=(10, 9))
+    figure = Figure(figsize=(10, 13.5))
     figure.patch.set_alpha(0)
     figure.add_artist(
         FancyBboxPatch(
@@ -160,8 +217,8 @@ def draw(file: Path) -> None:
         )
     )  # fmt: skip
     grid = figure.add_gridspec(
-        len(PANELS), 1, height_ratios=heights, hspace=0.3, left=0.1, right=0.97, top=0.94,
-        bottom=0.07,
+        len(PANELS), 1, height_ratios=heights, hspace=0.3, left=0.1, right=0.97, top=0.96,
+        bottom=0.045,
     )  # fmt: skip
     for place, (name, what, timeline, below, above) in zip(grid, PANELS, strict=True):
         axes = figure.add_subplot(place)
@@ -181,12 +238,12 @@ def draw(file: Path) -> None:
             Patch(facecolor=WAIT, hatch="////", edgecolor="white", label="waiting"),
             Patch(color=MESSAGE, label="what travels"),
         ],
-        loc="lower center", ncols=3, frameon=False, fontsize=10, bbox_to_anchor=(0.5, 0.018),
+        loc="lower center", ncols=3, frameon=False, fontsize=10, bbox_to_anchor=(0.5, 0.012),
         labelcolor=TEXT,
     )  # fmt: skip
-    figure.text(0.9, 0.034, "time", ha="right", va="center", fontsize=10, color=TEXT)
+    figure.text(0.9, 0.024, "time", ha="right", va="center", fontsize=10, color=TEXT)
     axes.annotate(
-        "", (0.97, 0.034), (0.91, 0.034), "figure fraction", "figure fraction",
+        "", (0.97, 0.024), (0.91, 0.024), "figure fraction", "figure fraction",
         arrowprops={"arrowstyle": "-|>", "color": TEXT},
     )  # fmt: skip
     metadata = {"Date": None} if file.suffix == ".svg" else {}

@@ -27,7 +27,7 @@ from lightning_loco.algorithms import LocalSGD
 from lightning_loco.algorithms.pairwise import PairwiseAverage, Tag
 from lightning_loco.comm.engine import Engine
 from lightning_loco.comm.exchange import MeanExchange
-from lightning_loco.comm.flat import FlatLayout
+from lightning_loco.comm.flat import Chunk, FlatLayout
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.pairwise_settings import PairwiseSettings
 from lightning_loco.comm.peers import (
@@ -218,22 +218,35 @@ class PairwiseEngine(Engine):
     def _blend(self, received: Received) -> float:
         own, peer = self._tag(), received.tag
         factor = self.algorithm.blend_factor(own, peer) if self.was_finite else 1.0
+        base = self._before_fetch if self.was_finite else None
         for chunk in self._served.chunks():
             part = slice(chunk.start, chunk.stop)
-            params = self._flat[part]
-            chunk.pack(params)
-            theirs = received.params[part].to(params.dtype)
-            if self._before_fetch is None or not self.was_finite:
+            theirs = received.params[part]
+            if base is not None:
+                self._blend_before_fetch(chunk, base[part], theirs, factor)
+            elif chunk.is_rounded(theirs.dtype):
+                params = self._flat[part]
+                chunk.pack(params)
                 self.algorithm.blend(params, theirs, factor)
+                chunk.unpack(params)
             else:
-                base = self._before_fetch[part]
-                params.sub_(base)
-                self.algorithm.blend(base, theirs, factor)
-                params.add_(base)
-            chunk.unpack(params)
+                theirs = theirs.to(self._served.device)
+                for mine, their in zip(*chunk.window(theirs), strict=True):
+                    self.algorithm.blend(mine, their, factor)
         self._clock = self.algorithm.blended_clock(own.clock, peer.clock, factor)
         self._note_blend(factor, own.clock - peer.clock)
         return factor
+
+    def _blend_before_fetch(
+        self, chunk: Chunk, base: Tensor, theirs: Tensor, factor: float
+    ) -> None:
+        """Blend the parameters from when the fetch began; add what was learned since then."""
+        params = self._flat[chunk.start : chunk.stop]
+        chunk.pack(params)
+        params.sub_(base)
+        self.algorithm.blend(base, theirs, factor)
+        params.add_(base)
+        chunk.unpack(params)
 
     def _note_blend(self, factor: float, staleness: float) -> None:
         for kept, value in ((self.factors, factor), (self.stalenesses, staleness)):
@@ -242,7 +255,7 @@ class PairwiseEngine(Engine):
         self.steps_since_round = 0
         self.statistics.rounds += 1
         self.statistics.staleness = max(0, round(staleness))
-        self.statistics.bytes_sent = self.node.statistics.bytes_sent
+        self.statistics.bytes_sent = self.node.bytes_sent
 
     # ---------------------------------------------------------------- meetings
 

@@ -191,11 +191,6 @@ class Client(threading.Thread):
         """Whether no fetch is under way, so that :meth:`wait` would not block."""
         return self._ended == self._wanted
 
-    @property
-    def has_arrived(self) -> bool:
-        """Whether :meth:`wait` would return parameters at once."""
-        return self._received is not None
-
     def run(self) -> None:
         """Make one fetch after the other until closed."""
         try:

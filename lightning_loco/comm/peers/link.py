@@ -112,10 +112,11 @@ class Link:
             if has_more != (reply.kind == DATA):
                 raise MalformedMessage("it has another number of frames than it says")
             if has_more:
-                received = self._socket.recv_into(transfer.place(reply))
-                has_more = self._has_more()
-                if received != reply.length or has_more:
-                    raise MalformedMessage(f"{received} bytes instead of {reply.length}")
+                chunk = self._socket.recv(copy=False)
+                has_more = chunk.more
+                if len(chunk) != reply.length or has_more:
+                    raise MalformedMessage(f"{len(chunk)} bytes instead of {reply.length}")
+                transfer.place(reply, chunk.buffer)
         finally:
             while has_more:
                 self._socket.recv_into(bytearray())

@@ -184,9 +184,9 @@ class PeerNode:
         return self._client.has_ended
 
     @property
-    def has_arrived(self) -> bool:
-        """Whether :meth:`wait` would return parameters at once."""
-        return self._client.has_arrived
+    def bytes_sent(self) -> int:
+        """Bytes of parameters handed out to peers."""
+        return self._server.bytes_sent
 
     @property
     def statistics(self) -> PeerStatistics:
@@ -195,7 +195,7 @@ class PeerNode:
         counts["malformed"] += self._server.malformed
         return PeerStatistics(
             **counts,
-            bytes_sent=self._server.bytes_sent,
+            bytes_sent=self.bytes_sent,
             wait_s=self._wait_s,
             scores=self._flow.scores,
         )

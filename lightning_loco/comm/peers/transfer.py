@@ -34,14 +34,12 @@ class Landing:
 
     Attributes:
         params: The received parameters ``(P,)``.
-        data: Where the bytes from the wire go.
         is_finite: Whether all values that have come since the last :meth:`clear` are.
     """
 
     def __init__(self, model: Model, dtype: torch.dtype) -> None:
-        memory = bytearray(model.total_bytes)
-        self.data = memoryview(memory)
-        self._wire = torch.frombuffer(memory, dtype=model.wire_dtype)
+        self._bytes = np.zeros(model.total_bytes, dtype=np.uint8)
+        self._wire = torch.from_numpy(self._bytes).view(model.wire_dtype)
         same = dtype == model.wire_dtype
         self.params = self._wire if same else torch.empty(model.numel, dtype=dtype)
         self._values = self.params.numpy()
@@ -50,6 +48,10 @@ class Landing:
     def clear(self) -> None:
         """Forget what was received."""
         self.is_finite = True
+
+    def place(self, offset: int, chunk: memoryview) -> None:
+        """Copy a chunk from the wire; NumPy lets other threads of Python run meanwhile."""
+        np.copyto(self._bytes[offset : offset + len(chunk)], np.frombuffer(chunk, np.uint8))
 
     def settle(self, offset: int, length: int) -> None:
         """Convert a chunk that has just come and look at its values while the cache has them."""
@@ -143,9 +145,9 @@ class Transfer:
             and self._publication in (LATEST, reply.publication)
         )
 
-    def place(self, reply: Reply) -> memoryview:
-        """Where the chunk of an expected reply goes."""
-        return self._landing.data[reply.offset : reply.offset + reply.length]
+    def place(self, reply: Reply, chunk: memoryview) -> None:
+        """Put the chunk of an expected reply into its place."""
+        self._landing.place(reply.offset, chunk)
 
     def accept(self, reply: Reply) -> None:
         """The chunk of an expected reply is in its place."""
