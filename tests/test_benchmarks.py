@@ -51,6 +51,7 @@ def test_stragglers_print_what_they_cost() -> None:
         ("local_step", "demo, 2 workers", "1 + extra / demo step"),
         ("round", "1M, 64 tensors, 2 workers", "ours/fused"),
         ("overlap", "0.3M, 2 workers", "waited, ratio of means"),
+        ("fetch_beside_training", "fetching", "/ alone"),
     ],
 )
 def test_prints_ratio_and_bound(name: str, row: str, ratio: str) -> None:
@@ -102,7 +103,8 @@ def test_quality_keeps_finished_fits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["local_step", "round", "overlap", "memory", "quality", "stragglers", "fetch"]
+    "name",
+    sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "common"),
 )
 @pytest.mark.slow
 def test_help_says_how_to_read_it(name: str) -> None:

@@ -115,7 +115,6 @@ class PairwiseEngine(Engine):
             super().__init__(group, prepared, _make_meetings)
             self._number = group.worker + self.settings.node_number
             self._served = _served_layout(prepared)
-            self._flat = torch.empty(self._served.numel, dtype=self._served.dtype)
             self.node = self._open_node(seed)
         except BaseException:
             group.close()
@@ -126,8 +125,11 @@ class PairwiseEngine(Engine):
         self._draw = random.Random(1_000_003 * seed + self._number).random
         self._next_publication = 0.0
         self._fetching = False
-        keeps = self.algorithm.keep_progress
-        self._before_fetch = torch.empty_like(self._flat) if keeps else None
+        longest = max(map(len, self._served.chunks()))
+        self._scratch = torch.empty(longest, dtype=self._served.dtype)
+        self._before_fetch: Tensor | None = None
+        if self.algorithm.keep_progress:
+            self._before_fetch = torch.empty(self._served.numel, dtype=self._served.dtype)
 
     def _open_node(self, seed: int) -> PeerNode:
         settings, group = self.settings, self.group
@@ -168,10 +170,11 @@ class PairwiseEngine(Engine):
         self.last_loss = loss
         now = time.perf_counter()
         if now >= self._next_publication:
-            self._pack(self._flat)
-            self.was_finite = bool(torch.isfinite(self._flat.sum()))
+            draft = self.node.draft()
+            self._pack(draft)
+            self.was_finite = bool(torch.isfinite(draft.sum()))
             if self.was_finite:
-                self.node.publish(self._flat, self._tag())
+                self.node.post(self._tag())
             cost_s = time.perf_counter() - now
             self._next_publication = now + cost_s / _PUBLISHING_SHARE
         if not self._fetching and self._draw() < self.algorithm.fetch_probability:
@@ -225,7 +228,7 @@ class PairwiseEngine(Engine):
             if base is not None:
                 self._blend_before_fetch(chunk, base[part], theirs, factor)
             elif chunk.is_rounded(theirs.dtype):
-                params = self._flat[part]
+                params = self._scratch[: len(chunk)]
                 chunk.pack(params)
                 self.algorithm.blend(params, theirs, factor)
                 chunk.unpack(params)
@@ -241,7 +244,7 @@ class PairwiseEngine(Engine):
         self, chunk: Chunk, base: Tensor, theirs: Tensor, factor: float
     ) -> None:
         """Blend the parameters from when the fetch began; add what was learned since then."""
-        params = self._flat[chunk.start : chunk.stop]
+        params = self._scratch[: len(chunk)]
         chunk.pack(params)
         params.sub_(base)
         self.algorithm.blend(base, theirs, factor)

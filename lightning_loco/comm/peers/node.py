@@ -159,6 +159,21 @@ class PeerNode:
         """
         self._publications.publish(flat, tag)
 
+    def draft(self) -> Tensor:
+        """Memory ``(P,)`` to write the next publication into, which saves a copy.
+
+        Its dtype is ``wire_dtype``. Nobody reads it until :meth:`post`.
+        """
+        return self._publications.draft()
+
+    def post(self, tag: Tag) -> None:
+        """Let others read what was written into the :meth:`draft`; never waits for them.
+
+        Args:
+            tag: Clock and loss of the parameters.
+        """
+        self._publications.post(tag)
+
     def start_fetch(self) -> None:
         """Begin to read from a peer in the background."""
         self._client.start_fetch()

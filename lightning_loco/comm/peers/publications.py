@@ -80,6 +80,7 @@ class Publications:
         self._lease_s = lease_s
         self._count = 0
         self._latest: Publication | None = None
+        self._draft: Publication | None = None
         self._buffers = []
         for _ in range(num_buffers):
             memory = bytearray(model.total_bytes)
@@ -109,15 +110,35 @@ class Publications:
                 f"The parameters have shape {tuple(flat.shape)}, but {self._numel} were announced. "
                 "Publish one flat vector of the model's size."
             )
-        with self._lock:
-            buffer = self._take_buffer()
         with torch.no_grad():
-            buffer.values.copy_(flat)
+            self.draft().copy_(flat)
+        return self.post(tag)
+
+    def draft(self) -> Tensor:
+        """The memory of the next publication ``(P,)``, in the wire's dtype, to be written.
+
+        Nobody reads it until :meth:`post`; without one the next call returns the same.
+        """
+        if self._draft is None:
+            with self._lock:
+                self._draft = self._take_buffer()
+        return self._draft.values
+
+    def post(self, tag: Tag) -> int:
+        """Make the draft the latest publication; for one thread only, the one of :meth:`draft`.
+
+        Args:
+            tag: Clock and loss of the parameters.
+
+        Returns:
+            The number of the publication.
+        """
+        assert self._draft is not None
         with self._lock:
             self._count += 1
-            buffer.number = self._count
-            buffer.tag = tag
-            self._latest = buffer
+            self._latest, self._draft = self._draft, None
+            self._latest.number = self._count
+            self._latest.tag = tag
             return self._count
 
     def _take_buffer(self) -> Publication:

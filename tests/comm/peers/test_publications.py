@@ -203,3 +203,15 @@ def test_bad_arguments_are_named() -> None:
         make(num_buffers=2)
     with pytest.raises(ValueError, match=r"\(999,\), but 1000 were announced"):
         make().publish(torch.zeros(999), Tag(0, 0))
+
+
+def test_a_draft_is_not_read_before_it_is_posted() -> None:
+    publications = make()
+    publish(publications, 1)
+    draft = publications.draft()
+    draft.fill_(2)
+    assert publications.draft() is draft
+    assert read(publications, 0, READER) == (1, {1})
+    assert publications.post(Tag(2, 2)) == publications.latest == 2
+    assert read(publications, 2, READER) == (2, {2})
+    assert publications.draft() is not draft
