@@ -52,6 +52,7 @@ def test_stragglers_print_what_they_cost() -> None:
         ("round", "1M, 64 tensors, 2 workers", "ours/fused"),
         ("overlap", "0.3M, 2 workers", "waited, ratio of means"),
         ("fetch_beside_training", "fetching", "/ alone"),
+        ("remote_optimizer", "demo", "ours/raw"),
     ],
 )
 def test_prints_ratio_and_bound(name: str, row: str, ratio: str) -> None:

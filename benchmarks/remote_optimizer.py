@@ -1,0 +1,165 @@
+"""What a step costs when the optimizer is on another rank: 2 workers and 1 server.
+
+Measured: seconds of one step after the gradients are there, of all workers together:
+
+  raw    P numbers from each worker to the server and back in one message each, nothing computed
+  ours   RemoteOptimizer and aggregator_optimizer, with torch.optim.SGD
+  naive  one blocking message per parameter, as in the reference of the method; the same SGD
+
+in changing order, in the same processes with one thread each, over gloo.
+
+How to read it: ``ours/raw`` is the median of the ratios of turns next to each other and should be
+at most 1.5; ``naive/ours`` should be at least 2. The server's sum and step are part of both.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from common import (
+    Worker,
+    against,
+    at_least,
+    make_parser,
+    print_machine,
+    print_table,
+    run_workers,
+    spread,
+)
+from torch import Tensor, nn
+
+from lightning_loco.comm.remote import RemoteOptimizer, aggregator_optimizer
+from lightning_loco.demo.model import ByteGPT
+
+NUM_WORKERS = 2
+SERVER = NUM_WORKERS
+BOUND_RAW = 1.5
+BOUND_NAIVE = 2.0
+KINDS = ("raw", "ours", "naive")
+
+
+def make_params(numel: int) -> list[Tensor]:
+    """The demo's parameters, or many layers with so many numbers in all."""
+    if numel == 0:
+        return list(ByteGPT().parameters())
+    width = 1024
+    layers = max(numel // (width * (width + 1)), 1)
+    return [p for _ in range(layers) for p in nn.Linear(width, width).parameters()]
+
+
+def time_turns(worker: Worker, numel: int, turns: int, steps: int) -> dict[str, list[float]]:
+    """Seconds per step of every turn."""
+    params = make_params(numel)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    run = {"raw": run_raw, "ours": run_ours, "naive": run_naive}
+    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for turn in range(1 + turns):
+        for kind in random.Random(turn).sample(KINDS, len(KINDS)):
+            with worker.process_group():
+                seconds[kind].append(run[kind](worker, params, steps))
+    return {kind: values[1:] for kind, values in seconds.items()}
+
+
+def timed(step: Callable[[], object], steps: int) -> float:
+    """Seconds per step, after a first one; the messages keep all ranks together."""
+    step()
+    started = time.perf_counter()
+    for _ in range(steps):
+        step()
+    return (time.perf_counter() - started) / steps
+
+
+def run_raw(worker: Worker, params: list[Tensor], steps: int) -> float:
+    """Move the bytes."""
+    flat = torch.ones(sum(param.numel() for param in params))
+    inboxes = [torch.empty_like(flat) for _ in range(NUM_WORKERS)]
+
+    def work() -> None:
+        dist.send(flat, SERVER)
+        dist.recv(flat, SERVER)
+
+    def serve() -> None:
+        for move in (dist.irecv, dist.isend):
+            for waiting in [move(inboxes[rank], rank) for rank in range(NUM_WORKERS)]:
+                waiting.wait()
+
+    return timed(serve if worker.rank == SERVER else work, steps)
+
+
+def run_ours(worker: Worker, params: list[Tensor], steps: int) -> float:
+    """The package."""
+    if worker.rank == SERVER:
+        aggregator_optimizer(torch.optim.SGD(params, lr=1e-6), params, NUM_WORKERS)
+        return 0.0
+    remote = RemoteOptimizer(params, SERVER)
+    remote.receive_weights()
+    seconds = timed(remote.step, steps)
+    remote.leave()
+    return seconds
+
+
+def run_naive(worker: Worker, params: list[Tensor], steps: int) -> float:
+    """One blocking message per parameter."""
+    optimizer = torch.optim.SGD(params, lr=1e-6)
+
+    def work() -> None:
+        for param in params:
+            assert param.grad is not None
+            dist.send(param.grad, SERVER)
+        for param in params:
+            dist.recv(param.data, SERVER)
+
+    def serve() -> None:
+        for param in params:
+            total = torch.zeros_like(param)
+            received = torch.empty_like(param)
+            for rank in range(NUM_WORKERS):
+                dist.recv(received, rank)
+                total += received
+            param.grad = total / NUM_WORKERS
+        optimizer.step()
+        for rank in range(NUM_WORKERS):
+            for param in params:
+                dist.send(param.data, rank)
+
+    return timed(serve if worker.rank == SERVER else work, steps)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=5, help="of one turn")
+    options = parser.parse_args()
+    sizes = {"demo": 0, "50M": 50_000_000}
+    if options.quick:
+        sizes, options.turns, options.steps = {"demo": 0}, 2, 2
+    print_machine()
+    rows = []
+    for name, numel in sizes.items():
+        seconds = run_workers(time_turns, NUM_WORKERS + 1, numel, options.turns, options.steps)[0]
+        medians = [f"{1000 * statistics.median(seconds[kind]):.1f}" for kind in KINDS]
+        raw = [a / b for a, b in zip(seconds["ours"], seconds["raw"], strict=True)]
+        naive = [a / b for a, b in zip(seconds["naive"], seconds["ours"], strict=True)]
+        rows.append(
+            [
+                name,
+                *medians,
+                spread(raw),
+                against(statistics.median(raw), BOUND_RAW),
+                spread(naive),
+                at_least(statistics.median(naive), BOUND_NAIVE),
+            ]
+        )
+        print(f"done: {name}", flush=True)
+    header = ["one step", "raw ms", "ours ms", "naive ms"]
+    print_table([*header, "ours/raw", "bound", "naive/ours", "bound"], rows)
+
+
+if __name__ == "__main__":
+    main()
