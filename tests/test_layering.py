@@ -34,7 +34,11 @@ FOREIGN = {
     "simulation": {"torch"},
 }
 # Modules that may import more than their layer, when it is installed.
-EXTRA = {"lightning_loco.topology.draw": {"matplotlib"}}
+EXTRA = {
+    "lightning_loco.topology.draw": {"matplotlib"},
+    # Looks at many values in one thread, without Python's lock; torch would start more threads.
+    "lightning_loco.comm.peers.transfer": {"numpy"},
+}
 # Modules that may use private names of other packages.
 MAY_USE_PRIVATE = {
     "lightning_loco.strategies.lockstep",

@@ -116,7 +116,8 @@ class Server:
     ) -> None:
         self._clients = list(clients)
         self._buffer = FlatTensors(params, bucket_bytes)
-        self._inboxes = [torch.empty_like(self._buffer.buckets[0]) for _ in self._clients[1:]]
+        longest = self._buffer.buckets[0]
+        self._inboxes = [longest.new_empty(2, len(longest)) for _ in self._clients[1:]]
         self._checksum = model_checksum(params)
         self._count = len(params)
         self._backend = backend
@@ -168,15 +169,24 @@ class Server:
     def _receive_mean(self) -> None:
         """Sum bucket by bucket in the order of the clients, then divide."""
         first, *others = self._clients
-        what = "its gradients"
-        for index in first.receive_all(self._buffer.buckets, what):
+        coming = self._receive_bucket(0, others)
+        for index in first.receive_all(self._buffer.buckets, "its gradients"):
+            here, coming = coming, self._receive_bucket(index + 1, others)
             bucket = self._buffer.buckets[index]
-            inboxes = [inbox[: len(bucket)] for inbox in self._inboxes[: len(others)]]
-            works = [c.receive(inbox) for c, inbox in zip(others, inboxes, strict=True)]
-            for client, inbox, work in zip(others, inboxes, works, strict=True):
-                client.wait(work, what)
+            for client, inbox, work in here:
+                client.wait(work, "its gradients")
                 bucket.add_(inbox)
             bucket.div_(len(self._clients))
+
+    def _receive_bucket(
+        self, index: int, clients: Sequence[Wire]
+    ) -> list[tuple[Wire, Tensor, dist.Work]]:
+        """Begin to receive one bucket of each client, if there are so many, beside the last one."""
+        if index >= len(self._buffer.buckets):
+            return []
+        length = len(self._buffer.buckets[index])
+        inboxes = [pair[index % 2][:length] for pair in self._inboxes]
+        return [(c, inbox, c.receive(inbox)) for c, inbox in zip(clients, inboxes, strict=False)]
 
     def _send_weights(self) -> None:
         works = [
