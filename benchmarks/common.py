@@ -20,6 +20,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 HOST = "127.0.0.1"
+QUICK_SIZES = {"num_layers": 1, "num_heads": 1, "width": 16, "context": 16}
+"""A ByteGPT for ``--quick``."""
 
 
 class Worker:

@@ -25,7 +25,16 @@ import time
 from collections.abc import Callable
 
 import torch
-from common import Worker, against, make_parser, print_machine, print_table, run_workers, spread
+from common import (
+    QUICK_SIZES,
+    Worker,
+    against,
+    make_parser,
+    print_machine,
+    print_table,
+    run_workers,
+    spread,
+)
 from fetch import fetch_once, free_ports, open_node
 
 from lightning_loco.algorithms.pairwise import Tag
@@ -124,7 +133,7 @@ def main() -> None:
     sizes: dict[str, int] = {}
     if options.quick:
         options.megabytes, options.turns = 8, 3
-        sizes = {"num_layers": 1, "num_heads": 1, "width": 16, "context": 16}
+        sizes = QUICK_SIZES
     print_machine()
     num_bytes = options.megabytes * 1_000_000
     seconds = run_workers(time_steps, 2, free_ports(2), num_bytes, options.turns, sizes)[0]

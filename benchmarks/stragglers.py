@@ -26,7 +26,16 @@ import time
 from typing import Any
 
 import torch
-from common import Worker, at_least, make_parser, print_machine, print_table, run_workers, spread
+from common import (
+    QUICK_SIZES,
+    Worker,
+    at_least,
+    make_parser,
+    print_machine,
+    print_table,
+    run_workers,
+    spread,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_loco import ClockEngine, PairwiseEngine
@@ -129,7 +138,7 @@ def main() -> None:
     options = parser.parse_args()
     sizes: dict[str, int] = {}
     if options.quick:
-        sizes = {"num_layers": 1, "num_heads": 1, "width": 16, "context": 16}
+        sizes = QUICK_SIZES
         options.seconds, options.turns = 0.7, 1
     print_machine()
     for straggling in (True, False):

@@ -6,7 +6,6 @@ import secrets
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.comm.peers.protocol import (
@@ -156,11 +155,6 @@ class Transfer:
         self.tag = reply.tag
         self.received_bytes += reply.length
         self._landing.settle(reply.offset, reply.length)
-
-    @property
-    def params(self) -> Tensor:
-        """The parameters, once all are there."""
-        return self._landing.params
 
     def is_finite(self) -> bool:
         """Whether all that has come is finite."""

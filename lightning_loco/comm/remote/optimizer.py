@@ -68,8 +68,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             ValueError: If it has another model.
             RuntimeError: If it is gone or too late.
         """
-        for _ in self._wire.ask_for_weights(self._checksum, self._buffer.buckets):
-            pass
+        self._wire.receive_weights(self._checksum, self._buffer.buckets)
         self._unpack()
 
     @torch.no_grad()
@@ -90,9 +89,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         present = self._buffer.load([param.grad for param in self._params])
-        self._wire.send_gradients(present, self._buffer.buckets)
-        for _ in self._wire.receive_all(self._buffer.buckets, "the parameters after a step"):
-            pass
+        self._wire.step(present, self._buffer.buckets)
         self._unpack()
         return loss
 

@@ -83,14 +83,11 @@ class RemoteBackend:
 
     def load_weights(self, buffer: FlatTensors) -> None:
         """Ask for the parameters."""
-        for _ in self._wire.ask_for_weights(self._checksum, buffer.buckets):
-            pass
+        self._wire.receive_weights(self._checksum, buffer.buckets)
 
     def step(self, buffer: FlatTensors, present: Sequence[bool]) -> None:
         """Pass the gradients on and wait for the parameters."""
-        self._wire.send_gradients(present, buffer.buckets)
-        for _ in self._wire.receive_all(buffer.buckets, "the parameters after a step"):
-            pass
+        self._wire.step(present, buffer.buckets)
 
     def end(self) -> None:
         """Tell the other rank."""
@@ -169,10 +166,12 @@ class Server:
     def _receive_mean(self) -> None:
         """Sum bucket by bucket in the order of the clients, then divide."""
         first, *others = self._clients
+        buckets = self._buffer.buckets
+        arrivals = [first.receive(bucket) for bucket in buckets]
         coming = self._receive_bucket(0, others)
-        for index in first.receive_all(self._buffer.buckets, "its gradients"):
+        for index, (bucket, arrival) in enumerate(zip(buckets, arrivals, strict=True)):
+            first.wait(arrival, "its gradients")
             here, coming = coming, self._receive_bucket(index + 1, others)
-            bucket = self._buffer.buckets[index]
             for client, inbox, work in here:
                 client.wait(work, "its gradients")
                 bucket.add_(inbox)

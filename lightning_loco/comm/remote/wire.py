@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -127,8 +127,8 @@ class Wire:
         self.wait(self.receive(values), what)
         return Header(*map(int, values))
 
-    def ask_for_weights(self, checksum: int, buckets: Sequence[Tensor]) -> Iterator[int]:
-        """Ask for the parameters of the same model; yields the number of each bucket that has come.
+    def receive_weights(self, checksum: int, buckets: Sequence[Tensor]) -> None:
+        """Ask for the parameters of the same model and wait until they are in the buckets.
 
         Raises:
             ValueError: If the other rank has another model.
@@ -140,15 +140,24 @@ class Wire:
                 f"{self.name} has a model with other parameters. Build the same model on all "
                 "ranks, and pass its parameters in the same order."
             )
-        yield from self.receive_all(buckets, "the parameters")
+        self.receive_all(buckets, "the parameters")
 
-    def send_gradients(self, mask: Sequence[bool], buckets: Sequence[Tensor]) -> None:
-        """Ask for a step with these gradients; the answer is the parameters after it."""
+    def step(self, mask: Sequence[bool], buckets: Sequence[Tensor]) -> None:
+        """Ask for a step with the gradients in the buckets; then they hold the parameters after it.
+
+        Args:
+            mask: Which parameters have a gradient.
+            buckets: Zero where there is none.
+
+        Raises:
+            RuntimeError: If the other rank is gone or too late.
+        """
         complete = all(mask)
         self.send_header(Header(Kind.STEP, int(not complete)))
         if not complete:
             self.send_mask(mask)
         self.send_all(buckets, "the gradients")
+        self.receive_all(buckets, "the parameters after a step")
 
     def say_goodbye(self) -> None:
         """Say that no more requests will come."""
@@ -169,12 +178,10 @@ class Wire:
         for work in [self.send(bucket) for bucket in buckets]:
             self.wait(work, what)
 
-    def receive_all(self, buckets: Sequence[Tensor], what: str) -> Iterator[int]:
-        """Receive all buckets; yields the number of each that has come."""
-        works = [self.receive(bucket) for bucket in buckets]
-        for index, work in enumerate(works):
+    def receive_all(self, buckets: Sequence[Tensor], what: str) -> None:
+        """Receive all buckets and wait until they have come."""
+        for work in [self.receive(bucket) for bucket in buckets]:
             self.wait(work, what)
-            yield index
 
     def _explained(self, what: str = "a message") -> _Explained:
         return _Explained(self.name, what)
