@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from typing import Any
 
@@ -88,6 +89,21 @@ def first_difference(there: Schema, here: Schema) -> str:
         f"{len(there)} trainable parameters there and {len(here)} on worker 0; the first one more "
         f"is {extra!r} on {'that worker' if longer is there else 'worker 0'}"
     )
+
+
+def schema_checksum(schema: object) -> int:
+    """64 bits that tell different models apart.
+
+    Args:
+        schema: Lists, tuples, strings and numbers, such as
+            :meth:`~lightning_loco.comm.flat.FlatLayout.schema`.
+
+    Example:
+        >>> schema_checksum([("weight", (2, 3))]) == schema_checksum([("weight", (3, 2))])
+        False
+    """
+    digest = hashlib.blake2b(repr(schema).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lightning_loco.algorithms import LocalSGD
 from lightning_loco.algorithms.pairwise import PairwiseAverage, Tag
+from lightning_loco.comm.checks import schema_checksum
 from lightning_loco.comm.engine import Engine
 from lightning_loco.comm.exchange import MeanExchange
 from lightning_loco.comm.flat import Chunk, FlatLayout
@@ -38,7 +39,6 @@ from lightning_loco.comm.peers import (
     Received,
     StoreDirectory,
     address_towards,
-    schema_checksum,
 )
 from lightning_loco.comm.rounds import BlockingRounds
 from lightning_loco.comm.setup import CHUNK_ELEMENTS, WHOLE_MODEL_BYTES, Prepared, prepare_worker

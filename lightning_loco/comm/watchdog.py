@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from fractions import Fraction
 
@@ -31,6 +32,7 @@ class Watchdog(threading.Thread):
         store: Key-value store shared by all workers; no other thread may use this connection.
         worker: Number of this worker.
         num_workers: Number of workers.
+        names: What to call them in messages. Default: worker 0, worker 1, ...
 
     Attributes:
         failure: What another worker reported before it died, or None.
@@ -42,7 +44,9 @@ class Watchdog(threading.Thread):
         stop_at: Progress at which all stop, and the reason; None until all have answered.
     """
 
-    def __init__(self, store: Store, worker: int, num_workers: int) -> None:
+    def __init__(
+        self, store: Store, worker: int, num_workers: int, names: Sequence[str] | None = None
+    ) -> None:
         super().__init__(name="loco-watchdog", daemon=True)
         self.failure: str | None = None
         self.place = "setup"
@@ -55,6 +59,7 @@ class Watchdog(threading.Thread):
         self._lock = threading.Lock()
         self._worker = worker
         self._num_workers = num_workers
+        self._names = names or [f"worker {worker}" for worker in range(num_workers)]
         self._end = threading.Event()
         self._beats = 0
         self._answered = False
@@ -82,7 +87,8 @@ class Watchdog(threading.Thread):
         if self.failure is None and self._store.check(["failure"]):
             worker, _, text = self._store.get("failure").decode().partition("|")
             if int(worker) != self._worker:
-                self.failure = f"Worker {worker} failed:\n{text}"
+                name = self._names[int(worker)]
+                self.failure = f"{name[0].upper()}{name[1:]} failed:\n{text}"
                 self._store.set(f"read/{self._worker}", "")
 
     def _agree_on_stop(self) -> None:
@@ -148,11 +154,9 @@ class Watchdog(threading.Thread):
             waited_s: How long it has waited.
         """
         first = self._read_beats()
-        deadline = time.monotonic() + _SETTLE_S
-        while self.failure is None and time.monotonic() < deadline and self.is_alive():
-            time.sleep(0.1)
-        if self.failure is not None:
-            return self.failure
+        failure = self.wait_for_failure()
+        if failure is not None:
+            return failure
         second = self._read_beats()
         late = []
         for worker in range(self._num_workers):
@@ -160,14 +164,21 @@ class Watchdog(threading.Thread):
                 continue
             count, meetings, where = second.get(worker, (0, -1, "never seen"))
             if count == first.get(worker, (0, 0, ""))[0]:
-                late.append(f"worker {worker} (no sign of life; last seen in {where})")
+                late.append(f"{self._names[worker]} (no sign of life; last seen in {where})")
             elif meetings < self.meetings:
-                late.append(f"worker {worker} (alive, last exchange: {where})")
+                late.append(f"{self._names[worker]} (alive, last exchange: {where})")
         who = ", ".join(late) if late else "any worker (all are alive: a network fault)"
         return (
             f"No message in {place} after {waited_s:.0f} s from {who}. Check that every worker "
             "runs and reaches the same rounds, or raise timeout_s."
         )
+
+    def wait_for_failure(self) -> str | None:
+        """What another worker reports before it ends, given a moment; None if nothing comes."""
+        deadline = time.monotonic() + _SETTLE_S
+        while self.failure is None and time.monotonic() < deadline and self.is_alive():
+            time.sleep(0.1)
+        return self.failure
 
     def _read_beats(self) -> dict[int, tuple[int, int, str]]:
         beats: dict[int, tuple[int, int, str]] = {}

@@ -11,7 +11,6 @@ from lightning_loco.comm.peers.directory import (
 from lightning_loco.comm.peers.keys import read_key_file, write_key_file
 from lightning_loco.comm.peers.node import PeerNode, PeerStatistics
 from lightning_loco.comm.peers.nodes_file import NodeSettings, read_nodes
-from lightning_loco.comm.peers.protocol import schema_checksum
 
 __all__ = [
     "Directory",
@@ -25,6 +24,5 @@ __all__ = [
     "address_towards",
     "read_key_file",
     "read_nodes",
-    "schema_checksum",
     "write_key_file",
 ]

@@ -48,7 +48,7 @@ class PeerNode:
         dtype: The dtype in which received parameters are handed over.
         directory: Who the peers are and where.
         schema_checksum: 64 bits that tell the model, equal on all peers; see
-            :func:`~lightning_loco.comm.peers.schema_checksum`.
+            :func:`~lightning_loco.comm.checks.schema_checksum`.
         wire_dtype: In which dtype parameters travel, equal on all peers: float32, bfloat16 or
             float64. Default: ``dtype``.
         fetch_timeout_s: The longest fetch, and so the longest :meth:`wait`, in seconds.

@@ -6,7 +6,6 @@ length is compared with what this side knows of its own model before anything is
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from typing import NamedTuple
 
@@ -101,21 +100,6 @@ def dtype_code(dtype: torch.dtype) -> int:
         names = ", ".join(str(known) for known in _CODES)
         raise ValueError(f"wire_dtype must be one of {names}, got {dtype}.")
     return _CODES[dtype]
-
-
-def schema_checksum(schema: object) -> int:
-    """64 bits that tell different models apart.
-
-    Args:
-        schema: Lists, tuples, strings and numbers, such as
-            :meth:`~lightning_loco.comm.flat.FlatLayout.schema`.
-
-    Example:
-        >>> schema_checksum([("weight", (2, 3))]) == schema_checksum([("weight", (3, 2))])
-        False
-    """
-    digest = hashlib.blake2b(repr(schema).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
 
 
 def pack_request(request: Request) -> bytes:

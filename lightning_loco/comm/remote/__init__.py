@@ -1,14 +1,26 @@
 """The optimizer on another rank: workers send gradients and receive parameters."""
 
 from lightning_loco.comm.remote.optimizer import RemoteOptimizer
-from lightning_loco.comm.remote.servers import aggregator, aggregator_optimizer, optimizer
+from lightning_loco.comm.remote.roles import (
+    Serving,
+    aggregator,
+    aggregator_optimizer,
+    optimizer,
+    run_role,
+    worker,
+)
 from lightning_loco.comm.remote.tiers import Role, Tiers
+from lightning_loco.comm.remote.transport import Transport
 
 __all__ = [
     "RemoteOptimizer",
     "Role",
+    "Serving",
     "Tiers",
+    "Transport",
     "aggregator",
     "aggregator_optimizer",
     "optimizer",
+    "run_role",
+    "worker",
 ]

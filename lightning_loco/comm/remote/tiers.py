@@ -1,4 +1,4 @@
-"""Who does what: workers first, then the aggregator, then the optimizer."""
+"""Who does what: training ranks first, then the aggregators, then the optimizers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ class Role(enum.Enum):
 
 
 class Tiers(NamedTuple):
-    """Ranks 0 to ``num_workers - 1`` train and the others serve them.
+    """The first ``W = num_workers * replica_size`` ranks train and the others serve them.
 
-    With one rank more (2 tiers) it averages the gradients and has the optimizer. With two more
-    (3 tiers) the first averages, the aggregator, and the last one has the optimizer.
+    With ``num_servers`` ranks more (2 tiers) each of these averages the gradients of its share of
+    the parameters and has the optimizer for them. With twice as many (3 tiers) the first ones
+    average, the aggregators, and the last ones have the optimizers.
 
     Attributes:
-        num_workers: Ranks that train.
+        num_workers: Workers, each of ``replica_size`` ranks.
         num_tiers: 2 or 3.
+        num_servers: Shares of the parameters.
+        replica_size: Ranks of one worker.
 
     Example:
         >>> tiers = Tiers.detect(world_size=6, num_workers=4)
@@ -33,42 +36,105 @@ class Tiers(NamedTuple):
 
     num_workers: int
     num_tiers: int
+    num_servers: int = 1
+    replica_size: int = 1
 
     @classmethod
-    def detect(cls, world_size: int, num_workers: int) -> Tiers:
+    def detect(
+        cls, world_size: int, num_workers: int, num_servers: int = 1, replica_size: int = 1
+    ) -> Tiers:
         """Tell the tiers from the number of ranks.
 
         Raises:
-            TypeError: If ``num_workers`` is not an integer.
+            TypeError: If a number is not an integer.
             ValueError: If there are too few or too many ranks for it.
         """
-        if isinstance(num_workers, bool) or not isinstance(num_workers, int):
-            raise TypeError(f"num_workers must be an integer, got {num_workers!r}.")
-        if num_workers < 1:
-            raise ValueError(f"num_workers must be at least 1, got {num_workers}. Use 1 or more.")
-        if world_size - num_workers not in (1, 2):
+        check_counts(num_workers, num_servers, replica_size)
+        training = num_workers * replica_size
+        if world_size not in (training + num_servers, training + 2 * num_servers):
             raise ValueError(
-                f"{num_workers} workers need {num_workers + 1} ranks (2 tiers: the last rank "
-                f"averages and optimizes) or {num_workers + 2} (3 tiers: an aggregator and an "
-                f"optimizer), got {world_size}. Start as many, or set num_workers="
-                f"{max(world_size - 1, 1)} or {max(world_size - 2, 1)}."
+                f"{_count(num_workers, 'worker')}"
+                + (f" of {replica_size} ranks" if replica_size > 1 else "")
+                + (f" and {num_servers} servers" if num_servers > 1 else "")
+                + f" need {training + num_servers} ranks (2 tiers: a server averages and "
+                f"optimizes) or {training + 2 * num_servers} (3 tiers: an aggregator and an "
+                f"optimizer), got {world_size}. Start as many, or set num_workers"
+                + _fitting(world_size, num_servers, replica_size)
             )
-        return cls(num_workers, world_size - num_workers + 1)
+        return cls(
+            num_workers, (world_size - training) // num_servers + 1, num_servers, replica_size
+        )
 
     @property
-    def aggregator(self) -> int:
-        """The rank that the workers talk to."""
-        return self.num_workers
+    def num_training(self) -> int:
+        """Ranks that train: 0 to ``num_training - 1``."""
+        return self.num_workers * self.replica_size
 
     @property
-    def optimizer(self) -> int:
-        """The rank that has the optimizer; the aggregator's with 2 tiers."""
-        return self.num_workers + self.num_tiers - 2
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.num_training + (self.num_tiers - 1) * self.num_servers
+
+    @property
+    def leaders(self) -> list[int]:
+        """The rank of each worker that talks to the servers."""
+        return list(range(0, self.num_training, self.replica_size))
+
+    @property
+    def aggregators(self) -> list[int]:
+        """The rank of each server that the workers talk to."""
+        return [self.num_training + server for server in range(self.num_servers)]
+
+    @property
+    def optimizers(self) -> list[int]:
+        """The ranks that have the optimizers; the aggregators with 2 tiers."""
+        return [rank + (self.num_tiers - 2) * self.num_servers for rank in self.aggregators]
+
+    def server(self, rank: int) -> int:
+        """Which share of the parameters a service rank has."""
+        return (rank - self.num_training) % self.num_servers
 
     def role(self, rank: int) -> Role:
         """What a rank is for."""
-        if rank < self.num_workers:
+        if rank < self.num_training:
             return Role.WORKER
         if self.num_tiers == 2:
             return Role.AGGREGATOR_OPTIMIZER
-        return Role.AGGREGATOR if rank == self.aggregator else Role.OPTIMIZER
+        return Role.AGGREGATOR if rank in self.aggregators else Role.OPTIMIZER
+
+    def name(self, rank: int) -> str:
+        """The rank in words, for messages."""
+        if rank < self.num_training:
+            worker, member = divmod(rank, self.replica_size)
+            return f"worker {worker}" + (f" (rank {rank})" if self.replica_size > 1 else "")
+        return f"the {self.role(rank).value.replace('_', '-')} (rank {rank})"
+
+
+def check_counts(num_workers: int, num_servers: int, replica_size: int) -> None:
+    """Refuse numbers that no world size fits.
+
+    Raises:
+        TypeError: If a number is not an integer.
+        ValueError: If it is below 1.
+    """
+    for name, value in (
+        ("num_workers", num_workers),
+        ("num_servers", num_servers),
+        ("replica_size", replica_size),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an integer, got {value!r}.")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}. Use 1 or more.")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("s" if number != 1 else "")
+
+
+def _fitting(world_size: int, num_servers: int, replica_size: int) -> str:
+    counts = [(world_size - tiers * num_servers) / replica_size for tiers in (1, 2)]
+    fitting = [str(int(count)) for count in counts if count >= 1 and count == int(count)]
+    if not fitting:
+        return f" (none fits {world_size} ranks)."
+    return f"={' or '.join(fitting)}."

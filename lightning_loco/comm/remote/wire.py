@@ -1,112 +1,95 @@
-"""What travels between two ranks: a short header, a mask, and tensors packed into buckets."""
+"""What travels between two ranks: small notes in words and numbers, and tensors."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+import json
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-BUCKET_BYTES = 4 * 2**20
+from lightning_loco.comm.watchdog import Watchdog
+
+FRAME_BYTES = 512
+_REQUESTS, _REPLIES, _TENSORS = 1, 2, 3
+_FOREVER_S = 10 * 365 * 24 * 3600.0
 
 
 class Kind(enum.IntEnum):
-    """What a client asks for, or a server's answer."""
+    """What a client asks for, or that it is a server's answer."""
 
-    WEIGHTS = 1
-    STEP = 2
-    LEAVE = 3
-    ACCEPTED = 4
-    OTHER_MODEL = 5
+    ANSWER = 0
+    WEIGHTS = 1  # the parameters, at the start
+    STEP = 2  # gradients follow; all about them is in this note
+    STREAM = 3  # gradients follow while the backward pass runs; then a note of kind CALL
+    CALL = 4
+    FINITE = 5  # whether all workers have finite gradients
+    MEET = 6  # wait until no worker makes steps
+    STATE = 7  # the optimizer's state
+    LOAD_STATE = 8  # the same, the other way
+    PARAMETERS = 9  # the parameters in full precision
+    LEAVE = 10
 
 
-class Header(NamedTuple):
-    """The first message of a request, of the same size whatever the model.
+class Note(NamedTuple):
+    """A short message.
 
     Attributes:
         kind: What is wanted.
-        detail: The checksum of the model with WEIGHTS; with STEP whether a mask follows, since some
-            parameters have no gradient.
+        content: Whatever JSON can hold.
     """
 
-    kind: int
-    detail: int = 0
-
-
-class FlatTensors:
-    """Memory for one tensor per parameter, side by side in one vector.
-
-    Args:
-        tensors: Their shapes.
-        bucket_bytes: Length of the pieces in which the vector travels.
-
-    Attributes:
-        flat: All of them ``(P,)``, in float32, or in float64 if any tensor is.
-        parts: Views of it in the shapes of the tensors.
-        buckets: Views of it of ``bucket_bytes`` each.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], bucket_bytes: int = BUCKET_BYTES) -> None:
-        wide = any(tensor.dtype == torch.float64 for tensor in tensors)
-        dtype = torch.float64 if wide else torch.float32
-        sizes = [tensor.numel() for tensor in tensors]
-        self.flat = torch.zeros(sum(sizes), dtype=dtype)
-        parts = torch.split(self.flat, sizes)
-        self.parts = [p.view(t.shape) for p, t in zip(parts, tensors, strict=True)]
-        self.buckets = torch.split(self.flat, max(bucket_bytes // dtype.itemsize, 1))
-
-    @torch.no_grad()
-    def load(self, tensors: Iterable[Tensor | None]) -> list[bool]:
-        """Copy tensors in, zeros where there is none.
-
-        Returns:
-            Where there was one.
-        """
-        present = []
-        parts, sources = [], []
-        for part, tensor in zip(self.parts, tensors, strict=True):
-            present.append(tensor is not None)
-            if tensor is None:
-                part.zero_()
-            else:
-                parts.append(part)
-                sources.append(tensor)
-        if parts:
-            torch._foreach_copy_(parts, sources)
-        return present
+    kind: Kind
+    content: dict[str, Any]
 
 
 class Wire:
-    """Messages to and from one other rank, in order.
+    """Messages to and from one other rank.
+
+    Notes from the client, notes from the server, and tensors do not get in each other's way; each
+    of the three keeps its order.
 
     Args:
         rank: The other one, in ``group``.
         name: Who that is, for error messages.
         group: Default: the default process group.
+        timeout_s: Longest wait, in seconds. Default: that of the group.
+        watchdog: Knows who has failed.
     """
 
-    def __init__(self, rank: int, name: str, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        name: str,
+        group: dist.ProcessGroup | None = None,
+        timeout_s: float | None = None,
+        watchdog: Watchdog | None = None,
+    ) -> None:
         self.name = name
-        self._group = group if group is not None else dist.group.WORLD
-        assert self._group is not None
-        self._rank = dist.get_global_rank(self._group, rank)
+        chosen = group if group is not None else dist.group.WORLD
+        assert chosen is not None
+        self._group = chosen
+        self._rank = rank
+        self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        self._watchdog = watchdog
+        self.bytes_sent = 0
+        self.bytes_received = 0
 
     def send(self, tensor: Tensor) -> dist.Work:
         """Begin to send; ``tensor`` must stay as it is until the work is done."""
-        with self._explained():
-            work = dist.isend(tensor, self._rank, group=self._group)
-        assert work is not None
-        return work
+        self.bytes_sent += tensor.nbytes
+        with self._explained("a message"):
+            return self._group.send([tensor], self._rank, _TENSORS)
 
     def receive(self, tensor: Tensor) -> dist.Work:
         """Begin to receive into ``tensor``."""
-        with self._explained():
-            work = dist.irecv(tensor, self._rank, group=self._group)
-        assert work is not None
-        return work
+        self.bytes_received += tensor.nbytes
+        with self._explained("a message"):
+            return self._group.recv([tensor], self._rank, _TENSORS)
 
     def wait(self, work: dist.Work, what: str) -> None:
         """Wait for what was begun.
@@ -115,87 +98,89 @@ class Wire:
             RuntimeError: That names the other rank, if it is gone or too late.
         """
         with self._explained(what):
-            work.wait()
+            work.wait() if self._timeout is None else work.wait(self._timeout)
 
-    def send_header(self, header: Header) -> None:
-        """Send a header and wait until it has left."""
-        self.wait(self.send(torch.tensor(header, dtype=torch.int64)), "a request")
+    def ask(self, note: Note) -> None:
+        """Send a request to a server."""
+        self._send_note(note, _REQUESTS)
 
-    def receive_header(self, what: str) -> Header:
-        """Wait for a header."""
-        values = torch.zeros(len(Header._fields), dtype=torch.int64)
-        self.wait(self.receive(values), what)
-        return Header(*map(int, values))
+    def next_request(self) -> Note:
+        """Wait for a client's next request, however long it takes."""
+        return self._receive_note(_REQUESTS, timedelta(seconds=_FOREVER_S))
 
-    def receive_weights(self, checksum: int, buckets: Sequence[Tensor]) -> None:
-        """Ask for the parameters of the same model and wait until they are in the buckets.
+    def answer(self, content: dict[str, Any]) -> None:
+        """Send an answer to a client."""
+        self._send_note(Note(Kind.ANSWER, content), _REPLIES)
 
-        Raises:
-            ValueError: If the other rank has another model.
-            RuntimeError: If it is gone or too late.
-        """
-        self.send_header(Header(Kind.WEIGHTS, checksum))
-        if self.receive_header("the first answer").kind == Kind.OTHER_MODEL:
-            raise ValueError(
-                f"{self.name} has a model with other parameters. Build the same model on all "
-                "ranks, and pass its parameters in the same order."
-            )
-        self.receive_all(buckets, "the parameters")
+    def answer_later(self, content: dict[str, Any]) -> tuple[dist.Work, Tensor]:
+        """Begin to send a short answer to a client that may not wait for one yet."""
+        return self._begin_frame(_frames(Note(Kind.ANSWER, content))[0], _REPLIES)
 
-    def step(self, mask: Sequence[bool], buckets: Sequence[Tensor]) -> None:
-        """Ask for a step with the gradients in the buckets; then they hold the parameters after it.
+    def answered(self) -> dict[str, Any]:
+        """Wait for a server's answer."""
+        return self._receive_note(_REPLIES, self._timeout).content
 
-        Args:
-            mask: Which parameters have a gradient.
-            buckets: Zero where there is none.
+    def _send_note(self, note: Note, tag: int) -> None:
+        for frame in _frames(note):
+            work, _ = self._begin_frame(frame, tag)
+            self.wait(work, "a note")
 
-        Raises:
-            RuntimeError: If the other rank is gone or too late.
-        """
-        complete = all(mask)
-        self.send_header(Header(Kind.STEP, int(not complete)))
-        if not complete:
-            self.send_mask(mask)
-        self.send_all(buckets, "the gradients")
-        self.receive_all(buckets, "the parameters after a step")
+    def _begin_frame(self, frame: bytes, tag: int) -> tuple[dist.Work, Tensor]:
+        self.bytes_sent += len(frame)
+        tensor = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+        with self._explained("a note"):
+            return self._group.send([tensor], self._rank, tag), tensor
 
-    def say_goodbye(self) -> None:
-        """Say that no more requests will come."""
-        self.send_header(Header(Kind.LEAVE))
+    def _receive_note(self, tag: int, timeout: timedelta | None) -> Note:
+        first = self._receive_frame(FRAME_BYTES, tag, timeout)
+        size, text = int.from_bytes(first[:8], "little"), first[8:]
+        if size > len(text):
+            text += self._receive_frame(size - len(text), tag, self._timeout)
+        kind, content = json.loads(text[:size])
+        return Note(Kind(kind), content)
 
-    def send_mask(self, mask: Sequence[bool]) -> None:
-        """Send one truth value per parameter."""
-        self.wait(self.send(torch.tensor(mask, dtype=torch.uint8)), "a mask")
+    def _receive_frame(self, size: int, tag: int, timeout: timedelta | None) -> bytes:
+        self.bytes_received += size
+        memory = bytearray(size)
+        tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        with self._explained("a note"):
+            work = self._group.recv([tensor], self._rank, tag)
+            work.wait() if timeout is None else work.wait(timeout)
+        return bytes(memory)
 
-    def receive_mask(self, count: int) -> list[bool]:
-        """Wait for the truth values of so many parameters."""
-        values = torch.zeros(count, dtype=torch.uint8)
-        self.wait(self.receive(values), "a mask")
-        return [bool(value) for value in values]
-
-    def send_all(self, buckets: Sequence[Tensor], what: str) -> None:
-        """Send all buckets and wait until they have left."""
-        for work in [self.send(bucket) for bucket in buckets]:
-            self.wait(work, what)
-
-    def receive_all(self, buckets: Sequence[Tensor], what: str) -> None:
-        """Receive all buckets and wait until they have come."""
-        for work in [self.receive(bucket) for bucket in buckets]:
-            self.wait(work, what)
-
-    def _explained(self, what: str = "a message") -> _Explained:
-        return _Explained(self.name, what)
+    def _explained(self, what: str) -> _Explained:
+        return _Explained(self.name, what, self._watchdog)
 
 
 class _Explained:
-    def __init__(self, name: str, what: str) -> None:
-        self._text = f"{name}: {what} could not be exchanged"
+    """Turns a backend's error into one that names the other rank, or whoever has failed."""
+
+    def __init__(self, name: str, what: str, watchdog: Watchdog | None) -> None:
+        self._name = name
+        self._what = what
+        self._watchdog = watchdog
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, RuntimeError):
-            raise RuntimeError(
-                f"{self._text}. It has ended, or is later than the timeout of the process group. "
-                "Look into its output first."
-            ) from error
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not isinstance(error, RuntimeError):
+            return
+        failure = None if self._watchdog is None else self._watchdog.wait_for_failure()
+        raise RuntimeError(
+            failure
+            or f"{self._name}: {self._what} could not be exchanged. It has ended, or is later than "
+            "the timeout. Look into its output first."
+        ) from error
+
+
+def _frames(note: Note) -> list[bytes]:
+    """A note as one message of a fixed length, and a second one if it is longer."""
+    text = json.dumps([note.kind, note.content]).encode()
+    size = len(text).to_bytes(8, "little")
+    frames = [(size + text)[:FRAME_BYTES].ljust(FRAME_BYTES), text[FRAME_BYTES - 8 :]]
+    return [frame for frame in frames if frame]

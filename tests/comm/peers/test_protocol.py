@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.comm.checks import schema_checksum
 from lightning_loco.comm.peers.protocol import (
     DATA,
     EMPTY,
@@ -25,7 +26,6 @@ from lightning_loco.comm.peers.protocol import (
     pack_request,
     parse_reply,
     parse_request,
-    schema_checksum,
 )
 
 LARGEST = 2**64 - 1

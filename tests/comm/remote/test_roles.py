@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -14,15 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_loco.comm.remote import (
     RemoteOptimizer,
     Role,
+    Serving,
     Tiers,
-    aggregator,
+    Transport,
     aggregator_optimizer,
-    optimizer,
+    run_role,
 )
 from tests.pool import Pool, PoolError
 
 STEPS = 200
-BUCKET_BYTES = 100  # several buckets, which cut parameters in two
+TRANSPORT = Transport(bucket_bytes=40)  # several messages, which cut parameters in two
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
     "SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
@@ -56,45 +58,41 @@ def train(
     rank: int, world: int, num_workers: int, name: str, clip: bool
 ) -> tuple[Tensor, list[Tensor]]:
     """Play the role of a rank; returns the last parameters and those after each step."""
-    tiers = Tiers.detect(world, num_workers)
     net = Net(seed=rank)
     history: list[Tensor] = []
 
     def note() -> None:
         history.append(torch.cat([p.detach().reshape(-1) for p in net.parameters()]))
 
-    if tiers.role(rank) is Role.WORKER:
-        remote = RemoteOptimizer(net.parameters(), tiers.aggregator, bucket_bytes=BUCKET_BYTES)
-        remote.receive_weights()
+    def work(remote: RemoteOptimizer) -> None:
         for step in range(STEPS):
             remote.zero_grad()
+            if step % 3:
+                remote.expect_backward()
             backward(net, rank, step, use_all=rank == 0)
+            if clip:
+                remote.clip_grad_norm_(0.1)
             remote.step()
             note()
-        remote.leave()
-        remote.leave()
-    elif tiers.role(rank) is Role.AGGREGATOR:
-        aggregator(net.parameters(), num_workers, bucket_bytes=BUCKET_BYTES)
-    else:
-        serve = optimizer if tiers.role(rank) is Role.OPTIMIZER else aggregator_optimizer
-        inner = OPTIMIZERS[name](net.parameters())
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, STEPS)
 
-        def after_step() -> None:
-            schedule.step()
-            note()
+    def make(params: Any) -> torch.optim.Optimizer:
+        inner = OPTIMIZERS[name](params)
+        schedules.append(torch.optim.lr_scheduler.CosineAnnealingLR(inner, STEPS))
+        return inner
 
-        def clip_norm() -> None:
-            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    def after_step() -> None:
+        schedules[0].step()
+        note()
 
-        serve(
-            inner,
-            net.parameters(),
-            num_workers,
-            before_step=clip_norm if clip else None,
-            after_step=after_step,
-            bucket_bytes=BUCKET_BYTES,
-        )
+    schedules: list[Any] = []
+    run_role(
+        work,
+        net.parameters(),
+        make,
+        num_workers,
+        transport=TRANSPORT,
+        serving=Serving(after_step=after_step),
+    )
     return torch.cat([p.detach().reshape(-1) for p in net.parameters()]), history
 
 
@@ -137,21 +135,15 @@ def train_two_ways(rank: int, world: int, num_workers: int) -> Tensor:
     """As :func:`train`, with the same start however many tiers there are."""
     torch.manual_seed(0)
     net = nn.Linear(4, 3)
-    tiers = Tiers.detect(world, num_workers)
-    if tiers.role(rank) is Role.WORKER:
-        remote = RemoteOptimizer(net.parameters(), tiers.aggregator)
-        remote.receive_weights()
+
+    def work(remote: RemoteOptimizer) -> None:
         for step in range(20 + 5 * rank):  # workers may have different numbers of batches
             generator = torch.Generator().manual_seed(1000 * rank + step)
             remote.zero_grad()
             net(torch.randn(2, 4, generator=generator)).square().mean().backward()
             remote.step()
-        remote.leave()
-    elif tiers.role(rank) is Role.AGGREGATOR:
-        aggregator(net.parameters(), num_workers)
-    else:
-        serve = optimizer if tiers.role(rank) is Role.OPTIMIZER else aggregator_optimizer
-        serve(torch.optim.Adam(net.parameters(), lr=0.1), net.parameters(), num_workers)
+
+    run_role(work, net.parameters(), lambda p: torch.optim.Adam(p, lr=0.1), num_workers)
     return torch.cat([p.detach().reshape(-1) for p in net.parameters()])
 
 
@@ -166,10 +158,7 @@ def test_two_tiers_are_three_tiers_bit_for_bit_with_uneven_data(pool: Pool) -> N
 
 def serve_another_model(rank: int, world: int) -> None:
     net = nn.Linear(4, 3 if rank == 0 else 2)
-    if rank == 0:
-        RemoteOptimizer(net.parameters(), 1).receive_weights()
-    else:
-        aggregator_optimizer(torch.optim.SGD(net.parameters(), lr=1.0), net.parameters(), 1)
+    run_role(lambda remote: None, net.parameters(), torch.optim.SGD, 1)
 
 
 def test_another_model_is_refused_on_both_sides(pool: Pool) -> None:
@@ -181,9 +170,10 @@ def test_another_model_is_refused_on_both_sides(pool: Pool) -> None:
 
 def die(rank: int, world: int, victim: int) -> str:
     net = nn.Linear(4, 3)
+    tiers = Tiers.detect(world, 2)
     try:
         if rank == world - 1:
-            aggregator_optimizer(torch.optim.SGD(net.parameters(), lr=1.0), net.parameters(), 2)
+            aggregator_optimizer(torch.optim.SGD(net.parameters(), lr=1.0), tiers)
         else:
             remote = RemoteOptimizer(net.parameters(), world - 1)
             remote.receive_weights()
@@ -191,13 +181,13 @@ def die(rank: int, world: int, victim: int) -> str:
                 net(torch.ones(1, 4)).sum().backward()
                 remote.step()
                 if rank == victim:
+                    remote.forget_parameters()
+                    del remote  # the last one that holds the group
+                    gc.collect()
                     dist.destroy_process_group()
                     return "gone"
     except RuntimeError as error:
         return str(error)
-    finally:
-        if rank == world - 1:
-            dist.destroy_process_group()  # as when it ends
     return "all steps"
 
 
@@ -205,7 +195,7 @@ def test_a_worker_that_goes_is_named(pool: Pool) -> None:
     waiting, gone, server = pool.run(die, 1, world=3)
     assert gone == "gone"
     assert server.startswith("Worker 1: ")
-    assert waiting.startswith("The aggregator (rank 2): ")
+    assert waiting.startswith("The aggregator (rank 2): Worker 1: ")
 
 
 @pytest.mark.parametrize(("world", "num_workers"), [(3, 3), (6, 3), (1, 1)])
@@ -233,5 +223,5 @@ def test_ranks_of_two_and_three_tiers() -> None:
     assert [three.role(rank) for rank in range(4)] == [
         Role.WORKER, Role.WORKER, Role.AGGREGATOR, Role.OPTIMIZER
     ]  # fmt: skip
-    assert (two.aggregator, two.optimizer) == (2, 2)
-    assert (three.aggregator, three.optimizer) == (2, 3)
+    assert (two.aggregators, two.optimizers) == ([2], [2])
+    assert (three.aggregators, three.optimizers) == ([2], [3])

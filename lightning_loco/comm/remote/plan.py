@@ -1,0 +1,100 @@
+"""How parameters are cut into messages: large ones into pieces, small ones joined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BUCKET_BYTES = 4 * 2**20
+
+
+class Piece(NamedTuple):
+    """The elements ``start`` to ``stop`` of a parameter, seen as one line."""
+
+    param: int
+    start: int
+    stop: int
+
+
+class Message(NamedTuple):
+    """What travels at once.
+
+    Attributes:
+        pieces: Side by side.
+        numel: Elements of all pieces.
+        dtype: On the wire.
+    """
+
+    pieces: tuple[Piece, ...]
+    numel: int
+    dtype: torch.dtype
+
+
+def plan_messages(
+    params: Sequence[Tensor], bucket_bytes: int, wire_dtype: torch.dtype | None = None
+) -> list[Message]:
+    """Cut parameters into messages, in the order in which a backward pass ends their gradients.
+
+    Args:
+        params: Their shapes and dtypes; the pieces of one parameter follow each other.
+        bucket_bytes: Longest message; a larger parameter is cut, unless its memory has gaps or
+            another order.
+        wire_dtype: Of all messages. Default: the dtype of the parameters.
+
+    Example:
+        >>> params = [torch.zeros(2), torch.zeros(3), torch.zeros(10)]
+        >>> [message.pieces for message in plan_messages(params, bucket_bytes=24)]
+        [(Piece(param=2, start=0, stop=6),), (Piece(param=2, start=6, stop=10),), \
+(Piece(param=1, start=0, stop=3), Piece(param=0, start=0, stop=2))]
+    """
+    messages: list[Message] = []
+    joined: list[Piece] = []
+    joined_dtype = torch.float32
+
+    def close() -> None:
+        if joined:
+            numel = sum(piece.stop - piece.start for piece in joined)
+            messages.append(Message(tuple(joined), numel, joined_dtype))
+            joined.clear()
+
+    for index, param in reversed(list(enumerate(params))):
+        dtype = wire_dtype or param.dtype
+        longest = max(bucket_bytes // dtype.itemsize, 1)
+        room = longest - sum(piece.stop - piece.start for piece in joined)
+        if dtype != joined_dtype or param.numel() > room:
+            close()
+        joined_dtype = dtype
+        if param.numel() <= longest or not param.is_contiguous():
+            joined.append(Piece(index, 0, param.numel()))
+            continue
+        for start in range(0, param.numel(), longest):
+            joined.append(Piece(index, start, min(start + longest, param.numel())))
+            close()
+    close()
+    return messages
+
+
+def share_parameters(params: Sequence[Tensor], num_servers: int) -> list[list[int]]:
+    """Share whole parameters out to servers, as evenly as they fit, the largest first.
+
+    Returns:
+        The numbers of the parameters of each server, ascending.
+
+    Raises:
+        ValueError: If there are more servers than parameters.
+    """
+    if num_servers > len(params):
+        raise ValueError(
+            f"num_servers={num_servers} is more than the model's {len(params)} parameters. "
+            f"Use {len(params)} or fewer."
+        )
+    shares: list[list[int]] = [[] for _ in range(num_servers)]
+    loads = [0] * num_servers
+    for index in sorted(range(len(params)), key=lambda i: (-params[i].numel(), i)):
+        least = min(range(num_servers), key=lambda s: (loads[s], len(shares[s]), s))
+        shares[least].append(index)
+        loads[least] += params[index].numel()
+    return [sorted(share) for share in shares]
