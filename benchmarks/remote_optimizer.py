@@ -33,7 +33,7 @@ from common import (
 )
 from torch import Tensor, nn
 
-from lightning_loco.comm.remote import RemoteOptimizer, aggregator_optimizer
+from lightning_loco.comm.remote import RemoteOptimizer, Tiers, aggregator_optimizer
 from lightning_loco.demo.model import ByteGPT
 
 NUM_WORKERS = 2
@@ -95,7 +95,7 @@ def run_raw(worker: Worker, params: list[Tensor], steps: int) -> float:
 def run_ours(worker: Worker, params: list[Tensor], steps: int) -> float:
     """The package."""
     if worker.rank == SERVER:
-        aggregator_optimizer(torch.optim.SGD(params, lr=1e-6), params, NUM_WORKERS)
+        aggregator_optimizer(torch.optim.SGD(params, lr=1e-6), Tiers(NUM_WORKERS, 2))
         return 0.0
     remote = RemoteOptimizer(params, SERVER)
     remote.receive_weights()

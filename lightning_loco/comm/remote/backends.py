@@ -16,7 +16,7 @@ from lightning_loco.comm.remote.plan import Message
 from lightning_loco.comm.remote.settings import SettingsMirror, is_step_per_parameter
 from lightning_loco.comm.remote.slots import Slot
 from lightning_loco.comm.remote.state import State
-from lightning_loco.comm.remote.wire import Kind, Note, Wire
+from lightning_loco.comm.remote.wire import Kind, Lane, Note, Wire
 
 LAG = 2
 
@@ -39,14 +39,14 @@ class Backend(Protocol):
         """The mean gradient of a message is in the accumulator.
 
         Returns:
-            The messages whose parameters are known now.
+            Messages whose parameters are known now; not yet the last one.
         """
 
-    def finish(self, call: Call) -> Iterable[int]:
-        """All gradients are there; returns the remaining messages as they become known."""
+    def finish(self, call: Call) -> dict[str, Any]:
+        """All gradients are there; returns what to tell the clients about the step."""
 
-    def answer(self) -> dict[str, Any]:
-        """What to tell the clients about the step."""
+    def remaining(self) -> Iterable[int]:
+        """The messages that :meth:`push` has not returned, as their parameters become known."""
 
     def weights(self, index: int) -> Tensor:
         """The parameters of a message."""
@@ -126,9 +126,9 @@ class LocalBackend:
         self._set_gradients(complete, self._early)
         self._optimizer.step()
         self._clear_gradients(complete)
-        return self._up_to(index + 1)
+        return self._up_to(min(index + 1, len(self._slots) - 1))
 
-    def finish(self, call: Call) -> Iterable[int]:
+    def finish(self, call: Call) -> dict[str, Any]:
         """Step all parameters that have not been stepped yet."""
         if self._early is None:
             self._mirror.take_over(call.settings)
@@ -141,11 +141,11 @@ class LocalBackend:
             self._clear_gradients(everything)
         if self._after_step is not None:
             self._after_step()
-        return self._up_to(len(self._slots))
-
-    def answer(self) -> dict[str, Any]:
-        """Settings that changed here."""
         return {"settings": self._mirror.changes()}
+
+    def remaining(self) -> Iterable[int]:
+        """All that are left are known."""
+        return self._up_to(len(self._slots))
 
     def weights(self, index: int) -> Tensor:
         """Packed now, or the parameter's own memory."""
@@ -234,7 +234,7 @@ class RemoteBackend:
         answer = ask_for_weights(self._wire, checksum)
         self._steps_at_once = answer["steps_at_once"]
         for memory in self._memory:
-            self._wire.wait(self._wire.receive(memory), "the parameters")
+            self._wire.wait(self._wire.receive(memory, Lane.WEIGHTS), "the parameters")
         return answer
 
     def begin(self, call: Call | None) -> None:
@@ -247,14 +247,18 @@ class RemoteBackend:
 
     def push(self, index: int) -> Iterable[int]:
         """Pass the gradient on; parameters are awaited some messages later."""
-        self._sending.append(self._wire.send(self._accumulator.slices[index]))
-        self._receiving.append(self._wire.receive(self._memory[index]))
+        self._sending.append(self._wire.send(self._accumulator.slices[index], Lane.GRADIENTS))
+        self._receiving.append(self._wire.receive(self._memory[index], Lane.WEIGHTS))
         return self._arrivals(index - LAG + 1) if self._is_early else ()
 
-    def finish(self, call: Call) -> Iterable[int]:
-        """Wait for the parameters that have not come yet."""
+    def finish(self, call: Call) -> dict[str, Any]:
+        """The other rank's answer."""
         if self._is_streaming:
             self._wire.ask(Note(Kind.CALL, call.content()))
+        return check_answer(self._wire)
+
+    def remaining(self) -> Iterable[int]:
+        """Wait for the parameters that have not come yet."""
         yield from self._arrivals(len(self._memory))
         for work in self._sending:
             self._wire.wait(work, "the gradients")
@@ -265,10 +269,6 @@ class RemoteBackend:
             self._wire.wait(self._receiving[index], "the parameters after a step")
             self._next = index + 1
             yield index
-
-    def answer(self) -> dict[str, Any]:
-        """The other rank's answer."""
-        return check_answer(self._wire)
 
     def weights(self, index: int) -> Tensor:
         """As they came."""
@@ -316,7 +316,7 @@ def ask_for_parameters(wire: Wire, params: Sequence[Tensor]) -> Iterable[Tensor]
     check_answer(wire)
     for param in params:
         memory = torch.empty(param.shape, dtype=param.dtype)
-        wire.wait(wire.receive(memory.view(-1)), "the parameters")
+        wire.wait(wire.receive(memory.view(-1), Lane.STATE), "the parameters")
         yield memory
 
 

@@ -14,7 +14,7 @@ from lightning_loco.comm.remote.plan import Message
 from lightning_loco.comm.remote.settings import SettingsMirror
 from lightning_loco.comm.remote.slots import Slot
 from lightning_loco.comm.remote.state import State
-from lightning_loco.comm.remote.wire import Kind, Note, Wire
+from lightning_loco.comm.remote.wire import Kind, Lane, Note, Wire
 
 
 class Channel:
@@ -155,7 +155,9 @@ class Channel:
     def _send_next(self) -> None:
         slot = self._slots[len(self._sending)]
         gradients = {index: self._params[index].grad for index in slot.indices}
-        self._sending.append(self.wire.send(slot.outgoing(gradients)))
+        self._sending.append(self.wire.send(slot.outgoing(gradients), Lane.GRADIENTS))
 
     def _receive(self) -> None:
-        self._receiving = [self.wire.receive(slot.incoming(self._params)) for slot in self._slots]
+        self._receiving = [
+            self.wire.receive(slot.incoming(self._params), Lane.WEIGHTS) for slot in self._slots
+        ]

@@ -20,7 +20,7 @@ from lightning_loco.comm.remote.plan import Message, plan_messages, share_parame
 from lightning_loco.comm.remote.server import Server
 from lightning_loco.comm.remote.tiers import Role, Tiers
 from lightning_loco.comm.remote.transport import Transport
-from lightning_loco.comm.remote.wire import Wire
+from lightning_loco.comm.remote.wire import Lane, Wire
 
 T = TypeVar("T")
 Callback = Callable[[], object]
@@ -298,11 +298,11 @@ class _Site:
             )
             if number != self.number
         ]
-        sending = [(wire, wire.send(own)) for _, wire in peers]
+        sending = [(wire, wire.send(own, Lane.STATE)) for _, wire in peers]
         norm_of = dict(zip(self.shares[self.number], own, strict=True))
         for share, wire in peers:
             theirs = torch.zeros(len(share), dtype=torch.float64)
-            wire.wait(wire.receive(theirs), "the norms of gradients")
+            wire.wait(wire.receive(theirs, Lane.STATE), "the norms of gradients")
             norm_of.update(zip(share, theirs, strict=True))
         for wire, work in sending:
             wire.wait(work, "the norms of gradients")

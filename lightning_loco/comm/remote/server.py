@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_loco.comm.remote.accumulator import Accumulator
 from lightning_loco.comm.remote.backends import Backend
 from lightning_loco.comm.remote.calls import Call
+from lightning_loco.comm.remote.inbox import Inbox
 from lightning_loco.comm.remote.plan import Message
 from lightning_loco.comm.remote.requests import Requests
 from lightning_loco.comm.remote.state import State
-from lightning_loco.comm.remote.wire import Kind, Note, Wire
+from lightning_loco.comm.remote.wire import Kind, Lane, Note, Wire
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +68,10 @@ class Server:
         self._requests = Requests(clients, look_around)
         self._pending: dict[Wire, Note] = {}
         self._calls: dict[Wire, Call] = {}
-        self._inboxes: dict[tuple[Wire, int], Tensor] = {}
-        self._posted: dict[int, list[tuple[Wire, Tensor, dist.Work]]] = {}
+        self._inboxes = {
+            client: Inbox(client, messages, accumulator, is_first=number == 0)
+            for number, client in enumerate(clients)
+        }
         self.farewell: dict[str, Any] = {}
 
     @torch.no_grad()
@@ -125,7 +127,7 @@ class Server:
         elif note.kind == Kind.PARAMETERS:
             client.answer({})
             for tensor in self._backend.parameters():
-                client.wait(client.send(tensor.view(-1)), "the parameters")
+                client.wait(client.send(tensor.view(-1), Lane.STATE), "the parameters")
         else:
             return False
         return True
@@ -133,7 +135,8 @@ class Server:
     def _answer_all(self) -> None:
         if not self._clients:
             return
-        wanted = {c: note for c, note in self._pending.items() if note.kind != Kind.MEET}
+        pending = {c: self._pending[c] for c in self._clients}  # the order of the sum
+        wanted = {c: note for c, note in pending.items() if note.kind != Kind.MEET}
         kinds = {Kind.STEP if n.kind == Kind.STREAM else n.kind for n in wanted.values()}
         if len(kinds) > 1:
             raise RuntimeError(
@@ -183,6 +186,8 @@ class Server:
         for client in wanted:
             client.answer(answer)
         self._finish_sending(self._send(wanted, range(len(self._messages))))
+        for client in wanted:
+            self._inboxes[client].open()
 
     # -------------------------------------------------------------------- step
 
@@ -193,51 +198,32 @@ class Server:
         calls = [Call.read(n.content) for n in wanted.values() if n.kind == Kind.STEP]
         self._backend.begin(None if streams else Call.merge(calls))
         sending: list[tuple[Wire, dist.Work]] = []
-        self._post(0, clients)
         for index in range(len(self._messages)):
-            self._post(index + 1, clients)
-            self._receive_mean(index)
+            self._receive_mean(index, clients)
             sending += self._send(clients, self._backend.push(index))
         calls += self._hear_calls(streams)
         call = Call.merge(calls)
-        sending += self._send(clients, self._backend.finish(call))
-        answer = self._backend.answer()
+        answer = self._backend.finish(call)
         answer["stop"] = call.stop or answer.get("stop") or self._stop_reason()
         for client in clients:
             if client in self._clients:
                 client.answer(answer)
         if answer["stop"]:
             self._release(answer["stop"])
+        sending += self._send(clients, self._backend.remaining())
         self._finish_sending(sending)
-
-    def _post(self, index: int, clients: Sequence[Wire]) -> None:
-        """Begin to receive a message from all clients, one of them where the sum will be."""
-        if index == len(self._messages):
-            return
-        message, target = self._messages[index], self._accumulator.slices[index]
-        posted: list[tuple[Wire, Tensor, dist.Work]] = []
         for client in clients:
-            memory = target
-            if posted or message.dtype != target.dtype:
-                memory = self._inbox(client, index % 2, message)
-            posted.append((client, memory, client.receive(memory)))
-        self._posted[index] = posted
+            self._inboxes[client].open()
 
-    def _inbox(self, client: Wire, parity: int, message: Message) -> Tensor:
-        key = (client, parity)
-        if key not in self._inboxes:
-            longest = max(m.numel * m.dtype.itemsize for m in self._messages)
-            self._inboxes[key] = torch.empty(longest, dtype=torch.uint8)
-        size = message.numel * message.dtype.itemsize
-        return self._inboxes[key][:size].view(message.dtype)
-
-    def _receive_mean(self, index: int) -> None:
+    def _receive_mean(self, index: int, clients: Sequence[Wire]) -> None:
         """Sum a message in the order of the clients, then divide."""
         target = self._accumulator.slices[index]
         arrived = 0
-        for client, memory, work in self._posted.pop(index):
+        for client in clients:
+            if client not in self._clients:
+                continue
             try:
-                client.wait(work, "its gradients")
+                memory = self._inboxes[client].next()
             except RuntimeError as error:
                 self._lose(client, error)
                 continue
@@ -267,7 +253,7 @@ class Server:
             weights = self._backend.weights(index)
             for client in clients:
                 if client in self._clients:
-                    sending.append((client, client.send(weights)))
+                    sending.append((client, client.send(weights, Lane.WEIGHTS)))
         return sending
 
     def _finish_sending(self, sending: Sequence[tuple[Wire, dist.Work]]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_loco.comm.remote.wire import Wire
+from lightning_loco.comm.remote.wire import Lane, Wire
 
 
 class State(NamedTuple):
@@ -65,7 +65,7 @@ class State(NamedTuple):
             for value in entry.values():
                 if isinstance(value, Tensor) and value.numel():
                     tensor = value.detach().cpu().contiguous()
-                    wire.wait(wire.send(tensor.reshape(-1)), "the optimizer's state")
+                    wire.wait(wire.send(tensor.reshape(-1), Lane.STATE), "the optimizer's state")
 
     @classmethod
     def receive(cls, wire: Wire, description: dict[str, Any]) -> State:
@@ -76,7 +76,7 @@ class State(NamedTuple):
             if isinstance(described, dict):
                 value = torch.empty(described["shape"], dtype=getattr(torch, described["dtype"]))
                 if value.numel():
-                    wire.wait(wire.receive(value.view(-1)), "the optimizer's state")
+                    wire.wait(wire.receive(value.view(-1), Lane.STATE), "the optimizer's state")
             values.setdefault(number, {})[name] = value
         return cls(values, [_with_tuples(group) for group in description["groups"]])
 

@@ -15,8 +15,17 @@ from torch import Tensor
 from lightning_loco.comm.watchdog import Watchdog
 
 FRAME_BYTES = 512
-_REQUESTS, _REPLIES, _TENSORS = 1, 2, 3
 _FOREVER_S = 10 * 365 * 24 * 3600.0
+
+
+class Lane(enum.IntEnum):
+    """What keeps its order by itself, whatever travels beside it."""
+
+    REQUESTS = 1
+    ANSWERS = 2
+    GRADIENTS = 3
+    WEIGHTS = 4
+    STATE = 5
 
 
 class Kind(enum.IntEnum):
@@ -50,9 +59,6 @@ class Note(NamedTuple):
 class Wire:
     """Messages to and from one other rank.
 
-    Notes from the client, notes from the server, and tensors do not get in each other's way; each
-    of the three keeps its order.
-
     Args:
         rank: The other one, in ``group``.
         name: Who that is, for error messages.
@@ -79,17 +85,17 @@ class Wire:
         self.bytes_sent = 0
         self.bytes_received = 0
 
-    def send(self, tensor: Tensor) -> dist.Work:
+    def send(self, tensor: Tensor, lane: Lane) -> dist.Work:
         """Begin to send; ``tensor`` must stay as it is until the work is done."""
         self.bytes_sent += tensor.nbytes
         with self._explained("a message"):
-            return self._group.send([tensor], self._rank, _TENSORS)
+            return self._group.send([tensor], self._rank, lane)
 
-    def receive(self, tensor: Tensor) -> dist.Work:
+    def receive(self, tensor: Tensor, lane: Lane) -> dist.Work:
         """Begin to receive into ``tensor``."""
         self.bytes_received += tensor.nbytes
         with self._explained("a message"):
-            return self._group.recv([tensor], self._rank, _TENSORS)
+            return self._group.recv([tensor], self._rank, lane)
 
     def wait(self, work: dist.Work, what: str) -> None:
         """Wait for what was begun.
@@ -102,49 +108,49 @@ class Wire:
 
     def ask(self, note: Note) -> None:
         """Send a request to a server."""
-        self._send_note(note, _REQUESTS)
+        self._send_note(note, Lane.REQUESTS)
 
     def next_request(self) -> Note:
         """Wait for a client's next request, however long it takes."""
-        return self._receive_note(_REQUESTS, timedelta(seconds=_FOREVER_S))
+        return self._receive_note(Lane.REQUESTS, timedelta(seconds=_FOREVER_S))
 
     def answer(self, content: dict[str, Any]) -> None:
         """Send an answer to a client."""
-        self._send_note(Note(Kind.ANSWER, content), _REPLIES)
+        self._send_note(Note(Kind.ANSWER, content), Lane.ANSWERS)
 
     def answer_later(self, content: dict[str, Any]) -> tuple[dist.Work, Tensor]:
         """Begin to send a short answer to a client that may not wait for one yet."""
-        return self._begin_frame(_frames(Note(Kind.ANSWER, content))[0], _REPLIES)
+        return self._begin_frame(_frames(Note(Kind.ANSWER, content))[0], Lane.ANSWERS)
 
     def answered(self) -> dict[str, Any]:
         """Wait for a server's answer."""
-        return self._receive_note(_REPLIES, self._timeout).content
+        return self._receive_note(Lane.ANSWERS, self._timeout).content
 
-    def _send_note(self, note: Note, tag: int) -> None:
+    def _send_note(self, note: Note, lane: Lane) -> None:
         for frame in _frames(note):
-            work, _ = self._begin_frame(frame, tag)
+            work, _ = self._begin_frame(frame, lane)
             self.wait(work, "a note")
 
-    def _begin_frame(self, frame: bytes, tag: int) -> tuple[dist.Work, Tensor]:
+    def _begin_frame(self, frame: bytes, lane: Lane) -> tuple[dist.Work, Tensor]:
         self.bytes_sent += len(frame)
         tensor = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
         with self._explained("a note"):
-            return self._group.send([tensor], self._rank, tag), tensor
+            return self._group.send([tensor], self._rank, lane), tensor
 
-    def _receive_note(self, tag: int, timeout: timedelta | None) -> Note:
-        first = self._receive_frame(FRAME_BYTES, tag, timeout)
+    def _receive_note(self, lane: Lane, timeout: timedelta | None) -> Note:
+        first = self._receive_frame(FRAME_BYTES, lane, timeout)
         size, text = int.from_bytes(first[:8], "little"), first[8:]
         if size > len(text):
-            text += self._receive_frame(size - len(text), tag, self._timeout)
+            text += self._receive_frame(size - len(text), lane, self._timeout)
         kind, content = json.loads(text[:size])
         return Note(Kind(kind), content)
 
-    def _receive_frame(self, size: int, tag: int, timeout: timedelta | None) -> bytes:
+    def _receive_frame(self, size: int, lane: Lane, timeout: timedelta | None) -> bytes:
         self.bytes_received += size
         memory = bytearray(size)
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
         with self._explained("a note"):
-            work = self._group.recv([tensor], self._rank, tag)
+            work = self._group.recv([tensor], self._rank, lane)
             work.wait() if timeout is None else work.wait(timeout)
         return bytes(memory)
 
