@@ -24,6 +24,7 @@ from lightning_loco.callbacks import (
     WorkerLogs,
 )
 from lightning_loco.comm import ClockEngine, PairwiseEngine, StepEngine
+from lightning_loco.comm.remote import RemoteOptimizer
 from lightning_loco.simulation import Simulation
 from lightning_loco.strategies import (
     AsyncDiLoCoStrategy,
@@ -33,6 +34,7 @@ from lightning_loco.strategies import (
     LocalSGDStrategy,
     LocoStrategy,
     PairwiseGossipStrategy,
+    RemoteOptimizerStrategy,
     register_strategies,
 )
 from lightning_loco.topology import Topology, get_topology
@@ -57,6 +59,8 @@ __all__ = [
     "PairwiseEngine",
     "PairwiseGossipStrategy",
     "PeerMonitor",
+    "RemoteOptimizer",
+    "RemoteOptimizerStrategy",
     "Simulation",
     "StepEngine",
     "StragglerSimulator",

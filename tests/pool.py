@@ -327,7 +327,7 @@ def make_trainer(strategy: Strategy | str, **settings: Any) -> Trainer:
     """A quiet CPU Trainer for use inside a pool job; settings replace or add to the defaults."""
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
-        "devices": dist.get_world_size(),
+        "devices": settings["devices"] if "devices" in settings else dist.get_world_size(),
         "plugins": [PoolEnvironment()],
         "logger": False,
         "enable_checkpointing": False,

@@ -10,6 +10,7 @@ from lightning_loco.strategies.named import (
 )
 from lightning_loco.strategies.pairwise import PairwiseGossipStrategy
 from lightning_loco.strategies.registry import STRATEGIES, register_strategies
+from lightning_loco.strategies.remote import RemoteOptimizerStrategy
 
 __all__ = [
     "STRATEGIES",
@@ -20,5 +21,6 @@ __all__ = [
     "LocalSGDStrategy",
     "LocoStrategy",
     "PairwiseGossipStrategy",
+    "RemoteOptimizerStrategy",
     "register_strategies",
 ]

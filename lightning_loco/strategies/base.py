@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -29,6 +28,7 @@ from lightning_loco.strategies import checkpoint as side
 from lightning_loco.strategies import lockstep
 from lightning_loco.strategies.sampler import ShareSampler
 from lightning_loco.strategies.saving import SavingStrategy
+from lightning_loco.strategies.stopping import save_where_stopped
 
 log = logging.getLogger(__name__)
 
@@ -302,7 +302,8 @@ class LocoStrategy(SavingStrategy):
         if engine is None or self._finished:
             return
         if engine.stop_agreed is not None and isinstance(exception, SIGTERMException):
-            self._save_on_stop(engine.stop_agreed)
+            engine.show_local()
+            save_where_stopped(self._trainer, engine.stop_agreed, self._saved_on_stop)
         elif engine.group.watchdog is not None:
             text = "".join(traceback.format_exception(exception))
             engine.group.watchdog.report(text)
@@ -329,22 +330,6 @@ class LocoStrategy(SavingStrategy):
         """Bring the local parameters back."""
         if self._is_training:
             self._engine.show_local()
-
-    def _save_on_stop(self, reason: str) -> None:
-        """Save all workers' state after they have stopped at a common step."""
-        trainer = self._trainer
-        self._engine.show_local()
-        if reason == lockstep.REQUEUE:
-            lockstep.requeue(trainer)
-        elif not self._saved_on_stop and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            callback = trainer.checkpoint_callback
-            folder = getattr(callback, "dirpath", None) or trainer.default_root_dir
-            path = os.path.join(folder, "interrupted.ckpt")
-            trainer.save_checkpoint(path)
-            rank_zero_info(
-                f"Stopped at a common step and saved {path}. Go on with "
-                f"trainer.fit(..., ckpt_path={path!r})."
-            )
 
 
 def _leave_shared_memory(model: torch.nn.Module) -> None:

@@ -98,6 +98,34 @@ def metrics_of_this_loop(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
     return trainer._logger_connector.metrics["callback"]
 
 
+def expect_no_step(optimizer: torch.optim.Optimizer) -> None:
+    """Schedulers of this optimizer need not warn that it makes no steps: another one makes them."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def replace_loops(trainer: pl.Trainer, fit: Callable[[], None]) -> None:
+    """Take training, validation, test and prediction out of a trainer.
+
+    Args:
+        trainer: The trainer to change; only the instance is touched.
+        fit: What to do in ``trainer.fit`` instead.
+    """
+    trainer.num_sanity_val_steps = 0
+    trainer.fit_loop.run = fit  # type: ignore[method-assign]
+    for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        loop.run = list  # type: ignore[method-assign]
+
+
+def set_callback_metrics(trainer: pl.Trainer, metrics: dict[str, torch.Tensor]) -> None:
+    """Let ``trainer.callback_metrics`` show what another rank has logged."""
+    trainer._logger_connector._callback_metrics.update(metrics)
+
+
+def found_inf(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Where a gradient scaler notes, after ``unscale_``, whether a gradient is not finite."""
+    return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+
+
 def _do_nothing() -> None:
     return None
 

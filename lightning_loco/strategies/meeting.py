@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.types import ReduceOp
@@ -11,7 +11,18 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from lightning_loco.comm.engine import Engine, StopAgreed
+from lightning_loco.comm.engine import StopAgreed
+
+
+class Meets(Protocol):
+    """Whatever brings all workers to the same place."""
+
+    @property
+    def stop_agreed(self) -> str | None:
+        """Why all stop now."""
+
+    def meet(self, purpose: str) -> object:
+        """Wait until all workers have come; may raise ``StopAgreed``."""
 
 
 class MeetingStrategy(DDPStrategy):
@@ -22,7 +33,7 @@ class MeetingStrategy(DDPStrategy):
     come to the same one; rounds of those still training are served meanwhile.
     """
 
-    engine: Engine | None = None
+    engine: Meets | None = None
     _finished = False
 
     @property
@@ -39,12 +50,6 @@ class MeetingStrategy(DDPStrategy):
     def _trainer(self) -> pl.Trainer:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
-
-    @property
-    def _engine(self) -> Engine:
-        if self.engine is None:
-            raise RuntimeError("The engine exists only during Trainer.fit.")
-        return self.engine
 
     @property
     def _is_alone(self) -> bool:

@@ -12,6 +12,7 @@ from lightning_loco.strategies.named import (
     LocalSGDStrategy,
 )
 from lightning_loco.strategies.pairwise import PairwiseGossipStrategy
+from lightning_loco.strategies.remote import RemoteOptimizerStrategy
 
 STRATEGIES = {
     "local_sgd": LocalSGDStrategy,
@@ -20,6 +21,7 @@ STRATEGIES = {
     "gasloc": GASLoCStrategy,
     "async_model_average": AsyncModelAverageStrategy,
     "pairwise_gossip": PairwiseGossipStrategy,
+    "remote_optimizer": RemoteOptimizerStrategy,
 }
 
 

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_loco.comm import RoundSettings, WorkerGroup
+from lightning_loco.comm.engine import Engine
 from lightning_loco.strategies import checkpoint as side
 from lightning_loco.strategies.meeting import MeetingStrategy
 
@@ -19,8 +20,15 @@ class SavingStrategy(MeetingStrategy):
     """Writes and reads checkpoints; see :mod:`lightning_loco.strategies.checkpoint`."""
 
     settings: RoundSettings
+    engine: Engine | None = None
     _resumed: dict[str, Any] | None = None
     _saved_on_stop = False
+
+    @property
+    def _engine(self) -> Engine:
+        if self.engine is None:
+            raise RuntimeError("The engine exists only during Trainer.fit.")
+        return self.engine
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The consensus, for the checkpoint."""

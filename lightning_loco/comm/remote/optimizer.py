@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -39,6 +40,11 @@ class RemoteOptimizer(torch.optim.Optimizer):
         replica_group: The ranks that are one worker together, with gloo. Their gradients must have
             been reduced, as ``DistributedDataParallel`` does; the first one talks to the aggregator
             and shares the parameters.
+
+    Attributes:
+        stop_agreed: Why all workers stop now; see :meth:`request_stop`.
+        wait_s: Seconds spent in steps, without closures.
+        present: Names of the workers that are left, as of the last meeting; see :meth:`meet`.
 
     Source:
         The hierarchical training example of tt-train.
@@ -79,6 +85,10 @@ class RemoteOptimizer(torch.optim.Optimizer):
             self._channels.append(Channel(shared, self.param_groups, messages, wire, checksum))
         self._is_expecting = False
         self._clip: Clip | None = None
+        self._stop_reason: str | None = None
+        self.wait_s = 0.0
+        self.stop_agreed: str | None = None
+        self.present: list[str] | None = None
         self._left = False
         self._handles = [
             trainable[index][1].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -145,43 +155,45 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.exchange(None)
-        return loss
-
-    @torch.no_grad()
-    def exchange(self, stop: str | None) -> str | None:
-        """What :meth:`step` does when the gradients are there.
-
-        Args:
-            stop: Why all workers should stop after this step, if this one was asked to.
-
-        Returns:
-            Why to stop, if any worker was asked to.
-        """
-        self._check_frozen()
-        call = Call(clip=self._clip, stop=stop)
+        self._check_gradients()
+        started = time.perf_counter()
+        call = Call(clip=self._clip, stop=self._stop_reason)
         self._clip, self._is_expecting = None, False
-        agreed = None
         if self._leads:
             for channel in self._channels:
                 channel.ask_for_step(call)
             for channel in self._channels:
-                agreed = channel.finish_step() or agreed
+                self.stop_agreed = channel.finish_step() or self.stop_agreed
         self._take_over()
-        return agreed
+        self.stop_agreed = self._share_text(self.stop_agreed)
+        self.wait_s += time.perf_counter() - started
+        return loss
 
-    def meet(self, purpose: str, stop: str | None = None) -> str | None:
+    def request_stop(self, reason: str) -> None:
+        """Ask all workers to stop after a common step; safe to call from a signal handler.
+
+        ``stop_agreed`` is the reason, on all of them, once that step is made.
+        """
+        self._stop_reason = reason
+
+    def meet(self, purpose: str) -> None:
         """Wait until all workers have come to the same place; others' steps go on meanwhile.
+
+        ``present`` are then the names of the workers that are left.
 
         Args:
             purpose: The place in words, equal on all workers.
-            stop: As in :meth:`exchange`.
 
-        Returns:
-            Why to stop, if any worker was asked to.
+        Raises:
+            RuntimeError: If others have come to another place, or are gone or too late.
         """
-        answers = [c.meet(purpose, stop) for c in self._channels] if self._leads else []
-        return next((answer["stop"] for answer in answers if answer["stop"]), None)
+        if not self._leads:
+            return
+        answers = [channel.meet(purpose, self._stop_reason) for channel in self._channels]
+        for answer in answers:
+            self.stop_agreed = answer["stop"] or self.stop_agreed
+            names = answer["present"]
+            self.present = [name for name in self.present or names if name in names]
 
     def are_finite(self, here: bool) -> bool:
         """Whether the gradients of all workers are finite: for gradient scalers.
@@ -189,7 +201,10 @@ class RemoteOptimizer(torch.optim.Optimizer):
         Args:
             here: Whether this worker's are.
         """
-        return all([channel.are_finite(here) for channel in self._channels])
+        finite = here
+        if self._leads:
+            finite = all([channel.are_finite(here) for channel in self._channels])
+        return self._share_text("finite" if finite else None) is not None
 
     def parameters_in_full(self) -> list[tuple[Tensor, Tensor]]:
         """Each parameter with its value on the server, which has not been rounded for the wire."""
@@ -275,7 +290,24 @@ class RemoteOptimizer(torch.optim.Optimizer):
             source = dist.get_global_rank(self._replica_group, 0)
             dist.broadcast(tensor, source, group=self._replica_group)
 
-    def _check_frozen(self) -> None:
+    def _share_text(self, text: str | None) -> str | None:
+        """What the rank that talks to the servers has heard, on all ranks of this worker."""
+        if self._replica_group is None:
+            return text
+        letters = torch.zeros(32, dtype=torch.uint8)
+        for place, letter in enumerate((text or "").encode()[:32]):
+            letters[place] = letter
+        self._share(letters)
+        return bytes(letters.tolist()).rstrip(b"\0").decode() or None
+
+    def _check_gradients(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param.grad.is_sparse:
+                    raise ValueError(
+                        "A parameter has a sparse gradient, which cannot be sent. Use "
+                        "Embedding(sparse=False)."
+                    )
         if any(param.requires_grad for param in self._frozen):
             raise RuntimeError(
                 "A parameter became trainable after the start, but only parameters that require "

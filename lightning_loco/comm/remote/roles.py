@@ -193,8 +193,9 @@ def run_role(
 
         run_role(train, model.parameters(), torch.optim.AdamW, num_workers=4)  # on 5 or 6 ranks
     """
-    group = None if transport is None else transport.group
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    group = (transport or Transport()).group or dist.group.WORLD
+    assert group is not None
+    size, rank = group.size(), group.rank()
     tiers = Tiers.detect(size, num_workers, num_servers, replica_size)
     role = tiers.role(rank)
     if role is Role.WORKER:

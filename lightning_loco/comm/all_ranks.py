@@ -1,0 +1,146 @@
+"""All ranks of a job: those that train, in the default process group, and those that serve them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed.rendezvous import rendezvous
+
+from lightning_loco.comm.watchdog import Watchdog
+
+_FOREVER = timedelta(days=3650)
+_stores: dict[tuple[str, int, int], Store] = {}
+_ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, RuntimeError, OSError)}
+
+
+class AllRanks:
+    """Where the ranks of a job find each other before any process group exists.
+
+    The default process group can then hold exactly the ranks that train, so that metrics, samplers
+    and collectives of users know nothing of the others.
+
+    Args:
+        address: Of the machine of rank 0.
+        port: A free one there.
+        rank: This rank.
+        size: All ranks.
+        timeout_s: Longest wait, in seconds.
+
+    Attributes:
+        store: The job's key-value store; made once per process.
+    """
+
+    def __init__(self, address: str, port: int, rank: int, size: int, timeout_s: float) -> None:
+        self.rank = rank
+        self.size = size
+        self._timeout_s = timeout_s
+        key = (address, port, size)
+        if key not in _stores:
+            os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
+            timeout = timedelta(seconds=timeout_s)
+            _stores[key], _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
+        self.store = _stores[key]
+        self._calls = 0
+
+    def init_default_group(
+        self, num_training: int, backend: str, device: torch.device | None
+    ) -> None:
+        """Make the default process group of the first ranks; the others must not call it.
+
+        Raises:
+            RuntimeError: If there is one with other ranks.
+        """
+        if not dist.is_initialized():
+            dist.init_process_group(
+                backend,
+                store=PrefixStore("lightning_loco/training", self.store),
+                rank=self.rank,
+                world_size=num_training,
+                timeout=timedelta(seconds=self._timeout_s),
+                device_id=device,
+            )
+        elif dist.get_world_size() != num_training:
+            raise RuntimeError(
+                f"The default process group has {dist.get_world_size()} ranks already, but should "
+                f"have the {num_training} that train. Do not initialise torch.distributed before, "
+                "and use one number of workers per process."
+            )
+
+    def new_group(self, name: str, names: Sequence[str]) -> ServiceGroup:
+        """Connect all ranks; call it on every one.
+
+        Args:
+            name: Another one for every group.
+            names: What to call the ranks in messages.
+        """
+        store = PrefixStore(f"lightning_loco/{name}", self.store)
+        return ServiceGroup(store, self.rank, self.size, names, self._timeout_s)
+
+
+class ServiceGroup:
+    """All ranks, connected pair by pair, with a thread that tells who has failed.
+
+    Args:
+        store: Key-value store with keys of its own.
+        rank: This rank.
+        size: All ranks.
+        names: What to call them in messages.
+        timeout_s: Longest wait for an agreement, in seconds. Messages have no limit of their own.
+
+    Attributes:
+        group: gloo, for messages between two ranks.
+        watchdog: Tells of failed ranks.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, size: int, names: Sequence[str], timeout_s: float
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._names = names
+        self._timeout = timedelta(seconds=timeout_s)
+        self._agreements = 0
+        gloo: Any = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, _FOREVER)
+        self.group: dist.ProcessGroup | None = gloo
+        own = store.clone() if hasattr(store, "clone") else store
+        self.watchdog = Watchdog(PrefixStore("watchdog", own), rank, size, names)
+        self.watchdog.start()
+
+    def raise_together(self, error: Exception | None) -> None:
+        """Raise on every rank when any rank has found an error.
+
+        Args:
+            error: What this rank found, or None.
+
+        Raises:
+            Exception: This rank's error, or else the first other one's type and text.
+        """
+        self._agreements += 1
+        kind = None if error is None else type(error).__name__
+        prefix = f"agreement{self._agreements}"
+        self._store.set(f"{prefix}/{self._rank}", json.dumps([kind, str(error)]))
+        keys = [f"{prefix}/{rank}" for rank in range(len(self._names))]
+        self._store.wait(keys, self._timeout)
+        found = [json.loads(self._store.get(key)) for key in keys]
+        if error is not None:
+            raise error
+        for name, (kind, text) in zip(self._names, found, strict=True):
+            if kind is not None:
+                raise _ERRORS.get(kind, ValueError)(f"{name[0].upper()}{name[1:]}: {text}")
+
+    def close(self) -> None:
+        """End the thread and let go of the connections."""
+        self.watchdog.end()
+        self.group = None
+
+
+def forget_all_ranks() -> None:
+    """Let go of the stores, so that another job can begin in this process."""
+    _stores.clear()

@@ -1,0 +1,23 @@
+"""What an optimizer must be like to work on another rank."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that computes gradients itself.
+
+    Raises:
+        ValueError: If its step needs a closure, as that of LBFGS does.
+    """
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    needs_it = closure is not None and closure.default is inspect.Parameter.empty
+    if needs_it or isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            f"{type(optimizer).__name__} needs a closure that computes gradients again and again, "
+            "but the optimizer is on a rank that computes none. Use one that does not, such as "
+            "AdamW or SGD."
+        )

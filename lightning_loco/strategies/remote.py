@@ -1,0 +1,541 @@
+"""RemoteOptimizerStrategy: workers compute gradients, other ranks average them and step."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.optim import Optimizer
+
+from lightning_loco.comm.all_ranks import AllRanks, ServiceGroup
+from lightning_loco.comm.checks import check_model, share_from_worker_0
+from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.remote import RemoteOptimizer, Serving, Tiers, Transport
+from lightning_loco.comm.remote.checks import check_optimizer
+from lightning_loco.comm.remote.plan import BUCKET_BYTES
+from lightning_loco.comm.remote.roles import new_replica_group
+from lightning_loco.comm.remote.tiers import check_counts
+from lightning_loco.comm.stats import Statistics
+from lightning_loco.strategies import lockstep, resuming
+from lightning_loco.strategies.meeting import MeetingStrategy
+from lightning_loco.strategies.scaling import AgreedGradScaler
+from lightning_loco.strategies.serving import farewell_of, serve_fit
+from lightning_loco.strategies.stopping import save_where_stopped
+
+_WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class RemoteOptimizerStrategy(MeetingStrategy):
+    """Compute gradients on the workers; average them and make the steps on other ranks.
+
+    All ranks run the same script. The first ``W = num_workers * replica_size`` train; the others
+    serve them during ``fit`` and skip validation, test and prediction. With ``W + num_servers``
+    ranks (2 tiers) each server averages and has the optimizer; with ``W + 2 * num_servers`` (3
+    tiers) the ranks from ``W`` on average and the last ones have the optimizer. Results are those
+    of DDP on the workers alone.
+
+    Learning-rate schedulers run in the workers' loops, which have the epochs and metrics that they
+    need; the optimizer uses their values in the same step. Gradient clipping set on the Trainer, or
+    by ``self.clip_gradients``, clips the mean gradient where the optimizer is. Checkpoints are
+    ordinary ones with the optimizer's state: a run can go on with other tiers, another number of
+    workers, or DDP.
+
+    Args:
+        num_workers: Workers, at least 1. Default: 2 tiers, with all ranks but the servers.
+        num_servers: Shares of the parameters, each with a server (and an optimizer) of its own.
+        replica_size: Ranks of one worker; they average their gradients like DDP, and the first one
+            talks to the servers.
+        wire_dtype: Of gradients and parameters on the wire: ``"bfloat16"`` or ``"float16"``; the
+            servers sum and step in the parameters' precision. Default: as they are.
+        min_workers: Go on with the mean over those that are left while there are so many. Default:
+            the end of one worker ends the run, with an error that names it.
+        overlap: Send gradients while the backward pass computes them.
+        timeout_s: Longest wait for another rank, in seconds.
+        bucket_bytes: Longest message, in bytes; smaller parameters travel together.
+        accelerator: As in ``DDPStrategy``; usually set by the Trainer.
+        parallel_devices: As in ``DDPStrategy``.
+        cluster_environment: As in ``DDPStrategy``.
+        checkpoint_io: As in ``DDPStrategy``.
+        precision_plugin: As in ``DDPStrategy``.
+        process_group_backend: As in ``DDPStrategy``, for the ranks that train.
+        start_method: How Lightning starts processes: ``"popen"``, ``"spawn"``, ``"fork"`` or
+            ``"forkserver"``.
+
+    Raises:
+        ValueError: If a value is out of range, at construction or before training starts.
+        TypeError: If a value has the wrong type or an argument is unknown.
+
+    Source:
+        The hierarchical training example of tt-train.
+
+    Example::
+
+        Trainer(strategy=RemoteOptimizerStrategy(num_workers=2), devices=3)  # 2 tiers
+        Trainer(strategy=RemoteOptimizerStrategy(num_workers=2), devices=4)  # 3 tiers
+    """
+
+    def __init__(
+        self,
+        num_workers: int | None = None,
+        *,
+        num_servers: int = 1,
+        replica_size: int = 1,
+        wire_dtype: str | torch.dtype | None = None,
+        min_workers: int | None = None,
+        overlap: bool = True,
+        timeout_s: float = 600.0,
+        bucket_bytes: int = BUCKET_BYTES,
+        accelerator: pl.accelerators.Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        check_counts(1 if num_workers is None else num_workers, num_servers, replica_size)
+        if min_workers is not None and not 1 <= min_workers <= (num_workers or min_workers):
+            raise ValueError(
+                f"min_workers must be 1 to num_workers={num_workers}, got {min_workers!r}."
+            )
+        if not 0 < timeout_s < math.inf:
+            raise ValueError(f"timeout_s must be positive and finite, got {timeout_s!r}.")
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes!r}.")
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=timeout_s),
+            start_method=start_method,
+        )
+        self._counts = (num_workers, num_servers, replica_size)
+        self.wire_dtype = _wire_dtype(wire_dtype)
+        self.min_workers = min_workers
+        self.overlap = overlap
+        self.timeout_s = timeout_s
+        self.bucket_bytes = bucket_bytes
+        self.statistics = Statistics()
+        self.remote: RemoteOptimizer | None = None
+        self._all_ranks: AllRanks | None = None
+        self._service: ServiceGroup | None = None
+        self._fits = 0
+        self._stop_reason: str | None = None
+        self._can_stream = False
+        self._final_state: dict[str, Any] | None = None
+        self._resumed: resuming.Resumed | None = None
+        self._saved_on_stop = False
+
+    # ------------------------------------------------------------------- ranks
+
+    @property
+    def tiers(self) -> Tiers:
+        """The roles of all ranks.
+
+        Raises:
+            ValueError: If the number of ranks does not fit.
+        """
+        num_workers, num_servers, replica_size = self._counts
+        size = self.num_nodes * self.num_processes
+        if num_workers is None:
+            num_workers = max((size - num_servers) // replica_size, 1)
+        return Tiers.detect(size, num_workers, num_servers, replica_size)
+
+    @property
+    def serves(self) -> bool:
+        """Whether this rank serves the others instead of training."""
+        return self.global_rank >= self.tiers.num_training
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that train."""
+        return self.tiers.num_training
+
+    @property
+    def num_workers(self) -> int:
+        """Workers."""
+        return self.tiers.num_workers
+
+    @property
+    def worker(self) -> int:
+        """Number of this rank's worker."""
+        return self.global_rank // self.tiers.replica_size
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Data is shared among the ranks that train."""
+        return {"num_replicas": self.world_size, "rank": min(self.global_rank, self.world_size - 1)}
+
+    def setup_distributed(self) -> None:
+        """Let all ranks find each other, and put those that train into the default group."""
+        tiers = self.tiers
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        self._all_ranks = AllRanks(
+            self.cluster_environment.main_address,
+            self.cluster_environment.main_port,
+            self.global_rank,
+            tiers.world_size,
+            self.timeout_s,
+        )
+        if not self.serves:
+            device = self.root_device if self.root_device.type != "cpu" else None
+            backend = self._get_process_group_backend()
+            self._all_ranks.init_default_group(tiers.num_training, backend, device)
+            super().setup_distributed()
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for the ranks that train."""
+        if not self.serves:
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Send an object from one rank to all that train."""
+        return obj if self.serves else super().broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the ranks that train."""
+        return tensor if self.serves else super().reduce(tensor, group, reduce_op)
+
+    def all_gather(
+        self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> torch.Tensor:
+        """Collect a tensor from the ranks that train."""
+        return tensor if self.serves else super().all_gather(tensor, group, sync_grads)
+
+    # ------------------------------------------------------------------- setup
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Make the optimizer here or a connection to it."""
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if not fitting:
+            if self.serves:
+                lockstep.replace_loops(trainer, lambda: None)
+            else:
+                super().setup(trainer)
+            return
+        assert self._all_ranks is not None
+        assert self.lightning_module is not None
+        tiers = self.tiers
+        lockstep.remove_lockstep(trainer, self.request_stop)
+        self._fits += 1
+        self._stop_reason = None
+        self._finished = False
+        names = [tiers.name(rank) for rank in range(tiers.world_size)]
+        self._service = self._all_ranks.new_group(f"fit{self._fits}", names)
+        error: Exception | None = None
+        try:
+            check_model(self.lightning_module)
+            if self.serves:
+                self._set_up_service(trainer)
+            else:
+                super().setup(trainer)
+            check_optimizers(self.optimizers, self.lightning_module)
+        except (ValueError, TypeError, MisconfigurationException) as found:
+            error = found
+        self._service.raise_together(error)
+        if self.serves:
+            lockstep.replace_loops(trainer, self._serve)
+        else:
+            self._connect(trainer)
+
+    def configure_ddp(self) -> None:
+        """Leave the model unwrapped, unless a worker has several ranks."""
+        if self.tiers.replica_size > 1:
+            self._replica_group = new_replica_group(self.tiers, self.global_rank)
+            self._ddp_kwargs["process_group"] = self._gradient_group()
+            super().configure_ddp()
+
+    def _gradient_group(self) -> dist.ProcessGroup | None:
+        """The ranks of this worker, for gradients: with the backend of the default group."""
+        groups = [
+            (ranks, dist.new_group(ranks))
+            for first in self.tiers.leaders
+            for ranks in [list(range(first, first + self.tiers.replica_size))]
+        ]
+        return next(group for ranks, group in groups if self.global_rank in ranks)
+
+    def _set_up_service(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.lightning_module)
+        self.model_to_device()
+        self.setup_optimizers(trainer)
+
+    def _transport(self) -> Transport:
+        assert self._service is not None
+        return Transport(
+            self._service.group,
+            self.bucket_bytes,
+            self.wire_dtype,
+            self.timeout_s,
+            self._service.watchdog,
+        )
+
+    def _connect(self, trainer: pl.Trainer) -> None:
+        """Replace the optimizer of this worker by a connection to the real one."""
+        assert self.lightning_module is not None
+        share_from_worker_0(self.lightning_module, self._workers())
+        (local,) = self.optimizers
+        lockstep.expect_no_step(local)
+        self.remote = RemoteOptimizer(
+            local.param_groups,
+            self.tiers.aggregators,
+            transport=self._transport(),
+            replica_group=getattr(self, "_replica_group", None),
+        )
+        self.optimizers = [self.remote]
+        self.statistics = Statistics()
+        self.precision_plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if isinstance(scaler, torch.amp.GradScaler):
+            self.precision_plugin.scaler = AgreedGradScaler(scaler)  # type: ignore[attr-defined]
+        self._can_stream = self.overlap and scaler is None and self._sees_gradients_first(trainer)
+        self.engine = self.remote
+        self.remote.receive_weights()
+        if self._stop_reason is not None:
+            self.remote.request_stop(self._stop_reason)
+        tiers = self.tiers
+        servers = ", ".join(
+            tiers.name(rank) for rank in range(tiers.num_training, tiers.world_size)
+        )
+        numel = sum(p.numel() for p in self.lightning_module.parameters() if p.requires_grad)
+        rank_zero_info(
+            f"{tiers.num_tiers} tiers: {tiers.num_workers} workers (ranks 0 to "
+            f"{tiers.num_training - 1}), {servers}; {numel:,} trainable parameters."
+        )
+
+    def _workers(self) -> WorkerGroup:
+        group = dist.group.WORLD if self.world_size > 1 else None
+        return WorkerGroup(self.global_rank, self.world_size, data=group, control=group)
+
+    def _sees_gradients_first(self, trainer: pl.Trainer) -> bool:
+        """Whether nobody else wants to see or change gradients before they are sent."""
+        module = self.lightning_module
+        assert module is not None
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        hooks = ("on_after_backward", "on_before_optimizer_step")
+        overridden = [
+            *(_overrides(module, pl.LightningModule, hook) for hook in hooks),
+            *(_overrides(one, pl.Callback, hook) for one in callbacks for hook in hooks),
+            _overrides(module, pl.LightningModule, "configure_gradient_clipping"),
+        ]
+        alone = self.tiers.replica_size == 1
+        return alone and module.automatic_optimization and not any(overridden)
+
+    # ----------------------------------------------------------------- service
+
+    def _serve(self) -> None:
+        serving = Serving(min_workers=self.min_workers, stop_reason=lambda: self._stop_reason)
+        serve_fit(self._trainer, self.tiers, self.global_rank, self._transport(), serving)
+
+    # ---------------------------------------------------------------- training
+
+    def request_stop(self, reason: str) -> None:
+        """Ask all workers to stop at a common step; safe to call from a signal handler."""
+        self._stop_reason = reason
+        if self.remote is not None:
+            self.remote.request_stop(reason)
+
+    def on_train_start(self) -> None:
+        """Go on from this worker's own random state."""
+        if self._resumed is not None:
+            self._resumed.restore(self._trainer)
+            self._resumed = None
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """End soon when another rank has failed."""
+        assert self._service is not None
+        self._service.watchdog.raise_if_failed()
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Have the step made, with gradients that leave while the closure computes them."""
+        remote = self.remote
+        assert remote is not None
+
+        def streamed() -> Any:
+            remote.expect_backward()
+            return closure()
+
+        sent = remote.bytes_sent
+        chosen = streamed if self._can_stream else closure
+        output = super().optimizer_step(optimizer, chosen, model, **kwargs)
+        self.statistics.bytes_sent += remote.bytes_sent - sent
+        self.statistics.rounds += 1
+        self.statistics.wait_s = remote.wait_s
+        if remote.stop_agreed is not None:
+            lockstep.raise_in_loop(self._trainer)
+        return output
+
+    def _clip_gradients(
+        self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
+    ) -> None:
+        """Ask for it in the next step, where the mean gradient is."""
+        assert self.remote is not None
+        if clip_val > 0 and gradient_clip_algorithm == "value":
+            self.remote.clip_grad_value_(clip_val)
+        elif clip_val > 0:
+            self.remote.clip_grad_norm_(clip_val)
+
+    def _meet(self, purpose: str) -> None:
+        if not self._is_training:
+            return
+        assert self.remote is not None
+        stopped = self.remote.stop_agreed
+        self.remote.meet(purpose)
+        if self.remote.stop_agreed and not stopped:
+            raise SIGTERMException
+
+    def on_validation_start(self) -> None:
+        """Validate with the buffers of worker 0, as DDP does."""
+        if self._is_training and self.world_size > 1:
+            self._meet("buffers")
+            assert self.lightning_module is not None
+            for buffer in self.lightning_module.buffers():
+                dist.broadcast(buffer, 0)
+
+    def on_train_end(self) -> None:
+        """Fetch the optimizer's state for checkpoints after ``fit``, and leave the servers."""
+        assert self.remote is not None
+        if self.is_global_zero:
+            self._final_state = self.remote.state_dict()
+        self._finished = True
+        self.remote.leave(farewell_of(self._trainer) if self.is_global_zero else None)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Save once more after an agreed stop; tell the other ranks of a failure."""
+        if self._service is None or self._finished:
+            return
+        agreed = None if self.remote is None else self.remote.stop_agreed
+        if agreed is not None and isinstance(exception, SIGTERMException):
+            save_where_stopped(self._trainer, agreed, self._saved_on_stop)
+            assert self.remote is not None
+            self._finished = True
+            self.remote.leave(farewell_of(self._trainer) if self.is_global_zero else None)
+        else:
+            text = "".join(traceback.format_exception(exception))
+            self._service.watchdog.report(text)
+
+    def teardown(self) -> None:
+        """Leave the servers and close the connections."""
+        if self.remote is not None:
+            if not self._is_alone:
+                self.remote.leave(farewell_of(self._trainer) if self.is_global_zero else None)
+            self.remote.forget_parameters()
+            self.remote = self.engine = None
+            del self.precision_plugin.clip_gradients
+            scaler = getattr(self.precision_plugin, "scaler", None)
+            if isinstance(scaler, AgreedGradScaler):
+                self.precision_plugin.scaler = scaler.scaler  # type: ignore[attr-defined]
+        if self._service is not None:
+            self._service.close()
+            self._service = None
+        super().teardown()
+
+    # ------------------------------------------------------------- checkpoints
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state that the optimizer has on its rank; only worker 0 needs it."""
+        if not self.is_global_zero:
+            return {}
+        if self.remote is not None and not self._finished:
+            return self.remote.state_dict()
+        return self._final_state or {}
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """The rank of the optimizer loads its state; a worker, its settings only."""
+        if self.serves:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        assert self.remote is not None
+        groups = checkpoint["optimizer_states"][0]["param_groups"]
+        for present, group in zip(self.remote.param_groups, groups, strict=True):
+            present.update({name: value for name, value in group.items() if name != "params"})
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model, with parameters that have not been rounded for the wire."""
+        state = super().lightning_module_state_dict()
+        if self._is_training and self.is_global_zero and self.wire_dtype is not None:
+            assert self.remote is not None
+            assert self.lightning_module is not None
+            values = {id(param): value for param, value in self.remote.parameters_in_full()}
+            for name, param in self.lightning_module.named_parameters(remove_duplicate=False):
+                if name in state and id(param) in values:
+                    state[name] = values[id(param)]
+        return state
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Add each worker's own position and random state."""
+        if self.serves:
+            return
+        if self._is_training and "optimizer_states" in checkpoint:
+            assert self.remote is not None
+            self._saved_on_stop = self.remote.stop_agreed is not None
+            self._meet("checkpoint")
+            resuming.add_positions(checkpoint, self._workers())
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint and, to resume training, this worker's position in it."""
+        loaded = (
+            super().load_checkpoint(checkpoint_path)
+            if weights_only is None
+            else super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        )
+        if self._trainer.state.fn == TrainerFn.FITTING and not self.serves:
+            self._resumed = resuming.take_position(loaded, self.global_rank, self.world_size)
+        return loaded
+
+
+def check_optimizers(optimizers: list[Optimizer], module: pl.LightningModule) -> None:
+    """Refuse what cannot be done on another rank.
+
+    Raises:
+        ValueError: If there is not exactly one optimizer, or it needs a closure.
+    """
+    if len(optimizers) != 1:
+        raise ValueError(
+            "RemoteOptimizerStrategy needs exactly one optimizer, but configure_optimizers of "
+            f"{type(module).__name__} gives {len(optimizers)}. Put all parameters into one "
+            "optimizer, in several parameter groups if need be."
+        )
+    check_optimizer(optimizers[0])
+
+
+def _overrides(owner: object, base: type, hook: str) -> bool:
+    return getattr(type(owner), hook) is not getattr(base, hook)
+
+
+def _wire_dtype(value: str | torch.dtype | None) -> torch.dtype | None:
+    chosen = _WIRE_DTYPES.get(value, value) if isinstance(value, str) else value
+    if chosen is not None and chosen not in _WIRE_DTYPES.values():
+        raise ValueError(
+            f"wire_dtype must be one of {', '.join(_WIRE_DTYPES)} or None, got {value!r}."
+        )
+    return chosen if isinstance(chosen, torch.dtype) else None

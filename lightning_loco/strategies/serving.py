@@ -1,0 +1,61 @@
+"""What a rank that serves does under a Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_loco.comm.remote import (
+    Role,
+    Serving,
+    Tiers,
+    Transport,
+    aggregator,
+    aggregator_optimizer,
+    optimizer,
+)
+from lightning_loco.strategies import lockstep
+
+_PATHS = ("best_model_path", "last_model_path", "kth_best_model_path", "dirpath")
+
+
+def serve_fit(
+    trainer: pl.Trainer, tiers: Tiers, rank: int, transport: Transport, serving: Serving
+) -> None:
+    """Serve until all workers have left ``fit``, then know what worker 0 has logged and saved."""
+    role, stepper = tiers.role(rank), trainer.optimizers[0]
+    if role is Role.AGGREGATOR:
+        farewell = aggregator(stepper.param_groups, tiers, transport=transport, serving=serving)
+    elif role is Role.OPTIMIZER:
+        farewell = optimizer(stepper, tiers, transport=transport, serving=serving)
+    else:
+        farewell = aggregator_optimizer(stepper, tiers, transport=transport, serving=serving)
+    take_in_farewell(trainer, farewell)
+
+
+def farewell_of(trainer: pl.Trainer) -> dict[str, Any]:
+    """What the ranks that serve should know after ``fit``: metrics and paths of checkpoints."""
+    return {
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "checkpoints": [
+            {name: str(getattr(callback, name) or "") for name in _PATHS}
+            for callback in _checkpoints(trainer)
+        ],
+    }
+
+
+def take_in_farewell(trainer: pl.Trainer, farewell: dict[str, Any]) -> None:
+    """Make ``callback_metrics`` and ``ckpt_path="best"`` work here as well."""
+    metrics = {name: torch.tensor(v) for name, v in farewell.get("metrics", {}).items()}
+    lockstep.set_callback_metrics(trainer, metrics)
+    callbacks = _checkpoints(trainer)
+    for callback, paths in zip(callbacks, farewell.get("checkpoints", []), strict=False):
+        for name, path in paths.items():
+            setattr(callback, name, path)
+
+
+def _checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
+    return [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]

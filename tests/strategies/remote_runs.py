@@ -1,0 +1,81 @@
+"""Trainers with a remote optimizer inside the pool."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+
+from lightning_loco import RemoteOptimizerStrategy
+from lightning_loco.comm.all_ranks import forget_all_ranks
+from tests.pool import PoolEnvironment, make_trainer
+
+
+class PortEnvironment(PoolEnvironment):
+    """Ranks that find each other by themselves, without a default group.
+
+    Args:
+        rank: This one.
+        world: All of them.
+        port: A free one.
+    """
+
+    def __init__(self, rank: int, world: int, port: int) -> None:
+        super().__init__()
+        self._rank = rank
+        self._world = world
+        self._port = port
+
+    @property
+    def main_port(self) -> int:
+        return self._port
+
+    def world_size(self) -> int:
+        return self._world
+
+    def global_rank(self) -> int:
+        return self._rank
+
+    def local_rank(self) -> int:
+        return self._rank
+
+    def node_rank(self) -> int:
+        return 0
+
+    def set_global_rank(self, rank: int) -> None:
+        assert rank == self._rank
+
+    def set_world_size(self, size: int) -> None:
+        assert size == self._world
+
+
+@contextmanager
+def all_ranks() -> Iterator[PortEnvironment]:
+    """Take the pool's process group away, and all that was made instead of it at the end."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    port = torch.zeros(1, dtype=torch.int64)
+    if rank == 0:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port[0] = free.getsockname()[1]
+    dist.broadcast(port, 0)
+    dist.destroy_process_group()
+    try:
+        yield PortEnvironment(rank, world, int(port))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        forget_all_ranks()
+
+
+def remote_trainer(
+    environment: PortEnvironment, strategy: RemoteOptimizerStrategy, **settings: Any
+) -> Trainer:
+    """A quiet trainer on all ranks of the pool's call."""
+    settings = {"devices": environment.world_size(), "plugins": [environment], **settings}
+    return make_trainer(strategy, **settings)

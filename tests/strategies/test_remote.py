@@ -1,0 +1,74 @@
+"""A remote optimizer under the Trainer: the numbers of DDP, whatever the tiers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+
+from lightning_loco import RemoteOptimizerStrategy
+from tests.pool import Pool, make_trainer
+from tests.strategies.remote_runs import all_ranks, remote_trainer
+from tests.tiny import ValidatedModule, flat, make_loader
+
+STEPS = 12
+
+
+class Scheduled(ValidatedModule):
+    """AdamW with a cosine schedule."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(seed))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulate": {"accumulate_grad_batches": 2},
+    "norm": {"gradient_clip_val": 0.5},
+    "value": {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
+}
+
+
+def fit(rank: int, world: int, num_workers: int, settings: dict[str, Any], **options: Any) -> Any:
+    with all_ranks() as environment:
+        strategy = RemoteOptimizerStrategy(num_workers, timeout_s=30, **options)
+        trainer = remote_trainer(
+            environment, strategy, max_epochs=2, use_distributed_sampler=False, **settings
+        )
+        module = Scheduled(seed=100 if rank >= num_workers else rank)
+        trainer.fit(module, make_loader(rank, STEPS), make_loader(9, 2))
+        metric = trainer.callback_metrics["val_loss"].item()
+        return flat(module), metric, trainer.global_step
+
+
+def fit_ddp(rank: int, world: int, settings: dict[str, Any]) -> Any:
+    trainer = make_trainer(DDPStrategy(), max_epochs=2, use_distributed_sampler=False, **settings)
+    module = Scheduled(seed=100)
+    trainer.fit(module, make_loader(rank, STEPS), make_loader(9, 2))
+    return flat(module), trainer.callback_metrics["val_loss"].item(), trainer.global_step
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("num_tiers", [2, 3])
+def test_fit_is_that_of_ddp(pool: Pool, num_tiers: int, kind: str) -> None:
+    *workers, server = pool.run(fit, 2, SETTINGS[kind], world=1 + num_tiers)
+    expected, metric, steps = pool.run(fit_ddp, SETTINGS[kind], world=2)[0]
+    for weights, own_metric, own_steps in workers[:2]:
+        assert torch.equal(weights, expected)
+        assert own_metric == metric
+        assert own_steps == steps
+    assert torch.equal(server[0], expected)
+    assert server[1] == pytest.approx(metric)
