@@ -7,7 +7,7 @@ import math
 import lightning.pytorch as pl
 
 from lightning_loco.callbacks.monitor import RoundMonitor
-from lightning_loco.strategies import LocoStrategy
+from lightning_loco.strategies import LocoStrategy, RemoteOptimizerStrategy
 
 
 class CommunicationMonitor(RoundMonitor):
@@ -15,7 +15,8 @@ class CommunicationMonitor(RoundMonitor):
 
     Metrics: ``loco/round``, ``loco/bytes_sent`` (payload bytes since the start), ``loco/wait_s``
     (seconds blocked since the start), ``loco/staleness`` (rounds), ``loco/outer_grad_norm`` (of the
-    last round) and ``loco/train_loss_mean`` (over the workers, at the last round).
+    last round) and ``loco/train_loss_mean`` (over the workers, at the last round). With a remote
+    optimizer a round is a step, and only the first three move.
 
     Args:
         prog_bar: Show them in the progress bar, too.
@@ -25,6 +26,8 @@ class CommunicationMonitor(RoundMonitor):
         Trainer(strategy=DiLoCoStrategy(), callbacks=[CommunicationMonitor()])
     """
 
+    strategies = (LocoStrategy, RemoteOptimizerStrategy)
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Ask the engine to measure the outer gradient."""
         super().on_fit_start(trainer, pl_module)
@@ -32,7 +35,7 @@ class CommunicationMonitor(RoundMonitor):
         if isinstance(strategy, LocoStrategy) and strategy.engine is not None:
             strategy.engine.measure_outer_gradient = True
 
-    def figures(self, strategy: LocoStrategy) -> dict[str, float]:
+    def figures(self, strategy: LocoStrategy | RemoteOptimizerStrategy) -> dict[str, float]:
         """The counters of the strategy."""
         statistics = strategy.statistics
         figures = {

@@ -17,23 +17,28 @@ class RoundMonitor(pl.Callback):
 
     Args:
         prog_bar: Show the figures in the progress bar, too.
+
+    Attributes:
+        strategies: Those that have the figures.
     """
+
+    strategies: tuple[type, ...] = (LocoStrategy,)
 
     def __init__(self, prog_bar: bool = False) -> None:
         self.prog_bar = prog_bar
         self._logged_rounds = 0
 
     @abstractmethod
-    def figures(self, strategy: LocoStrategy) -> dict[str, float]:
-        """The names and values to log."""
+    def figures(self, strategy: Any) -> dict[str, float]:
+        """The names and values to log, of one of the :attr:`strategies`."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Forget the rounds of an earlier fit."""
         self._logged_rounds = 0
-        if not isinstance(trainer.strategy, LocoStrategy):
+        if not isinstance(trainer.strategy, self.strategies):
             rank_zero_info(
                 f"{type(self).__name__} logs nothing with {type(trainer.strategy).__name__}, which "
-                "makes no rounds. Use a strategy of lightning_loco, or drop the callback."
+                "does not have them. Use another strategy of lightning_loco, or drop the callback."
             )
 
     def on_train_batch_end(
@@ -46,7 +51,7 @@ class RoundMonitor(pl.Callback):
     ) -> None:
         """Log if a round has ended since the last time; no communication."""
         strategy = trainer.strategy
-        if not isinstance(strategy, LocoStrategy):
+        if not isinstance(strategy, self.strategies):
             return
         rounds = strategy.statistics.rounds
         if rounds == self._logged_rounds or not (self.prog_bar or is_logging_step(trainer)):

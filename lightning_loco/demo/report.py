@@ -14,7 +14,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lightning_loco.demo.data import ByteTextData
-from lightning_loco.strategies import LocoStrategy
+from lightning_loco.strategies import LocoStrategy, RemoteOptimizerStrategy
 from lightning_loco.topology import as_topology
 
 Curve = list[tuple[int, float]]
@@ -127,7 +127,7 @@ def measure(
     step_bytes = None
     if isinstance(data, ByteTextData):
         step_bytes = data.batch_size * data.context * trainer.accumulate_grad_batches
-    if not isinstance(strategy, LocoStrategy):
+    if not isinstance(strategy, LocoStrategy | RemoteOptimizerStrategy):
         num_elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
         return replace(
             report,
@@ -137,21 +137,21 @@ def measure(
             train_s=train_s,
             consensus_distance=0.0,
         )
-    if strategy.settings.topology is not None:
+    if isinstance(strategy, LocoStrategy) and strategy.settings.topology is not None:
         report = replace(report, topology=as_topology(strategy.settings.topology).name)
     if trainer.world_size > 1 and not torch.distributed.is_initialized():
-        return report  # start_method="spawn": the workers were other processes, and have ended
-    statistics, num_workers = strategy.statistics, strategy.num_workers
+        return report  # a rank that serves, or whose workers were other processes (spawn)
+    statistics = strategy.statistics
     mine = [steps, statistics.bytes_sent, statistics.wait_s]
     figures = torch.tensor(mine, dtype=torch.float64, device=strategy.root_device)
     total_steps, total_bytes, total_wait_s = strategy.reduce(figures, reduce_op="sum").tolist()
     return replace(
         report,
-        num_workers=num_workers,
+        num_workers=strategy.num_workers,
         tokens=step_bytes and round(total_steps) * step_bytes,
         rounds=statistics.rounds,
-        bytes_sent=round(total_bytes / num_workers),
-        wait_s=total_wait_s / num_workers,
+        bytes_sent=round(total_bytes / trainer.world_size),
+        wait_s=total_wait_s / trainer.world_size,
         train_s=train_s,
         consensus_distance=statistics.consensus_distance,
     )

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
 
 from lightning_loco import RemoteOptimizerStrategy
 from tests.pool import Pool, make_trainer
