@@ -19,10 +19,11 @@ from tests.conftest import ROOT
 
 EXAMPLES = ROOT / "examples"
 BATCH_SCRIPT = EXAMPLES / "slurm" / "train.sbatch"
+REMOTE = EXAMPLES / "remote_optimizer"
 LIMIT_S = 120.0
 NUMBER = r"(\d+\.\d+)"
 
-# Stands for srun: it starts two tasks, with a few steps of a tiny model in place of the long run.
+# Stands for srun: it starts the tasks, with a few steps of a tiny model in place of the long run.
 # When asked to, it then does what SLURM does before the time is up.
 SRUN = """
 import os, pathlib, signal, subprocess, sys, time
@@ -35,7 +36,7 @@ tasks = [
         [*command, *os.environ["CHANGES"].split()],
         env={**os.environ, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
     )
-    for task in range(2)
+    for task in range(int(os.environ["SLURM_NTASKS"]))
 ]
 time_is_up = os.environ.get("SIGNAL_WHEN_THERE_IS")
 while time_is_up and not list(pathlib.Path().glob(time_is_up)):
@@ -47,10 +48,11 @@ if time_is_up:
         task.send_signal(signal.SIGUSR1)
 sys.exit(max(abs(task.wait()) for task in tasks))
 """
-TINY = (
-    "experiment=smoke trainer.accelerator=cpu trainer.precision=32-true algorithm.sync_every=4 "
+TINY_STEPS = (
+    "experiment=smoke trainer.accelerator=cpu trainer.precision=32-true "
     "trainer.val_check_interval=10"
 )
+TINY = f"{TINY_STEPS} algorithm.sync_every=4"
 
 
 def run(command: list[str], folder: Path, **environ: str) -> str:
@@ -167,6 +169,31 @@ def test_the_plain_loop_under_torchrun(tmp_path: Path) -> None:
     plain_pytorch(run([*torchrun, "--nproc-per-node=2", example], tmp_path))
 
 
+def test_the_remote_plain_loop_says_how_to_run_it() -> None:
+    text = (REMOTE / "plain_loop.py").read_text()
+    assert "What it shows: " in text
+    for processes in (3, 4):
+        command = f"torchrun --nproc-per-node={processes} examples/remote_optimizer/plain_loop.py"
+        assert command in text
+    assert len(text.splitlines()) < 100
+
+
+@pytest.mark.slow
+def test_the_remote_plain_loop_under_torchrun(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    example = str(REMOTE / "plain_loop.py")
+    sums = []
+    for processes, tiers in ((3, 2), (4, 3)):
+        output = run([*torchrun, f"--nproc-per-node={processes}", example], tmp_path)
+        assert f"{tiers} tiers: worker 0, worker 1, the aggregator" in output
+        assert "all 2 workers have the same parameters: yes" in output
+        first, last = numbers(f"loss {NUMBER} at first, {NUMBER} after 300 steps", output)
+        assert last < first / 5
+        sums += numbers(r"sum of the parameters: (-?\d+\.\d+)", output)
+    assert sums[0] == sums[1]
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.fixture
 def cluster(tmp_path: Path) -> dict[str, str]:
     """A checkout with an environment, and the variables of a job of two tasks on one machine."""
@@ -227,9 +254,51 @@ def test_the_batch_script_goes_on_after_its_time_is_up(
     assert figures["rounds"] == -(-(step + 8) // 4)
 
 
-def test_the_batch_script_asks_for_one_gpu_per_task() -> None:
-    settings = dict(
-        re.findall(r"^#SBATCH --([\w-]+)=(\S+)", BATCH_SCRIPT.read_text(), re.MULTILINE)
+@pytest.mark.slow
+@pytest.mark.parametrize("tasks", [3, 4])
+def test_the_remote_batch_script(tmp_path: Path, cluster: dict[str, str], tasks: int) -> None:
+    output = run(
+        ["bash", str(REMOTE / "train.sbatch")],
+        tmp_path,
+        **remote_job(cluster, tasks),
+        CHANGES=f"{TINY_STEPS} algorithm.num_workers=2 trainer.max_steps=8",
     )
+    assert f"{tasks - 1} tiers: 2 workers (ranks 0 to 1), the aggregator" in output
+    figures = json.loads((tmp_path / "outputs/slurm-123456-0/report.json").read_text())
+    assert (figures["algorithm"], figures["num_workers"]) == ("RemoteOptimizer", 2)
+    assert figures["rounds"] == 8
+
+
+@pytest.mark.slow
+def test_the_remote_batch_script_goes_on_after_its_time_is_up(
+    tmp_path: Path, cluster: dict[str, str]
+) -> None:
+    batch = ["bash", str(REMOTE / "train.sbatch")]
+    job = remote_job(cluster, tasks=3)
+    changes = f"{TINY_STEPS} algorithm.num_workers=2"
+    when = "outputs/*/checkpoints/last.ckpt"
+    run(
+        batch, tmp_path, **job, CHANGES=f"{changes} trainer.max_steps=100000",
+        SIGNAL_WHEN_THERE_IS=when,
+    )  # fmt: skip
+    assert (tmp_path / "scontrol.log").read_text() == "requeue 123456\n"
+    saved = tmp_path / "outputs/slurm-123456-0/hpc_ckpt_1.ckpt"
+    step = torch.load(saved)["global_step"]
+    assert 10 <= step < 100000
+
+    output = run(batch, tmp_path, **job, CHANGES=f"{changes} trainer.max_steps={step + 8}")
+    assert f"Restored all states from the checkpoint at {saved}" in output
+    figures = json.loads((saved.parent / "report.json").read_text())
+    assert figures["tokens"] == (step + 8) * 2 * 4 * 32
+
+
+def remote_job(cluster: dict[str, str], tasks: int) -> dict[str, str]:
+    """The same job with more tasks."""
+    return {**cluster, "SLURM_NTASKS": str(tasks), "SLURM_NTASKS_PER_NODE": str(tasks)}
+
+
+@pytest.mark.parametrize("script", [BATCH_SCRIPT, REMOTE / "train.sbatch"])
+def test_a_batch_script_asks_for_one_gpu_per_task(script: Path) -> None:
+    settings = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", script.read_text(), re.MULTILINE))
     assert settings["gpus-per-node"] == settings["ntasks-per-node"]
     assert settings["signal"].startswith("SIGUSR1@")

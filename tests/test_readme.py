@@ -33,7 +33,8 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 PYTHON = [code for language, code in BLOCKS if language == "python"]
 QUICK_START = next(code for code in PYTHON if "trainer.fit(" in code)
 SHELL = [line for language, code in BLOCKS if language == "bash" for line in code.splitlines()]
-COMMANDS = [line for line in SHELL if "train.py" in line]
+REMOTE_TEXT = (ROOT / "examples" / "remote_optimizer" / "README.md").read_text(encoding="utf-8")
+COMMANDS = [line for line in [*SHELL, *REMOTE_TEXT.splitlines()] if " train.py " in line]
 TICKED = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", TEXT, flags=re.M | re.S))
 
 
@@ -140,7 +141,7 @@ def test_commands_compose(command: str) -> None:
 def test_files_exist() -> None:
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", TEXT)
     local = [link for link in links if not link.startswith("https://")]
-    assert {"docs/what_travels_when.svg", "LICENSE"} < set(local)
+    assert {"docs/what_travels_when.svg", "docs/remote_optimizer.svg", "LICENSE"} < set(local)
     written = [word for word in TICKED if re.fullmatch(r"(?!myconf)[\w./]+(/|\.(py|txt|md))", word)]
     of_a_run = {"report.txt"}
     for name in {*local, *written} - of_a_run:
@@ -183,7 +184,9 @@ def test_the_table_of_topologies() -> None:
 
 
 def test_names_in_the_text_exist() -> None:
-    for name in re.findall(r"\b(?:Async)?(?:Loco|LocalSGD|DiLoCo|GASLoC)Strategy\b", TEXT):
+    for name in re.findall(
+        r"\b(?:Async)?(?:Loco|LocalSGD|DiLoCo|GASLoC|RemoteOptimizer)Strategy\b", TEXT
+    ):
         assert hasattr(loco, name), name
     for name in (cell.strip("`") for cell, *_ in tables("callback")):
         assert hasattr(loco, name), name
@@ -208,18 +211,19 @@ def test_arguments_in_the_text_exist() -> None:
     for kind in (*STRATEGIES.values(), loco.LocoStrategy, loco.ConsensusMonitor):
         parameters |= set(inspect.signature(kind).parameters)
     for name in ("sync_every", "outer_momentum", "warm_start", "bucket_bytes", "timeout_s",
-                 "evaluate", "finalize", "start_method", "prog_bar"):  # fmt: skip
+                 "evaluate", "finalize", "start_method", "prog_bar", "num_workers", "num_servers",
+                 "replica_size", "wire_dtype", "min_workers", "overlap"):  # fmt: skip
         assert f"`{name}" in TEXT
         assert name in parameters
 
 
-def test_the_picture_can_be_drawn_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["what_travels_when", "remote_optimizer"])
+def test_a_picture_can_be_drawn_again(tmp_path: Path, name: str) -> None:
     pytest.importorskip("matplotlib")
     script = runpy.run_path(str(ROOT / "docs" / "draw_pictures.py"))
-    script["draw"](tmp_path / "again.svg")
+    script["PICTURES"][name](tmp_path / "again.svg")
     again, kept = (
-        ET.parse(file).getroot()
-        for file in (tmp_path / "again.svg", ROOT / "docs" / "what_travels_when.svg")
+        ET.parse(file).getroot() for file in (tmp_path / "again.svg", ROOT / "docs" / f"{name}.svg")
     )
     assert again.tag == kept.tag == "{http://www.w3.org/2000/svg}svg"
     assert len(list(again.iter())) == len(list(kept.iter()))

@@ -22,7 +22,7 @@ class RoundMonitor(pl.Callback):
         strategies: Those that have the figures.
     """
 
-    strategies: tuple[type, ...] = (LocoStrategy,)
+    strategies: tuple[type[Any], ...] = (LocoStrategy,)
 
     def __init__(self, prog_bar: bool = False) -> None:
         self.prog_bar = prog_bar
@@ -50,7 +50,7 @@ class RoundMonitor(pl.Callback):
         batch_idx: int,
     ) -> None:
         """Log if a round has ended since the last time; no communication."""
-        strategy = trainer.strategy
+        strategy: Any = trainer.strategy
         if not isinstance(strategy, self.strategies):
             return
         rounds = strategy.statistics.rounds

@@ -50,9 +50,9 @@ class AllRanks:
         self._calls = 0
 
     def init_default_group(
-        self, num_training: int, backend: str, device: torch.device | None
+        self, ranks: Sequence[int], backend: str, device: torch.device | None
     ) -> None:
-        """Make the default process group of the first ranks; the others must not call it.
+        """Make the default process group of some ranks; the others must not call it.
 
         Raises:
             RuntimeError: If there is one with other ranks.
@@ -60,16 +60,16 @@ class AllRanks:
         if not dist.is_initialized():
             dist.init_process_group(
                 backend,
-                store=PrefixStore("lightning_loco/training", self.store),
-                rank=self.rank,
-                world_size=num_training,
+                store=PrefixStore(f"lightning_loco/training{len(ranks)}", self.store),
+                rank=ranks.index(self.rank),
+                world_size=len(ranks),
                 timeout=timedelta(seconds=self._timeout_s),
                 device_id=device,
             )
-        elif dist.get_world_size() != num_training:
+        elif dist.get_world_size() != len(ranks):
             raise RuntimeError(
                 f"The default process group has {dist.get_world_size()} ranks already, but should "
-                f"have the {num_training} that train. Do not initialise torch.distributed before, "
+                f"have the {len(ranks)} that train. Do not initialise torch.distributed before, "
                 "and use one number of workers per process."
             )
 

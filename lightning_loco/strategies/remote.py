@@ -16,7 +16,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_loco.comm.all_ranks import AllRanks, ServiceGroup
@@ -110,6 +110,11 @@ class RemoteOptimizerStrategy(MeetingStrategy):
             raise ValueError(
                 f"min_workers must be 1 to num_workers={num_workers}, got {min_workers!r}."
             )
+        if min_workers is not None and replica_size > 1:
+            raise ValueError(
+                "min_workers goes on without single ranks, so it needs replica_size=1, got "
+                f"{replica_size}."
+            )
         if not 0 < timeout_s < math.inf:
             raise ValueError(f"timeout_s must be positive and finite, got {timeout_s!r}.")
         if bucket_bytes < 1:
@@ -135,6 +140,7 @@ class RemoteOptimizerStrategy(MeetingStrategy):
         self._all_ranks: AllRanks | None = None
         self._service: ServiceGroup | None = None
         self._fits = 0
+        self._present: list[int] = []
         self._stop_reason: str | None = None
         self._can_stream = False
         self._final_state: dict[str, Any] | None = None
@@ -163,8 +169,8 @@ class RemoteOptimizerStrategy(MeetingStrategy):
 
     @property
     def world_size(self) -> int:
-        """Ranks that train."""
-        return self.tiers.num_training
+        """Ranks that train and are left."""
+        return len(self._present) or self.tiers.num_training
 
     @property
     def num_workers(self) -> int:
@@ -179,7 +185,8 @@ class RemoteOptimizerStrategy(MeetingStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Data is shared among the ranks that train."""
-        return {"num_replicas": self.world_size, "rank": min(self.global_rank, self.world_size - 1)}
+        last = self.tiers.num_training - 1
+        return {"num_replicas": last + 1, "rank": min(self.global_rank, last)}
 
     def setup_distributed(self) -> None:
         """Let all ranks find each other, and put those that train into the default group."""
@@ -194,10 +201,15 @@ class RemoteOptimizerStrategy(MeetingStrategy):
             self.timeout_s,
         )
         if not self.serves:
-            device = self.root_device if self.root_device.type != "cpu" else None
-            backend = self._get_process_group_backend()
-            self._all_ranks.init_default_group(tiers.num_training, backend, device)
+            self._present = self._present or list(range(tiers.num_training))
+            self._init_default_group()
             super().setup_distributed()
+
+    def _init_default_group(self) -> None:
+        assert self._all_ranks is not None
+        device = self.root_device if self.root_device.type != "cpu" else None
+        backend = self._get_process_group_backend()
+        self._all_ranks.init_default_group(self._present, backend, device)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for the ranks that train."""
@@ -323,7 +335,8 @@ class RemoteOptimizerStrategy(MeetingStrategy):
 
     def _workers(self) -> WorkerGroup:
         group = dist.group.WORLD if self.world_size > 1 else None
-        return WorkerGroup(self.global_rank, self.world_size, data=group, control=group)
+        own = self._present.index(self.global_rank)
+        return WorkerGroup(own, self.world_size, data=group, control=group)
 
     def _sees_gradients_first(self, trainer: pl.Trainer) -> bool:
         """Whether nobody else wants to see or change gradients before they are sent."""
@@ -405,8 +418,18 @@ class RemoteOptimizerStrategy(MeetingStrategy):
         assert self.remote is not None
         stopped = self.remote.stop_agreed
         self.remote.meet(purpose)
+        if self.remote.present is not None and len(self.remote.present) < len(self._present):
+            self._go_on_without_others(self.remote.present)
         if self.remote.stop_agreed and not stopped:
             raise SIGTERMException
+
+    def _go_on_without_others(self, present: list[int]) -> None:
+        """Make a new default group of the workers that are left; all of them are here."""
+        gone = [self.tiers.name(rank) for rank in self._present if rank not in present]
+        rank_zero_warn(f"Going on without {', '.join(gone)}; their share of the data is lost.")
+        self._present = present
+        dist.destroy_process_group()
+        self._init_default_group()
 
     def on_validation_start(self) -> None:
         """Validate with the buffers of worker 0, as DDP does."""
@@ -434,7 +457,7 @@ class RemoteOptimizerStrategy(MeetingStrategy):
             assert self.remote is not None
             self._finished = True
             self.remote.leave(farewell_of(self._trainer) if self.is_global_zero else None)
-        else:
+        elif self.min_workers is None or self.serves:
             text = "".join(traceback.format_exception(exception))
             self._service.watchdog.report(text)
 

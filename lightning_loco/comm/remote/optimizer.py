@@ -44,7 +44,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
     Attributes:
         stop_agreed: Why all workers stop now; see :meth:`request_stop`.
         wait_s: Seconds spent in steps, without closures.
-        present: Names of the workers that are left, as of the last meeting; see :meth:`meet`.
+        present: Ranks of the workers that are left, as of the last meeting; see :meth:`meet`.
 
     Source:
         The hierarchical training example of tt-train.
@@ -88,7 +88,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._stop_reason: str | None = None
         self.wait_s = 0.0
         self.stop_agreed: str | None = None
-        self.present: list[str] | None = None
+        self.present: list[int] | None = None
         self._left = False
         self._handles = [
             trainable[index][1].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -179,7 +179,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
     def meet(self, purpose: str) -> None:
         """Wait until all workers have come to the same place; others' steps go on meanwhile.
 
-        ``present`` are then the names of the workers that are left.
+        ``present`` are then the ranks of the workers that are left.
 
         Args:
             purpose: The place in words, equal on all workers.
@@ -192,8 +192,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         answers = [channel.meet(purpose, self._stop_reason) for channel in self._channels]
         for answer in answers:
             self.stop_agreed = answer["stop"] or self.stop_agreed
-            names = answer["present"]
-            self.present = [name for name in self.present or names if name in names]
+            ranks = answer["present"]
+            self.present = [rank for rank in self.present or ranks if rank in ranks]
 
     def are_finite(self, here: bool) -> bool:
         """Whether the gradients of all workers are finite: for gradient scalers.
@@ -225,7 +225,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             state = State.join([channel.state() for channel in self._channels])
             content["state"] = state.values
             for group, settings in zip(content["param_groups"], state.groups, strict=True):
-                group.update(settings)
+                group.update({name: v for name, v in settings.items() if name not in group})
         return content
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

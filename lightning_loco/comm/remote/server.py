@@ -172,7 +172,7 @@ class Server:
     def _release(self, stop: str | None) -> None:
         """Let those go on who meet."""
         for client in self._pending:
-            client.answer({"stop": stop, "present": [c.name for c in self._clients]})
+            client.answer({"stop": stop, "present": [c.rank for c in self._clients]})
         self._pending = {}
 
     def _hand_out(self, wanted: dict[Wire, Note]) -> None:
@@ -288,7 +288,8 @@ class Server:
 
     def _tell_failure(self, error: Exception) -> None:
         """Tell those who wait for an answer, or soon will, why none comes."""
-        text = str(error).split("\n")[0][:_FAILURE_CHARACTERS]
+        lines = str(error).strip().split("\n")
+        text = " ".join([lines[0], *lines[1:][-1:]])[:_FAILURE_CHARACTERS]
         sending = []
         for client in self._clients:
             with suppress(RuntimeError):

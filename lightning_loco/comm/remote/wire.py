@@ -76,10 +76,10 @@ class Wire:
         watchdog: Watchdog | None = None,
     ) -> None:
         self.name = name
+        self.rank = rank
         chosen = group if group is not None else dist.group.WORLD
         assert chosen is not None
         self._group = chosen
-        self._rank = rank
         self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         self._watchdog = watchdog
         self.bytes_sent = 0
@@ -89,13 +89,13 @@ class Wire:
         """Begin to send; ``tensor`` must stay as it is until the work is done."""
         self.bytes_sent += tensor.nbytes
         with self._explained("a message"):
-            return self._group.send([tensor], self._rank, lane)
+            return self._group.send([tensor], self.rank, lane)
 
     def receive(self, tensor: Tensor, lane: Lane) -> dist.Work:
         """Begin to receive into ``tensor``."""
         self.bytes_received += tensor.nbytes
         with self._explained("a message"):
-            return self._group.recv([tensor], self._rank, lane)
+            return self._group.recv([tensor], self.rank, lane)
 
     def wait(self, work: dist.Work, what: str) -> None:
         """Wait for what was begun.
@@ -135,7 +135,7 @@ class Wire:
         self.bytes_sent += len(frame)
         tensor = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
         with self._explained("a note"):
-            return self._group.send([tensor], self._rank, lane), tensor
+            return self._group.send([tensor], self.rank, lane), tensor
 
     def _receive_note(self, lane: Lane, timeout: timedelta | None) -> Note:
         first = self._receive_frame(FRAME_BYTES, lane, timeout)
@@ -150,7 +150,7 @@ class Wire:
         memory = bytearray(size)
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
         with self._explained("a note"):
-            work = self._group.recv([tensor], self._rank, lane)
+            work = self._group.recv([tensor], self.rank, lane)
             work.wait() if timeout is None else work.wait(timeout)
         return bytes(memory)
 

@@ -1,0 +1,286 @@
+"""What cannot work with a remote optimizer is refused on all ranks, and no fault hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_loco import RemoteOptimizerStrategy
+from tests.pool import Pool, PoolError
+from tests.strategies.remote_runs import all_ranks, remote_trainer
+from tests.tiny import TinyModule, ValidatedModule, make_loader
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"num_workers": 0}, ValueError, "num_workers must be at least 1"),
+        ({"num_workers": 1.5}, TypeError, "num_workers must be an integer"),
+        ({"num_workers": 2, "num_servers": 0}, ValueError, "num_servers must be at least 1"),
+        ({"num_workers": 2, "replica_size": 0}, ValueError, "replica_size must be at least 1"),
+        ({"num_workers": 2, "min_workers": 3}, ValueError, "min_workers must be 1 to"),
+        ({"num_workers": 2, "min_workers": 1, "replica_size": 2}, ValueError, "replica_size=1"),
+        ({"num_workers": 2, "wire_dtype": "int8"}, ValueError, "wire_dtype must be one of"),
+        ({"num_workers": 2, "timeout_s": 0}, ValueError, "timeout_s must be positive"),
+        ({"num_workers": 2, "bucket_bytes": 0}, ValueError, "bucket_bytes must be positive"),
+        ({"num_wrokers": 2}, TypeError, "num_wrokers"),
+    ],
+)
+def test_arguments_are_checked(
+    arguments: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        RemoteOptimizerStrategy(**arguments)
+
+
+class TwoOptimizers(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        first, *others = self.parameters()
+        return torch.optim.SGD([first], lr=0.1), torch.optim.SGD(others, lr=0.1)
+
+
+class Closure(TinyModule):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Sparse(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 3, sparse=True)
+
+
+class OtherModel(TinyModule):
+    """Another model on the rank that serves."""
+
+    def setup(self, stage: str) -> None:
+        if self.trainer.strategy.serves:  # type: ignore[attr-defined]
+            self.model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).double()
+
+
+def fit(rank: int, world: int, kind: type[TinyModule], num_workers: int) -> None:
+    with all_ranks() as environment:
+        strategy = RemoteOptimizerStrategy(num_workers, timeout_s=20)
+        trainer = remote_trainer(environment, strategy, max_epochs=1, use_distributed_sampler=False)
+        trainer.fit(kind(), make_loader(rank, 4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (TwoOptimizers, "needs exactly one optimizer"),
+        (Closure, "LBFGS needs a closure"),
+        (Sparse, "sparse"),
+        (OtherModel, "Build the same"),
+    ],
+)
+def test_what_cannot_work_is_refused_on_all_ranks(
+    pool: Pool, kind: type[TinyModule], text: str
+) -> None:
+    with pytest.raises(PoolError) as caught:
+        pool.run(fit, kind, 2, world=3)
+    assert set(caught.value.failures) == {0, 1, 2}
+    for failure in caught.value.failures.values():
+        assert text in failure.message or "Another model" in failure.message
+
+
+def test_a_wrong_number_of_ranks_is_refused_with_those_that_fit(pool: Pool) -> None:
+    with pytest.raises(PoolError) as caught:
+        pool.run(fit, TinyModule, 3, world=3)
+    assert len(caught.value.failures) == 3
+    for failure in caught.value.failures.values():
+        assert "need 4 ranks (2 tiers" in failure.message
+        assert "or 5 (3 tiers" in failure.message
+
+
+class Fails(TinyModule):
+    """Raises on one rank in its third step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2 and self.trainer.global_rank == 1:
+            raise ArithmeticError("no more numbers")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_an_exception_reaches_all_ranks(pool: Pool, world: int) -> None:
+    with pytest.raises(PoolError) as caught:
+        pool.run(fit, Fails, 2, world=world)
+    assert set(caught.value.failures) == set(range(world))
+    for rank, failure in caught.value.failures.items():
+        assert "no more numbers" in failure.message
+        assert rank == 1 or "worker 1 failed" in failure.message.lower()
+
+
+SCRIPT = """
+import os, sys, time
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning_loco import RemoteOptimizerStrategy
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from tests.tiny import ValidatedModule, WorkerData, make_loader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+class Slow(Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step == 5:
+            print("five steps done", flush=True)
+        time.sleep(0.02)
+
+SAVE = ModelCheckpoint(every_n_train_steps=4, save_top_k=-1)
+
+def main():
+    torch.set_num_threads(1)
+    rank = int(os.environ["LOCAL_RANK"])
+    module = ValidatedModule(optimizer="Adam")
+    trainer = Trainer(
+        strategy=RemoteOptimizerStrategy({options}),
+        accelerator="cpu", devices={world}, max_epochs={max_epochs}, callbacks=[Slow(), SAVE],
+        use_distributed_sampler=False, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir={folder!r}, num_sanity_val_steps=0,
+    )
+    loader = StatefulDataLoader(WorkerData(rank, {steps}), batch_size=None)
+    trainer.fit(module, loader, make_loader(9, 2), ckpt_path={ckpt_path!r})
+    print(f"rank {{rank}} finished at {{trainer.global_step}} losses {{module.losses}}", flush=True)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@contextmanager
+def running(
+    folder: Path,
+    world: int,
+    steps: int,
+    max_epochs: int = 1,
+    ckpt_path: str | None = None,
+    **options: Any,
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """One process per rank, none of which ends another; kills what is left at the end."""
+    script = folder / "script.py"
+    words = {"num_workers": 2, "timeout_s": 15, **options}
+    script.write_text(
+        SCRIPT.format(
+            options=", ".join(f"{name}={value!r}" for name, value in words.items()),
+            world=world, steps=steps, max_epochs=max_epochs, folder=str(folder),
+            ckpt_path=ckpt_path,
+        )
+    )  # fmt: skip
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environ = {
+        **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0",
+        "PYTHONPATH": os.pathsep.join(sys.path), "WORLD_SIZE": str(world),
+    }  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**environ, "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=folder,
+        )
+        for rank in range(world)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def wait_for_steps(processes: list[subprocess.Popen[str]]) -> None:
+    assert processes[0].stdout is not None
+    for line in processes[0].stdout:
+        if "five steps done" in line:
+            return
+    pytest.fail("worker 0 has ended early")
+
+
+def outputs(processes: list[subprocess.Popen[str]], limit_s: float = 60) -> list[str]:
+    deadline = time.monotonic() + limit_s
+    return [p.communicate(timeout=max(deadline - time.monotonic(), 1))[0] for p in processes]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path, victim: int) -> None:
+    with running(tmp_path, 4, 2000) as processes:
+        wait_for_steps(processes)
+        time.sleep(0.3)
+        processes[victim].send_signal(signal.SIGKILL)
+        texts = outputs(processes)
+        name = {1: "worker 1", 2: "the aggregator (rank 2)"}[victim]
+        for rank, text in enumerate(texts):
+            if rank != victim:
+                assert processes[rank].returncode not in (0, None)
+                assert name in text.lower(), text[-3000:]
+    for path in tmp_path.glob("checkpoints/*.ckpt"):
+        assert torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
+    assert list(tmp_path.glob("checkpoints/*.ckpt"))
+
+
+@pytest.mark.slow
+def test_enough_workers_go_on(tmp_path: Path) -> None:
+    with running(tmp_path, 4, 60, max_epochs=2, num_workers=3, min_workers=2) as processes:
+        wait_for_steps(processes)
+        processes[2].send_signal(signal.SIGKILL)
+        texts = outputs(processes)
+        for rank, text in enumerate(texts):
+            if rank != 2:
+                assert processes[rank].returncode == 0, text[-3000:]
+        for text in texts[:2]:
+            assert "finished at 120" in text
+        assert "worker 2 is gone" in texts[3].lower()
+
+
+def train_whole(rank: int, world: int, steps: int) -> list[float]:
+    with all_ranks() as environment:
+        module = ValidatedModule(optimizer="Adam")
+        trainer = remote_trainer(
+            environment,
+            RemoteOptimizerStrategy(2, timeout_s=20),
+            max_epochs=1,
+            use_distributed_sampler=False,
+        )
+        trainer.fit(module, make_loader(rank, steps), make_loader(9, 2))
+        return module.losses
+
+
+@pytest.mark.slow
+def test_sigterm_stops_at_a_common_step_and_resumes(pool: Pool, tmp_path: Path) -> None:
+    whole = pool.run(train_whole, 100, world=3)
+    with running(tmp_path, 3, 100) as processes:
+        wait_for_steps(processes)
+        processes[1].send_signal(signal.SIGTERM)
+        outputs(processes)
+    (path,) = tmp_path.glob("**/interrupted.ckpt")
+    steps = torch.load(path, weights_only=True)["global_step"]
+    assert 5 <= steps < 100
+    with running(tmp_path, 3, 100, ckpt_path=str(path)) as processes:
+        rest = outputs(processes)
+    for rank in (0, 1):
+        losses = json.loads(rest[rank].rpartition("losses ")[2].strip())
+        assert losses == whole[rank][steps:]

@@ -1,0 +1,378 @@
+"""A remote optimizer with the rest of Lightning: metrics, callbacks, checkpoints, precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_loco import RemoteOptimizerStrategy
+from tests.pool import Pool, PoolEnvironment, make_trainer
+from tests.strategies.remote_runs import all_ranks, remote_trainer
+from tests.tiny import TinyModule, ValidatedModule, WorkerData, flat, loss_of, make_loader
+
+STEPS = 8
+
+
+class Rates(Callback):
+    """Notes the learning rate that a monitor would show."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        configs = trainer.lr_scheduler_configs
+        owner = configs[0].scheduler.optimizer if configs else trainer.optimizers[0]
+        self.seen.append(owner.param_groups[0]["lr"])
+
+
+def train(
+    rank: int, world: int, module: TinyModule, num_workers: int | None, options: Any, settings: Any
+) -> tuple[Tensor, list[float], list[float]]:
+    """Weights, learning rates and losses of a rank; DDP if ``num_workers`` is None."""
+    rates = Rates()
+    validation = make_loader(9, 2) if isinstance(module, ValidatedModule) else None
+    settings = {"max_epochs": 2, "use_distributed_sampler": False, **settings}
+    if num_workers is None:
+        trainer = make_trainer(DDPStrategy(**options), callbacks=[rates], **settings)
+        trainer.fit(module, make_loader(rank, STEPS), validation)
+        return flat(module), rates.seen, module.losses
+    with all_ranks() as environment:
+        strategy = RemoteOptimizerStrategy(num_workers, timeout_s=30, **options)
+        trainer = remote_trainer(environment, strategy, callbacks=[rates], **settings)
+        trainer.fit(module, make_loader(rank, STEPS), validation)
+    return flat(module), rates.seen, module.losses
+
+
+class Plateau(ValidatedModule):
+    """A schedule that needs the validation's metric."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, factor=0.1, patience=0, threshold=10.0
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"},
+        }
+
+
+class Groups(TinyModule):
+    """Two parameter groups, a frozen parameter, one without gradient on every other step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model[0].bias.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        first, *others = self.model.parameters()
+        groups = [{"params": [first], "lr": 0.1}, {"params": others, "weight_decay": 0.1}]
+        return torch.optim.AdamW(groups, lr=0.01)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx % 2:
+            return loss
+        with torch.no_grad():
+            offset = self.model[2].bias.clone()
+        inputs, target = batch
+        hidden = self.model[1](self.model[0](inputs))
+        outputs = hidden @ self.model[2].weight.T + offset
+        return (outputs.squeeze(-1) - target).square().mean()
+
+
+class Manual(TinyModule):
+    """Steps by hand, with clipping."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        optimizer.step()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@pytest.mark.parametrize("num_tiers", [2, 3])
+@pytest.mark.parametrize("kind", [Plateau, Groups, Manual])
+def test_modules_of_many_kinds_train_as_under_ddp(
+    pool: Pool, kind: type[TinyModule], num_tiers: int
+) -> None:
+    found = pool.run(train, kind(), 2, {}, {}, world=1 + num_tiers)
+    unused = {"find_unused_parameters": True}
+    expected, rates, losses = pool.run(train, kind(), None, unused, {}, world=2)[0]
+    for weights, own_rates, _ in found[:2]:
+        assert torch.equal(weights, expected)
+        assert own_rates == rates
+    assert found[0][2] == losses
+    assert torch.equal(found[-1][0], expected)
+    assert kind is not Plateau or len(set(rates)) > 1
+
+
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_a_worker_of_two_ranks(pool: Pool, num_servers: int) -> None:
+    options = {"replica_size": 2, "num_servers": num_servers}
+    found = pool.run(train, TinyModule(), 1, options, {}, world=2 + num_servers)
+    expected, _, losses = pool.run(train, TinyModule(), None, {}, {}, world=2)[0]
+    assert torch.equal(found[0][0], expected)
+    assert torch.equal(found[1][0], expected)
+    assert found[0][2] == losses
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_two_servers_share_the_parameters(pool: Pool, clip: float | None) -> None:
+    settings = {"gradient_clip_val": clip}
+    module = TinyModule(optimizer="Adam")
+    found = pool.run(train, module, 2, {"num_servers": 2}, settings, world=4)
+    expected, _, _ = pool.run(train, module, None, {}, settings, world=2)[0]
+    assert torch.equal(found[0][0], expected)
+    assert torch.equal(found[1][0], expected)
+    start = flat(module)
+    for weights, _, _ in found[2:]:  # each has moved its share only
+        moved = weights != start
+        assert 0 < moved.sum() < len(start)
+        assert torch.equal(weights[moved], expected[moved])
+
+
+def test_bfloat16_on_the_wire(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(save_rounded, str(tmp_path / "one.ckpt"), world=3)
+    expected, _, _ = pool.run(train, Single().float(), None, {}, {"max_epochs": 1}, world=2)[0]
+    rounded, full = found[0]
+    assert torch.equal(rounded, found[1][0])
+    assert torch.equal(rounded, full.bfloat16().float())
+    assert not torch.equal(rounded, full)
+    torch.testing.assert_close(full, expected, rtol=0.05, atol=0.02)
+    saved = torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"]
+    assert torch.equal(torch.cat([v.reshape(-1) for v in saved.values()]), full)
+
+
+class Single(TinyModule):
+    """In single precision."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step([part.float() for part in batch], batch_idx)  # type: ignore[arg-type]
+
+
+def save_rounded(rank: int, world: int, path: str) -> tuple[Tensor, Tensor]:
+    class Save(Callback):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            trainer.save_checkpoint(path)
+            self.full = trainer.strategy.remote.parameters_in_full() if rank == 0 else []
+
+    save, module = Save(), Single().float()
+    with all_ranks() as environment:
+        strategy = RemoteOptimizerStrategy(2, wire_dtype="bfloat16", timeout_s=30)
+        trainer = remote_trainer(
+            environment, strategy, max_epochs=1, callbacks=[save], use_distributed_sampler=False
+        )
+        trainer.fit(module, make_loader(rank, STEPS))
+    if rank != 0:
+        return flat(module), flat(module)
+    order = {id(param): place for place, param in enumerate(module.parameters())}
+    full = sorted(save.full, key=lambda pair: order[id(pair[0])])
+    return flat(module), torch.cat([value.reshape(-1) for _, value in full])
+
+
+class Metric(ValidatedModule):
+    """As users write it: a metric, synchronised logs, data that Lightning shares out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = torchmetrics.MeanSquaredError()
+        self.seen: set[int] = set()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        inputs, target = batch
+        self.error(self.model(inputs).squeeze(-1), target)
+        self.log("val_error", self.error)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", loss_of(self.model, batch), sync_dist=True)
+
+
+def use_everything(rank: int, world: int, folder: str) -> dict[str, Any]:
+    loader = DataLoader(WorkerData(0, 32), batch_size=None)
+    with all_ranks() as environment:
+        save = ModelCheckpoint(folder, monitor="val_loss", save_last=True)
+        stop = EarlyStopping("val_loss", min_delta=1e9, patience=1)
+        trainer = remote_trainer(
+            environment,
+            RemoteOptimizerStrategy(2, timeout_s=30),
+            max_epochs=5,
+            callbacks=[save, stop],
+            enable_checkpointing=True,
+            default_root_dir=folder,
+            log_every_n_steps=1,
+        )
+        module = Metric()
+        before = trainer.validate(module, loader, verbose=False)
+        trainer.fit(module, loader, loader)
+        epochs, metrics = trainer.current_epoch, dict(trainer.callback_metrics)
+        first = flat(module)
+        tested = trainer.test(module, loader, ckpt_path="best", verbose=False)
+        trainer.fit_loop.max_epochs = 3
+        stop.wait_count = 0
+        trainer.fit(module, loader, loader)
+        return {
+            "before": before,
+            "epochs": epochs,
+            "metrics": {name: float(value) for name, value in metrics.items()},
+            "best": save.best_model_path,
+            "tested": tested,
+            "steps": trainer.global_step,
+            "moved": not torch.equal(first, flat(module)),
+            "weights": flat(module),
+        }
+
+
+@pytest.mark.filterwarnings("ignore:Using `DistributedSampler`:UserWarning")
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
+def test_metrics_callbacks_and_several_calls(pool: Pool, tmp_path: Path) -> None:
+    *workers, server = pool.run(use_everything, str(tmp_path), world=3)
+    for worker in workers:
+        assert worker["before"][0]["val_error"] == pytest.approx(
+            workers[0]["before"][0]["val_error"]
+        )
+        assert worker["epochs"] == 2  # stopped early
+        assert worker["steps"] == 3 * 16  # half of the data each, a third epoch in the second fit
+        assert worker["tested"][0]["test_loss"] > 0
+        assert worker["moved"]
+        assert torch.equal(worker["weights"], server["weights"])
+    assert server["before"] == server["tested"] == []
+    assert server["best"] == workers[0]["best"]
+    assert server["metrics"] == pytest.approx(workers[0]["metrics"])
+
+
+def cut(rank: int, world: int, folder: str, part: str, num_tiers: int | None) -> Any:
+    """Train 2 epochs in one go, to a step in the first one, or from there on."""
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            if part == "first" and trainer.global_step == 5:
+                trainer.save_checkpoint(f"{folder}/cut.ckpt")
+                trainer.should_stop = True
+
+    torch.manual_seed(rank)
+    module = Noisy()
+    settings: Any = {"max_epochs": 2, "callbacks": [Save()], "use_distributed_sampler": False}
+    path = f"{folder}/cut.ckpt" if part == "second" else None
+    loader = StatefulDataLoader(WorkerData(rank, STEPS), batch_size=None)
+    if num_tiers is None:
+        trainer = make_trainer(DDPStrategy(), **settings)
+        trainer.fit(module, loader, ckpt_path=path)
+        return flat(module)
+    with all_ranks() as environment:
+        trainer = remote_trainer(environment, RemoteOptimizerStrategy(2, timeout_s=30), **settings)
+        trainer.fit(module, loader, ckpt_path=path)
+    return flat(module)
+
+
+class Noisy(TinyModule):
+    """Draws random numbers in every step, and has a schedule."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, target = batch
+        noise = torch.randn(inputs.shape, dtype=inputs.dtype)
+        return loss_of(self.model, (inputs + 0.1 * noise, target))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        return [optimizer], [
+            {
+                "scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2 * STEPS),
+                "interval": "step",
+            }
+        ]
+
+
+@pytest.mark.parametrize("num_tiers", [2, 3, None])
+def test_a_cut_run_goes_on_exactly(pool: Pool, tmp_path: Path, num_tiers: int | None) -> None:
+    whole = pool.run(cut, str(tmp_path), "whole", 2, world=3)
+    pool.run(cut, str(tmp_path), "first", 2, world=3)
+    content = torch.load(tmp_path / "cut.ckpt", weights_only=True)
+    assert set(content["optimizer_states"][0]["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
+    world = 2 if num_tiers is None else 1 + num_tiers
+    rest = pool.run(cut, str(tmp_path), "second", num_tiers, world=world)
+    if num_tiers is None:  # plain DDP knows nothing of random states
+        torch.testing.assert_close(rest[0], whole[0], rtol=0.1, atol=0.05)
+        assert not torch.equal(rest[0], flat(Noisy()))
+    else:
+        assert all(torch.equal(weights, whole[0]) for weights in (*rest[:2], rest[-1]))
+
+
+def train_uneven(rank: int, world: int) -> tuple[Tensor, int]:
+    with all_ranks() as environment:
+        module = ValidatedModule()
+        trainer = remote_trainer(
+            environment,
+            RemoteOptimizerStrategy(2, timeout_s=30),
+            max_epochs=2,
+            use_distributed_sampler=False,
+        )
+        trainer.fit(module, make_loader(rank, 4 + 3 * rank), make_loader(9, 2))
+        return flat(module), len(module.losses)
+
+
+@pytest.mark.parametrize("num_tiers", [2, 3])
+def test_workers_with_fewer_batches_wait(pool: Pool, num_tiers: int) -> None:
+    first, second, *_, server = pool.run(train_uneven, world=1 + num_tiers)
+    assert (first[1], second[1]) == (8, 14)
+    assert torch.equal(second[0], server[0])
+
+
+def train_scaled(rank: int, world: int, remote: bool) -> tuple[Tensor, float, int]:
+    """16-mixed, with an infinity on one worker in one step."""
+
+    class Infinite(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step([part.float() for part in batch], batch_idx)
+            return loss * float("inf") if rank == 1 and batch_idx == 3 else loss
+
+    module = Infinite().float()
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    settings: Any = {"max_epochs": 1, "use_distributed_sampler": False, "gradient_clip_val": 1.0}
+    if not remote:
+        trainer = make_trainer(DDPStrategy(), plugins=[plugin, PoolEnvironment()], **settings)
+        trainer.fit(module, make_loader(rank, STEPS))
+        return flat(module), scaler.get_scale(), trainer.global_step
+    with all_ranks() as environment:
+        strategy = RemoteOptimizerStrategy(2, timeout_s=30)
+        trainer = remote_trainer(
+            environment, strategy, **{**settings, "plugins": [plugin, environment]}
+        )
+        trainer.fit(module, make_loader(rank, STEPS))
+        assert plugin.scaler is scaler
+        return flat(module), scaler.get_scale(), trainer.global_step
+
+
+def test_an_infinity_skips_the_step_on_all_workers(pool: Pool) -> None:
+    found = pool.run(train_scaled, True, world=3)
+    expected, scale, steps = pool.run(train_scaled, False, world=2)[0]
+    for weights, own_scale, own_steps in found[:2]:
+        torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-4)
+        assert own_scale == scale == 128.0
+        assert own_steps == steps
+    assert torch.equal(found[0][0], found[2][0])
+    assert torch.equal(found[0][0], found[1][0])
