@@ -10,6 +10,10 @@ in changing order, in the same processes with one thread each, over gloo.
 
 How to read it: ``ours/raw`` is the median of the ratios of turns next to each other and should be
 at most 1.5; ``naive/ours`` should be at least 2. The server's sum and step are part of both.
+
+Counted, in units of the parameters in float32 (4 P bytes): what a worker sends and receives in a
+step, each at most 1.01, and the most that torch holds on the server beside the parameters, with
+momentum: one vector for the mean gradient, one for the momentum, and the messages under way.
 """
 
 from __future__ import annotations
@@ -31,12 +35,15 @@ from common import (
     run_workers,
     spread,
 )
+from memory import highest_rise
 from torch import Tensor, nn
 
 from lightning_loco.comm.remote import RemoteOptimizer, Tiers, aggregator_optimizer
 from lightning_loco.demo.model import ByteGPT
 
 NUM_WORKERS = 2
+AHEAD_BYTES = 8 * 2**20  # of messages under way on the server, for each worker but the first
+BOUND_BYTES = 1.01
 SERVER = NUM_WORKERS
 BOUND_RAW = 1.5
 BOUND_NAIVE = 2.0
@@ -104,6 +111,26 @@ def run_ours(worker: Worker, params: list[Tensor], steps: int) -> float:
     return seconds
 
 
+def count(worker: Worker, numel: int, steps: int) -> tuple[float, float, float]:
+    """Bytes sent and received per step of a worker, and the highest rise of a server's memory."""
+    params = make_params(numel)
+    tiers = Tiers(NUM_WORKERS, 2)
+    with worker.process_group():
+        if worker.rank == SERVER:
+            optimizer = torch.optim.SGD(params, lr=1e-6, momentum=0.9)
+            return 0.0, 0.0, highest_rise(lambda: aggregator_optimizer(optimizer, tiers))
+        for param in params:
+            param.grad = torch.ones_like(param)
+        remote = RemoteOptimizer(params, SERVER)
+        remote.receive_weights()
+        sent, received = remote.bytes_sent, remote.bytes_received
+        for _ in range(steps):
+            remote.step()
+        sent, received = remote.bytes_sent - sent, remote.bytes_received - received
+        remote.leave()
+        return sent / steps, received / steps, 0.0
+
+
 def run_naive(worker: Worker, params: list[Tensor], steps: int) -> float:
     """One blocking message per parameter."""
     optimizer = torch.optim.SGD(params, lr=1e-6)
@@ -140,7 +167,7 @@ def main() -> None:
     if options.quick:
         sizes, options.turns, options.steps = {"demo": 0}, 2, 2
     print_machine()
-    rows = []
+    rows, counts = [], []
     for name, numel in sizes.items():
         seconds = run_workers(time_turns, NUM_WORKERS + 1, numel, options.turns, options.steps)[0]
         medians = [f"{1000 * statistics.median(seconds[kind]):.1f}" for kind in KINDS]
@@ -156,9 +183,24 @@ def main() -> None:
                 at_least(statistics.median(naive), BOUND_NAIVE),
             ]
         )
+        size = 4.0 * sum(param.numel() for param in make_params(numel))
+        (sent, received, _), *_, (_, _, memory) = run_workers(count, NUM_WORKERS + 1, numel, 3)
+        bound = 2 + (NUM_WORKERS - 1) * min(AHEAD_BYTES, size) / size + 0.01
+        counts.append(
+            [
+                name,
+                f"{sent / size:.4f}",
+                f"{received / size:.4f}",
+                against(max(sent, received) / size, BOUND_BYTES),
+                f"{memory / size:.2f}",
+                against(memory / size, bound),
+            ]
+        )
         print(f"done: {name}", flush=True)
     header = ["one step", "raw ms", "ours ms", "naive ms"]
     print_table([*header, "ours/raw", "bound", "naive/ours", "bound"], rows)
+    header = ["one step, in 4 P bytes", "sent", "received", "bound", "server memory", "bound"]
+    print_table(header, counts)
 
 
 if __name__ == "__main__":

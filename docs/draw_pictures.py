@@ -1,11 +1,12 @@
-"""Draw docs/what_travels_when.svg, the picture in the README: who sends what, and when.
+"""Draw the pictures in the README: who sends what and when, and the tiers of a remote optimizer.
 
-Run it: python docs/draw_pictures.py            (or with another file name; its suffix decides)
+Run it: python docs/draw_pictures.py            (or with another folder, and a suffix such as png)
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
@@ -49,11 +50,15 @@ def wait(axes: Axes, worker: int, start: float, end: float) -> None:
 
 
 def arrow(
-    axes: Axes, tail: tuple[float, float], head: tuple[float, float], style: str = "-|>"
+    axes: Axes,
+    tail: tuple[float, float],
+    head: tuple[float, float],
+    style: str = "-|>",
+    line: str = "-",
 ) -> None:
     axes.annotate(
         "", xy=head, xytext=tail,
-        arrowprops={"arrowstyle": style, "color": MESSAGE, "linewidth": 1.6,
+        arrowprops={"arrowstyle": style, "color": MESSAGE, "linewidth": 1.6, "linestyle": line,
                     "shrinkA": 0, "shrinkB": 0, "mutation_scale": 11},
     )  # fmt: skip
 
@@ -203,12 +208,11 @@ PANELS = (
 )  # fmt: skip
 
 
-def draw(file: Path) -> None:
-    """Draw all timelines on a card of its own colour, for light and dark pages."""
-    matplotlib.rcParams["svg.hashsalt"] = "what travels when"
+def card(width: float, height: float, salt: str) -> Figure:
+    """A figure with a card of its own colour, for light and dark pages."""
+    matplotlib.rcParams["svg.hashsalt"] = salt
     matplotlib.rcParams["hatch.linewidth"] = 0.8
-    heights = [WORKERS - 1 + below + above for *_, below, above in PANELS]
-    figure = Figure(figsize=(10, 13.5))
+    figure = Figure(figsize=(width, height))
     figure.patch.set_alpha(0)
     figure.add_artist(
         FancyBboxPatch(
@@ -216,6 +220,19 @@ def draw(file: Path) -> None:
             facecolor="white", edgecolor="#bbbbbb", transform=figure.transFigure, zorder=-1,
         )
     )  # fmt: skip
+    return figure
+
+
+def save(figure: Figure, file: Path) -> None:
+    """Write a picture, always with the same bytes."""
+    metadata = {"Date": None} if file.suffix == ".svg" else {}
+    figure.savefig(file, dpi=100, metadata=metadata)
+
+
+def draw(file: Path) -> None:
+    """Draw all timelines."""
+    figure = card(10, 13.5, "what travels when")
+    heights = [WORKERS - 1 + below + above for *_, below, above in PANELS]
     grid = figure.add_gridspec(
         len(PANELS), 1, height_ratios=heights, hspace=0.3, left=0.1, right=0.97, top=0.96,
         bottom=0.045,
@@ -246,10 +263,102 @@ def draw(file: Path) -> None:
         "", (0.97, 0.024), (0.91, 0.024), "figure fraction", "figure fraction",
         arrowprops={"arrowstyle": "-|>", "color": TEXT},
     )  # fmt: skip
-    metadata = {"Date": None} if file.suffix == ".svg" else {}
-    figure.savefig(file, dpi=100, metadata=metadata)
+    save(figure, file)
 
+
+BOX = 0.42  # half the height of a rank's box
+SENDERS = {"worker 0": "rank 0", "worker 1": "rank 1", "worker N-1": "rank N-1"}
+COLUMNS = (0.0, 1.6, 4.0)  # of the workers that are drawn
+MIDDLE = 2.0
+TOP, GAP, SIDE = 4.0, 0.3, 0.32  # row of the workers; between two arrows; from box to label
+
+
+def box(axes: Axes, place: tuple[float, float], half_width: float, name: str, rank: str) -> None:
+    """A rank: filled if it trains, open if it serves."""
+    trains = name in SENDERS
+    axes.add_patch(
+        FancyBboxPatch(
+            (place[0] - half_width, place[1] - BOX), 2 * half_width, 2 * BOX,
+            boxstyle="round,pad=0,rounding_size=0.12", facecolor=STEP if trains else "white",
+            edgecolor=STEP, linewidth=1.8,
+        )
+    )  # fmt: skip
+    colour = "white" if trains else TEXT
+    axes.text(place[0], place[1] + 0.16, name, ha="center", va="center", fontsize=10,
+              fontweight="bold", color=colour)  # fmt: skip
+    axes.text(place[0], place[1] - 0.19, rank, ha="center", va="center", fontsize=9, color=colour)
+
+
+def there_and_back(axes: Axes, sender: tuple[float, float], server: tuple[float, float]) -> None:
+    """Gradients go down, parameters come back up."""
+    for shift, tail, head, line in (
+        (-GAP / 2, sender, server, "-"),
+        (GAP / 2, server, sender, "--"),
+    ):
+        away = BOX if tail is sender else -BOX
+        arrow(axes, (tail[0] + shift, tail[1] - away), (head[0] + shift, head[1] + away), line=line)
+
+
+def label(axes: Axes, x: float, y: float, text: str, side: str) -> None:
+    axes.text(x, y, text, ha=side, va="center", fontsize=9, color=MESSAGE)
+
+
+def draw_workers(axes: Axes, server: float) -> None:
+    """The workers, and what travels between them and the server in a row below."""
+    for column, (name, rank) in zip(COLUMNS, SENDERS.items(), strict=True):
+        box(axes, (column, TOP), 0.72, name, rank)
+        foot = MIDDLE + 0.55 * (column - MIDDLE)
+        there_and_back(axes, (column, TOP), (foot, server))
+    axes.text((COLUMNS[1] + COLUMNS[2]) / 2, TOP, ". . .", ha="center", va="center", fontsize=16,
+              color=STEP)  # fmt: skip
+    middle = (TOP + server) / 2
+    label(axes, -0.05, middle, "gradients", "right")
+    label(axes, 4.05, middle, "parameters", "left")
+
+
+def draw_two_tiers(axes: Axes) -> None:
+    server = 1.2
+    draw_workers(axes, server)
+    box(axes, (MIDDLE, server), 1.75, "aggregator-optimizer", "rank N: mean gradient and step")
+
+
+def draw_three_tiers(axes: Axes) -> None:
+    server, stepper = 2.0, 0.0
+    draw_workers(axes, server)
+    box(axes, (MIDDLE, server), 1.75, "aggregator", "rank N: mean gradient")
+    there_and_back(axes, (MIDDLE, server), (MIDDLE, stepper))
+    label(axes, MIDDLE - SIDE, (server + stepper) / 2, "mean gradient", "right")
+    label(axes, MIDDLE + SIDE, (server + stepper) / 2, "parameters", "left")
+    box(axes, (MIDDLE, stepper), 1.75, "optimizer", "rank N+1: step")
+
+
+def draw_remote_optimizer(file: Path) -> None:
+    """Draw the two ways to have the optimizer on other ranks, side by side."""
+    figure = card(10, 4.6, "remote optimizer")
+    panels = (
+        ("2 tiers", "N workers and one more rank", draw_two_tiers),
+        ("3 tiers", "N workers and two more ranks", draw_three_tiers),
+    )
+    grid = figure.add_gridspec(1, 2, left=0.03, right=0.97, top=0.88, bottom=0.06, wspace=0.06)
+    for place, (name, what, tiers) in zip(grid, panels, strict=True):
+        axes = figure.add_subplot(place)
+        axes.set(xlim=(-1.25, 5.25), ylim=(-BOX - 0.05, TOP + BOX + 0.05))
+        axes.set_axis_off()
+        tiers(axes)
+        title = axes.annotate(f"{name}:", (0, 1), (0, 8), "axes fraction", "offset points",
+                              fontsize=11, fontweight="bold", color=TEXT)  # fmt: skip
+        axes.annotate(what, (1, 0), (6, 0), title, "offset points", fontsize=10, color=TEXT,
+                      va="bottom")  # fmt: skip
+    save(figure, file)
+
+
+PICTURES: dict[str, Callable[[Path], None]] = {
+    "what_travels_when": draw,
+    "remote_optimizer": draw_remote_optimizer,
+}
 
 if __name__ == "__main__":
-    default = Path(__file__).with_name("what_travels_when.svg")
-    draw(Path(sys.argv[1]) if len(sys.argv) > 1 else default)
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent)
+    suffix = sys.argv[2] if len(sys.argv) > 2 else "svg"
+    for picture, function in PICTURES.items():
+        function(folder / f"{picture}.{suffix}")

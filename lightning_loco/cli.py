@@ -33,7 +33,7 @@ from lightning_loco.demo.launch import (
 )
 from lightning_loco.demo.model import ByteGPT
 from lightning_loco.demo.report import Report, draw_run, measure
-from lightning_loco.strategies import LocoStrategy
+from lightning_loco.strategies import LocoStrategy, RemoteOptimizerStrategy
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +159,8 @@ def check_before_launch(
         if isinstance(strategy, LocoStrategy):
             strategy.settings.prepare(trainer.world_size)
             check_validation(strategy, trainer)
+        elif isinstance(strategy, RemoteOptimizerStrategy):
+            log.info("%d ranks train.", strategy.tiers.num_training)  # checks that they fit
     with settings_of("data"):
         if isinstance(data, ByteTextData):
             data.check(trainer.world_size)

@@ -38,7 +38,7 @@ class RoundMonitor(pl.Callback):
         if not isinstance(trainer.strategy, self.strategies):
             rank_zero_info(
                 f"{type(self).__name__} logs nothing with {type(trainer.strategy).__name__}, which "
-                "does not have them. Use another strategy of lightning_loco, or drop the callback."
+                "has no such figures."
             )
 
     def on_train_batch_end(

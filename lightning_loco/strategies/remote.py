@@ -329,8 +329,8 @@ class RemoteOptimizerStrategy(MeetingStrategy):
         )
         numel = sum(p.numel() for p in self.lightning_module.parameters() if p.requires_grad)
         rank_zero_info(
-            f"{tiers.num_tiers} tiers: {tiers.num_workers} workers (ranks 0 to "
-            f"{tiers.num_training - 1}), {servers}; {numel:,} trainable parameters."
+            f"{tiers.num_tiers} tiers, num_workers={tiers.num_workers}: ranks below "
+            f"{tiers.num_training} train, {servers}; {numel:,} trainable parameters."
         )
 
     def _workers(self) -> WorkerGroup:
@@ -418,8 +418,11 @@ class RemoteOptimizerStrategy(MeetingStrategy):
         assert self.remote is not None
         stopped = self.remote.stop_agreed
         self.remote.meet(purpose)
-        if self.remote.present is not None and len(self.remote.present) < len(self._present):
-            self._go_on_without_others(self.remote.present)
+        if self.remote.present is not None:  # never set on ranks that do not lead a worker
+            size = self.tiers.replica_size
+            left = [rank for rank in self._present if rank - rank % size in self.remote.present]
+            if len(left) < len(self._present):
+                self._go_on_without_others(left)
         if self.remote.stop_agreed and not stopped:
             raise SIGTERMException
 

@@ -127,8 +127,8 @@ def test_modules_of_many_kinds_train_as_under_ddp(
 @pytest.mark.parametrize("num_servers", [1, 2])
 def test_a_worker_of_two_ranks(pool: Pool, num_servers: int) -> None:
     options = {"replica_size": 2, "num_servers": num_servers}
-    found = pool.run(train, TinyModule(), 1, options, {}, world=2 + num_servers)
-    expected, _, losses = pool.run(train, TinyModule(), None, {}, {}, world=2)[0]
+    found = pool.run(train, ValidatedModule(), 1, options, {}, world=2 + num_servers)
+    expected, _, losses = pool.run(train, ValidatedModule(), None, {}, {}, world=2)[0]
     assert torch.equal(found[0][0], expected)
     assert torch.equal(found[1][0], expected)
     assert found[0][2] == losses

@@ -74,7 +74,7 @@ class LocalBackend:
         optimizer: Of these parameters, and perhaps of others that stay without gradient.
         params: In the order of the workers.
         messages: How they are cut.
-        accumulator: Where the gradients are.
+        accumulator: Where the gradients are. After the step the parameters leave from there.
         before_step: Called when the mean gradients are in place.
         after_step: Called after each step, to step a schedule for instance.
         share_norms: Exchanges the norms of the parameters' gradients with the optimizers of the
@@ -93,7 +93,10 @@ class LocalBackend:
     ) -> None:
         self._optimizer = optimizer
         self._params = params
-        self._slots = [Slot(message, params) for message in messages]
+        self._slots = [
+            Slot(message, params, accumulator.lend(index, message.dtype))
+            for index, message in enumerate(messages)
+        ]
         self._accumulator = accumulator
         self._before_step = before_step
         self._after_step = after_step

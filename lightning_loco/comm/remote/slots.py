@@ -22,11 +22,15 @@ class Slot:
     Args:
         message: Which parts of which tensors.
         params: The shapes and the device of all tensors.
+        memory: For the buffer, if the tensors are in the processor's memory. Default: new memory.
     """
 
-    def __init__(self, message: Message, params: Sequence[Tensor]) -> None:
+    def __init__(
+        self, message: Message, params: Sequence[Tensor], memory: Tensor | None = None
+    ) -> None:
         self.message = message
         self._params = params
+        self._memory = memory
         self._buffers: tuple[Tensor, Tensor, list[Tensor]] | None = None
 
     @property
@@ -97,8 +101,12 @@ class Slot:
         """Made on first use: a vector on the device, one in the processor's memory, its parts."""
         if self._buffers is None:
             device = self._params[self.message.pieces[0].param].device
-            packed = torch.empty(self.message.numel, dtype=self.message.dtype, device=device)
-            host = packed
+            message = self.message
+            if device.type == "cpu" and self._memory is not None:
+                host = packed = self._memory
+            else:
+                packed = torch.empty(message.numel, dtype=message.dtype, device=device)
+                host = packed
             if device.type != "cpu":
                 host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
             sizes = [piece.stop - piece.start for piece in self.message.pieces]
