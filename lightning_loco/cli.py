@@ -160,7 +160,7 @@ def check_before_launch(
             strategy.settings.prepare(trainer.world_size)
             check_validation(strategy, trainer)
         elif isinstance(strategy, RemoteOptimizerStrategy):
-            log.info("%d ranks train.", strategy.tiers.num_training)  # checks that they fit
+            strategy.detect_tiers()
     with settings_of("data"):
         if isinstance(data, ByteTextData):
             data.check(trainer.world_size)

@@ -6,7 +6,6 @@ import math
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -16,20 +15,19 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
-from lightning_loco.comm.all_ranks import AllRanks, ServiceGroup
+from lightning_loco.comm.all_ranks import ServiceGroup
 from lightning_loco.comm.checks import check_model, share_from_worker_0
-from lightning_loco.comm.groups import WorkerGroup
-from lightning_loco.comm.remote import RemoteOptimizer, Serving, Tiers, Transport
+from lightning_loco.comm.remote import RemoteOptimizer, Serving, Transport
 from lightning_loco.comm.remote.checks import check_optimizer
 from lightning_loco.comm.remote.plan import BUCKET_BYTES
 from lightning_loco.comm.remote.roles import new_replica_group
 from lightning_loco.comm.remote.tiers import check_counts
 from lightning_loco.comm.stats import Statistics
-from lightning_loco.strategies import lockstep, resuming
-from lightning_loco.strategies.meeting import MeetingStrategy
+from lightning_loco.strategies import lockstep
+from lightning_loco.strategies.remote_saving import RemoteSavingStrategy
 from lightning_loco.strategies.scaling import AgreedGradScaler
 from lightning_loco.strategies.serving import farewell_of, serve_fit
 from lightning_loco.strategies.stopping import save_where_stopped
@@ -37,7 +35,7 @@ from lightning_loco.strategies.stopping import save_where_stopped
 _WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class RemoteOptimizerStrategy(MeetingStrategy):
+class RemoteOptimizerStrategy(RemoteSavingStrategy):
     """Compute gradients on the workers; average them and make the steps on other ranks.
 
     All ranks run the same script. The first ``W = num_workers * replica_size`` train; the others
@@ -129,106 +127,17 @@ class RemoteOptimizerStrategy(MeetingStrategy):
             timeout=timedelta(seconds=timeout_s),
             start_method=start_method,
         )
-        self._counts = (num_workers, num_servers, replica_size)
+        self.counts = (num_workers, num_servers, replica_size)
         self.wire_dtype = _wire_dtype(wire_dtype)
         self.min_workers = min_workers
         self.overlap = overlap
         self.timeout_s = timeout_s
         self.bucket_bytes = bucket_bytes
         self.statistics = Statistics()
-        self.remote: RemoteOptimizer | None = None
-        self._all_ranks: AllRanks | None = None
         self._service: ServiceGroup | None = None
         self._fits = 0
-        self._present: list[int] = []
         self._stop_reason: str | None = None
         self._can_stream = False
-        self._final_state: dict[str, Any] | None = None
-        self._resumed: resuming.Resumed | None = None
-        self._saved_on_stop = False
-
-    # ------------------------------------------------------------------- ranks
-
-    @property
-    def tiers(self) -> Tiers:
-        """The roles of all ranks.
-
-        Raises:
-            ValueError: If the number of ranks does not fit.
-        """
-        num_workers, num_servers, replica_size = self._counts
-        size = self.num_nodes * self.num_processes
-        if num_workers is None:
-            num_workers = max((size - num_servers) // replica_size, 1)
-        return Tiers.detect(size, num_workers, num_servers, replica_size)
-
-    @property
-    def serves(self) -> bool:
-        """Whether this rank serves the others instead of training."""
-        return self.global_rank >= self.tiers.num_training
-
-    @property
-    def world_size(self) -> int:
-        """Ranks that train and are left."""
-        return len(self._present) or self.tiers.num_training
-
-    @property
-    def num_workers(self) -> int:
-        """Workers."""
-        return self.tiers.num_workers
-
-    @property
-    def worker(self) -> int:
-        """Number of this rank's worker."""
-        return self.global_rank // self.tiers.replica_size
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Data is shared among the ranks that train."""
-        last = self.tiers.num_training - 1
-        return {"num_replicas": last + 1, "rank": min(self.global_rank, last)}
-
-    def setup_distributed(self) -> None:
-        """Let all ranks find each other, and put those that train into the default group."""
-        tiers = self.tiers
-        self.set_world_ranks()
-        assert self.cluster_environment is not None
-        self._all_ranks = AllRanks(
-            self.cluster_environment.main_address,
-            self.cluster_environment.main_port,
-            self.global_rank,
-            tiers.world_size,
-            self.timeout_s,
-        )
-        if not self.serves:
-            self._present = self._present or list(range(tiers.num_training))
-            self._init_default_group()
-            super().setup_distributed()
-
-    def _init_default_group(self) -> None:
-        assert self._all_ranks is not None
-        device = self.root_device if self.root_device.type != "cpu" else None
-        backend = self._get_process_group_backend()
-        self._all_ranks.init_default_group(self._present, backend, device)
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for the ranks that train."""
-        if not self.serves:
-            super().barrier(*args, **kwargs)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Send an object from one rank to all that train."""
-        return obj if self.serves else super().broadcast(obj, src)
-
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over the ranks that train."""
-        return tensor if self.serves else super().reduce(tensor, group, reduce_op)
-
-    def all_gather(
-        self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False
-    ) -> torch.Tensor:
-        """Collect a tensor from the ranks that train."""
-        return tensor if self.serves else super().all_gather(tensor, group, sync_grads)
 
     # ------------------------------------------------------------------- setup
 
@@ -333,11 +242,6 @@ class RemoteOptimizerStrategy(MeetingStrategy):
             f"{tiers.num_training} train, {servers}; {numel:,} trainable parameters."
         )
 
-    def _workers(self) -> WorkerGroup:
-        group = dist.group.WORLD if self.world_size > 1 else None
-        own = self._present.index(self.global_rank)
-        return WorkerGroup(own, self.world_size, data=group, control=group)
-
     def _sees_gradients_first(self, trainer: pl.Trainer) -> bool:
         """Whether nobody else wants to see or change gradients before they are sent."""
         module = self.lightning_module
@@ -412,28 +316,6 @@ class RemoteOptimizerStrategy(MeetingStrategy):
         elif clip_val > 0:
             self.remote.clip_grad_norm_(clip_val)
 
-    def _meet(self, purpose: str) -> None:
-        if not self._is_training:
-            return
-        assert self.remote is not None
-        stopped = self.remote.stop_agreed
-        self.remote.meet(purpose)
-        if self.remote.present is not None:  # never set on ranks that do not lead a worker
-            size = self.tiers.replica_size
-            left = [rank for rank in self._present if rank - rank % size in self.remote.present]
-            if len(left) < len(self._present):
-                self._go_on_without_others(left)
-        if self.remote.stop_agreed and not stopped:
-            raise SIGTERMException
-
-    def _go_on_without_others(self, present: list[int]) -> None:
-        """Make a new default group of the workers that are left; all of them are here."""
-        gone = [self.tiers.name(rank) for rank in self._present if rank not in present]
-        rank_zero_warn(f"Going on without {', '.join(gone)}; their share of the data is lost.")
-        self._present = present
-        dist.destroy_process_group()
-        self._init_default_group()
-
     def on_validation_start(self) -> None:
         """Validate with the buffers of worker 0, as DDP does."""
         if self._is_training and self.world_size > 1:
@@ -479,64 +361,6 @@ class RemoteOptimizerStrategy(MeetingStrategy):
             self._service.close()
             self._service = None
         super().teardown()
-
-    # ------------------------------------------------------------- checkpoints
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state that the optimizer has on its rank; only worker 0 needs it."""
-        if not self.is_global_zero:
-            return {}
-        if self.remote is not None and not self._finished:
-            return self.remote.state_dict()
-        return self._final_state or {}
-
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """The rank of the optimizer loads its state; a worker, its settings only."""
-        if self.serves:
-            super().load_optimizer_state_dict(checkpoint)
-            return
-        assert self.remote is not None
-        groups = checkpoint["optimizer_states"][0]["param_groups"]
-        for present, group in zip(self.remote.param_groups, groups, strict=True):
-            present.update({name: value for name, value in group.items() if name != "params"})
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model, with parameters that have not been rounded for the wire."""
-        state = super().lightning_module_state_dict()
-        if self._is_training and self.is_global_zero and self.wire_dtype is not None:
-            assert self.remote is not None
-            assert self.lightning_module is not None
-            values = {id(param): value for param, value in self.remote.parameters_in_full()}
-            for name, param in self.lightning_module.named_parameters(remove_duplicate=False):
-                if name in state and id(param) in values:
-                    state[name] = values[id(param)]
-        return state
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
-    ) -> None:
-        """Add each worker's own position and random state."""
-        if self.serves:
-            return
-        if self._is_training and "optimizer_states" in checkpoint:
-            assert self.remote is not None
-            self._saved_on_stop = self.remote.stop_agreed is not None
-            self._meet("checkpoint")
-            resuming.add_positions(checkpoint, self._workers())
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def load_checkpoint(
-        self, checkpoint_path: str | Path, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Read a checkpoint and, to resume training, this worker's position in it."""
-        loaded = (
-            super().load_checkpoint(checkpoint_path)
-            if weights_only is None
-            else super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        )
-        if self._trainer.state.fn == TrainerFn.FITTING and not self.serves:
-            self._resumed = resuming.take_position(loaded, self.global_rank, self.world_size)
-        return loaded
 
 
 def check_optimizers(optimizers: list[Optimizer], module: pl.LightningModule) -> None:

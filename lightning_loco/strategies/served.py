@@ -1,0 +1,144 @@
+"""A strategy of which some ranks train, in the default process group, and the others serve them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_loco.comm.all_ranks import AllRanks
+from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.remote import RemoteOptimizer, Tiers
+from lightning_loco.strategies.meeting import MeetingStrategy
+
+
+class ServedStrategy(MeetingStrategy):
+    """Shows Lightning the ranks that train; its collectives do nothing on those that serve.
+
+    Attributes:
+        counts: ``(num_workers, num_servers, replica_size)``; no number of workers means 2 tiers.
+        timeout_s: Longest wait for another rank, in seconds.
+        remote: A worker's connection to the servers, during ``fit``.
+    """
+
+    counts: tuple[int | None, int, int]
+    timeout_s: float
+    remote: RemoteOptimizer | None = None
+    _all_ranks: AllRanks | None = None
+    _present: tuple[int, ...] = ()
+
+    @property
+    def tiers(self) -> Tiers:
+        """The roles of all ranks."""
+        return self.detect_tiers()
+
+    def detect_tiers(self) -> Tiers:
+        """Tell the roles from the number of ranks.
+
+        Raises:
+            ValueError: If it does not fit.
+        """
+        num_workers, num_servers, replica_size = self.counts
+        size = self.num_nodes * self.num_processes
+        if num_workers is None:
+            num_workers = max((size - num_servers) // replica_size, 1)
+        return Tiers.detect(size, num_workers, num_servers, replica_size)
+
+    @property
+    def serves(self) -> bool:
+        """Whether this rank serves the others instead of training."""
+        return self.global_rank >= self.tiers.num_training
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that train and are left."""
+        return len(self._present) or self.tiers.num_training
+
+    @property
+    def num_workers(self) -> int:
+        """Workers."""
+        return self.tiers.num_workers
+
+    @property
+    def worker(self) -> int:
+        """Number of this rank's worker."""
+        return self.global_rank // self.tiers.replica_size
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Data is shared among the ranks that train."""
+        last = self.tiers.num_training - 1
+        return {"num_replicas": last + 1, "rank": min(self.global_rank, last)}
+
+    def setup_distributed(self) -> None:
+        """Let all ranks find each other, and put those that train into the default group."""
+        tiers = self.tiers
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        self._all_ranks = AllRanks(
+            self.cluster_environment.main_address,
+            self.cluster_environment.main_port,
+            self.global_rank,
+            tiers.world_size,
+            self.timeout_s,
+        )
+        if not self.serves:
+            self._present = self._present or tuple(range(tiers.num_training))
+            self._init_default_group()
+            super().setup_distributed()
+
+    def _init_default_group(self) -> None:
+        assert self._all_ranks is not None
+        device = self.root_device if self.root_device.type != "cpu" else None
+        backend = self._get_process_group_backend()
+        self._all_ranks.init_default_group(self._present, backend, device)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for the ranks that train."""
+        if not self.serves:
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Send an object from one rank to all that train."""
+        return obj if self.serves else super().broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the ranks that train."""
+        return tensor if self.serves else super().reduce(tensor, group, reduce_op)
+
+    def all_gather(
+        self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> torch.Tensor:
+        """Collect a tensor from the ranks that train."""
+        return tensor if self.serves else super().all_gather(tensor, group, sync_grads)
+
+    def _workers(self) -> WorkerGroup:
+        group = dist.group.WORLD if self.world_size > 1 else None
+        own = self._present.index(self.global_rank)
+        return WorkerGroup(own, self.world_size, data=group, control=group)
+
+    def _meet(self, purpose: str) -> None:
+        if not self._is_training:
+            return
+        assert self.remote is not None
+        stopped = self.remote.stop_agreed
+        self.remote.meet(purpose)
+        if self.remote.present is not None:  # never set on ranks that do not lead a worker
+            size = self.tiers.replica_size
+            present = self.remote.present
+            left = tuple(rank for rank in self._present if rank - rank % size in present)
+            if len(left) < len(self._present):
+                self._go_on_without_others(left)
+        if self.remote.stop_agreed and not stopped:
+            raise SIGTERMException
+
+    def _go_on_without_others(self, present: tuple[int, ...]) -> None:
+        """Make a new default group of the workers that are left; all of them are here."""
+        gone = [self.tiers.name(rank) for rank in self._present if rank not in present]
+        rank_zero_warn(f"Going on without {', '.join(gone)}; their share of the data is lost.")
+        self._present = present
+        dist.destroy_process_group()
+        self._init_default_group()
