@@ -234,6 +234,24 @@ class TestCommand:
         assert (report.parent / "train-rank1.log").exists()
         assert len(list(tmp_path.glob("outputs/*/*"))) == 1
 
+    def test_two_and_three_tiers_end_at_the_same_loss(self, tmp_path: Path) -> None:
+        figures = []
+        for devices in (3, 4):
+            folder = tmp_path / str(devices)
+            folder.mkdir()
+            done = command(
+                "experiment=smoke", "algorithm=remote_optimizer", "algorithm.num_workers=2",
+                f"trainer.devices={devices}", "test=true", cwd=folder,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+            assert f"{devices - 1} tiers" in done.stdout + done.stderr
+            (report,) = folder.glob("outputs/*/*/report.json")
+            figures.append(json.loads(report.read_text()))
+        two, three = figures
+        assert two["val_loss"] == three["val_loss"] is not None
+        assert two["bytes_sent"] == three["bytes_sent"] > 0
+        assert two["num_workers"] == 2
+
     def test_torchrun_decides_the_number_of_workers(self, tmp_path: Path) -> None:
         done = subprocess.run(
             [
@@ -256,6 +274,10 @@ class TestCommand:
             (["algorithm.sync_every=0"], "error: algorithm: sync_every counts optimizer steps"),
             (["algorithm.sync_evry=1"], "Could not override 'algorithm.sync_evry'"),
             (["algorithm=diloco", "topology=ring"], "error: algorithm: DiLoCo averages over"),
+            (
+                ["algorithm=remote_optimizer", "algorithm.num_workers=2", "trainer.devices=5"],
+                "error: algorithm: 2 workers need 3 ranks (2 tiers:",
+            ),
             (
                 ["--multirun", "seed=1,2"],
                 "error: 2 ranks on one machine cannot be swept by --multirun: each child would"
