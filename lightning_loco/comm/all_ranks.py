@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,7 @@ from lightning_loco.comm.watchdog import Watchdog
 
 _FOREVER = timedelta(days=3650)
 _stores: dict[tuple[str, int, int], Store] = {}
+_groups_made: Counter[Store] = Counter()
 _ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, RuntimeError, OSError)}
 
 
@@ -47,7 +49,6 @@ class AllRanks:
             timeout = timedelta(seconds=timeout_s)
             _stores[key], _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
         self.store = _stores[key]
-        self._calls = 0
 
     def init_default_group(
         self, ranks: Sequence[int], backend: str, device: torch.device | None
@@ -73,14 +74,14 @@ class AllRanks:
                 "and use one number of workers per process."
             )
 
-    def new_group(self, name: str, names: Sequence[str]) -> ServiceGroup:
-        """Connect all ranks; call it on every one.
+    def new_group(self, names: Sequence[str]) -> ServiceGroup:
+        """Connect all ranks; call it on every one, as often.
 
         Args:
-            name: Another one for every group.
             names: What to call the ranks in messages.
         """
-        store = PrefixStore(f"lightning_loco/{name}", self.store)
+        _groups_made[self.store] += 1
+        store = PrefixStore(f"lightning_loco/group{_groups_made[self.store]}", self.store)
         return ServiceGroup(store, self.rank, self.size, names, self._timeout_s)
 
 
@@ -127,7 +128,19 @@ class ServiceGroup:
         prefix = f"agreement{self._agreements}"
         self._store.set(f"{prefix}/{self._rank}", json.dumps([kind, str(error)]))
         keys = [f"{prefix}/{rank}" for rank in range(len(self._names))]
-        self._store.wait(keys, self._timeout)
+        try:
+            self._store.wait(keys, self._timeout)
+        except RuntimeError as late:
+            missing = [
+                name
+                for name, key in zip(self._names, keys, strict=True)
+                if not self._store.check([key])
+            ]
+            raise RuntimeError(
+                f"No word before the start after {self._timeout.total_seconds():g} s from "
+                f"{', '.join(missing)}. Check that all ranks run the same script, or raise "
+                "timeout_s."
+            ) from late
         found = [json.loads(self._store.get(key)) for key in keys]
         if error is not None:
             raise error
@@ -144,3 +157,4 @@ class ServiceGroup:
 def forget_all_ranks() -> None:
     """Let go of the stores, so that another job can begin in this process."""
     _stores.clear()
+    _groups_made.clear()

@@ -135,7 +135,6 @@ class RemoteOptimizerStrategy(RemoteSavingStrategy):
         self.bucket_bytes = bucket_bytes
         self.statistics = Statistics()
         self._service: ServiceGroup | None = None
-        self._fits = 0
         self._stop_reason: str | None = None
         self._can_stream = False
 
@@ -154,11 +153,10 @@ class RemoteOptimizerStrategy(RemoteSavingStrategy):
         assert self.lightning_module is not None
         tiers = self.tiers
         lockstep.remove_lockstep(trainer, self.request_stop)
-        self._fits += 1
         self._stop_reason = None
         self._finished = False
         names = [tiers.name(rank) for rank in range(tiers.world_size)]
-        self._service = self._all_ranks.new_group(f"fit{self._fits}", names)
+        self._service = self._all_ranks.new_group(names)
         error: Exception | None = None
         try:
             check_model(self.lightning_module)

@@ -40,16 +40,17 @@ def train(
 ) -> tuple[Tensor, list[float], list[float]]:
     """Weights, learning rates and losses of a rank; DDP if ``num_workers`` is None."""
     rates = Rates()
+    training = None if isinstance(module, Estimated) else make_loader(rank, STEPS)
     validation = make_loader(9, 2) if isinstance(module, ValidatedModule) else None
     settings = {"max_epochs": 2, "use_distributed_sampler": False, **settings}
     if num_workers is None:
         trainer = make_trainer(DDPStrategy(**options), callbacks=[rates], **settings)
-        trainer.fit(module, make_loader(rank, STEPS), validation)
+        trainer.fit(module, training, validation)
         return flat(module), rates.seen, module.losses
     with all_ranks() as environment:
         strategy = RemoteOptimizerStrategy(num_workers, timeout_s=30, **options)
         trainer = remote_trainer(environment, strategy, callbacks=[rates], **settings)
-        trainer.fit(module, make_loader(rank, STEPS), validation)
+        trainer.fit(module, training, validation)
     return flat(module), rates.seen, module.losses
 
 
@@ -91,6 +92,20 @@ class Groups(TinyModule):
         return (outputs.squeeze(-1) - target).square().mean()
 
 
+class Estimated(TinyModule):
+    """A schedule as long as the run, which asks for the data to know it."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return make_loader(self.trainer.global_rank % 2, STEPS)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        steps = int(self.trainer.estimated_stepping_batches)
+        assert steps == 2 * STEPS
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
 class Manual(TinyModule):
     """Steps by hand, with clipping."""
 
@@ -109,7 +124,7 @@ class Manual(TinyModule):
 
 
 @pytest.mark.parametrize("num_tiers", [2, 3])
-@pytest.mark.parametrize("kind", [Plateau, Groups, Manual])
+@pytest.mark.parametrize("kind", [Plateau, Groups, Estimated, Manual])
 def test_modules_of_many_kinds_train_as_under_ddp(
     pool: Pool, kind: type[TinyModule], num_tiers: int
 ) -> None:
@@ -319,6 +334,24 @@ def test_a_cut_run_goes_on_exactly(pool: Pool, tmp_path: Path, num_tiers: int | 
         assert not torch.equal(rest[0], flat(Noisy()))
     else:
         assert all(torch.equal(weights, whole[0]) for weights in (*rest[:2], rest[-1]))
+
+
+def fit_again(rank: int, world: int) -> tuple[Tensor, Tensor]:
+    """Two trainers with strategies of their own, one after the other."""
+    weights = []
+    with all_ranks() as environment:
+        for _ in range(2):
+            module = TinyModule()
+            strategy = RemoteOptimizerStrategy(2, timeout_s=30)
+            settings: Any = {"max_epochs": 1, "use_distributed_sampler": False}
+            remote_trainer(environment, strategy, **settings).fit(module, make_loader(rank, STEPS))
+            weights.append(flat(module))
+    return weights[0], weights[1]
+
+
+def test_another_trainer_in_the_same_processes(pool: Pool) -> None:
+    for first, second in pool.run(fit_again, world=3):
+        assert torch.equal(first, second)
 
 
 def train_uneven(rank: int, world: int) -> tuple[Tensor, int]:
