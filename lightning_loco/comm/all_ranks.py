@@ -19,7 +19,7 @@ from lightning_loco.comm.watchdog import Watchdog
 _FOREVER = timedelta(days=3650)
 _stores: dict[tuple[str, int, int], Store] = {}
 _groups_made: Counter[Store] = Counter()
-_ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, RuntimeError, OSError)}
+_ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, OSError)}
 
 
 class AllRanks:
@@ -146,7 +146,7 @@ class ServiceGroup:
             raise error
         for name, (kind, text) in zip(self._names, found, strict=True):
             if kind is not None:
-                raise _ERRORS.get(kind, ValueError)(f"{name[0].upper()}{name[1:]}: {text}")
+                raise _ERRORS.get(kind, RuntimeError)(f"{name[0].upper()}{name[1:]}: {text}")
 
     def close(self) -> None:
         """End the thread and let go of the connections."""

@@ -17,7 +17,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -28,6 +27,7 @@ from lightning_loco.strategies import checkpoint as side
 from lightning_loco.strategies import lockstep
 from lightning_loco.strategies.sampler import ShareSampler
 from lightning_loco.strategies.saving import SavingStrategy
+from lightning_loco.strategies.shared_memory import leave_shared_memory
 from lightning_loco.strategies.stopping import save_where_stopped
 
 log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class LocoStrategy(SavingStrategy):
         lockstep.remove_lockstep(trainer, self.request_stop)
         super().setup(trainer)
         assert self.lightning_module is not None
-        _leave_shared_memory(self.lightning_module)
+        leave_shared_memory(self.lightning_module)
         group = WorkerGroup.create(timeout_s=self.timeout_s, device=self.root_device)
         self.engine = self.make_engine(group)
         self.statistics = self.engine.statistics
@@ -330,13 +330,6 @@ class LocoStrategy(SavingStrategy):
         """Bring the local parameters back."""
         if self._is_training:
             self._engine.show_local()
-
-
-def _leave_shared_memory(model: torch.nn.Module) -> None:
-    """Give this worker parameters of its own: forkserver hands all workers the same memory."""
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.device.type == "cpu" and not is_lazy(tensor) and tensor.is_shared():
-            tensor.data = tensor.data.clone()
 
 
 def _clear_non_finite(optimizers: Sequence[Optimizer]) -> None:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_loco.comm.all_ranks import ServiceGroup
@@ -30,6 +30,7 @@ from lightning_loco.strategies import lockstep
 from lightning_loco.strategies.remote_saving import RemoteSavingStrategy
 from lightning_loco.strategies.scaling import AgreedGradScaler
 from lightning_loco.strategies.serving import farewell_of, serve_fit
+from lightning_loco.strategies.shared_memory import leave_shared_memory
 from lightning_loco.strategies.stopping import save_where_stopped
 
 _WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -159,13 +160,14 @@ class RemoteOptimizerStrategy(RemoteSavingStrategy):
         self._service = self._all_ranks.new_group(names)
         error: Exception | None = None
         try:
+            leave_shared_memory(self.lightning_module)
             check_model(self.lightning_module)
             if self.serves:
                 self._set_up_service(trainer)
             else:
                 super().setup(trainer)
             check_optimizers(self.optimizers, self.lightning_module)
-        except (ValueError, TypeError, MisconfigurationException) as found:
+        except Exception as found:
             error = found
         self._service.raise_together(error)
         if self.serves:
@@ -326,7 +328,10 @@ class RemoteOptimizerStrategy(RemoteSavingStrategy):
         """Fetch the optimizer's state for checkpoints after ``fit``, and leave the servers."""
         assert self.remote is not None
         if self.is_global_zero:
-            self._final_state = self.remote.state_dict()
+            try:
+                self._final_state = self.remote.state_dict()
+            except TypeError as error:
+                rank_zero_warn(f"Checkpoints after fit have no optimizer state: {error}")
         self._finished = True
         self.remote.leave(farewell_of(self._trainer) if self.is_global_zero else None)
 
@@ -377,7 +382,7 @@ def check_optimizers(optimizers: list[Optimizer], module: pl.LightningModule) ->
 
 
 def _overrides(owner: object, base: type, hook: str) -> bool:
-    return getattr(type(owner), hook) is not getattr(base, hook)
+    return getattr(getattr(owner, hook), "__func__", None) is not getattr(base, hook)
 
 
 def _wire_dtype(value: str | torch.dtype | None) -> torch.dtype | None:

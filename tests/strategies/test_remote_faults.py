@@ -61,6 +61,15 @@ class Closure(TinyModule):
         return torch.optim.LBFGS(self.parameters())
 
 
+class Broken(TinyModule):
+    """An error of the user's own, on one rank."""
+
+    def configure_optimizers(self) -> Any:
+        if self.trainer.global_rank == 1:
+            raise KeyError("no such optimizer")
+        return super().configure_optimizers()
+
+
 class Sparse(TinyModule):
     def __init__(self) -> None:
         super().__init__()
@@ -88,6 +97,7 @@ def fit(rank: int, world: int, kind: type[TinyModule], num_workers: int) -> None
         (TwoOptimizers, "needs exactly one optimizer"),
         (Closure, "LBFGS needs a closure"),
         (Sparse, "sparse"),
+        (Broken, "no such optimizer"),
         (OtherModel, "Build the same"),
     ],
 )
@@ -127,6 +137,26 @@ def test_an_exception_reaches_all_ranks(pool: Pool, world: int) -> None:
     for rank, failure in caught.value.failures.items():
         assert "no more numbers" in failure.message
         assert rank == 1 or "worker 1 failed" in failure.message.lower()
+
+
+class Listing(torch.optim.SGD):
+    """Remembers something that is no tensor."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["history"] = [1]
+
+
+class Lists(TinyModule):
+    def configure_optimizers(self) -> Any:
+        return Listing(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoints after fit have no optimizer state")
+def test_a_state_that_cannot_travel_does_no_harm_without_checkpoints(pool: Pool) -> None:
+    pool.run(fit, Lists, 2, world=4)
 
 
 SCRIPT = """

@@ -2,13 +2,13 @@
 
 from lightning_loco.comm.remote.optimizer import RemoteOptimizer
 from lightning_loco.comm.remote.roles import (
-    Serving,
     aggregator,
     aggregator_optimizer,
     optimizer,
     run_role,
     worker,
 )
+from lightning_loco.comm.remote.site import Serving
 from lightning_loco.comm.remote.tiers import Role, Tiers
 from lightning_loco.comm.remote.transport import Transport
 

@@ -8,7 +8,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_loco.comm.remote.backends import ask_for_parameters, ask_for_weights, check_answer
+from lightning_loco.comm.remote.asking import (
+    ask_for_parameters,
+    ask_for_state,
+    ask_for_weights,
+    check_answer,
+)
 from lightning_loco.comm.remote.calls import Call
 from lightning_loco.comm.remote.plan import Message
 from lightning_loco.comm.remote.settings import SettingsMirror
@@ -136,8 +141,7 @@ class Channel:
 
     def state(self) -> State:
         """What the optimizer remembers."""
-        self.wire.ask(Note(Kind.STATE, {}))
-        return State.receive(self.wire, check_answer(self.wire))
+        return ask_for_state(self.wire)
 
     def load_state(self, state: State) -> None:
         """Make the optimizer remember."""

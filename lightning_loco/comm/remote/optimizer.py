@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_loco.comm.checks import schema_checksum
 from lightning_loco.comm.remote.calls import Call, Clip
 from lightning_loco.comm.remote.channel import Channel
-from lightning_loco.comm.remote.plan import Message, plan_messages, share_parameters
+from lightning_loco.comm.remote.plan import (
+    model_checksum,
+    plan_messages,
+    share_parameters,
+    trainable_parameters,
+)
 from lightning_loco.comm.remote.state import State
 from lightning_loco.comm.remote.transport import Transport
 
@@ -314,22 +318,6 @@ class RemoteOptimizer(torch.optim.Optimizer):
                 "gradients then are exchanged. Unfreeze before fit, or call fit again after "
                 "unfreezing."
             )
-
-
-def trainable_parameters(
-    groups: Iterable[dict[str, Any]],
-) -> tuple[list[tuple[int, Tensor]], list[Tensor]]:
-    """Parameters that require gradients, with their number in ``state_dict``, and the others."""
-    params = [param for group in groups for param in group["params"]]
-    trainable = [(number, param) for number, param in enumerate(params) if param.requires_grad]
-    return trainable, [param for param in params if not param.requires_grad]
-
-
-def model_checksum(params: Iterable[Tensor], messages: Sequence[Message]) -> int:
-    """63 bits that tell other models, and the same ones cut differently, apart."""
-    shapes = [(tuple(param.shape), str(param.dtype)) for param in params]
-    cuts = [(message.pieces, str(message.dtype)) for message in messages]
-    return schema_checksum([shapes, cuts]) >> 1
 
 
 def _positive(name: str, value: float) -> float:

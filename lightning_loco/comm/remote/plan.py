@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from lightning_loco.comm.checks import schema_checksum
 
 BUCKET_BYTES = 4 * 2**20
 
@@ -98,3 +100,19 @@ def share_parameters(params: Sequence[Tensor], num_servers: int) -> list[list[in
         shares[least].append(index)
         loads[least] += params[index].numel()
     return [sorted(share) for share in shares]
+
+
+def trainable_parameters(
+    groups: Iterable[dict[str, Any]],
+) -> tuple[list[tuple[int, Tensor]], list[Tensor]]:
+    """Parameters that require gradients, with their number in ``state_dict``, and the others."""
+    params = [param for group in groups for param in group["params"]]
+    trainable = [(number, param) for number, param in enumerate(params) if param.requires_grad]
+    return trainable, [param for param in params if not param.requires_grad]
+
+
+def model_checksum(params: Iterable[Tensor], messages: Sequence[Message]) -> int:
+    """63 bits that tell other models, and the same ones cut differently, apart."""
+    shapes = [(tuple(param.shape), str(param.dtype)) for param in params]
+    cuts = [(message.pieces, str(message.dtype)) for message in messages]
+    return schema_checksum([shapes, cuts]) >> 1

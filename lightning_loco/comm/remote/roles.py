@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from lightning_loco.comm.remote.accumulator import Accumulator
-from lightning_loco.comm.remote.backends import Backend, LocalBackend, RemoteBackend
 from lightning_loco.comm.remote.optimizer import (
     RemoteOptimizer,
-    model_checksum,
-    trainable_parameters,
 )
-from lightning_loco.comm.remote.plan import Message, plan_messages, share_parameters
-from lightning_loco.comm.remote.server import Server
+from lightning_loco.comm.remote.remote_backend import RemoteBackend
+from lightning_loco.comm.remote.site import Serving, Site
 from lightning_loco.comm.remote.tiers import Role, Tiers
 from lightning_loco.comm.remote.transport import Transport
-from lightning_loco.comm.remote.wire import Lane, Wire
 
 T = TypeVar("T")
-Callback = Callable[[], object]
-
-
-class Serving(NamedTuple):
-    """How a service rank serves.
-
-    Attributes:
-        before_step: Called where the optimizer is when the mean gradients are in place.
-        after_step: Called there after each step, to step a schedule for instance.
-        min_workers: With how many workers to go on when some fail. Default: all.
-        stop_reason: Says why all should stop after a step, if this rank was asked to.
-    """
-
-    before_step: Callback | None = None
-    after_step: Callback | None = None
-    min_workers: int | None = None
-    stop_reason: Callable[[], str | None] = lambda: None
 
 
 def worker(
@@ -93,7 +70,7 @@ def aggregator_optimizer(
         ValueError: If a worker has another model.
         RuntimeError: If a worker is gone or too late.
     """
-    site = _Site.of(optimizer.param_groups, tiers, transport)
+    site = Site.of(optimizer.param_groups, tiers, transport)
     backend = site.local_backend(optimizer, serving or Serving())
     return site.serve(site.workers(), site.messages, backend, serving or Serving())
 
@@ -120,7 +97,7 @@ def aggregator(
         ValueError: If a worker or the optimizer has another model.
         RuntimeError: If one of them is gone or too late.
     """
-    site = _Site.of(torch.optim.Optimizer(params, {}).param_groups, tiers, transport)
+    site = Site.of(torch.optim.Optimizer(params, {}).param_groups, tiers, transport)
     rank = tiers.optimizers[site.number]
     wire = site.transport.wire(rank, tiers.name(rank))
     backend = RemoteBackend(wire, site.params, site.messages, site.accumulator)
@@ -149,7 +126,7 @@ def optimizer(
         ValueError: If the aggregator has another model.
         RuntimeError: If the aggregator is gone or too late.
     """
-    site = _Site.of(optimizer.param_groups, tiers, transport)
+    site = Site.of(optimizer.param_groups, tiers, transport)
     backend = site.local_backend(optimizer, serving or Serving())
     rank = tiers.aggregators[site.number]
     client = site.transport.wire(rank, tiers.name(rank))
@@ -225,86 +202,3 @@ def new_replica_group(tiers: Tiers, rank: int) -> dist.ProcessGroup | None:
         if rank in ranks:
             mine = group
     return mine
-
-
-class _Site:
-    """A service rank's place: its share of the parameters, and its memory."""
-
-    def __init__(
-        self, params: Sequence[Tensor], number: int, tiers: Tiers, transport: Transport
-    ) -> None:
-        share = share_parameters(params, tiers.num_servers)
-        self.shares = share
-        self.params = [params[index] for index in share[number]]
-        self.number = number
-        self.tiers = tiers
-        self.transport = transport
-        self.messages = plan_messages(self.params, transport.bucket_bytes, transport.wire_dtype)
-        self.accumulator = Accumulator(self.params, self.messages)
-
-    @classmethod
-    def of(cls, groups: Any, tiers: Tiers, transport: Transport | None) -> _Site:
-        """The place of this rank."""
-        trainable, _ = trainable_parameters(groups)
-        transport = transport or Transport()
-        group = transport.group
-        rank = dist.get_rank() if group is None else group.rank()
-        return cls([param for _, param in trainable], tiers.server(rank), tiers, transport)
-
-    def workers(self) -> list[Wire]:
-        """Connections to the ranks that speak for the workers."""
-        return [self.transport.wire(rank, self.tiers.name(rank)) for rank in self.tiers.leaders]
-
-    def local_backend(self, optimizer: torch.optim.Optimizer, serving: Serving) -> LocalBackend:
-        """The optimizer of this process."""
-        return LocalBackend(
-            optimizer,
-            self.params,
-            self.messages,
-            self.accumulator,
-            serving.before_step,
-            serving.after_step,
-            self._share_norms if self.tiers.num_servers > 1 else None,
-        )
-
-    def serve(
-        self,
-        clients: Sequence[Wire],
-        messages: Sequence[Message],
-        backend: Backend,
-        serving: Serving,
-    ) -> dict[str, Any]:
-        """Serve until all clients have left."""
-        server = Server(
-            clients,
-            messages,
-            self.accumulator,
-            backend,
-            model_checksum(self.params, self.messages),
-            timeout_s=self.transport.timeout_s,
-            min_workers=serving.min_workers,
-            stop_reason=serving.stop_reason,
-            look_around=self.transport.look_around,
-        )
-        server.serve()
-        return server.farewell
-
-    def _share_norms(self, norms: list[Tensor]) -> list[Tensor]:
-        """All parameters' norms in their order, from all optimizers."""
-        own = torch.stack(norms).double()
-        peers = [
-            (share, self.transport.wire(rank, self.tiers.name(rank)))
-            for number, (share, rank) in enumerate(
-                zip(self.shares, self.tiers.optimizers, strict=True)
-            )
-            if number != self.number
-        ]
-        sending = [(wire, wire.send(own, Lane.STATE)) for _, wire in peers]
-        norm_of = dict(zip(self.shares[self.number], own, strict=True))
-        for share, wire in peers:
-            theirs = torch.zeros(len(share), dtype=torch.float64)
-            wire.wait(wire.receive(theirs, Lane.STATE), "the norms of gradients")
-            norm_of.update(zip(share, theirs, strict=True))
-        for wire, work in sending:
-            wire.wait(work, "the norms of gradients")
-        return [norm_of[index].to(norms[0].dtype) for index in sorted(norm_of)]

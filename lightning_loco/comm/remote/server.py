@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_loco.comm.remote.accumulator import Accumulator
-from lightning_loco.comm.remote.backends import Backend
+from lightning_loco.comm.remote.backend import Backend
 from lightning_loco.comm.remote.calls import Call
 from lightning_loco.comm.remote.inbox import Inbox
 from lightning_loco.comm.remote.plan import Message
@@ -120,7 +120,7 @@ class Server:
     def _answer_one(self, client: Wire, note: Note) -> bool:
         """Answer what concerns this client alone; says whether it did."""
         if note.kind == Kind.STATE:
-            self._backend.state().send(client, client.answer)
+            self._tell_state(client)
         elif note.kind == Kind.LOAD_STATE:
             self._backend.load_state(State.receive(client, note.content))
             client.answer({})
@@ -131,6 +131,14 @@ class Server:
         else:
             return False
         return True
+
+    def _tell_state(self, client: Wire) -> None:
+        try:
+            state = self._backend.state()
+        except TypeError as error:  # of use to the client only
+            client.answer({"refused": str(error)})
+        else:
+            state.send(client, client.answer)
 
     def _answer_all(self) -> None:
         if not self._clients:
