@@ -255,26 +255,11 @@ def test_the_batch_script_goes_on_after_its_time_is_up(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tasks", [3, 4])
-def test_the_remote_batch_script(tmp_path: Path, cluster: dict[str, str], tasks: int) -> None:
-    output = run(
-        ["bash", str(REMOTE / "train.sbatch")],
-        tmp_path,
-        **remote_job(cluster, tasks),
-        CHANGES=f"{TINY_STEPS} algorithm.num_workers=2 trainer.max_steps=8",
-    )
-    assert f"{tasks - 1} tiers: 2 workers (ranks 0 to 1), the aggregator" in output
-    figures = json.loads((tmp_path / "outputs/slurm-123456-0/report.json").read_text())
-    assert (figures["algorithm"], figures["num_workers"]) == ("RemoteOptimizer", 2)
-    assert figures["rounds"] == 8
-
-
-@pytest.mark.slow
 def test_the_remote_batch_script_goes_on_after_its_time_is_up(
     tmp_path: Path, cluster: dict[str, str]
 ) -> None:
     batch = ["bash", str(REMOTE / "train.sbatch")]
-    job = remote_job(cluster, tasks=3)
+    job = remote_job(cluster, tasks=4)
     changes = f"{TINY_STEPS} algorithm.num_workers=2"
     when = "outputs/*/checkpoints/last.ckpt"
     run(
@@ -287,8 +272,10 @@ def test_the_remote_batch_script_goes_on_after_its_time_is_up(
     assert 10 <= step < 100000
 
     output = run(batch, tmp_path, **job, CHANGES=f"{changes} trainer.max_steps={step + 8}")
+    assert "3 tiers, num_workers=2: ranks below 2 train, the aggregator (rank 2)" in output
     assert f"Restored all states from the checkpoint at {saved}" in output
     figures = json.loads((saved.parent / "report.json").read_text())
+    assert (figures["algorithm"], figures["num_workers"]) == ("RemoteOptimizer", 2)
     assert figures["tokens"] == (step + 8) * 2 * 4 * 32
 
 

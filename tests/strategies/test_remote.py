@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+import pickle
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_loco import RemoteOptimizerStrategy
+from lightning_loco.comm.remote import Tiers
 from tests.pool import Pool, make_trainer
 from tests.strategies.remote_runs import all_ranks, remote_trainer
 from tests.tiny import ValidatedModule, flat, make_loader
@@ -71,3 +75,38 @@ def test_fit_is_that_of_ddp(pool: Pool, num_tiers: int, kind: str) -> None:
         assert own_steps == steps
     assert torch.equal(server[0], expected)
     assert server[1] == pytest.approx(metric)
+
+
+@pytest.mark.parametrize("start_method", ["popen", "spawn", "fork"])
+def test_by_name_all_ranks_but_one_train(start_method: str) -> None:
+    name = "remote_optimizer" + ("" if start_method == "popen" else f"_{start_method}")
+    trainer = Trainer(
+        strategy=name,
+        accelerator="cpu",
+        devices=4,
+        num_nodes=2,
+        logger=False,
+        enable_checkpointing=False,
+    )
+    strategy = trainer.strategy
+    assert isinstance(strategy, RemoteOptimizerStrategy)
+    assert strategy.tiers == Tiers(7, 2)
+    assert strategy.num_workers == trainer.world_size == 7
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": 7, "rank": 0}
+
+
+def test_it_can_be_sent_to_other_processes() -> None:
+    strategy = RemoteOptimizerStrategy(4, num_servers=2, wire_dtype="bfloat16", min_workers=3)
+    copy = pickle.loads(pickle.dumps(strategy))
+    assert copy.counts == strategy.counts == (4, 2, 1)
+    assert copy.wire_dtype is torch.bfloat16
+    assert (copy.min_workers, copy.overlap, copy.timeout_s) == (3, True, 600)
+
+
+def test_arguments_and_defaults_stay() -> None:
+    parameters = inspect.signature(RemoteOptimizerStrategy).parameters
+    expected = {"num_servers": 1, "wire_dtype": None, "min_workers": None, "timeout_s": 600}
+    assert {name: parameters[name].default for name in expected} == expected
+    first, *others = parameters.values()
+    assert first.name == "num_workers"
+    assert {parameter.kind for parameter in others} == {inspect.Parameter.KEYWORD_ONLY}

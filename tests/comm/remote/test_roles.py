@@ -24,7 +24,7 @@ from lightning_loco.comm.remote import (
 from tests.pool import Pool, PoolError
 
 STEPS = 200
-TRANSPORT = Transport(bucket_bytes=40)  # several messages, which cut parameters in two
+TRANSPORT = Transport(bucket_bytes=100)  # several messages, which cut parameters in two
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
     "SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
