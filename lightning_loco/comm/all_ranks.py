@@ -16,7 +16,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from lightning_loco.comm.watchdog import Watchdog
 
-_FOREVER = timedelta(days=3650)
 _stores: dict[tuple[str, int, int], Store] = {}
 _groups_made: Counter[Store] = Counter()
 _ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, OSError)}
@@ -93,7 +92,7 @@ class ServiceGroup:
         rank: This rank.
         size: All ranks.
         names: What to call them in messages.
-        timeout_s: Longest wait for an agreement, in seconds. Messages have no limit of their own.
+        timeout_s: Longest wait for an agreement, in seconds.
 
     Attributes:
         group: gloo, for messages between two ranks.
@@ -108,7 +107,8 @@ class ServiceGroup:
         self._names = names
         self._timeout = timedelta(seconds=timeout_s)
         self._agreements = 0
-        gloo: Any = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, _FOREVER)
+        self.raise_together(None)  # says who is missing, unlike gloo
+        gloo: Any = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, self._timeout)
         self.group: dist.ProcessGroup | None = gloo
         own = store.clone() if hasattr(store, "clone") else store
         self.watchdog = Watchdog(PrefixStore("watchdog", own), rank, size, names)

@@ -156,6 +156,10 @@ class Channel:
         """No more requests will come."""
         self.wire.ask(Note(Kind.LEAVE, farewell))
 
+    def fail(self, text: str) -> None:
+        """No more requests will come, because of an error."""
+        self.wire.ask(Note(Kind.FAIL, {"text": text}))
+
     def _send_next(self) -> None:
         slot = self._slots[len(self._sending)]
         gradients = {index: self._params[index].grad for index in slot.indices}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -243,7 +244,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         ]
         state = State(state_dict["state"], groups)
         for channel, share in zip(self._channels, self._shares, strict=True):
-            channel.load_state(state.share([self._numbers[index] for index in share]))
+            if self._leads:
+                channel.load_state(state.share([self._numbers[index] for index in share]))
         for present, group in zip(self.param_groups, groups, strict=True):
             present.update(group)
 
@@ -260,6 +262,17 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if self._leads:
             for channel in self._channels:
                 channel.leave(farewell or {})
+
+    def fail(self, error: BaseException) -> None:
+        """Leave because of an error, which the other ranks then name."""
+        if self._left:
+            return
+        self._left = True
+        self.forget_parameters()
+        if self._leads:
+            for channel in self._channels:
+                with suppress(RuntimeError):
+                    channel.fail(f"{type(error).__name__}: {error}")
 
     def forget_parameters(self) -> None:
         """Remove the hooks from the parameters."""

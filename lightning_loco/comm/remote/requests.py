@@ -31,7 +31,7 @@ class Requests:
 
     def _listen(self, client: Wire) -> None:
         kind = None
-        while kind != Kind.LEAVE:
+        while kind not in (Kind.LEAVE, Kind.FAIL):
             try:
                 note = client.next_request()
             except Exception as error:

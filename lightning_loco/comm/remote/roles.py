@@ -29,6 +29,8 @@ def worker(
 ) -> T:
     """Train with the parameters of the servers, and leave them when ``train`` has returned.
 
+    An error in ``train`` reaches the other ranks, too.
+
     Args:
         train: The training loop; gets the :class:`RemoteOptimizer`.
         params: As for a ``torch.optim`` optimizer.
@@ -43,7 +45,11 @@ def worker(
         params, tiers.aggregators, transport=transport, replica_group=replica_group
     )
     remote.receive_weights()
-    result = train(remote)
+    try:
+        result = train(remote)
+    except Exception as error:
+        remote.fail(error)
+        raise
     remote.leave()
     return result
 

@@ -112,6 +112,8 @@ class Server:
         elif note.kind == Kind.LEAVE:
             self._clients.remove(client)
             self.farewell = note.content or self.farewell
+        elif note.kind == Kind.FAIL:
+            self._lose(client, RuntimeError(f"{client.name} failed: {note.content['text']}"))
         elif note.kind == Kind.CALL:
             self._calls[client] = Call.read(note.content)
         elif not self._answer_one(client, note):
@@ -162,7 +164,7 @@ class Server:
         elif kinds == {Kind.FINITE}:
             finite = all(note.content["finite"] for note in wanted.values())
             for client in wanted:
-                client.answer({"finite": finite})
+                self._answer(client, {"finite": finite})
         else:
             self._make_step(wanted)
 
@@ -179,9 +181,10 @@ class Server:
 
     def _release(self, stop: str | None) -> None:
         """Let those go on who meet."""
-        for client in self._pending:
-            client.answer({"stop": stop, "present": [c.rank for c in self._clients]})
-        self._pending = {}
+        present = [client.rank for client in self._clients]
+        meeting, self._pending = list(self._pending), {}
+        for client in meeting:
+            self._answer(client, {"stop": stop, "present": present})
 
     def _hand_out(self, wanted: dict[Wire, Note]) -> None:
         others = [c for c, note in wanted.items() if note.content["checksum"] != self._checksum]
@@ -192,7 +195,7 @@ class Server:
             raise ValueError(f"Another model on: {names}. Build the same on all ranks.")
         answer = self._backend.join(self._checksum)
         for client in wanted:
-            client.answer(answer)
+            self._answer(client, answer)
         self._finish_sending(self._send(wanted, range(len(self._messages))))
         for client in wanted:
             self._inboxes[client].open()
@@ -214,8 +217,7 @@ class Server:
         answer = self._backend.finish(call)
         answer["stop"] = call.stop or answer.get("stop") or self._stop_reason()
         for client in clients:
-            if client in self._clients:
-                client.answer(answer)
+            self._answer(client, answer)
         if answer["stop"]:
             self._release(answer["stop"])
         sending += self._send(clients, self._backend.remaining())
@@ -240,6 +242,8 @@ class Server:
                 target.add_(memory)
             elif memory is not target:
                 target.copy_(memory)
+        if arrived == 0:
+            raise RuntimeError("All workers that were making a step are gone.")
         if arrived > 1:
             target.div_(arrived)
 
@@ -273,6 +277,13 @@ class Server:
                     self._lose(client, error)
 
     # ------------------------------------------------------------------ faults
+
+    def _answer(self, client: Wire, content: dict[str, Any]) -> None:
+        if client in self._clients:
+            try:
+                client.answer(content)
+            except RuntimeError as error:
+                self._lose(client, error)
 
     def _too_late(self, client: Wire) -> RuntimeError:
         return RuntimeError(

@@ -42,6 +42,7 @@ class Kind(enum.IntEnum):
     LOAD_STATE = 8  # the same, the other way
     PARAMETERS = 9  # the parameters in full precision
     LEAVE = 10
+    FAIL = 11  # the same, because of an error
 
 
 class Note(NamedTuple):

@@ -242,6 +242,8 @@ def test_gradients_that_cannot_be_sent(pool: Pool, what: str, text: str) -> None
     with pytest.raises(PoolError) as caught:
         pool.run(step_with, what, world=2)
     assert text in caught.value.failures[0].message
+    if what != "twice":  # then the server waits for the rest of the gradients, and is ended
+        assert "Worker 0 failed: " in caught.value.failures[1].message
 
 
 def train_rounded(rank: int, world: int, wire_dtype: torch.dtype | None) -> Tensor:
