@@ -279,7 +279,9 @@ def test_metrics_callbacks_and_several_calls(pool: Pool, tmp_path: Path) -> None
     assert server["metrics"] == pytest.approx(workers[0]["metrics"])
 
 
-def cut(rank: int, world: int, folder: str, part: str, num_tiers: int | None) -> Any:
+def cut(
+    rank: int, world: int, folder: str, part: str, num_tiers: int | None, num_workers: int = 2
+) -> Any:
     """Train 2 epochs in one go, to a step in the first one, or from there on."""
 
     class Save(Callback):
@@ -298,9 +300,17 @@ def cut(rank: int, world: int, folder: str, part: str, num_tiers: int | None) ->
         trainer.fit(module, loader, ckpt_path=path)
         return flat(module)
     with all_ranks() as environment:
-        trainer = remote_trainer(environment, RemoteOptimizerStrategy(2, timeout_s=30), **settings)
+        strategy = RemoteOptimizerStrategy(num_workers, timeout_s=30)
+        trainer = remote_trainer(environment, strategy, **settings)
         trainer.fit(module, loader, ckpt_path=path)
     return flat(module)
+
+
+def test_a_cut_run_goes_on_with_another_number_of_workers(pool: Pool, tmp_path: Path) -> None:
+    pool.run(cut, str(tmp_path), "first", 2, world=3)
+    *workers, server = pool.run(cut, str(tmp_path), "second", 2, 3, world=4)
+    assert all(torch.equal(weights, server) for weights in workers)
+    assert not torch.equal(server, flat(Noisy()))
 
 
 class Noisy(TinyModule):
