@@ -173,6 +173,18 @@ class Watchdog(threading.Thread):
             "runs and reaches the same rounds, or raise timeout_s."
         )
 
+    def silent(self) -> list[str]:
+        """Names of those that give no sign of life for a moment; none if a failure is known."""
+        first = self._read_beats()
+        if self.wait_for_failure() is not None:
+            return []
+        second = self._read_beats()
+        return [
+            name
+            for worker, name in enumerate(self._names)
+            if worker != self._worker and second.get(worker, (0,))[0] == first.get(worker, (0,))[0]
+        ]
+
     def wait_for_failure(self) -> str | None:
         """What another worker reports before it ends, given a moment; None if nothing comes."""
         deadline = time.monotonic() + _SETTLE_S

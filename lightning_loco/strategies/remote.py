@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import traceback
 from collections.abc import Callable
@@ -32,6 +33,8 @@ from lightning_loco.strategies.scaling import AgreedGradScaler
 from lightning_loco.strategies.serving import farewell_of, serve_fit
 from lightning_loco.strategies.shared_memory import leave_shared_memory
 from lightning_loco.strategies.stopping import save_where_stopped
+
+log = logging.getLogger(__name__)
 
 _WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -347,7 +350,12 @@ class RemoteOptimizerStrategy(RemoteSavingStrategy):
             self.remote.leave(farewell_of(self._trainer) if self.is_global_zero else None)
         elif self.min_workers is None or self.serves:
             text = "".join(traceback.format_exception(exception))
-            self._service.watchdog.report(text)
+            watchdog = self._service.watchdog
+            silent = watchdog.silent() if isinstance(exception, RuntimeError) else []
+            if silent:
+                text = f"No sign of life from {', '.join(silent)}.\n{text}"
+                log.error(text.split("\n")[0])
+            watchdog.report(text)
 
     def teardown(self) -> None:
         """Leave the servers and close the connections."""
