@@ -36,7 +36,7 @@ from common import (
 )
 
 from lightning_loco.algorithms.pairwise import Tag
-from lightning_loco.comm.peers import NodeDirectory, Peer, PeerNode
+from lightning_loco.peers import NodeDirectory, Peer, PeerNode
 
 BOUND = 0.80
 MB = 1e6

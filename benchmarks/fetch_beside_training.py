@@ -38,8 +38,8 @@ from common import (
 from fetch import fetch_once, free_ports, open_node
 
 from lightning_loco.algorithms.pairwise import Tag
-from lightning_loco.comm.peers import PeerNode
 from lightning_loco.demo.model import ByteGPT
+from lightning_loco.peers import PeerNode
 
 BOUND = 1.10
 BATCH_SIZE = 8  # as in conf/

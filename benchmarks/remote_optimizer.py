@@ -38,8 +38,8 @@ from common import (
 from memory import highest_rise
 from torch import Tensor, nn
 
-from lightning_loco.comm.remote import RemoteOptimizer, Tiers, aggregator_optimizer
 from lightning_loco.demo.model import ByteGPT
+from lightning_loco.remote import RemoteOptimizer, Tiers, aggregator_optimizer
 
 NUM_WORKERS = 2
 AHEAD_BYTES = 8 * 2**20  # of messages under way on the server, for each worker but the first

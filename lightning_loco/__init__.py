@@ -23,8 +23,9 @@ from lightning_loco.callbacks import (
     StragglerSimulator,
     WorkerLogs,
 )
-from lightning_loco.comm import ClockEngine, PairwiseEngine, StepEngine
-from lightning_loco.comm.remote import RemoteOptimizer
+from lightning_loco.peers import PairwiseEngine
+from lightning_loco.remote import RemoteOptimizer
+from lightning_loco.rounds import ClockEngine, StepEngine
 from lightning_loco.simulation import Simulation
 from lightning_loco.strategies import (
     AsyncDiLoCoStrategy,

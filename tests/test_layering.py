@@ -18,6 +18,9 @@ LAYERS = (
     "topology",
     "algorithms",
     "comm",
+    "rounds",
+    "peers",
+    "remote",
     "simulation",
     "strategies",
     "callbacks",
@@ -30,18 +33,21 @@ FOREIGN = {
     "__about__": set(),
     "topology": {"networkx", "numpy", "torch"},
     "algorithms": {"torch"},
-    "comm": {"torch", "yaml", "zmq"},
+    "comm": {"torch"},
+    "rounds": {"torch"},
+    "peers": {"torch", "yaml", "zmq"},
+    "remote": {"torch"},
     "simulation": {"torch"},
 }
 # Modules that may import more than their layer, when it is installed.
 EXTRA = {
     "lightning_loco.topology.draw": {"matplotlib"},
     # Looks at many values in one thread, without Python's lock; torch would start more threads.
-    "lightning_loco.comm.peers.transfer": {"numpy"},
+    "lightning_loco.peers.transfer": {"numpy"},
 }
 # Modules that may use private names of other packages.
 MAY_USE_PRIVATE = {
-    "lightning_loco.strategies.lockstep",
+    "lightning_loco.strategies.lightning_private",
     "lightning_loco.comm.groups",
     "lightning_loco.comm.labels",
 }
@@ -172,7 +178,7 @@ def test_a_wrong_import_is_found(module: str, source: str, expected: str) -> Non
         ("comm.engine", "from .flat import Chunk"),
         ("comm.flat", "import torch\ntorch._foreach_copy_([], [])\ntorch.__version__"),
         ("comm.groups", "import torch.distributed as dist\ndist._get()"),
-        ("strategies.lockstep", "from lightning.pytorch import _private"),
+        ("strategies.lightning_private", "from lightning.pytorch import _private"),
         ("strategies.base", "from lightning.pytorch import Trainer\nself._private = 1"),
         ("cli", "import lightning_loco"),
         ("topology.draw", "import matplotlib"),

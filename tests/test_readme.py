@@ -23,7 +23,7 @@ import lightning_loco as loco
 import train
 from lightning_loco.cli import build_strategy
 from lightning_loco.comm import Statistics
-from lightning_loco.comm.peers.keys import write_key_file
+from lightning_loco.peers.keys import write_key_file
 from lightning_loco.strategies.registry import STRATEGIES
 from lightning_loco.topology import TOPOLOGIES, consensus_rate
 from tests.conftest import ROOT

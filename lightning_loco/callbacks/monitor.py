@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_loco.strategies import LocoStrategy
-from lightning_loco.strategies.lockstep import is_logging_step
+from lightning_loco.strategies.lightning_private import is_logging_step
 
 
 class RoundMonitor(pl.Callback):

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from lightning_loco.comm.board import Board
+from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.watchdog import Watchdog
 
 
@@ -84,6 +86,15 @@ class WorkerGroup:
         values: list[Any] = [None] * self.num_workers
         dist.all_gather_object(values, value, group=self.control)
         return values
+
+    def start_sum(self, flat: Tensor, statistics: Statistics) -> dist.Work | None:
+        """Begin to add up a flat tensor over all workers, in place; None for a single worker."""
+        if self.data is None:
+            return None
+        n = self.num_workers
+        statistics.bytes_sent += 2 * (n - 1) * flat.nbytes // n
+        work: dist.Work = dist.all_reduce(flat, group=self.data, async_op=True)
+        return work
 
     def raise_together(self, error: Exception | None) -> None:
         """Raise on every worker when any worker has found an error, so that none is left waiting.

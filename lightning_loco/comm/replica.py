@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_loco.algorithms import LocalSGD
-from lightning_loco.comm.exchange import MeanExchange
-from lightning_loco.comm.flat import FlatLayout
+from lightning_loco.comm.flat import Chunk, FlatLayout
 from lightning_loco.comm.groups import WorkerGroup
-from lightning_loco.comm.rounds import BlockingRounds
 from lightning_loco.comm.stats import Statistics
+from lightning_loco.comm.waiting import Explained, Timed
 
 
 class Replica:
@@ -115,6 +116,29 @@ def average(
     valid: bool,
     total_weight: Callable[[], float],
 ) -> None:
-    """Replace tensors by their mean over the workers, in place: one round of Local SGD."""
-    exchange = MeanExchange(group, statistics)
-    BlockingRounds(layout, LocalSGD(), exchange, {}).run(0, valid, total_weight)
+    """Replace tensors by their mean over the workers, in place, two chunks at a time."""
+    chunks = layout.chunks()
+    longest = max((len(chunk) for chunk in chunks), default=0)
+    slots = [torch.empty(longest, dtype=layout.dtype, device=layout.device) for _ in chunks[:2]]
+    under_way: deque[tuple[Chunk, Tensor, dist.Work | None]] = deque()
+
+    def land() -> None:
+        chunk, flat, work = under_way.popleft()
+        if work is not None:
+            with Timed(statistics), Explained(group, "the average"):
+                work.wait()
+        if (total := total_weight()) != 1:
+            flat.div_(total)
+        chunk.unpack(flat)
+
+    for index, chunk in enumerate(chunks):
+        if len(under_way) == len(slots):
+            land()
+        flat = slots[index % 2][: len(chunk)]
+        if valid:
+            chunk.pack(flat)
+        else:
+            flat.zero_()
+        under_way.append((chunk, flat, group.start_sum(flat, statistics)))
+    while under_way:
+        land()

@@ -20,6 +20,9 @@ log = logging.getLogger(__name__)
 _INTERVAL_S = 1.0
 _SETTLE_S = 2.5
 
+Beats = dict[int, tuple[int, int, str]]
+"""By worker: how many beats, how many exchanges, and where it was."""
+
 
 class Watchdog(threading.Thread):
     """Publish this worker's progress and watch for messages of the others.
@@ -153,11 +156,9 @@ class Watchdog(threading.Thread):
             place: What this worker was doing, e.g. ``"round 12"``.
             waited_s: How long it has waited.
         """
-        first = self._read_beats()
-        failure = self.wait_for_failure()
-        if failure is not None:
-            return failure
-        second = self._read_beats()
+        first, second = self._watch_for_a_moment()
+        if self.failure is not None:
+            return self.failure
         late = []
         for worker in range(self._num_workers):
             if worker == self._worker:
@@ -175,10 +176,9 @@ class Watchdog(threading.Thread):
 
     def silent(self) -> list[str]:
         """Names of those that give no sign of life for a moment; none if a failure is known."""
-        first = self._read_beats()
-        if self.wait_for_failure() is not None:
+        first, second = self._watch_for_a_moment()
+        if self.failure is not None:
             return []
-        second = self._read_beats()
         return [
             name
             for worker, name in enumerate(self._names)
@@ -192,8 +192,13 @@ class Watchdog(threading.Thread):
             time.sleep(0.1)
         return self.failure
 
-    def _read_beats(self) -> dict[int, tuple[int, int, str]]:
-        beats: dict[int, tuple[int, int, str]] = {}
+    def _watch_for_a_moment(self) -> tuple[Beats, Beats]:
+        first = self._read_beats()
+        self.wait_for_failure()
+        return first, self._read_beats()
+
+    def _read_beats(self) -> Beats:
+        beats: Beats = {}
         with suppress(RuntimeError), self._lock:
             for worker in range(self._num_workers):
                 key = f"beat/{worker}"

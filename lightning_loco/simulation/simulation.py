@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco.algorithms import Algorithm, State
-from lightning_loco.comm import RoundSettings, Statistics, WorkerGroup
+from lightning_loco.comm import Statistics, WorkerGroup
 from lightning_loco.comm.checks import check_model, first_difference
-from lightning_loco.comm.exchange import make_exchange
 from lightning_loco.comm.flat import FlatLayout
-from lightning_loco.comm.parcels import Part
+from lightning_loco.rounds import RoundSettings
+from lightning_loco.rounds.exchange import make_exchange
+from lightning_loco.rounds.parcels import Part
 
 
 class Simulation:

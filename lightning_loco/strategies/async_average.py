@@ -8,9 +8,9 @@ from typing import Any, Literal
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
-from lightning_loco.comm.clock_engine import ClockEngine, ClockSettings
-from lightning_loco.comm.engine import Engine
 from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.rounds.clock_engine import ClockEngine, ClockSettings
+from lightning_loco.rounds.engine import Engine
 from lightning_loco.strategies.base import LocoStrategy
 
 
@@ -20,7 +20,7 @@ class AsyncModelAverageStrategy(LocoStrategy):
     Every ``interval_s`` seconds a snapshot of each worker's parameters leaves between two local
     steps, and between two later ones the parameters move by the mean of the snapshots minus one's
     own. See :class:`~lightning_loco.algorithms.ModelAverage` for the formula and
-    :class:`~lightning_loco.comm.ClockEngine` for what happens when.
+    :class:`~lightning_loco.ClockEngine` for what happens when.
 
     Workers may take different numbers of steps. Before validation, checkpoints and the end of
     training the averaging comes to rest by itself, and those who arrive early take part in the

@@ -21,10 +21,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_loco.algorithms import Algorithm
-from lightning_loco.comm import RoundSettings, Statistics, StepEngine, WorkerGroup
-from lightning_loco.comm.engine import Engine
+from lightning_loco.comm import Statistics, WorkerGroup
+from lightning_loco.rounds import RoundSettings, StepEngine
+from lightning_loco.rounds.engine import Engine
 from lightning_loco.strategies import checkpoint as side
-from lightning_loco.strategies import lockstep
+from lightning_loco.strategies import lightning_private
+from lightning_loco.strategies.arguments import check_choice, check_common_arguments
 from lightning_loco.strategies.sampler import ShareSampler
 from lightning_loco.strategies.saving import SavingStrategy
 from lightning_loco.strategies.shared_memory import leave_shared_memory
@@ -95,19 +97,9 @@ class LocoStrategy(SavingStrategy):
         for name, value, allowed in (
             ("evaluate", evaluate, ("average", "local")),
             ("finalize", finalize, ("average", "keep")),
-            ("start_method", start_method, ("popen", "spawn", "fork", "forkserver")),
         ):
-            if value not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
-        for name, number, kind in (
-            ("timeout_s", timeout_s, (int, float)),
-            ("bucket_bytes", bucket_bytes, int),
-        ):
-            if isinstance(number, bool) or not isinstance(number, kind):
-                what = "an integer" if kind is int else "a number"
-                raise TypeError(f"{name} must be {what}, got {number!r}.")
-            if not 0 < number < math.inf:
-                raise ValueError(f"{name} must be positive and finite, got {number!r}.")
+            check_choice(name, value, allowed)
+        check_common_arguments(timeout_s, bucket_bytes, start_method)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -147,7 +139,7 @@ class LocoStrategy(SavingStrategy):
                 "training avoids. Use Trainer(sync_batchnorm=False); statistics of BatchNorm are "
                 "averaged for validation and checkpoints."
             )
-        lockstep.remove_lockstep(trainer, self.request_stop)
+        lightning_private.remove_lockstep(trainer, self.request_stop)
         super().setup(trainer)
         assert self.lightning_module is not None
         leave_shared_memory(self.lightning_module)
@@ -201,11 +193,11 @@ class LocoStrategy(SavingStrategy):
         """Share the training data in proportion to ``sync_every`` when it is a list."""
         shares = self.settings.shares(self.num_workers)
         if len(set(shares)) > 1 and isinstance(dataloader, DataLoader):
-            even = lockstep.sampler_of(dataloader)
+            even = lightning_private.sampler_of(dataloader)
             if isinstance(even, DistributedSampler):
                 sampler = ShareSampler(even, shares, self.worker)
-                dataloader = lockstep.with_sampler(dataloader, sampler)
-        lockstep.set_present_epoch(self._trainer, dataloader)
+                dataloader = lightning_private.with_sampler(dataloader, sampler)
+        lightning_private.set_present_epoch(self._trainer, dataloader)
         return dataloader
 
     def on_train_start(self) -> None:
@@ -216,7 +208,7 @@ class LocoStrategy(SavingStrategy):
             engine.load_state_dict(self._resumed["engine"])
             side.set_random_state(self._resumed["random"])
             if self._resumed["new_epoch"]:
-                lockstep.start_epoch_data(self._trainer)
+                lightning_private.start_epoch_data(self._trainer)
             self._resumed = None
 
     def _check_length(self, engine: Engine) -> None:
@@ -237,7 +229,7 @@ class LocoStrategy(SavingStrategy):
         if self.engine is not None:
             self.engine.request_stop(reason)
         else:
-            lockstep.raise_in_loop(self._trainer)
+            lightning_private.raise_in_loop(self._trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """End soon when another worker has failed."""
@@ -286,7 +278,7 @@ class LocoStrategy(SavingStrategy):
             if not engine.was_finite:
                 _clear_non_finite(self.optimizers)
         if engine.stop_agreed is not None:
-            lockstep.raise_in_loop(self._trainer)
+            lightning_private.raise_in_loop(self._trainer)
 
     def on_train_end(self) -> None:
         """Share the last partial round and leave the consensus in the model."""

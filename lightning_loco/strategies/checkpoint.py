@@ -18,7 +18,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
 from lightning_loco.algorithms import Algorithm
-from lightning_loco.comm.engine import Engine
+from lightning_loco.rounds.engine import Engine
 
 KEY = "lightning_loco"
 _FORMAT = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -11,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from lightning_loco.comm.engine import StopAgreed
+from lightning_loco.rounds.engine import StopAgreed
 
 
 class Meets(Protocol):
@@ -71,6 +72,14 @@ class MeetingStrategy(DDPStrategy):
                 self.engine.meet(purpose)
             except StopAgreed as stop:
                 raise SIGTERMException from stop
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint; older versions of Lightning know no ``weights_only``."""
+        if weights_only is None:
+            return super().load_checkpoint(checkpoint_path)
+        return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all workers."""

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from lightning_loco.algorithms import PairwiseAverage
 from lightning_loco.algorithms.pairwise import Interpolation
-from lightning_loco.comm.engine import Engine
 from lightning_loco.comm.groups import WorkerGroup
-from lightning_loco.comm.pairwise_engine import PairwiseEngine
-from lightning_loco.comm.pairwise_settings import PairwiseSettings
-from lightning_loco.comm.peers import Peer, read_nodes
+from lightning_loco.peers import Peer, read_nodes
+from lightning_loco.peers.engine import PairwiseEngine
+from lightning_loco.peers.settings import PairwiseSettings
+from lightning_loco.rounds.engine import Engine
 from lightning_loco.strategies.base import LocoStrategy
 
 
@@ -28,7 +28,7 @@ class PairwiseGossipStrategy(LocoStrategy):
     Before a local step the parameters are served as they are, and a fetch from a random peer
     starts; after the first local step that it was complete in, the peer's parameters are blended
     in. See :class:`~lightning_loco.algorithms.PairwiseAverage` for the formula and the factors, and
-    :class:`~lightning_loco.comm.PairwiseEngine` for what happens when.
+    :class:`~lightning_loco.PairwiseEngine` for what happens when.
 
     Workers are the ranks of one job, or Trainers of their own that are started one by one
     (``nodes``), may be killed, come late and come back. In the second case each Trainer validates
@@ -47,7 +47,7 @@ class PairwiseGossipStrategy(LocoStrategy):
             read (:meth:`from_file` reads the settings, too).
         name: Which of the nodes this Trainer is.
         key_file: Keys of the job, without which nobody can read or serve parameters; write one with
-            ``python -m lightning_loco.comm.peers.keys FILE``.
+            ``python -m lightning_loco.peers.keys FILE``.
         wire_dtype: ``"bfloat16"`` halves what travels; None for the dtype of the parameters.
         keep_progress: Blend what the parameters were when the fetch began, and keep what was
             learned since; off is dpwa's rule.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,15 +18,16 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_loco.comm.all_ranks import ServiceGroup
 from lightning_loco.comm.checks import check_model, share_from_worker_0
-from lightning_loco.comm.remote import RemoteOptimizer, Serving, Transport
-from lightning_loco.comm.remote.checks import check_optimizer
-from lightning_loco.comm.remote.plan import BUCKET_BYTES
-from lightning_loco.comm.remote.roles import new_replica_group
-from lightning_loco.comm.remote.tiers import check_counts
 from lightning_loco.comm.stats import Statistics
-from lightning_loco.strategies import lockstep
+from lightning_loco.remote import RemoteOptimizer, Serving, Transport
+from lightning_loco.remote.all_ranks import ServiceGroup
+from lightning_loco.remote.checks import check_optimizer
+from lightning_loco.remote.plan import BUCKET_BYTES
+from lightning_loco.remote.roles import new_replica_group
+from lightning_loco.remote.tiers import check_counts
+from lightning_loco.strategies import lightning_private
+from lightning_loco.strategies.arguments import check_common_arguments
 from lightning_loco.strategies.remote_saving import RemoteSavingStrategy
 from lightning_loco.strategies.scaling import AgreedGradScaler
 from lightning_loco.strategies.serving import farewell_of, serve_fit
@@ -117,10 +117,7 @@ class RemoteOptimizerStrategy(RemoteSavingStrategy):
                 "min_workers goes on without single ranks, so it needs replica_size=1, got "
                 f"{replica_size}."
             )
-        if not 0 < timeout_s < math.inf:
-            raise ValueError(f"timeout_s must be positive and finite, got {timeout_s!r}.")
-        if bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes!r}.")
+        check_common_arguments(timeout_s, bucket_bytes, start_method)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -139,6 +136,7 @@ class RemoteOptimizerStrategy(RemoteSavingStrategy):
         self.bucket_bytes = bucket_bytes
         self.statistics = Statistics()
         self._service: ServiceGroup | None = None
+        self._replica_group: dist.ProcessGroup | None = None
         self._stop_reason: str | None = None
         self._can_stream = False
 
@@ -149,14 +147,14 @@ class RemoteOptimizerStrategy(RemoteSavingStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if not fitting:
             if self.serves:
-                lockstep.replace_loops(trainer, lambda: None)
+                lightning_private.replace_loops(trainer, lambda: None)
             else:
                 super().setup(trainer)
             return
         assert self._all_ranks is not None
         assert self.lightning_module is not None
         tiers = self.tiers
-        lockstep.remove_lockstep(trainer, self.request_stop)
+        lightning_private.remove_lockstep(trainer, self.request_stop)
         self._stop_reason = None
         self._finished = False
         names = [tiers.name(rank) for rank in range(tiers.world_size)]
@@ -174,25 +172,17 @@ class RemoteOptimizerStrategy(RemoteSavingStrategy):
             error = found
         self._service.raise_together(error)
         if self.serves:
-            lockstep.replace_loops(trainer, self._serve)
+            lightning_private.replace_loops(trainer, self._serve)
         else:
             self._connect(trainer)
 
     def configure_ddp(self) -> None:
         """Leave the model unwrapped, unless a worker has several ranks."""
         if self.tiers.replica_size > 1:
-            self._replica_group = new_replica_group(self.tiers, self.global_rank)
-            self._ddp_kwargs["process_group"] = self._gradient_group()
+            self._replica_group = new_replica_group(self.tiers, self.global_rank, "gloo")
+            gradients = new_replica_group(self.tiers, self.global_rank)
+            self._ddp_kwargs["process_group"] = gradients
             super().configure_ddp()
-
-    def _gradient_group(self) -> dist.ProcessGroup | None:
-        """The ranks of this worker, for gradients: with the backend of the default group."""
-        groups = [
-            (ranks, dist.new_group(ranks))
-            for first in self.tiers.leaders
-            for ranks in [list(range(first, first + self.tiers.replica_size))]
-        ]
-        return next(group for ranks, group in groups if self.global_rank in ranks)
 
     def _set_up_service(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
@@ -217,12 +207,12 @@ class RemoteOptimizerStrategy(RemoteSavingStrategy):
         assert self.lightning_module is not None
         share_from_worker_0(self.lightning_module, self._workers())
         (local,) = self.optimizers
-        lockstep.expect_no_step(local)
+        lightning_private.expect_no_step(local)
         self.remote = RemoteOptimizer(
             local.param_groups,
             self.tiers.aggregators,
             transport=self._transport(),
-            replica_group=getattr(self, "_replica_group", None),
+            replica_group=self._replica_group,
         )
         self.optimizers = [self.remote]
         self.statistics = Statistics()
@@ -306,7 +296,7 @@ class RemoteOptimizerStrategy(RemoteSavingStrategy):
         self.statistics.rounds += 1
         self.statistics.wait_s = remote.wait_s
         if remote.stop_agreed is not None:
-            lockstep.raise_in_loop(self._trainer)
+            lightning_private.raise_in_loop(self._trainer)
         return output
 
     def _clip_gradients(
@@ -336,7 +326,10 @@ class RemoteOptimizerStrategy(RemoteSavingStrategy):
             except TypeError as error:
                 rank_zero_warn(f"Checkpoints after fit have no optimizer state: {error}")
         self._finished = True
-        self.remote.leave(farewell_of(self._trainer) if self.is_global_zero else None)
+        self._leave(self.remote)
+
+    def _leave(self, remote: RemoteOptimizer) -> None:
+        remote.leave(farewell_of(self._trainer) if self.is_global_zero else None)
 
     def on_exception(self, exception: BaseException) -> None:
         """Save once more after an agreed stop; tell the other ranks of a failure."""
@@ -347,7 +340,7 @@ class RemoteOptimizerStrategy(RemoteSavingStrategy):
             save_where_stopped(self._trainer, agreed, self._saved_on_stop)
             assert self.remote is not None
             self._finished = True
-            self.remote.leave(farewell_of(self._trainer) if self.is_global_zero else None)
+            self._leave(self.remote)
         elif self.min_workers is None or self.serves:
             text = "".join(traceback.format_exception(exception))
             watchdog = self._service.watchdog
@@ -361,7 +354,7 @@ class RemoteOptimizerStrategy(RemoteSavingStrategy):
         """Leave the servers and close the connections."""
         if self.remote is not None:
             if not self._is_alone:
-                self.remote.leave(farewell_of(self._trainer) if self.is_global_zero else None)
+                self._leave(self.remote)
             self.remote.forget_parameters()
             self.remote = self.engine = None
             del self.precision_plugin.clip_gradients

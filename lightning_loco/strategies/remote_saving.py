@@ -72,11 +72,7 @@ class RemoteSavingStrategy(ServedStrategy):
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint and, to resume training, this worker's position in it."""
-        loaded = (
-            super().load_checkpoint(checkpoint_path)
-            if weights_only is None
-            else super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        )
+        loaded = super().load_checkpoint(checkpoint_path, weights_only)
         if self._trainer.state.fn == TrainerFn.FITTING and not self.serves:
             self._resumed = resuming.take_position(loaded, self.global_rank, self.world_size)
         return loaded

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.strategies import checkpoint as side
-from lightning_loco.strategies import lockstep
+from lightning_loco.strategies import lightning_private
 
 KEY = "lightning_loco_positions"
 
@@ -29,7 +29,7 @@ class Resumed(NamedTuple):
         if self.random is not None:
             side.set_random_state(self.random)
         if self.new_epoch:
-            lockstep.start_epoch_data(trainer)
+            lightning_private.start_epoch_data(trainer)
 
 
 def add_positions(checkpoint: dict[str, Any], workers: WorkerGroup) -> None:

@@ -10,8 +10,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_loco.comm import RoundSettings, WorkerGroup
-from lightning_loco.comm.engine import Engine
+from lightning_loco.comm import WorkerGroup
+from lightning_loco.rounds import RoundSettings
+from lightning_loco.rounds.engine import Engine
 from lightning_loco.strategies import checkpoint as side
 from lightning_loco.strategies.meeting import MeetingStrategy
 
@@ -68,11 +69,7 @@ class SavingStrategy(MeetingStrategy):
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read the main file and, to resume training, this worker's side file."""
-        loaded = (
-            super().load_checkpoint(checkpoint_path)
-            if weights_only is None
-            else super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        )
+        loaded = super().load_checkpoint(checkpoint_path, weights_only)
         self._resumed = None
         if self._trainer.state.fn != TrainerFn.FITTING:
             return loaded

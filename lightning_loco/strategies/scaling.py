@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from lightning_loco.comm.remote import RemoteOptimizer
-from lightning_loco.strategies import lockstep
+from lightning_loco.remote import RemoteOptimizer
+from lightning_loco.strategies import lightning_private
 
 
 class AgreedGradScaler:
@@ -26,7 +26,7 @@ class AgreedGradScaler:
         """Unscale the gradients, and note when those of any worker are not finite."""
         assert isinstance(optimizer, RemoteOptimizer)
         self.scaler.unscale_(optimizer)
-        notes = lockstep.found_inf(self.scaler, optimizer)
+        notes = lightning_private.found_inf(self.scaler, optimizer)
         if not optimizer.are_finite(not any(bool(note) for note in notes)):
             for note in notes:
                 note.fill_(1.0)

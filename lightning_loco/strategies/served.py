@@ -9,9 +9,9 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_loco.comm.all_ranks import AllRanks
 from lightning_loco.comm.groups import WorkerGroup
-from lightning_loco.comm.remote import RemoteOptimizer, Tiers
+from lightning_loco.remote import RemoteOptimizer, Tiers
+from lightning_loco.remote.all_ranks import AllRanks
 from lightning_loco.strategies.meeting import MeetingStrategy
 
 

@@ -8,16 +8,9 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_loco.comm.remote import (
-    Role,
-    Serving,
-    Tiers,
-    Transport,
-    aggregator,
-    aggregator_optimizer,
-    optimizer,
-)
-from lightning_loco.strategies import lockstep
+from lightning_loco.remote import Serving, Tiers, Transport
+from lightning_loco.remote.roles import serve
+from lightning_loco.strategies import lightning_private
 
 _PATHS = ("best_model_path", "last_model_path", "kth_best_model_path", "dirpath")
 
@@ -26,13 +19,9 @@ def serve_fit(
     trainer: pl.Trainer, tiers: Tiers, rank: int, transport: Transport, serving: Serving
 ) -> None:
     """Serve until all workers have left ``fit``, then know what worker 0 has logged and saved."""
-    role, stepper = tiers.role(rank), trainer.optimizers[0]
-    if role is Role.AGGREGATOR:
-        farewell = aggregator(stepper.param_groups, tiers, transport=transport, serving=serving)
-    elif role is Role.OPTIMIZER:
-        farewell = optimizer(stepper, tiers, transport=transport, serving=serving)
-    else:
-        farewell = aggregator_optimizer(stepper, tiers, transport=transport, serving=serving)
+    (optimizer,) = trainer.optimizers
+    groups = optimizer.param_groups
+    farewell = serve(groups, lambda _: optimizer, tiers, rank, transport=transport, serving=serving)
     take_in_farewell(trainer, farewell)
 
 
@@ -50,7 +39,7 @@ def farewell_of(trainer: pl.Trainer) -> dict[str, Any]:
 def take_in_farewell(trainer: pl.Trainer, farewell: dict[str, Any]) -> None:
     """Make ``callback_metrics`` and ``ckpt_path="best"`` work here as well."""
     metrics = {name: torch.tensor(v) for name, v in farewell.get("metrics", {}).items()}
-    lockstep.set_callback_metrics(trainer, metrics)
+    lightning_private.set_callback_metrics(trainer, metrics)
     callbacks = _checkpoints(trainer)
     for callback, paths in zip(callbacks, farewell.get("checkpoints", []), strict=False):
         for name, path in paths.items():

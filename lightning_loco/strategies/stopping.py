@@ -7,7 +7,7 @@ import os
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_loco.strategies import lockstep
+from lightning_loco.strategies import lightning_private
 
 
 def save_where_stopped(trainer: pl.Trainer, reason: str, saved: bool) -> None:
@@ -18,8 +18,8 @@ def save_where_stopped(trainer: pl.Trainer, reason: str, saved: bool) -> None:
         reason: Why they have stopped: a requeue of SLURM makes its own checkpoint.
         saved: Whether a checkpoint of this step has been written already.
     """
-    if reason == lockstep.REQUEUE:
-        lockstep.requeue(trainer)
+    if reason == lightning_private.REQUEUE:
+        lightning_private.requeue(trainer)
     elif not saved and not trainer.fast_dev_run:  # type: ignore[attr-defined]
         callback = trainer.checkpoint_callback
         folder = getattr(callback, "dirpath", None) or trainer.default_root_dir

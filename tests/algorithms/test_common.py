@@ -23,7 +23,7 @@ from lightning_loco import (
     StepEngine,
 )
 from lightning_loco.algorithms import Algorithm, State
-from lightning_loco.comm import RoundSettings
+from lightning_loco.rounds import RoundSettings
 from lightning_loco.topology import FromMatrix, get_topology
 from tests.algorithms.toys import Point, assert_close, flat_rounds, move_to, randn
 from tests.pool import Pool

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_loco import Simulation, StepEngine
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.comm import Statistics, WorkerGroup
-from lightning_loco.comm.exchange import make_exchange
+from lightning_loco.rounds.exchange import make_exchange
 from lightning_loco.topology import as_topology
 from tests.tiny import flat, loss_of, make_model, worker_batch
 

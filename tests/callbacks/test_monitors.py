@@ -25,7 +25,7 @@ from lightning_loco import (
     StragglerSimulator,
     WorkerLogs,
 )
-from lightning_loco.comm.control import Row
+from lightning_loco.comm.rows import Row
 from tests.pool import Pool, make_trainer
 from tests.tiny import TinyModule, ValidatedModule, flat, make_loader
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from lightning_loco import RemoteOptimizerStrategy
-from lightning_loco.comm.all_ranks import forget_all_ranks
+from lightning_loco.remote.all_ranks import forget_all_ranks
 from tests.pool import PoolEnvironment, make_trainer
 
 

@@ -32,7 +32,7 @@ from lightning_loco import (
     PairwiseGossipStrategy,
     StragglerSimulator,
 )
-from lightning_loco.strategies import STRATEGIES, lockstep, register_strategies
+from lightning_loco.strategies import STRATEGIES, lightning_private, register_strategies
 from lightning_loco.topology import Hypercube
 from tests.pool import Pool, make_trainer
 from tests.tiny import TinyModule, make_loader, worker_batch
@@ -47,9 +47,9 @@ def test_private_names_of_lightning_exist() -> None:
     for handler in (signals._sigterm_notifier_fn, signals._slurm_sigusr_handler_fn):
         assert list(inspect.signature(handler).parameters) == ["signum", "_"]
     assert isinstance(trainer._logger_connector.should_update_logs, bool)
-    parameters = list(inspect.signature(lockstep._update_dataloader).parameters)
+    parameters = list(inspect.signature(lightning_private._update_dataloader).parameters)
     assert parameters[:2] == ["dataloader", "sampler"]
-    parameters = list(inspect.signature(lockstep._set_sampler_epoch).parameters)
+    parameters = list(inspect.signature(lightning_private._set_sampler_epoch).parameters)
     assert parameters == ["dataloader", "epoch"]
     assert isinstance(trainer.fit_loop.epoch_loop.max_steps, int)
 
@@ -60,7 +60,7 @@ def test_the_lockstep_is_taken_out_of_one_trainer_only() -> None:
         for _ in range(2)
     )
     reasons: list[str] = []
-    lockstep.remove_lockstep(trainer, reasons.append)
+    lightning_private.remove_lockstep(trainer, reasons.append)
     for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
         assert name in vars(trainer._signal_connector)
         assert name not in vars(other._signal_connector)
@@ -70,7 +70,7 @@ def test_the_lockstep_is_taken_out_of_one_trainer_only() -> None:
         assert "_broadcast_sigterm_tensor" not in vars(other.fit_loop.epoch_loop)
     trainer._signal_connector._slurm_sigusr_handler_fn(10, None)
     trainer._signal_connector._sigterm_notifier_fn(15, None)
-    assert reasons == [lockstep.REQUEUE, lockstep.TERMINATE]
+    assert reasons == [lightning_private.REQUEUE, lightning_private.TERMINATE]
 
 
 def test_received_sigterm_ends_the_training_loop(pool: Pool) -> None:
@@ -80,7 +80,7 @@ def test_received_sigterm_ends_the_training_loop(pool: Pool) -> None:
 class StopAfterThree(pl.Callback):
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         if trainer.global_step == 3:
-            lockstep.raise_in_loop(trainer)
+            lightning_private.raise_in_loop(trainer)
 
 
 def stop_after_three(rank: int, world: int) -> int:

@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_loco import RemoteOptimizerStrategy
-from lightning_loco.comm.remote import Tiers
+from lightning_loco.remote import Tiers
 from tests.pool import Pool, make_trainer
 from tests.strategies.remote_runs import all_ranks, remote_trainer
 from tests.tiny import ValidatedModule, flat, make_loader

@@ -1,0 +1,305 @@
+"""No rounds at all: every worker pulls the parameters of a random peer and blends them in.
+
+The engine in a plain PyTorch loop, in the manner of dpwa::
+
+    engine = PairwiseEngine(model, nodes="nodes.yaml", name="w1")  # every worker for itself
+    for batch in data:
+        engine.update_send(loss)      # serve the present parameters, start to fetch a peer's
+        loss = train(batch)
+        engine.update_wait(loss)      # blend them in
+    engine.finish()
+    engine.close()
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_loco.algorithms import LocalSGD
+from lightning_loco.algorithms.pairwise import PairwiseAverage, Tag
+from lightning_loco.comm.checks import schema_checksum
+from lightning_loco.comm.flat import Chunk, FlatLayout
+from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.stats import Statistics
+from lightning_loco.comm.waiting import Timed
+from lightning_loco.peers.client import Received
+from lightning_loco.peers.directory import (
+    Directory,
+    NodeDirectory,
+    Peer,
+    StoreDirectory,
+    address_towards,
+)
+from lightning_loco.peers.node import PeerNode
+from lightning_loco.peers.settings import PairwiseSettings
+from lightning_loco.rounds.engine import Engine
+from lightning_loco.rounds.exchange import MeanExchange
+from lightning_loco.rounds.rounds import BlockingRounds
+from lightning_loco.rounds.setup import CHUNK_ELEMENTS, WHOLE_MODEL_BYTES, Prepared, prepare_worker
+
+_PUBLISHING_SHARE = 0.05
+_KEPT = 1000
+
+
+class PairwiseEngine(Engine):
+    """Serve this worker's parameters, and blend in those of random peers.
+
+    Serving and fetching happen in threads of their own, over ZeroMQ: a peer that is slow or dead
+    costs nothing but its own parameters. The model is touched by the training thread only, between
+    local steps. Copying it for others takes at most 5 % of the time, so that of a large model not
+    every local step is published. Floating-point buffers travel with the trainable parameters.
+
+    Args:
+        model: The module to train.
+        algorithm: How much of a peer's parameters to take.
+        nodes: All peers, if the workers are started one by one: a list of ``{name, host, port}``
+            or a YAML file. Default: the ranks of the default process group.
+        name: Which of the nodes this worker is.
+        fetch_timeout_s: Longest time for a fetch, in seconds.
+        wire_dtype: ``torch.bfloat16`` halves what travels. Default: the flat vector's dtype.
+        key_file: CURVE keys of the job; see :mod:`lightning_loco.peers.keys`.
+        seed: For the choice of peers, together with the number of the worker.
+        group: The workers. Default: all ranks of the default process group, with groups of its own.
+
+    Attributes:
+        node: This worker among its peers, with the statistics of the fetches.
+        factors: The last blend factors, at most 1000.
+        stalenesses: By how much the peers' clocks were behind one's own, at most 1000.
+
+    Raises:
+        ValueError: If the model, the settings or the nodes do not fit, or the port is taken.
+
+    Source:
+        dpwa; see :class:`~lightning_loco.algorithms.PairwiseAverage`.
+    """
+
+    algorithm: PairwiseAverage
+    settings: PairwiseSettings
+
+    def __init__(
+        self,
+        model: nn.Module,
+        algorithm: PairwiseAverage | None = None,
+        *,
+        nodes: Any | None = None,
+        name: str | None = None,
+        fetch_timeout_s: float = 2.5,
+        wire_dtype: torch.dtype | None = None,
+        key_file: str | Path | None = None,
+        seed: int = 0,
+        group: WorkerGroup | None = None,
+    ) -> None:
+        group = group if group is not None else WorkerGroup.create()
+        try:
+            prepared = prepare_worker(
+                model,
+                lambda: PairwiseSettings(
+                    algorithm or PairwiseAverage(),
+                    nodes=nodes,
+                    name=name,
+                    fetch_timeout_s=fetch_timeout_s,
+                    wire_dtype=wire_dtype,
+                    key_file=key_file,
+                ),
+                WHOLE_MODEL_BYTES,
+                group,
+            )
+            super().__init__(group, prepared, _make_meetings)
+            self._number = group.worker + self.settings.node_number
+            self._served = _served_layout(prepared)
+            self.node = self._open_node(seed)
+        except BaseException:
+            group.close()
+            raise
+        self.factors: list[float] = []
+        self.stalenesses: list[float] = []
+        self._clock = 0.0
+        self._draw = random.Random(1_000_003 * seed + self._number).random
+        self._next_publication = 0.0
+        self._fetching = False
+        longest = max(map(len, self._served.chunks()))
+        self._scratch = torch.empty(longest, dtype=self._served.dtype)
+        self._before_fetch: Tensor | None = None
+        if self.algorithm.keep_progress:
+            self._before_fetch = torch.empty(self._served.numel, dtype=self._served.dtype)
+
+    def _open_node(self, seed: int) -> PeerNode:
+        settings, group = self.settings, self.group
+        directory: Directory
+        if settings.name is not None:
+            directory = NodeDirectory(settings.peers, settings.name)
+        elif group.num_workers > 1:
+            directory = StoreDirectory(
+                group.own_store("peers"), group.worker, group.num_workers, _own_host(group)
+            )
+        else:
+            directory = NodeDirectory([Peer("alone", "127.0.0.1", 1)], "alone")
+        return PeerNode(
+            self._served.numel,
+            self._served.dtype,
+            directory,
+            schema_checksum=schema_checksum(self._served.schema()),
+            wire_dtype=settings.wire_dtype,
+            fetch_timeout_s=settings.fetch_timeout_s,
+            seed=1_000_003 * seed + self._number,
+            key_file=settings.key_file,
+            port=None if settings.name is not None else 0,
+        )
+
+    def _note_progress(self) -> None:
+        self._stop.note_anywhere()
+
+    # ------------------------------------------------------------- local steps
+
+    @torch.no_grad()
+    def update_send(self, loss: float) -> None:
+        """Before a local step: serve the present parameters, perhaps start to fetch a peer's.
+
+        Args:
+            loss: This worker's recent training loss.
+        """
+        self._clock += 1
+        self.last_loss = loss
+        now = time.perf_counter()
+        if now >= self._next_publication:
+            draft = self.node.draft()
+            self._pack(draft)
+            self.was_finite = bool(torch.isfinite(draft.sum()))
+            if self.was_finite:
+                self.node.post(self._tag())
+            cost_s = time.perf_counter() - now
+            self._next_publication = now + cost_s / _PUBLISHING_SHARE
+        if not self._fetching and self._draw() < self.algorithm.fetch_probability:
+            self._fetching = True
+            if self._before_fetch is not None:
+                self._pack(self._before_fetch)
+            self.node.start_fetch()
+
+    @torch.no_grad()
+    def update_wait(self, loss: float) -> float:
+        """After a local step: wait for the fetch under way and blend in what it has brought.
+
+        Args:
+            loss: This worker's recent training loss.
+
+        Returns:
+            The factor of the peer's parameters; 0 if there are none.
+        """
+        self.last_loss = loss
+        if not self._fetching:
+            return 0.0
+        self._fetching = False
+        with Timed(self.statistics):
+            received = self.node.wait()
+        return 0.0 if received is None else self._blend(received)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a fetch has ended; never waits."""
+        return self._fetching and self.node.has_ended
+
+    @torch.no_grad()
+    def make_round(self) -> None:
+        """Blend in what the fetch has brought, if anything."""
+        self.update_wait(float(self.last_loss))
+
+    def _tag(self) -> Tag:
+        return Tag(self._clock, float(self.last_loss))
+
+    def _pack(self, flat: Tensor) -> None:
+        for chunk in self._served.chunks():
+            chunk.pack(flat[chunk.start : chunk.stop])
+
+    def _blend(self, received: Received) -> float:
+        own, peer = self._tag(), received.tag
+        factor = self.algorithm.blend_factor(own, peer) if self.was_finite else 1.0
+        base = self._before_fetch if self.was_finite else None
+        for chunk in self._served.chunks():
+            part = slice(chunk.start, chunk.stop)
+            theirs = received.params[part]
+            if base is not None:
+                self._blend_before_fetch(chunk, base[part], theirs, factor)
+            elif chunk.is_rounded(theirs.dtype):
+                params = self._scratch[: len(chunk)]
+                chunk.pack(params)
+                self.algorithm.blend(params, theirs, factor)
+                chunk.unpack(params)
+            else:
+                theirs = theirs.to(self._served.device)
+                for mine, their in zip(*chunk.window(theirs), strict=True):
+                    self.algorithm.blend(mine, their, factor)
+        self._clock = self.algorithm.blended_clock(own.clock, peer.clock, factor)
+        self._note_blend(factor, own.clock - peer.clock)
+        return factor
+
+    def _blend_before_fetch(
+        self, chunk: Chunk, base: Tensor, theirs: Tensor, factor: float
+    ) -> None:
+        """Blend the parameters from when the fetch began; add what was learned since then."""
+        params = self._scratch[: len(chunk)]
+        chunk.pack(params)
+        params.sub_(base)
+        self.algorithm.blend(base, theirs, factor)
+        params.add_(base)
+        chunk.unpack(params)
+
+    def _note_blend(self, factor: float, staleness: float) -> None:
+        for kept, value in ((self.factors, factor), (self.stalenesses, staleness)):
+            kept.append(value)
+            del kept[:-_KEPT]
+        self.steps_since_round = 0
+        self.statistics.rounds += 1
+        self.statistics.staleness = max(0, round(staleness))
+        self.statistics.bytes_sent = self.node.bytes_sent
+
+    # ---------------------------------------------------------------- meetings
+
+    @torch.no_grad()
+    def finish(self, purpose: str = "the end of training") -> None:
+        """Wait for the ranks of this job and leave their mean in the model; serve until then."""
+        self.meet(purpose)
+        self.show_consensus("the final consensus")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The parameters, buffers, counters and the clock; not the draws and not the scores."""
+        return {**super().state_dict(), "clock": self._clock}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on from a state of :meth:`state_dict` of the same worker."""
+        super().load_state_dict(saved)
+        self._clock = saved["clock"]
+
+    def close(self) -> None:
+        """Stop serving, end the threads and destroy the groups; a second call does nothing."""
+        self.node.close()
+        super().close()
+
+
+def _make_meetings(
+    prepared: Prepared, group: WorkerGroup, statistics: Statistics
+) -> BlockingRounds:
+    """Machinery to meet the other ranks of the job; no round is ever made with it."""
+    return BlockingRounds(prepared.replica.layout, LocalSGD(), MeanExchange(group, statistics), {})
+
+
+def _served_layout(prepared: Prepared) -> FlatLayout:
+    """Trainable parameters and floating-point buffers in one flat vector."""
+    params, buffers = prepared.replica.layout, prepared.replica.buffers
+    names = [*params.names, *(f"buffer {name}" for name in buffers.names)]
+    return FlatLayout(zip(names, [*params.tensors, *buffers.tensors], strict=True), CHUNK_ELEMENTS)
+
+
+def _own_host(group: WorkerGroup) -> str:
+    """Where the other ranks of the job reach this one: loopback if all are on one machine."""
+    names = group.gather_objects(socket.gethostname())
+    if len(set(names)) == 1:
+        return "127.0.0.1"
+    return address_towards(os.environ.get("MASTER_ADDR", names[0]))

@@ -1,0 +1,231 @@
+"""One worker among its peers: serves its own parameters and reads those of others."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.peers.client import CHUNK_BYTES, WINDOW, Client, FetchCounts, Received
+from lightning_loco.peers.directory import Directory
+from lightning_loco.peers.flow import FlowControl
+from lightning_loco.peers.keys import read_key_file
+from lightning_loco.peers.protocol import Model, dtype_code
+from lightning_loco.peers.publications import Publications
+from lightning_loco.peers.server import Server
+
+
+@dataclasses.dataclass
+class PeerStatistics(FetchCounts):
+    """Counters of a node from its start on; see also :class:`FetchCounts`.
+
+    Attributes:
+        malformed: Messages that were dropped, requests and replies.
+        bytes_sent: Bytes of parameters handed out to peers.
+        wait_s: Seconds spent in :meth:`PeerNode.wait`.
+        scores: Scores of the peers in [10, 1000], by name.
+    """
+
+    bytes_sent: int = 0
+    wait_s: float = 0.0
+    scores: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+class PeerNode:
+    """Serve the latest parameters of this worker and read those of random peers.
+
+    Serving and reading happen in two threads; the training thread only copies its parameters into a
+    buffer and waits for a fetch when it wants to. Both threads are daemons: a node that is never
+    closed does not keep its process alive.
+
+    Args:
+        numel: Number of parameters P.
+        dtype: The dtype in which received parameters are handed over.
+        directory: Who the peers are and where.
+        schema_checksum: 64 bits that tell the model, equal on all peers; see
+            :func:`~lightning_loco.comm.checks.schema_checksum`.
+        wire_dtype: In which dtype parameters travel, equal on all peers: float32, bfloat16 or
+            float64. Default: ``dtype``.
+        fetch_timeout_s: The longest fetch, and so the longest :meth:`wait`, in seconds.
+        seed: Of the choice of peers; give each worker its own.
+        key_file: Only peers with this file may read; see :mod:`lightning_loco.peers.keys`.
+        host: Address to listen at. Default: 127.0.0.1 if all peers are there, else 0.0.0.0.
+        port: Port to listen at. Default: the one in the directory, or any that is free.
+        chunk_bytes: Length of the pieces in which parameters travel, at most 4 MiB.
+        window: Pieces that are asked for at the same time, 1 to 8.
+
+    Raises:
+        ValueError: If an argument is out of range or the key file cannot be used.
+        FileNotFoundError: If there is no key file.
+        RuntimeError: If the port is taken.
+
+    Example:
+        >>> from lightning_loco.peers import StoreDirectory
+        >>> store = torch.distributed.HashStore()
+        >>> here, there = (
+        ...     PeerNode(3, torch.float32, StoreDirectory(store, worker, 2), schema_checksum=7)
+        ...     for worker in range(2)
+        ... )
+        >>> there.publish(torch.tensor([1.0, 2.0, 3.0]), Tag(clock=5, loss=0.5))
+        >>> here.start_fetch()
+        >>> received = here.wait()
+        >>> received.params, received.tag.clock, received.peer
+        (tensor([1., 2., 3.]), 5.0, 'worker1')
+        >>> here.close()
+        >>> there.close()
+    """
+
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        directory: Directory,
+        *,
+        schema_checksum: int,
+        wire_dtype: torch.dtype | None = None,
+        fetch_timeout_s: float = 2.5,
+        seed: int = 0,
+        key_file: str | Path | None = None,
+        host: str | None = None,
+        port: int | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+        window: int = WINDOW,
+    ) -> None:
+        model = Model(schema_checksum, numel, dtype if wire_dtype is None else wire_dtype)
+        dtype_code(model.wire_dtype)
+        keys = None if key_file is None else read_key_file(key_file)
+        if keys is None and not directory.is_local:
+            warnings.warn(
+                "Parameters are served to other machines without keys, so everybody there who "
+                "reaches this port may read them, and may pretend to be a peer. Write a key file "
+                "with `python -m lightning_loco.peers.keys FILE`, copy it to all machines "
+                "and pass key_file=FILE.",
+                stacklevel=2,
+            )
+        if host is None:
+            host = "127.0.0.1" if directory.is_local else "0.0.0.0"
+        _keep_freed_memory()
+        self._wait_s = 0.0
+        self._publications = Publications(model, lease_s=fetch_timeout_s)
+        self._flow = FlowControl(directory.names, seed)
+        self._client = Client(
+            model,
+            dtype,
+            directory,
+            self._flow,
+            fetch_timeout_s=fetch_timeout_s,
+            keys=keys,
+            chunk_bytes=chunk_bytes,
+            window=window,
+        )
+        try:
+            self._server = Server(
+                model,
+                self._publications,
+                host=host,
+                port=directory.port if port is None else port,
+                keys=keys,
+            )
+        except BaseException:
+            self._client.close()
+            raise
+        self._server.start()
+        try:
+            directory.announce(self._server.port)
+        except BaseException:
+            self.close()
+            raise
+        self._client.start()
+
+    @property
+    def port(self) -> int:
+        """Where this worker listens."""
+        return self._server.port
+
+    def publish(self, flat: Tensor, tag: Tag) -> None:
+        """Copy parameters for others to read; never waits for them.
+
+        Args:
+            flat: Parameters ``(P,)`` on any device.
+            tag: Their clock and loss.
+
+        Raises:
+            ValueError: If the number of parameters is another one.
+        """
+        self._publications.publish(flat, tag)
+
+    def draft(self) -> Tensor:
+        """Memory ``(P,)`` to write the next publication into, which saves a copy.
+
+        Its dtype is ``wire_dtype``. Nobody reads it until :meth:`post`.
+        """
+        return self._publications.draft()
+
+    def post(self, tag: Tag) -> None:
+        """Let others read what was written into the :meth:`draft`; never waits for them.
+
+        Args:
+            tag: Clock and loss of the parameters.
+        """
+        self._publications.post(tag)
+
+    def start_fetch(self) -> None:
+        """Begin to read from a peer in the background."""
+        self._client.start_fetch()
+
+    def wait(self, timeout_s: float | None = None) -> Received | None:
+        """Wait until the fetch has ended, at most ``fetch_timeout_s`` after its start.
+
+        Args:
+            timeout_s: Wait for less; the fetch goes on and can be waited for again.
+
+        Returns:
+            The peer's parameters, valid until the next :meth:`start_fetch`; None if no peer
+            answered with usable ones, or no fetch was started.
+        """
+        started = time.perf_counter()
+        received = self._client.wait(timeout_s)
+        self._wait_s += time.perf_counter() - started
+        return received
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no fetch is under way, so that :meth:`wait` would not block."""
+        return self._client.has_ended
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of parameters handed out to peers."""
+        return self._server.bytes_sent
+
+    @property
+    def statistics(self) -> PeerStatistics:
+        """A copy of the counters."""
+        counts = dataclasses.asdict(self._client.counts)
+        counts["malformed"] += self._server.malformed
+        return PeerStatistics(
+            **counts,
+            bytes_sent=self.bytes_sent,
+            wait_s=self._wait_s,
+            scores=self._flow.scores,
+        )
+
+    def close(self) -> None:
+        """End both threads and free the port; a second call does nothing."""
+        self._client.close()
+        self._server.close()
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep the memory of messages, instead of getting it anew for each of them.
+
+    Blocks larger than any that was freed so far go back to the system at once, and all pages of
+    the next one are then cleared again, which halves the rate of a fetch.
+    """
+    block = bytearray(16 * 2**20)
+    del block

@@ -1,0 +1,85 @@
+"""What a user says about pairwise gossip, checked before any thread or socket exists."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_loco.peers.directory import NodeDirectory, Peer, as_peer
+from lightning_loco.peers.keys import read_key_file
+from lightning_loco.peers.nodes_file import read_nodes
+from lightning_loco.rounds.settings import RoundSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class PairwiseSettings(RoundSettings):
+    """How a worker pulls from its peers.
+
+    Args:
+        nodes: All peers if workers are started one by one; None for the ranks of one job.
+        name: Which of the nodes this worker is.
+        fetch_timeout_s: Longest time for a fetch, in seconds.
+        wire_dtype: What travels: float32, float64 or bfloat16; None for the flat vector's dtype.
+        key_file: CURVE keys of the job.
+
+    Raises:
+        TypeError: If a value has the wrong type.
+        ValueError: If a value is out of range, or the nodes do not fit.
+        FileNotFoundError: If a file does not exist.
+    """
+
+    nodes: Any | None = None
+    name: str | None = None
+    fetch_timeout_s: float = 2.5
+    wire_dtype: torch.dtype | None = None
+    key_file: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        """Check types and ranges."""
+        super().__post_init__()
+        timeout = self.fetch_timeout_s
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+            raise TypeError(f"fetch_timeout_s must be a number of seconds, got {timeout!r}.")
+        if not 0 < timeout < math.inf:
+            raise ValueError(f"fetch_timeout_s must be positive and finite, got {timeout!r}.")
+        if self.wire_dtype not in (None, torch.float32, torch.float64, torch.bfloat16):
+            raise ValueError(
+                "wire_dtype must be torch.float32, torch.float64 or torch.bfloat16, got "
+                f"{self.wire_dtype!r}."
+            )
+        if self.name is not None and self.nodes is None:
+            raise ValueError(f"name={self.name!r} says which of the nodes this is; give nodes=...")
+        if self.nodes is not None:
+            if self.name is None:
+                raise ValueError("nodes needs name: which of them is this worker?")
+            NodeDirectory(self.peers, self.name)
+        if self.key_file is not None:
+            read_key_file(self.key_file)
+
+    @functools.cached_property
+    def peers(self) -> list[Peer]:
+        """All nodes, this one among them; empty for the ranks of one job."""
+        if self.nodes is None:
+            return []
+        if isinstance(self.nodes, (str, Path)):
+            return read_nodes(self.nodes)[0]
+        return [as_peer(node) for node in self.nodes]
+
+    @property
+    def node_number(self) -> int:
+        """Number of this worker among the nodes; 0 without nodes."""
+        return [peer.name for peer in self.peers].index(self.name) if self.name else 0
+
+    def describe(self) -> dict[str, Any]:
+        """Everything that is equal on all workers, as plain values."""
+        return {
+            **super().describe(),
+            "nodes": [list(peer) for peer in self.peers],
+            "fetch_timeout_s": self.fetch_timeout_s,
+            "wire_dtype": str(self.wire_dtype),
+        }

@@ -1,0 +1,161 @@
+"""Reading one publication in chunks, several of which are asked for at the same time."""
+
+from __future__ import annotations
+
+import secrets
+
+import numpy as np
+import torch
+
+from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.peers.protocol import (
+    DATA,
+    LATEST,
+    OTHER_MODEL,
+    Model,
+    Reply,
+    Request,
+    dtype_code,
+    pack_request,
+)
+
+# Below 32768, the size from which PyTorch starts threads of its own, which would compete with those
+# that train; and a multiple of the cache line.
+_SERIAL_ELEMENTS = 32_640
+
+
+class Landing:
+    """Memory for the parameters of one peer, in the dtype of the wire and in that of the model.
+
+    Args:
+        model: Size and dtype on the wire.
+        dtype: The dtype of :attr:`params`.
+
+    Attributes:
+        params: The received parameters ``(P,)``.
+        is_finite: Whether all values that have come since the last :meth:`clear` are.
+    """
+
+    def __init__(self, model: Model, dtype: torch.dtype) -> None:
+        self._bytes = np.zeros(model.total_bytes, dtype=np.uint8)
+        self._wire = torch.from_numpy(self._bytes).view(model.wire_dtype)
+        same = dtype == model.wire_dtype
+        self.params = self._wire if same else torch.empty(model.numel, dtype=dtype)
+        self._values = self.params.numpy()
+        self.is_finite = True
+
+    def clear(self) -> None:
+        """Forget what was received."""
+        self.is_finite = True
+
+    def place(self, offset: int, chunk: memoryview) -> None:
+        """Copy a chunk from the wire; NumPy lets other threads of Python run meanwhile."""
+        np.copyto(self._bytes[offset : offset + len(chunk)], np.frombuffer(chunk, np.uint8))
+
+    def settle(self, offset: int, length: int) -> None:
+        """Convert a chunk that has just come and look at its values while the cache has them."""
+        itemsize = self._wire.itemsize
+        part = slice(offset // itemsize, (offset + length) // itemsize)
+        if self.params is not self._wire:
+            torch._foreach_copy_(
+                torch.split(self.params[part], _SERIAL_ELEMENTS),
+                torch.split(self._wire[part], _SERIAL_ELEMENTS),
+            )
+        # NumPy, since torch would start threads of its own for so many values.
+        self.is_finite = self.is_finite and bool(np.isfinite(self._values[part]).all())
+
+
+class Transfer:
+    """Which chunks of a publication are there, asked for, or still to ask for.
+
+    Only replies to a request that is under way are accepted: each has a random number, and its
+    offset and length must come back with it. So replays and strays change nothing.
+
+    Args:
+        model: What is read; the peer must have the same.
+        landing: Where it goes.
+        chunk_bytes: Length of a chunk.
+        window: Chunks that are asked for at the same time.
+
+    Attributes:
+        tag: Clock and loss of the publication.
+        received_bytes: How much is there.
+    """
+
+    def __init__(self, model: Model, landing: Landing, chunk_bytes: int, window: int) -> None:
+        self._model = model
+        self._code = dtype_code(model.wire_dtype)
+        self._total_bytes = model.total_bytes
+        self._landing = landing
+        self._chunk_bytes = chunk_bytes
+        self._window = window
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew with the latest publication."""
+        self.tag = Tag(0.0, 0.0)
+        self.received_bytes = 0
+        self._publication = LATEST
+        self._asked_bytes = 0
+        self._under_way: dict[int, tuple[int, int]] = {}
+        self._landing.clear()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether everything is there."""
+        return self.received_bytes == self._total_bytes
+
+    def requests(self) -> list[bytes]:
+        """The requests to send now: several at a time, which wakes the peer less often.
+
+        The first goes alone, since its reply names the publication.
+        """
+        window = 1 if self._publication == LATEST else self._window
+        if len(self._under_way) > window // 2:
+            return []
+        requests = []
+        while len(self._under_way) < window and self._asked_bytes < self._total_bytes:
+            offset = self._asked_bytes
+            length = min(self._chunk_bytes, self._total_bytes - offset)
+            number = secrets.randbits(64)
+            self._under_way[number] = (offset, length)
+            self._asked_bytes += length
+            request = Request(
+                self._model.checksum, self._code, number, self._publication, offset, length
+            )
+            requests.append(pack_request(request))
+        return requests
+
+    def expects(self, reply: Reply) -> bool:
+        """Whether this is the reply to a request that is under way."""
+        asked = self._under_way.get(reply.request_id)
+        if asked is None or asked[0] != reply.offset:
+            return False
+        if reply.kind == OTHER_MODEL:
+            return True
+        if reply.checksum != self._model.checksum or reply.dtype_code != self._code:
+            return False
+        if reply.kind != DATA:
+            return reply.publication == self._publication
+        return (
+            reply.length == asked[1]
+            and reply.total_bytes == self._total_bytes
+            and reply.publication != LATEST
+            and self._publication in (LATEST, reply.publication)
+        )
+
+    def place(self, reply: Reply, chunk: memoryview) -> None:
+        """Put the chunk of an expected reply into its place."""
+        self._landing.place(reply.offset, chunk)
+
+    def accept(self, reply: Reply) -> None:
+        """The chunk of an expected reply is in its place."""
+        del self._under_way[reply.request_id]
+        self._publication = reply.publication
+        self.tag = reply.tag
+        self.received_bytes += reply.length
+        self._landing.settle(reply.offset, reply.length)
+
+    def is_finite(self) -> bool:
+        """Whether all that has come is finite."""
+        return self._landing.is_finite

@@ -1,0 +1,67 @@
+"""What a client asks a server for, and how it learns of a failure there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_loco.remote.state import State
+from lightning_loco.remote.wire import Kind, Lane, Note, Wire
+
+
+def ask_for_weights(wire: Wire, checksum: int) -> dict[str, Any]:
+    """Ask for the parameters of the same model, which follow the answer.
+
+    Raises:
+        ValueError: If the other rank has another model.
+        RuntimeError: If it is gone or too late.
+    """
+    wire.ask(Note(Kind.WEIGHTS, {"checksum": checksum}))
+    answer = check_answer(wire)
+    if "settings" not in answer:
+        raise ValueError(
+            f"{wire.name} has a model with other parameters. Build the same model on all ranks, "
+            "and pass its parameters in the same order."
+        )
+    return answer
+
+
+def ask_for_parameters(wire: Wire, params: Sequence[Tensor]) -> Iterable[Tensor]:
+    """Ask for all parameters in full precision, one after another."""
+    wire.ask(Note(Kind.PARAMETERS, {}))
+    check_answer(wire)
+    for param in params:
+        memory = torch.empty(param.shape, dtype=param.dtype)
+        wire.wait(wire.receive(memory.view(-1), Lane.STATE), "the parameters")
+        yield memory
+
+
+def ask_for_state(wire: Wire) -> State:
+    """Ask for what the optimizer remembers.
+
+    Raises:
+        TypeError: If it cannot be sent.
+    """
+    wire.ask(Note(Kind.STATE, {}))
+    answer = check_answer(wire)
+    if "refused" in answer:
+        raise TypeError(answer["refused"])
+    return State.receive(wire, answer)
+
+
+def check_answer(wire: Wire) -> dict[str, Any]:
+    """Wait for an answer.
+
+    Raises:
+        RuntimeError: If the server tells of a failure; it need not listen to this rank any more.
+    """
+    answer = wire.answered()
+    if "failure" in answer:
+        with suppress(RuntimeError):
+            wire.ask(Note(Kind.LEAVE, {}))
+        raise RuntimeError(f"{wire.name}: {answer['failure']}")
+    return answer

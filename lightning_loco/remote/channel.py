@@ -1,0 +1,171 @@
+"""A worker's side of one server: gradients leave, parameters come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_loco.remote.asking import (
+    ask_for_parameters,
+    ask_for_state,
+    ask_for_weights,
+    check_answer,
+)
+from lightning_loco.remote.calls import Call
+from lightning_loco.remote.plan import Message
+from lightning_loco.remote.settings import SettingsMirror
+from lightning_loco.remote.slots import Slot
+from lightning_loco.remote.state import State
+from lightning_loco.remote.wire import Kind, Lane, Note, Wire
+
+
+class Channel:
+    """Exchanges a share of the parameters with the server that has them.
+
+    Args:
+        params: The share, in the server's order.
+        groups: Where the settings are that a schedule may change here.
+        messages: How the share is cut.
+        wire: To the server.
+        checksum: Tells the model.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        groups: Sequence[dict[str, Any]],
+        messages: Sequence[Message],
+        wire: Wire,
+        checksum: int,
+    ) -> None:
+        self.wire = wire
+        self._params = params
+        self._slots = [Slot(message, params) for message in messages]
+        self._mirror = SettingsMirror(groups)
+        self._checksum = checksum
+        self._messages_of: list[list[int]] = [[] for _ in params]
+        for number, slot in enumerate(self._slots):
+            for index in slot.indices:
+                self._messages_of[index].append(number)
+        self._sending: list[dist.Work] = []
+        self._receiving: list[dist.Work] = []
+        self._awaited: list[set[int]] = []
+        self._is_streaming = False
+
+    def join(self) -> None:
+        """Ask for the parameters and settings; :meth:`take_over` ends it."""
+        self._mirror.take_over(ask_for_weights(self.wire, self._checksum)["settings"])
+        self._receive()
+
+    def expect_gradients(self) -> None:
+        """A backward pass begins that completes the gradients."""
+        self._awaited = [set(slot.indices) for slot in self._slots]
+
+    def has_gradient(self, index: int) -> None:
+        """Send what is complete now that this parameter has its gradient.
+
+        Raises:
+            RuntimeError: If it had one before, in this pass.
+        """
+        for number in self._messages_of[index]:
+            if number < len(self._sending) or index not in self._awaited[number]:
+                raise RuntimeError(
+                    "A parameter got its gradient twice in one backward pass (reentrant "
+                    "checkpointing does that), after its first part may have been sent. "
+                    "Use overlap=False."
+                )
+            self._awaited[number].discard(index)
+        while len(self._sending) < len(self._slots) and not self._awaited[len(self._sending)]:
+            if not self._is_streaming:
+                self._is_streaming = True
+                self.wire.ask(Note(Kind.STREAM, {}))
+            self._send_next()
+
+    def ask_for_step(self, call: Call) -> None:
+        """Send the gradients that are still here, and be ready for the parameters."""
+        call = call._replace(
+            missing=tuple(i for i, param in enumerate(self._params) if param.grad is None),
+            settings=self._mirror.changes(),
+        )
+        if not self._is_streaming:
+            self.wire.ask(Note(Kind.STEP, call.content()))
+        while len(self._sending) < len(self._slots):
+            self._send_next()
+        if self._is_streaming:
+            self.wire.ask(Note(Kind.CALL, call.content()))
+        self._receive()
+
+    def finish_step(self) -> str | None:
+        """Wait until the step is made; :meth:`take_over` ends it.
+
+        Returns:
+            Why to stop, if all should.
+        """
+        answer = check_answer(self.wire)
+        for work in self._sending:
+            self.wire.wait(work, "the gradients")
+        self._sending, self._awaited, self._is_streaming = [], [], False
+        self._mirror.take_over(answer.get("settings"))
+        return answer.get("stop")
+
+    def take_over(self, share: Callable[[Tensor], object]) -> None:
+        """Write the parameters as they come.
+
+        Args:
+            share: Called with each message, in order.
+        """
+        for slot, work in zip(self._slots, self._receiving, strict=True):
+            self.wire.wait(work, "the parameters")
+            share(slot.incoming(self._params))
+            slot.unpack(self._params)
+        self._receiving = []
+
+    def follow(self, share: Callable[[Tensor], object]) -> None:
+        """Take over what another rank of this worker shares."""
+        for slot in self._slots:
+            share(slot.incoming(self._params))
+            slot.unpack(self._params)
+
+    def are_finite(self, here: bool) -> bool:
+        """Whether the gradients of all workers are finite."""
+        self.wire.ask(Note(Kind.FINITE, {"finite": here}))
+        return bool(check_answer(self.wire)["finite"])
+
+    def meet(self, purpose: str, stop: str | None) -> dict[str, Any]:
+        """Wait until no worker makes steps; returns the server's answer."""
+        self.wire.ask(Note(Kind.MEET, {"purpose": purpose, "stop": stop}))
+        return check_answer(self.wire)
+
+    def state(self) -> State:
+        """What the optimizer remembers."""
+        return ask_for_state(self.wire)
+
+    def load_state(self, state: State) -> None:
+        """Make the optimizer remember."""
+        state.send(self.wire, lambda text: self.wire.ask(Note(Kind.LOAD_STATE, text)))
+        check_answer(self.wire)
+
+    def parameters(self) -> list[Tensor]:
+        """The server's parameters in full precision."""
+        return list(ask_for_parameters(self.wire, self._params))
+
+    def leave(self, farewell: dict[str, Any]) -> None:
+        """No more requests will come."""
+        self.wire.ask(Note(Kind.LEAVE, farewell))
+
+    def fail(self, text: str) -> None:
+        """No more requests will come, because of an error."""
+        self.wire.ask(Note(Kind.FAIL, {"text": text}))
+
+    def _send_next(self) -> None:
+        slot = self._slots[len(self._sending)]
+        gradients = {index: self._params[index].grad for index in slot.indices}
+        self._sending.append(self.wire.send(slot.outgoing(gradients), Lane.GRADIENTS))
+
+    def _receive(self) -> None:
+        self._receiving = [
+            self.wire.receive(slot.incoming(self._params), Lane.WEIGHTS) for slot in self._slots
+        ]

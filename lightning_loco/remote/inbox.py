@@ -1,0 +1,80 @@
+"""Receiving a client's gradients ahead of the sum."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_loco.remote.accumulator import Accumulator
+from lightning_loco.remote.plan import Message
+from lightning_loco.remote.wire import Lane, Wire
+
+AHEAD_BYTES = 8 * 2**20
+
+
+class Inbox:
+    """A client's messages, received ahead of the one in work, also before a step begins.
+
+    Those of the first client come where the sum will be, if they are of its dtype; the others go
+    round in some memory that holds at least two.
+
+    Args:
+        client: Who sends.
+        messages: How gradients are cut, and their dtype on the wire.
+        accumulator: Where they are summed.
+        is_first: Whether the sum begins with this client.
+    """
+
+    def __init__(
+        self,
+        client: Wire,
+        messages: Sequence[Message],
+        accumulator: Accumulator,
+        is_first: bool,
+    ) -> None:
+        self._client = client
+        self._messages = messages
+        self._accumulator = accumulator
+        self._is_direct = is_first and messages[0].dtype == accumulator.dtype
+        self._longest = max(message.numel * message.dtype.itemsize for message in messages)
+        self._places = min(len(messages), max(2, AHEAD_BYTES // self._longest))
+        self._memory: Tensor | None = None
+        self._coming: deque[tuple[Tensor, dist.Work]] = deque()
+        self._next = len(messages)
+
+    def open(self) -> None:
+        """Begin to receive the messages of the next step."""
+        self._next = 0
+        self._receive_ahead()
+
+    def next(self) -> Tensor:
+        """Wait for the next message of this step; valid until the next one is asked for.
+
+        Raises:
+            RuntimeError: If the client is gone or too late.
+        """
+        memory, work = self._coming.popleft()
+        self._client.wait(work, "its gradients")
+        self._receive_ahead()
+        return memory
+
+    def _receive_ahead(self) -> None:
+        while self._next < len(self._messages) and (
+            self._is_direct or len(self._coming) < self._places - 1 or self._places == 1
+        ):
+            memory = self._place(self._next)
+            self._coming.append((memory, self._client.receive(memory, Lane.GRADIENTS)))
+            self._next += 1
+
+    def _place(self, index: int) -> Tensor:
+        if self._is_direct:
+            return self._accumulator.slices[index]
+        message = self._messages[index]
+        if self._memory is None:
+            self._memory = torch.empty(self._places, self._longest, dtype=torch.uint8)
+        size = message.numel * message.dtype.itemsize
+        return self._memory[index % self._places, :size].view(message.dtype)

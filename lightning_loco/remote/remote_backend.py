@@ -1,0 +1,115 @@
+"""An optimizer on another rank than the server that averages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_loco.remote.accumulator import Accumulator
+from lightning_loco.remote.asking import (
+    ask_for_parameters,
+    ask_for_state,
+    ask_for_weights,
+    check_answer,
+)
+from lightning_loco.remote.calls import Call
+from lightning_loco.remote.plan import Message
+from lightning_loco.remote.state import State
+from lightning_loco.remote.wire import Kind, Lane, Note, Wire
+
+LAG = 2
+
+
+class RemoteBackend:
+    """An optimizer on another rank, asked as a worker asks.
+
+    Args:
+        wire: To that rank.
+        params: Their shapes.
+        messages: As the workers cut them; this is how parameters come back.
+        accumulator: Where the gradients are. A message's parameters come into the memory of its
+            gradient, which is free by then: the answer to a message follows its arrival.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        params: Sequence[Tensor],
+        messages: Sequence[Message],
+        accumulator: Accumulator,
+    ) -> None:
+        self._wire = wire
+        self._params = params
+        self._accumulator = accumulator
+        self._memory = [
+            accumulator.lend(index, message.dtype) for index, message in enumerate(messages)
+        ]
+        self._sending: list[dist.Work] = []
+        self._receiving: list[dist.Work] = []
+        self._steps_at_once = self._is_streaming = self._is_early = False
+        self._next = 0
+
+    def join(self, checksum: int) -> dict[str, Any]:
+        """Ask for the parameters."""
+        answer = ask_for_weights(self._wire, checksum)
+        self._steps_at_once = answer["steps_at_once"]
+        for memory in self._memory:
+            self._wire.wait(self._wire.receive(memory, Lane.WEIGHTS), "the parameters")
+        return answer
+
+    def begin(self, call: Call | None) -> None:
+        """Announce the gradients."""
+        self._next = 0
+        self._is_streaming = call is None
+        self._is_early = call is not None and call.clip is None and self._steps_at_once
+        kind = Kind.STREAM if call is None else Kind.STEP
+        self._wire.ask(Note(kind, {} if call is None else call.content()))
+
+    def push(self, index: int) -> Iterable[int]:
+        """Pass the gradient on; parameters are awaited some messages later."""
+        self._sending.append(self._wire.send(self._accumulator.slices[index], Lane.GRADIENTS))
+        self._receiving.append(self._wire.receive(self._memory[index], Lane.WEIGHTS))
+        return self._arrivals(index - LAG + 1) if self._is_early else ()
+
+    def finish(self, call: Call) -> dict[str, Any]:
+        """The other rank's answer."""
+        if self._is_streaming:
+            self._wire.ask(Note(Kind.CALL, call.content()))
+        return check_answer(self._wire)
+
+    def remaining(self) -> Iterable[int]:
+        """Wait for the parameters that have not come yet."""
+        yield from self._arrivals(len(self._memory))
+        for work in self._sending:
+            self._wire.wait(work, "the gradients")
+        self._sending, self._receiving = [], []
+
+    def _arrivals(self, stop: int) -> Iterable[int]:
+        for index in range(self._next, stop):
+            self._wire.wait(self._receiving[index], "the parameters after a step")
+            self._next = index + 1
+            yield index
+
+    def weights(self, index: int) -> Tensor:
+        """As they came."""
+        return self._memory[index]
+
+    def state(self) -> State:
+        """Ask for it."""
+        return ask_for_state(self._wire)
+
+    def load_state(self, state: State) -> None:
+        """Pass it on."""
+        state.send(self._wire, lambda text: self._wire.ask(Note(Kind.LOAD_STATE, text)))
+        check_answer(self._wire)
+
+    def parameters(self) -> Iterable[Tensor]:
+        """Ask for them."""
+        return ask_for_parameters(self._wire, self._params)
+
+    def end(self, farewell: dict[str, Any]) -> None:
+        """Tell the other rank."""
+        self._wire.ask(Note(Kind.LEAVE, farewell))

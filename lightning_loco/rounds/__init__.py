@@ -1,0 +1,7 @@
+"""Rounds by a schedule: when workers exchange, how messages move, how results land."""
+
+from lightning_loco.rounds.clock_engine import ClockEngine
+from lightning_loco.rounds.settings import RoundSettings
+from lightning_loco.rounds.step_engine import StepEngine
+
+__all__ = ["ClockEngine", "RoundSettings", "StepEngine"]

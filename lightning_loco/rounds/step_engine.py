@@ -1,0 +1,94 @@
+"""Rounds after every H local steps, whose results are applied at once or one round late.
+
+The engine drives any algorithm in a plain PyTorch loop; the Lightning strategies use the same one::
+
+    engine = StepEngine(model, DiLoCo(), sync_every=100)   # on every rank
+    for batch in data:
+        ...
+        optimizer.step()
+        engine.step()
+    engine.finish()                                        # the model is now the consensus
+    engine.close()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from lightning_loco.algorithms import Algorithm
+from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.rounds.engine import Engine
+from lightning_loco.rounds.settings import RoundSettings
+from lightning_loco.rounds.setup import make_rounds, prepare_worker
+
+
+class StepEngine(Engine):
+    """Count local steps and make the rounds of one worker.
+
+    Args:
+        model: The module to train; its trainable parameters are exchanged.
+        algorithm: What a round computes.
+        sync_every: Local steps between rounds, at least 1; or a list with one entry per worker.
+        overlap: Apply a round's result one round later, and hide its communication.
+        warm_start: With overlap, make the first round a blocking one.
+        topology: Who is whose neighbour, for algorithms that exchange with neighbours.
+        bucket_bytes: Memory for messages under way, in bytes.
+        group: The workers. Default: all ranks of the default process group, with groups of its own.
+
+    Raises:
+        ValueError: On every worker, if the model or the settings do not fit.
+
+    Example:
+        >>> import torch
+        >>> from lightning_loco.algorithms import DiLoCo
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> engine = StepEngine(model, DiLoCo(outer_lr=0.5, outer_momentum=0.0), sync_every=2)
+        >>> start = model.weight.item()
+        >>> for _ in range(2):  # stands for two optimizer steps
+        ...     _ = model.weight.data.add_(1.0)
+        ...     _ = engine.step()
+        >>> round(model.weight.item() - start, 6)  # one worker: half of the drift
+        1.0
+        >>> engine.close()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        algorithm: Algorithm,
+        *,
+        sync_every: int | Sequence[int] = 100,
+        overlap: bool = False,
+        warm_start: bool = True,
+        topology: Any | None = None,
+        bucket_bytes: int = 64 * 2**20,
+        group: WorkerGroup | None = None,
+    ) -> None:
+        group = group if group is not None else WorkerGroup.create()
+        try:
+            prepared = prepare_worker(
+                model,
+                lambda: RoundSettings(algorithm, sync_every, overlap, warm_start, topology),
+                bucket_bytes,
+                group,
+            )
+            super().__init__(group, prepared, make_rounds)
+        except BaseException:
+            group.close()
+            raise
+
+    @property
+    def is_due(self) -> bool:
+        """Whether enough local steps are done for a round."""
+        return self.steps_since_round >= self.sync_every
+
+    def make_round(self) -> None:
+        """Make one round now, together with all workers.
+
+        Raises:
+            RuntimeError: If a worker is missing or has failed, or no worker is finite.
+        """
+        self._make_blocking_round()

@@ -1,0 +1,250 @@
+"""Pulling from peers: exact blends, nobody waits, whoever comes back takes part again."""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_loco import PairwiseAverage, PairwiseEngine
+from lightning_loco.peers import Peer
+from tests.peers.helpers import HOST, free_ports
+from tests.pool import Pool
+from tests.tiny import flat, make_model
+
+
+class Numbers(nn.Module):
+    """A vector, a buffer, and an integer buffer that stays each worker's own."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.full((5,), value, dtype=torch.float64))
+        self.register_buffer("mean", torch.full((3,), value, dtype=torch.float64))
+        self.register_buffer("count", torch.tensor(int(value)))
+
+
+def free_nodes(count: int) -> list[Peer]:
+    """Nodes on this machine whose ports are free at present."""
+    return [Peer(f"w{i}", HOST, port) for i, port in enumerate(free_ports(count))]
+
+
+def pair(*values: float, **settings: Any) -> list[tuple[Numbers, PairwiseEngine]]:
+    """Two engines in one process, each a worker of its own."""
+    nodes = free_nodes(len(values))
+    found = []
+    for node, value in zip(nodes, values, strict=True):
+        model = Numbers(value)
+        engine = PairwiseEngine(
+            model, PairwiseAverage(**settings), nodes=nodes, name=node.name, fetch_timeout_s=5
+        )
+        found.append((model, engine))
+    return found
+
+
+def close(workers: list[tuple[Numbers, PairwiseEngine]]) -> None:
+    for _, engine in workers:
+        engine.close()
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("loco")]
+
+
+def test_who_pulls_is_blended_and_the_other_is_not_changed() -> None:
+    (here, puller), (there, served) = workers = pair(0.0, 8.0, factor=0.25)
+    served._clock = 40.0
+    served.update_send(loss=1.0)
+    puller.update_send(loss=1.0)
+    assert puller.update_wait(loss=1.0) == 0.25
+    assert here.values.tolist() == [2.0] * 5
+    assert here.mean.tolist() == [2.0] * 3
+    assert here.count == 0
+    assert there.values.tolist() == [8.0] * 5
+    assert puller._clock == 0.25 * 41 + 0.75 * 1
+    assert puller.statistics.rounds == 1
+    close(workers)
+
+
+def test_both_at_once_with_one_half_keep_the_mean() -> None:
+    workers = pair(1.0, 5.0)
+    for _, engine in workers:
+        engine._clock = 3.0
+        engine.node.publish(engine._served.new_flat(), engine._tag()._replace(loss=1.0))
+    for _, engine in workers:
+        engine._next_publication = math.inf
+        engine.update_send(1.0)
+    for _, engine in workers:
+        assert engine.update_wait(1.0) == 0.5
+    assert [float(model.values.detach().mean()) for model, _ in workers] == [3.0, 3.0]
+    close(workers)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"interpolation": "loss"}, 0.75),
+        ({"interpolation": "clock"}, 0.5),
+        ({"interpolation": lambda clock, peer_clock, loss, peer_loss: 1.0}, 1.0),
+        ({"divergence_threshold": 6.0}, 0.25),
+        ({"factor": 0.0}, 0.0),
+    ],
+)
+def test_the_interpolation_decides(settings: dict[str, Any], expected: float) -> None:
+    (here, puller), (_, served) = workers = pair(0.0, 4.0, **settings)
+    served.update_send(loss=1.0)
+    puller.update_send(loss=3.0)
+    assert puller.update_wait(loss=3.0) == expected
+    assert here.values.tolist() == [4 * expected] * 5
+    close(workers)
+
+
+def test_without_a_peer_nothing_changes() -> None:
+    (here, engine), (_, other) = workers = pair(3.0, 4.0)
+    other.close()
+    for _ in range(3):
+        engine.update_send(1.0)
+        started = time.monotonic()
+        assert engine.update_wait(1.0) == 0.0
+        assert time.monotonic() - started < 5.5
+    assert here.values.tolist() == [3.0] * 5
+    assert engine.statistics.rounds == 0
+    close(workers)
+
+
+def test_a_worker_with_nan_takes_the_parameters_of_its_peer() -> None:
+    (here, engine), (_, other) = workers = pair(1.0, 4.0)
+    other.update_send(1.0)
+    here.values.data[2] = math.nan
+    engine.update_send(1.0)
+    assert not engine.was_finite
+    assert engine.update_wait(1.0) == 1.0
+    assert here.values.tolist() == [4.0] * 5
+    close(workers)
+
+
+def test_steps_never_wait_for_a_fetch() -> None:
+    (_, engine), (_, other) = workers = pair(1.0, 4.0)
+    other.close()
+    started = time.monotonic()
+    for _ in range(20):
+        engine.update_send(1.0)
+        engine.step()
+    assert time.monotonic() - started < 1.0
+    assert engine.statistics.wait_s < 0.1
+    close(workers)
+
+
+def test_one_worker_alone_is_left_as_it_is() -> None:
+    model = make_model()
+    before = flat(model)
+    engine = PairwiseEngine(model)
+    for _ in range(3):
+        engine.update_send(1.0)
+        engine.step()
+    engine.finish()
+    engine.close()
+    assert torch.equal(flat(model), before)
+
+
+# ------------------------------------------------------------------------- ranks of one job
+
+
+def ranks_gossip(rank: int, world: int) -> tuple[Tensor, int, Tensor]:
+    model = Numbers(0.0)
+    engine = PairwiseEngine(model, fetch_timeout_s=10)
+    model.values.data.fill_(float(rank))
+    for _ in range(150):
+        engine.update_send(1.0)
+        time.sleep(0.002)
+        engine.step()
+    local = model.values.detach().clone()
+    engine.finish("the end")
+    engine.close()
+    return local, engine.statistics.rounds, model.values.detach().clone()
+
+
+def test_ranks_of_one_job_find_each_other_and_come_together(pool: Pool) -> None:
+    results = pool.run(ranks_gossip, world=4)
+    for local, blends, final in results:
+        assert blends > 5
+        assert 0 <= float(local.min()) <= float(local.max()) <= 3
+        assert torch.equal(final, results[0][2])
+    spread = max(float(local[0]) for local, _, _ in results) - min(
+        float(local[0]) for local, _, _ in results
+    )
+    assert spread < 1.0
+
+
+def different_models(rank: int, world: int) -> str:
+    try:
+        PairwiseEngine(nn.Linear(2, 2 + rank)).close()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_different_models_are_refused_on_every_rank(pool: Pool) -> None:
+    for text in pool.run(different_models, world=2):
+        assert "weight" in text
+
+
+# ------------------------------------------------------------------------- bad input
+
+
+NODES = [{"name": "a", "host": "127.0.0.1", "port": 45671}]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        ({"nodes": NODES}, ValueError, "name"),
+        ({"nodes": NODES, "name": "b"}, ValueError, "no node 'b'"),
+        ({"name": "a"}, ValueError, "nodes"),
+        ({"nodes": [{"name": "a", "host": "x"}], "name": "a"}, ValueError, "port"),
+        ({"nodes": "there/is/none.yaml", "name": "a"}, FileNotFoundError, "none.yaml"),
+        ({"fetch_timeout_s": 0}, ValueError, "fetch_timeout_s"),
+        ({"fetch_timeout_s": "1"}, TypeError, "fetch_timeout_s"),
+        ({"wire_dtype": torch.int8}, ValueError, "wire_dtype"),
+        ({"key_file": "there/is/none.key"}, FileNotFoundError, "none.key"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        PairwiseEngine(make_model(), **settings)
+
+
+def test_a_taken_port_is_named() -> None:
+    (node,) = free_nodes(1)
+    with socket.socket() as taken:
+        taken.bind((node.host, node.port))
+        taken.listen()
+        with pytest.raises(RuntimeError, match=str(node.port)):
+            PairwiseEngine(make_model(), nodes=[node], name=node.name)
+
+
+def test_a_state_goes_on_with_its_clock() -> None:
+    (_, engine), (_, other) = workers = pair(1.0, 4.0)
+    for _ in range(3):
+        engine.update_send(1.0)
+        engine.step()
+    saved = engine.state_dict()
+    (model, again), (_, third) = others = pair(2.0, 4.0)
+    again.load_state_dict(saved)
+    assert again._clock == engine._clock
+    assert again.steps == 3
+    assert torch.equal(model.values, workers[0][0].values)
+    close(workers + others)
+
+
+def test_progress_made_during_a_fetch_is_kept_on_request() -> None:
+    for keep_progress, expected in ((False, 0.5 * 8 + 0.5 * 3), (True, 0.5 * 8 + 0.5 * 0 + 3)):
+        (here, engine), (_, other) = workers = pair(0.0, 8.0, keep_progress=keep_progress)
+        other.update_send(1.0)
+        engine.update_send(1.0)
+        here.values.data.add_(3.0)  # local steps while the parameters of the peer travel
+        assert engine.update_wait(1.0) == 0.5
+        assert here.values.tolist() == [expected] * 5
+        close(workers)

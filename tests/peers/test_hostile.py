@@ -1,0 +1,305 @@
+"""Hostile messages to a serving node, and hostile replies to a reading one."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+
+from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.peers import PeerNode
+from lightning_loco.peers.protocol import (
+    DATA,
+    GONE,
+    MAX_CHUNK_BYTES,
+    Reply,
+    Request,
+    pack_reply,
+    pack_request,
+    parse_reply,
+    parse_request,
+)
+from tests.peers.helpers import CHECKSUM, HOST, fetch, make_node, peers, two_nodes
+
+NUMEL = 500_000
+TOTAL_BYTES = 4 * NUMEL
+GOOD = Request(CHECKSUM, 1, 7, 0, 0, 4096)
+MB = 2**20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def hostile_messages(count: int) -> Iterator[list[bytes]]:
+    """Everything that somebody could think of, as frames."""
+    draw = random.Random(0)
+    frame = pack_request(GOOD)
+    for number in range(count):
+        match number % 10:
+            case 0:
+                yield [draw.randbytes(draw.randrange(300))]
+            case 1:
+                yield [draw.randbytes(len(frame))]
+            case 2:
+                yield [frame[: draw.randrange(len(frame))]]
+            case 3:
+                yield [frame + draw.randbytes(1 + draw.randrange(500))]
+            case 4:
+                length = draw.choice([0, MAX_CHUNK_BYTES + 1, 2**32 - 1])
+                yield [pack_request(GOOD._replace(length=length))]
+            case 5:
+                offset = draw.choice([TOTAL_BYTES, TOTAL_BYTES - 1, 2**40, 2**64 - 1])
+                yield [pack_request(GOOD._replace(offset=offset))]
+            case 6:
+                place = draw.randrange(8)
+                yield [frame[:place] + draw.randbytes(1) + frame[place + 1 :]]
+            case 7:
+                yield [frame] * draw.randrange(2, 20)
+            case 8:
+                yield [b"", frame]
+            case 9:
+                reply = Reply(DATA, CHECKSUM, 1, 7, 1, 0, 4096, TOTAL_BYTES, Tag(0, 0))
+                yield [pack_reply(reply), bytes(1000)]
+
+
+@contextlib.contextmanager
+def dealer(port: int, identity: bytes = b"") -> Iterator[zmq.Socket[bytes]]:
+    context = zmq.Context()
+    connection = context.socket(zmq.DEALER)
+    connection.linger = 2000
+    if identity:
+        connection.identity = identity
+    connection.connect(f"tcp://{HOST}:{port}")
+    try:
+        yield connection
+    finally:
+        connection.close()
+        context.term()
+
+
+def wait_for_malformed(node: PeerNode, count: int) -> None:
+    deadline = time.monotonic() + 20
+    while node.statistics.malformed < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert node.statistics.malformed >= count
+
+
+def test_ten_thousand_hostile_messages_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with two_nodes(NUMEL) as (here, there):
+        flat = torch.randn(NUMEL)
+        there.publish(flat, Tag(1, 2))
+        for attempt in range(2):  # the first may fill caches of the allocator
+            before = resident_bytes()
+            for part in range(10):
+                seen = there.statistics.malformed
+                count = 1000 if attempt else 200
+                with dealer(there.port, b"stranger%d" % (part + 100 * attempt)) as connection:
+                    for frames in hostile_messages(count):
+                        connection.send_multipart(frames)
+                    wait_for_malformed(there, seen + count - 10)  # some may be right by chance
+        assert resident_bytes() - before < 30 * MB
+        for _ in range(3):
+            received = fetch(here)
+            assert received is not None
+            assert torch.equal(received.params, flat)
+            assert received.tag == Tag(1, 2)
+    lines = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len(lines) == 1
+    assert "Dropped a message from 127.0.0.1" in lines[0]
+
+
+def test_replayed_requests_from_many_strangers_need_no_memory() -> None:
+    """Good requests, again and again, from clients that never read and soon go away."""
+    with two_nodes(NUMEL) as (here, there):
+        flat = torch.randn(NUMEL)
+        there.publish(flat, Tag(1, 2))
+        request = pack_request(GOOD._replace(length=2**18))
+        levels = []
+        for _ in range(3):
+            for _ in range(5):
+                with dealer(there.port) as connection:
+                    for _ in range(100):
+                        connection.send(request)
+                    connection.poll(2000)
+            received = fetch(here)
+            assert received is not None
+            assert torch.equal(received.params, flat)
+            levels.append(resident_bytes())
+        assert levels[-1] - levels[0] < 30 * MB
+
+
+def test_raw_garbage_on_the_port_changes_nothing() -> None:
+    draw = random.Random(1)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48)
+    ready = b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\6DEALER"
+    with two_nodes(NUMEL) as (here, there):
+        flat = torch.randn(NUMEL)
+        there.publish(flat, Tag(1, 2))
+        before = resident_bytes()
+        for number in range(300):
+            with socket.create_connection((HOST, there.port)) as raw, contextlib.suppress(OSError):
+                match number % 6:
+                    case 0:
+                        raw.sendall(draw.randbytes(draw.randrange(2000)))
+                    case 1:
+                        raw.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                    case 2:
+                        raw.sendall(greeting + draw.randbytes(500))
+                    case 3:  # a frame that announces 2**62 bytes
+                        raw.sendall(greeting + ready + b"\x02" + struct.pack(">Q", 2**62) + b"xyz")
+                    case 4:
+                        raw.sendall(greeting[: draw.randrange(64)])
+                    case 5:  # more than a queue might hold, then pings, then a reset
+                        raw.sendall(greeting + ready)
+                        time.sleep(0.005)
+                        raw.sendall(b"\x00\x02hi" * 1500 + b"\x04\x08\x04PING\0\0x" * 100)
+                        time.sleep(0.005)
+                        reset = struct.pack("ii", 1, 0)
+                        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+        for _ in range(3):
+            received = fetch(here)
+            assert received is not None
+            assert torch.equal(received.params, flat)
+        assert resident_bytes() - before < 30 * MB
+
+
+class FalsePeer(threading.Thread):
+    """Answers every request with what the test says."""
+
+    def __init__(self, port: int, numel: int) -> None:
+        super().__init__()
+        self.numel = numel
+        self.number = 0
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.bind(f"tcp://{HOST}:{port}")
+        self._seen: list[list[bytes]] = []
+
+    def run(self) -> None:
+        with contextlib.suppress(zmq.ContextTerminated):
+            while True:
+                client, frame = self._socket.recv_multipart()
+                for frames in self.replies(parse_request(frame)):
+                    self._socket.send_multipart([client, *frames])
+        self._socket.close()
+
+    def replies(self, request: Request) -> Iterator[list[bytes]]:
+        """Wrong ones of all kinds, which all hold nines, and then the right one, of ones."""
+        total = 4 * self.numel
+        right = Reply(
+            DATA,
+            request.checksum,
+            request.dtype_code,
+            request.request_id,
+            5,
+            request.offset,
+            request.length,
+            total,
+            Tag(1, 1),
+        )
+        ones, nines = (
+            torch.full((request.length // 4,), value).numpy().tobytes() for value in (1.0, 9.0)
+        )
+        yield from self._seen[:3]  # replays
+        yield [b"nonsense"]
+        yield [pack_reply(right)[:-1], nines]
+        for change in (
+            {"request_id": request.request_id ^ 1},
+            {"offset": request.offset + 8},
+            {"offset": 2**63},
+            {"length": request.length + 1},
+            {"length": 0},
+            {"total_bytes": total + 4},
+            {"checksum": 1},
+            {"dtype_code": 2},
+            {"publication": 0},
+        ):
+            yield [pack_reply(right._replace(**change)), nines]
+        yield [pack_reply(right._replace(kind=GONE)), nines]
+        yield [pack_reply(right)]
+        self._seen.append([pack_reply(right), nines])
+        yield [pack_reply(right), ones]
+        yield [pack_reply(right), nines]  # again
+
+    def close(self) -> None:
+        self._context.term()
+        self.join()
+
+
+def test_a_reader_drops_replies_that_it_has_not_asked_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    nodes = peers(2)
+    false = FalsePeer(nodes[1].port, NUMEL)
+    false.start()
+    here = make_node(nodes, 0, NUMEL)
+    for _ in range(3):
+        received = fetch(here)
+        assert received is not None
+        assert received.params.unique().tolist() == [1.0]
+    assert here.statistics.malformed > 20
+    assert len(caplog.records) <= 10
+    here.close()
+    false.close()
+
+
+@pytest.mark.parametrize("length", [0, 1, 100, MAX_CHUNK_BYTES, 2 * MAX_CHUNK_BYTES])
+def test_a_frame_of_another_length_than_announced_is_not_handed_over(length: int) -> None:
+    class WrongLength(FalsePeer):
+        def replies(self, request: Request) -> Iterator[list[bytes]]:
+            right = list(super().replies(request))[-1][0]
+            assert parse_reply(right).length == request.length
+            yield [right, bytes(length)]
+
+    nodes = peers(2)
+    false = WrongLength(nodes[1].port, NUMEL)
+    false.start()
+    here = make_node(nodes, 0, NUMEL, fetch_timeout_s=0.3)
+    started = time.monotonic()
+    assert fetch(here) is None
+    assert time.monotonic() - started < 0.6
+    assert here.statistics.fetches == 0
+    here.close()
+    false.close()
+
+
+def test_a_peer_whose_publications_are_always_gone_does_not_hold_up_a_wait() -> None:
+    class AlwaysGone(FalsePeer):
+        def replies(self, request: Request) -> Iterator[list[bytes]]:
+            self.number += 1
+            reply = Reply(
+                GONE,
+                request.checksum,
+                request.dtype_code,
+                request.request_id,
+                request.publication,
+                request.offset,
+                0,
+                4 * self.numel,
+                Tag(0, 0),
+            )
+            yield [pack_reply(reply)]
+
+    nodes = peers(2)
+    false = AlwaysGone(nodes[1].port, NUMEL)
+    false.start()
+    here = make_node(nodes, 0, NUMEL, fetch_timeout_s=0.3)
+    started = time.monotonic()
+    assert fetch(here) is None
+    assert time.monotonic() - started < 0.6
+    here.close()
+    false.close()
+    assert false.number < 100  # no busy loop

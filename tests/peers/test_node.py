@@ -1,0 +1,421 @@
+"""Nodes: what one publishes another receives, and nothing is left after close."""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.peers import NodeDirectory, Peer, PeerNode, StoreDirectory
+from tests.peers.helpers import (
+    HOST,
+    NodeProcess,
+    fetch,
+    fetch_until,
+    free_ports,
+    make_node,
+    open_files,
+    peer_threads,
+    peers,
+    two_nodes,
+)
+
+
+@pytest.mark.parametrize("numel", [1, 7, 16_384, 100_003, 1_000_000])
+@pytest.mark.parametrize("chunk_bytes", [8, 4096, 2**20])
+def test_two_nodes_read_from_each_other_exactly(numel: int, chunk_bytes: int) -> None:
+    if numel * 4 // chunk_bytes > 3000:
+        numel = 3000
+    with two_nodes(numel, chunk_bytes=chunk_bytes) as nodes:
+        flats = torch.randn(2, numel)
+        for index, node in enumerate(nodes):
+            node.publish(flats[index], Tag(index, index / 10))
+        for index, node in enumerate(nodes):
+            received = fetch(node)
+            assert received is not None
+            assert torch.equal(received.params, flats[1 - index])
+            assert received.tag == Tag(1 - index, (1 - index) / 10)
+            assert received.peer == f"p{1 - index}"
+            assert received.received_bytes == 4 * numel
+            assert 0 < received.fetch_s < 5
+            statistics = node.statistics
+            assert (statistics.fetches, statistics.bytes_received) == (1, 4 * numel)
+            assert statistics.scores == {f"p{1 - index}": 1000}
+        assert [node.statistics.bytes_sent for node in nodes] == [4 * numel] * 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire_dtype"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float64, torch.bfloat16),
+        (torch.float64, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_values_travel_in_the_dtype_of_the_wire(
+    dtype: torch.dtype, wire_dtype: torch.dtype
+) -> None:
+    nodes = [
+        PeerNode(
+            100_001,
+            dtype,
+            NodeDirectory(listed, name),
+            schema_checksum=1,
+            wire_dtype=wire_dtype,
+        )
+        for listed in [peers(2)]
+        for name in ("p0", "p1")
+    ]
+    flat = torch.randn(100_001, dtype=dtype)
+    nodes[1].publish(flat, Tag(1, 1))
+    received = fetch(nodes[0])
+    assert received is not None
+    assert received.params.dtype == dtype
+    assert torch.equal(received.params, flat.to(wire_dtype).to(dtype))
+    assert received.received_bytes == 100_001 * wire_dtype.itemsize
+    for node in nodes:
+        node.close()
+
+
+def test_the_latest_is_received_and_stays_until_the_next_fetch() -> None:
+    with two_nodes() as (here, there):
+        for value in range(1, 20):
+            there.publish(torch.full((1000,), float(value)), Tag(value, 0))
+            received = fetch(here)
+            assert received is not None
+            there.publish(torch.full((1000,), -1.0), Tag(0, 0))
+            assert received.params.unique().tolist() == [value]
+            assert received.tag.clock == value
+
+
+def test_a_fetch_is_handed_over_once_and_waits_can_be_short() -> None:
+    with two_nodes() as (here, there):
+        assert here.wait() is None  # none was started
+        there.publish(torch.ones(1000), Tag(0, 0))
+        here.start_fetch()
+        deadline = time.monotonic() + 5
+        while not here.has_ended and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert here.has_ended
+        assert here.wait(0.0) is not None
+        assert here.wait() is None
+        here.start_fetch()
+        here.start_fetch()  # replaces the first
+        assert here.wait() is not None
+        assert here.wait() is None
+
+
+def test_a_peer_without_parameters_is_no_fault() -> None:
+    with two_nodes() as (here, _):
+        started = time.monotonic()
+        for _ in range(5):
+            assert fetch(here) is None
+        assert time.monotonic() - started < 2
+        assert here.statistics.empty == 5
+        assert here.statistics.scores == {"p1": 1000}
+
+
+def test_a_single_node_has_nobody_to_read_from() -> None:
+    node = make_node(peers(1), 0)
+    node.publish(torch.ones(1000), Tag(0, 0))
+    assert fetch(node) is None
+    node.close()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 499_999, 999_999])
+def test_parameters_that_are_not_finite_are_not_handed_over(value: float, place: int) -> None:
+    with two_nodes(1_000_000) as (here, there):
+        flat = torch.zeros(1_000_000)
+        flat[place] = value
+        there.publish(flat, Tag(0, 0))
+        assert fetch(here) is None
+        assert here.statistics.not_finite == 1
+        assert here.statistics.scores == {"p1": 900}
+        there.publish(torch.zeros(1_000_000), Tag(0, 0))
+        assert fetch(here) is not None
+
+
+def test_large_finite_values_are_handed_over() -> None:
+    with two_nodes() as (here, there):
+        there.publish(torch.full((1000,), 3e38), Tag(math.nan, math.inf))
+        received = fetch(here)
+        assert received is not None
+        assert received.params.unique().tolist() == [pytest.approx(3e38)]
+        assert math.isnan(received.tag.clock)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"schema_checksum": 5}, {"wire_dtype": torch.bfloat16}],
+)
+def test_peers_with_another_model_are_refused_and_named(
+    other: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = peers(2)
+    here, there = make_node(nodes, 0, schema_checksum=1), None
+    try:
+        there = make_node(nodes, 1, **{"schema_checksum": 1, **other})
+        there.publish(torch.zeros(1000), Tag(0, 0))
+        for _ in range(3):
+            assert fetch(here) is None
+    finally:
+        here.close()
+        if there is not None:
+            there.close()
+    assert here.statistics.scores == {"p1": 700}
+    assert here.statistics.refused == 3
+    assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
+
+
+def test_a_peer_that_does_not_listen_is_left_at_once_and_found_when_it_comes() -> None:
+    nodes = peers(2)
+    here = make_node(nodes, 0)
+    started = time.monotonic()
+    for count in range(1, 11):
+        assert fetch(here) is None
+        assert here.statistics.refused == count
+    assert time.monotonic() - started < 2.5  # a single timeout would take 5 s
+    assert here.statistics.scores == {"p1": 10}
+    for value in (1.0, 2.0, 3.0):
+        there = make_node(nodes, 1)
+        there.publish(torch.full((1000,), value), Tag(0, 0))
+        fetch_until(here, lambda r, v=value: r is not None and bool((r.params == v).all()))
+        there.close()
+        assert fetch(here) is None
+    here.close()
+
+
+def test_a_refusal_costs_no_more_than_another_peer() -> None:
+    nodes = peers(3)
+    made = [make_node(nodes, index) for index in (0, 2)]
+    made[1].publish(torch.ones(1000), Tag(0, 0))
+    for _ in range(20):
+        received = fetch(made[0])
+        assert received is not None
+        assert received.peer == "p2"
+    assert made[0].statistics.refused > 0
+    for node in made:
+        node.close()
+
+
+def test_a_peer_that_accepts_and_is_silent_costs_half_of_the_timeout() -> None:
+    nodes = peers(3)
+    with socket.create_server((HOST, nodes[1].port)):
+        here = make_node(nodes, 0, fetch_timeout_s=0.4)
+        there = make_node(nodes, 2)
+        there.publish(torch.ones(1000), Tag(0, 0))
+        waits = []
+        while here.statistics.timeouts < 3:
+            started = time.monotonic()
+            received = fetch(here)
+            waits.append(time.monotonic() - started)
+            assert received is not None
+            assert received.peer == "p2"
+        assert max(waits) < 0.4
+        assert here.statistics.scores["p1"] < 800
+        here.close()
+        there.close()
+
+
+def test_the_longest_wait_is_the_timeout() -> None:
+    nodes = peers(4)
+    listening = [socket.create_server((HOST, node.port)) for node in nodes[1:]]
+    here = make_node(nodes, 0, fetch_timeout_s=0.3)
+    for _ in range(3):
+        started = time.monotonic()
+        assert fetch(here) is None
+        assert 0.25 < time.monotonic() - started < 0.6
+    here.close()
+    for each in listening:
+        each.close()
+
+
+def test_a_store_that_fails_is_logged_and_costs_no_more_than_the_timeout(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Broken(StoreDirectory):
+        def find(self, name: str) -> Peer | None:
+            raise RuntimeError("the store is gone")
+
+    store = torch.distributed.HashStore()
+    node = PeerNode(10, torch.float32, Broken(store, 0, 2), schema_checksum=1)
+    for _ in range(5):
+        assert fetch(node) is None
+    node.close()
+    assert node.statistics.errors == 5
+    assert [r.getMessage() for r in caplog.records] == [
+        "Reading from peer worker1 failed: RuntimeError: the store is gone."
+    ]
+
+
+def test_a_store_that_hangs_does_not_hold_up_a_wait() -> None:
+    released = threading.Event()
+
+    class Slow(StoreDirectory):
+        def find(self, name: str) -> Peer | None:
+            released.wait(10)
+            return super().find(name)
+
+    store = torch.distributed.HashStore()
+    here = PeerNode(10, torch.float32, Slow(store, 0, 2), schema_checksum=1, fetch_timeout_s=0.2)
+    there = PeerNode(10, torch.float32, StoreDirectory(store, 1, 2), schema_checksum=1)
+    there.publish(torch.ones(10), Tag(0, 0))
+    for _ in range(3):
+        started = time.monotonic()
+        assert fetch(here) is None
+        assert time.monotonic() - started < 0.5
+    released.set()
+    fetch_until(here, lambda received: received is not None)
+    here.close()
+    there.close()
+
+
+def test_a_restarted_worker_is_found_at_its_new_port() -> None:
+    store = torch.distributed.HashStore()
+
+    def node(worker: int) -> PeerNode:
+        directory = StoreDirectory(store, worker, 2)
+        return PeerNode(10, torch.float32, directory, schema_checksum=1, seed=worker)
+
+    here, there = node(0), node(1)
+    for value in (1.0, 2.0, 3.0):
+        there.publish(torch.full((10,), value), Tag(0, 0))
+        fetch_until(here, lambda r, v=value: r is not None and bool((r.params == v).all()))
+        there.close()
+        there = node(1)
+    there.close()
+    here.close()
+
+
+def test_a_fast_publisher_and_a_slow_reader() -> None:
+    """Thousands of publications, each of one value: what is read is always of one value."""
+    numel = 200_000
+    with two_nodes(numel, chunk_bytes=32_768, window=2) as (here, there):
+        stop = threading.Event()
+        longest = [0.0]
+
+        def publish() -> None:
+            flat = torch.empty(numel)
+            value = 0
+            while not stop.is_set() or value < 2000:
+                value += 1
+                flat.fill_(value)
+                started = time.perf_counter()
+                there.publish(flat, Tag(value, value))
+                longest[0] = max(longest[0], time.perf_counter() - started)
+
+        thread = threading.Thread(target=publish)
+        thread.start()
+        clocks = []
+        for _ in range(50):
+            received = fetch(here)
+            if received is not None:
+                assert received.params.unique().tolist() == [received.tag.clock]
+                clocks.append(received.tag.clock)
+        stop.set()
+        thread.join()
+        assert len(clocks) > 40
+        assert clocks == sorted(clocks)
+        assert longest[0] < 1.0
+
+
+def test_after_close_no_thread_no_file_and_no_port_is_left() -> None:
+    nodes = peers(2)
+    for _ in range(5):
+        made = [make_node(nodes, index) for index in range(2)]
+        made[1].publish(torch.ones(1000), Tag(0, 0))
+        assert fetch(made[0]) is not None
+        assert len(peer_threads()) == 4
+        made[0].start_fetch()  # is never waited for
+        for node in made:
+            node.close()
+            node.close()
+        assert peer_threads() == []
+    before = open_files()
+    node = make_node(nodes, 0)
+    node.close()
+    assert open_files() <= before
+    for peer in nodes:
+        socket.create_server((HOST, peer.port)).close()
+
+
+def test_close_does_not_wait_for_a_silent_peer() -> None:
+    nodes = peers(2)
+    with socket.create_server((HOST, nodes[1].port)):
+        here = make_node(nodes, 0, fetch_timeout_s=30)
+        here.start_fetch()
+        time.sleep(0.1)
+        started = time.monotonic()
+        here.close()
+        assert time.monotonic() - started < 2
+
+
+def test_a_taken_port_is_named_with_a_mend_and_leaves_nothing() -> None:
+    nodes = peers(2)
+    with socket.create_server((HOST, nodes[0].port)):
+        before = open_files()
+        with pytest.raises(RuntimeError, match=f"Port {nodes[0].port} of {HOST} is taken.*End"):
+            make_node(nodes, 0)
+        assert peer_threads() == []
+        assert open_files() <= before
+    with pytest.raises(RuntimeError, match=r"Cannot listen on port .*host='0.0.0.0'"):
+        make_node(nodes, 0, host="192.0.2.1")
+
+
+def test_port_and_host_can_be_chosen() -> None:
+    nodes = peers(2)
+    (port,) = free_ports(1)
+    node = make_node(nodes, 0, port=port, host="0.0.0.0")
+    assert node.port == port
+    node.close()
+    node = make_node(nodes, 0)
+    assert node.port == nodes[0].port
+    node.close()
+
+
+def test_without_keys_there_is_one_warning_for_other_machines() -> None:
+    nodes = [*peers(1), Peer("far", "192.0.2.1", 4000)]
+    with pytest.warns(UserWarning, match="without keys.*key_file=FILE") as caught:
+        make_node(nodes, 0).close()
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fetch_timeout_s": 0}, "must be positive, got 0"),
+        ({"chunk_bytes": 2**23}, "multiple of 8 up to 4194304, got 8388608"),
+        ({"chunk_bytes": 12}, "multiple of 8"),
+        ({"window": 9}, "1 to 8, got 9"),
+        ({"wire_dtype": torch.float16}, "wire_dtype must be one of"),
+        ({"numel": 0}, "no parameters"),
+    ],
+)
+def test_bad_settings_are_named_and_leave_nothing(settings: dict[str, Any], message: str) -> None:
+    before = open_files()
+    with pytest.raises(ValueError, match=message):
+        make_node(peers(2), 0, **settings)
+    assert open_files() <= before
+
+
+@pytest.mark.slow
+def test_no_reply_is_lost_among_thousands() -> None:
+    nodes = peers(2)
+    numel, chunk_bytes = 100_000, 4000
+    here = make_node(nodes, 0, numel, chunk_bytes=chunk_bytes, fetch_timeout_s=5.0)
+    there = NodeProcess(nodes, 1, 1.0, numel)
+    fetch_until(here, lambda received: received is not None)
+    for _ in range(200):
+        assert fetch(here) is not None
+    assert here.statistics.timeouts == 0
+    there.end()
+    here.close()
