@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import train
 from lightning_loco.cli import SettingsError, build_strategy
-from lightning_loco.strategies import STRATEGIES
+from lightning_loco.strategies import METHODS
 from lightning_loco.topology import TOPOLOGIES, Topology
 
 CONF = Path(train.conf_dir())
@@ -53,7 +53,7 @@ def test_the_groups_are_known() -> None:
         "algorithm", "callbacks", "data", "experiment", "hydra", "logger", "model", "topology",
         "trainer",
     ]  # fmt: skip
-    assert set(names("algorithm")) == {*STRATEGIES, "ddp"}
+    assert set(names("algorithm")) == {*METHODS, "ddp"}
     assert set(names("topology")) == {*TOPOLOGIES, "none", "file", "matrix"}
 
 

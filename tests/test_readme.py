@@ -24,7 +24,7 @@ import train
 from lightning_loco.cli import build_strategy
 from lightning_loco.comm import Statistics
 from lightning_loco.peers.keys import write_key_file
-from lightning_loco.strategies.registry import STRATEGIES
+from lightning_loco.strategies import METHODS
 from lightning_loco.topology import TOPOLOGIES, consensus_rate
 from tests.conftest import ROOT
 
@@ -156,7 +156,7 @@ def test_links_say_where_they_lead() -> None:
 def test_the_table_of_algorithms() -> None:
     rows = tables("`strategy=` and `algorithm=`")
     assert {name.strip("`"): kind.strip("`") for name, kind, *_ in rows} == {
-        name: kind.__name__ for name, kind in STRATEGIES.items()
+        name: kind.__name__ for name, kind in METHODS.items()
     }
     for name, *_ in rows:
         assert (ROOT / "conf" / "algorithm" / f"{name.strip('`')}.yaml").is_file()
@@ -208,7 +208,7 @@ def test_metrics_exist() -> None:
 
 def test_arguments_in_the_text_exist() -> None:
     parameters: set[str] = set()
-    for kind in (*STRATEGIES.values(), loco.LocoStrategy, loco.ConsensusMonitor):
+    for kind in (*METHODS.values(), loco.LocoStrategy, loco.ConsensusMonitor):
         parameters |= set(inspect.signature(kind).parameters)
     for name in ("sync_every", "outer_momentum", "warm_start", "bucket_bytes", "timeout_s",
                  "evaluate", "finalize", "start_method", "prog_bar", "num_workers", "num_servers",
