@@ -85,6 +85,11 @@ def test_algorithms_are_built_with_the_values_of_the_file(name: str) -> None:
         assert strategy.evaluate == "average"
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_the_config_of_a_method_names_its_class(name: str) -> None:
+    assert hydra.utils.get_class(config(f"algorithm={name}").algorithm._target_) is METHODS[name]
+
+
 @pytest.mark.parametrize("name", [name for name in names("topology") if name != "file"])
 def test_topologies_reach_the_strategy(name: str) -> None:
     strategy = build_strategy(compose("train", [f"topology={name}"]))
