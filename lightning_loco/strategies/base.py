@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
+from typing_extensions import Unpack
 
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.comm import Statistics, WorkerGroup
@@ -26,7 +27,12 @@ from lightning_loco.rounds import RoundSettings, StepEngine
 from lightning_loco.rounds.engine import Engine
 from lightning_loco.strategies import checkpoint as side
 from lightning_loco.strategies import lightning_private
-from lightning_loco.strategies.arguments import check_choice, check_common_arguments
+from lightning_loco.strategies.arguments import (
+    RoundArguments,
+    check_choice,
+    check_common_arguments,
+    spelled_out,
+)
 from lightning_loco.strategies.sampler import ShareSampler
 from lightning_loco.strategies.saving import SavingStrategy
 from lightning_loco.strategies.shared_memory import leave_shared_memory
@@ -74,14 +80,10 @@ class LocoStrategy(SavingStrategy):
         trainer = Trainer(strategy=strategy, devices=4, num_nodes=8)
     """
 
-    def __init__(
+    def _init_with(
         self,
-        algorithm: Algorithm,
+        settings: RoundSettings,
         *,
-        sync_every: int | Sequence[int] = 100,
-        overlap: bool = False,
-        warm_start: bool = True,
-        topology: Any | None = None,
         evaluate: Literal["average", "local"] = "average",
         finalize: Literal["average", "keep"] = "average",
         timeout_s: float = 600.0,
@@ -94,6 +96,14 @@ class LocoStrategy(SavingStrategy):
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
+        """What the constructor of every strategy of workers ends with.
+
+        Here the common arguments have their defaults.
+
+        Args:
+            settings: What the engine of :meth:`make_engine` is made of; kept as ``settings``.
+            evaluate: As in the class, like all arguments that follow.
+        """
         for name, value, allowed in (
             ("evaluate", evaluate, ("average", "local")),
             ("finalize", finalize, ("average", "keep")),
@@ -110,7 +120,7 @@ class LocoStrategy(SavingStrategy):
             timeout=timedelta(seconds=timeout_s),
             start_method=start_method,
         )
-        self.settings = RoundSettings(algorithm, sync_every, overlap, warm_start, topology)
+        self.settings = settings
         self.evaluate = evaluate
         self.finalize = finalize
         self.timeout_s = timeout_s
@@ -122,6 +132,20 @@ class LocoStrategy(SavingStrategy):
         self._loss: Any = math.nan
         self._resumed: dict[str, Any] | None = None
         self._saved_on_stop = False
+
+    @spelled_out(_init_with)
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        *,
+        sync_every: int | Sequence[int] = 100,
+        overlap: bool = False,
+        warm_start: bool = True,
+        topology: Any | None = None,
+        **common: Unpack[RoundArguments],
+    ) -> None:
+        settings = RoundSettings(algorithm, sync_every, overlap, warm_start, topology)
+        self._init_with(settings, **common)
 
     # ------------------------------------------------------------------- setup
 

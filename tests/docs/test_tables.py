@@ -11,12 +11,12 @@ from torch import nn
 
 import lightning_loco as loco
 from lightning_loco.comm import Statistics
-from lightning_loco.strategies.registry import STRATEGIES
+from lightning_loco.strategies import METHODS
 from lightning_loco.topology import TOPOLOGIES, consensus_rate
 from tests.conftest import ROOT
 from tests.docs.pages import DOCS, PAGES, README, Page, doc
 
-METHOD_PAGES = [page for page in DOCS if page.path.stem in STRATEGIES]
+METHOD_PAGES = [page for page in DOCS if page.path.stem in METHODS]
 
 
 def test_the_table_of_methods() -> None:
@@ -26,7 +26,7 @@ def test_the_table_of_methods() -> None:
     names = {link.group(1): link.group(2) for link in links if link}
     kinds = [kind.strip("`") for _, kind, *_ in rows]
     assert dict(zip(names, kinds, strict=True)) == {
-        name: kind.__name__ for name, kind in STRATEGIES.items()
+        name: kind.__name__ for name, kind in METHODS.items()
     }
     for name, link in names.items():
         assert (ROOT / "conf" / "algorithm" / f"{name}.yaml").is_file()
@@ -38,7 +38,7 @@ def test_the_table_of_methods() -> None:
 def test_a_method_page_names_its_strategy(page: Page) -> None:
     name = page.path.stem
     head = page.text.partition("\n## ")[0]
-    assert f'`{STRATEGIES[name].__name__}`, `strategy="{name}"`, `algorithm={name}`.' in head
+    assert f'`{METHODS[name].__name__}`, `strategy="{name}"`, `algorithm={name}`.' in head
     assert "https://" in head  # the source
     limits = {"when-to-use-it", "bytes-and-memory", "what-it-computes", "limits"}
     assert limits <= page.anchors
@@ -48,7 +48,7 @@ def test_a_method_page_names_its_strategy(page: Page) -> None:
 def test_arguments_of_a_method(page: Page) -> None:
     """Those that a page tells exist, have the default that it says, and none is missing."""
     shared = {name.strip("`") for name, *_ in doc("methods/README.md").table("argument")}
-    parameters = inspect.signature(STRATEGIES[page.path.stem]).parameters
+    parameters = inspect.signature(METHODS[page.path.stem]).parameters
     told = page.table("argument") if page.has_table("argument") else []
     for name, default, _ in told:
         assert ast.literal_eval(default.strip("`")) == parameters[name.strip("`")].default, name
@@ -107,7 +107,7 @@ def test_metrics_exist() -> None:
 
 def test_arguments_that_users_ask_for_are_told() -> None:
     parameters: set[str] = set()
-    for kind in (*STRATEGIES.values(), loco.LocoStrategy, loco.ConsensusMonitor):
+    for kind in (*METHODS.values(), loco.LocoStrategy, loco.ConsensusMonitor):
         parameters |= set(inspect.signature(kind).parameters)
     for name in ("sync_every", "outer_momentum", "warm_start", "bucket_bytes", "timeout_s",
                  "evaluate", "finalize", "start_method", "prog_bar", "num_workers", "num_servers",
