@@ -1,6 +1,6 @@
 """Parameters of peers, read one-sidedly: nobody waits for a peer that is slow, late or dead."""
 
-from lightning_loco.peers.client import Received
+from lightning_loco.peers.counts import PeerStatistics
 from lightning_loco.peers.directory import (
     Directory,
     NodeDirectory,
@@ -10,8 +10,9 @@ from lightning_loco.peers.directory import (
 )
 from lightning_loco.peers.engine import PairwiseEngine
 from lightning_loco.peers.keys import read_key_file, write_key_file
-from lightning_loco.peers.node import PeerNode, PeerStatistics
+from lightning_loco.peers.node import PeerNode
 from lightning_loco.peers.nodes_file import NodeSettings, read_nodes
+from lightning_loco.peers.reader import Received
 
 __all__ = [
     "Directory",

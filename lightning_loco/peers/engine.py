@@ -30,7 +30,6 @@ from lightning_loco.comm.flat import Chunk, FlatLayout
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Timed
-from lightning_loco.peers.client import Received
 from lightning_loco.peers.directory import (
     Directory,
     NodeDirectory,
@@ -39,6 +38,7 @@ from lightning_loco.peers.directory import (
     address_towards,
 )
 from lightning_loco.peers.node import PeerNode
+from lightning_loco.peers.reader import Received
 from lightning_loco.peers.settings import PairwiseSettings
 from lightning_loco.rounds.engine import Engine
 from lightning_loco.rounds.exchange import MeanExchange

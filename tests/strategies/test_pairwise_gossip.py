@@ -25,8 +25,8 @@ from lightning_loco import (
     PairwiseGossipStrategy,
     PeerMonitor,
 )
-from tests.comm.test_pairwise_engine import free_nodes
 from tests.conftest import ROOT
+from tests.peers.test_engine import free_nodes
 from tests.pool import Pool, PoolError, make_trainer
 from tests.tiny import TinyModule, ValidatedModule, flat, make_loader
 
