@@ -1,4 +1,10 @@
-"""Parameters of peers, read one-sidedly: nobody waits for a peer that is slow, late or dead."""
+"""Parameters of peers, read one-sidedly: nobody waits for a peer that is slow, late or dead.
+
+Words: a worker's *peers* are the workers that it may read from. A *node* is a worker that serves
+and reads; *nodes* are all workers of a user's list, this one among them. A worker *publishes* its
+parameters, with a *tag* that holds their *clock* (local steps, blended like the parameters; not the
+time) and loss. It *fetches* those of one peer, whole, *chunk* by chunk, and *blends* them in.
+"""
 
 from lightning_loco.peers.counts import PeerStatistics
 from lightning_loco.peers.directory import (

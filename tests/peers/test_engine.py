@@ -72,7 +72,7 @@ def test_both_at_once_with_one_half_keep_the_mean() -> None:
     workers = pair(1.0, 5.0)
     for _, engine in workers:
         engine._clock = 3.0
-        engine.node.publish(engine._served.new_flat(), engine._tag()._replace(loss=1.0))
+        engine.node.publish(engine._blending.layout.new_flat(), engine._tag()._replace(loss=1.0))
     for _, engine in workers:
         engine._next_publication = math.inf
         engine.update_send(1.0)
