@@ -145,7 +145,8 @@ class Reader:
         except ReaderStopped:
             raise
         except Exception as error:
-            self._log_once(name, f"{type(error).__name__}: {error}")
+            kind = type(error).__name__
+            self._log_once(name, kind, f"{kind}: {error}")
             self.counts.errors += 1
             outcome = None
         counts = self.counts
@@ -159,7 +160,7 @@ class Reader:
         self._flow.failed(name)
         if outcome is _Outcome.NOT_FINITE:
             counts.not_finite += 1
-            self._log_once(name, "its parameters hold NaN or infinity")
+            self._log_once(name, "not finite", "its parameters hold NaN or infinity")
             return outcome
         counts.timeouts += outcome is _Outcome.SILENT
         counts.refused += outcome is _Outcome.REFUSED
@@ -200,14 +201,15 @@ class Reader:
                 reply = link.receive(transfer)
             except MalformedMessage as error:
                 self.counts.malformed += 1
-                self._log_once(link.peer.name, f"dropped a reply: {error}")
+                self._log_once(link.peer.name, "malformed", f"dropped a reply: {error}")
                 continue
             if reply is None:
                 link.wait(min(left_s, _LONGEST_NAP_S))
             elif reply.kind == EMPTY:
                 return _Outcome.EMPTY
             elif reply.kind == OTHER_MODEL:
-                self._log_once(link.peer.name, "it holds another model, or another wire_dtype")
+                text = "it holds another model, or another wire_dtype"
+                self._log_once(link.peer.name, "other model", text)
                 return _Outcome.REFUSED
             elif reply.kind == GONE:
                 num_gone += 1
@@ -223,14 +225,15 @@ class Reader:
         if done and time.monotonic() >= deadline:
             self._log_once(
                 name,
+                "too slow",
                 f"only {done} of {self._total_bytes} bytes came in fetch_timeout_s="
                 f"{self.fetch_timeout_s:g}. Raise it if the network needs longer",
             )
 
-    def _log_once(self, name: str, text: str) -> None:
-        kind = (name, text.partition(":")[0].partition(" of ")[0])
-        if kind not in self._logged and len(self._logged) < _MOST_LOG_LINES:
-            self._logged.add(kind)
+    def _log_once(self, name: str, kind: str, text: str) -> None:
+        """Write one line for each peer and kind of failure."""
+        if (name, kind) not in self._logged and len(self._logged) < _MOST_LOG_LINES:
+            self._logged.add((name, kind))
             log.warning("Reading from peer %s failed: %s.", name, text)
 
     def stop(self) -> None:

@@ -20,6 +20,7 @@ from tests.peers.helpers import (
     fetch_until,
     make_node,
     peers,
+    silent,
     two_nodes,
 )
 
@@ -104,7 +105,7 @@ def test_a_refusal_costs_no_more_than_another_peer() -> None:
 
 def test_a_peer_that_accepts_and_is_silent_costs_half_of_the_timeout() -> None:
     nodes = peers(3)
-    with socket.create_server((HOST, nodes[1].port)):
+    with silent(nodes[1]):
         here = make_node(nodes, 0, fetch_timeout_s=0.4)
         there = make_node(nodes, 2)
         there.publish(torch.ones(1000), Tag(0, 0))
