@@ -39,6 +39,26 @@ _PUBLISHING_SHARE = 0.05
 _KEPT = 1000
 
 
+class RoundlessSettings(PairwiseSettings):
+    """The settings, and what an engine of rounds asks of them although no round is ever made."""
+
+    sync_every = 1
+    overlap = False
+    topology = None
+
+    def steps_of(self, worker: int) -> int:
+        """Local steps of one worker between rounds."""
+        return 1
+
+    def shares(self, num_workers: int) -> list[int]:
+        """In which proportion the workers share the data: equally."""
+        return [1] * num_workers
+
+    def parcel_elements(self, model: nn.Module, bucket_bytes: int, num_workers: int) -> int:
+        """Longest parcel: longer than any model."""
+        return bucket_bytes
+
+
 class PairwiseEngine(Engine):
     """Serve this worker's parameters, and blend in those of random peers.
 
@@ -72,7 +92,7 @@ class PairwiseEngine(Engine):
     """
 
     algorithm: PairwiseAverage
-    settings: PairwiseSettings
+    settings: PairwiseSettings  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -91,7 +111,7 @@ class PairwiseEngine(Engine):
         try:
             prepared = prepare_worker(
                 model,
-                lambda: PairwiseSettings(
+                lambda: RoundlessSettings(  # type: ignore[arg-type,return-value]
                     algorithm or PairwiseAverage(),
                     nodes=nodes,
                     name=name,

@@ -16,7 +16,7 @@ from lightning_loco.algorithms import PairwiseAverage
 from lightning_loco.algorithms.pairwise import Interpolation
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.peers import Peer, read_nodes
-from lightning_loco.peers.engine import PairwiseEngine
+from lightning_loco.peers.engine import PairwiseEngine, RoundlessSettings
 from lightning_loco.peers.settings import PairwiseSettings
 from lightning_loco.rounds.engine import Engine
 from lightning_loco.strategies.base import LocoStrategy
@@ -63,7 +63,7 @@ class PairwiseGossipStrategy(LocoStrategy):
         Trainer(strategy=PairwiseGossipStrategy(nodes="nodes.yaml", name="w1"), devices=1)
     """
 
-    settings: PairwiseSettings
+    settings: PairwiseSettings  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class PairwiseGossipStrategy(LocoStrategy):
             process_group_backend=process_group_backend,
             start_method=start_method,
         )
-        self.settings = PairwiseSettings(
+        self.settings = RoundlessSettings(
             algorithm,
             nodes=nodes,
             name=name,
@@ -142,7 +142,6 @@ class PairwiseGossipStrategy(LocoStrategy):
         """An engine that pulls."""
         assert self.lightning_module is not None
         settings = self.settings
-        assert isinstance(settings.algorithm, PairwiseAverage)
         return PairwiseEngine(
             self.lightning_module,
             settings.algorithm,
