@@ -27,6 +27,13 @@ def make_model(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 1)).double()
 
 
+def norm_model(seed: int = 0) -> nn.Sequential:
+    """With statistics of BatchNorm, which are buffers."""
+    torch.manual_seed(seed)
+    layers = nn.Linear(FEATURES, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 1)
+    return nn.Sequential(*layers).double()
+
+
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Mean squared error."""
     inputs, target = batch

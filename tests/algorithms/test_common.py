@@ -5,19 +5,17 @@ from __future__ import annotations
 import dataclasses
 import io
 import pickle
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import lightning_loco.algorithms
 from lightning_loco import (
     DiLoCo,
     GASLoC,
     LocalSGD,
     ModelAverage,
-    NeighborAverage,
     PairwiseAverage,
     Simulation,
     StepEngine,
@@ -26,56 +24,11 @@ from lightning_loco.algorithms import Algorithm, State
 from lightning_loco.rounds import RoundSettings
 from lightning_loco.topology import FromMatrix, get_topology
 from tests.algorithms.toys import Point, assert_close, flat_rounds, move_to, randn
+from tests.cases import CASES, Case, rows
 from tests.pool import Pool
 
-
-def adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """An outer optimizer with a state of its own, and a function that can be pickled."""
-    return torch.optim.Adam(params, lr=0.05)
-
-
-def adagrad(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """One that makes its state when it is made, not at its first step."""
-    return torch.optim.Adagrad(params, lr=0.5)
-
-
-class Case(NamedTuple):
-    """An algorithm, and on what it runs."""
-
-    algorithm: Algorithm
-    topology: str | None = None
-    overlap: bool = False
-    accuracy: float = 1e-6
-
-    def prepared(self, num_workers: int) -> Algorithm:
-        return RoundSettings(self.algorithm, topology=self.topology).prepare(num_workers).algorithm
-
-    def settings(self, **others: Any) -> dict[str, Any]:
-        return {"topology": self.topology, "overlap": self.overlap, **others}
-
-
-CASES = {
-    "local_sgd": Case(LocalSGD()),
-    "diloco": Case(DiLoCo()),
-    "diloco_plain": Case(DiLoCo(0.7, 0.0)),
-    "diloco_heavy_ball": Case(DiLoCo(0.7, 0.5, nesterov=False)),
-    "diloco_adam": Case(DiLoCo(outer_optimizer=adam), accuracy=1e-2),
-    "diloco_adagrad": Case(DiLoCo(outer_optimizer=adagrad), accuracy=1e-2),
-    "async_diloco": Case(DiLoCo(0.7, 0.3), overlap=True),
-    "gasloc": Case(GASLoC(), "ring"),
-    "gasloc_plain": Case(GASLoC(momentum=0.0), "star"),
-    "gasloc_gossiped": Case(GASLoC(momentum_on="gossiped"), "ring"),
-    "gasloc_directed": Case(GASLoC(), "exponential"),
-    "gasloc_matching": Case(GASLoC(momentum=0.3), "random_matching"),
-    "gasloc_cycle": Case(GASLoC(), "one_peer_exponential"),
-    "model_average": Case(ModelAverage()),
-    "neighbor_average": Case(NeighborAverage(), "ring"),
-}
-
-every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-elementwise_case = pytest.mark.parametrize(
-    "case", [pytest.param(c, id=n) for n, c in CASES.items() if c.algorithm.elementwise]
-)
+every_case = rows("laws")
+elementwise_case = rows("laws", [n for n, case in CASES.items() if case.algorithm.elementwise])
 
 
 def apply_rounds(algorithm: Algorithm, state: State, rounds: range, dtype: torch.dtype) -> Tensor:
@@ -88,19 +41,6 @@ def apply_rounds(algorithm: Algorithm, state: State, rounds: range, dtype: torch
         received = message + 0.1 * randn(6, seed=100 + t).to(dtype)
         algorithm.apply(params, received, state)
     return params
-
-
-def test_no_algorithm_is_forgotten() -> None:
-    public = {
-        getattr(lightning_loco.algorithms, name) for name in lightning_loco.algorithms.__all__
-    }
-    algorithms = {
-        kind
-        for kind in public
-        if isinstance(kind, type) and issubclass(kind, Algorithm) and kind is not Algorithm
-        if kind is not PairwiseAverage  # has no rounds
-    }
-    assert algorithms == {type(case.algorithm) for case in CASES.values()}
 
 
 @pytest.mark.parametrize("drive", [StepEngine, Simulation])
@@ -363,10 +303,9 @@ def test_permuting_the_workers_permutes_the_results(case: Case) -> None:
 MASTERS = [name for name, case in CASES.items() if case.algorithm.consensus_key is not None]
 
 
-@pytest.mark.parametrize("name", MASTERS)
-def test_without_progress_a_bfloat16_model_moves_no_outer_parameter(name: str) -> None:
+@rows("without progress", MASTERS)
+def test_without_progress_a_bfloat16_model_moves_no_outer_parameter(case: Case) -> None:
     """What the model cannot hold of the float32 outer parameters is no progress of the workers."""
-    case = CASES[name]
     models = [Point(torch.zeros(6, dtype=torch.bfloat16)) for _ in range(2)]
     plain = dataclasses.replace(case.algorithm, outer_momentum=0.0)
     simulation = Simulation(models, plain, **case.settings())

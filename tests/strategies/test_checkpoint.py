@@ -15,18 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_loco import DiLoCo, GASLoC, LocalSGD, LocoStrategy
+from lightning_loco import LocalSGD, LocoStrategy
+from tests.cases import CASES, Case, rows, without_variants
 from tests.pool import Pool, PoolError, make_trainer
 from tests.tiny import flat
 
-CASES: dict[str, dict[str, Any]] = {
-    "local_sgd": {"algorithm": LocalSGD()},
-    "diloco": {"algorithm": DiLoCo()},
-    "diloco_adamw": {"algorithm": DiLoCo(outer_optimizer=torch.optim.AdamW)},
-    "async_diloco": {"algorithm": DiLoCo(outer_momentum=0.3), "overlap": True},
-    "gasloc_ring": {"algorithm": GASLoC(), "topology": "ring"},
-    "gasloc_matching": {"algorithm": GASLoC(), "topology": "random_matching"},
-}
 SYNC_EVERY = 4
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
@@ -70,7 +63,7 @@ def noisy_loader(world: int) -> StatefulDataLoader[Any]:
 def fit(
     rank: int,
     world: int,
-    case: str,
+    case: Case,
     folder: str,
     resume: str | None = None,
     max_steps: int = STEPS,
@@ -86,7 +79,7 @@ def fit(
         save_top_k=-1,
     )
     trainer = make_trainer(
-        LocoStrategy(sync_every=SYNC_EVERY, **CASES[case]),
+        case.strategy(SYNC_EVERY),
         max_steps=max_steps,
         callbacks=[checkpoint],
         enable_checkpointing=True,
@@ -98,11 +91,22 @@ def fit(
     return module.losses, torch.cat([flat(module), *(b.flatten() for b in module.buffers())])
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("every", [10, 8, 3, "epoch", "validation"])  # an epoch has 8 steps
-def test_resumed_run_equals_unbroken_run(
-    pool: Pool, tmp_path: Path, case: str, every: int | str
+@rows("resume")
+def test_run_resumed_within_a_round_equals_unbroken_run(
+    pool: Pool, tmp_path: Path, case: Case
 ) -> None:
+    check_resumed_run(pool, tmp_path, case, every=10)
+
+
+@rows("resume", without_variants())
+@pytest.mark.parametrize("every", [8, 3, "epoch", "validation"])  # an epoch has 8 steps
+def test_resumed_run_equals_unbroken_run(
+    pool: Pool, tmp_path: Path, case: Case, every: int | str
+) -> None:
+    check_resumed_run(pool, tmp_path, case, every)
+
+
+def check_resumed_run(pool: Pool, tmp_path: Path, case: Case, every: int | str) -> None:
     world = 3
     whole = pool.run(fit, case, str(tmp_path), None, STEPS, every, world=world)
     step = 2 * (every if isinstance(every, int) else 8)
@@ -116,7 +120,7 @@ def test_resumed_run_equals_unbroken_run(
 
 
 def test_main_file_is_the_consensus_for_plain_lightning(pool: Pool, tmp_path: Path) -> None:
-    pool.run(fit, "gasloc_ring", str(tmp_path), None, 10, 10, world=4)
+    pool.run(fit, CASES["gasloc"], str(tmp_path), None, 10, 10, world=4)
     path = tmp_path / "step=10.ckpt"
     workers = sorted(Path(f"{path}.loco").glob("*/worker_*.pt"))
     assert len(workers) == 4
@@ -127,7 +131,7 @@ def test_main_file_is_the_consensus_for_plain_lightning(pool: Pool, tmp_path: Pa
 
 
 def test_shared_state_is_written_once(pool: Pool, tmp_path: Path) -> None:
-    pool.run(fit, "async_diloco", str(tmp_path), None, 10, 10, world=3)
+    pool.run(fit, CASES["async_diloco_momentum"], str(tmp_path), None, 10, 10, world=3)
     folder = next(Path(f"{tmp_path}/step=10.ckpt.loco").iterdir())
     shared = torch.load(folder / "shared.pt")
     assert sorted(shared["state"]) == ["momentum", "outer"]
@@ -196,27 +200,29 @@ def test_overwriting_leaves_one_complete_set(pool: Pool, tmp_path: Path) -> None
 def test_checkpoint_of_another_run_is_refused(
     pool: Pool, tmp_path: Path, saved: str, resumed: str, world: int, message: str
 ) -> None:
-    pool.run(fit, saved, str(tmp_path), None, 10, 10, world=2)
+    pool.run(fit, CASES[saved], str(tmp_path), None, 10, 10, world=2)
     path = str(tmp_path / "step=10.ckpt")
     with pytest.raises(PoolError, match=message) as error:
-        pool.run(fit, resumed, str(tmp_path), path, STEPS, 10, world=world)
+        pool.run(fit, CASES[resumed], str(tmp_path), path, STEPS, 10, world=world)
     assert sorted(error.value.failures) == list(range(world))
 
 
 def test_missing_side_file_is_an_error_on_every_worker(pool: Pool, tmp_path: Path) -> None:
-    pool.run(fit, "local_sgd", str(tmp_path), None, 10, 10, world=2)
+    pool.run(fit, CASES["local_sgd"], str(tmp_path), None, 10, 10, world=2)
     path = tmp_path / "step=10.ckpt"
     next(Path(f"{path}.loco").glob("*/worker_00001.pt")).unlink()
     with pytest.raises(PoolError, match="Keep the folder step=10.ckpt.loco beside") as error:
-        pool.run(fit, "local_sgd", str(tmp_path), str(path), STEPS, 10, world=2)
+        pool.run(fit, CASES["local_sgd"], str(tmp_path), str(path), STEPS, 10, world=2)
     assert sorted(error.value.failures) == [0, 1]
     assert all("worker_00001.pt" in f.message for f in error.value.failures.values())
 
 
 def test_plain_checkpoint_is_a_common_start(pool: Pool, tmp_path: Path) -> None:
-    pool.run(fit, "local_sgd", str(tmp_path), None, 10, 10, world=2)
+    pool.run(fit, CASES["local_sgd"], str(tmp_path), None, 10, 10, world=2)
     content = torch.load(tmp_path / "step=10.ckpt")
     del content["lightning_loco"]
     torch.save(content, tmp_path / "plain.ckpt")
-    results = pool.run(fit, "diloco", str(tmp_path), str(tmp_path / "plain.ckpt"), 14, 10, world=3)
+    results = pool.run(
+        fit, CASES["diloco"], str(tmp_path), str(tmp_path / "plain.ckpt"), 14, 10, world=3
+    )
     assert all(min(losses) == 10 for losses, _ in results)

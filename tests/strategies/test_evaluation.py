@@ -1,8 +1,7 @@
-"""What validation sees, what fit leaves in the model, and what happens to a worker with NaN."""
+"""What validation sees, and what fit leaves in the model."""
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -12,19 +11,21 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torchmetrics import MeanSquaredError
 
-from lightning_loco import Algorithm, DiLoCo, GASLoC, LocalSGD, LocoStrategy
+from lightning_loco import DiLoCo, GASLoC, LocalSGD, LocoStrategy
 from tests.pool import Pool, make_trainer
-from tests.tiny import TinyModule, flat, loss_of, make_loader, make_model, worker_batch
+from tests.tiny import (
+    TinyModule,
+    flat,
+    loss_of,
+    make_loader,
+    make_model,
+    norm_model,
+    worker_batch,
+)
 
 LR = 0.05
 Picture = tuple[Tensor, Tensor]
 """Flat parameters and flat floating-point buffers."""
-
-
-def norm_model(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    layers = nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 1)
-    return nn.Sequential(*layers).double()
 
 
 def picture(module: nn.Module) -> Picture:
@@ -240,153 +241,3 @@ def fit_until_stopped(rank: int, world: int) -> tuple[int, int]:
 @pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")
 def test_early_stopping_stops_all_workers_together(pool: Pool) -> None:
     assert pool.run(fit_until_stopped, world=3) == [(3, 9)] * 3
-
-
-# ----------------------------------------------------------------------------------- NaN
-
-
-class NaNModule(TinyModule):
-    """One batch of chosen workers holds NaN."""
-
-    def __init__(self, broken: tuple[int, ...], model: nn.Module, optimizer: str) -> None:
-        super().__init__(lr=LR, optimizer=optimizer)
-        self.model = model
-        self.broken = broken
-        self.buffers_validated: list[Tensor] = []
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        if batch_idx == 1 and self.global_rank in self.broken:
-            batch = batch[0] * torch.nan, batch[1]
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.buffers_validated.append(
-            torch.cat([b.reshape(-1) for b in [*self.buffers(), torch.zeros(1)]])
-        )
-
-
-class Notes(logging.Handler):
-    """Keeps what the package's loggers say."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
-def fit_with_nan(
-    rank: int,
-    world: int,
-    algorithm: Algorithm,
-    broken: tuple[int, ...],
-    optimizer: str = "SGD",
-    with_norm: bool = False,
-    overlap: bool = False,
-) -> dict[str, Any]:
-    topology = "ring" if algorithm.exchange == "neighbors" else None
-    module = NaNModule(broken, norm_model() if with_norm else make_model(), optimizer)
-    trainer = make_trainer(
-        LocoStrategy(algorithm, topology=topology, sync_every=3, overlap=overlap),
-        max_epochs=1,
-        use_distributed_sampler=False,
-        num_sanity_val_steps=0,
-    )
-    notes = Notes()
-    logger = logging.getLogger("lightning_loco")
-    logger.addHandler(notes)
-    error = ""
-    try:
-        trainer.fit(module, make_loader(rank, 9), make_loader(rank, 1))
-    except RuntimeError as raised:
-        error = str(raised)
-    finally:
-        logger.removeHandler(notes)
-    return {
-        "weights": flat(module),
-        "losses": module.losses,
-        "warnings": [text for text in notes.texts if "NaN" in text],
-        "error": error,
-        "validated": module.buffers_validated,
-    }
-
-
-def leave_out(algorithm: Algorithm, broken: int, world: int) -> Tensor:
-    """The consensus when a worker has no part in the first of three rounds, by hand."""
-    model = make_model()
-    start = flat(model)
-    states = [algorithm.init(start.clone()) for _ in range(world)]
-    params = [start.clone() for _ in range(world)]
-    for round_index in range(3):
-        messages = []
-        for worker in range(world):
-            nn.utils.vector_to_parameters(params[worker].clone(), model.parameters())
-            optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-            for step in range(3 * round_index, 3 * round_index + 3):
-                optimizer.zero_grad()
-                loss_of(model, worker_batch(worker, step)).backward()
-                optimizer.step()
-            if round_index > 0 or worker != broken:
-                params[worker] = flat(model)
-            messages.append(algorithm.propose(params[worker], states[worker]).clone())
-        for worker in range(world):
-            if algorithm.exchange == "neighbors":  # a ring of three workers is complete
-                received = sum(messages) / world
-            else:
-                valid = [m for i, m in enumerate(messages) if round_index > 0 or i != broken]
-                received = sum(valid) / len(valid)
-            algorithm.apply(params[worker], received.clone(), states[worker])
-    return torch.stack(params).mean(0)
-
-
-NAN_CASES = {"local_sgd": LocalSGD(), "diloco": DiLoCo(), "gasloc": GASLoC()}
-
-
-@pytest.mark.parametrize("name", NAN_CASES)
-def test_a_worker_with_nan_is_left_out_of_one_round(pool: Pool, name: str) -> None:
-    algorithm = NAN_CASES[name]
-    results = pool.run(fit_with_nan, algorithm, (1,), world=3)
-    prepared = algorithm
-    if isinstance(algorithm, GASLoC):
-        prepared = GASLoC(gossip_step=1.0, momentum=0.5)  # what "auto" is on a ring
-    expected = leave_out(prepared, broken=1, world=3)
-    for result in results:
-        assert result["error"] == ""
-        torch.testing.assert_close(result["weights"], expected, rtol=0, atol=1e-12)
-    assert [len(result["warnings"]) for result in results] == [1, 0, 0]
-    assert "worker 1 at round 0: left out" in results[0]["warnings"][0]
-    is_nan = [torch.tensor(result["losses"]).isnan().tolist() for result in results]
-    assert is_nan[1] == [False, True, True] + [False] * 6
-    assert not any(is_nan[0] + is_nan[2])
-
-
-@pytest.mark.parametrize("name", NAN_CASES)
-def test_nan_does_not_stay_in_the_inner_optimizer(pool: Pool, name: str) -> None:
-    for result in pool.run(fit_with_nan, NAN_CASES[name], (1,), "Adam", world=2):
-        assert torch.isfinite(result["weights"]).all()
-        assert torch.isfinite(torch.tensor(result["losses"][3:])).all()
-
-
-def test_nan_with_overlap(pool: Pool) -> None:
-    algorithm = DiLoCo(outer_momentum=0.0)
-    results = pool.run(fit_with_nan, algorithm, (1,), "Adam", False, True, world=2)
-    for result in results:
-        assert torch.isfinite(result["weights"]).all()
-        assert torch.equal(result["weights"], results[0]["weights"])
-        assert torch.isfinite(torch.tensor(result["losses"][3:])).all()
-
-
-@pytest.mark.parametrize("name", NAN_CASES)
-def test_nan_does_not_stay_in_the_statistics_of_batch_norm(pool: Pool, name: str) -> None:
-    for result in pool.run(fit_with_nan, NAN_CASES[name], (1,), "SGD", True, world=2):
-        assert result["error"] == ""
-        assert torch.isfinite(result["weights"]).all()
-        assert torch.isfinite(result["validated"][-1]).all()
-
-
-@pytest.mark.parametrize("name", NAN_CASES)
-def test_nan_everywhere_is_an_error_on_every_rank(pool: Pool, name: str) -> None:
-    for result in pool.run(fit_with_nan, NAN_CASES[name], (0, 1), world=2):
-        assert "NaN or infinity" in result["error"]
-        assert "Lower the learning rate" in result["error"]

@@ -2,81 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_loco import DiLoCo, GASLoC, LocalSGD, LocoStrategy, Simulation, StepEngine
+from tests.algorithms.toys import assert_close, run_engine, simulate
+from tests.cases import Case, rows
 from tests.pool import Pool, make_trainer
-from tests.tiny import TinyModule, flat, loss_of, make_loader, make_model, worker_batch
+from tests.tiny import TinyModule, flat, make_loader
 
-LR = 0.05
 SYNC_EVERY = 3
-STEPS = 12
-
-CASES: dict[str, dict[str, Any]] = {
-    "local_sgd": {"algorithm": LocalSGD()},
-    "diloco": {"algorithm": DiLoCo()},
-    "diloco_heavy_ball": {"algorithm": DiLoCo(nesterov=False)},
-    "diloco_adamw": {"algorithm": DiLoCo(outer_optimizer=torch.optim.AdamW)},
-    "async_diloco": {"algorithm": DiLoCo(outer_momentum=0.3), "overlap": True},
-    "async_diloco_cold": {
-        "algorithm": DiLoCo(outer_momentum=0.0),
-        "overlap": True,
-        "warm_start": False,
-    },
-    "gasloc_ring": {"algorithm": GASLoC(), "topology": "ring"},
-    "gasloc_gossiped": {"algorithm": GASLoC(momentum_on="gossiped"), "topology": "ring"},
-    "gasloc_matching": {"algorithm": GASLoC(), "topology": "random_matching"},
-    "gasloc_one_peer": {"algorithm": GASLoC(), "topology": "one_peer_exponential"},
-}
+ROUNDS = 4
 
 
-def simulate(world: int, case: str) -> Tensor:
-    models = [make_model() for _ in range(world)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=LR) for model in models]
-    steps = [0] * world
-    simulation = Simulation(models, sync_every=SYNC_EVERY, **CASES[case])
-
-    def local_step(worker: int) -> None:
-        optimizers[worker].zero_grad()
-        loss_of(models[worker], worker_batch(worker, steps[worker])).backward()
-        optimizers[worker].step()
-        steps[worker] += 1
-
-    simulation.run(local_step, STEPS // SYNC_EVERY)
-    simulation.drain()
-    return simulation.consensus()
-
-
-def run_engine(rank: int, world: int, case: str) -> Tensor:
-    model = make_model(seed=rank)  # the engine gives all workers the model of worker 0
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    engine = StepEngine(model, sync_every=SYNC_EVERY, bucket_bytes=4096, **CASES[case])
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, worker_batch(rank, step)).backward()
-        optimizer.step()
-        engine.step()
-    engine.finish()
-    engine.close()
-    return flat(model)
-
-
-def run_trainer(rank: int, world: int, case: str) -> Tensor:
-    strategy = LocoStrategy(sync_every=SYNC_EVERY, **CASES[case])
-    trainer = make_trainer(strategy, devices=world, max_steps=STEPS, use_distributed_sampler=False)
-    module = TinyModule(lr=LR)
-    trainer.fit(module, make_loader(rank, STEPS))
+def run_trainer(rank: int, world: int, case: Case) -> Tensor:
+    steps = ROUNDS * SYNC_EVERY
+    strategy = case.strategy(SYNC_EVERY)
+    trainer = make_trainer(strategy, max_steps=steps, use_distributed_sampler=False)
+    module = TinyModule(lr=0.05)
+    trainer.fit(module, make_loader(rank, steps))
     return flat(module)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("case", CASES)
-def test_same_numbers(pool: Pool, case: str, world: int) -> None:
-    expected = simulate(world, case)
-    for run in (run_engine, run_trainer):
-        for result in pool.run(run, case, world=world):
-            torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
+@rows("same numbers")
+def test_same_numbers(pool: Pool, case: Case, world: int) -> None:
+    settings = case.settings(sync_every=SYNC_EVERY)
+    expected = simulate(case.algorithm, world, ROUNDS, **settings)
+    settings["bucket_bytes"] = 4096
+    histories = pool.run(run_engine, case.algorithm, ROUNDS, settings, world=world)
+    assert_close(torch.stack(histories, dim=1), expected)
+    for result in pool.run(run_trainer, case, world=world):
+        assert_close(result, expected[-1, 0])

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_loco import DiLoCo, GASLoC, LocalSGD, LocoStrategy
+from lightning_loco import LocalSGD, LocoStrategy
+from tests.cases import Case, rows
 from tests.pool import Pool, PoolError, make_trainer
 from tests.tiny import TinyModule, ValidatedModule, flat, make_loader
 
-ALGORITHMS: dict[str, dict[str, Any]] = {
-    "local_sgd": {"algorithm": LocalSGD()},
-    "diloco": {"algorithm": DiLoCo()},
-    "async_diloco": {"algorithm": DiLoCo(outer_momentum=0.0), "overlap": True},
-    "gasloc": {"algorithm": GASLoC(), "topology": "ring"},
-    "gasloc_matching": {"algorithm": GASLoC(), "topology": "random_matching"},
-}
 
-
-def fit_uneven(rank: int, world: int, name: str, folder: str) -> tuple[int, int, Tensor]:
+def fit_uneven(rank: int, world: int, case: Case, folder: str) -> tuple[int, int, Tensor]:
     module = ValidatedModule()
     checkpoint = ModelCheckpoint(dirpath=folder, monitor="val_loss", filename="{epoch}")
-    strategy = LocoStrategy(sync_every=4, timeout_s=30, **ALGORITHMS[name])
+    strategy = case.strategy(4, timeout_s=30)
     trainer = make_trainer(
         strategy,
         max_epochs=2,
@@ -38,9 +30,9 @@ def fit_uneven(rank: int, world: int, name: str, folder: str) -> tuple[int, int,
     return len(module.losses), strategy.statistics.rounds, flat(module)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_unequal_numbers_of_batches(pool: Pool, tmp_path: Path, name: str) -> None:
-    results = pool.run(fit_uneven, name, str(tmp_path), world=3)
+@rows("uneven")
+def test_unequal_numbers_of_batches(pool: Pool, tmp_path: Path, case: Case) -> None:
+    results = pool.run(fit_uneven, case, str(tmp_path), world=3)
     assert [steps for steps, _, _ in results] == [18, 28, 38]  # nobody loses data
     assert len({rounds for _, rounds, _ in results}) == 1
     for _, _, model in results[1:]:

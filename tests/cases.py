@@ -1,0 +1,159 @@
+"""One table of methods: a new algorithm needs one row here and is put through every common test.
+
+- "laws": what holds for every algorithm (tests/algorithms/test_common.py);
+- "same numbers": equal in the simulation, on raw groups and in Trainer.fit
+  (tests/strategies/test_same_numbers.py);
+- "resume": a resumed run equals an unbroken one (tests/strategies/test_checkpoint.py);
+- "uneven": workers with different numbers of batches (tests/strategies/test_uneven.py);
+- "nan": a worker with NaN is left out (tests/strategies/test_nan.py).
+
+tests/test_cases.py checks that no method, no algorithm and no row is forgotten.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_loco import (
+    AsyncModelAverageStrategy,
+    DiLoCo,
+    GASLoC,
+    LocalSGD,
+    LocoStrategy,
+    ModelAverage,
+    NeighborAverage,
+)
+from lightning_loco.algorithms import Algorithm
+from lightning_loco.rounds import RoundSettings
+
+BY_CLOCK = "its rounds fall by the clock, so that no two runs are equal"
+"""The only reason for which a row is left out; with any other one the test must fail."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An algorithm, and how its rounds are made.
+
+    Args:
+        algorithm: What a round computes.
+        topology: Neighbours, by name.
+        overlap: Apply a round's result one round later.
+        warm_start: With overlap, make the first round a blocking one.
+        accuracy: How near it comes to the optimum of some quadratics within 300 rounds.
+        variant_of: The row from which this one differs by its formula alone; what is slow and does
+            not depend on the formula is left to that row.
+        not_in: Why tests of a name are left out or fail on this row.
+    """
+
+    algorithm: Algorithm
+    topology: str | None = None
+    overlap: bool = False
+    warm_start: bool = True
+    accuracy: float = 1e-6
+    variant_of: str | None = None
+    not_in: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def by_clock(self) -> bool:
+        """Whether rounds fall by the clock instead of every so many steps."""
+        return isinstance(self.algorithm, ModelAverage)
+
+    def prepared(self, num_workers: int) -> Algorithm:
+        """The algorithm with its automatic settings filled in."""
+        return RoundSettings(self.algorithm, topology=self.topology).prepare(num_workers).algorithm
+
+    def settings(self, **others: Any) -> dict[str, Any]:
+        """Keywords for an engine of rounds by the step or a simulation."""
+        return {
+            "topology": self.topology,
+            "overlap": self.overlap,
+            "warm_start": self.warm_start,
+            **others,
+        }
+
+    def strategy(self, sync_every: int, **others: Any) -> LocoStrategy:
+        """The strategy that runs it; one by the clock makes a round whenever it can."""
+        if self.by_clock:
+            return AsyncModelAverageStrategy(0.0, topology=self.topology, **others)
+        return LocoStrategy(self.algorithm, **self.settings(sync_every=sync_every, **others))
+
+
+def adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """An outer optimizer with a state of its own, and a function that can be pickled."""
+    return torch.optim.Adam(params, lr=0.05)
+
+
+def adagrad(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """One that makes its state when it is made, not at its first step."""
+    return torch.optim.Adagrad(params, lr=0.5)
+
+
+CLOCK = dict.fromkeys(("same numbers", "resume", "nan by hand"), BY_CLOCK)
+POISONED = "NaN that comes up while a round travels gets into the start of the next one"
+
+CASES = {
+    # Each method under its registered name, with its own defaults.
+    "local_sgd": Case(LocalSGD()),
+    "diloco": Case(DiLoCo()),
+    "async_diloco": Case(DiLoCo(outer_momentum=0.0), overlap=True),
+    "gasloc": Case(GASLoC(), "ring"),
+    "async_model_average": Case(ModelAverage(), not_in={**CLOCK, "nan in statistics": POISONED}),
+    # Other settings of them.
+    "diloco_plain": Case(DiLoCo(0.7, 0.0), variant_of="diloco"),
+    "diloco_heavy_ball": Case(DiLoCo(0.7, 0.5, nesterov=False), variant_of="diloco"),
+    "diloco_adam": Case(DiLoCo(outer_optimizer=adam), accuracy=1e-2, variant_of="diloco_adamw"),
+    "diloco_adamw": Case(
+        DiLoCo(outer_optimizer=torch.optim.AdamW),
+        accuracy=2.0,
+        not_in={"without progress": "the decay of the weights moves them by itself"},
+    ),
+    "diloco_adagrad": Case(DiLoCo(outer_optimizer=adagrad), accuracy=1e-2, variant_of="diloco"),
+    "async_diloco_momentum": Case(DiLoCo(0.7, 0.3), overlap=True),
+    "async_diloco_cold": Case(
+        DiLoCo(outer_momentum=0.0), overlap=True, warm_start=False, variant_of="async_diloco"
+    ),
+    "gasloc_plain": Case(GASLoC(momentum=0.0), "star", variant_of="gasloc"),
+    "gasloc_gossiped": Case(GASLoC(momentum_on="gossiped"), "ring", variant_of="gasloc"),
+    "gasloc_directed": Case(GASLoC(), "exponential", variant_of="gasloc"),
+    "gasloc_matching": Case(GASLoC(), "random_matching"),
+    "gasloc_matching_momentum": Case(
+        GASLoC(momentum=0.3), "random_matching", variant_of="gasloc_matching"
+    ),
+    "gasloc_cycle": Case(GASLoC(), "one_peer_exponential", variant_of="gasloc_matching"),
+    "neighbor_average": Case(
+        NeighborAverage(),
+        "ring",
+        not_in={
+            **CLOCK,
+            "nan ends": POISONED,
+            "nan in statistics": POISONED,
+        },
+    ),
+}
+
+
+def rows(test: str, names: Iterable[str] = CASES) -> pytest.MarkDecorator:
+    """Run a test on every row, as the argument ``case``.
+
+    Args:
+        test: Its name in ``not_in``: rows left out by the clock are left out, others must fail.
+        names: Another choice of rows.
+    """
+    chosen = []
+    for name in names:
+        reason = CASES[name].not_in.get(test)
+        marks = [] if reason is None else [pytest.mark.xfail(strict=True, reason=reason)]
+        if reason != BY_CLOCK:
+            chosen.append(pytest.param(CASES[name], id=name, marks=marks))
+    return pytest.mark.parametrize("case", chosen)
+
+
+def without_variants() -> list[str]:
+    """Names of the rows that are not mere variants of others."""
+    return [name for name, case in CASES.items() if case.variant_of is None]

@@ -1,0 +1,164 @@
+"""A worker whose parameters are no numbers is left out of the round, whatever the algorithm."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_loco import StragglerSimulator
+from lightning_loco.topology import get_topology
+from tests.algorithms.toys import train_step
+from tests.cases import Case, rows, without_variants
+from tests.pool import Pool, make_trainer
+from tests.tiny import TinyModule, flat, make_loader, make_model, norm_model, worker_batch
+
+LR = 0.05
+
+
+class NaNModule(TinyModule):
+    """One batch of chosen workers holds NaN."""
+
+    def __init__(self, broken: tuple[int, ...], model: nn.Module, optimizer: str) -> None:
+        super().__init__(lr=LR, optimizer=optimizer)
+        self.model = model
+        self.broken = broken
+        self.buffers_validated: list[Tensor] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 1 and self.global_rank in self.broken:
+            batch = batch[0] * torch.nan, batch[1]
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.buffers_validated.append(
+            torch.cat([b.reshape(-1) for b in [*self.buffers(), torch.zeros(1)]])
+        )
+
+
+class Notes(logging.Handler):
+    """Keeps what the package's loggers say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def fit_with_nan(
+    rank: int,
+    world: int,
+    case: Case,
+    broken: tuple[int, ...],
+    optimizer: str = "SGD",
+    with_norm: bool = False,
+) -> dict[str, Any]:
+    module = NaNModule(broken, norm_model() if with_norm else make_model(), optimizer)
+    num_batches = 30 if case.by_clock else 9
+    trainer = make_trainer(
+        case.strategy(sync_every=3),
+        callbacks=[StragglerSimulator({rank: 0.01})] if case.by_clock else [],
+        max_epochs=1,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+    )
+    notes = Notes()
+    logger = logging.getLogger("lightning_loco")
+    logger.addHandler(notes)
+    error = ""
+    try:
+        trainer.fit(module, make_loader(rank, num_batches), make_loader(rank, 1))
+    except RuntimeError as raised:
+        error = str(raised)
+    finally:
+        logger.removeHandler(notes)
+    return {
+        "weights": flat(module),
+        "losses": module.losses,
+        "warnings": [text for text in notes.texts if "NaN" in text],
+        "error": error,
+        "validated": module.buffers_validated,
+    }
+
+
+def leave_out(case: Case, broken: int, world: int) -> Tensor:
+    """The consensus when a worker has no part in the first of three rounds, by hand."""
+    model = make_model()
+    start = flat(model)
+    algorithm = case.prepared(world)
+    states = [algorithm.init(start.clone()) for _ in range(world)]
+    params = [start.clone() for _ in range(world)]
+    landing: list[Tensor] | None = None
+    for round_index in range(3):
+        messages = []
+        for worker in range(world):
+            nn.utils.vector_to_parameters(params[worker].clone(), model.parameters())
+            optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+            for step in range(3 * round_index, 3 * round_index + 3):
+                train_step(model, optimizer, worker_batch(worker, step))
+            if round_index > 0 or worker != broken:
+                params[worker] = flat(model)
+            else:
+                algorithm.restart(params[worker], states[worker])
+            messages.append(algorithm.propose(params[worker], states[worker]).clone())
+        if case.topology is not None:
+            matrix = get_topology(case.topology).mixing_matrix(world, round_index)
+            received = list(matrix @ torch.stack(messages))
+        else:
+            valid = [m for i, m in enumerate(messages) if round_index > 0 or i != broken]
+            received = [sum(valid) / len(valid)] * world
+        late = case.overlap and not (case.warm_start and round_index == 0)
+        landing, under_way = (landing, received) if late else (received, None)
+        for worker in range(world):
+            if landing is None:
+                algorithm.restart(params[worker], states[worker])
+            else:
+                algorithm.apply(params[worker], landing[worker].clone(), states[worker])
+        landing = under_way
+    for worker in range(world if landing else 0):
+        algorithm.apply(params[worker], landing[worker].clone(), states[worker])
+    return torch.stack(params).mean(0)
+
+
+@rows("nan by hand")
+def test_a_worker_with_nan_is_left_out_of_one_round(pool: Pool, case: Case) -> None:
+    results = pool.run(fit_with_nan, case, (1,), world=3)
+    expected = leave_out(case, broken=1, world=3)
+    for result in results:
+        assert result["error"] == ""
+        torch.testing.assert_close(result["weights"], expected, rtol=0, atol=1e-12)
+    assert [len(result["warnings"]) for result in results] == [1, 0, 0]
+    assert "worker 1 at round 0: left out" in results[0]["warnings"][0]
+    is_nan = [torch.tensor(result["losses"]).isnan().tolist() for result in results]
+    assert is_nan[1] == [False, True, True] + [False] * 6
+    assert not any(is_nan[0] + is_nan[2])
+
+
+@rows("nan ends", without_variants())
+def test_nan_does_not_stay_in_the_inner_optimizer(pool: Pool, case: Case) -> None:
+    results = pool.run(fit_with_nan, case, (1,), "Adam", world=2)
+    ended = 10 if case.by_clock else 3
+    for result in results:
+        assert result["error"] == ""
+        assert torch.isfinite(result["weights"]).all()
+        assert torch.equal(result["weights"], results[0]["weights"])
+        assert torch.isfinite(torch.tensor(result["losses"][ended:])).all()
+
+
+@rows("nan in statistics", without_variants())
+def test_nan_does_not_stay_in_the_statistics_of_batch_norm(pool: Pool, case: Case) -> None:
+    for result in pool.run(fit_with_nan, case, (1,), "SGD", True, world=2):
+        assert result["error"] == ""
+        assert torch.isfinite(result["weights"]).all()
+        assert torch.isfinite(result["validated"][-1]).all()
+
+
+@rows("nan")
+def test_nan_everywhere_is_an_error_on_every_rank(pool: Pool, case: Case) -> None:
+    for result in pool.run(fit_with_nan, case, (0, 1), world=2):
+        assert "NaN or infinity" in result["error"]
+        assert "Lower the learning rate" in result["error"]

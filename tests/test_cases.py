@@ -1,0 +1,100 @@
+"""The table of methods is complete, and every common test runs all of it."""
+
+from __future__ import annotations
+
+import importlib
+from types import FunctionType
+
+import pytest
+
+import lightning_loco.algorithms
+from lightning_loco import LocoStrategy
+from lightning_loco.algorithms import Algorithm
+from lightning_loco.rounds.clock_engine import ClockSettings
+from lightning_loco.strategies import STRATEGIES
+from tests.cases import BY_CLOCK, CASES, rows
+
+# Methods that make no rounds; each has tests of its own.
+WITHOUT_ROUNDS = {"pairwise_gossip", "remote_optimizer"}
+# Where each common test is; the name is the one in `rows(...)` and in the field `not_in`.
+TESTS = {
+    "laws": "tests.algorithms.test_common",
+    "same numbers": "tests.strategies.test_same_numbers",
+    "resume": "tests.strategies.test_checkpoint",
+    "uneven": "tests.strategies.test_uneven",
+    "nan": "tests.strategies.test_nan",
+    "nan by hand": "tests.strategies.test_nan",
+}
+# Common tests of which a part of the rows has a choice of its own.
+OF_SOME = {"without progress", "nan ends", "nan in statistics"}
+
+
+def test_every_algorithm_with_rounds_has_a_row() -> None:
+    public = {
+        getattr(lightning_loco.algorithms, name) for name in lightning_loco.algorithms.__all__
+    }
+    algorithms = {
+        kind
+        for kind in public
+        if isinstance(kind, type) and issubclass(kind, Algorithm) and kind is not Algorithm
+        if kind.exchange != "pull"  # has no rounds
+    }
+    assert algorithms == {type(case.algorithm) for case in CASES.values()}
+
+
+def test_every_method_with_rounds_has_a_row() -> None:
+    assert set(STRATEGIES) <= {*CASES, *WITHOUT_ROUNDS}
+
+
+@pytest.mark.parametrize("name", sorted(set(STRATEGIES) - WITHOUT_ROUNDS))
+def test_the_row_of_a_method_is_what_its_strategy_does(name: str) -> None:
+    case, strategy = CASES[name], STRATEGIES[name]
+    settings = {"interval_s": 0.0} if case.by_clock else {"sync_every": 7}
+    assert strategy(**settings).settings == case.strategy(7).settings
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_ROUNDS))
+def test_methods_without_rounds_have_none(name: str) -> None:
+    strategy = STRATEGIES[name]
+    if issubclass(strategy, LocoStrategy):
+        assert strategy().settings.algorithm.exchange == "pull"
+    assert name not in CASES
+
+
+def rows_of(module: str) -> list[set[str]]:
+    """The rows that each test of a module runs."""
+    found = []
+    for function in vars(importlib.import_module(module)).values():
+        if isinstance(function, FunctionType) and function.__name__.startswith("test_"):
+            for mark in getattr(function, "pytestmark", []):
+                if mark.name == "parametrize" and mark.args[0] == "case":
+                    found.append({param.id for param in mark.args[1]})
+    return found
+
+
+@pytest.mark.parametrize("test", TESTS)
+def test_every_row_is_run_or_says_why_not(test: str) -> None:
+    left_out = {name for name, case in CASES.items() if case.not_in.get(test) == BY_CLOCK}
+    assert set(CASES) - left_out in rows_of(TESTS[test])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_reasons_of_a_row_hold(name: str) -> None:
+    case = CASES[name]
+    assert set(case.not_in) <= {*TESTS, *OF_SOME}
+    assert (BY_CLOCK in case.not_in.values()) == case.by_clock
+    assert isinstance(case.strategy(7).settings, ClockSettings) == case.by_clock
+    if case.variant_of is not None:
+        other = CASES[case.variant_of]
+        assert other.variant_of is None
+        assert type(other.algorithm) is type(case.algorithm)
+        assert (other.topology is None) == (case.topology is None)
+        assert (other.overlap, other.by_clock) == (case.overlap, case.by_clock)
+
+
+def test_a_row_that_is_not_in_a_test_is_left_out_or_must_fail() -> None:
+    assert not any(param.values[0].by_clock for param in rows("same numbers").args[1])
+    for test in OF_SOME:
+        marks = {param.id: [mark.name for mark in param.marks] for param in rows(test).args[1]}
+        failing = {name for name, case in CASES.items() if test in case.not_in}
+        assert marks == {name: ["xfail"] if name in failing else [] for name in CASES}
