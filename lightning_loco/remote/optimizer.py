@@ -264,6 +264,11 @@ class RemoteOptimizer(torch.optim.Optimizer):
             with suppress(RuntimeError):
                 channel.fail(f"{type(error).__name__}: {error}")
 
+    @property
+    def has_left(self) -> bool:
+        """Whether this worker has said its last word to the servers."""
+        return self._left
+
     def _part(self) -> list[Channel]:
         """Those to say a last word to; none the second time."""
         if self._left:
