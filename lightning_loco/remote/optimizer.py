@@ -14,13 +14,13 @@ from torch import Tensor
 
 from lightning_loco.remote.calls import Call, Clip
 from lightning_loco.remote.channel import Channel
+from lightning_loco.remote.optimizer_state import OptimizerState
 from lightning_loco.remote.plan import (
     model_checksum,
     plan_messages,
     share_parameters,
     trainable_parameters,
 )
-from lightning_loco.remote.state import State
 from lightning_loco.remote.transport import Transport
 
 
@@ -105,7 +105,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         ]
 
     def receive_weights(self) -> None:
-        """Take over the parameters and settings of the ranks that have the optimizer.
+        """Take over the parameters and hyper-parameters of the ranks that have the optimizer.
 
         Raises:
             ValueError: If one has another model.
@@ -227,7 +227,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         """
         content = super().state_dict()
         if self._leads:
-            state = State.join([channel.state() for channel in self._channels])
+            state = OptimizerState.join([channel.state() for channel in self._channels])
             content["state"] = state.values
             for group, settings in zip(content["param_groups"], state.groups, strict=True):
                 group.update({name: v for name, v in settings.items() if name not in group})
@@ -242,7 +242,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             {name: value for name, value in group.items() if name != "params"}
             for group in state_dict["param_groups"]
         ]
-        state = State(state_dict["state"], groups)
+        state = OptimizerState(state_dict["state"], groups)
         for channel, share in zip(self._channels, self._shares, strict=True):
             if self._leads:
                 channel.load_state(state.share([self._numbers[index] for index in share]))

@@ -22,9 +22,9 @@ from lightning_loco.comm.checks import check_model, share_from_worker_0
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.remote import RemoteOptimizer, Serving, Transport
 from lightning_loco.remote.all_ranks import ServiceGroup
-from lightning_loco.remote.checks import check_optimizer
 from lightning_loco.remote.plan import BUCKET_BYTES
-from lightning_loco.remote.roles import new_replica_group
+from lightning_loco.remote.replica_group import new_replica_group
+from lightning_loco.remote.supported_optimizers import check_optimizer
 from lightning_loco.remote.tiers import check_counts
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.arguments import check_common_arguments
