@@ -75,8 +75,8 @@ class LocalBackend:
         """Step the parameters that are complete, if nothing else has to be known."""
         if self._early is None:
             return ()
-        pieces = self._slots[index].message.pieces
-        complete = [p.param for p in pieces if p.stop == self._params[p.param].numel()]
+        spans = self._slots[index].message.spans
+        complete = [p.param for p in spans if p.stop == self._params[p.param].numel()]
         if not complete:
             return ()
         self._set_gradients(complete, self._early)

@@ -30,8 +30,8 @@ def test_every_element_travels_once(
     messages = plan_messages(params, bucket_bytes, wire_dtype)
     covered = [torch.zeros(size) for size in sizes]
     for message in messages:
-        assert message.numel == sum(stop - start for _, start, stop in message.pieces)
-        for index, start, stop in message.pieces:
+        assert message.numel == sum(stop - start for _, start, stop in message.spans)
+        for index, start, stop in message.spans:
             covered[index][start:stop] += 1
     assert all((count == 1).all() for count in covered)
     slots = [Slot(message, params) for message in messages]
@@ -65,7 +65,7 @@ def test_the_accumulator_has_each_parameter_in_one_piece() -> None:
         assert part.shape == params[number].shape
         part.fill_(number)
     for message, memory in zip(messages, accumulator.slices, strict=True):
-        expected = [[index] * (stop - start) for index, start, stop in message.pieces]
+        expected = [[index] * (stop - start) for index, start, stop in message.spans]
         assert memory.tolist() == list(itertools.chain(*expected))
 
 
