@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from lightning_loco.rounds.engine import StopAgreed
+from lightning_loco.comm.worker import StopAgreed
 from lightning_loco.strategies import lightning_private
 
 

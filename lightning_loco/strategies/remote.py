@@ -117,7 +117,7 @@ class RemoteOptimizerStrategy(ServedStrategy):
                 "min_workers goes on without single ranks, so it needs replica_size=1, got "
                 f"{replica_size}."
             )
-        check_common_arguments(timeout_s, bucket_bytes, start_method)
+        check_common_arguments(timeout_s, start_method)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
