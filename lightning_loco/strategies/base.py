@@ -7,7 +7,6 @@ import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -72,6 +71,8 @@ class LocoStrategy(MeetingStrategy):
         strategy = LocoStrategy(GASLoC(momentum=0.3), topology="ring", sync_every=50)
         trainer = Trainer(strategy=strategy, devices=4, num_nodes=8)
     """
+
+    checkpoints: WorkerCheckpoints
 
     def __init__(
         self,
@@ -313,29 +314,6 @@ class LocoStrategy(MeetingStrategy):
             self._trainer.fit_loop.epoch_loop.max_steps = self._max_steps
             self._max_steps = None
         super().teardown()
-
-    # ------------------------------------------------------------- checkpoints
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The consensus, for the checkpoint."""
-        return self.checkpoints.model_state(super().lightning_module_state_dict)
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
-    ) -> None:
-        """Write the side file of every worker, then the main file."""
-        self.checkpoints.save(checkpoint, filepath, storage_options)
-
-    def load_checkpoint(
-        self, checkpoint_path: str | Path, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Read the main file and, to resume training, this worker's side files."""
-        loaded = super().load_checkpoint(checkpoint_path, weights_only)
-        return self.checkpoints.load(loaded, checkpoint_path)
-
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Delete a checkpoint and its side files."""
-        self.checkpoints.remove(filepath)
 
     # ---------------------------------------------------------------- evaluate
 
