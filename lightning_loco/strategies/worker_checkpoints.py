@@ -26,6 +26,10 @@ _KEY = "lightning_loco"
 _FORMAT = 1
 _OF_LIGHTNING = ("loops", "optimizer_states", "lr_schedulers", "MixedPrecision", "HalfPrecision")
 _OF_ALL = ("state", "pending")
+_NEW_RUN = (
+    "To start a new run from its weights alone, use "
+    "YourModule.load_from_checkpoint(path) and fit without ckpt_path."
+)
 
 
 class WorkerCheckpoints:
@@ -165,12 +169,6 @@ class WorkerCheckpoints:
             raise ValueError(f"{missing} {_NEW_RUN}") from missing
         own["engine"].update(shared)
         return own
-
-
-_NEW_RUN = (
-    "To start a new run from its weights alone, use "
-    "YourModule.load_from_checkpoint(path) and fit without ckpt_path."
-)
 
 
 def _describe(engine: Engine, stamp: str) -> dict[str, Any]:
