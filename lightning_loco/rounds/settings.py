@@ -69,7 +69,9 @@ class RoundSettings:
         if isinstance(self.bucket_bytes, bool) or not isinstance(self.bucket_bytes, int):
             raise TypeError(f"bucket_bytes must be an integer, got {self.bucket_bytes!r}.")
         if self.bucket_bytes <= 0:
-            raise ValueError(f"bucket_bytes must be positive, got {self.bucket_bytes!r}.")
+            raise ValueError(
+                f"bucket_bytes must be positive and finite, got {self.bucket_bytes!r}."
+            )
         if self.stays:
             self.algorithm.check_overlap()
 

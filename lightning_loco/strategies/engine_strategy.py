@@ -7,7 +7,6 @@ import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import lightning.pytorch as pl
@@ -74,6 +73,7 @@ class EngineStrategy(MeetingStrategy):
 
     settings: Any
     engine: Engine | None
+    checkpoints: WorkerCheckpoints
 
     def _init_with(
         self,
@@ -292,29 +292,6 @@ class EngineStrategy(MeetingStrategy):
             self._scaled_steps.restore()
             self._scaled_steps = None
         super().teardown()
-
-    # ------------------------------------------------------------- checkpoints
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The consensus, for the checkpoint."""
-        return self.checkpoints.model_state(super().lightning_module_state_dict)
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
-    ) -> None:
-        """Write the side file of every worker, then the main file."""
-        self.checkpoints.save(checkpoint, filepath, storage_options)
-
-    def load_checkpoint(
-        self, checkpoint_path: str | Path, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Read the main file and, to resume training, this worker's side files."""
-        loaded = super().load_checkpoint(checkpoint_path, weights_only)
-        return self.checkpoints.load(loaded, checkpoint_path)
-
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Delete a checkpoint and its side files."""
-        self.checkpoints.remove(filepath)
 
     # ---------------------------------------------------------------- evaluate
 

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 _KEY = "lightning_loco"
 _FORMAT = 1
 _OF_LIGHTNING = ("loops", "optimizer_states", "lr_schedulers", "MixedPrecision", "HalfPrecision")
+_NEW_RUN = (
+    "To start a new run from its weights alone, use "
+    "YourModule.load_from_checkpoint(path) and fit without ckpt_path."
+)
 
 
 class WorkerCheckpoints:
@@ -159,12 +163,6 @@ class WorkerCheckpoints:
             raise ValueError(f"{missing} {_NEW_RUN}") from missing
         own["engine"].update(shared)
         return own
-
-
-_NEW_RUN = (
-    "To start a new run from its weights alone, use "
-    "YourModule.load_from_checkpoint(path) and fit without ckpt_path."
-)
 
 
 def _entry(engine: Engine, stamp: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_loco import DiLoCo, GASLoC, LocalSGD, Simulation, StepEngine
+from lightning_loco import DiLoCo, LocalSGD, Simulation, StepEngine
 from tests.algorithms.toys import (
     ADAMW,
     SGD,
