@@ -137,4 +137,4 @@ class WorkerGroup:
         for group in (self.data, self.control):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
-        self.data = self.control = None
+        self.data = self.control = self.board = None

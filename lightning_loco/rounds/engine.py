@@ -89,6 +89,7 @@ class Engine:
         settings, group = self.settings, self.worker.group
         layout, algorithm = self.worker.replica.layout, settings.algorithm
         exchange = make_exchange(algorithm, group, self.worker.statistics, settings.topology)
+        self._is_weighted = exchange.is_weighted
         sizes = [tensor.numel() for tensor in layout.tensors]
         parcel_elements = settings.parcel_elements(layout.numel, layout.itemsize)
         attended = not settings.stays or settings.schedule.lands_at_meetings
@@ -192,7 +193,8 @@ class Engine:
         if unread is None:
             row = self._look(place)
             unread = self._carriers[turn].carry(self.statistics, row, words)
-            unread.complete = lambda: self._tell(row, words).wait()
+            if self._is_weighted:
+                unread.complete = lambda: self._tell(row, words).wait()
         self._unread = unread
         if self._samples_consensus:
             unread.wait()
@@ -295,9 +297,12 @@ class Engine:
             self._begin(place, words)
             return None
         unread = self._tell(self._row(place), words)
-        unread.complete = lambda: self._tell(self._look(place), words).wait()
+        if self._is_weighted:
+            unread.complete = lambda: self._tell(self._look(place), words).wait()
         rows = unread.wait()
         if any(row.place == ROUND for row in rows):
+            if not self._is_weighted:
+                self._look(place)
             self._begin(place, words, unread)
             return None
         self.worker.note(rows)
@@ -376,7 +381,7 @@ class Engine:
         flights = [lane.flight for lane in self.lanes if lane.flight is not None]
         for lane in self.lanes:
             lane.flight = None
-        self._unread = None
+        self._unread = self.worker.engine = None
         self.worker.group.close()
         for flight in flights:
             flight.release()

@@ -207,7 +207,8 @@ class Rounds:
 
     def _receive(self, flight: Flight) -> tuple[list[Tensor], float]:
         with labelled("loco/exchange"):
-            return flight.receive(), self._weight(flight)
+            weight = self._weight(flight)  # first, because it calls those who may be at a meeting
+            return flight.receive(), weight
 
     def _weight(self, flight: Flight) -> float:
         """What sums are to be divided by; waits for the rows only if they matter."""

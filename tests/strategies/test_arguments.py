@@ -26,9 +26,10 @@ from lightning_loco import (
 )
 from lightning_loco.strategies import METHODS
 from lightning_loco.strategies.arguments import CommonArguments, RoundArguments
+from lightning_loco.strategies.engine_strategy import EngineStrategy
 from tests.tiny import TinyModule
 
-WITH_WORKERS = [kind for kind in METHODS.values() if issubclass(kind, LocoStrategy)]
+WITH_WORKERS = [kind for kind in METHODS.values() if issubclass(kind, EngineStrategy)]
 
 
 def parameters_of(kind: type) -> dict[str, inspect.Parameter]:
@@ -41,9 +42,8 @@ def test_the_table_has_the_names_and_types_of_the_constructor() -> None:
     assert {name: shown[name].annotation for name in table} == table
     own = {"algorithm", "sync_every", "overlap", "warm_start", "topology"}
     assert shown.keys() - own == table.keys()
-    assert inspect.signature(LocoStrategy._init_with).parameters.keys() - {"self", "settings"} == (
-        table.keys()
-    )
+    common = inspect.signature(LocoStrategy._init_with).parameters.keys() - {"self", "settings"}
+    assert common == table.keys() - {"bucket_bytes"} == get_type_hints(CommonArguments).keys()
 
 
 @pytest.mark.parametrize("kind", WITH_WORKERS)

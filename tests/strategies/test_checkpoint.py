@@ -134,15 +134,18 @@ def test_shared_state_is_written_once(pool: Pool, tmp_path: Path) -> None:
     pool.run(fit, CASES["async_diloco_momentum"], str(tmp_path), None, 10, 10, world=3)
     folder = next(Path(f"{tmp_path}/step=10.ckpt.loco").iterdir())
     shared = torch.load(folder / "shared.pt")
-    assert sorted(shared["state"]) == ["momentum", "outer"]
-    assert shared["pending"] is not None
+    (lane,) = shared["shared"]
+    assert sorted(lane["state"]) == ["momentum", "outer"]
+    assert lane["received"] is not None
     assert sorted(p.name for p in folder.iterdir()) == [
         "shared.pt",
         "worker_00000.pt",
         "worker_00001.pt",
         "worker_00002.pt",
     ]
-    assert "state" not in torch.load(folder / "worker_00001.pt")["engine"]
+    own = torch.load(folder / "worker_00001.pt")["engine"]
+    assert "shared" not in own
+    assert "state" not in own["lanes"][0]
 
 
 def fit_keeping_best(rank: int, world: int, folder: str) -> None:

@@ -63,7 +63,7 @@ def fit_in_precision(
 
     class Look(pl.Callback):
         def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
-            outer.append(trainer.strategy.engine.state_dict()["state"]["outer"].dtype)
+            outer.append(trainer.strategy.engine.state_dict()["shared"][0]["state"]["outer"].dtype)
 
     strategy = fit(rank, module, 12, loader=loader, callbacks=[Look()], **settings)
     return flat(module), module.dtypes, strategy.statistics.rounds, outer[0]
