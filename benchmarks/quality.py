@@ -40,7 +40,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from lightning_loco.demo.report import read_curve
-from lightning_loco.strategies.registry import STRATEGIES
+from lightning_loco.strategies import METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
 # name: (algorithm, topology, bound of the gap to ddp in percent)
@@ -72,8 +72,8 @@ def command_line(name: str, seed: int, options: argparse.Namespace) -> str:
         "trainer.enable_progress_bar=false",
     ]
     known: set[str] = set()
-    if algorithm in STRATEGIES:
-        known = set(inspect.signature(STRATEGIES[algorithm]).parameters)
+    if algorithm in METHODS:
+        known = set(inspect.signature(METHODS[algorithm]).parameters)
     for setting in [f"sync_every={options.sync_every}", *options.set]:
         key = setting.partition("=")[0]
         if "." not in key and key not in known:

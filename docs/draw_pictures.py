@@ -1,4 +1,4 @@
-"""Draw the pictures in the README: who sends what and when, and the tiers of a remote optimizer.
+"""Draw the pictures of these pages: who sends what and when, and the tiers of a remote optimizer.
 
 Run it: python docs/draw_pictures.py            (or with another folder, and a suffix such as png)
 """

@@ -6,6 +6,8 @@
 ``import lightning_loco`` also registers the strategies by name: ``Trainer(strategy="gasloc")``.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from lightning_loco.__about__ import __version__
 from lightning_loco.algorithms import (
     Algorithm,
@@ -38,6 +40,7 @@ from lightning_loco.strategies import (
     RemoteOptimizerStrategy,
     register_strategies,
 )
+from lightning_loco.strategies.methods import MADE
 from lightning_loco.topology import Topology, get_topology
 
 __all__ = [
@@ -70,5 +73,15 @@ __all__ = [
     "__version__",
     "get_topology",
 ]
+
+# Strategies that the table of methods makes out of algorithms, and these algorithms.
+_made = {kind.__name__: kind for made in MADE.values() for kind in (made, made.algorithm_type)}
+globals().update(_made)
+__all__ += sorted(_made.keys() - set(__all__))
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...  # those that the table makes
+
 
 register_strategies()

@@ -119,9 +119,14 @@ def build_strategy(cfg: DictConfig) -> Strategy:
             )
         if topology is not None:
             return make(topology=topology)
+        strategy = make()
         if accepted is not None and isinstance(accepted.default, str):
             log.info("No topology chosen: %s uses a %s.", kind.__name__, accepted.default)
-        return make()
+        elif isinstance(strategy, LocoStrategy) and (
+            strategy.settings.algorithm.exchange == "neighbors"
+        ):
+            log.info("No topology chosen: %s uses that of its algorithm.", kind.__name__)
+        return strategy
 
 
 def build_callbacks(cfg: DictConfig) -> list[Callback]:

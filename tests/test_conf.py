@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import train
 from lightning_loco.cli import SettingsError, build_strategy
-from lightning_loco.strategies import STRATEGIES
+from lightning_loco.strategies import METHODS
 from lightning_loco.topology import TOPOLOGIES, Topology
 
 CONF = Path(train.conf_dir())
@@ -53,7 +53,7 @@ def test_the_groups_are_known() -> None:
         "algorithm", "callbacks", "data", "experiment", "hydra", "logger", "model", "topology",
         "trainer",
     ]  # fmt: skip
-    assert set(names("algorithm")) == {*STRATEGIES, "ddp"}
+    assert set(names("algorithm")) == {*METHODS, "ddp"}
     assert set(names("topology")) == {*TOPOLOGIES, "none", "file", "matrix"}
 
 
@@ -83,6 +83,11 @@ def test_algorithms_are_built_with_the_values_of_the_file(name: str) -> None:
         if "sync_every" in config(f"algorithm={name}").algorithm:
             assert strategy.settings.sync_every == 10
         assert strategy.evaluate == "average"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_config_of_a_method_names_its_class(name: str) -> None:
+    assert hydra.utils.get_class(config(f"algorithm={name}").algorithm._target_) is METHODS[name]
 
 
 @pytest.mark.parametrize("name", [name for name in names("topology") if name != "file"])

@@ -1,5 +1,8 @@
 """What is computed in a round: flat tensors and numbers, no process group and no Trainer."""
 
+import importlib
+import pkgutil
+
 from lightning_loco.algorithms.base import Algorithm, State
 from lightning_loco.algorithms.diloco import DiLoCo
 from lightning_loco.algorithms.gasloc import GASLoC
@@ -20,3 +23,22 @@ __all__ = [
     "Tag",
     "largest_stable_contraction",
 ]
+
+
+def _all_algorithms() -> dict[str, type[Algorithm]]:
+    """Every algorithm of every module in this folder, so that a new module is enough."""
+    modules = [
+        importlib.import_module(file.name)
+        for file in pkgutil.iter_modules(__path__, f"{__name__}.")
+    ]
+    return {
+        name: value
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, Algorithm) and not name.startswith("_")
+    }
+
+
+_found = _all_algorithms()
+globals().update(_found)
+__all__ += sorted(_found.keys() - set(__all__))

@@ -30,9 +30,11 @@ loaded from a checkpoint without running code. Tensors of shape (P,) belong to t
 class Algorithm(ABC):
     """Hyper-parameters of a method and its functions; it holds no tensor and no process group.
 
-    Subclasses are frozen dataclasses: cheap, picklable, comparable. All tensors are flat, of shape
-    ``(P,)`` and dtype float32 or float64. An elementwise algorithm may be called on any slice of
-    the parameters with the same slice of its state; others always see the whole vector.
+    Subclasses are frozen dataclasses: cheap, picklable, comparable. Their fields are the user's
+    arguments, but those with ``metadata={"prepared": True}``, which :meth:`prepare` sets. All
+    tensors are flat, of shape ``(P,)`` and dtype float32 or float64. An elementwise algorithm may
+    be called on any slice of the parameters with the same slice of its state; others always see
+    the whole vector.
     """
 
     exchange: ClassVar[Literal["mean", "neighbors", "pull"]]

@@ -68,7 +68,7 @@ class GASLoC(Algorithm):
     gossip_step: float | Literal["auto"] = "auto"
     momentum: float | Literal["auto"] = "auto"
     momentum_on: Literal["local", "gossiped"] = "local"
-    laplacian_scale: float = 1.0
+    laplacian_scale: float = dataclasses.field(default=1.0, metadata={"prepared": True})
 
     exchange = "neighbors"
 

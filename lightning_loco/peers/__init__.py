@@ -1,6 +1,12 @@
-"""Parameters of peers, read one-sidedly: nobody waits for a peer that is slow, late or dead."""
+"""Parameters of peers, read one-sidedly: nobody waits for a peer that is slow, late or dead.
 
-from lightning_loco.peers.client import Received
+Words: a worker's *peers* are the workers that it may read from. A *node* is a worker that serves
+and reads; *nodes* are all workers of a user's list, this one among them. A worker *publishes* its
+parameters, with a *tag* that holds their *clock* (local steps, blended like the parameters; not the
+time) and loss. It *fetches* those of one peer, whole, *chunk* by chunk, and *blends* them in.
+"""
+
+from lightning_loco.peers.counts import PeerStatistics
 from lightning_loco.peers.directory import (
     Directory,
     NodeDirectory,
@@ -10,8 +16,9 @@ from lightning_loco.peers.directory import (
 )
 from lightning_loco.peers.engine import PairwiseEngine
 from lightning_loco.peers.keys import read_key_file, write_key_file
-from lightning_loco.peers.node import PeerNode, PeerStatistics
+from lightning_loco.peers.node import PeerNode
 from lightning_loco.peers.nodes_file import NodeSettings, read_nodes
+from lightning_loco.peers.reader import Received
 
 __all__ = [
     "Directory",

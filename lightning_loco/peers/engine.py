@@ -13,32 +13,22 @@ The engine in a plain PyTorch loop, in the manner of dpwa::
 
 from __future__ import annotations
 
-import os
 import random
-import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_loco.algorithms import LocalSGD
 from lightning_loco.algorithms.pairwise import PairwiseAverage, Tag
-from lightning_loco.comm.checks import schema_checksum
-from lightning_loco.comm.flat import Chunk, FlatLayout
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Timed
-from lightning_loco.peers.client import Received
-from lightning_loco.peers.directory import (
-    Directory,
-    NodeDirectory,
-    Peer,
-    StoreDirectory,
-    address_towards,
-)
-from lightning_loco.peers.node import PeerNode
+from lightning_loco.peers.blending import Blending, served_layout
+from lightning_loco.peers.opening import open_node
+from lightning_loco.peers.reader import Received
 from lightning_loco.peers.settings import PairwiseSettings
 from lightning_loco.rounds.engine import Engine
 from lightning_loco.rounds.exchange import MeanExchange
@@ -47,6 +37,26 @@ from lightning_loco.rounds.setup import CHUNK_ELEMENTS, WHOLE_MODEL_BYTES, Prepa
 
 _PUBLISHING_SHARE = 0.05
 _KEPT = 1000
+
+
+class RoundlessSettings(PairwiseSettings):
+    """The settings, and what an engine of rounds asks of them although no round is ever made."""
+
+    sync_every = 1
+    overlap = False
+    topology = None
+
+    def steps_of(self, worker: int) -> int:
+        """Local steps of one worker between rounds."""
+        return 1
+
+    def shares(self, num_workers: int) -> list[int]:
+        """In which proportion the workers share the data: equally."""
+        return [1] * num_workers
+
+    def parcel_elements(self, model: nn.Module, bucket_bytes: int, num_workers: int) -> int:
+        """Longest parcel: longer than any model."""
+        return bucket_bytes
 
 
 class PairwiseEngine(Engine):
@@ -82,7 +92,7 @@ class PairwiseEngine(Engine):
     """
 
     algorithm: PairwiseAverage
-    settings: PairwiseSettings
+    settings: PairwiseSettings  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -101,7 +111,7 @@ class PairwiseEngine(Engine):
         try:
             prepared = prepare_worker(
                 model,
-                lambda: PairwiseSettings(
+                lambda: RoundlessSettings(  # type: ignore[arg-type,return-value]
                     algorithm or PairwiseAverage(),
                     nodes=nodes,
                     name=name,
@@ -113,46 +123,20 @@ class PairwiseEngine(Engine):
                 group,
             )
             super().__init__(group, prepared, _make_meetings)
-            self._number = group.worker + self.settings.node_number
-            self._served = _served_layout(prepared)
-            self.node = self._open_node(seed)
+            replica = prepared.replica
+            layout = served_layout(replica.layout, replica.buffers, CHUNK_ELEMENTS)
+            own_seed = 1_000_003 * seed + group.worker + self.settings.node_number
+            self._blending = Blending(layout, self.algorithm)
+            self.node = open_node(self.settings, group, layout, own_seed)
         except BaseException:
             group.close()
             raise
         self.factors: list[float] = []
         self.stalenesses: list[float] = []
         self._clock = 0.0
-        self._draw = random.Random(1_000_003 * seed + self._number).random
+        self._draw = random.Random(own_seed).random
         self._next_publication = 0.0
         self._fetching = False
-        longest = max(map(len, self._served.chunks()))
-        self._scratch = torch.empty(longest, dtype=self._served.dtype)
-        self._before_fetch: Tensor | None = None
-        if self.algorithm.keep_progress:
-            self._before_fetch = torch.empty(self._served.numel, dtype=self._served.dtype)
-
-    def _open_node(self, seed: int) -> PeerNode:
-        settings, group = self.settings, self.group
-        directory: Directory
-        if settings.name is not None:
-            directory = NodeDirectory(settings.peers, settings.name)
-        elif group.num_workers > 1:
-            directory = StoreDirectory(
-                group.own_store("peers"), group.worker, group.num_workers, _own_host(group)
-            )
-        else:
-            directory = NodeDirectory([Peer("alone", "127.0.0.1", 1)], "alone")
-        return PeerNode(
-            self._served.numel,
-            self._served.dtype,
-            directory,
-            schema_checksum=schema_checksum(self._served.schema()),
-            wire_dtype=settings.wire_dtype,
-            fetch_timeout_s=settings.fetch_timeout_s,
-            seed=1_000_003 * seed + self._number,
-            key_file=settings.key_file,
-            port=None if settings.name is not None else 0,
-        )
 
     def _note_progress(self) -> None:
         self._stop.note_anywhere()
@@ -171,7 +155,7 @@ class PairwiseEngine(Engine):
         now = time.perf_counter()
         if now >= self._next_publication:
             draft = self.node.draft()
-            self._pack(draft)
+            self._blending.pack(draft)
             self.was_finite = bool(torch.isfinite(draft.sum()))
             if self.was_finite:
                 self.node.post(self._tag())
@@ -179,8 +163,7 @@ class PairwiseEngine(Engine):
             self._next_publication = now + cost_s / _PUBLISHING_SHARE
         if not self._fetching and self._draw() < self.algorithm.fetch_probability:
             self._fetching = True
-            if self._before_fetch is not None:
-                self._pack(self._before_fetch)
+            self._blending.note_fetch()
             self.node.start_fetch()
 
     @torch.no_grad()
@@ -214,42 +197,13 @@ class PairwiseEngine(Engine):
     def _tag(self) -> Tag:
         return Tag(self._clock, float(self.last_loss))
 
-    def _pack(self, flat: Tensor) -> None:
-        for chunk in self._served.chunks():
-            chunk.pack(flat[chunk.start : chunk.stop])
-
     def _blend(self, received: Received) -> float:
         own, peer = self._tag(), received.tag
         factor = self.algorithm.blend_factor(own, peer) if self.was_finite else 1.0
-        base = self._before_fetch if self.was_finite else None
-        for chunk in self._served.chunks():
-            part = slice(chunk.start, chunk.stop)
-            theirs = received.params[part]
-            if base is not None:
-                self._blend_before_fetch(chunk, base[part], theirs, factor)
-            elif chunk.is_rounded(theirs.dtype):
-                params = self._scratch[: len(chunk)]
-                chunk.pack(params)
-                self.algorithm.blend(params, theirs, factor)
-                chunk.unpack(params)
-            else:
-                theirs = theirs.to(self._served.device)
-                for mine, their in zip(*chunk.window(theirs), strict=True):
-                    self.algorithm.blend(mine, their, factor)
+        self._blending.blend(received.params, factor, was_finite=self.was_finite)
         self._clock = self.algorithm.blended_clock(own.clock, peer.clock, factor)
         self._note_blend(factor, own.clock - peer.clock)
         return factor
-
-    def _blend_before_fetch(
-        self, chunk: Chunk, base: Tensor, theirs: Tensor, factor: float
-    ) -> None:
-        """Blend the parameters from when the fetch began; add what was learned since then."""
-        params = self._scratch[: len(chunk)]
-        chunk.pack(params)
-        params.sub_(base)
-        self.algorithm.blend(base, theirs, factor)
-        params.add_(base)
-        chunk.unpack(params)
 
     def _note_blend(self, factor: float, staleness: float) -> None:
         for kept, value in ((self.factors, factor), (self.stalenesses, staleness)):
@@ -288,18 +242,3 @@ def _make_meetings(
 ) -> BlockingRounds:
     """Machinery to meet the other ranks of the job; no round is ever made with it."""
     return BlockingRounds(prepared.replica.layout, LocalSGD(), MeanExchange(group, statistics), {})
-
-
-def _served_layout(prepared: Prepared) -> FlatLayout:
-    """Trainable parameters and floating-point buffers in one flat vector."""
-    params, buffers = prepared.replica.layout, prepared.replica.buffers
-    names = [*params.names, *(f"buffer {name}" for name in buffers.names)]
-    return FlatLayout(zip(names, [*params.tensors, *buffers.tensors], strict=True), CHUNK_ELEMENTS)
-
-
-def _own_host(group: WorkerGroup) -> str:
-    """Where the other ranks of the job reach this one: loopback if all are on one machine."""
-    names = group.gather_objects(socket.gethostname())
-    if len(set(names)) == 1:
-        return "127.0.0.1"
-    return address_towards(os.environ.get("MASTER_ADDR", names[0]))

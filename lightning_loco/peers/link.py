@@ -1,11 +1,11 @@
-"""One connection to one peer: a socket, and the events that tell that it is broken."""
+"""Connections to peers: a socket each, and the events that tell that it is broken."""
 
 from __future__ import annotations
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from lightning_loco.peers.directory import Peer
+from lightning_loco.peers.directory import Directory, Peer
 from lightning_loco.peers.keys import Keys
 from lightning_loco.peers.protocol import (
     DATA,
@@ -61,7 +61,11 @@ class Link:
         self._socket.connect(peer.address)
 
     def check(self) -> None:
-        """Raise LinkBroken if it is."""
+        """See whether the connection still stands, without waiting.
+
+        Raises:
+            LinkBroken: If it does not.
+        """
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())["event"]
             if event & _BROKEN:
@@ -81,7 +85,7 @@ class Link:
         """Send a request.
 
         Raises:
-            LinkBroken: If the link is.
+            LinkBroken: If there is no connection that would take it.
         """
         try:
             self._socket.send(request, zmq.NOBLOCK)
@@ -132,3 +136,51 @@ class Link:
             self._socket.disable_monitor()
             self._monitor.close(0)
             self._socket.close(0)
+
+
+class Links:
+    """At most one link to each peer, made when it is first wanted; for one thread.
+
+    Args:
+        directory: Where the peers are.
+        keys: The job's keys, if it has any.
+    """
+
+    def __init__(self, directory: Directory, keys: Keys | None) -> None:
+        self._directory = directory
+        self._keys = keys
+        self._zmq = zmq.Context()
+        self._links: dict[str, Link] = {}
+
+    def get(self, name: str) -> tuple[Link | None, bool]:
+        """The connection to a peer: the one from before if it still stands, else a new one.
+
+        Returns:
+            The link, or None while nobody knows where the peer is; and whether it is a new one.
+        """
+        link = self._links.get(name)
+        if link is not None:
+            try:
+                link.check()
+                return link, False
+            except LinkBroken:
+                self.drop(name)
+        peer = self._directory.find(name)
+        if peer is None:
+            return None, True
+        link = self._links[name] = Link(self._zmq, peer, self._keys)
+        return link, True
+
+    def drop(self, name: str) -> None:
+        """Close the connection to a peer, and look anew where it is the next time."""
+        link = self._links.pop(name, None)
+        if link is not None:
+            link.close()
+        self._directory.forget(name)
+
+    def close(self) -> None:
+        """Close all connections; a second call does nothing."""
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+        self._zmq.term()

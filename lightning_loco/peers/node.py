@@ -11,29 +11,16 @@ import torch
 from torch import Tensor
 
 from lightning_loco.algorithms.pairwise import Tag
-from lightning_loco.peers.client import CHUNK_BYTES, WINDOW, Client, FetchCounts, Received
+from lightning_loco.peers.counts import PeerStatistics
 from lightning_loco.peers.directory import Directory
+from lightning_loco.peers.fetching import FetchingThread
 from lightning_loco.peers.flow import FlowControl
 from lightning_loco.peers.keys import read_key_file
 from lightning_loco.peers.protocol import Model, dtype_code
 from lightning_loco.peers.publications import Publications
-from lightning_loco.peers.server import Server
-
-
-@dataclasses.dataclass
-class PeerStatistics(FetchCounts):
-    """Counters of a node from its start on; see also :class:`FetchCounts`.
-
-    Attributes:
-        malformed: Messages that were dropped, requests and replies.
-        bytes_sent: Bytes of parameters handed out to peers.
-        wait_s: Seconds spent in :meth:`PeerNode.wait`.
-        scores: Scores of the peers in [10, 1000], by name.
-    """
-
-    bytes_sent: int = 0
-    wait_s: float = 0.0
-    scores: dict[str, int] = dataclasses.field(default_factory=dict)
+from lightning_loco.peers.reader import Reader, Received
+from lightning_loco.peers.serving import ServingThread
+from lightning_loco.peers.transfer import CHUNK_BYTES, WINDOW
 
 
 class PeerNode:
@@ -56,8 +43,8 @@ class PeerNode:
         key_file: Only peers with this file may read; see :mod:`lightning_loco.peers.keys`.
         host: Address to listen at. Default: 127.0.0.1 if all peers are there, else 0.0.0.0.
         port: Port to listen at. Default: the one in the directory, or any that is free.
-        chunk_bytes: Length of the pieces in which parameters travel, at most 4 MiB.
-        window: Pieces that are asked for at the same time, 1 to 8.
+        chunk_bytes: Length of the chunks in which parameters travel, at most 4 MiB.
+        window: Chunks that are asked for at the same time, 1 to 8.
 
     Raises:
         ValueError: If an argument is out of range or the key file cannot be used.
@@ -113,18 +100,20 @@ class PeerNode:
         self._wait_s = 0.0
         self._publications = Publications(model, lease_s=fetch_timeout_s)
         self._flow = FlowControl(directory.names, seed)
-        self._client = Client(
-            model,
-            dtype,
-            directory,
-            self._flow,
-            fetch_timeout_s=fetch_timeout_s,
-            keys=keys,
-            chunk_bytes=chunk_bytes,
-            window=window,
+        self._fetching = FetchingThread(
+            Reader(
+                model,
+                dtype,
+                directory,
+                self._flow,
+                fetch_timeout_s=fetch_timeout_s,
+                keys=keys,
+                chunk_bytes=chunk_bytes,
+                window=window,
+            )
         )
         try:
-            self._server = Server(
+            self._serving = ServingThread(
                 model,
                 self._publications,
                 host=host,
@@ -132,20 +121,20 @@ class PeerNode:
                 keys=keys,
             )
         except BaseException:
-            self._client.close()
+            self._fetching.close()
             raise
-        self._server.start()
+        self._serving.start()
         try:
-            directory.announce(self._server.port)
+            directory.announce(self._serving.port)
         except BaseException:
             self.close()
             raise
-        self._client.start()
+        self._fetching.start()
 
     @property
     def port(self) -> int:
         """Where this worker listens."""
-        return self._server.port
+        return self._serving.port
 
     def publish(self, flat: Tensor, tag: Tag) -> None:
         """Copy parameters for others to read; never waits for them.
@@ -176,7 +165,7 @@ class PeerNode:
 
     def start_fetch(self) -> None:
         """Begin to read from a peer in the background."""
-        self._client.start_fetch()
+        self._fetching.start_fetch()
 
     def wait(self, timeout_s: float | None = None) -> Received | None:
         """Wait until the fetch has ended, at most ``fetch_timeout_s`` after its start.
@@ -189,25 +178,25 @@ class PeerNode:
             answered with usable ones, or no fetch was started.
         """
         started = time.perf_counter()
-        received = self._client.wait(timeout_s)
+        received = self._fetching.wait(timeout_s)
         self._wait_s += time.perf_counter() - started
         return received
 
     @property
     def has_ended(self) -> bool:
         """Whether no fetch is under way, so that :meth:`wait` would not block."""
-        return self._client.has_ended
+        return self._fetching.has_ended
 
     @property
     def bytes_sent(self) -> int:
         """Bytes of parameters handed out to peers."""
-        return self._server.bytes_sent
+        return self._serving.bytes_sent
 
     @property
     def statistics(self) -> PeerStatistics:
         """A copy of the counters."""
-        counts = dataclasses.asdict(self._client.counts)
-        counts["malformed"] += self._server.malformed
+        counts = dataclasses.asdict(self._fetching.counts)
+        counts["malformed"] += self._serving.malformed
         return PeerStatistics(
             **counts,
             bytes_sent=self.bytes_sent,
@@ -217,8 +206,8 @@ class PeerNode:
 
     def close(self) -> None:
         """End both threads and free the port; a second call does nothing."""
-        self._client.close()
-        self._server.close()
+        self._fetching.close()
+        self._serving.close()
 
 
 def _keep_freed_memory() -> None:

@@ -14,7 +14,7 @@ import torch
 from lightning_loco.algorithms.pairwise import Tag
 
 MAX_CHUNK_BYTES = 4 * 2**20
-"""The longest piece of a model in one reply."""
+"""The longest chunk of a model in one reply."""
 
 LATEST = 0
 """As the number of a publication: whichever is the latest."""

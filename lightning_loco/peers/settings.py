@@ -5,23 +5,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lightning_loco.algorithms.pairwise import PairwiseAverage
 from lightning_loco.peers.directory import NodeDirectory, Peer, as_peer
 from lightning_loco.peers.keys import read_key_file
 from lightning_loco.peers.nodes_file import read_nodes
-from lightning_loco.rounds.settings import RoundSettings
 
 
 @dataclasses.dataclass(frozen=True)
-class PairwiseSettings(RoundSettings):
+class PairwiseSettings:
     """How a worker pulls from its peers.
 
     Args:
-        nodes: All peers if workers are started one by one; None for the ranks of one job.
+        algorithm: How much of a peer's parameters to take.
+        nodes: All peers if workers are started one by one, as a list or the path of a file; None
+            for the ranks of one job.
         name: Which of the nodes this worker is.
         fetch_timeout_s: Longest time for a fetch, in seconds.
         wire_dtype: What travels: float32, float64 or bfloat16; None for the flat vector's dtype.
@@ -33,7 +36,8 @@ class PairwiseSettings(RoundSettings):
         FileNotFoundError: If a file does not exist.
     """
 
-    nodes: Any | None = None
+    algorithm: PairwiseAverage
+    nodes: str | Path | Sequence[Peer | Mapping[str, object]] | None = None
     name: str | None = None
     fetch_timeout_s: float = 2.5
     wire_dtype: torch.dtype | None = None
@@ -41,7 +45,9 @@ class PairwiseSettings(RoundSettings):
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
-        super().__post_init__()
+        algorithm: object = self.algorithm
+        if not isinstance(algorithm, PairwiseAverage):
+            raise TypeError(f"algorithm must be a PairwiseAverage(), got {algorithm!r}.")
         timeout = self.fetch_timeout_s
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
             raise TypeError(f"fetch_timeout_s must be a number of seconds, got {timeout!r}.")
@@ -75,11 +81,55 @@ class PairwiseSettings(RoundSettings):
         """Number of this worker among the nodes; 0 without nodes."""
         return [peer.name for peer in self.peers].index(self.name) if self.name else 0
 
+    def prepare(self, num_workers: int) -> PairwiseSettings:
+        """Check the algorithm against the number of ranks of this job.
+
+        Returns:
+            The settings to run with.
+
+        Raises:
+            ValueError: If something does not fit; before training starts.
+        """
+        algorithm = self.algorithm.prepare(num_workers, None)
+        assert isinstance(algorithm, PairwiseAverage)
+        return dataclasses.replace(self, algorithm=algorithm)
+
     def describe(self) -> dict[str, Any]:
-        """Everything that is equal on all workers, as plain values."""
+        """Everything that is equal on all workers, as plain values.
+
+        Workers compare them, and checkpoints hold them: two workers with the same values train
+        alike. Which node a worker is, and where its key file lies, is its own.
+        """
+        hyper_parameters = {
+            field.name: _plain(getattr(self.algorithm, field.name))
+            for field in dataclasses.fields(self.algorithm)
+        }
         return {
-            **super().describe(),
+            "algorithm": type(self.algorithm).__name__,
+            **hyper_parameters,
             "nodes": [list(peer) for peer in self.peers],
             "fetch_timeout_s": self.fetch_timeout_s,
             "wire_dtype": str(self.wire_dtype),
         }
+
+
+def _plain(value: object) -> Any:
+    """Say what an object is in plain values, which are the same in every process.
+
+    Functions and classes are told apart by module and qualified name, dataclasses and partial
+    functions by what they hold, and other objects by their class alone.
+    """
+    if value is None or isinstance(value, (int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, functools.partial):
+        return ["partial", _plain(value.func), _plain(value.args), _plain(value.keywords)]
+    named = value if hasattr(value, "__qualname__") else type(value)
+    name = f"{named.__module__}.{named.__qualname__}"
+    if named is value or not dataclasses.is_dataclass(value):
+        return name
+    held = [f"{f.name}={_plain(getattr(value, f.name))!r}" for f in dataclasses.fields(value)]
+    return f"{name}({', '.join(held)})"

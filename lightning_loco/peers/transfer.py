@@ -11,6 +11,7 @@ from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.peers.protocol import (
     DATA,
     LATEST,
+    MAX_CHUNK_BYTES,
     OTHER_MODEL,
     Model,
     Reply,
@@ -19,13 +20,19 @@ from lightning_loco.peers.protocol import (
     pack_request,
 )
 
+CHUNK_BYTES = 3 * 2**18  # benchmarks/fetch.py is fastest so, among 256 KiB to 4 MiB
+WINDOW = 8
+"""Most chunks that are asked for at the same time, and how many are by default."""
+
 # Below 32768, the size from which PyTorch starts threads of its own, which would compete with those
 # that train; and a multiple of the cache line.
 _SERIAL_ELEMENTS = 32_640
 
 
-class Landing:
-    """Memory for the parameters of one peer, in the dtype of the wire and in that of the model.
+class Assembly:
+    """The parameters of one peer, put together from chunks in memory that is made once.
+
+    They are kept in the dtype of the wire, and in that of the model if it is another one.
 
     Args:
         model: Size and dtype on the wire.
@@ -52,7 +59,7 @@ class Landing:
         """Copy a chunk from the wire; NumPy lets other threads of Python run meanwhile."""
         np.copyto(self._bytes[offset : offset + len(chunk)], np.frombuffer(chunk, np.uint8))
 
-    def settle(self, offset: int, length: int) -> None:
+    def convert(self, offset: int, length: int) -> None:
         """Convert a chunk that has just come and look at its values while the cache has them."""
         itemsize = self._wire.itemsize
         part = slice(offset // itemsize, (offset + length) // itemsize)
@@ -73,20 +80,29 @@ class Transfer:
 
     Args:
         model: What is read; the peer must have the same.
-        landing: Where it goes.
-        chunk_bytes: Length of a chunk.
-        window: Chunks that are asked for at the same time.
+        assembly: Where the chunks go.
+        chunk_bytes: Length of a chunk, a multiple of 8 up to 4 MiB; the last one may be shorter.
+        window: Chunks that are asked for at the same time, 1 to 8.
 
     Attributes:
         tag: Clock and loss of the publication.
         received_bytes: How much is there.
+
+    Raises:
+        ValueError: If ``chunk_bytes`` or ``window`` is out of range.
     """
 
-    def __init__(self, model: Model, landing: Landing, chunk_bytes: int, window: int) -> None:
+    def __init__(self, model: Model, assembly: Assembly, chunk_bytes: int, window: int) -> None:
+        if not 0 < chunk_bytes <= MAX_CHUNK_BYTES or chunk_bytes % 8:
+            raise ValueError(
+                f"chunk_bytes must be a multiple of 8 up to {MAX_CHUNK_BYTES}, got {chunk_bytes}."
+            )
+        if not 1 <= window <= WINDOW:
+            raise ValueError(f"window must be 1 to {WINDOW}, got {window}.")
         self._model = model
         self._code = dtype_code(model.wire_dtype)
         self._total_bytes = model.total_bytes
-        self._landing = landing
+        self._assembly = assembly
         self._chunk_bytes = chunk_bytes
         self._window = window
         self.restart()
@@ -98,7 +114,7 @@ class Transfer:
         self._publication = LATEST
         self._asked_bytes = 0
         self._under_way: dict[int, tuple[int, int]] = {}
-        self._landing.clear()
+        self._assembly.clear()
 
     @property
     def is_done(self) -> bool:
@@ -146,7 +162,7 @@ class Transfer:
 
     def place(self, reply: Reply, chunk: memoryview) -> None:
         """Put the chunk of an expected reply into its place."""
-        self._landing.place(reply.offset, chunk)
+        self._assembly.place(reply.offset, chunk)
 
     def accept(self, reply: Reply) -> None:
         """The chunk of an expected reply is in its place."""
@@ -154,8 +170,4 @@ class Transfer:
         self._publication = reply.publication
         self.tag = reply.tag
         self.received_bytes += reply.length
-        self._landing.settle(reply.offset, reply.length)
-
-    def is_finite(self) -> bool:
-        """Whether all that has come is finite."""
-        return self._landing.is_finite
+        self._assembly.convert(reply.offset, reply.length)

@@ -31,7 +31,7 @@ class Accumulator:
         self.parts: list[Tensor] = [self._flat] * len(params)
         position = 0
         for message in messages:
-            for index, start, stop in message.pieces:
+            for index, start, stop in message.spans:
                 if start == 0:
                     shape = params[index].shape
                     self.parts[index] = self._flat[position : position + shape.numel()].view(shape)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_loco.remote.state import State
+from lightning_loco.remote.optimizer_state import OptimizerState
 from lightning_loco.remote.wire import Kind, Lane, Note, Wire
 
 
@@ -22,7 +22,7 @@ def ask_for_weights(wire: Wire, checksum: int) -> dict[str, Any]:
     """
     wire.ask(Note(Kind.WEIGHTS, {"checksum": checksum}))
     answer = check_answer(wire)
-    if "settings" not in answer:
+    if "hyperparameters" not in answer:
         raise ValueError(
             f"{wire.name} has a model with other parameters. Build the same model on all ranks, "
             "and pass its parameters in the same order."
@@ -40,7 +40,7 @@ def ask_for_parameters(wire: Wire, params: Sequence[Tensor]) -> Iterable[Tensor]
         yield memory
 
 
-def ask_for_state(wire: Wire) -> State:
+def ask_for_state(wire: Wire) -> OptimizerState:
     """Ask for what the optimizer remembers.
 
     Raises:
@@ -50,7 +50,7 @@ def ask_for_state(wire: Wire) -> State:
     answer = check_answer(wire)
     if "refused" in answer:
         raise TypeError(answer["refused"])
-    return State.receive(wire, answer)
+    return OptimizerState.receive(wire, answer)
 
 
 def check_answer(wire: Wire) -> dict[str, Any]:

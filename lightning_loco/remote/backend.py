@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from lightning_loco.remote.calls import Call
-from lightning_loco.remote.state import State
+from lightning_loco.remote.optimizer_state import OptimizerState
 
 
 class Backend(Protocol):
@@ -18,7 +18,7 @@ class Backend(Protocol):
         """Have the parameters ready.
 
         Returns:
-            What to tell the clients: ``settings`` of the optimizer, and whether it
+            What to tell the clients: ``hyperparameters`` of the optimizer, and whether it
             ``steps_at_once``, message by message.
         """
 
@@ -41,10 +41,10 @@ class Backend(Protocol):
     def weights(self, index: int) -> Tensor:
         """The parameters of a message."""
 
-    def state(self) -> State:
+    def state(self) -> OptimizerState:
         """What the optimizer remembers."""
 
-    def load_state(self, state: State) -> None:
+    def load_state(self, state: OptimizerState) -> None:
         """Make the optimizer remember."""
 
     def parameters(self) -> Iterable[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from lightning_loco.remote.settings import Settings
+from lightning_loco.remote.hyperparameters import Hyperparameters
 
 
 class Clip(NamedTuple):
@@ -25,13 +25,13 @@ class Call(NamedTuple):
 
     Attributes:
         missing: Numbers of the parameters without a gradient.
-        settings: Learning rates and the like, if this worker has changed them.
+        hyperparameters: Learning rates and the like, if this worker has changed them.
         clip: How to clip.
         stop: Why all should stop after this step, if this worker was asked to.
     """
 
     missing: tuple[int, ...] = ()
-    settings: Settings | None = None
+    hyperparameters: Hyperparameters | None = None
     clip: Clip | None = None
     stop: str | None = None
 
@@ -57,4 +57,4 @@ class Call(NamedTuple):
         def first(name: str) -> Any:
             return next((value for call in calls if (value := getattr(call, name))), None)
 
-        return cls(tuple(sorted(missing)), first("settings"), first("clip"), first("stop"))
+        return cls(tuple(sorted(missing)), first("hyperparameters"), first("clip"), first("stop"))

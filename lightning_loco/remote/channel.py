@@ -15,10 +15,10 @@ from lightning_loco.remote.asking import (
     check_answer,
 )
 from lightning_loco.remote.calls import Call
+from lightning_loco.remote.hyperparameters import HyperparameterMirror
+from lightning_loco.remote.optimizer_state import OptimizerState
 from lightning_loco.remote.plan import Message
-from lightning_loco.remote.settings import SettingsMirror
 from lightning_loco.remote.slots import Slot
-from lightning_loco.remote.state import State
 from lightning_loco.remote.wire import Kind, Lane, Note, Wire
 
 
@@ -27,7 +27,7 @@ class Channel:
 
     Args:
         params: The share, in the server's order.
-        groups: Where the settings are that a schedule may change here.
+        groups: Where the hyper-parameters are that a schedule may change here.
         messages: How the share is cut.
         wire: To the server.
         checksum: Tells the model.
@@ -44,7 +44,7 @@ class Channel:
         self.wire = wire
         self._params = params
         self._slots = [Slot(message, params) for message in messages]
-        self._mirror = SettingsMirror(groups)
+        self._mirror = HyperparameterMirror(groups)
         self._checksum = checksum
         self._messages_of: list[list[int]] = [[] for _ in params]
         for number, slot in enumerate(self._slots):
@@ -56,8 +56,8 @@ class Channel:
         self._is_streaming = False
 
     def join(self) -> None:
-        """Ask for the parameters and settings; :meth:`take_over` ends it."""
-        self._mirror.take_over(ask_for_weights(self.wire, self._checksum)["settings"])
+        """Ask for the parameters and hyper-parameters; :meth:`take_over` ends it."""
+        self._mirror.take_over(ask_for_weights(self.wire, self._checksum)["hyperparameters"])
         self._receive()
 
     def expect_gradients(self) -> None:
@@ -88,7 +88,7 @@ class Channel:
         """Send the gradients that are still here, and be ready for the parameters."""
         call = call._replace(
             missing=tuple(i for i, param in enumerate(self._params) if param.grad is None),
-            settings=self._mirror.changes(),
+            hyperparameters=self._mirror.changes(),
         )
         if not self._is_streaming:
             self.wire.ask(Note(Kind.STEP, call.content()))
@@ -108,7 +108,7 @@ class Channel:
         for work in self._sending:
             self.wire.wait(work, "the gradients")
         self._sending, self._awaited, self._is_streaming = [], [], False
-        self._mirror.take_over(answer.get("settings"))
+        self._mirror.take_over(answer.get("hyperparameters"))
         return answer.get("stop")
 
     def take_over(self, share: Callable[[Tensor], object]) -> None:
@@ -139,11 +139,11 @@ class Channel:
         self.wire.ask(Note(Kind.MEET, {"purpose": purpose, "stop": stop}))
         return check_answer(self.wire)
 
-    def state(self) -> State:
+    def state(self) -> OptimizerState:
         """What the optimizer remembers."""
         return ask_for_state(self.wire)
 
-    def load_state(self, state: State) -> None:
+    def load_state(self, state: OptimizerState) -> None:
         """Make the optimizer remember."""
         state.send(self.wire, lambda text: self.wire.ask(Note(Kind.LOAD_STATE, text)))
         check_answer(self.wire)

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from lightning_loco.remote.accumulator import Accumulator
 from lightning_loco.remote.calls import Call, Clip
+from lightning_loco.remote.hyperparameters import HyperparameterMirror
+from lightning_loco.remote.optimizer_state import OptimizerState
 from lightning_loco.remote.plan import Message
-from lightning_loco.remote.settings import SettingsMirror, is_step_per_parameter
 from lightning_loco.remote.slots import Slot
-from lightning_loco.remote.state import State
+from lightning_loco.remote.supported_optimizers import is_step_per_parameter
 
 
 class LocalBackend:
@@ -53,29 +54,29 @@ class LocalBackend:
         self._before_step = before_step
         self._after_step = after_step
         self._share_norms = share_norms
-        self._mirror = SettingsMirror(optimizer.param_groups)
+        self._mirror = HyperparameterMirror(optimizer.param_groups)
         self._steps_at_once = is_step_per_parameter(optimizer) and before_step is None
         self._early: Call | None = None
         self._next = 0
 
     def join(self, checksum: int) -> dict[str, Any]:
         """The optimizer's."""
-        return {"settings": self._mirror.all(), "steps_at_once": self._steps_at_once}
+        return {"hyperparameters": self._mirror.all(), "steps_at_once": self._steps_at_once}
 
     def begin(self, call: Call | None) -> None:
         """Take over the settings."""
         self._next = 0
         self._early = None
         if call is not None and call.clip is None and self._steps_at_once:
-            self._mirror.take_over(call.settings)
+            self._mirror.take_over(call.hyperparameters)
             self._early = call
 
     def push(self, index: int) -> Iterable[int]:
         """Step the parameters that are complete, if nothing else has to be known."""
         if self._early is None:
             return ()
-        pieces = self._slots[index].message.pieces
-        complete = [p.param for p in pieces if p.stop == self._params[p.param].numel()]
+        spans = self._slots[index].message.spans
+        complete = [p.param for p in spans if p.stop == self._params[p.param].numel()]
         if not complete:
             return ()
         self._set_gradients(complete, self._early)
@@ -86,7 +87,7 @@ class LocalBackend:
     def finish(self, call: Call) -> dict[str, Any]:
         """Step all parameters that have not been stepped yet."""
         if self._early is None:
-            self._mirror.take_over(call.settings)
+            self._mirror.take_over(call.hyperparameters)
             everything = range(len(self._params))
             self._set_gradients(everything, call)
             self._clip(call.clip)
@@ -96,7 +97,7 @@ class LocalBackend:
             self._clear_gradients(everything)
         if self._after_step is not None:
             self._after_step()
-        return {"settings": self._mirror.changes()}
+        return {"hyperparameters": self._mirror.changes()}
 
     def remaining(self) -> Iterable[int]:
         """All that are left are known."""
@@ -106,14 +107,14 @@ class LocalBackend:
         """Packed now, or the parameter's own memory."""
         return self._slots[index].outgoing(self._params)
 
-    def state(self) -> State:
+    def state(self) -> OptimizerState:
         """The optimizer's."""
-        return State.of(self._optimizer)
+        return OptimizerState.of(self._optimizer)
 
-    def load_state(self, state: State) -> None:
+    def load_state(self, state: OptimizerState) -> None:
         """Into the optimizer."""
         state.put_into(self._optimizer)
-        self._mirror = SettingsMirror(self._optimizer.param_groups)
+        self._mirror = HyperparameterMirror(self._optimizer.param_groups)
 
     def parameters(self) -> Iterable[Tensor]:
         """The optimizer's own."""

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_loco.remote.all_servers import AllServers
 from lightning_loco.remote.calls import Call, Clip
-from lightning_loco.remote.channel import Channel
-from lightning_loco.remote.plan import (
-    model_checksum,
-    plan_messages,
-    share_parameters,
-    trainable_parameters,
-)
-from lightning_loco.remote.state import State
+from lightning_loco.remote.optimizer_state import OptimizerState
+from lightning_loco.remote.replica_group import ReplicaGroup
 from lightning_loco.remote.transport import Transport
 
 
@@ -50,6 +43,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         stop_agreed: Why all workers stop now; see :meth:`request_stop`.
         wait_s: Seconds spent in steps, without closures.
         present: Ranks of the workers that are left, as of the last meeting; see :meth:`meet`.
+        has_left: Whether this worker has said its last word to the servers.
 
     Source:
         The hierarchical training example of tt-train.
@@ -75,45 +69,26 @@ class RemoteOptimizer(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {})
         ranks = [aggregator_rank] if isinstance(aggregator_rank, int) else list(aggregator_rank)
-        self._replica_group = replica_group
-        self._leads = replica_group is None or dist.get_rank(replica_group) == 0
-        trainable, self._frozen = trainable_parameters(self.param_groups)
-        self._numbers = [number for number, _ in trainable]
-        self._shares = share_parameters([param for _, param in trainable], len(ranks))
-        transport = transport or Transport()
-        self._channels = []
-        for share, rank in zip(self._shares, ranks, strict=True):
-            shared = [trainable[index][1] for index in share]
-            messages = plan_messages(shared, transport.bucket_bytes, transport.wire_dtype)
-            checksum = model_checksum(shared, messages)
-            wire = transport.wire(rank, f"the aggregator (rank {rank})")
-            self._channels.append(Channel(shared, self.param_groups, messages, wire, checksum))
-        self._is_expecting = False
+        self._replica = ReplicaGroup(replica_group)
+        self._servers = AllServers(self.param_groups, ranks, transport or Transport())
+        if self._replica.leads:
+            self._servers.watch_gradients()
         self._clip: Clip | None = None
         self._stop_reason: str | None = None
         self.wait_s = 0.0
         self.stop_agreed: str | None = None
         self.present: list[int] | None = None
-        self._left = False
-        self._handles = [
-            trainable[index][1].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                functools.partial(self._on_gradient, channel, place)
-            )
-            for channel, share in zip(self._channels, self._shares, strict=True)
-            for place, index in enumerate(share)
-            if self._leads
-        ]
+        self.has_left = False
 
     def receive_weights(self) -> None:
-        """Take over the parameters and settings of the ranks that have the optimizer.
+        """Take over the parameters and hyper-parameters of the ranks that have the optimizer.
 
         Raises:
             ValueError: If one has another model.
             RuntimeError: If one is gone or too late.
         """
-        if self._leads:
-            for channel in self._channels:
-                channel.join()
+        if self._replica.leads:
+            self._servers.join()
         self._take_over()
 
     def expect_backward(self) -> None:
@@ -122,10 +97,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         Call it before the last backward pass of a step. The gradients must not be touched between
         it and :meth:`step`.
         """
-        if self._leads:
-            self._is_expecting = True
-            for channel in self._channels:
-                channel.expect_gradients()
+        if self._replica.leads:
+            self._servers.expect_gradients()
 
     def clip_grad_norm_(self, max_norm: float) -> None:
         """Have the mean gradient clipped in the next step, by the norm of all parameters.
@@ -163,14 +136,11 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._check_gradients()
         started = time.perf_counter()
         call = Call(clip=self._clip, stop=self._stop_reason)
-        self._clip, self._is_expecting = None, False
-        if self._leads:
-            for channel in self._channels:
-                channel.ask_for_step(call)
-            for channel in self._channels:
-                self.stop_agreed = channel.finish_step() or self.stop_agreed
+        self._clip = None
+        if self._replica.leads:
+            self.stop_agreed = self._servers.make_step(call) or self.stop_agreed
         self._take_over()
-        self.stop_agreed = self._share_text(self.stop_agreed)
+        self.stop_agreed = self._replica.share_text(self.stop_agreed)
         self.wait_s += time.perf_counter() - started
         return loss
 
@@ -192,13 +162,10 @@ class RemoteOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: If others have come to another place, or are gone or too late.
         """
-        if not self._leads:
-            return
-        answers = [channel.meet(purpose, self._stop_reason) for channel in self._channels]
-        for answer in answers:
-            self.stop_agreed = answer["stop"] or self.stop_agreed
-            ranks = answer["present"]
-            self.present = [rank for rank in self.present or ranks if rank in ranks]
+        if self._replica.leads:
+            stop, present = self._servers.meet(purpose, self._stop_reason)
+            self.stop_agreed = stop or self.stop_agreed
+            self.present = [rank for rank in self.present or present if rank in present]
 
     def are_finite(self, here: bool) -> bool:
         """Whether the gradients of all workers are finite: for gradient scalers.
@@ -206,19 +173,12 @@ class RemoteOptimizer(torch.optim.Optimizer):
         Args:
             here: Whether this worker's are.
         """
-        finite = here
-        if self._leads:
-            finite = all([channel.are_finite(here) for channel in self._channels])
-        return self._share_text("finite" if finite else None) is not None
+        finite = self._servers.are_finite(here) if self._replica.leads else here
+        return self._replica.share_text("finite" if finite else None) is not None
 
     def parameters_in_full(self) -> list[tuple[Tensor, Tensor]]:
         """Each parameter with its value on the server, which has not been rounded for the wire."""
-        pairs = []
-        params = [param for group in self.param_groups for param in group["params"]]
-        for channel, share in zip(self._channels, self._shares, strict=True):
-            values = channel.parameters()
-            pairs += [(params[self._numbers[i]], v) for i, v in zip(share, values, strict=True)]
-        return pairs
+        return self._servers.parameters()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the optimizer on the other rank, as its own ``state_dict`` gives it.
@@ -226,15 +186,15 @@ class RemoteOptimizer(torch.optim.Optimizer):
         One worker may ask, between two steps.
         """
         content = super().state_dict()
-        if self._leads:
-            state = State.join([channel.state() for channel in self._channels])
+        if self._replica.leads:
+            state = self._servers.state()
             content["state"] = state.values
-            for group, settings in zip(content["param_groups"], state.groups, strict=True):
-                group.update({name: v for name, v in settings.items() if name not in group})
+            for group, there in zip(content["param_groups"], state.groups, strict=True):
+                group.update({name: v for name, v in there.items() if name not in group})
         return content
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give the optimizer on the other rank a state, and take over its settings.
+        """Give the optimizer on the other rank a state, and take over its hyper-parameters.
 
         One worker may do it, or all with the same state, between two steps.
         """
@@ -242,10 +202,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
             {name: value for name, value in group.items() if name != "params"}
             for group in state_dict["param_groups"]
         ]
-        state = State(state_dict["state"], groups)
-        for channel, share in zip(self._channels, self._shares, strict=True):
-            if self._leads:
-                channel.load_state(state.share([self._numbers[index] for index in share]))
+        if self._replica.leads:
+            self._servers.load_state(OptimizerState(state_dict["state"], groups))
         for present, group in zip(self.param_groups, groups, strict=True):
             present.update(group)
 
@@ -253,67 +211,42 @@ class RemoteOptimizer(torch.optim.Optimizer):
         """Say that this worker makes no more steps; a second call does nothing.
 
         Args:
-            farewell: What the servers should know at the end; see :class:`Server`.
+            farewell: What the servers should know at the end; see :func:`aggregator`.
         """
-        for channel in self._part():
-            channel.leave(farewell or {})
+        if self._has_last_word():
+            self._servers.leave(farewell or {})
 
     def fail(self, error: BaseException) -> None:
         """Leave because of an error, which the other ranks then name."""
-        for channel in self._part():
-            with suppress(RuntimeError):
-                channel.fail(f"{type(error).__name__}: {error}")
+        if self._has_last_word():
+            self._servers.fail(f"{type(error).__name__}: {error}")
 
-    def _part(self) -> list[Channel]:
-        """Those to say a last word to; none the second time."""
-        if self._left:
-            return []
-        self._left = True
+    def _has_last_word(self) -> bool:
+        """Whether to say it; not the second time."""
+        has_left, self.has_left = self.has_left, True
         self.forget_parameters()
-        return self._channels if self._leads else []
+        return self._replica.leads and not has_left
 
     def forget_parameters(self) -> None:
         """Remove the hooks from the parameters."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._servers.forget_parameters()
 
     @property
     def bytes_sent(self) -> int:
         """All bytes that have left this rank for the servers."""
-        return sum(channel.wire.bytes_sent for channel in self._channels)
+        return self._servers.bytes_sent
 
     @property
     def bytes_received(self) -> int:
         """All bytes that have come from the servers."""
-        return sum(channel.wire.bytes_received for channel in self._channels)
-
-    def _on_gradient(self, channel: Channel, place: int, _: Tensor) -> None:
-        if self._is_expecting:
-            channel.has_gradient(place)
+        return self._servers.bytes_received
 
     @torch.no_grad()
     def _take_over(self) -> None:
-        for channel in self._channels:
-            if self._leads:
-                channel.take_over(self._share)
-            else:
-                channel.follow(self._share)
-
-    def _share(self, tensor: Tensor) -> None:
-        if self._replica_group is not None:
-            source = dist.get_global_rank(self._replica_group, 0)
-            dist.broadcast(tensor, source, group=self._replica_group)
-
-    def _share_text(self, text: str | None) -> str | None:
-        """What the rank that talks to the servers has heard, on all ranks of this worker."""
-        if self._replica_group is None:
-            return text
-        letters = torch.zeros(32, dtype=torch.uint8)
-        for place, letter in enumerate((text or "").encode()[:32]):
-            letters[place] = letter
-        self._share(letters)
-        return bytes(letters.tolist()).rstrip(b"\0").decode() or None
+        if self._replica.leads:
+            self._servers.take_over(self._replica.share)
+        else:
+            self._servers.follow(self._replica.share)
 
     def _check_gradients(self) -> None:
         for group in self.param_groups:
@@ -323,7 +256,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
                         "A parameter has a sparse gradient, which cannot be sent. Use "
                         "Embedding(sparse=False)."
                     )
-        if any(param.requires_grad for param in self._frozen):
+        if any(param.requires_grad for param in self._servers.frozen):
             raise RuntimeError(
                 "A parameter became trainable after the start, but only parameters that require "
                 "gradients then are exchanged. Unfreeze before fit, or call fit again after "

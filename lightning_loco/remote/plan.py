@@ -1,4 +1,4 @@
-"""How parameters are cut into messages: large ones into pieces, small ones joined."""
+"""How parameters are cut into messages: large ones are cut, small ones travel together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_loco.comm.checks import schema_checksum
 BUCKET_BYTES = 4 * 2**20
 
 
-class Piece(NamedTuple):
+class Span(NamedTuple):
     """The elements ``start`` to ``stop`` of a parameter, seen as one line."""
 
     param: int
@@ -25,12 +25,12 @@ class Message(NamedTuple):
     """What travels at once.
 
     Attributes:
-        pieces: Side by side.
-        numel: Elements of all pieces.
+        spans: Side by side.
+        numel: Elements of all spans.
         dtype: On the wire.
     """
 
-    pieces: tuple[Piece, ...]
+    spans: tuple[Span, ...]
     numel: int
     dtype: torch.dtype
 
@@ -41,39 +41,39 @@ def plan_messages(
     """Cut parameters into messages, in the order in which a backward pass ends their gradients.
 
     Args:
-        params: Their shapes and dtypes; the pieces of one parameter follow each other.
+        params: Their shapes and dtypes; the spans of one parameter follow each other.
         bucket_bytes: Longest message; a larger parameter is cut, unless its memory has gaps or
             another order.
         wire_dtype: Of all messages. Default: the dtype of the parameters.
 
     Example:
         >>> params = [torch.zeros(2), torch.zeros(3), torch.zeros(10)]
-        >>> [message.pieces for message in plan_messages(params, bucket_bytes=24)]
-        [(Piece(param=2, start=0, stop=6),), (Piece(param=2, start=6, stop=10),), \
-(Piece(param=1, start=0, stop=3), Piece(param=0, start=0, stop=2))]
+        >>> [message.spans for message in plan_messages(params, bucket_bytes=24)]
+        [(Span(param=2, start=0, stop=6),), (Span(param=2, start=6, stop=10),), \
+(Span(param=1, start=0, stop=3), Span(param=0, start=0, stop=2))]
     """
     messages: list[Message] = []
-    joined: list[Piece] = []
+    joined: list[Span] = []
     joined_dtype = torch.float32
 
     def close() -> None:
         if joined:
-            numel = sum(piece.stop - piece.start for piece in joined)
+            numel = sum(span.stop - span.start for span in joined)
             messages.append(Message(tuple(joined), numel, joined_dtype))
             joined.clear()
 
     for index, param in reversed(list(enumerate(params))):
         dtype = wire_dtype or param.dtype
         longest = max(bucket_bytes // dtype.itemsize, 1)
-        room = longest - sum(piece.stop - piece.start for piece in joined)
+        room = longest - sum(span.stop - span.start for span in joined)
         if dtype != joined_dtype or param.numel() > room:
             close()
         joined_dtype = dtype
         if param.numel() <= longest or not param.is_contiguous():
-            joined.append(Piece(index, 0, param.numel()))
+            joined.append(Span(index, 0, param.numel()))
             continue
         for start in range(0, param.numel(), longest):
-            joined.append(Piece(index, start, min(start + longest, param.numel())))
+            joined.append(Span(index, start, min(start + longest, param.numel())))
             close()
     close()
     return messages
@@ -114,5 +114,5 @@ def trainable_parameters(
 def model_checksum(params: Iterable[Tensor], messages: Sequence[Message]) -> int:
     """63 bits that tell other models, and the same ones cut differently, apart."""
     shapes = [(tuple(param.shape), str(param.dtype)) for param in params]
-    cuts = [(message.pieces, str(message.dtype)) for message in messages]
+    cuts = [(message.spans, str(message.dtype)) for message in messages]
     return schema_checksum([shapes, cuts]) >> 1

@@ -16,8 +16,8 @@ from lightning_loco.remote.asking import (
     check_answer,
 )
 from lightning_loco.remote.calls import Call
+from lightning_loco.remote.optimizer_state import OptimizerState
 from lightning_loco.remote.plan import Message
-from lightning_loco.remote.state import State
 from lightning_loco.remote.wire import Kind, Lane, Note, Wire
 
 LAG = 2
@@ -97,11 +97,11 @@ class RemoteBackend:
         """As they came."""
         return self._memory[index]
 
-    def state(self) -> State:
+    def state(self) -> OptimizerState:
         """Ask for it."""
         return ask_for_state(self._wire)
 
-    def load_state(self, state: State) -> None:
+    def load_state(self, state: OptimizerState) -> None:
         """Pass it on."""
         state.send(self._wire, lambda text: self._wire.ask(Note(Kind.LOAD_STATE, text)))
         check_answer(self._wire)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from lightning_loco.remote.optimizer import RemoteOptimizer
 from lightning_loco.remote.remote_backend import RemoteBackend
+from lightning_loco.remote.replica_group import new_replica_group
 from lightning_loco.remote.site import Serving, Site
 from lightning_loco.remote.tiers import Role, Tiers
 from lightning_loco.remote.transport import Transport
@@ -216,25 +217,3 @@ def serve(
         return aggregator(params, tiers, transport=transport, serving=serving)
     step = optimizer if role is Role.OPTIMIZER else aggregator_optimizer
     return step(make_optimizer(params), tiers, transport=transport, serving=serving)
-
-
-def new_replica_group(
-    tiers: Tiers, rank: int, backend: str | None = None
-) -> dist.ProcessGroup | None:
-    """Make the groups of all workers' ranks; call it on every rank of the default group.
-
-    Args:
-        tiers: The roles of all ranks.
-        rank: This one.
-        backend: Default: that of the default group.
-
-    Returns:
-        The group of this rank's worker; None for ranks that serve.
-    """
-    mine = None
-    for first in tiers.leaders:
-        ranks = list(range(first, first + tiers.replica_size))
-        group = dist.new_group(ranks, backend=backend)
-        if rank in ranks:
-            mine = group
-    return mine

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_loco.remote.accumulator import Accumulator
 from lightning_loco.remote.backend import Backend
+from lightning_loco.remote.gradient_server import GradientServer
 from lightning_loco.remote.local_backend import LocalBackend
 from lightning_loco.remote.plan import (
     Message,
@@ -19,7 +20,6 @@ from lightning_loco.remote.plan import (
     share_parameters,
     trainable_parameters,
 )
-from lightning_loco.remote.server import Server
 from lightning_loco.remote.tiers import Tiers
 from lightning_loco.remote.transport import Transport
 from lightning_loco.remote.wire import Lane, Wire
@@ -91,7 +91,7 @@ class Site:
         serving: Serving,
     ) -> dict[str, Any]:
         """Serve until all clients have left."""
-        server = Server(
+        server = GradientServer(
             clients,
             messages,
             self.accumulator,
@@ -102,8 +102,7 @@ class Site:
             stop_reason=serving.stop_reason,
             look_around=self.transport.look_around,
         )
-        server.serve()
-        return server.farewell
+        return server.serve()
 
     def _share_norms(self, norms: list[Tensor]) -> list[Tensor]:
         """All parameters' norms in their order, from all optimizers."""

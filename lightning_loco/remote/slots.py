@@ -36,7 +36,7 @@ class Slot:
     @property
     def indices(self) -> list[int]:
         """The numbers of the tensors that the message has parts of."""
-        return [piece.param for piece in self.message.pieces]
+        return [span.param for span in self.message.spans]
 
     @torch.no_grad()
     def outgoing(self, tensors: Tensors) -> Tensor:
@@ -46,13 +46,13 @@ class Slot:
             return direct
         packed, host, parts = self._buffer()
         sources, targets = [], []
-        for piece, part in zip(self.message.pieces, parts, strict=True):
-            tensor = tensors[piece.param]
+        for span, part in zip(self.message.spans, parts, strict=True):
+            tensor = tensors[span.param]
             if tensor is None:
                 part.zero_()
             else:
                 targets.append(part)
-                sources.append(self._part(tensor, piece.start, piece.stop, part))
+                sources.append(self._part(tensor, span.start, span.stop, part))
         if targets:
             torch._foreach_copy_(targets, sources)
         if host is not packed:
@@ -73,15 +73,15 @@ class Slot:
         if host is not packed:
             packed.copy_(host)
         targets = [
-            self._part(tensors[piece.param], piece.start, piece.stop, part)
-            for piece, part in zip(self.message.pieces, parts, strict=True)
+            self._part(tensors[span.param], span.start, span.stop, part)
+            for span, part in zip(self.message.spans, parts, strict=True)
         ]
         torch._foreach_copy_(targets, parts)
 
     def _direct(self, tensors: Tensors) -> Tensor | None:
-        if len(self.message.pieces) > 1:
+        if len(self.message.spans) > 1:
             return None
-        index, start, stop = self.message.pieces[0]
+        index, start, stop = self.message.spans[0]
         tensor = tensors[index]
         if (
             tensor is None
@@ -100,7 +100,7 @@ class Slot:
     def _buffer(self) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Made on first use: a vector on the device, one in the processor's memory, its parts."""
         if self._buffers is None:
-            device = self._params[self.message.pieces[0].param].device
+            device = self._params[self.message.spans[0].param].device
             numel, dtype = self.message.numel, self.message.dtype
             if device.type != "cpu":
                 packed = torch.empty(numel, dtype=dtype, device=device)
@@ -108,12 +108,12 @@ class Slot:
             else:
                 packed = torch.empty(numel, dtype=dtype) if self._memory is None else self._memory
                 host = packed
-            sizes = [piece.stop - piece.start for piece in self.message.pieces]
+            sizes = [span.stop - span.start for span in self.message.spans]
             parts = [
-                part.view(self._params[piece.param].shape)
-                if part.numel() == self._params[piece.param].numel()
+                part.view(self._params[span.param].shape)
+                if part.numel() == self._params[span.param].numel()
                 else part
-                for piece, part in zip(self.message.pieces, torch.split(packed, sizes), strict=True)
+                for span, part in zip(self.message.spans, torch.split(packed, sizes), strict=True)
             ]
             self._buffers = (packed, host, parts)
         return self._buffers

@@ -2,6 +2,7 @@
 
 from lightning_loco.strategies.async_average import AsyncModelAverageStrategy
 from lightning_loco.strategies.base import LocoStrategy
+from lightning_loco.strategies.methods import MADE, METHODS, register_strategies
 from lightning_loco.strategies.named import (
     AsyncDiLoCoStrategy,
     DiLoCoStrategy,
@@ -9,18 +10,21 @@ from lightning_loco.strategies.named import (
     LocalSGDStrategy,
 )
 from lightning_loco.strategies.pairwise import PairwiseGossipStrategy
-from lightning_loco.strategies.registry import STRATEGIES, register_strategies
 from lightning_loco.strategies.remote import RemoteOptimizerStrategy
 
 __all__ = [
-    "STRATEGIES",
     "AsyncDiLoCoStrategy",
     "AsyncModelAverageStrategy",
     "DiLoCoStrategy",
     "GASLoCStrategy",
     "LocalSGDStrategy",
     "LocoStrategy",
+    "METHODS",
     "PairwiseGossipStrategy",
     "RemoteOptimizerStrategy",
     "register_strategies",
 ]
+
+# Strategies that the table of methods makes out of algorithms.
+globals().update(MADE)
+__all__ += sorted(MADE)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.rounds.clock_engine import ClockEngine, ClockSettings
 from lightning_loco.rounds.engine import Engine
+from lightning_loco.strategies.arguments import CommonArguments, spelled_out
 from lightning_loco.strategies.base import LocoStrategy
 
 
@@ -44,29 +46,15 @@ class AsyncModelAverageStrategy(LocoStrategy):
 
     settings: ClockSettings
 
+    @spelled_out(LocoStrategy.__init__)
     def __init__(
         self,
         interval_s: float = 0.5,
         warmup_steps: int = 0,
         topology: Any | None = None,
-        *,
-        evaluate: Literal["average", "local"] = "average",
-        finalize: Literal["average", "keep"] = "average",
-        timeout_s: float = 600.0,
-        process_group_backend: str | None = None,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **common: Unpack[CommonArguments],
     ) -> None:
-        settings = ClockSettings.of(interval_s, warmup_steps, topology)
-        super().__init__(
-            settings.algorithm,
-            topology=topology,
-            evaluate=evaluate,
-            finalize=finalize,
-            timeout_s=timeout_s,
-            process_group_backend=process_group_backend,
-            start_method=start_method,
-        )
-        self.settings = settings
+        self._init_with(ClockSettings.of(interval_s, warmup_steps, topology), **common)
 
     def make_engine(self, group: WorkerGroup) -> Engine:
         """An engine that exchanges by the clock."""

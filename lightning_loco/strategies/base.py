@@ -7,35 +7,40 @@ import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
+from typing_extensions import Unpack
 
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.comm import Statistics, WorkerGroup
 from lightning_loco.rounds import RoundSettings, StepEngine
 from lightning_loco.rounds.engine import Engine
-from lightning_loco.strategies import checkpoint as side
 from lightning_loco.strategies import lightning_private
-from lightning_loco.strategies.arguments import check_choice, check_common_arguments
+from lightning_loco.strategies.arguments import (
+    RoundArguments,
+    check_choice,
+    check_common_arguments,
+    spelled_out,
+)
+from lightning_loco.strategies.meeting import MeetingStrategy
 from lightning_loco.strategies.sampler import ShareSampler
-from lightning_loco.strategies.saving import SavingStrategy
 from lightning_loco.strategies.shared_memory import leave_shared_memory
-from lightning_loco.strategies.stopping import save_where_stopped
+from lightning_loco.strategies.worker_checkpoints import WorkerCheckpoints
 
 log = logging.getLogger(__name__)
 
 
-class LocoStrategy(SavingStrategy):
+class LocoStrategy(MeetingStrategy):
     """Train one model on workers that exchange rarely, sparsely or late.
 
     Each rank is a worker with its own copy of the model and its own share of the data. Gradients
@@ -74,14 +79,10 @@ class LocoStrategy(SavingStrategy):
         trainer = Trainer(strategy=strategy, devices=4, num_nodes=8)
     """
 
-    def __init__(
+    def _init_with(
         self,
-        algorithm: Algorithm,
+        settings: RoundSettings,
         *,
-        sync_every: int | Sequence[int] = 100,
-        overlap: bool = False,
-        warm_start: bool = True,
-        topology: Any | None = None,
         evaluate: Literal["average", "local"] = "average",
         finalize: Literal["average", "keep"] = "average",
         timeout_s: float = 600.0,
@@ -94,6 +95,14 @@ class LocoStrategy(SavingStrategy):
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
+        """What the constructor of every strategy of workers ends with.
+
+        Here the common arguments have their defaults.
+
+        Args:
+            settings: What the engine of :meth:`make_engine` is made of; kept as ``settings``.
+            evaluate: As in the class, like all arguments that follow.
+        """
         for name, value, allowed in (
             ("evaluate", evaluate, ("average", "local")),
             ("finalize", finalize, ("average", "keep")),
@@ -110,7 +119,7 @@ class LocoStrategy(SavingStrategy):
             timeout=timedelta(seconds=timeout_s),
             start_method=start_method,
         )
-        self.settings = RoundSettings(algorithm, sync_every, overlap, warm_start, topology)
+        self.settings = settings
         self.evaluate = evaluate
         self.finalize = finalize
         self.timeout_s = timeout_s
@@ -120,8 +129,33 @@ class LocoStrategy(SavingStrategy):
         self._local_steps = 0
         self._max_steps: int | None = None
         self._loss: Any = math.nan
-        self._resumed: dict[str, Any] | None = None
-        self._saved_on_stop = False
+        self.engine: Engine | None = None
+        self.checkpoints = WorkerCheckpoints(self)
+
+    @property
+    def meeting_place(self) -> Engine | None:
+        """The engine: it takes part in the others' rounds while this worker waits."""
+        return self.engine
+
+    @property
+    def _engine(self) -> Engine:
+        if self.engine is None:
+            raise RuntimeError("The engine exists only during Trainer.fit.")
+        return self.engine
+
+    @spelled_out(_init_with)
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        *,
+        sync_every: int | Sequence[int] = 100,
+        overlap: bool = False,
+        warm_start: bool = True,
+        topology: Any | None = None,
+        **common: Unpack[RoundArguments],
+    ) -> None:
+        settings = RoundSettings(algorithm, sync_every, overlap, warm_start, topology)
+        self._init_with(settings, **common)
 
     # ------------------------------------------------------------------- setup
 
@@ -130,7 +164,7 @@ class LocoStrategy(SavingStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Make the engine: check the model on all workers and give them the same start."""
-        if trainer.state.fn != TrainerFn.FITTING:
+        if not self.is_fitting:
             super().setup(trainer)
             return
         if self._layer_sync is not None:
@@ -148,8 +182,8 @@ class LocoStrategy(SavingStrategy):
         self.statistics = self.engine.statistics
         self._optimizer_steps = {}
         self._local_steps = 0
-        self._saved_on_stop = False
         self._finished = False
+        self.checkpoints.begin_fit()
         self._scale_max_steps(trainer)
         self._describe(self.engine)
 
@@ -202,14 +236,8 @@ class LocoStrategy(SavingStrategy):
 
     def on_train_start(self) -> None:
         """Refuse a run too short for overlap; go on from this worker's own checkpoint."""
-        engine = self._engine
-        self._check_length(engine)
-        if self._resumed is not None:
-            engine.load_state_dict(self._resumed["engine"])
-            side.set_random_state(self._resumed["random"])
-            if self._resumed["new_epoch"]:
-                lightning_private.start_epoch_data(self._trainer)
-            self._resumed = None
+        self._check_length(self._engine)
+        self.checkpoints.resume(self._trainer)
 
     def _check_length(self, engine: Engine) -> None:
         error = None
@@ -295,7 +323,7 @@ class LocoStrategy(SavingStrategy):
             return
         if engine.stop_agreed is not None and isinstance(exception, SIGTERMException):
             engine.show_local()
-            save_where_stopped(self._trainer, engine.stop_agreed, self._saved_on_stop)
+            self.checkpoints.save_interrupted(self._trainer, engine.stop_agreed)
         elif engine.group.watchdog is not None:
             text = "".join(traceback.format_exception(exception))
             engine.group.watchdog.report(text)
@@ -310,17 +338,40 @@ class LocoStrategy(SavingStrategy):
             self._max_steps = None
         super().teardown()
 
+    # ------------------------------------------------------------- checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The consensus, for the checkpoint."""
+        return self.checkpoints.model_state(super().lightning_module_state_dict)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Write the side file of every worker, then the main file."""
+        self.checkpoints.save(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read the main file and, to resume training, this worker's side files."""
+        loaded = super().load_checkpoint(checkpoint_path, weights_only)
+        return self.checkpoints.load(loaded, checkpoint_path)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Delete a checkpoint and its side files."""
+        self.checkpoints.remove(filepath)
+
     # ---------------------------------------------------------------- evaluate
 
     def on_validation_start(self) -> None:
         """Show the consensus to the validation."""
-        if self._is_training and self.evaluate == "average":
-            self._meet("validation")
+        if self.is_training and self.evaluate == "average":
+            self.meet("validation")
             self._engine.show_consensus("validation of the consensus")
 
     def on_validation_end(self) -> None:
         """Bring the local parameters back."""
-        if self._is_training:
+        if self.is_training:
             self._engine.show_local()
 
 

@@ -60,6 +60,11 @@ def requeue(trainer: pl.Trainer) -> None:
     type(signals)._slurm_sigusr_handler_fn(signals, signal.SIGUSR1, None)  # type: ignore[arg-type]
 
 
+def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
+    """The trainer that a module is attached to; its public name raises when there is none."""
+    return module._trainer
+
+
 def with_sampler(loader: DataLoader, sampler: Sampler) -> DataLoader:
     """The same data loader with another sampler."""
     return _update_dataloader(loader, sampler)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from pathlib import Path
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from lightning_loco.rounds.engine import StopAgreed
+from lightning_loco.strategies import lightning_private
 
 
-class Meets(Protocol):
-    """Whatever brings all workers to the same place."""
+class MeetingPlace(Protocol):
+    """What brings all workers to the same place of the program."""
 
     @property
     def stop_agreed(self) -> str | None:
@@ -30,12 +32,16 @@ class MeetingStrategy(DDPStrategy):
     """A ``DDPStrategy`` whose collectives never meet a round of another worker by mistake.
 
     Workers that have different numbers of batches reach Lightning's barriers and reductions at
-    different times. Each of these calls first waits, through the engine, until all workers have
-    come to the same one; rounds of those still training are served meanwhile.
+    different times. Each of these calls first waits, at the :attr:`meeting_place`, until all
+    workers have come to the same one; rounds of those still training are served meanwhile.
     """
 
-    engine: Meets | None = None
     _finished = False
+
+    @property
+    @abstractmethod
+    def meeting_place(self) -> MeetingPlace | None:
+        """Where the workers meet during ``fit``; None at other times."""
 
     @property
     def num_workers(self) -> int:
@@ -56,20 +62,34 @@ class MeetingStrategy(DDPStrategy):
     def _is_alone(self) -> bool:
         """Whether this worker has failed by itself, so that nobody else will come."""
         module = self.lightning_module
-        trainer = None if module is None else module._trainer
+        trainer = None if module is None else lightning_private.trainer_of(module)
         interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
-        return interrupted and (self.engine is None or self.engine.stop_agreed is None)
+        place = self.meeting_place
+        return interrupted and (place is None or place.stop_agreed is None)
 
     @property
-    def _is_training(self) -> bool:
-        """Whether rounds may be going on."""
-        return self.engine is not None and not self._finished and not self._is_alone
+    def is_fitting(self) -> bool:
+        """Whether the Trainer is in ``fit``, from before the setup to after the teardown."""
+        return self._trainer.state.fn == TrainerFn.FITTING
 
-    def _meet(self, purpose: str) -> None:
-        if self._is_training:
-            assert self.engine is not None
+    @property
+    def is_training(self) -> bool:
+        """Whether the other workers may be making rounds or steps."""
+        return self.meeting_place is not None and not self._finished and not self._is_alone
+
+    def meet(self, purpose: str) -> None:
+        """Wait until all workers have come to the same place; does nothing outside training.
+
+        Args:
+            purpose: The place in words, equal on all workers.
+
+        Raises:
+            SIGTERMException: If the others have stopped, as agreed, somewhere else.
+        """
+        place = self.meeting_place
+        if place is not None and self.is_training:
             try:
-                self.engine.meet(purpose)
+                place.meet(purpose)
             except StopAgreed as stop:
                 raise SIGTERMException from stop
 
@@ -83,13 +103,13 @@ class MeetingStrategy(DDPStrategy):
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all workers."""
-        self._meet(f"barrier {args[0] if args else kwargs.get('name', '')}")
+        self.meet(f"barrier {args[0] if args else kwargs.get('name', '')}")
         if not self._is_alone:
             super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Send an object from one worker to all."""
-        self._meet("broadcast")
+        self.meet("broadcast")
         return obj if self._is_alone else super().broadcast(obj, src)
 
     def reduce(
@@ -98,12 +118,12 @@ class MeetingStrategy(DDPStrategy):
         """Reduce a tensor over all workers."""
         if not isinstance(tensor, Tensor):
             return tensor
-        self._meet("reduce")
+        self.meet("reduce")
         return tensor if self._is_alone else super().reduce(tensor, group, reduce_op)
 
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
         """Collect a tensor from all workers."""
-        self._meet("all_gather")
+        self.meet("all_gather")
         return tensor if self._is_alone else super().all_gather(tensor, group, sync_grads)

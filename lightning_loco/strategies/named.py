@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from typing_extensions import Unpack
+
 from lightning_loco.algorithms import DiLoCo, GASLoC, LocalSGD
 from lightning_loco.algorithms.diloco import OuterOptimizer
+from lightning_loco.strategies.arguments import RoundArguments, spelled_out
 from lightning_loco.strategies.base import LocoStrategy
 from lightning_loco.topology import Topology
-
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
 class LocalSGDStrategy(LocoStrategy):
@@ -24,27 +25,13 @@ class LocalSGDStrategy(LocoStrategy):
         Trainer(strategy=LocalSGDStrategy(sync_every=50), devices=4)
     """
 
+    @spelled_out(LocoStrategy.__init__)
     def __init__(
         self,
         sync_every: int | Sequence[int] = 100,
-        *,
-        evaluate: Literal["average", "local"] = "average",
-        finalize: Literal["average", "keep"] = "average",
-        timeout_s: float = 600.0,
-        bucket_bytes: int = 64 * 2**20,
-        process_group_backend: str | None = None,
-        start_method: StartMethod = "popen",
+        **common: Unpack[RoundArguments],
     ) -> None:
-        super().__init__(
-            LocalSGD(),
-            sync_every=sync_every,
-            evaluate=evaluate,
-            finalize=finalize,
-            timeout_s=timeout_s,
-            bucket_bytes=bucket_bytes,
-            process_group_backend=process_group_backend,
-            start_method=start_method,
-        )
+        super().__init__(LocalSGD(), sync_every=sync_every, **common)
 
 
 class DiLoCoStrategy(LocoStrategy):
@@ -58,6 +45,7 @@ class DiLoCoStrategy(LocoStrategy):
         Trainer(strategy=DiLoCoStrategy(sync_every=500), devices=8, num_nodes=3)
     """
 
+    @spelled_out(LocoStrategy.__init__)
     def __init__(
         self,
         sync_every: int | Sequence[int] = 100,
@@ -65,23 +53,12 @@ class DiLoCoStrategy(LocoStrategy):
         outer_momentum: float = 0.9,
         nesterov: bool = True,
         outer_optimizer: OuterOptimizer | None = None,
-        *,
-        evaluate: Literal["average", "local"] = "average",
-        finalize: Literal["average", "keep"] = "average",
-        timeout_s: float = 600.0,
-        bucket_bytes: int = 64 * 2**20,
-        process_group_backend: str | None = None,
-        start_method: StartMethod = "popen",
+        **common: Unpack[RoundArguments],
     ) -> None:
         super().__init__(
             DiLoCo(outer_lr, outer_momentum, nesterov, outer_optimizer),
             sync_every=sync_every,
-            evaluate=evaluate,
-            finalize=finalize,
-            timeout_s=timeout_s,
-            bucket_bytes=bucket_bytes,
-            process_group_backend=process_group_backend,
-            start_method=start_method,
+            **common,
         )
 
 
@@ -107,6 +84,7 @@ class AsyncDiLoCoStrategy(LocoStrategy):
         Trainer(strategy=AsyncDiLoCoStrategy(sync_every=50), devices=4, num_nodes=8)
     """
 
+    @spelled_out(LocoStrategy.__init__)
     def __init__(
         self,
         sync_every: int | Sequence[int] = 100,
@@ -115,25 +93,14 @@ class AsyncDiLoCoStrategy(LocoStrategy):
         nesterov: bool = True,
         outer_optimizer: OuterOptimizer | None = None,
         warm_start: bool = True,
-        *,
-        evaluate: Literal["average", "local"] = "average",
-        finalize: Literal["average", "keep"] = "average",
-        timeout_s: float = 600.0,
-        bucket_bytes: int = 64 * 2**20,
-        process_group_backend: str | None = None,
-        start_method: StartMethod = "popen",
+        **common: Unpack[RoundArguments],
     ) -> None:
         super().__init__(
             DiLoCo(outer_lr, outer_momentum, nesterov, outer_optimizer),
             sync_every=sync_every,
             overlap=True,
             warm_start=warm_start,
-            evaluate=evaluate,
-            finalize=finalize,
-            timeout_s=timeout_s,
-            bucket_bytes=bucket_bytes,
-            process_group_backend=process_group_backend,
-            start_method=start_method,
+            **common,
         )
 
 
@@ -159,6 +126,7 @@ class GASLoCStrategy(LocoStrategy):
         Trainer(strategy=GASLoCStrategy("random_matching", sync_every=50), devices=8)
     """
 
+    @spelled_out(LocoStrategy.__init__)
     def __init__(
         self,
         topology: Topology | str | Any = "ring",
@@ -167,22 +135,11 @@ class GASLoCStrategy(LocoStrategy):
         gossip_step: float | Literal["auto"] = "auto",
         momentum: float | Literal["auto"] = "auto",
         momentum_on: Literal["local", "gossiped"] = "local",
-        *,
-        evaluate: Literal["average", "local"] = "average",
-        finalize: Literal["average", "keep"] = "average",
-        timeout_s: float = 600.0,
-        bucket_bytes: int = 64 * 2**20,
-        process_group_backend: str | None = None,
-        start_method: StartMethod = "popen",
+        **common: Unpack[RoundArguments],
     ) -> None:
         super().__init__(
             GASLoC(outer_lr, gossip_step, momentum, momentum_on),
             sync_every=sync_every,
             topology=topology,
-            evaluate=evaluate,
-            finalize=finalize,
-            timeout_s=timeout_s,
-            bucket_bytes=bucket_bytes,
-            process_group_backend=process_group_backend,
-            start_method=start_method,
+            **common,
         )

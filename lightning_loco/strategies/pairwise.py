@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from lightning_loco.algorithms import PairwiseAverage
 from lightning_loco.algorithms.pairwise import Interpolation
@@ -19,6 +20,7 @@ from lightning_loco.peers import Peer, read_nodes
 from lightning_loco.peers.engine import PairwiseEngine
 from lightning_loco.peers.settings import PairwiseSettings
 from lightning_loco.rounds.engine import Engine
+from lightning_loco.strategies.arguments import CommonArguments, spelled_out
 from lightning_loco.strategies.base import LocoStrategy
 
 
@@ -63,8 +65,9 @@ class PairwiseGossipStrategy(LocoStrategy):
         Trainer(strategy=PairwiseGossipStrategy(nodes="nodes.yaml", name="w1"), devices=1)
     """
 
-    settings: PairwiseSettings
+    settings: PairwiseSettings  # type: ignore[assignment]
 
+    @spelled_out(LocoStrategy.__init__)
     def __init__(
         self,
         fetch_probability: float = 1.0,
@@ -78,24 +81,12 @@ class PairwiseGossipStrategy(LocoStrategy):
         wire_dtype: Literal["float32", "float64", "bfloat16"] | None = None,
         *,
         keep_progress: bool = False,
-        evaluate: Literal["average", "local"] = "average",
-        finalize: Literal["average", "keep"] = "average",
-        timeout_s: float = 600.0,
-        process_group_backend: str | None = None,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **common: Unpack[CommonArguments],
     ) -> None:
         algorithm = PairwiseAverage(
             fetch_probability, interpolation, factor, divergence_threshold, keep_progress
         )
-        super().__init__(
-            algorithm,
-            evaluate=evaluate,
-            finalize=finalize,
-            timeout_s=timeout_s,
-            process_group_backend=process_group_backend,
-            start_method=start_method,
-        )
-        self.settings = PairwiseSettings(
+        settings = PairwiseSettings(
             algorithm,
             nodes=nodes,
             name=name,
@@ -103,6 +94,7 @@ class PairwiseGossipStrategy(LocoStrategy):
             wire_dtype=_dtype(wire_dtype),
             key_file=key_file,
         )
+        self._init_with(settings, **common)
 
     @classmethod
     def from_file(cls, path: str | Path, name: str) -> PairwiseGossipStrategy:
@@ -142,7 +134,6 @@ class PairwiseGossipStrategy(LocoStrategy):
         """An engine that pulls."""
         assert self.lightning_module is not None
         settings = self.settings
-        assert isinstance(settings.algorithm, PairwiseAverage)
         return PairwiseEngine(
             self.lightning_module,
             settings.algorithm,

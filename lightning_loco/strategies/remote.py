@@ -6,6 +6,7 @@ import logging
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -13,33 +14,32 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_loco.comm.checks import check_model, share_from_worker_0
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.remote import RemoteOptimizer, Serving, Transport
 from lightning_loco.remote.all_ranks import ServiceGroup
-from lightning_loco.remote.checks import check_optimizer
 from lightning_loco.remote.plan import BUCKET_BYTES
-from lightning_loco.remote.roles import new_replica_group
+from lightning_loco.remote.replica_group import new_replica_group
+from lightning_loco.remote.supported_optimizers import check_optimizer
 from lightning_loco.remote.tiers import check_counts
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.arguments import check_common_arguments
-from lightning_loco.strategies.remote_saving import RemoteSavingStrategy
+from lightning_loco.strategies.remote_checkpoints import RemoteCheckpoints
 from lightning_loco.strategies.scaling import AgreedGradScaler
-from lightning_loco.strategies.serving import farewell_of, serve_fit
+from lightning_loco.strategies.served import ServedStrategy
+from lightning_loco.strategies.service_rank import farewell_of, serve_fit
 from lightning_loco.strategies.shared_memory import leave_shared_memory
-from lightning_loco.strategies.stopping import save_where_stopped
 
 log = logging.getLogger(__name__)
 
 _WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class RemoteOptimizerStrategy(RemoteSavingStrategy):
+class RemoteOptimizerStrategy(ServedStrategy):
     """Compute gradients on the workers; average them and make the steps on other ranks.
 
     All ranks run the same script. The first ``W = num_workers * replica_size`` train; the others
@@ -139,13 +139,13 @@ class RemoteOptimizerStrategy(RemoteSavingStrategy):
         self._replica_group: dist.ProcessGroup | None = None
         self._stop_reason: str | None = None
         self._can_stream = False
+        self.checkpoints = RemoteCheckpoints(self)
 
     # ------------------------------------------------------------------- setup
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Make the optimizer here or a connection to it."""
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        if not fitting:
+        if not self.is_fitting:
             if self.serves:
                 lightning_private.replace_loops(trainer, lambda: None)
             else:
@@ -157,6 +157,7 @@ class RemoteOptimizerStrategy(RemoteSavingStrategy):
         lightning_private.remove_lockstep(trainer, self.request_stop)
         self._stop_reason = None
         self._finished = False
+        self.checkpoints.begin_fit()
         names = [tiers.name(rank) for rank in range(tiers.world_size)]
         self._service = self._all_ranks.new_group(names)
         error: Exception | None = None
@@ -205,7 +206,7 @@ class RemoteOptimizerStrategy(RemoteSavingStrategy):
     def _connect(self, trainer: pl.Trainer) -> None:
         """Replace the optimizer of this worker by a connection to the real one."""
         assert self.lightning_module is not None
-        share_from_worker_0(self.lightning_module, self._workers())
+        share_from_worker_0(self.lightning_module, self.present_workers())
         (local,) = self.optimizers
         lightning_private.expect_no_step(local)
         self.remote = RemoteOptimizer(
@@ -221,7 +222,6 @@ class RemoteOptimizerStrategy(RemoteSavingStrategy):
         if isinstance(scaler, torch.amp.GradScaler):
             self.precision_plugin.scaler = AgreedGradScaler(scaler)  # type: ignore[attr-defined]
         self._can_stream = self.overlap and scaler is None and self._sees_gradients_first(trainer)
-        self.engine = self.remote
         self.remote.receive_weights()
         if self._stop_reason is not None:
             self.remote.request_stop(self._stop_reason)
@@ -265,9 +265,7 @@ class RemoteOptimizerStrategy(RemoteSavingStrategy):
 
     def on_train_start(self) -> None:
         """Go on from this worker's own random state."""
-        if self._resumed is not None:
-            self._resumed.restore(self._trainer)
-            self._resumed = None
+        self.checkpoints.resume(self._trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """End soon when another rank has failed."""
@@ -309,10 +307,41 @@ class RemoteOptimizerStrategy(RemoteSavingStrategy):
         elif clip_val > 0:
             self.remote.clip_grad_norm_(clip_val)
 
+    # ------------------------------------------------------------- checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model, with parameters that have not been rounded for the wire."""
+        return self.checkpoints.model_state(super().lightning_module_state_dict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state that the optimizer has on its rank; only worker 0 needs it."""
+        return self.checkpoints.optimizer_state()
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """The rank of the optimizer loads its state; a worker, its settings only."""
+        if self.remote is None:
+            super().load_optimizer_state_dict(checkpoint)
+        else:
+            self.checkpoints.load_param_groups(self.remote, checkpoint)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Add each worker's own position and random states."""
+        self.checkpoints.save(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint and, to resume training, this worker's position in it."""
+        return self.checkpoints.load(super().load_checkpoint(checkpoint_path, weights_only))
+
+    # ---------------------------------------------------------------- evaluate
+
     def on_validation_start(self) -> None:
         """Validate with the buffers of worker 0, as DDP does."""
-        if self._is_training and self.world_size > 1:
-            self._meet("buffers")
+        if self.is_training and self.world_size > 1:
+            self.meet("buffers")
             assert self.lightning_module is not None
             for buffer in self.lightning_module.buffers():
                 dist.broadcast(buffer, 0)
@@ -320,11 +349,7 @@ class RemoteOptimizerStrategy(RemoteSavingStrategy):
     def on_train_end(self) -> None:
         """Fetch the optimizer's state for checkpoints after ``fit``, and leave the servers."""
         assert self.remote is not None
-        if self.is_global_zero:
-            try:
-                self._final_state = self.remote.state_dict()
-            except TypeError as error:
-                rank_zero_warn(f"Checkpoints after fit have no optimizer state: {error}")
+        self.checkpoints.end_fit(self.remote)
         self._finished = True
         self._leave(self.remote)
 
@@ -337,7 +362,7 @@ class RemoteOptimizerStrategy(RemoteSavingStrategy):
             return
         agreed = None if self.remote is None else self.remote.stop_agreed
         if agreed is not None and isinstance(exception, SIGTERMException):
-            save_where_stopped(self._trainer, agreed, self._saved_on_stop)
+            self.checkpoints.save_interrupted(self._trainer, agreed)
             assert self.remote is not None
             self._finished = True
             self._leave(self.remote)
@@ -356,7 +381,7 @@ class RemoteOptimizerStrategy(RemoteSavingStrategy):
             if not self._is_alone:
                 self._leave(self.remote)
             self.remote.forget_parameters()
-            self.remote = self.engine = None
+            self.remote = None
             del self.precision_plugin.clip_gradients
             scaler = getattr(self.precision_plugin, "scaler", None)
             if isinstance(scaler, AgreedGradScaler):

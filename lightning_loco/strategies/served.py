@@ -31,6 +31,11 @@ class ServedStrategy(MeetingStrategy):
     _present: tuple[int, ...] = ()
 
     @property
+    def meeting_place(self) -> RemoteOptimizer | None:
+        """The connection to the servers: they let the workers meet."""
+        return self.remote
+
+    @property
     def tiers(self) -> Tiers:
         """The roles of all ranks."""
         return self.detect_tiers()
@@ -115,17 +120,19 @@ class ServedStrategy(MeetingStrategy):
         """Collect a tensor from the ranks that train."""
         return tensor if self.serves else super().all_gather(tensor, group, sync_grads)
 
-    def _workers(self) -> WorkerGroup:
+    def present_workers(self) -> WorkerGroup:
+        """The ranks that train and are left, as a group of their collectives."""
         group = dist.group.WORLD if self.world_size > 1 else None
         own = self._present.index(self.global_rank)
         return WorkerGroup(own, self.world_size, data=group, control=group)
 
-    def _meet(self, purpose: str) -> None:
-        if not self._is_training:
+    def meet(self, purpose: str) -> None:
+        """Wait until all workers have come to the same place; go on with those that are left."""
+        if not self.is_training:
             return
         assert self.remote is not None
         stopped = self.remote.stop_agreed
-        self.remote.meet(purpose)
+        super().meet(purpose)
         if self.remote.present is not None:  # never set on ranks that do not lead a worker
             size = self.tiers.replica_size
             present = self.remote.present

@@ -9,17 +9,22 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import zmq
 
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.peers import NodeDirectory, Peer, PeerNode, Received
+from lightning_loco.peers.protocol import DATA, Model, Reply, Request, pack_reply, parse_request
+from lightning_loco.peers.publications import Publications
+from lightning_loco.peers.serving import ServingThread
 
 CHECKSUM = 0x1122334455667788
 HOST = "127.0.0.1"
+MODEL = Model(CHECKSUM, 1000, torch.float32)
 
 _processes = multiprocessing.get_context("forkserver")
 
@@ -33,9 +38,9 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def peers(count: int) -> list[Peer]:
-    """Names and addresses for so many nodes."""
-    return [Peer(f"p{index}", HOST, port) for index, port in enumerate(free_ports(count))]
+def peers(count: int, letter: str = "p") -> list[Peer]:
+    """Names (p0, p1, ...) and addresses for so many nodes; their ports are free at present."""
+    return [Peer(f"{letter}{index}", HOST, port) for index, port in enumerate(free_ports(count))]
 
 
 def make_node(nodes: list[Peer], index: int, numel: int = 1000, **settings: Any) -> PeerNode:
@@ -78,6 +83,95 @@ def fetch_until(
             return waits
         assert time.monotonic() < deadline, f"{received} after {patience_s} s, {node.statistics}"
         time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def serving(
+    peer: Peer, value: float | None = None, model: Model = MODEL
+) -> Iterator[tuple[ServingThread, Publications]]:
+    """A thread that serves at the port of a peer: a vector of one value, or nothing yet."""
+    publications = Publications(model)
+    if value is not None:
+        publications.publish(torch.full((model.numel,), value), Tag(value, value))
+    thread = ServingThread(model, publications, host=peer.host, port=peer.port)
+    thread.start()
+    try:
+        yield thread, publications
+    finally:
+        thread.close()
+
+
+@contextlib.contextmanager
+def silent(peer: Peer) -> Iterator[None]:
+    """Somebody who listens at the port of a peer, and never says anything."""
+    with socket.create_server((peer.host, peer.port)):
+        yield
+
+
+@contextlib.contextmanager
+def dealer(port: int, identity: bytes = b"") -> Iterator[zmq.Socket[bytes]]:
+    """A bare ZeroMQ socket that is connected to whoever serves at a port."""
+    context = zmq.Context()
+    connection = context.socket(zmq.DEALER)
+    connection.linger = 2000
+    if identity:
+        connection.identity = identity
+    connection.connect(f"tcp://{HOST}:{port}")
+    try:
+        yield connection
+    finally:
+        connection.close()
+        context.term()
+
+
+Answer = Callable[[Request], Iterable[list[bytes]]]
+"""What somebody who is not one of ours sends back when asked: messages, of frames each."""
+
+
+@contextlib.contextmanager
+def answering(port: int, answer: Answer) -> Iterator[None]:
+    """Somebody at a port who answers every request with what the test says."""
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.linger = 0
+    router.bind(f"tcp://{HOST}:{port}")
+
+    def run() -> None:
+        with contextlib.suppress(zmq.ContextTerminated):
+            while True:
+                stranger, frame = router.recv_multipart()
+                for frames in answer(parse_request(frame)):
+                    router.send_multipart([stranger, *frames])
+        router.close()
+
+    thread = threading.Thread(target=run, name="answering")
+    thread.start()
+    try:
+        yield
+    finally:
+        context.term()
+        thread.join()
+
+
+def right_reply(request: Request, total_bytes: int, publication: int = 5) -> Reply:
+    """What one of ours would say about a chunk that it has."""
+    return Reply(
+        DATA,
+        request.checksum,
+        request.dtype_code,
+        request.request_id,
+        publication,
+        request.offset,
+        request.length,
+        total_bytes,
+        Tag(1, 1),
+    )
+
+
+def right_answer(request: Request, total_bytes: int, value: float) -> list[bytes]:
+    """The frames of a chunk of one float32 value."""
+    chunk = torch.full((request.length // 4,), value).numpy().tobytes()
+    return [pack_reply(right_reply(request, total_bytes)), chunk]
 
 
 def open_files() -> int:

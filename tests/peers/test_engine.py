@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco import PairwiseAverage, PairwiseEngine
-from lightning_loco.peers import Peer
-from tests.peers.helpers import HOST, free_ports
+from tests.peers.helpers import peers
 from tests.pool import Pool
 from tests.tiny import flat, make_model
 
@@ -29,14 +28,9 @@ class Numbers(nn.Module):
         self.register_buffer("count", torch.tensor(int(value)))
 
 
-def free_nodes(count: int) -> list[Peer]:
-    """Nodes on this machine whose ports are free at present."""
-    return [Peer(f"w{i}", HOST, port) for i, port in enumerate(free_ports(count))]
-
-
 def pair(*values: float, **settings: Any) -> list[tuple[Numbers, PairwiseEngine]]:
     """Two engines in one process, each a worker of its own."""
-    nodes = free_nodes(len(values))
+    nodes = peers(len(values), "w")
     found = []
     for node, value in zip(nodes, values, strict=True):
         model = Numbers(value)
@@ -72,7 +66,7 @@ def test_both_at_once_with_one_half_keep_the_mean() -> None:
     workers = pair(1.0, 5.0)
     for _, engine in workers:
         engine._clock = 3.0
-        engine.node.publish(engine._served.new_flat(), engine._tag()._replace(loss=1.0))
+        engine.node.publish(engine._blending.layout.new_flat(), engine._tag()._replace(loss=1.0))
     for _, engine in workers:
         engine._next_publication = math.inf
         engine.update_send(1.0)
@@ -217,7 +211,7 @@ def test_bad_settings(settings: dict[str, Any], error: type[Exception], text: st
 
 
 def test_a_taken_port_is_named() -> None:
-    (node,) = free_nodes(1)
+    (node,) = peers(1)
     with socket.socket() as taken:
         taken.bind((node.host, node.port))
         taken.listen()

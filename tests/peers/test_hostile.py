@@ -8,14 +8,12 @@ import os
 import random
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import zmq
 
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.peers import PeerNode
@@ -27,10 +25,19 @@ from lightning_loco.peers.protocol import (
     Request,
     pack_reply,
     pack_request,
-    parse_reply,
-    parse_request,
 )
-from tests.peers.helpers import CHECKSUM, HOST, fetch, make_node, peers, two_nodes
+from tests.peers.helpers import (
+    CHECKSUM,
+    HOST,
+    answering,
+    dealer,
+    fetch,
+    make_node,
+    peers,
+    right_answer,
+    right_reply,
+    two_nodes,
+)
 
 NUMEL = 500_000
 TOTAL_BYTES = 4 * NUMEL
@@ -72,21 +79,6 @@ def hostile_messages(count: int) -> Iterator[list[bytes]]:
             case 9:
                 reply = Reply(DATA, CHECKSUM, 1, 7, 1, 0, 4096, TOTAL_BYTES, Tag(0, 0))
                 yield [pack_reply(reply), bytes(1000)]
-
-
-@contextlib.contextmanager
-def dealer(port: int, identity: bytes = b"") -> Iterator[zmq.Socket[bytes]]:
-    context = zmq.Context()
-    connection = context.socket(zmq.DEALER)
-    connection.linger = 2000
-    if identity:
-        connection.identity = identity
-    connection.connect(f"tcp://{HOST}:{port}")
-    try:
-        yield connection
-    finally:
-        connection.close()
-        context.term()
 
 
 def wait_for_malformed(node: PeerNode, count: int) -> None:
@@ -175,131 +167,80 @@ def test_raw_garbage_on_the_port_changes_nothing() -> None:
         assert resident_bytes() - before < 30 * MB
 
 
-class FalsePeer(threading.Thread):
-    """Answers every request with what the test says."""
+class FalseAnswers:
+    """Wrong ones of all kinds, which all hold nines, and then the right one, of ones."""
 
-    def __init__(self, port: int, numel: int) -> None:
-        super().__init__()
-        self.numel = numel
-        self.number = 0
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.linger = 0
-        self._socket.bind(f"tcp://{HOST}:{port}")
+    def __init__(self) -> None:
         self._seen: list[list[bytes]] = []
 
-    def run(self) -> None:
-        with contextlib.suppress(zmq.ContextTerminated):
-            while True:
-                client, frame = self._socket.recv_multipart()
-                for frames in self.replies(parse_request(frame)):
-                    self._socket.send_multipart([client, *frames])
-        self._socket.close()
-
-    def replies(self, request: Request) -> Iterator[list[bytes]]:
-        """Wrong ones of all kinds, which all hold nines, and then the right one, of ones."""
-        total = 4 * self.numel
-        right = Reply(
-            DATA,
-            request.checksum,
-            request.dtype_code,
-            request.request_id,
-            5,
-            request.offset,
-            request.length,
-            total,
-            Tag(1, 1),
-        )
-        ones, nines = (
-            torch.full((request.length // 4,), value).numpy().tobytes() for value in (1.0, 9.0)
-        )
+    def __call__(self, request: Request) -> Iterator[list[bytes]]:
+        right = right_reply(request, TOTAL_BYTES)
+        ones, nines = (right_answer(request, TOTAL_BYTES, value) for value in (1.0, 9.0))
         yield from self._seen[:3]  # replays
         yield [b"nonsense"]
-        yield [pack_reply(right)[:-1], nines]
+        yield [nines[0][:-1], nines[1]]
         for change in (
             {"request_id": request.request_id ^ 1},
             {"offset": request.offset + 8},
             {"offset": 2**63},
             {"length": request.length + 1},
             {"length": 0},
-            {"total_bytes": total + 4},
+            {"total_bytes": TOTAL_BYTES + 4},
             {"checksum": 1},
             {"dtype_code": 2},
             {"publication": 0},
         ):
-            yield [pack_reply(right._replace(**change)), nines]
-        yield [pack_reply(right._replace(kind=GONE)), nines]
+            yield [pack_reply(right._replace(**change)), nines[1]]
+        yield [pack_reply(right._replace(kind=GONE)), nines[1]]
         yield [pack_reply(right)]
-        self._seen.append([pack_reply(right), nines])
-        yield [pack_reply(right), ones]
-        yield [pack_reply(right), nines]  # again
-
-    def close(self) -> None:
-        self._context.term()
-        self.join()
+        self._seen.append(nines)
+        yield ones
+        yield nines  # again
 
 
 def test_a_reader_drops_replies_that_it_has_not_asked_for(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     nodes = peers(2)
-    false = FalsePeer(nodes[1].port, NUMEL)
-    false.start()
-    here = make_node(nodes, 0, NUMEL)
-    for _ in range(3):
-        received = fetch(here)
-        assert received is not None
-        assert received.params.unique().tolist() == [1.0]
-    assert here.statistics.malformed > 20
-    assert len(caplog.records) <= 10
-    here.close()
-    false.close()
+    with answering(nodes[1].port, FalseAnswers()):
+        here = make_node(nodes, 0, NUMEL)
+        for _ in range(3):
+            received = fetch(here)
+            assert received is not None
+            assert received.params.unique().tolist() == [1.0]
+        assert here.statistics.malformed > 20
+        assert len(caplog.records) <= 10
+        here.close()
 
 
 @pytest.mark.parametrize("length", [0, 1, 100, MAX_CHUNK_BYTES, 2 * MAX_CHUNK_BYTES])
 def test_a_frame_of_another_length_than_announced_is_not_handed_over(length: int) -> None:
-    class WrongLength(FalsePeer):
-        def replies(self, request: Request) -> Iterator[list[bytes]]:
-            right = list(super().replies(request))[-1][0]
-            assert parse_reply(right).length == request.length
-            yield [right, bytes(length)]
+    def answer(request: Request) -> Iterator[list[bytes]]:
+        yield [pack_reply(right_reply(request, TOTAL_BYTES)), bytes(length)]
 
     nodes = peers(2)
-    false = WrongLength(nodes[1].port, NUMEL)
-    false.start()
-    here = make_node(nodes, 0, NUMEL, fetch_timeout_s=0.3)
-    started = time.monotonic()
-    assert fetch(here) is None
-    assert time.monotonic() - started < 0.6
-    assert here.statistics.fetches == 0
-    here.close()
-    false.close()
+    with answering(nodes[1].port, answer):
+        here = make_node(nodes, 0, NUMEL, fetch_timeout_s=0.3)
+        started = time.monotonic()
+        assert fetch(here) is None
+        assert time.monotonic() - started < 0.6
+        assert here.statistics.fetches == 0
+        here.close()
 
 
 def test_a_peer_whose_publications_are_always_gone_does_not_hold_up_a_wait() -> None:
-    class AlwaysGone(FalsePeer):
-        def replies(self, request: Request) -> Iterator[list[bytes]]:
-            self.number += 1
-            reply = Reply(
-                GONE,
-                request.checksum,
-                request.dtype_code,
-                request.request_id,
-                request.publication,
-                request.offset,
-                0,
-                4 * self.numel,
-                Tag(0, 0),
-            )
-            yield [pack_reply(reply)]
+    asked = []
+
+    def answer(request: Request) -> Iterator[list[bytes]]:
+        asked.append(request)
+        reply = right_reply(request, TOTAL_BYTES, request.publication)
+        yield [pack_reply(reply._replace(kind=GONE, length=0))]
 
     nodes = peers(2)
-    false = AlwaysGone(nodes[1].port, NUMEL)
-    false.start()
-    here = make_node(nodes, 0, NUMEL, fetch_timeout_s=0.3)
-    started = time.monotonic()
-    assert fetch(here) is None
-    assert time.monotonic() - started < 0.6
-    here.close()
-    false.close()
-    assert false.number < 100  # no busy loop
+    with answering(nodes[1].port, answer):
+        here = make_node(nodes, 0, NUMEL, fetch_timeout_s=0.3)
+        started = time.monotonic()
+        assert fetch(here) is None
+        assert time.monotonic() - started < 0.6
+        here.close()
+    assert 0 < len(asked) < 100  # no busy loop

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import socket
 import threading
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from lightning_loco.algorithms.pairwise import Tag
-from lightning_loco.peers import NodeDirectory, Peer, PeerNode, StoreDirectory
+from lightning_loco.peers import NodeDirectory, Peer, PeerNode
 from tests.peers.helpers import (
     HOST,
     NodeProcess,
@@ -113,35 +112,11 @@ def test_a_fetch_is_handed_over_once_and_waits_can_be_short() -> None:
         assert here.wait() is None
 
 
-def test_a_peer_without_parameters_is_no_fault() -> None:
-    with two_nodes() as (here, _):
-        started = time.monotonic()
-        for _ in range(5):
-            assert fetch(here) is None
-        assert time.monotonic() - started < 2
-        assert here.statistics.empty == 5
-        assert here.statistics.scores == {"p1": 1000}
-
-
 def test_a_single_node_has_nobody_to_read_from() -> None:
     node = make_node(peers(1), 0)
     node.publish(torch.ones(1000), Tag(0, 0))
     assert fetch(node) is None
     node.close()
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("place", [0, 499_999, 999_999])
-def test_parameters_that_are_not_finite_are_not_handed_over(value: float, place: int) -> None:
-    with two_nodes(1_000_000) as (here, there):
-        flat = torch.zeros(1_000_000)
-        flat[place] = value
-        there.publish(flat, Tag(0, 0))
-        assert fetch(here) is None
-        assert here.statistics.not_finite == 1
-        assert here.statistics.scores == {"p1": 900}
-        there.publish(torch.zeros(1_000_000), Tag(0, 0))
-        assert fetch(here) is not None
 
 
 def test_large_finite_values_are_handed_over() -> None:
@@ -151,149 +126,6 @@ def test_large_finite_values_are_handed_over() -> None:
         assert received is not None
         assert received.params.unique().tolist() == [pytest.approx(3e38)]
         assert math.isnan(received.tag.clock)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [{"schema_checksum": 5}, {"wire_dtype": torch.bfloat16}],
-)
-def test_peers_with_another_model_are_refused_and_named(
-    other: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    nodes = peers(2)
-    here, there = make_node(nodes, 0, schema_checksum=1), None
-    try:
-        there = make_node(nodes, 1, **{"schema_checksum": 1, **other})
-        there.publish(torch.zeros(1000), Tag(0, 0))
-        for _ in range(3):
-            assert fetch(here) is None
-    finally:
-        here.close()
-        if there is not None:
-            there.close()
-    assert here.statistics.scores == {"p1": 700}
-    assert here.statistics.refused == 3
-    assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
-
-
-def test_a_peer_that_does_not_listen_is_left_at_once_and_found_when_it_comes() -> None:
-    nodes = peers(2)
-    here = make_node(nodes, 0)
-    started = time.monotonic()
-    for count in range(1, 11):
-        assert fetch(here) is None
-        assert here.statistics.refused == count
-    assert time.monotonic() - started < 2.5  # a single timeout would take 5 s
-    assert here.statistics.scores == {"p1": 10}
-    for value in (1.0, 2.0, 3.0):
-        there = make_node(nodes, 1)
-        there.publish(torch.full((1000,), value), Tag(0, 0))
-        fetch_until(here, lambda r, v=value: r is not None and bool((r.params == v).all()))
-        there.close()
-        assert fetch(here) is None
-    here.close()
-
-
-def test_a_refusal_costs_no_more_than_another_peer() -> None:
-    nodes = peers(3)
-    made = [make_node(nodes, index) for index in (0, 2)]
-    made[1].publish(torch.ones(1000), Tag(0, 0))
-    for _ in range(20):
-        received = fetch(made[0])
-        assert received is not None
-        assert received.peer == "p2"
-    assert made[0].statistics.refused > 0
-    for node in made:
-        node.close()
-
-
-def test_a_peer_that_accepts_and_is_silent_costs_half_of_the_timeout() -> None:
-    nodes = peers(3)
-    with socket.create_server((HOST, nodes[1].port)):
-        here = make_node(nodes, 0, fetch_timeout_s=0.4)
-        there = make_node(nodes, 2)
-        there.publish(torch.ones(1000), Tag(0, 0))
-        waits = []
-        while here.statistics.timeouts < 3:
-            started = time.monotonic()
-            received = fetch(here)
-            waits.append(time.monotonic() - started)
-            assert received is not None
-            assert received.peer == "p2"
-        assert max(waits) < 0.4
-        assert here.statistics.scores["p1"] < 800
-        here.close()
-        there.close()
-
-
-def test_the_longest_wait_is_the_timeout() -> None:
-    nodes = peers(4)
-    listening = [socket.create_server((HOST, node.port)) for node in nodes[1:]]
-    here = make_node(nodes, 0, fetch_timeout_s=0.3)
-    for _ in range(3):
-        started = time.monotonic()
-        assert fetch(here) is None
-        assert 0.25 < time.monotonic() - started < 0.6
-    here.close()
-    for each in listening:
-        each.close()
-
-
-def test_a_store_that_fails_is_logged_and_costs_no_more_than_the_timeout(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Broken(StoreDirectory):
-        def find(self, name: str) -> Peer | None:
-            raise RuntimeError("the store is gone")
-
-    store = torch.distributed.HashStore()
-    node = PeerNode(10, torch.float32, Broken(store, 0, 2), schema_checksum=1)
-    for _ in range(5):
-        assert fetch(node) is None
-    node.close()
-    assert node.statistics.errors == 5
-    assert [r.getMessage() for r in caplog.records] == [
-        "Reading from peer worker1 failed: RuntimeError: the store is gone."
-    ]
-
-
-def test_a_store_that_hangs_does_not_hold_up_a_wait() -> None:
-    released = threading.Event()
-
-    class Slow(StoreDirectory):
-        def find(self, name: str) -> Peer | None:
-            released.wait(10)
-            return super().find(name)
-
-    store = torch.distributed.HashStore()
-    here = PeerNode(10, torch.float32, Slow(store, 0, 2), schema_checksum=1, fetch_timeout_s=0.2)
-    there = PeerNode(10, torch.float32, StoreDirectory(store, 1, 2), schema_checksum=1)
-    there.publish(torch.ones(10), Tag(0, 0))
-    for _ in range(3):
-        started = time.monotonic()
-        assert fetch(here) is None
-        assert time.monotonic() - started < 0.5
-    released.set()
-    fetch_until(here, lambda received: received is not None)
-    here.close()
-    there.close()
-
-
-def test_a_restarted_worker_is_found_at_its_new_port() -> None:
-    store = torch.distributed.HashStore()
-
-    def node(worker: int) -> PeerNode:
-        directory = StoreDirectory(store, worker, 2)
-        return PeerNode(10, torch.float32, directory, schema_checksum=1, seed=worker)
-
-    here, there = node(0), node(1)
-    for value in (1.0, 2.0, 3.0):
-        there.publish(torch.full((10,), value), Tag(0, 0))
-        fetch_until(here, lambda r, v=value: r is not None and bool((r.params == v).all()))
-        there.close()
-        there = node(1)
-    there.close()
-    here.close()
 
 
 def test_a_fast_publisher_and_a_slow_reader() -> None:

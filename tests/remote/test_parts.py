@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from lightning_loco.remote import RemoteOptimizer, Serving, Tiers, Transport, run_role
 from lightning_loco.remote.accumulator import Accumulator
 from lightning_loco.remote.calls import Call, Clip
-from lightning_loco.remote.checks import check_optimizer
+from lightning_loco.remote.hyperparameters import HyperparameterMirror
+from lightning_loco.remote.optimizer_state import OptimizerState
 from lightning_loco.remote.plan import plan_messages, share_parameters
-from lightning_loco.remote.settings import SettingsMirror, is_step_per_parameter
 from lightning_loco.remote.slots import Slot
-from lightning_loco.remote.state import State
+from lightning_loco.remote.supported_optimizers import check_optimizer, is_step_per_parameter
 from tests.pool import Pool, PoolError
 
 
@@ -30,8 +30,8 @@ def test_every_element_travels_once(
     messages = plan_messages(params, bucket_bytes, wire_dtype)
     covered = [torch.zeros(size) for size in sizes]
     for message in messages:
-        assert message.numel == sum(stop - start for _, start, stop in message.pieces)
-        for index, start, stop in message.pieces:
+        assert message.numel == sum(stop - start for _, start, stop in message.spans)
+        for index, start, stop in message.spans:
             covered[index][start:stop] += 1
     assert all((count == 1).all() for count in covered)
     slots = [Slot(message, params) for message in messages]
@@ -65,7 +65,7 @@ def test_the_accumulator_has_each_parameter_in_one_piece() -> None:
         assert part.shape == params[number].shape
         part.fill_(number)
     for message, memory in zip(messages, accumulator.slices, strict=True):
-        expected = [[index] * (stop - start) for index, start, stop in message.pieces]
+        expected = [[index] * (stop - start) for index, start, stop in message.spans]
         assert memory.tolist() == list(itertools.chain(*expected))
 
 
@@ -92,10 +92,10 @@ def test_calls_of_several_workers_are_joined() -> None:
     assert Call.read(Call().content()) == Call()
 
 
-def test_settings_tell_each_other_what_changes() -> None:
+def test_hyperparameters_tell_each_other_what_changes() -> None:
     here = [{"params": [], "lr": 0.1, "betas": (0.9, 0.99), "fused": None}]
     there: list[dict[str, Any]] = [{"params": [], "lr": torch.tensor(0.0)}]
-    sender, receiver = SettingsMirror(here), SettingsMirror(there)
+    sender, receiver = HyperparameterMirror(here), HyperparameterMirror(there)
     receiver.take_over(sender.changes())
     assert there[0]["lr"].item() == pytest.approx(0.1)
     assert there[0]["betas"] == (0.9, 0.99)
@@ -136,7 +136,7 @@ def test_a_state_that_is_more_than_tensors_is_refused() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     optimizer.state[optimizer.param_groups[0]["params"][0]] = {"history": [1, 2]}
     with pytest.raises(TypeError, match="keeps a list as 'history' of parameter 0"):
-        State.of(optimizer)
+        OptimizerState.of(optimizer)
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused() -> None:

@@ -25,8 +25,8 @@ from lightning_loco import (
     PairwiseGossipStrategy,
     PeerMonitor,
 )
-from tests.comm.test_pairwise_engine import free_nodes
 from tests.conftest import ROOT
+from tests.peers.helpers import peers
 from tests.pool import Pool, PoolError, make_trainer
 from tests.tiny import TinyModule, ValidatedModule, flat, make_loader
 
@@ -229,7 +229,7 @@ class Worker:
 @pytest.fixture
 def nodes(tmp_path: Path) -> Path:
     path = tmp_path / "nodes.yaml"
-    entries = [f"  - {{name: {n}, host: {h}, port: {p}}}" for n, h, p in free_nodes(3)]
+    entries = [f"  - {{name: {n}, host: {h}, port: {p}}}" for n, h, p in peers(3, "w")]
     path.write_text("\n".join(["- nodes:", *entries, "- timeout_ms: 1000", ""]))
     return path
 

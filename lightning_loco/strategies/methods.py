@@ -1,8 +1,8 @@
-"""Strings for ``Trainer(strategy="gasloc")``."""
+"""The table of methods: a name for ``Trainer(strategy="gasloc")`` and ``algorithm=gasloc`` each."""
 
 from __future__ import annotations
 
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 from lightning_loco.strategies.async_average import AsyncModelAverageStrategy
 from lightning_loco.strategies.named import (
@@ -11,10 +11,15 @@ from lightning_loco.strategies.named import (
     GASLoCStrategy,
     LocalSGDStrategy,
 )
+from lightning_loco.strategies.of_algorithm import AlgorithmStrategy, of_algorithm
 from lightning_loco.strategies.pairwise import PairwiseGossipStrategy
 from lightning_loco.strategies.remote import RemoteOptimizerStrategy
 
-STRATEGIES = {
+__all__ = ["MADE", "METHODS", "of_algorithm", "register_strategies"]
+
+# The name is also that of the file in conf/algorithm/. An algorithm that needs no strategy of its
+# own is one line: "noloco": of_algorithm("lightning_loco.algorithms.noloco", "NoLoCo").
+METHODS: dict[str, type[DDPStrategy]] = {
     "local_sgd": LocalSGDStrategy,
     "diloco": DiLoCoStrategy,
     "async_diloco": AsyncDiLoCoStrategy,
@@ -24,10 +29,17 @@ STRATEGIES = {
     "remote_optimizer": RemoteOptimizerStrategy,
 }
 
+# What of_algorithm has made, by the names that the package exports.
+MADE = {
+    strategy.__name__: strategy
+    for strategy in METHODS.values()
+    if issubclass(strategy, AlgorithmStrategy)
+}
+
 
 def register_strategies() -> None:
     """Register every strategy, and its ``_spawn`` and ``_fork`` twins, with Lightning once."""
-    for name, strategy in STRATEGIES.items():
+    for name, strategy in METHODS.items():
         for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork")):
             if name + suffix not in StrategyRegistry:
                 StrategyRegistry.register(

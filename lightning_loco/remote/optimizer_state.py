@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_loco.remote.wire import Lane, Wire
 
 
-class State(NamedTuple):
+class OptimizerState(NamedTuple):
     """What an optimizer remembers.
 
     Attributes:
@@ -23,7 +23,7 @@ class State(NamedTuple):
     groups: list[dict[str, Any]]
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer) -> State:
+    def of(cls, optimizer: torch.optim.Optimizer) -> OptimizerState:
         """Take it from an optimizer.
 
         Raises:
@@ -68,7 +68,7 @@ class State(NamedTuple):
                     wire.wait(wire.send(tensor.reshape(-1), Lane.STATE), "the optimizer's state")
 
     @classmethod
-    def receive(cls, wire: Wire, description: dict[str, Any]) -> State:
+    def receive(cls, wire: Wire, description: dict[str, Any]) -> OptimizerState:
         """The opposite of :meth:`send`, when the description has come."""
         values: dict[int, dict[str, Any]] = {}
         for number, name, described in description["entries"]:
@@ -81,14 +81,14 @@ class State(NamedTuple):
         return cls(values, [_with_tuples(group) for group in description["groups"]])
 
     @classmethod
-    def join(cls, states: list[State]) -> State:
+    def join(cls, states: list[OptimizerState]) -> OptimizerState:
         """The state of several servers, each with its share of the parameters."""
         values = {number: entry for state in states for number, entry in state.values.items()}
         return cls(dict(sorted(values.items())), states[0].groups)
 
-    def share(self, numbers: list[int]) -> State:
+    def share(self, numbers: list[int]) -> OptimizerState:
         """The part of it that some parameters have."""
-        return State({n: self.values[n] for n in numbers if n in self.values}, self.groups)
+        return OptimizerState({n: self.values[n] for n in numbers if n in self.values}, self.groups)
 
 
 def _describe(value: Any) -> Any:

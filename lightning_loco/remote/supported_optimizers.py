@@ -21,3 +21,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             "but the optimizer is on a rank that computes none. Use one that does not, such as "
             "AdamW or SGD."
         )
+
+
+def is_step_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step of a parameter depends on its own gradient and state alone.
+
+    True for what is in ``torch.optim``, except LBFGS; unknown, so False, for all others.
+    """
+    known = type(optimizer).__module__.startswith("torch.optim")
+    return known and not isinstance(optimizer, torch.optim.LBFGS)

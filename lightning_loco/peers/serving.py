@@ -1,4 +1,4 @@
-"""The thread that serves this worker's parameters, piece by piece, to whoever asks."""
+"""The thread that serves this worker's parameters, chunk by chunk, to whoever asks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lightning_loco.peers.publications import Publications
 log = logging.getLogger(__name__)
 
 MOST_REPLIES_UNDER_WAY = 16
-"""Replies that wait for one client; more are dropped. Twice what a client of ours asks for."""
+"""Replies that wait for one client; more are dropped. Twice what our own readers ask for."""
 
 _NO_LIMIT = 0
 _LONGEST_FRAME_BYTES = 1024
@@ -39,7 +39,7 @@ _KEEPALIVE_S = 10
 _NO_TAG = Tag(0.0, 0.0)
 
 
-class Server(threading.Thread):
+class ServingThread(threading.Thread):
     """Answer requests for chunks of the publications until closed.
 
     Frames that come in have at most 1 KiB, only a few replies wait for each client, clients that do
@@ -75,7 +75,7 @@ class Server(threading.Thread):
         port: int | None = None,
         keys: Keys | None = None,
     ) -> None:
-        super().__init__(name="loco-peer-server", daemon=True)
+        super().__init__(name="loco-peer-serving", daemon=True)
         self.bytes_sent = 0
         self.malformed = 0
         self._model = model

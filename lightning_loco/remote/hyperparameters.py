@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-Settings = list[dict[str, Any]]
+Hyperparameters = list[dict[str, Any]]
 """One entry per parameter group: name and number, truth value or list of these."""
 
 
-def read_settings(groups: Sequence[dict[str, Any]]) -> Settings:
+def read_hyperparameters(groups: Sequence[dict[str, Any]]) -> Hyperparameters:
     """The numbers of parameter groups, as JSON can hold them."""
     return [
         {name: plain for name, value in group.items() if (plain := _plain(value)) is not None}
@@ -20,10 +19,10 @@ def read_settings(groups: Sequence[dict[str, Any]]) -> Settings:
     ]
 
 
-def write_settings(groups: Sequence[dict[str, Any]], settings: Settings) -> None:
+def write_hyperparameters(groups: Sequence[dict[str, Any]], values: Hyperparameters) -> None:
     """Put numbers into parameter groups, in place."""
-    for group, values in zip(groups, settings, strict=True):
-        for name, value in values.items():
+    for group, numbers in zip(groups, values, strict=True):
+        for name, value in numbers.items():
             old = group.get(name)
             if isinstance(old, Tensor):
                 old.fill_(value)
@@ -41,8 +40,8 @@ def _plain(value: object) -> Any:
     return None
 
 
-class SettingsMirror:
-    """Settings that two ranks keep equal: whoever changes them tells the other.
+class HyperparameterMirror:
+    """Hyper-parameters that two ranks keep equal: whoever changes them tells the other.
 
     Args:
         groups: The parameter groups on this rank.
@@ -50,32 +49,23 @@ class SettingsMirror:
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
         self._groups = groups
-        self._known: Settings | None = None
+        self._known: Hyperparameters | None = None
 
-    def all(self) -> Settings:
+    def all(self) -> Hyperparameters:
         """Everything, for a rank that knows nothing yet."""
-        self._known = read_settings(self._groups)
+        self._known = read_hyperparameters(self._groups)
         return self._known
 
-    def changes(self) -> Settings | None:
+    def changes(self) -> Hyperparameters | None:
         """What to tell the other rank; None when it knows all."""
-        present = read_settings(self._groups)
+        present = read_hyperparameters(self._groups)
         if present == self._known:
             return None
         self._known = present
         return present
 
-    def take_over(self, settings: Settings | None) -> None:
+    def take_over(self, values: Hyperparameters | None) -> None:
         """Write what the other rank has told."""
-        if settings is not None:
-            write_settings(self._groups, settings)
-            self._known = read_settings(self._groups)
-
-
-def is_step_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step of a parameter depends on its own gradient and state alone.
-
-    True for what is in ``torch.optim``, except LBFGS; unknown, so False, for all others.
-    """
-    known = type(optimizer).__module__.startswith("torch.optim")
-    return known and not isinstance(optimizer, torch.optim.LBFGS)
+        if values is not None:
+            write_hyperparameters(self._groups, values)
+            self._known = read_hyperparameters(self._groups)

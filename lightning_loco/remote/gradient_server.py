@@ -1,0 +1,181 @@
+"""A rank that does not train: takes in the clients' gradients and hands out parameters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_loco.remote.accumulator import Accumulator
+from lightning_loco.remote.answering import answer_alone
+from lightning_loco.remote.backend import Backend
+from lightning_loco.remote.calls import Call
+from lightning_loco.remote.clients import Clients
+from lightning_loco.remote.mean_gradient import MeanGradient
+from lightning_loco.remote.plan import Message
+from lightning_loco.remote.wire import Kind, Lane, Note, Wire
+
+
+class GradientServer:
+    """Serves clients, in lockstep, until all have left.
+
+    Clients that meet (before a validation, say) wait until none makes steps any more. A step takes
+    the mean over the clients that make it.
+
+    Args:
+        clients: The ranks that send gradients, in the order of the sum.
+        messages: How gradients are cut, and their dtype on the wire.
+        accumulator: Where they are summed.
+        backend: Where the mean goes.
+        checksum: Tells the model.
+        timeout_s: How much later than the first one a client may make a step, in seconds.
+        min_workers: With how many clients to go on when some fail. Default: all.
+        stop_reason: Says why all should stop, if this rank was asked to.
+        look_around: Called while nothing happens; may raise.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[Wire],
+        messages: Sequence[Message],
+        accumulator: Accumulator,
+        backend: Backend,
+        checksum: int,
+        *,
+        timeout_s: float | None = None,
+        min_workers: int | None = None,
+        stop_reason: Callable[[], str | None] = lambda: None,
+        look_around: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._clients = Clients(
+            clients,
+            functools.partial(answer_alone, backend=backend),
+            timeout_s=timeout_s,
+            min_left=min_workers,
+            look_around=look_around,
+        )
+        self._num_messages = len(messages)
+        self._mean = MeanGradient(self._clients, messages, accumulator)
+        self._backend = backend
+        self._checksum = checksum
+        self._stop_reason = stop_reason
+
+    @torch.no_grad()
+    def serve(self) -> dict[str, Any]:
+        """Answer until all clients have left.
+
+        Returns:
+            What they said when they left.
+
+        Raises:
+            ValueError: If a client has another model.
+            RuntimeError: If a client is gone, too late, or not where the others are.
+        """
+        try:
+            while self._clients.left:
+                self._clients.hear_all()
+                self._answer_all()
+        except Exception as error:
+            self._clients.tell_failure(error)
+            raise
+        self._backend.end(self._clients.farewell)
+        return self._clients.farewell
+
+    def _answer_all(self) -> None:
+        if not self._clients.left:
+            return
+        everything = {client: self._clients.wanted[client] for client in self._clients.left}
+        wanted = {client: note for client, note in everything.items() if note.kind != Kind.MEET}
+        kinds = {Kind.STEP if n.kind == Kind.STREAM else n.kind for n in wanted.values()}
+        if len(kinds) > 1:
+            raise RuntimeError(
+                "Workers ask for different things: "
+                + ", ".join(f"{c.name} {note.kind.name}" for c, note in wanted.items())
+                + ". Call receive_weights on all of them before the first step."
+            )
+        if not wanted:
+            self._end_meeting()
+            return
+        for client in wanted:
+            del self._clients.wanted[client]
+        if kinds == {Kind.WEIGHTS}:
+            self._hand_out(wanted)
+        elif kinds == {Kind.FINITE}:
+            finite = all(note.content["finite"] for note in wanted.values())
+            for client in wanted:
+                self._clients.answer(client, {"finite": finite})
+        else:
+            self._make_step(wanted)
+
+    # ---------------------------------------------------------------- meetings
+
+    def _end_meeting(self) -> None:
+        wanted = self._clients.wanted
+        purposes = {note.content["purpose"] for note in wanted.values()}
+        if len(purposes) > 1:
+            raise RuntimeError(
+                "Workers wait for each other at different places: "
+                + ", ".join(f"{c.name} at {n.content['purpose']}" for c, n in wanted.items())
+                + ". All must reach the same validations and checkpoints."
+            )
+        stops = [note.content.get("stop") for note in wanted.values()]
+        self._release(next(filter(None, [*stops, self._stop_reason()]), None))
+
+    def _release(self, stop: str | None) -> None:
+        """Let those go on who meet."""
+        present = [client.rank for client in self._clients.left]
+        meeting, self._clients.wanted = list(self._clients.wanted), {}
+        for client in meeting:
+            self._clients.answer(client, {"stop": stop, "present": present})
+
+    # -------------------------------------------------------------------- step
+
+    def _hand_out(self, wanted: dict[Wire, Note]) -> None:
+        """Give the parameters to clients that begin."""
+        others = [c for c, note in wanted.items() if note.content["checksum"] != self._checksum]
+        for client in others:
+            client.answer({})
+        if others:
+            names = ", ".join(client.name for client in others)
+            raise ValueError(f"Another model on: {names}. Build the same on all ranks.")
+        answer = self._backend.join(self._checksum)
+        for client in wanted:
+            self._clients.answer(client, answer)
+        self._clients.finish_sending(self._send(wanted, range(self._num_messages)))
+        self._mean.expect(wanted)
+
+    def _make_step(self, wanted: dict[Wire, Note]) -> None:
+        """Sum, step and send back message by message; what can begin early does."""
+        streaming = [client for client, note in wanted.items() if note.kind == Kind.STREAM]
+        calls = [Call.read(n.content) for n in wanted.values() if n.kind == Kind.STEP]
+        self._backend.begin(None if streaming else Call.merge(calls))
+        sending: list[tuple[Wire, dist.Work]] = []
+        for index in range(self._num_messages):
+            self._mean.receive(index, wanted)
+            sending += self._send(wanted, self._backend.push(index))
+        calls += self._clients.hear_calls(streaming)
+        call = Call.merge(calls)
+        answer = self._backend.finish(call)
+        answer["stop"] = call.stop or answer.get("stop") or self._stop_reason()
+        for client in wanted:
+            self._clients.answer(client, answer)
+        if answer["stop"]:
+            self._release(answer["stop"])
+        sending += self._send(wanted, self._backend.remaining())
+        self._clients.finish_sending(sending)
+        self._mean.expect(wanted)
+
+    def _send(
+        self, clients: Iterable[Wire], indices: Iterable[int]
+    ) -> list[tuple[Wire, dist.Work]]:
+        """Begin to send the parameters of messages as they become known."""
+        sending = []
+        for index in indices:
+            weights = self._backend.weights(index)
+            for client in clients:
+                if client in self._clients.left:
+                    sending.append((client, client.send(weights, Lane.WEIGHTS)))
+        return sending

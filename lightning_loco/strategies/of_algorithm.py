@@ -1,0 +1,136 @@
+"""A strategy made from an algorithm: its arguments are the algorithm's and the common ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+from collections.abc import Sequence
+from typing import Any, ClassVar, get_type_hints
+
+from lightning_loco.algorithms import Algorithm
+from lightning_loco.strategies.arguments import (
+    RoundArguments,
+    common_parameters,
+    parameters_of,
+    with_signature,
+)
+from lightning_loco.strategies.base import LocoStrategy
+
+PACKAGE = "lightning_loco.strategies"  # where pickle finds the classes by their names
+
+_DOCSTRING = """{summary}
+
+See :class:`~{algorithm}` for the formula and :class:`LocoStrategy` for the arguments that all
+strategies share.
+
+Args:
+{arguments}
+    evaluate: As in :class:`LocoStrategy`, like all arguments that follow.
+
+Raises:
+    ValueError: If a value is out of range, at construction or before training starts.
+    TypeError: If a value has the wrong type or an argument is unknown.
+"""
+_TOPOLOGY = """\
+    topology: Who exchanges with whom, as in :class:`LocoStrategy`. Default: the algorithm's own."""
+_SYNC_EVERY = """\
+    sync_every: Local steps between rounds, or one number per worker."""
+
+
+class AlgorithmStrategy(LocoStrategy):
+    """What the strategies that :func:`of_algorithm` makes have in common."""
+
+    algorithm_type: ClassVar[type[Algorithm]]
+    """The algorithm that the strategy runs."""
+
+
+def of_algorithm(module: str, name: str) -> type[AlgorithmStrategy]:
+    """Make the strategy class of an algorithm, called ``<name>Strategy``.
+
+    Its arguments are ``topology`` (if the algorithm exchanges with neighbours), ``sync_every``, the
+    fields of the algorithm except those that ``prepare`` sets, and the common ones.
+
+    Args:
+        module: The module that has the algorithm.
+        name: The algorithm's class, a dataclass whose fields have defaults.
+
+    Raises:
+        TypeError: If a field has no default; ``Trainer(strategy="...")`` gives no arguments.
+    """
+    algorithm: type[Algorithm] = getattr(importlib.import_module(module), name)
+    fields = _fields(algorithm)
+    has_topology = algorithm.exchange == "neighbors"
+    general = {parameter.name: parameter for parameter in parameters_of(LocoStrategy.__init__)}
+    before = ["topology", "sync_every"] if has_topology else ["sync_every"]
+    parameters = [
+        general["self"],
+        *(general[one].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for one in before),
+        *fields,
+        *common_parameters(RoundArguments, LocoStrategy.__init__),
+    ]
+    parameters.sort(key=lambda parameter: parameter.kind)
+    own = {field.name for field in fields}
+
+    def __init__(self: LocoStrategy, **given: Any) -> None:
+        values = {key: given.pop(key) for key in own & given.keys()}
+        LocoStrategy.__init__(self, algorithm(**values), **given)
+
+    __init__.__qualname__ = f"{name}Strategy.__init__"
+    summary, described = _describe(algorithm)
+    arguments = [
+        *([_TOPOLOGY] if has_topology else []),
+        _SYNC_EVERY,
+        *(described[field.name] for field in fields if field.name in described),
+    ]
+    namespace = {
+        "__init__": with_signature(parameters)(__init__),
+        "__module__": PACKAGE,
+        "__doc__": _DOCSTRING.format(
+            summary=summary, algorithm=f"{module}.{name}", arguments="\n".join(arguments)
+        ),
+        "algorithm_type": algorithm,
+    }
+    return type(f"{name}Strategy", (AlgorithmStrategy,), namespace)
+
+
+def _fields(algorithm: type[Algorithm]) -> list[inspect.Parameter]:
+    """The hyper-parameters that a user may set."""
+    hints = get_type_hints(algorithm)
+    prepared = {
+        field.name for field in dataclasses.fields(algorithm) if field.metadata.get("prepared")
+    }
+    parameters = [
+        parameter.replace(annotation=hints[name])
+        for name, parameter in inspect.signature(algorithm).parameters.items()
+        if name not in prepared
+    ]
+    for parameter in parameters:
+        if parameter.default is parameter.empty:
+            raise TypeError(
+                f"{algorithm.__name__}.{parameter.name} needs a default, because "
+                "Trainer(strategy='...') makes the strategy without arguments."
+            )
+    return parameters
+
+
+def _describe(algorithm: type[Algorithm]) -> tuple[str, dict[str, str]]:
+    """The first line of the docstring, and the entries of its section ``Args`` by their names."""
+    summary, *lines = inspect.cleandoc(algorithm.__doc__ or "").splitlines() or [algorithm.__name__]
+    entries: dict[str, str] = {}
+    name = ""
+    for line in _section(lines, "Args:"):
+        begins = re.match(r" {4}(\w+):", line)
+        name = begins.group(1) if begins else name
+        entries[name] = f"{entries[name]}\n{line}" if name in entries else line
+    return summary, entries
+
+
+def _section(lines: Sequence[str], title: str) -> list[str]:
+    """The indented lines below a title."""
+    if title not in lines:
+        return []
+    start = lines.index(title) + 1
+    end = next((i for i in range(start, len(lines)) if not lines[i].startswith(" ")), len(lines))
+    return list(lines[start:end])

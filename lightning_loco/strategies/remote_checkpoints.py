@@ -1,0 +1,138 @@
+"""Checkpoints of a run whose optimizer is on another rank: ordinary ones, with its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_loco.remote import RemoteOptimizer
+from lightning_loco.strategies.interrupted import save_where_stopped
+from lightning_loco.strategies.positions import Position, forget_finished_epoch
+from lightning_loco.strategies.random_states import random_states
+
+if TYPE_CHECKING:
+    from lightning_loco.strategies.remote import RemoteOptimizerStrategy
+
+_KEY = "lightning_loco_positions"
+
+
+class RemoteCheckpoints:
+    """Writes and reads one file, with the optimizer's state and every worker's position.
+
+    Args:
+        strategy: Whose checkpoints they are; its connection, ranks and files are used.
+    """
+
+    def __init__(self, strategy: RemoteOptimizerStrategy) -> None:
+        self._strategy = strategy
+        self._resumed: Position | None = None
+        self._saved_on_stop = False
+        self._final_state: dict[str, Any] = {}
+
+    def begin_fit(self) -> None:
+        """Forget how an earlier fit has ended."""
+        self._saved_on_stop = False
+        self._final_state = {}
+
+    def end_fit(self, remote: RemoteOptimizer) -> None:
+        """Keep the optimizer's state for checkpoints after ``fit``, when its rank is gone."""
+        if self._strategy.is_global_zero:
+            try:
+                self._final_state = remote.state_dict()
+            except TypeError as error:
+                rank_zero_warn(f"Checkpoints after fit have no optimizer state: {error}")
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """The state that the optimizer has on its rank; empty on all ranks but the first."""
+        if not self._strategy.is_global_zero:
+            return {}
+        remote = self._strategy.remote
+        if remote is None or remote.has_left:
+            return self._final_state
+        return remote.state_dict()
+
+    def model_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The model, with parameters that have not been rounded for the wire.
+
+        Args:
+            read: Reads what the module holds.
+        """
+        state = read()
+        strategy = self._strategy
+        remote, module = strategy.remote, strategy.lightning_module
+        if strategy.is_training and strategy.is_global_zero and strategy.wire_dtype is not None:
+            assert remote is not None
+            assert module is not None
+            values = {id(param): value for param, value in remote.parameters_in_full()}
+            for name, param in module.named_parameters(remove_duplicate=False):
+                if name in state and id(param) in values:
+                    state[name] = values[id(param)]
+        return state
+
+    def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
+        """Write the file, during ``fit`` with each worker's loops and random states.
+
+        All ranks that train must call it.
+
+        Args:
+            checkpoint: What Lightning has collected on this rank.
+            path: The file.
+            storage_options: Passed on to the ``CheckpointIO``.
+        """
+        strategy = self._strategy
+        if strategy.serves:
+            return
+        if strategy.is_training and "optimizer_states" in checkpoint:
+            assert strategy.remote is not None
+            self._saved_on_stop = strategy.remote.stop_agreed is not None
+            strategy.meet("checkpoint")
+            own = {"loops": checkpoint["loops"], "random": random_states()}
+            checkpoint[_KEY] = strategy.present_workers().gather_objects(own)
+        if strategy.is_global_zero:
+            strategy.checkpoint_io.save_checkpoint(
+                checkpoint, path, storage_options=storage_options
+            )
+
+    def load(self, loaded: dict[str, Any]) -> dict[str, Any]:
+        """Put this worker's loops where Lightning reads them, to resume training.
+
+        With another number of workers, all go on from worker 0's loops and new random numbers.
+
+        Args:
+            loaded: What Lightning has read.
+        """
+        strategy = self._strategy
+        if not strategy.is_fitting or strategy.serves:
+            return loaded
+        self._resumed = None
+        if _KEY in loaded:
+            positions = loaded[_KEY]
+            random = None
+            if len(positions) == strategy.world_size:
+                own = positions[strategy.global_rank]
+                loaded["loops"], random = own["loops"], own["random"]
+            self._resumed = Position(random, forget_finished_epoch(loaded))
+        return loaded
+
+    def load_param_groups(self, remote: RemoteOptimizer, checkpoint: Any) -> None:
+        """Put learning rates and the like where a worker's schedulers find them.
+
+        The optimizer's rank has loaded the whole state by itself.
+        """
+        groups = checkpoint["optimizer_states"][0]["param_groups"]
+        for present, group in zip(remote.param_groups, groups, strict=True):
+            present.update({name: value for name, value in group.items() if name != "params"})
+
+    def resume(self, trainer: pl.Trainer) -> None:
+        """Go on from what :meth:`load` has read, if it has; right before training starts."""
+        if self._resumed is not None:
+            self._resumed.restore(trainer)
+            self._resumed = None
+
+    def save_interrupted(self, trainer: pl.Trainer, reason: str) -> None:
+        """Save once more after an agreed stop, unless that is done; all workers must call it."""
+        save_where_stopped(trainer, reason, self._saved_on_stop)

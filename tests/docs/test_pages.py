@@ -1,0 +1,221 @@
+"""Every page says what is true: code names what exists, commands compose, links lead somewhere.
+
+A new page in docs/ is checked by itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import Strategy
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import lightning_loco as loco
+import train
+from lightning_loco import remote, topology
+from lightning_loco.cli import build_strategy
+from lightning_loco.peers.keys import write_key_file
+from tests.conftest import ROOT
+from tests.docs.pages import DOCS, LINKING, PAGES, README, Page, doc, overrides_of
+
+PYTHON = [
+    pytest.param(page, code, id=f"{page}-{number}")
+    for page in PAGES
+    for number, code in enumerate(page.blocks("python"))
+]
+COMMANDS = [
+    pytest.param(command, id=f"{page}: {command}") for page in PAGES for command in page.commands
+]
+BUILDABLE = (Strategy, Callback, loco.Algorithm, loco.Topology)
+of_page = pytest.mark.parametrize("page", PAGES, ids=str)
+of_linking_page = pytest.mark.parametrize("page", LINKING, ids=str)
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(DOCS) >= 10
+    assert len(PYTHON) >= 10
+    assert len(COMMANDS) >= 20
+
+
+# ------------------------------------------------------------------------- code
+
+
+def calls_of(tree: ast.Module) -> Iterator[tuple[ast.Call, object, dict[str, object]]]:
+    """The calls of Lightning's and this package's functions, with the names that code imports."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names: dict[str, object] = {}
+    exec(compile(ast.Module(imports, []), "page", "exec"), names)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            kind = eval(called, names) if called.split(".")[0] in names else None
+            if getattr(kind, "__module__", "").startswith("lightning"):
+                yield node, kind, names
+
+
+@pytest.mark.parametrize(("page", "code"), PYTHON)
+def test_code_compiles_and_names_what_exists(page: Page, code: str) -> None:
+    tree = ast.parse(code)
+    compile(tree, str(page), "exec")
+    calls = list(calls_of(tree))
+    for node, kind, _ in calls:
+        arguments = {str(word.arg): word.value for word in node.keywords}
+        inspect.signature(kind).bind_partial(*node.args, **arguments)  # type: ignore[arg-type]
+    assert calls
+
+
+@pytest.mark.parametrize(("page", "code"), PYTHON)
+def test_methods_that_are_called_exist(page: Page, code: str) -> None:
+    tree = ast.parse(code)
+    kinds = {id(node): kind for node, kind, _ in calls_of(tree)}
+    made = {
+        node.targets[0].id: kinds[id(node.value)]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and id(node.value) in kinds
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            kind = made.get(node.value.id)
+            assert kind is None or hasattr(kind, node.attr), f"{page}: {ast.unparse(node)}"
+
+
+@pytest.fixture
+def files_of_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list of nodes that a page shows, and a key file, in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    (nodes,) = [block for page in PAGES for block in page.blocks("yaml") if "nodes.yaml" in block]
+    Path("nodes.yaml").write_text(nodes)
+    write_key_file("job.key")
+
+
+@pytest.mark.parametrize(("page", "code"), PYTHON)
+@pytest.mark.usefixtures("files_of_the_text")
+def test_what_is_shown_can_be_built(page: Page, code: str) -> None:
+    for node, kind, names in calls_of(ast.parse(code)):
+        if isinstance(kind, type) and issubclass(kind, BUILDABLE):
+            assert isinstance(eval(ast.unparse(node), names), kind)
+
+
+def test_strategies_are_shown() -> None:
+    assert "loco.LocoStrategy(" in doc("methods/README.md").text
+
+
+# --------------------------------------------------------------------- commands
+
+
+def each_of_a_sweep(overrides: list[str]) -> Iterator[list[str]]:
+    """Every value of every swept key once, with the other keys as they are."""
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    plain = [one.input_line for one in parsed if not one.is_sweep_override()]
+    yield plain
+    for override in parsed:
+        if override.is_sweep_override():
+            for value in override.sweep_string_iterator():
+                yield [*plain, f"{override.key_or_group}={value}"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.usefixtures("files_of_the_text")
+def test_commands_compose(command: str) -> None:
+    with initialize_config_dir(train.conf_dir(), version_base="1.3"):
+        for overrides in each_of_a_sweep(overrides_of(command)):
+            files = [one for one in overrides if one.startswith("topology.path=")]
+            config = compose("train", overrides)
+            if not files:  # FILE stands for a file of the reader's
+                build_strategy(config)
+
+
+@of_page
+def test_commands_name_files_that_exist(page: Page) -> None:
+    for line in page.shell:
+        words = shlex.split(line, comments=True)
+        for before, word in zip(["", *words], words, strict=False):
+            if before == "-m" and word.startswith("lightning_loco"):
+                assert importlib.util.find_spec(word), line
+            elif word.endswith((".py", ".sbatch")):
+                assert (ROOT / word).is_file(), line
+
+
+# ------------------------------------------------------------------------ links
+
+
+@of_linking_page
+def test_links_lead_somewhere(page: Page) -> None:
+    for label, link in page.links:
+        target, anchor = page.target(link), link.partition("#")[2]
+        assert target.exists(), f"{page}: {link}"
+        assert ROOT in target.parents, f"{page}: {link}"
+        if anchor:
+            assert anchor in Page(target).anchors, f"{page}: {link}"
+        name = re.search(r"(?:^|/)([\w.]+\.(?:py|sbatch|md))$", label)
+        assert name is None or target.name == name.group(1), f"{page}: {label}"
+
+
+def test_pictures_are_shown() -> None:
+    shown = {page.target(link).name for page in PAGES for _, link in page.links}
+    assert {picture.name for picture in (ROOT / "docs").glob("*.svg")} <= shown
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    known, found = {README.path}, [README]
+    while found:
+        page = found.pop()
+        new = {page.target(link) for _, link in page.links if ".md" in link} - known
+        known |= new
+        found += map(Page, new)
+    assert {page.path for page in PAGES} <= known
+    assert "(docs/README.md)" in README.text
+
+
+@of_page
+def test_files_in_the_text_exist(page: Page) -> None:
+    of_a_run = {"report.txt"}
+    for word in set(page.ticked) - of_a_run:
+        if re.fullmatch(r"(?!myconf)[\w./]+(/|\.(py|txt|md))", word):
+            assert (ROOT / word).exists(), word
+
+
+# ------------------------------------------------------------------------ names
+
+
+@of_page
+def test_names_in_the_text_exist(page: Page) -> None:
+    for name in re.findall(r"\b[A-Z]\w*Strategy\b", page.text):
+        assert hasattr(loco, name), name
+    for name in (word for word in page.ticked if re.match(r"lightning_loco[\w.]*$", word)):
+        module, _, attribute = name.rpartition(".")
+        found = not module or hasattr(importlib.import_module(module), attribute)
+        assert found or importlib.util.find_spec(name), name
+
+
+def known_arguments() -> set[str]:
+    """Of what pages speak of: this package, its command line, and Lightning."""
+    kinds = [getattr(loco, name) for name in loco.__all__]
+    kinds += [getattr(module, name) for module in (remote, topology) for name in module.__all__]
+    kinds += [Trainer, Trainer.fit, ModelCheckpoint, LightningModule.log, StatefulDataLoader]
+    known = {"strategy", *(folder.name for folder in (ROOT / "conf").iterdir() if folder.is_dir())}
+    known |= set(re.findall(r"^(\w+):", (ROOT / "conf" / "train.yaml").read_text(), re.MULTILINE))
+    for kind in filter(callable, kinds):
+        known |= set(inspect.signature(kind).parameters)
+    return known
+
+
+@of_page
+def test_arguments_in_the_text_exist(page: Page) -> None:
+    known = known_arguments()
+    for ticked in page.ticked:
+        for name in re.findall(r"(?:^|[(, ])([a-z]\w*)=", ticked):
+            assert name in known, f"{page}: {ticked}"

@@ -1,0 +1,129 @@
+"""Tables and lists of the pages agree with the package."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+
+import pytest
+from torch import nn
+
+import lightning_loco as loco
+from lightning_loco.comm import Statistics
+from lightning_loco.strategies import METHODS
+from lightning_loco.topology import TOPOLOGIES, consensus_rate
+from tests.conftest import ROOT
+from tests.docs.pages import DOCS, PAGES, README, Page, doc
+
+METHOD_PAGES = [page for page in DOCS if page.path.stem in METHODS]
+
+
+def test_the_table_of_methods() -> None:
+    rows = README.table("`strategy=` and `algorithm=`")
+    links = [re.fullmatch(r"\[`(\w+)`\]\(([^)]+)\)", cell) for cell, *_ in rows]
+    assert all(links)
+    names = {link.group(1): link.group(2) for link in links if link}
+    kinds = [kind.strip("`") for _, kind, *_ in rows]
+    assert dict(zip(names, kinds, strict=True)) == {
+        name: kind.__name__ for name, kind in METHODS.items()
+    }
+    for name, link in names.items():
+        assert (ROOT / "conf" / "algorithm" / f"{name}.yaml").is_file()
+        page = doc(f"methods/{name}.md")
+        assert README.target(link) == page.path or not page.path.exists(), name
+
+
+@pytest.mark.parametrize("page", METHOD_PAGES, ids=str)
+def test_a_method_page_names_its_strategy(page: Page) -> None:
+    name = page.path.stem
+    head = page.text.partition("\n## ")[0]
+    assert f'`{METHODS[name].__name__}`, `strategy="{name}"`, `algorithm={name}`.' in head
+    assert "https://" in head  # the source
+    limits = {"when-to-use-it", "bytes-and-memory", "what-it-computes", "limits"}
+    assert limits <= page.anchors
+
+
+@pytest.mark.parametrize("page", METHOD_PAGES, ids=str)
+def test_arguments_of_a_method(page: Page) -> None:
+    """Those that a page tells exist, have the default that it says, and none is missing."""
+    shared = {name.strip("`") for name, *_ in doc("methods/README.md").table("argument")}
+    parameters = inspect.signature(METHODS[page.path.stem]).parameters
+    told = page.table("argument") if page.has_table("argument") else []
+    for name, default, _ in told:
+        assert ast.literal_eval(default.strip("`")) == parameters[name.strip("`")].default, name
+    names = {name.strip("`") for name, *_ in told}
+    of_ddp = set(inspect.signature(loco.LocoStrategy).parameters) - {"topology"}
+    assert set(parameters) - shared - of_ddp <= names
+
+
+def test_arguments_of_all_methods() -> None:
+    parameters = inspect.signature(loco.LocoStrategy).parameters
+    for name, default, _ in doc("methods/README.md").table("argument"):
+        assert ast.literal_eval(default.strip("`")) == parameters[name.strip("`")].default, name
+
+
+def test_the_table_of_topologies() -> None:
+    rows = doc("topologies.md").table("name")
+    assert [name.strip("`") for name, *_ in rows] == list(TOPOLOGIES)
+    for name, messages, small, large, notes in rows:
+        topology = TOPOLOGIES[name.strip("`")]()
+        assert small == f"{consensus_rate(topology, 8):.2f}", name
+        assert large == f"{consensus_rate(topology, 32):.2f}", name
+        sent = {len(topology.receivers(worker, 32)) for worker in range(32)}
+        says = {"N - 1": {31}, "1, worker 0: N - 1": {1, 31}, "log2 N": {5}, "ceil(log2 N)": {5}}
+        if messages.startswith("up to "):
+            assert max(sent) == int(messages.removeprefix("up to "))
+        else:
+            assert sent == says.get(messages, {int(messages)} if messages.isdigit() else None)
+        if notes.startswith("a power of two"):
+            with pytest.raises(ValueError, match="power of two"):
+                topology.check(6)
+        else:
+            assert notes.startswith("any")
+            topology.check(7)
+
+
+def test_callbacks_exist() -> None:
+    told = {cell.strip("`") for cell, *_ in doc("logging.md").table("callback")}
+    assert told == set(loco.callbacks.__all__) & set(loco.__all__)
+
+
+def test_metrics_exist() -> None:
+    strategy = loco.DiLoCoStrategy()
+    strategy.statistics = Statistics(outer_grad_norm=1.0, consensus_distance=1.0, losses=[1.0])
+    logged: set[str] = set()
+    for monitor in (loco.CommunicationMonitor(), loco.ConsensusMonitor()):
+        logged |= set(monitor.figures(strategy))
+    nodes = [{"name": name, "host": "127.0.0.1", "port": 45103} for name in "ab"]
+    strategy.engine = loco.PairwiseEngine(nn.Linear(1, 1), nodes=nodes, name="a")
+    strategy.engine.factors, strategy.engine.stalenesses = [0.5], [0.0, 1.0]
+    logged |= set(loco.PeerMonitor().figures(strategy))
+    strategy.engine.close()
+    assert set(re.findall(r"`(loco/\w+)`", doc("logging.md").text)) == logged
+    for page in PAGES:
+        assert set(re.findall(r"`(loco/\w+)`", page.text)) <= logged, page
+
+
+def test_arguments_that_users_ask_for_are_told() -> None:
+    parameters: set[str] = set()
+    for kind in (*METHODS.values(), loco.LocoStrategy, loco.ConsensusMonitor):
+        parameters |= set(inspect.signature(kind).parameters)
+    for name in ("sync_every", "outer_momentum", "warm_start", "bucket_bytes", "timeout_s",
+                 "evaluate", "finalize", "start_method", "prog_bar", "num_workers", "num_servers",
+                 "replica_size", "wire_dtype", "min_workers", "overlap"):  # fmt: skip
+        assert any(f"`{name}" in page.text for page in PAGES), name
+        assert name in parameters
+
+
+def test_the_groups_of_the_command_line() -> None:
+    told = re.search(r"^Groups: `([^`]+)`", doc("command_line.md").text, re.MULTILINE)
+    assert told
+    folders = {folder.name for folder in (ROOT / "conf").iterdir() if folder.is_dir()}
+    assert set(told.group(1).split()) == folders - {"hydra"}
+
+
+def test_every_example_is_listed() -> None:
+    index = doc("README.md")
+    listed = {index.target(link) for _, link in index.links}
+    assert set((ROOT / "examples").glob("*.py")) <= listed

@@ -1,0 +1,190 @@
+"""A transfer: what is asked for when, which replies count, and what is put together from them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.peers.protocol import (
+    DATA,
+    EMPTY,
+    GONE,
+    LATEST,
+    OTHER_MODEL,
+    Model,
+    Reply,
+    Request,
+    parse_request,
+)
+from lightning_loco.peers.transfer import Assembly, Transfer
+from tests.peers.helpers import MODEL, right_reply
+
+CHUNK_BYTES = 800  # MODEL has 4000 bytes: five chunks
+WINDOW = 4
+
+
+def make(chunk_bytes: int = CHUNK_BYTES, window: int = WINDOW) -> Transfer:
+    return Transfer(MODEL, Assembly(MODEL, MODEL.wire_dtype), chunk_bytes, window)
+
+
+def asked(transfer: Transfer) -> list[Request]:
+    return [parse_request(frame) for frame in transfer.requests()]
+
+
+def reply_to(request: Request, **change: Any) -> Reply:
+    return right_reply(request, MODEL.total_bytes)._replace(**change)
+
+
+def carry(transfer: Transfer, flat: Tensor) -> None:
+    """Answer everything that is asked for with what a peer with these parameters would say."""
+    data = memoryview(flat.view(torch.uint8).numpy())
+    while not transfer.is_done:
+        for request in asked(transfer):
+            reply = right_reply(request, len(data))
+            assert transfer.expects(reply)
+            transfer.place(reply, data[request.offset : request.offset + request.length])
+            transfer.accept(reply)
+
+
+def test_the_first_request_goes_alone_and_names_no_publication() -> None:
+    transfer = make()
+    (first,) = asked(transfer)
+    assert (first.publication, first.offset, first.length) == (LATEST, 0, CHUNK_BYTES)
+    assert asked(transfer) == []
+    transfer.accept(reply_to(first))
+    assert [request.offset for request in asked(transfer)] == [800, 1600, 2400, 3200]
+    assert asked(transfer) == []
+
+
+def test_requests_are_sent_several_at_a_time_when_half_of_the_window_is_free() -> None:
+    transfer = make(chunk_bytes=80, window=4)
+    transfer.accept(reply_to(asked(transfer)[0]))
+    under_way = asked(transfer)
+    assert {request.publication for request in under_way} == {5}
+    transfer.accept(reply_to(under_way[0]))
+    assert asked(transfer) == []
+    transfer.accept(reply_to(under_way[1]))
+    assert [request.offset for request in asked(transfer)] == [5 * 80, 6 * 80]
+
+
+@pytest.mark.parametrize("chunk_bytes", [8, 800, 2400, 4096])
+def test_every_byte_is_asked_for_once(chunk_bytes: int) -> None:
+    transfer = make(chunk_bytes)
+    seen = []
+    while not transfer.is_done:
+        for request in asked(transfer):
+            seen += range(request.offset, request.offset + request.length)
+            transfer.accept(reply_to(request))
+    assert seen == list(range(4000))
+    assert transfer.received_bytes == 4000
+    assert transfer.tag == Tag(1, 1)
+    assert asked(transfer) == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.float64, torch.float32),
+    ],
+)
+def test_what_is_put_together_is_what_was_sent(dtype: torch.dtype, wire_dtype: torch.dtype) -> None:
+    numel = 100_001  # longer than what PyTorch converts in one thread
+    model = Model(1, numel, wire_dtype)
+    assembly = Assembly(model, dtype)
+    transfer = Transfer(model, assembly, 80_000, WINDOW)
+    for _ in range(2):
+        flat = torch.randn(numel).to(wire_dtype)
+        carry(transfer, flat)
+        assert assembly.params.dtype == dtype
+        assert torch.equal(assembly.params, flat.to(dtype))
+        assert assembly.is_finite
+        transfer.restart()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 500, 999])
+def test_one_value_that_is_not_finite_is_noticed_and_forgotten_by_a_restart(
+    value: float, place: int
+) -> None:
+    assembly = Assembly(MODEL, torch.float64)
+    transfer = Transfer(MODEL, assembly, CHUNK_BYTES, WINDOW)
+    flat = torch.zeros(1000)
+    flat[place] = value
+    carry(transfer, flat)
+    assert not assembly.is_finite
+    transfer.restart()
+    carry(transfer, torch.zeros(1000))
+    assert assembly.is_finite
+
+
+@pytest.mark.parametrize(
+    ("change", "is_expected"),
+    [
+        ({}, True),
+        ({"request_id": 1}, False),
+        ({"offset": 8}, False),
+        ({"length": 792}, False),
+        ({"total_bytes": 4008}, False),
+        ({"checksum": 1}, False),
+        ({"dtype_code": 2}, False),
+        ({"publication": LATEST}, False),  # data always come from one publication
+        ({"kind": EMPTY, "publication": LATEST}, True),
+        ({"kind": EMPTY, "publication": 5}, False),
+        ({"kind": GONE, "publication": LATEST, "request_id": 1}, False),
+        ({"kind": OTHER_MODEL, "checksum": 1, "dtype_code": 2}, True),
+        ({"kind": OTHER_MODEL, "request_id": 1}, False),
+    ],
+)
+def test_only_replies_to_what_is_under_way_are_expected(
+    change: dict[str, Any], is_expected: bool
+) -> None:
+    transfer = make()
+    (request,) = asked(transfer)
+    assert transfer.expects(reply_to(request, **change)) == is_expected
+
+
+def test_chunks_of_another_publication_and_replays_are_not_expected() -> None:
+    transfer = make()
+    (first,) = asked(transfer)
+    transfer.accept(reply_to(first))
+    assert not transfer.expects(reply_to(first))
+    second = asked(transfer)[0]
+    assert not transfer.expects(reply_to(second, publication=6))
+    assert transfer.expects(reply_to(second, publication=5))
+    assert transfer.expects(reply_to(second, kind=GONE, length=0))
+
+
+def test_a_restart_begins_with_the_latest_and_expects_nothing_from_before() -> None:
+    transfer = make()
+    (first,) = asked(transfer)
+    transfer.accept(reply_to(first))
+    old = asked(transfer)[0]
+    transfer.restart()
+    assert transfer.received_bytes == 0
+    assert not transfer.expects(reply_to(old))
+    (again,) = asked(transfer)
+    assert (again.publication, again.offset) == (LATEST, 0)
+    assert again.request_id != first.request_id
+    assert transfer.expects(reply_to(again, kind=DATA, publication=9))
+
+
+@pytest.mark.parametrize(
+    ("chunk_bytes", "window", "message"),
+    [
+        (0, 8, "multiple of 8 up to 4194304, got 0"),
+        (12, 8, "multiple of 8"),
+        (2**23, 8, "got 8388608"),
+        (800, 0, "window must be 1 to 8, got 0"),
+        (800, 9, "1 to 8, got 9"),
+    ],
+)
+def test_bad_arguments_are_named(chunk_bytes: int, window: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(chunk_bytes, window)

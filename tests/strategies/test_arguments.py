@@ -1,0 +1,197 @@
+"""Common arguments: declared once, shown by every strategy, refused when misspelt."""
+
+from __future__ import annotations
+
+import inspect
+import pydoc
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch import LightningModule
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.plugins import AsyncCheckpointIO, Precision
+from typing_extensions import get_type_hints
+
+from lightning_loco import (
+    AsyncModelAverageStrategy,
+    DiLoCoStrategy,
+    LocalSGD,
+    LocoStrategy,
+    PairwiseGossipStrategy,
+)
+from lightning_loco.strategies import METHODS
+from lightning_loco.strategies.arguments import CommonArguments, RoundArguments
+from tests.tiny import TinyModule
+
+WITH_WORKERS = [kind for kind in METHODS.values() if issubclass(kind, LocoStrategy)]
+
+
+def parameters_of(kind: type) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(kind).parameters)
+
+
+def test_the_table_has_the_names_and_types_of_the_constructor() -> None:
+    table = get_type_hints(RoundArguments)
+    shown = parameters_of(LocoStrategy)
+    assert {name: shown[name].annotation for name in table} == table
+    own = {"algorithm", "sync_every", "overlap", "warm_start", "topology"}
+    assert shown.keys() - own == table.keys()
+    assert inspect.signature(LocoStrategy._init_with).parameters.keys() - {"self", "settings"} == (
+        table.keys()
+    )
+
+
+@pytest.mark.parametrize("kind", WITH_WORKERS)
+def test_every_strategy_shows_the_common_arguments(kind: type[LocoStrategy]) -> None:
+    shown, expected = parameters_of(kind), parameters_of(LocoStrategy)
+    common = get_type_hints(CommonArguments).keys()
+    assert {name: shown.get(name) for name in common} == {name: expected[name] for name in common}
+    assert all(shown[name].kind is inspect.Parameter.KEYWORD_ONLY for name in common)
+    if "sync_every" in shown:
+        assert shown["bucket_bytes"] == expected["bucket_bytes"]
+
+
+@pytest.mark.parametrize("kind", [LocoStrategy, *WITH_WORKERS])
+def test_types_are_shown_and_not_their_names(kind: type[LocoStrategy]) -> None:
+    parameters = parameters_of(kind)
+    assert [name for name, one in parameters.items() if isinstance(one.annotation, str)] == []
+    assert get_type_hints(kind.__init__).keys() == parameters.keys()
+
+
+def test_help_shows_every_argument() -> None:
+    text = pydoc.plain(pydoc.render_doc(DiLoCoStrategy))
+    signature = text[text.index("DiLoCoStrategy(") : text.index(" -> None")]
+    for name in ("outer_momentum: float = 0.9", "timeout_s: float = 600.0", "start_method"):
+        assert name in signature
+    assert "common" not in signature
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        (DiLoCoStrategy, {"timeout": 3}, "got an unexpected keyword argument 'timeout'"),
+        (DiLoCoStrategy, {"overlap": True}, "got an unexpected keyword argument 'overlap'"),
+        (DiLoCoStrategy, {"settings": 1}, "got an unexpected keyword argument 'settings'"),
+        (
+            AsyncModelAverageStrategy,
+            {"bucket_bytes": 1},
+            "got an unexpected keyword argument 'bucket_bytes'",
+        ),
+        (PairwiseGossipStrategy, {"common": {}}, "got an unexpected keyword argument 'common'"),
+        (LocoStrategy, {}, "missing a required argument: 'algorithm'"),
+    ],
+)
+def test_what_is_not_shown_is_refused(
+    kind: type[LocoStrategy], arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(TypeError) as caught:
+        kind(**arguments)
+    assert str(caught.value) == f"{kind.__name__}.__init__() {message}"
+
+
+def test_only_a_strategys_own_arguments_may_be_given_by_position() -> None:
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        DiLoCoStrategy(10, 0.7, 0.9, True, None, "average")  # type: ignore[misc]
+    with pytest.raises(TypeError, match="multiple values for argument 'sync_every'"):
+        DiLoCoStrategy(10, sync_every=20)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("kind", WITH_WORKERS)
+def test_what_ddp_takes_reaches_it(kind: type[LocoStrategy]) -> None:
+    given = {
+        "accelerator": CPUAccelerator(),
+        "cluster_environment": LightningEnvironment(),
+        "checkpoint_io": AsyncCheckpointIO(),
+        "precision_plugin": Precision(),
+    }
+    strategy = kind(**given, process_group_backend="gloo", timeout_s=7)
+    assert {name: getattr(strategy, name) for name in given} == given
+    assert (strategy.process_group_backend, strategy.timeout_s) == ("gloo", 7)
+
+
+# ---------------------------------------------------------------------------- LightningCLI
+
+
+CommandLine = Callable[..., LightningCLI]
+
+
+@pytest.fixture
+def command_line(monkeypatch: pytest.MonkeyPatch) -> CommandLine:
+    """What a user's script does, called with these words."""
+    # Lightning calls jsonargparse by a name that has a new one.
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+
+    def run(*words: str) -> LightningCLI:
+        monkeypatch.setattr(sys, "argv", ["script.py", "--trainer.logger=false", *words])
+        return LightningCLI(
+            TinyModule, save_config_callback=None, seed_everything_default=False, run=False
+        )
+
+    return run
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        """
+trainer:
+  devices: 2
+  accelerator: cpu
+  strategy:
+    class_path: lightning_loco.DiLoCoStrategy
+    init_args: {sync_every: 5, timeout_s: 60, outer_optimizer: torch.optim.AdamW}
+"""
+    )
+    return file
+
+
+def test_lightning_cli_builds_a_strategy(command_line: CommandLine, config: Path) -> None:
+    made = command_line(f"--config={config}", "--trainer.strategy.init_args.outer_lr=0.5")
+    strategy = made.trainer.strategy
+    assert type(strategy) is DiLoCoStrategy
+    assert isinstance(made.model, LightningModule)
+    assert strategy.settings.sync_every == 5
+    assert strategy.timeout_s == 60
+    assert strategy.settings.algorithm.outer_lr == 0.5
+
+
+def test_lightning_cli_refuses_a_misspelt_argument(
+    command_line: CommandLine, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.write_text(config.read_text().replace("sync_every", "sync_evry"))
+    with pytest.raises(SystemExit):
+        command_line(f"--config={config}")
+    assert "'sync_evry' is not accepted" in capsys.readouterr().err
+
+
+def test_lightning_cli_prints_all_arguments(
+    command_line: CommandLine, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command_line(f"--config={config}", "--print_config")
+    printed = capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        command_line("--trainer.strategy.help=lightning_loco.DiLoCoStrategy")
+    explained = capsys.readouterr().out
+    for name in parameters_of(DiLoCoStrategy):
+        assert f" {name}:" in printed
+        assert f"--trainer.strategy.{name}" in explained
+    assert "Longest wait for another worker, in seconds." in explained
+
+
+def test_lightning_cli_builds_the_composed_strategy(command_line: CommandLine) -> None:
+    strategy = command_line(
+        "--trainer.strategy=lightning_loco.LocoStrategy",
+        "--trainer.strategy.algorithm=lightning_loco.LocalSGD",
+        "--trainer.strategy.sync_every=[2,3]",
+        "--trainer.accelerator=cpu",
+    ).trainer.strategy
+    assert type(strategy) is LocoStrategy
+    assert strategy.settings.algorithm == LocalSGD()
+    assert strategy.settings.sync_every == [2, 3]
