@@ -11,7 +11,7 @@ import lightning_loco.algorithms
 from lightning_loco import LocoStrategy
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.rounds.clock_engine import ClockSettings
-from lightning_loco.strategies import STRATEGIES
+from lightning_loco.strategies import METHODS
 from tests.cases import BY_CLOCK, CASES, rows
 
 # Methods that make no rounds; each has tests of its own.
@@ -43,19 +43,19 @@ def test_every_algorithm_with_rounds_has_a_row() -> None:
 
 
 def test_every_method_with_rounds_has_a_row() -> None:
-    assert set(STRATEGIES) <= {*CASES, *WITHOUT_ROUNDS}
+    assert set(METHODS) <= {*CASES, *WITHOUT_ROUNDS}
 
 
-@pytest.mark.parametrize("name", sorted(set(STRATEGIES) - WITHOUT_ROUNDS))
+@pytest.mark.parametrize("name", sorted(set(METHODS) - WITHOUT_ROUNDS))
 def test_the_row_of_a_method_is_what_its_strategy_does(name: str) -> None:
-    case, strategy = CASES[name], STRATEGIES[name]
+    case, strategy = CASES[name], METHODS[name]
     settings = {"interval_s": 0.0} if case.by_clock else {"sync_every": 7}
     assert strategy(**settings).settings == case.strategy(7).settings
 
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_ROUNDS))
 def test_methods_without_rounds_have_none(name: str) -> None:
-    strategy = STRATEGIES[name]
+    strategy = METHODS[name]
     if issubclass(strategy, LocoStrategy):
         assert strategy().settings.algorithm.exchange == "pull"
     assert name not in CASES
