@@ -33,7 +33,8 @@ from lightning_loco.demo.launch import (
 )
 from lightning_loco.demo.model import ByteGPT
 from lightning_loco.demo.report import Report, draw_run, measure
-from lightning_loco.strategies import LocoStrategy, RemoteOptimizerStrategy
+from lightning_loco.strategies import RemoteOptimizerStrategy
+from lightning_loco.strategies.engine_strategy import EngineStrategy
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ def build_strategy(cfg: DictConfig) -> Strategy:
         strategy = make()
         if accepted is not None and isinstance(accepted.default, str):
             log.info("No topology chosen: %s uses a %s.", kind.__name__, accepted.default)
-        elif isinstance(strategy, LocoStrategy) and (
+        elif isinstance(strategy, EngineStrategy) and (
             strategy.settings.algorithm.exchange == "neighbors"
         ):
             log.info("No topology chosen: %s uses that of its algorithm.", kind.__name__)
@@ -161,7 +162,7 @@ def check_before_launch(
     if cfg.sample and not isinstance(model, ByteGPT):
         raise SettingsError(f"sample=true needs a ByteGPT, got {type(model).__name__}.")
     with settings_of("algorithm"):
-        if isinstance(strategy, LocoStrategy):
+        if isinstance(strategy, EngineStrategy):
             strategy.settings.prepare(trainer.world_size)
             check_validation(strategy, trainer)
         elif isinstance(strategy, RemoteOptimizerStrategy):
@@ -171,16 +172,17 @@ def check_before_launch(
             data.check(trainer.world_size)
 
 
-def check_validation(strategy: LocoStrategy, trainer: Trainer) -> None:
+def check_validation(strategy: EngineStrategy, trainer: Trainer) -> None:
     """Workers of different pace meet at the ends of epochs only.
 
     Raises:
         ValueError: Validation after a number of batches, with several values of ``sync_every``.
     """
-    steps = strategy.settings.sync_every
-    if not isinstance(steps, int) and len(set(steps)) > 1 and not trainer.check_val_every_n_epoch:
+    schedule, workers = strategy.schedule, range(trainer.world_size)
+    steps = [] if schedule is None else [schedule.sync_every_of(worker) for worker in workers]
+    if len(set(steps)) > 1 and not trainer.check_val_every_n_epoch:
         raise ValueError(
-            f"with sync_every={list(steps)} workers take different numbers of batches, and cannot"
+            f"with sync_every={steps} workers take different numbers of batches, and cannot"
             " meet for validation after a number of batches. Use"
             " trainer.check_val_every_n_epoch=1 trainer.val_check_interval=null."
         )

@@ -10,7 +10,7 @@ import pytest
 import lightning_loco.algorithms
 from lightning_loco import LocoStrategy
 from lightning_loco.algorithms import Algorithm
-from lightning_loco.rounds.clock_engine import ClockSettings
+from lightning_loco.rounds import EveryInterval
 from lightning_loco.strategies import METHODS
 from tests.cases import BY_CLOCK, CASES, rows
 
@@ -83,7 +83,7 @@ def test_the_reasons_of_a_row_hold(name: str) -> None:
     case = CASES[name]
     assert set(case.not_in) <= {*TESTS, *OF_SOME}
     assert (BY_CLOCK in case.not_in.values()) == case.by_clock
-    assert isinstance(case.strategy(7).settings, ClockSettings) == case.by_clock
+    assert isinstance(case.strategy(7).schedule, EveryInterval) == case.by_clock
     if case.variant_of is not None:
         other = CASES[case.variant_of]
         assert other.variant_of is None

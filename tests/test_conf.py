@@ -81,7 +81,7 @@ def test_algorithms_are_built_with_the_values_of_the_file(name: str) -> None:
         assert (strategy.counts, strategy.timeout_s) == ((None, 1, 1), 600)
     elif name != "ddp":
         if "sync_every" in config(f"algorithm={name}").algorithm:
-            assert strategy.settings.sync_every == 10
+            assert strategy.settings.schedule.sync_every == 10
         assert strategy.evaluate == "average"
 
 
@@ -119,7 +119,7 @@ def test_random_topologies_follow_the_seed() -> None:
 
 def test_one_number_per_worker() -> None:
     strategy = build_strategy(compose("train", ["algorithm.sync_every=[10,20]"]))
-    assert strategy.settings.sync_every == [10, 20]
+    assert strategy.settings.schedule.sync_every == [10, 20]
 
 
 @pytest.mark.parametrize(

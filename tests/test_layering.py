@@ -150,7 +150,7 @@ def test_imports_go_downwards() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "expected"),
     [
-        ("comm.engine", "from lightning_loco.strategies.base import LocoStrategy", "strategies"),
+        ("comm.engine", "from lightning_loco.strategies.loco import LocoStrategy", "strategies"),
         ("comm.engine", "from lightning_loco import strategies", "strategies"),
         ("comm.engine", "from lightning_loco import LocoStrategy", "lightning_loco"),
         ("comm.engine", "from ..callbacks import x", "callbacks"),

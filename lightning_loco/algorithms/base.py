@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
@@ -32,9 +33,10 @@ class Algorithm(ABC):
 
     Subclasses are frozen dataclasses: cheap, picklable, comparable. Their fields are the user's
     arguments, but those with ``metadata={"prepared": True}``, which :meth:`prepare` sets. All
-    tensors are flat, of shape ``(P,)`` and dtype float32 or float64. An elementwise algorithm may
-    be called on any slice of the parameters with the same slice of its state; others always see
-    the whole vector.
+    tensors are flat, of shape ``(P,)`` and dtype float32 or float64. An algorithm is called on
+    slices of the parameters with the same slices of its state, as :attr:`granularity` allows: state
+    entries of shape ``(P,)`` are cut along, everything else is passed whole, to each slice a copy
+    of its own. Entries that are to be cut must be made by :meth:`init`.
     """
 
     exchange: ClassVar[Literal["mean", "neighbors", "pull"]]
@@ -47,14 +49,29 @@ class Algorithm(ABC):
     replicated: ClassVar[bool] = False
     """Whether the state is equal on all workers, so that a checkpoint needs it once."""
 
-    supports_overlap: ClassVar[bool] = False
-    """Whether a result may be applied one round after its messages were sent; :meth:`update` must
-    then not read what is in ``params``."""
+    late_landing: ClassVar[Literal["restart", "keep_progress"] | None] = None
+    """What becomes of the local steps that were made while a round was under way. ``"restart"``:
+    they begin again at the result (it was told of them by the next message); ``"keep_progress"``:
+    the result moves under them; None: the algorithm cannot have results late."""
+
+    num_scalars: ClassVar[int] = 0
+    """How many numbers of its own ride in every worker's row; see :meth:`scalars`."""
 
     @property
-    def elementwise(self) -> bool:
-        """Whether every element is treated alike and alone."""
-        return True
+    def granularity(self) -> int | None:
+        """What the length of a slice must be a multiple of (the last one may be shorter).
+
+        1: every element is treated alike and alone; None: the whole vector only.
+        """
+        return 1
+
+    def default_topology(self, seed: int) -> Topology | None:
+        """Who exchanges with whom when the user does not say.
+
+        Args:
+            seed: Of the run, equal on all workers; for topologies that are drawn.
+        """
+        return None
 
     def prepare(self, num_workers: int, topology: Topology | None) -> Algorithm:
         """Check the hyper-parameters against the workers and fill in ``"auto"`` settings.
@@ -74,18 +91,24 @@ class Algorithm(ABC):
                 f"{type(self).__name__} averages over all workers and takes no topology, got "
                 f"{topology!r}. Drop topology=..., or choose GASLoC (algorithm=gasloc)."
             )
+        if self.exchange == "neighbors" and topology is None:
+            raise ValueError(
+                f"{type(self).__name__} exchanges with neighbours and has no default topology. Say "
+                'who they are: topology="ring", for instance.'
+            )
         return self
 
     def check_overlap(self) -> None:
         """Refuse an algorithm that cannot apply results one round late.
 
         Raises:
-            ValueError: If the algorithm has no outer parameters.
+            ValueError: If the algorithm does not say how a late result lands.
         """
-        if not self.supports_overlap:
+        if self.late_landing is None:
             raise ValueError(
-                f"overlap=True needs an algorithm with outer parameters, got {type(self).__name__}."
-                " Use DiLoCo (algorithm=async_diloco), or overlap=False."
+                "overlap=True needs an algorithm with outer parameters, or one that keeps the"
+                f" progress made meanwhile, got {type(self).__name__}. Use DiLoCo"
+                " (algorithm=async_diloco), GASLoC or ModelAverage, or overlap=False."
             )
 
     def warn_overlap(self) -> None:  # noqa: B027
@@ -101,14 +124,25 @@ class Algorithm(ABC):
 
     @abstractmethod
     def propose(self, params: Tensor, state: State) -> Tensor:
-        """Turn the local parameters into the message; ``params`` may serve as its memory."""
+        """Turn the local parameters into the message.
+
+        Pure: it may be called more often than once a round, and leaves the state alone.
+
+        Args:
+            params: Local parameters ``(P,)``; may serve as the message's memory.
+            state: Only read.
+
+        Returns:
+            The message ``(P,)``: ``params`` or a tensor of its own, never one of the state's.
+        """
 
     @abstractmethod
     def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
         """Compute the new local parameters.
 
         Args:
-            params: What :meth:`propose` left in its argument, ``(P,)``; may serve as scratch.
+            params: This worker's own message, ``(P,)``, if the exchange is ``"neighbors"``; with a
+                mean it may be the memory of ``received``. May serve as scratch.
             received: The result of the exchange, ``(P,)``; may serve as scratch.
             state: Updated in place.
 
@@ -124,9 +158,28 @@ class Algorithm(ABC):
             params.copy_(result)
 
     @abstractmethod
-    def restart(self, params: Tensor, state: State) -> None:
-        """Write the parameters at the beginning of the round into ``params``: no progress made."""
+    def restart(self, state: State) -> Tensor | None:
+        """The parameters at which the round began, ``(P,)``; None if the state does not hold them.
+
+        A worker without valid progress goes on from there, and speaks for them to its neighbours.
+        The caller only reads it.
+        """
+
+    def scalars(self, state: State) -> Sequence[float]:
+        """The :attr:`num_scalars` numbers that this worker tells all others with a round."""
+        return ()
+
+    def hear(self, told: Sequence[Sequence[float]], state: State) -> None:  # noqa: B027
+        """Take in what all workers have told, in order, right before :meth:`update`.
+
+        Args:
+            told: The :meth:`scalars` of every worker.
+            state: Updated in place.
+        """
 
     def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
-        """The tensor whose norm is ``loco/outer_grad_norm``; called right before update."""
+        """The tensor whose norm is ``loco/outer_grad_norm``; called right before :meth:`update`.
+
+        None: there is none, or it is how far the result is from the local parameters that left.
+        """
         return None

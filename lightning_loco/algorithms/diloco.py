@@ -73,7 +73,7 @@ class DiLoCo(Algorithm):
     exchange = "mean"
     consensus_key = "outer"
     replicated = True
-    supports_overlap = True
+    late_landing = "restart"
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -93,9 +93,9 @@ class DiLoCo(Algorithm):
             )
 
     @property
-    def elementwise(self) -> bool:
-        """True for the built-in outer SGD; another optimizer sees the whole vector."""
-        return self.outer_optimizer is None
+    def granularity(self) -> int | None:
+        """1 for the built-in outer SGD; another optimizer sees the whole vector."""
+        return 1 if self.outer_optimizer is None else None
 
     def prepare(self, num_workers: int, topology: Topology | None) -> DiLoCo:
         """Refuse a topology, and an outer optimizer that cannot step on a flat vector."""
@@ -150,9 +150,10 @@ class DiLoCo(Algorithm):
             outer.add_(received, alpha=-self.outer_lr)
         return outer
 
-    def restart(self, params: Tensor, state: State) -> None:
+    def restart(self, state: State) -> Tensor:
         """The round begins at the outer parameters."""
-        params.copy_(state["outer"])
+        outer: Tensor = state["outer"]
+        return outer
 
     def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
         """The mean pseudo-gradient."""

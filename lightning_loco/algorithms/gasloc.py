@@ -33,6 +33,9 @@ class GASLoC(Algorithm):
     edges. With Metropolis weights a ``gossip_step`` of 1 is one step of Metropolis gossip; a pair
     of workers averages at 0.5. Messages go to neighbours only. The consensus model is the mean.
 
+    With overlap the recursion is the same, and the drift :math:`g_{t+1}` is that of local steps
+    made while :math:`u_t` was under way, from parameters that had not heard of it yet.
+
     Args:
         outer_lr: :math:`\eta`, positive; 1 takes the local parameters as they are.
         gossip_step: :math:`\alpha`, positive. ``"auto"``: 1 on fixed graphs, 0.5 on matchings.
@@ -71,6 +74,7 @@ class GASLoC(Algorithm):
     laplacian_scale: float = dataclasses.field(default=1.0, metadata={"prepared": True})
 
     exchange = "neighbors"
+    late_landing = "keep_progress"
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -92,9 +96,14 @@ class GASLoC(Algorithm):
                 f"momentum_on must be 'local' or 'gossiped', got {self.momentum_on!r}."
             )
 
+    def default_topology(self, seed: int) -> Topology:
+        """A ring."""
+        return Ring()
+
     def prepare(self, num_workers: int, topology: Topology | None) -> GASLoC:
         """Resolve ``"auto"`` on this graph and check that plain gossip is stable on it."""
-        topology = topology if topology is not None else Ring()
+        super().prepare(num_workers, topology)
+        assert topology is not None
         topology.check(num_workers)
         gossip_step = self.gossip_step
         if gossip_step == "auto":
@@ -183,9 +192,10 @@ class GASLoC(Algorithm):
         previous.copy_(point)
         return torch.add(gossiped, start, alpha=self.momentum, out=start)
 
-    def restart(self, params: Tensor, state: State) -> None:
+    def restart(self, state: State) -> Tensor:
         """The round began at the start."""
-        params.copy_(state["start"])
+        start: Tensor = state["start"]
+        return start
 
     def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
         """This worker's own drift, eta g."""

@@ -45,6 +45,5 @@ class LocalSGD(Algorithm):
         """The mean becomes the local parameters."""
         return received
 
-    def restart(self, params: Tensor, state: State) -> None:
-        """Zero: a worker without progress has weight 0 in the mean and takes over its result."""
-        params.zero_()
+    def restart(self, state: State) -> None:
+        """Nothing remembers where the round began: a worker without progress takes the mean."""

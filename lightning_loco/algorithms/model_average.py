@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from lightning_loco.algorithms.base import Algorithm, State
+from lightning_loco.topology import Ring
+
+if TYPE_CHECKING:
+    from lightning_loco.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,12 +21,12 @@ class ModelAverage(Algorithm):
     .. math::
         \theta^i \leftarrow \frac{1}{N} \sum_j s^j + (\theta^i - s^i)
 
-    where :math:`s^i` are the parameters that worker i sent some local steps ago. If nothing has
-    happened since, this is plain averaging; otherwise the local progress made meanwhile survives,
-    and the mean over the workers moves by nothing else than that progress.
+    where :math:`s^i` are the parameters that worker i sent some local steps ago. The local progress
+    made meanwhile survives, and the mean over the workers moves by nothing else than that progress.
+    If a round ends where it began there is none, and this is plain averaging, Local SGD.
 
-    There is nothing to choose here: when rounds begin and end is a matter of the engine
-    (:class:`~lightning_loco.ClockEngine`), which puts the progress into the state.
+    There is nothing to choose here: when rounds begin and end is a matter of the schedule, and the
+    progress is added where a round lands (:class:`~lightning_loco.rounds.landing.KeepProgress`).
 
     Source:
         Bagua's Asynchronous Model Average.
@@ -33,30 +36,28 @@ class ModelAverage(Algorithm):
         >>> algorithm = ModelAverage()
         >>> state = algorithm.init(torch.zeros(1))
         >>> message = algorithm.propose(torch.tensor([1.0]), state)  # the snapshot
-        >>> state["progress"].fill_(0.25)                            # a local step later
-        tensor([0.2500])
-        >>> received = torch.tensor([2.0])                           # the mean of the snapshots
-        >>> algorithm.update(message, received, state)
-        tensor([2.2500])
+        >>> algorithm.update(message, torch.tensor([2.0]), state)    # the mean of the snapshots
+        tensor([2.])
     """
 
     exchange: ClassVar[Literal["mean", "neighbors"]] = "mean"
+    late_landing = "keep_progress"
 
     def init(self, params: Tensor) -> State:
-        """The progress made while a message is under way: zero unless the engine says otherwise."""
-        return {"progress": torch.zeros_like(params)}
+        """No state is needed."""
+        return {}
 
     def propose(self, params: Tensor, state: State) -> Tensor:
         """The message is the local parameters: the snapshot."""
         return params
 
     def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
-        """What was received, plus the progress."""
-        return received.add_(state["progress"])
+        """What was received."""
+        return received
 
-    def restart(self, params: Tensor, state: State) -> None:
-        """Zero: a worker without valid parameters has weight 0 and takes over the mean."""
-        params.zero_()
+    def restart(self, state: State) -> Tensor | None:
+        """Nothing remembers where the round began: a worker without progress takes the mean."""
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,7 @@ class NeighborAverage(ModelAverage):
     .. math::
         \theta^i \leftarrow \sum_j W_{ij} s^j + (\theta^i - s^i)
 
-    A worker without valid parameters goes on from those it had at the end of its last round.
+    A worker without valid parameters goes on from what its last round brought.
 
     Example:
         >>> NeighborAverage().exchange
@@ -75,15 +76,27 @@ class NeighborAverage(ModelAverage):
 
     exchange = "neighbors"
 
+    def default_topology(self, seed: int) -> Topology:
+        """A ring."""
+        return Ring()
+
+    def prepare(self, num_workers: int, topology: Topology | None) -> NeighborAverage:
+        """Check that averaging on this graph reaches all workers."""
+        super().prepare(num_workers, topology)
+        assert topology is not None
+        topology.check(num_workers)
+        return self
+
     def init(self, params: Tensor) -> State:
-        """The progress, and the parameters at the end of the last round."""
-        return {**super().init(params), "start": params}
+        """What the last round brought."""
+        return {"start": params}
 
     def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
-        """The mix of the neighbours, plus the progress."""
+        """The mix of the neighbours."""
         start: Tensor = state["start"]
-        return torch.add(received, state["progress"], out=start)
+        return start.copy_(received)
 
-    def restart(self, params: Tensor, state: State) -> None:
-        """The last round ended at the start."""
-        params.copy_(state["start"])
+    def restart(self, state: State) -> Tensor:
+        """What the last round brought."""
+        start: Tensor = state["start"]
+        return start

@@ -223,5 +223,5 @@ class PairwiseAverage(Algorithm):
         self.blend(params, received, factor)
         return params
 
-    def restart(self, params: Tensor, state: State) -> None:
+    def restart(self, state: State) -> None:
         """There are no rounds, so there is nothing to begin again."""

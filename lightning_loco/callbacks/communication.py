@@ -7,7 +7,9 @@ import math
 import lightning.pytorch as pl
 
 from lightning_loco.callbacks.monitor import RoundMonitor
-from lightning_loco.strategies import LocoStrategy, RemoteOptimizerStrategy
+from lightning_loco.rounds import Engine
+from lightning_loco.strategies import RemoteOptimizerStrategy
+from lightning_loco.strategies.engine_strategy import EngineStrategy
 
 
 class CommunicationMonitor(RoundMonitor):
@@ -26,16 +28,16 @@ class CommunicationMonitor(RoundMonitor):
         Trainer(strategy=DiLoCoStrategy(), callbacks=[CommunicationMonitor()])
     """
 
-    strategies = (LocoStrategy, RemoteOptimizerStrategy)
+    strategies = (EngineStrategy, RemoteOptimizerStrategy)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Ask the engine to measure the outer gradient."""
         super().on_fit_start(trainer, pl_module)
         strategy = trainer.strategy
-        if isinstance(strategy, LocoStrategy) and strategy.engine is not None:
+        if isinstance(strategy, EngineStrategy) and isinstance(strategy.engine, Engine):
             strategy.engine.measure_outer_gradient = True
 
-    def figures(self, strategy: LocoStrategy | RemoteOptimizerStrategy) -> dict[str, float]:
+    def figures(self, strategy: EngineStrategy | RemoteOptimizerStrategy) -> dict[str, float]:
         """The counters of the strategy."""
         statistics = strategy.statistics
         figures = {

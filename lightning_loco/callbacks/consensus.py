@@ -5,7 +5,8 @@ from __future__ import annotations
 import lightning.pytorch as pl
 
 from lightning_loco.callbacks.monitor import RoundMonitor
-from lightning_loco.strategies import LocoStrategy
+from lightning_loco.rounds import Engine
+from lightning_loco.strategies.engine_strategy import EngineStrategy
 
 
 class ConsensusMonitor(RoundMonitor):
@@ -46,11 +47,11 @@ class ConsensusMonitor(RoundMonitor):
         """Ask the engine to measure; the same on all workers."""
         super().on_fit_start(trainer, pl_module)
         strategy = trainer.strategy
-        if isinstance(strategy, LocoStrategy) and strategy.engine is not None:
+        if isinstance(strategy, EngineStrategy) and isinstance(strategy.engine, Engine):
             strategy.engine.consensus_every = self.every_n_rounds
             strategy.engine.consensus_elements = self.max_elements
 
-    def figures(self, strategy: LocoStrategy) -> dict[str, float]:
+    def figures(self, strategy: EngineStrategy) -> dict[str, float]:
         """The last measured distance."""
         distance = strategy.statistics.consensus_distance
         return {} if distance is None else {"loco/consensus_distance": distance}

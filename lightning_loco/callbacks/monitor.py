@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_loco.strategies import LocoStrategy
+from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.strategies.lightning_private import is_logging_step
 
 
@@ -22,7 +22,7 @@ class RoundMonitor(pl.Callback):
         strategies: Those that have the figures.
     """
 
-    strategies: tuple[type[Any], ...] = (LocoStrategy,)
+    strategies: tuple[type[Any], ...] = (EngineStrategy,)
 
     def __init__(self, prog_bar: bool = False) -> None:
         self.prog_bar = prog_bar

@@ -6,7 +6,7 @@ import statistics
 
 from lightning_loco.callbacks.monitor import RoundMonitor
 from lightning_loco.peers import PairwiseEngine
-from lightning_loco.strategies import LocoStrategy
+from lightning_loco.strategies.engine_strategy import EngineStrategy
 
 
 class PeerMonitor(RoundMonitor):
@@ -26,7 +26,7 @@ class PeerMonitor(RoundMonitor):
         Trainer(strategy=PairwiseGossipStrategy(), callbacks=[PeerMonitor()])
     """
 
-    def figures(self, strategy: LocoStrategy) -> dict[str, float]:
+    def figures(self, strategy: EngineStrategy) -> dict[str, float]:
         """The counters of the node."""
         engine = strategy.engine
         if not isinstance(engine, PairwiseEngine):

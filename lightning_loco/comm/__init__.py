@@ -2,5 +2,6 @@
 
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.stats import Statistics
+from lightning_loco.comm.worker import Worker
 
-__all__ = ["Statistics", "WorkerGroup"]
+__all__ = ["Statistics", "Worker", "WorkerGroup"]

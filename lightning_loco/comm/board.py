@@ -23,21 +23,20 @@ class Board:
         store: Key-value store shared by all workers; no other thread may use this connection.
         worker: Number of this worker.
         num_workers: Number of workers.
+
+    Attributes:
+        exchange: How many exchanges this worker has begun; all workers count alike.
     """
 
     def __init__(self, store: Store, worker: int, num_workers: int) -> None:
         self._store = store
         self._worker = worker
         self._keys = [f"at/{w}" for w in range(num_workers)]
-        self._exchange = 0
-
-    def begin(self) -> None:
-        """Count one more exchange; all workers do."""
-        self._exchange += 1
+        self.exchange = 0
 
     def post(self, makes_round: bool) -> None:
         """Say what this worker does in the exchange that has begun."""
-        self._store.set(self._keys[self._worker], f"{self._exchange}|{int(makes_round)}")
+        self._store.set(self._keys[self._worker], f"{self.exchange}|{int(makes_round)}")
 
     def anyone_makes_round(self, watchdog: Watchdog, place: str, timeout_s: float) -> bool:
         """Wait until all workers have posted for this exchange.
@@ -60,7 +59,7 @@ class Board:
             for key in self._keys:
                 if key not in notices and self._store.check([key]):
                     exchange, makes_round = self._store.get(key).decode().split("|")
-                    if int(exchange) == self._exchange:
+                    if int(exchange) == self.exchange:
                         notices[key] = makes_round == "1"
             if len(notices) == len(self._keys):
                 return any(notices.values())

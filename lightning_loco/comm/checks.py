@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
+import pickle
 import zlib
 from typing import Any
 
@@ -73,6 +76,39 @@ def check_same_settings(settings: dict[str, Any], group: WorkerGroup) -> None:
                     f"Worker {worker} has {key}={other.get(key)!r} and worker 0 has "
                     f"{key}={value!r}. Start all workers with the same settings."
                 )
+
+
+def plain(value: Any) -> Any:
+    """A value that a user has set, as numbers, strings and lists that tell other values apart.
+
+    Functions are told by their name and code, objects without a text of their own by their pickle.
+
+    Example:
+        >>> plain(functools.partial(max, key=3))
+        ['partial', 'builtins.max', [], {'key': 3}]
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, functools.partial):
+        return ["partial", plain(value.func), plain(value.args), plain(value.keywords)]
+    if callable(value) and hasattr(value, "__qualname__"):
+        code = getattr(value, "__code__", None)
+        closure = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+        name = f"{value.__module__}.{value.__qualname__}"
+        if code is None or "<" not in name:
+            return name
+        return [name, code.co_code.hex(), repr(code.co_consts), plain(closure)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return [type(value).__qualname__, plain(held)]
+    has_own_text = "__repr__" in {name for kind in type(value).__mro__[:-1] for name in vars(kind)}
+    if has_own_text:
+        return repr(value)
+    return f"{type(value).__qualname__} {hashlib.blake2b(pickle.dumps(value)).hexdigest()[:16]}"
 
 
 def first_difference(there: Schema, here: Schema) -> str:

@@ -7,7 +7,7 @@ exchanged and unpacked.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -84,13 +84,30 @@ class Chunk:
         self.window(flat).unpack()
 
 
+class Cuts(NamedTuple):
+    """Where a flat vector is cut into chunks.
+
+    Attributes:
+        chunk_elements: Longest chunk; None for no limit.
+        granularity: Chunks begin at multiples of it.
+        boundaries: Where chunks must end besides, in ascending order.
+    """
+
+    chunk_elements: int | None = None
+    granularity: int = 1
+    boundaries: tuple[int, ...] = ()
+
+
+_UNCUT = Cuts()
+
+
 class FlatLayout:
     """The layout of named tensors in one flat vector of length ``numel``.
 
     Args:
         named_tensors: Names and floating-point tensors; duplicates (tied weights) must be gone.
-        chunk_elements: Longest chunk; None for a single one. Dense tensors are cut to fit, a
-            tensor with gaps in memory stays whole.
+        cuts: How to cut it into chunks. Default: a single one. Dense tensors are cut to fit; a
+            tensor with gaps in memory stays whole, and its chunk may then be longer.
 
     Raises:
         TypeError: If a tensor is not real floating point.
@@ -101,9 +118,7 @@ class FlatLayout:
         the schema.
     """
 
-    def __init__(
-        self, named_tensors: Iterable[tuple[str, Tensor]], chunk_elements: int | None = None
-    ) -> None:
+    def __init__(self, named_tensors: Iterable[tuple[str, Tensor]], cuts: Cuts = _UNCUT) -> None:
         self.names: list[str] = []
         self.tensors: list[Tensor] = []
         for name, tensor in named_tensors:
@@ -118,9 +133,17 @@ class FlatLayout:
         wide = any(tensor.dtype == torch.float64 for tensor in self.tensors)
         self.dtype = torch.float64 if wide else torch.float32
         self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
-        self._chunk_elements = chunk_elements or max(self.numel, 1)
+        self._granularity = cuts.granularity
+        wanted = cuts.chunk_elements or max(self.numel, 1)
+        self._chunk_elements = max(wanted - wanted % cuts.granularity, cuts.granularity)
+        self._boundaries = cuts.boundaries
         self._addresses: list[int] = []
         self._chunks: list[Chunk] = []
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of the vector."""
+        return self.dtype.itemsize
 
     def schema(self) -> Schema:
         """Describe the tensors for a comparison between workers."""
@@ -130,7 +153,11 @@ class FlatLayout:
         ]
 
     def chunks(self) -> list[Chunk]:
-        """The chunks, in order; made anew when a parameter's memory has moved."""
+        """The chunks, in order; made anew when a parameter's memory has moved.
+
+        Raises:
+            ValueError: If a boundary falls into a tensor with gaps in memory.
+        """
         addresses = [tensor.data_ptr() for tensor in self.tensors]
         if addresses != self._addresses:
             self._chunks = self._cut()
@@ -140,37 +167,45 @@ class FlatLayout:
     def _cut(self) -> list[Chunk]:
         chunks: list[Chunk] = []
         pieces: list[Piece] = []
-        filled = start = 0
+        start = position = 0
 
         def close() -> None:
-            nonlocal pieces, filled, start
+            nonlocal pieces, start
             if pieces:
                 chunks.append(Chunk(start, pieces))
-                start, pieces, filled = chunks[-1].stop, [], 0
+                start, pieces = position, []
 
-        for tensor in self.tensors:
+        for name, tensor in zip(self.names, self.tensors, strict=True):
             data = tensor.detach()
             if not data.numel():
                 continue
             if not _is_dense(data):
-                if filled + data.numel() > self._chunk_elements:
+                end = position + data.numel()
+                if any(position < boundary < end for boundary in self._boundaries):
+                    raise ValueError(f"{name!r} has gaps in memory and cannot be cut.")
+                if end > start + self._chunk_elements and position % self._granularity == 0:
                     close()
                 pieces.append(Piece(data, tuple(data.shape), data.numel()))
-                filled += data.numel()
-                if filled >= self._chunk_elements:
+                position = end
+                if position >= self._stop(start, position):
                     close()
                 continue
             line = data.as_strided((data.numel(),), (1,))
-            position = 0
-            while position < line.numel():
-                length = min(line.numel() - position, self._chunk_elements - filled)
-                pieces.append(Piece(line.narrow(0, position, length), (length,), length))
+            while line.numel():
+                length = min(line.numel(), self._stop(start, position + 1) - position)
+                pieces.append(Piece(line[:length], (length,), length))
+                line = line[length:]
                 position += length
-                filled += length
-                if filled == self._chunk_elements:
+                if position == self._stop(start, position):
                     close()
         close()
         return chunks
+
+    def _stop(self, start: int, position: int) -> int:
+        """Where a chunk that began at ``start`` ends, at ``position`` or later."""
+        full = start + self._chunk_elements
+        stop = full if position <= full else position + -position % self._granularity
+        return min([stop, *(b for b in self._boundaries if b >= position)])
 
     def new_flat(self) -> Tensor:
         """Copy all tensors into a new flat vector ``(numel,)``."""
@@ -196,13 +231,18 @@ class FlatLayout:
 
     def is_finite(self) -> bool:
         """Whether no tensor holds NaN or infinity (one read of the memory, one device sync)."""
-        if not self.tensors:
-            return True
-        views = [view for chunk in self.chunks() for view in chunk.views]
-        norms = torch.stack([norm.to(self.dtype) for norm in torch._foreach_norm(views)])
-        if bool(torch.isfinite(norms).all()):
-            return True
-        return all(bool(torch.isfinite(view).all()) for view in views)
+        return are_finite(self.chunks())
+
+
+def are_finite(chunks: Sequence[Chunk]) -> bool:
+    """Whether no chunk holds NaN or infinity (one read of the memory, one device sync)."""
+    views = [view for chunk in chunks for view in chunk.views]
+    if not views:
+        return True
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(views)])
+    if bool(torch.isfinite(norms).all()):
+        return True
+    return all(bool(torch.isfinite(view).all()) for view in views)
 
 
 def _is_dense(tensor: Tensor) -> bool:

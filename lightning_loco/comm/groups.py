@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -112,6 +114,20 @@ class WorkerGroup:
             if item is not None:
                 kind, text = item
                 raise kind(f"Worker {worker}: {text}")
+
+    @contextmanager
+    def errors_shared(self) -> Iterator[None]:
+        """Raise on every worker what any worker raises inside; all workers come here.
+
+        Raises:
+            ValueError: Or TypeError or OSError, as in :meth:`raise_together`.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except (ValueError, TypeError, OSError) as found:
+            error = found
+        self.raise_together(error)
 
     def close(self) -> None:
         """Stop the watchdog and destroy the groups; a second call does nothing."""

@@ -1,6 +1,6 @@
-"""The few numbers that travel beside every round, so that all workers agree on what happens next.
+"""The few numbers that every worker tells all others, so that all agree on what happens next.
 
-A worker comes to the control exchange either with a round to make or to wait at a *meeting*: a
+A worker comes to an exchange of rows either with a round to make or to wait at a *meeting*: a
 place that all workers must reach together (validation, a checkpoint, the end of training). As long
 as anyone has a round to make, those who wait take part in it. So no worker hangs when data is
 uneven, and all see the same rows.
@@ -8,9 +8,10 @@ uneven, and all see the same rows.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from lightning_loco.comm.waiting import Explained, Timed
 ROUND = 0.0
 """The ``place`` of a worker that makes a round; meetings have a positive number."""
 
+UNKNOWN = math.nan
+
 
 class Row(NamedTuple):
     """What one worker tells all others.
@@ -31,67 +34,114 @@ class Row(NamedTuple):
         place: :data:`ROUND`, or the number of a meeting.
         round_index: Rounds this worker has begun; equal on all workers.
         steps: Local steps since the last round.
-        weight: Share in a mean: 1, or 0 for a worker without valid progress.
-        finite: 0 when the parameters hold NaN or infinity.
+        weight: Share in a mean: 1, or 0 for a worker without valid progress; NaN if it has not
+            looked at its parameters.
+        finite: 0 when the parameters hold NaN or infinity; NaN if it has not looked.
         loss: Last training loss, NaN if unknown.
         spread: Squared distance to the mean in the round before, NaN if unknown.
+        scalars: The algorithm's own numbers.
     """
 
     place: float
     round_index: float
     steps: float
-    weight: float
-    finite: float
-    loss: float
-    spread: float
+    weight: float = UNKNOWN
+    finite: float = UNKNOWN
+    loss: float = UNKNOWN
+    spread: float = UNKNOWN
+    scalars: tuple[float, ...] = ()
+
+    @classmethod
+    def width(cls, num_scalars: int) -> int:
+        """Numbers in a row."""
+        return len(cls._fields) - 1 + num_scalars
 
 
-def meeting_number(purpose: str) -> float:
-    """A number that stands for the purpose of a meeting, equal on all workers, exact in float32."""
-    return float(zlib.crc32(purpose.encode()) % (2**24 - 1) + 1)
+class RowCarrier(Protocol):
+    """How the rows of a round travel: by themselves, or with its first parcel."""
+
+    def anyone_makes_round(self, statistics: Statistics, place: str) -> bool:
+        """Ask, at a meeting, before any row is sent, whether there is a round to take part in."""
+
+    def carry(self, statistics: Statistics, row: Row, place: str) -> PendingRows:
+        """Send the row of a worker that takes part in a round."""
 
 
-def write_row(table: Tensor, worker: int, row: Row) -> None:
-    """Put one worker's row into a table ``(N, len(row))`` of zeros that will be summed."""
-    values = [0.0] * table.numel()
-    values[worker * len(row) : (worker + 1) * len(row)] = row
-    table.copy_(torch.tensor(values, dtype=table.dtype).view(table.shape))
+class TravellingRows:
+    """Rows travel by themselves; those at a meeting learn from them whether there is a round.
+
+    Args:
+        group: The workers.
+    """
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    def anyone_makes_round(self, statistics: Statistics, place: str) -> bool:
+        """Unknown before the rows are here."""
+        return False
+
+    def carry(self, statistics: Statistics, row: Row, place: str) -> PendingRows:
+        """Send this worker's row."""
+        return start_rows(self._group, statistics, row, place)
 
 
 class PendingRows:
     """The rows of all workers, under way.
 
     Args:
-        receive: Waits and returns the table ``(N, len(Row._fields))``.
+        receive: Waits and returns the table ``(N, width)``.
         place: Where this worker is, in words.
+        has_arrived: Whether ``receive`` would return at once; None if another part of the round
+            tells.
     """
 
-    def __init__(self, receive: Callable[[], Tensor], place: str) -> None:
+    def __init__(
+        self,
+        receive: Callable[[], Tensor],
+        place: str,
+        has_arrived: Callable[[], bool] | None = None,
+    ) -> None:
         self._receive = receive
         self._place = place
+        self._has_arrived = has_arrived
         self._rows: list[Row] | None = None
+        self.complete: Callable[[], list[Row]] | None = None
 
     def wait(self) -> list[Row]:
         """Return the rows of all workers.
+
+        If a worker that had not looked at its parameters finds itself in a round, all tell their
+        rows again, through :attr:`complete`.
 
         Raises:
             RuntimeError: If a worker is missing or has failed; the message names it.
         """
         if self._rows is None:
-            rows = [Row(*values) for values in self._receive().tolist()]
+            rows = [
+                Row(*values[: Row.width(0)])._replace(scalars=tuple(values[Row.width(0) :]))
+                for values in self._receive().tolist()
+            ]
             for worker, row in enumerate(rows):
                 if row.round_index != rows[0].round_index:
                     raise RuntimeError(
                         f"Worker {worker} is in round {row.round_index:.0f} and worker 0 in round "
                         f"{rows[0].round_index:.0f}. Resume all workers from the same checkpoint."
                     )
+            makes_round = any(row.place == ROUND for row in rows)
+            if self.complete and makes_round and any(math.isnan(row.weight) for row in rows):
+                rows = self.complete()
             self._rows = rows
         return self._rows
 
     @property
-    def arrived(self) -> bool:
+    def has_been_read(self) -> bool:
         """Whether :meth:`wait` has returned before."""
         return self._rows is not None
+
+    def has_arrived(self) -> bool:
+        """Whether :meth:`wait` would return at once, as far as the rows by themselves can tell."""
+        return self._rows is not None or self._has_arrived is None or self._has_arrived()
 
     def total_weight(self) -> float:
         """Sum of the workers' weights; waits for them.
@@ -108,6 +158,19 @@ class PendingRows:
         return total
 
 
+def meeting_number(purpose: str) -> float:
+    """A number that stands for the purpose of a meeting, equal on all workers, exact in float32."""
+    return float(zlib.crc32(purpose.encode()) % (2**24 - 1) + 1)
+
+
+def write_row(table: Tensor, worker: int, row: Row) -> None:
+    """Put one worker's row into a table ``(N, width)`` of zeros that will be summed."""
+    values = [0.0] * table.numel()
+    width = table.shape[1]
+    values[worker * width : (worker + 1) * width] = [*row[:-1], *row.scalars]
+    table.copy_(torch.tensor(values, dtype=table.dtype).view(table.shape))
+
+
 def start_rows(group: WorkerGroup, statistics: Statistics, row: Row, place: str) -> PendingRows:
     """Send this worker's row to all workers, by a small all-reduce of its own.
 
@@ -117,11 +180,11 @@ def start_rows(group: WorkerGroup, statistics: Statistics, row: Row, place: str)
         row: What to tell.
         place: The same in words, for messages: ``"round 12"``, ``"validation"``.
     """
-    table = torch.empty(group.num_workers, len(row), dtype=torch.float64)
+    table = torch.empty(group.num_workers, Row.width(len(row.scalars)), dtype=torch.float64)
     write_row(table, group.worker, row)
     if group.control is None:
         return PendingRows(lambda: table, place)
-    announce_place(group, place)
+    note_place(group, place)
     with Explained(group, place):
         work = dist.all_reduce(table, group=group.control, async_op=True)
 
@@ -130,11 +193,11 @@ def start_rows(group: WorkerGroup, statistics: Statistics, row: Row, place: str)
             work.wait()
         return table
 
-    return PendingRows(receive, place)
+    return PendingRows(receive, place, work.is_completed)
 
 
-def announce_place(group: WorkerGroup, place: str) -> None:
-    """Note in the watchdog where this worker is about to wait for the others."""
+def note_place(group: WorkerGroup, place: str) -> None:
+    """Tell the watchdog where this worker is about to wait for the others."""
     if group.watchdog is not None:
         group.watchdog.place = place
         group.watchdog.meetings += 1

@@ -1,4 +1,4 @@
-"""Waiting for other workers: timed, and with an error that says who is missing.
+"""What surrounds the phases of a round: a clock, a label, an error that says who is missing.
 
 Small classes, because they surround every exchange: generators would take longer to set up than a
 small model takes to pack.
@@ -7,7 +7,10 @@ small model takes to pack.
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
+
+from torch.autograd import profiler
 
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.stats import Statistics
@@ -53,3 +56,13 @@ class Explained:
         if isinstance(error, RuntimeError) and self._group.watchdog is not None:
             waited_s = time.perf_counter() - self._started
             raise RuntimeError(self._group.watchdog.explain(self._place, waited_s)) from error
+
+
+def labelled(name: str) -> AbstractContextManager[object]:
+    """A ``record_function`` while somebody uses ``torch.profiler``; nothing otherwise.
+
+    Without a profiler a label would still cost more than packing a small tensor.
+    """
+    if profiler._is_profiler_enabled:
+        return profiler.record_function(name)
+    return nullcontext()

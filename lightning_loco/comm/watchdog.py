@@ -25,9 +25,9 @@ Beats = dict[int, tuple[int, int, str]]
 
 
 class Watchdog(threading.Thread):
-    """Publish this worker's progress and watch for messages of the others.
+    """Publish where this worker is and watch for messages of the others.
 
-    To stop together, every worker names the earliest point at which it can stop, its *progress* in
+    To stop together, every worker names the earliest point at which it can stop, its *position* in
     rounds after the step that is under way. The latest of these is where all stop: nobody is then
     left waiting in a round, and each worker's state is one that an unbroken run passes through.
 
@@ -41,10 +41,10 @@ class Watchdog(threading.Thread):
         failure: What another worker reported before it died, or None.
         place: Where this worker is, in words; set by the engine.
         meetings: How many exchanges this worker has started; set by the engine.
-        progress: ``(rounds, local steps since the last round, sync_every)``; set by the engine.
+        position: ``(rounds, local steps since the last round, sync_every)``; set by the engine.
         stop_reason: Why this worker was asked to stop, or None; set by the engine.
         stop_seen: True once this worker knows that some worker was asked to stop.
-        stop_at: Progress at which all stop, and the reason; None until all have answered.
+        stop_at: Position at which all stop, and the reason; None until all have answered.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Watchdog(threading.Thread):
         self.failure: str | None = None
         self.place = "setup"
         self.meetings = 0
-        self.progress = (0, 0, 1)
+        self.position = (0, 0, 1)
         self.stop_reason: str | None = None
         self.stop_seen = False
         self.stop_at: tuple[Fraction, str] | None = None
@@ -100,8 +100,8 @@ class Watchdog(threading.Thread):
         if self.stop_at is not None or not self._store.check(["stop"]):
             return
         if not self._answered:
-            self.stop_seen = True  # before progress is read: the training thread looks at it last
-            rounds, steps, sync_every = self.progress
+            self.stop_seen = True  # before the position is read: the training thread looks last
+            rounds, steps, sync_every = self.position
             answer = rounds + Fraction(steps + 1, sync_every)
             self._store.set(f"stop/{self._worker}", str(answer))
             self._answered = True

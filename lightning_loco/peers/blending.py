@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.algorithms.pairwise import PairwiseAverage
-from lightning_loco.comm.flat import Chunk, FlatLayout
+from lightning_loco.comm.flat import Chunk, Cuts, FlatLayout
 
 
 def served_layout(params: FlatLayout, buffers: FlatLayout, chunk_elements: int) -> FlatLayout:
@@ -18,7 +18,9 @@ def served_layout(params: FlatLayout, buffers: FlatLayout, chunk_elements: int) 
         chunk_elements: Longest chunk of the vector.
     """
     names = [*params.names, *(f"buffer {name}" for name in buffers.names)]
-    return FlatLayout(zip(names, [*params.tensors, *buffers.tensors], strict=True), chunk_elements)
+    return FlatLayout(
+        zip(names, [*params.tensors, *buffers.tensors], strict=True), Cuts(chunk_elements)
+    )
 
 
 class Blending:

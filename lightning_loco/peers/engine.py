@@ -15,51 +15,27 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_loco.algorithms import LocalSGD
 from lightning_loco.algorithms.pairwise import PairwiseAverage, Tag
 from lightning_loco.comm.groups import WorkerGroup
-from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Timed
+from lightning_loco.comm.worker import Worker
 from lightning_loco.peers.blending import Blending, served_layout
 from lightning_loco.peers.opening import open_node
 from lightning_loco.peers.reader import Received
-from lightning_loco.peers.settings import PairwiseSettings
-from lightning_loco.rounds.engine import Engine
-from lightning_loco.rounds.exchange import MeanExchange
-from lightning_loco.rounds.rounds import BlockingRounds
-from lightning_loco.rounds.setup import CHUNK_ELEMENTS, WHOLE_MODEL_BYTES, Prepared, prepare_worker
+from lightning_loco.peers.settings import CHUNK_ELEMENTS, PairwiseSettings
 
 _PUBLISHING_SHARE = 0.05
 _KEPT = 1000
 
 
-class RoundlessSettings(PairwiseSettings):
-    """The settings, and what an engine of rounds asks of them although no round is ever made."""
-
-    sync_every = 1
-    overlap = False
-    topology = None
-
-    def steps_of(self, worker: int) -> int:
-        """Local steps of one worker between rounds."""
-        return 1
-
-    def shares(self, num_workers: int) -> list[int]:
-        """In which proportion the workers share the data: equally."""
-        return [1] * num_workers
-
-    def parcel_elements(self, model: nn.Module, bucket_bytes: int, num_workers: int) -> int:
-        """Longest parcel: longer than any model."""
-        return bucket_bytes
-
-
-class PairwiseEngine(Engine):
+class PairwiseEngine:
     """Serve this worker's parameters, and blend in those of random peers.
 
     Serving and fetching happen in threads of their own, over ZeroMQ: a peer that is slow or dead
@@ -80,6 +56,9 @@ class PairwiseEngine(Engine):
         group: The workers. Default: all ranks of the default process group, with groups of its own.
 
     Attributes:
+        worker: What is this worker's whatever it pulls: place, replica, meetings, consensus.
+        settings: Checked.
+        statistics: What communication cost so far.
         node: This worker among its peers, with the statistics of the fetches.
         factors: The last blend factors, at most 1000.
         stalenesses: By how much the peers' clocks were behind one's own, at most 1000.
@@ -90,9 +69,6 @@ class PairwiseEngine(Engine):
     Source:
         dpwa; see :class:`~lightning_loco.algorithms.PairwiseAverage`.
     """
-
-    algorithm: PairwiseAverage
-    settings: PairwiseSettings  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -107,23 +83,34 @@ class PairwiseEngine(Engine):
         seed: int = 0,
         group: WorkerGroup | None = None,
     ) -> None:
+        def make_settings() -> PairwiseSettings:
+            return PairwiseSettings(
+                algorithm or PairwiseAverage(), nodes, name, fetch_timeout_s, wire_dtype, key_file
+            )
+
+        self._set_up(model, make_settings, seed, group)
+
+    @classmethod
+    def from_settings(
+        cls, model: nn.Module, settings: PairwiseSettings, seed: int, group: WorkerGroup
+    ) -> PairwiseEngine:
+        """An engine of settings that are made already."""
+        engine = cls.__new__(cls)
+        engine._set_up(model, lambda: settings, seed, group)
+        return engine
+
+    def _set_up(
+        self,
+        model: nn.Module,
+        make_settings: Callable[[], PairwiseSettings],
+        seed: int,
+        group: WorkerGroup | None,
+    ) -> None:
         group = group if group is not None else WorkerGroup.create()
         try:
-            prepared = prepare_worker(
-                model,
-                lambda: RoundlessSettings(  # type: ignore[arg-type,return-value]
-                    algorithm or PairwiseAverage(),
-                    nodes=nodes,
-                    name=name,
-                    fetch_timeout_s=fetch_timeout_s,
-                    wire_dtype=wire_dtype,
-                    key_file=key_file,
-                ),
-                WHOLE_MODEL_BYTES,
-                group,
-            )
-            super().__init__(group, prepared, _make_meetings)
-            replica = prepared.replica
+            self.worker, self.settings = Worker.join(model, make_settings, group)
+            self.algorithm = self.settings.algorithm
+            replica = self.worker.replica
             layout = served_layout(replica.layout, replica.buffers, CHUNK_ELEMENTS)
             own_seed = 1_000_003 * seed + group.worker + self.settings.node_number
             self._blending = Blending(layout, self.algorithm)
@@ -131,15 +118,13 @@ class PairwiseEngine(Engine):
         except BaseException:
             group.close()
             raise
+        self.statistics = self.worker.statistics
         self.factors: list[float] = []
         self.stalenesses: list[float] = []
         self._clock = 0.0
         self._draw = random.Random(own_seed).random
         self._next_publication = 0.0
         self._fetching = False
-
-    def _note_progress(self) -> None:
-        self._stop.note_anywhere()
 
     # ------------------------------------------------------------- local steps
 
@@ -151,13 +136,13 @@ class PairwiseEngine(Engine):
             loss: This worker's recent training loss.
         """
         self._clock += 1
-        self.last_loss = loss
+        self.worker.last_loss = loss
         now = time.perf_counter()
         if now >= self._next_publication:
             draft = self.node.draft()
             self._blending.pack(draft)
-            self.was_finite = bool(torch.isfinite(draft.sum()))
-            if self.was_finite:
+            self.worker.was_finite = bool(torch.isfinite(draft.sum()))
+            if self.worker.was_finite:
                 self.node.post(self._tag())
             cost_s = time.perf_counter() - now
             self._next_publication = now + cost_s / _PUBLISHING_SHARE
@@ -176,13 +161,34 @@ class PairwiseEngine(Engine):
         Returns:
             The factor of the peer's parameters; 0 if there are none.
         """
-        self.last_loss = loss
+        self.worker.last_loss = loss
         if not self._fetching:
             return 0.0
         self._fetching = False
         with Timed(self.statistics):
             received = self.node.wait()
         return 0.0 if received is None else self._blend(received)
+
+    @property
+    def steps(self) -> int:
+        """Local steps of this worker so far."""
+        return self.worker.steps
+
+    def step(self) -> bool:
+        """Count one local step, and blend in what a fetch has brought meanwhile.
+
+        Returns:
+            Whether a fetch has ended.
+        """
+        self.count_step()
+        if not self.is_due:
+            return False
+        self.make_round()
+        return True
+
+    def count_step(self) -> None:
+        """Count one local step."""
+        self.worker.count_step()
 
     @property
     def is_due(self) -> bool:
@@ -192,15 +198,15 @@ class PairwiseEngine(Engine):
     @torch.no_grad()
     def make_round(self) -> None:
         """Blend in what the fetch has brought, if anything."""
-        self.update_wait(float(self.last_loss))
+        self.update_wait(float(self.worker.last_loss))
 
     def _tag(self) -> Tag:
-        return Tag(self._clock, float(self.last_loss))
+        return Tag(self._clock, float(self.worker.last_loss))
 
     def _blend(self, received: Received) -> float:
         own, peer = self._tag(), received.tag
-        factor = self.algorithm.blend_factor(own, peer) if self.was_finite else 1.0
-        self._blending.blend(received.params, factor, was_finite=self.was_finite)
+        factor = self.algorithm.blend_factor(own, peer) if self.worker.was_finite else 1.0
+        self._blending.blend(received.params, factor, was_finite=self.worker.was_finite)
         self._clock = self.algorithm.blended_clock(own.clock, peer.clock, factor)
         self._note_blend(factor, own.clock - peer.clock)
         return factor
@@ -209,36 +215,40 @@ class PairwiseEngine(Engine):
         for kept, value in ((self.factors, factor), (self.stalenesses, staleness)):
             kept.append(value)
             del kept[:-_KEPT]
-        self.steps_since_round = 0
+        self.worker.steps_since_round = 0
         self.statistics.rounds += 1
         self.statistics.staleness = max(0, round(staleness))
         self.statistics.bytes_sent = self.node.bytes_sent
 
     # ---------------------------------------------------------------- meetings
 
-    @torch.no_grad()
     def finish(self, purpose: str = "the end of training") -> None:
-        """Wait for the ranks of this job and leave their mean in the model; serve until then."""
-        self.meet(purpose)
-        self.show_consensus("the final consensus")
+        """Wait for the ranks of this job and leave their mean in the model; serve until then.
+
+        Raises:
+            RuntimeError: If a rank is missing or has failed, or none is finite.
+        """
+        self.worker.meet(purpose)
+        self.worker.show_consensus("the final consensus")
+
+    def show_consensus(self) -> None:
+        """Put the mean of this job's ranks into the model; all of them must call it."""
+        self.worker.show_consensus()
+
+    def show_local(self) -> None:
+        """Put the local parameters back into the model."""
+        self.worker.show_local()
 
     def state_dict(self) -> dict[str, Any]:
         """The parameters, buffers, counters and the clock; not the draws and not the scores."""
-        return {**super().state_dict(), "clock": self._clock}
+        return {**self.worker.state_dict(), "clock": self._clock}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on from a state of :meth:`state_dict` of the same worker."""
-        super().load_state_dict(saved)
+        self.worker.load_state_dict(saved)
         self._clock = saved["clock"]
 
     def close(self) -> None:
         """Stop serving, end the threads and destroy the groups; a second call does nothing."""
         self.node.close()
-        super().close()
-
-
-def _make_meetings(
-    prepared: Prepared, group: WorkerGroup, statistics: Statistics
-) -> BlockingRounds:
-    """Machinery to meet the other ranks of the job; no round is ever made with it."""
-    return BlockingRounds(prepared.replica.layout, LocalSGD(), MeanExchange(group, statistics), {})
+        self.worker.group.close()

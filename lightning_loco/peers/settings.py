@@ -12,9 +12,13 @@ from typing import Any
 import torch
 
 from lightning_loco.algorithms.pairwise import PairwiseAverage
+from lightning_loco.comm.checks import plain
+from lightning_loco.comm.flat import Cuts
 from lightning_loco.peers.directory import NodeDirectory, Peer, as_peer
 from lightning_loco.peers.keys import read_key_file
 from lightning_loco.peers.nodes_file import read_nodes
+
+CHUNK_ELEMENTS = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +85,12 @@ class PairwiseSettings:
         """Number of this worker among the nodes; 0 without nodes."""
         return [peer.name for peer in self.peers].index(self.name) if self.name else 0
 
-    def prepare(self, num_workers: int) -> PairwiseSettings:
+    def prepare(self, num_workers: int, seed: int = 0) -> PairwiseSettings:
         """Check the algorithm against the number of ranks of this job.
+
+        Args:
+            num_workers: Ranks of this job.
+            seed: Of the run; nothing is drawn.
 
         Returns:
             The settings to run with.
@@ -94,6 +102,10 @@ class PairwiseSettings:
         assert isinstance(algorithm, PairwiseAverage)
         return dataclasses.replace(self, algorithm=algorithm)
 
+    def cuts(self, sizes: Sequence[int], itemsize: int) -> Cuts:
+        """Small chunks: nothing is exchanged in rounds."""
+        return Cuts(CHUNK_ELEMENTS)
+
     def describe(self) -> dict[str, Any]:
         """Everything that is equal on all workers, as plain values.
 
@@ -101,7 +113,7 @@ class PairwiseSettings:
         alike. Which node a worker is, and where its key file lies, is its own.
         """
         hyper_parameters = {
-            field.name: _plain(getattr(self.algorithm, field.name))
+            field.name: plain(getattr(self.algorithm, field.name))
             for field in dataclasses.fields(self.algorithm)
         }
         return {
@@ -111,25 +123,3 @@ class PairwiseSettings:
             "fetch_timeout_s": self.fetch_timeout_s,
             "wire_dtype": str(self.wire_dtype),
         }
-
-
-def _plain(value: object) -> Any:
-    """Say what an object is in plain values, which are the same in every process.
-
-    Functions and classes are told apart by module and qualified name, dataclasses and partial
-    functions by what they hold, and other objects by their class alone.
-    """
-    if value is None or isinstance(value, (int, float, str)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, functools.partial):
-        return ["partial", _plain(value.func), _plain(value.args), _plain(value.keywords)]
-    named = value if hasattr(value, "__qualname__") else type(value)
-    name = f"{named.__module__}.{named.__qualname__}"
-    if named is value or not dataclasses.is_dataclass(value):
-        return name
-    held = [f"{f.name}={_plain(getattr(value, f.name))!r}" for f in dataclasses.fields(value)]
-    return f"{name}({', '.join(held)})"

@@ -38,6 +38,6 @@ class Accumulator:
                 position += stop - start
 
     def lend(self, index: int, dtype: torch.dtype) -> Tensor:
-        """The memory of a message for as many values of a dtype that is no wider."""
+        """A message's memory, to hold its parameters in their dtype once its sum is not needed."""
         memory: Tensor = self.slices[index]
         return memory.view(dtype)[: memory.numel()]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -15,6 +17,8 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_loco.comm.watchdog import Watchdog
+
+log = logging.getLogger(__name__)
 
 _stores: dict[tuple[str, int, int], Store] = {}
 _groups_made: Counter[Store] = Counter()
@@ -147,6 +151,15 @@ class ServiceGroup:
         for name, (kind, text) in zip(self._names, found, strict=True):
             if kind is not None:
                 raise _ERRORS.get(kind, RuntimeError)(f"{name[0].upper()}{name[1:]}: {text}")
+
+    def report_failure(self, error: BaseException) -> None:
+        """Tell the other ranks that this one has failed, and whom it has not heard of lately."""
+        text = "".join(traceback.format_exception(error))
+        silent = self.watchdog.silent() if isinstance(error, RuntimeError) else []
+        if silent:
+            text = f"No sign of life from {', '.join(silent)}.\n{text}"
+            log.error(text.split("\n")[0])
+        self.watchdog.report(text)
 
     def close(self) -> None:
         """End the thread and let go of the connections."""

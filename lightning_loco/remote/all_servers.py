@@ -126,11 +126,11 @@ class AllServers:
         return _last([answer["stop"] for answer in answers]), present
 
     def state(self) -> OptimizerState:
-        """What the optimizers remember, of all parameters."""
+        """The state of all servers' optimizers as one, for all parameters."""
         return OptimizerState.join([channel.state() for channel in self._channels])
 
     def load_state(self, state: OptimizerState) -> None:
-        """Make the optimizers remember."""
+        """Give each server's optimizer its share of a state."""
         for channel, share in zip(self._channels, self._shares, strict=True):
             channel.load_state(state.share([number for number, _ in share]))
 
@@ -143,12 +143,12 @@ class AllServers:
         ]
 
     def leave(self, farewell: dict[str, Any]) -> None:
-        """No more requests will come."""
+        """Tell the servers that no more requests will come, with a last word."""
         for channel in self._channels:
             channel.leave(farewell)
 
     def fail(self, text: str) -> None:
-        """No more requests will come, because of an error."""
+        """Tell the servers that no more requests will come, because of an error."""
         for channel in self._channels:
             with suppress(RuntimeError):
                 channel.fail(text)

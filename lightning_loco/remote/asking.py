@@ -31,7 +31,7 @@ def ask_for_weights(wire: Wire, checksum: int) -> dict[str, Any]:
 
 
 def ask_for_parameters(wire: Wire, params: Sequence[Tensor]) -> Iterable[Tensor]:
-    """Ask for all parameters in full precision, one after another."""
+    """Ask for all parameters in full precision; yields them one after another."""
     wire.ask(Note(Kind.PARAMETERS, {}))
     check_answer(wire)
     for param in params:
@@ -54,7 +54,7 @@ def ask_for_state(wire: Wire) -> OptimizerState:
 
 
 def check_answer(wire: Wire) -> dict[str, Any]:
-    """Wait for an answer.
+    """Wait for the server's answer to the last request.
 
     Raises:
         RuntimeError: If the server tells of a failure; it need not listen to this rank any more.

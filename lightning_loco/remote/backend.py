@@ -1,4 +1,4 @@
-"""Where a server's mean gradients go, whatever makes the step."""
+"""What makes a server's steps: an optimizer in its process, or a connection to one elsewhere."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from lightning_loco.remote.optimizer_state import OptimizerState
 
 
 class Backend(Protocol):
-    """Makes the steps of a server, message by message."""
+    """Takes in mean gradients message by message and knows the parameters after the step."""
 
     def join(self, checksum: int) -> dict[str, Any]:
-        """Have the parameters ready.
+        """Have the parameters ready for clients that begin.
+
+        Args:
+            checksum: Tells the model.
 
         Returns:
             What to tell the clients: ``hyperparameters`` of the optimizer, and whether it
@@ -23,32 +26,40 @@ class Backend(Protocol):
         """
 
     def begin(self, call: Call | None) -> None:
-        """A step begins; None if what is wanted will be known at its end only."""
+        """Begin a step.
+
+        Args:
+            call: What the workers want of it; None if they say so only at its end.
+        """
 
     def push(self, index: int) -> Iterable[int]:
-        """The mean gradient of a message is in the accumulator.
+        """Take in the mean gradient of a message from the accumulator.
 
         Returns:
-            Messages whose parameters are known now; not yet the last one.
+            Numbers of the messages whose parameters are known now; never the last one.
         """
 
     def finish(self, call: Call) -> dict[str, Any]:
-        """All gradients are there; returns what to tell the clients about the step."""
+        """End the step, now that all gradients are there.
+
+        Returns:
+            What to tell the clients about it, such as changed ``hyperparameters``.
+        """
 
     def remaining(self) -> Iterable[int]:
         """The messages that :meth:`push` has not returned, as their parameters become known."""
 
     def weights(self, index: int) -> Tensor:
-        """The parameters of a message."""
+        """The parameters of a message, as they travel."""
 
     def state(self) -> OptimizerState:
         """What the optimizer remembers."""
 
     def load_state(self, state: OptimizerState) -> None:
-        """Make the optimizer remember."""
+        """Give the optimizer a state to go on from."""
 
     def parameters(self) -> Iterable[Tensor]:
         """All parameters in full precision."""
 
     def end(self, farewell: dict[str, Any]) -> None:
-        """All clients have left."""
+        """All clients have left, with a last word for whoever has the optimizer."""

@@ -36,12 +36,12 @@ class Call(NamedTuple):
     stop: str | None = None
 
     def content(self) -> dict[str, Any]:
-        """As a note can hold it."""
+        """The wishes that are not empty, by name, for a note."""
         return {name: value for name, value in self._asdict().items() if value}
 
     @classmethod
     def read(cls, content: dict[str, Any]) -> Call:
-        """The opposite of :meth:`content`."""
+        """Read the content of a note that :meth:`content` has made."""
         call = cls(**content)
         clip = None if call.clip is None else Clip(*call.clip)
         return call._replace(missing=tuple(call.missing), clip=clip)

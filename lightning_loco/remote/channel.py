@@ -61,7 +61,7 @@ class Channel:
         self._receive()
 
     def expect_gradients(self) -> None:
-        """A backward pass begins that completes the gradients."""
+        """Be ready to send gradients: a backward pass begins that completes them."""
         self._awaited = [set(slot.indices) for slot in self._slots]
 
     def has_gradient(self, index: int) -> None:
@@ -140,24 +140,24 @@ class Channel:
         return check_answer(self.wire)
 
     def state(self) -> OptimizerState:
-        """What the optimizer remembers."""
+        """The state of the server's optimizer."""
         return ask_for_state(self.wire)
 
     def load_state(self, state: OptimizerState) -> None:
-        """Make the optimizer remember."""
+        """Give the server's optimizer a state to go on from."""
         state.send(self.wire, lambda text: self.wire.ask(Note(Kind.LOAD_STATE, text)))
         check_answer(self.wire)
 
     def parameters(self) -> list[Tensor]:
-        """The server's parameters in full precision."""
+        """The parameters of this share as the server has them, in full precision."""
         return list(ask_for_parameters(self.wire, self._params))
 
     def leave(self, farewell: dict[str, Any]) -> None:
-        """No more requests will come."""
+        """Tell the server that no more requests will come, with a last word."""
         self.wire.ask(Note(Kind.LEAVE, farewell))
 
     def fail(self, text: str) -> None:
-        """No more requests will come, because of an error."""
+        """Tell the server that no more requests will come, because of an error."""
         self.wire.ask(Note(Kind.FAIL, {"text": text}))
 
     def _send_next(self) -> None:

@@ -1,4 +1,4 @@
-"""Receiving a client's gradients ahead of the sum."""
+"""Receiving a client's gradients ahead of their turn in the sum."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AHEAD_BYTES = 8 * 2**20
 
 
 class Inbox:
-    """A client's messages, received ahead of the one in work, also before a step begins.
+    """Receives a client's messages ahead of the one that is summed, also before a step begins.
 
     Those of the first client come where the sum will be, if they are of its dtype; the others go
     round in some memory that holds at least two.

@@ -1,4 +1,4 @@
-"""An optimizer in the server's own process."""
+"""Steps of an optimizer in the server's own process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_loco.remote.supported_optimizers import is_step_per_parameter
 
 
 class LocalBackend:
-    """An optimizer in this process.
+    """Makes a server's steps with an optimizer in the same process.
 
     Where the step of a parameter depends on its own gradient alone and nothing has to be known
     about all gradients, parameters step as soon as their gradients are there.
@@ -60,11 +60,11 @@ class LocalBackend:
         self._next = 0
 
     def join(self, checksum: int) -> dict[str, Any]:
-        """The optimizer's."""
+        """Tell the optimizer's hyper-parameters; its parameters are always ready."""
         return {"hyperparameters": self._mirror.all(), "steps_at_once": self._steps_at_once}
 
     def begin(self, call: Call | None) -> None:
-        """Take over the settings."""
+        """Take over the workers' hyper-parameters, if this step can begin before its end."""
         self._next = 0
         self._early = None
         if call is not None and call.clip is None and self._steps_at_once:
@@ -100,28 +100,28 @@ class LocalBackend:
         return {"hyperparameters": self._mirror.changes()}
 
     def remaining(self) -> Iterable[int]:
-        """All that are left are known."""
+        """The messages that have not left yet: after the step all parameters are known."""
         return self._up_to(len(self._slots))
 
     def weights(self, index: int) -> Tensor:
-        """Packed now, or the parameter's own memory."""
+        """The parameters of a message: packed now, or the parameter's own memory."""
         return self._slots[index].outgoing(self._params)
 
     def state(self) -> OptimizerState:
-        """The optimizer's."""
+        """The state of the optimizer."""
         return OptimizerState.of(self._optimizer)
 
     def load_state(self, state: OptimizerState) -> None:
-        """Into the optimizer."""
+        """Give the optimizer a state to go on from."""
         state.put_into(self._optimizer)
         self._mirror = HyperparameterMirror(self._optimizer.param_groups)
 
     def parameters(self) -> Iterable[Tensor]:
-        """The optimizer's own."""
+        """The optimizer's parameters, one after another."""
         return (param.detach().cpu().contiguous() for param in self._params)
 
     def end(self, farewell: dict[str, Any]) -> None:
-        """Nothing to do."""
+        """Nobody else is to be told."""
 
     def _up_to(self, stop: int) -> range:
         ready = range(self._next, stop)

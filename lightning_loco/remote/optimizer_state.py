@@ -12,7 +12,7 @@ from lightning_loco.remote.wire import Lane, Wire
 
 
 class OptimizerState(NamedTuple):
-    """What an optimizer remembers.
+    """The state of a ``torch.optim`` optimizer, in the format of its ``state_dict``.
 
     Attributes:
         values: ``values[parameter][name]``: a tensor or a number.
@@ -69,7 +69,7 @@ class OptimizerState(NamedTuple):
 
     @classmethod
     def receive(cls, wire: Wire, description: dict[str, Any]) -> OptimizerState:
-        """The opposite of :meth:`send`, when the description has come."""
+        """Receive what :meth:`send` sends, once the description has come."""
         values: dict[int, dict[str, Any]] = {}
         for number, name, described in description["entries"]:
             value = described
@@ -82,12 +82,12 @@ class OptimizerState(NamedTuple):
 
     @classmethod
     def join(cls, states: list[OptimizerState]) -> OptimizerState:
-        """The state of several servers, each with its share of the parameters."""
+        """Put together the states of several servers, each with its share of the parameters."""
         values = {number: entry for state in states for number, entry in state.values.items()}
         return cls(dict(sorted(values.items())), states[0].groups)
 
     def share(self, numbers: list[int]) -> OptimizerState:
-        """The part of it that some parameters have."""
+        """The part of the state that belongs to some parameters."""
         return OptimizerState({n: self.values[n] for n in numbers if n in self.values}, self.groups)
 
 

@@ -1,4 +1,4 @@
-"""An optimizer on another rank than the server that averages."""
+"""Steps of an optimizer on another rank than the server that averages (3 tiers)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAG = 2
 
 
 class RemoteBackend:
-    """An optimizer on another rank, asked as a worker asks.
+    """Has a server's steps made on another rank, which is asked as a worker asks.
 
     Args:
         wire: To that rank.
@@ -53,7 +53,7 @@ class RemoteBackend:
         self._next = 0
 
     def join(self, checksum: int) -> dict[str, Any]:
-        """Ask for the parameters."""
+        """Ask the other rank for the parameters and wait for them."""
         answer = ask_for_weights(self._wire, checksum)
         self._steps_at_once = answer["steps_at_once"]
         for memory in self._memory:
@@ -61,7 +61,7 @@ class RemoteBackend:
         return answer
 
     def begin(self, call: Call | None) -> None:
-        """Announce the gradients."""
+        """Announce to the other rank that gradients follow."""
         self._next = 0
         self._is_streaming = call is None
         self._is_early = call is not None and call.clip is None and self._steps_at_once
@@ -69,13 +69,13 @@ class RemoteBackend:
         self._wire.ask(Note(kind, {} if call is None else call.content()))
 
     def push(self, index: int) -> Iterable[int]:
-        """Pass the gradient on; parameters are awaited some messages later."""
+        """Pass the mean gradient on; parameters are awaited some messages later."""
         self._sending.append(self._wire.send(self._accumulator.slices[index], Lane.GRADIENTS))
         self._receiving.append(self._wire.receive(self._memory[index], Lane.WEIGHTS))
         return self._arrivals(index - LAG + 1) if self._is_early else ()
 
     def finish(self, call: Call) -> dict[str, Any]:
-        """The other rank's answer."""
+        """Say what the workers want, unless :meth:`begin` did, and wait for the step."""
         if self._is_streaming:
             self._wire.ask(Note(Kind.CALL, call.content()))
         return check_answer(self._wire)
@@ -94,22 +94,22 @@ class RemoteBackend:
             yield index
 
     def weights(self, index: int) -> Tensor:
-        """As they came."""
+        """The parameters of a message, as they came from the other rank."""
         return self._memory[index]
 
     def state(self) -> OptimizerState:
-        """Ask for it."""
+        """Ask the other rank for the state of its optimizer."""
         return ask_for_state(self._wire)
 
     def load_state(self, state: OptimizerState) -> None:
-        """Pass it on."""
+        """Pass a state on to the other rank's optimizer."""
         state.send(self._wire, lambda text: self._wire.ask(Note(Kind.LOAD_STATE, text)))
         check_answer(self._wire)
 
     def parameters(self) -> Iterable[Tensor]:
-        """Ask for them."""
+        """Ask the other rank for all parameters in full precision."""
         return ask_for_parameters(self._wire, self._params)
 
     def end(self, farewell: dict[str, Any]) -> None:
-        """Tell the other rank."""
+        """Tell the other rank that all workers have left."""
         self._wire.ask(Note(Kind.LEAVE, farewell))

@@ -41,7 +41,7 @@ class Requests:
             self._arrived.put((client, note))
 
     def next(self, timeout_s: float | None) -> tuple[Wire, Note | Exception] | None:
-        """Wait for the next one, or for its client's end.
+        """Wait for the next request, or for the news that a client is gone.
 
         Args:
             timeout_s: Longest wait, in seconds; None to wait on.

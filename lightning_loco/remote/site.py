@@ -1,4 +1,4 @@
-"""A service rank's place: its share of the parameters, its memory and its connections."""
+"""What a service rank has: its share of the parameters, memory for it, and connections."""
 
 from __future__ import annotations
 
@@ -44,7 +44,14 @@ class Serving(NamedTuple):
 
 
 class Site:
-    """A service rank's place: its share of the parameters, and its memory."""
+    """A service rank's share of the parameters, with memory for it.
+
+    Args:
+        params: All trainable parameters, in the workers' order.
+        number: Which share is this rank's.
+        tiers: The roles of all ranks.
+        transport: How the ranks are connected.
+    """
 
     def __init__(
         self, params: Sequence[Tensor], number: int, tiers: Tiers, transport: Transport
@@ -60,7 +67,7 @@ class Site:
 
     @classmethod
     def of(cls, groups: Any, tiers: Tiers, transport: Transport | None) -> Site:
-        """The place of this rank."""
+        """What this rank has, of the parameters of an optimizer's groups."""
         trainable, _ = trainable_parameters(groups)
         transport = transport or Transport()
         group = transport.group
@@ -72,7 +79,7 @@ class Site:
         return [self.transport.wire(rank, self.tiers.name(rank)) for rank in self.tiers.leaders]
 
     def local_backend(self, optimizer: torch.optim.Optimizer, serving: Serving) -> LocalBackend:
-        """The optimizer of this process."""
+        """Make the steps with an optimizer of this process."""
         return LocalBackend(
             optimizer,
             self.params,
@@ -90,7 +97,7 @@ class Site:
         backend: Backend,
         serving: Serving,
     ) -> dict[str, Any]:
-        """Serve until all clients have left."""
+        """Serve until all clients have left; returns what they said then."""
         server = GradientServer(
             clients,
             messages,
@@ -105,7 +112,7 @@ class Site:
         return server.serve()
 
     def _share_norms(self, norms: list[Tensor]) -> list[Tensor]:
-        """All parameters' norms in their order, from all optimizers."""
+        """Exchange norms of gradients with the other servers' optimizers; returns all, in order."""
         own = torch.stack(norms).double()
         peers = [
             (share, self.transport.wire(rank, self.tiers.name(rank)))

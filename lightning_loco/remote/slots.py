@@ -98,7 +98,10 @@ class Slot:
         return tensor.detach().reshape(-1)[start:stop]
 
     def _buffer(self) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Made on first use: a vector on the device, one in the processor's memory, its parts."""
+        """The vector on the device, the one in the processor's memory, and the parts of the first.
+
+        All are made on first use.
+        """
         if self._buffers is None:
             device = self._params[self.message.spans[0].param].device
             numel, dtype = self.message.numel, self.message.dtype

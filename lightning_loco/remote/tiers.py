@@ -109,6 +109,14 @@ class Tiers(NamedTuple):
             return f"worker {worker}" + (f" (rank {rank})" if self.replica_size > 1 else "")
         return f"the {self.role(rank).value.replace('_', '-')} (rank {rank})"
 
+    def describe(self) -> str:
+        """Who does what, in a few words."""
+        servers = ", ".join(self.name(rank) for rank in range(self.num_training, self.world_size))
+        return (
+            f"{self.num_tiers} tiers, num_workers={self.num_workers}: ranks below "
+            f"{self.num_training} train, {servers}"
+        )
+
 
 def check_counts(num_workers: int, num_servers: int, replica_size: int) -> None:
     """Refuse numbers that no world size fits.

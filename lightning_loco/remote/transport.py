@@ -14,7 +14,7 @@ from lightning_loco.remote.wire import Wire
 
 @dataclasses.dataclass(frozen=True)
 class Transport:
-    """Settings that must be the same on all ranks, and this rank's connections.
+    """How this rank reaches the others; all but ``watchdog`` must be alike on all ranks.
 
     Args:
         group: All ranks, with gloo. Default: the default process group.

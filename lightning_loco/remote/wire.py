@@ -19,7 +19,7 @@ _FOREVER_S = 10 * 365 * 24 * 3600.0
 
 
 class Lane(enum.IntEnum):
-    """What keeps its order by itself, whatever travels beside it."""
+    """Kinds of traffic: what is in one lane arrives in order, whatever travels in the others."""
 
     REQUESTS = 1
     ANSWERS = 2
@@ -39,10 +39,10 @@ class Kind(enum.IntEnum):
     FINITE = 5  # whether all workers have finite gradients
     MEET = 6  # wait until no worker makes steps
     STATE = 7  # the optimizer's state
-    LOAD_STATE = 8  # the same, the other way
+    LOAD_STATE = 8  # a state for the optimizer follows
     PARAMETERS = 9  # the parameters in full precision
     LEAVE = 10
-    FAIL = 11  # the same, because of an error
+    FAIL = 11  # leave because of an error
 
 
 class Note(NamedTuple):

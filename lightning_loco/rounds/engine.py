@@ -1,120 +1,126 @@
-"""What all engines share: counting steps, meeting the others, the consensus, checkpoints.
+"""Counts the local steps of one worker and makes its rounds when the schedule says so.
 
-An engine drives one worker. ``StepEngine`` makes rounds after every H local steps; other engines
-differ in when, and with whom, they exchange.
+An engine holds lanes, each with rounds of its own: one for all parameters, or one for each part of
+them that the schedule exchanges by itself.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-from abc import ABC, abstractmethod
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_loco.comm.groups import WorkerGroup
-from lightning_loco.comm.rows import ROUND, PendingRows, Row, meeting_number
-from lightning_loco.comm.stats import Statistics
-from lightning_loco.comm.stopping import StopAgreement
-from lightning_loco.rounds.rounds import BlockingRounds
-from lightning_loco.rounds.setup import Prepared
+from lightning_loco.comm.rows import ROUND, PendingRows, Row, RowCarrier, TravellingRows, start_rows
+from lightning_loco.comm.worker import Worker
+from lightning_loco.rounds.exchange import make_exchange
+from lightning_loco.rounds.flight import Flight
+from lightning_loco.rounds.lane import Lane
+from lightning_loco.rounds.mean_exchange import RidingRows
+from lightning_loco.rounds.rounds import Rounds
+from lightning_loco.rounds.schedule import Now
+from lightning_loco.rounds.settings import RoundSettings
 
-log = logging.getLogger(__name__)
+E = TypeVar("E", bound="Engine")
 
 
-class StopAgreed(Exception):
-    """Raised out of a meeting when the other workers have stopped, as agreed, somewhere else."""
-
-
-class Engine(ABC):
+class Engine:
     """One worker's part in the training of all.
 
     Args:
-        group: The workers.
-        prepared: This worker's model and settings, checked.
-        make_rounds: Makes the machinery of rounds.
+        model: The module to train; its trainable parameters are exchanged.
+        make_settings: Makes the settings; may raise, on all workers then.
+        group: The workers. Default: all ranks of the default process group, with groups of its own.
 
     Attributes:
+        worker: What is this worker's whatever its schedule: place, replica, meetings, consensus.
+        settings: Checked against the number of workers, without ``"auto"``.
         statistics: What communication cost so far.
-        was_finite: Whether this worker's parameters were finite at its last exchange.
-        last_loss: Set it to the last training loss, to have it travel with the rounds.
+        paused: Set it to make no rounds for a while; the same on all workers.
         consensus_every: Measure the consensus distance every that many rounds; 0 for never.
+        consensus_elements: How many elements to look at for it.
+
+    Raises:
+        ValueError: On every worker, if the model or the settings do not fit.
+        TypeError: Likewise.
     """
 
     def __init__(
         self,
-        group: WorkerGroup,
-        prepared: Prepared,
-        make_rounds: Callable[[Prepared, WorkerGroup, Statistics], BlockingRounds],
+        model: nn.Module,
+        make_settings: Callable[[], RoundSettings],
+        group: WorkerGroup | None = None,
     ) -> None:
-        self.group = group
-        self.statistics = Statistics()
-        self.last_loss: float | Tensor = math.nan
+        group = group if group is not None else WorkerGroup.create()
+        try:
+            self.worker, self.settings = Worker.join(model, make_settings, group)
+            self._make_lanes()
+        except BaseException:
+            group.close()
+            raise
+        self.statistics = self.worker.statistics
+        self.paused = False
         self.consensus_every = 0
         self.consensus_elements = 65536
-        self.round_index = 0
-        self.steps = 0
-        self.steps_since_round = 0
-        self.was_finite = True
-        self.settings = prepared.settings
-        self.algorithm = self.settings.algorithm
-        self.sync_every = self.settings.steps_of(group.worker)
-        self.replica = prepared.replica
-        self.checksum = prepared.checksum
-        self._progress = False
-        self._header: PendingRows | None = None
-        self._stop = StopAgreement(group)
-        self._rounds = make_rounds(prepared, group, self.statistics)
-        self._buffers_at_start = self.replica.buffers.new_flat()
+        self._schedule = self.settings.schedule.of_worker(group.worker)
+        self._sync_every = self._schedule.sync_every_of(group.worker)
+        self._landed_at = [-math.inf] * len(self.lanes)
+        self._began_at = [0] * len(self.lanes)
+        self._takes_part = False
+        self._unread: PendingRows | None = None
+        self.statistics.staleness = int(self.settings.stays and self._sync_every is not None)
+        self._buffers_at_start = self.worker.replica.buffers.new_flat()
+        self.worker.engine = self
 
-    @property
-    def measure_outer_gradient(self) -> bool:
-        """Whether rounds measure the norm of the outer gradient (one more pass over memory)."""
-        return self._rounds.measure_gradient
+    @classmethod
+    def from_settings(
+        cls: type[E], model: nn.Module, settings: RoundSettings, group: WorkerGroup | None = None
+    ) -> E:
+        """An engine of settings that are made already."""
+        engine = cls.__new__(cls)
+        Engine.__init__(engine, model, lambda: settings, group)
+        return engine
 
-    @measure_outer_gradient.setter
-    def measure_outer_gradient(self, value: bool) -> None:
-        self._rounds.measure_gradient = value
+    def _make_lanes(self) -> None:
+        settings, group = self.settings, self.worker.group
+        layout, algorithm = self.worker.replica.layout, settings.algorithm
+        exchange = make_exchange(algorithm, group, self.worker.statistics, settings.topology)
+        sizes = [tensor.numel() for tensor in layout.tensors]
+        parcel_elements = settings.parcel_elements(layout.numel, layout.itemsize)
+        attended = not settings.stays or settings.schedule.lands_at_meetings
+        rides = exchange.can_carry_rows and attended
+        width = Row.width(algorithm.num_scalars)
+        rows_elements = rides * group.num_workers * width
+        start = layout.new_flat()
+        residual = settings.codec.init(start)
+        state = algorithm.init(start)
+        self.lanes: list[Rounds] = []
+        self._carriers: list[RowCarrier] = []
+        for stretches in settings.schedule.lanes(sizes):
+            lane = Lane(
+                layout, stretches, settings, state, residual, parcel_elements, rows_elements
+            )
+            rounds = Rounds(lane, settings, exchange)
+            table = lane.rows_memory.view(-1, width)
+            self.lanes.append(rounds)
+            self._carriers.append(
+                RidingRows(group, table, rounds.send_first) if rides else TravellingRows(group)
+            )
 
-    # ------------------------------------------------------------------ rounds
-
-    def count_step(self) -> None:
-        """Count one local step without making a round."""
-        self.steps += 1
-        self.steps_since_round += 1
-        self._note_progress()
-
-    def _note_progress(self) -> None:
-        """See whether to stop after this step."""
-        self._stop.note(self.round_index, self.steps_since_round, self.sync_every)
-
-    def request_stop(self, reason: str) -> None:
-        """Ask all workers to stop soon, at one point of the run; safe in a signal handler.
-
-        Args:
-            reason: What :attr:`stop_agreed` will be on every worker.
-        """
-        self._stop.request(reason)
-
-    @property
-    def stop_agreed(self) -> str | None:
-        """The reason to stop, once this worker is at the step that all have agreed on."""
-        return self._stop.agreed
-
-    @property
-    @abstractmethod
-    def is_due(self) -> bool:
-        """Whether there is something to exchange after the step that was counted last."""
+    # ------------------------------------------------------------- local steps
 
     def step(self) -> bool:
-        """Count one local step and exchange when it is due.
+        """Count one local step and make the rounds that are due.
 
         Returns:
-            Whether something was exchanged.
+            Whether a round has begun or ended.
+
+        Raises:
+            RuntimeError: If a worker is missing or has failed, or no worker is finite.
         """
         self.count_step()
         if not self.is_due:
@@ -122,214 +128,255 @@ class Engine(ABC):
         self.make_round()
         return True
 
-    @abstractmethod
-    def make_round(self) -> None:
-        """Do what is due.
+    def count_step(self) -> None:
+        """Count one local step without making a round."""
+        self.worker.count_step(self._sync_every)
 
-        Raises:
-            RuntimeError: If a worker is missing or has failed, or no worker is finite.
-        """
+    @property
+    def steps(self) -> int:
+        """Local steps of this worker so far."""
+        return self.worker.steps
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a round is to begin or to end after the step that was counted last."""
+        return any(begin or end for begin, end in self._due())
+
+    def _due(self) -> list[tuple[bool, bool]]:
+        worker, now_s = self.worker, time.monotonic()
+        if self.paused:
+            return [(False, False)] * len(self.lanes)
+        turn = worker.round_index % len(self.lanes)
+        dues = []
+        for index, lane in enumerate(self.lanes):
+            idle_s = now_s - self._landed_at[index]
+            now = Now(
+                worker.steps,
+                worker.steps_since_round,
+                worker.round_index,
+                index,
+                idle_s,
+                lane.flight,
+            )
+            begin, end = self._schedule.due(now)
+            dues.append((begin and index == turn, end))
+        return dues
 
     @torch.no_grad()
-    def _make_blocking_round(self) -> None:
-        self.replica.check_trainable()
-        self._settle()
-        self._run(self._announce(ROUND, f"round {self.round_index}"))
+    def make_round(self) -> None:
+        """End the rounds that have come to their end and begin what is due; at least begin one."""
+        dues = self._due()
+        begins = any(begin for begin, _ in dues) or not any(end for _, end in dues)
+        turn = self.worker.round_index % len(self.lanes)
+        for index, (_, end) in enumerate(dues):
+            if end and not (begins and index == turn):
+                self._land(index)
+        if begins:
+            self._settle()
+            self._begin(ROUND, f"round {self.worker.round_index}")
 
-    def _announce(self, place: float, words: str) -> PendingRows:
-        finite = self._rounds.load()
-        self.was_finite = finite
-        self._progress = self._takes_part(finite)
-        norm = self._rounds.gradient_norm
-        row = Row(
-            place=place,
-            round_index=self.round_index,
-            steps=self.steps_since_round,
-            weight=float(self._progress),
+    # ------------------------------------------------------------------ rounds
+
+    def _begin(self, place: float, words: str, unread: PendingRows | None = None) -> None:
+        """Begin a round, and end it in the same turn if the schedule says so.
+
+        Args:
+            place: Where this worker is: at a round, or at a meeting.
+            words: The same in words.
+            unread: The workers' rows, if they are known already.
+        """
+        worker = self.worker
+        worker.check_trainable()
+        turn = worker.round_index % len(self.lanes)
+        lane = self.lanes[turn]
+        if unread is None:
+            row = self._look(place)
+            unread = self._carriers[turn].carry(self.statistics, row, words)
+            unread.complete = lambda: self._tell(row, words).wait()
+        self._unread = unread
+        if self._samples_consensus:
+            unread.wait()
+            distance = worker.measure_consensus(self.consensus_elements)
+            self.statistics.consensus_distance = distance
+        flight = Flight(worker.round_index, unread, self._takes_part, worker.steps)
+        if self._schedule.stays(worker.round_index):
+            lane.begin(flight)
+        else:
+            lane.make(flight)
+        self.statistics.outer_grad_norm = lane.gradient_norm
+        self.statistics.rounds += self._sync_every is not None
+        self._began_at[turn] = worker.steps
+        if not worker.was_finite:
+            worker.replica.buffers.write(self._buffers_at_start)
+        self._buffers_at_start = worker.replica.buffers.new_flat()
+        worker.round_index += 1
+        worker.steps_since_round = 0
+        if unread.has_been_read:
+            self._settle()
+
+    def _look(self, place: float) -> Row:
+        """Look at the parameters, and say what the others should know of them."""
+        worker = self.worker
+        turn = worker.round_index % len(self.lanes)
+        lane = self.lanes[turn]
+        worker.was_finite = finite = lane.look()
+        moved = worker.steps > self._began_at[turn] or self._sync_every is None
+        self._takes_part = finite and moved
+        norm = lane.gradient_norm
+        return self._row(place)._replace(
+            weight=float(self._takes_part),
             finite=float(finite),
-            loss=float(self.last_loss),
             spread=math.nan if norm is None else norm**2,
         )
-        return self._rounds.announce(self.group, self.statistics, row, words)
 
-    def _takes_part(self, finite: bool) -> bool:
-        """Whether the others should hear of this worker's parameters."""
-        return finite and self.steps_since_round > 0
+    def _row(self, place: float) -> Row:
+        """Where this worker is, without a look at its parameters."""
+        worker = self.worker
+        turn = worker.round_index % len(self.lanes)
+        return worker.row(place)._replace(
+            steps=worker.steps - self._began_at[turn],
+            scalars=tuple(self.settings.algorithm.scalars(self.lanes[turn].lane.state)),
+        )
+
+    def _tell(self, row: Row, words: str) -> PendingRows:
+        return start_rows(self.worker.group, self.statistics, row, words)
 
     @property
     def _samples_consensus(self) -> bool:
         """Whether the coming round measures the consensus distance, by an exchange of its own."""
-        return bool(self.consensus_every) and self.round_index % self.consensus_every == 0
+        every = self.consensus_every if self._sync_every is not None else 0
+        return bool(every) and self.worker.round_index % every == 0
 
-    def _run(self, header: PendingRows) -> None:
-        """Make the round that a control exchange has announced."""
-        self._header = header
-        if self._samples_consensus:
-            header.wait()
-            self.statistics.consensus_distance = self._measure_consensus()
-        self._rounds.run(self.round_index, self._progress, self._weight_from(header))
-        if not self.was_finite:
-            self.replica.buffers.write(self._buffers_at_start)
-        self._buffers_at_start = self.replica.buffers.new_flat()
-        self.round_index += 1
-        self.steps_since_round = 0
-        self.statistics.rounds += 1
-        self.statistics.outer_grad_norm = self._rounds.gradient_norm
-        if header.arrived:
-            self._settle()
-
-    def _weight_from(self, header: PendingRows) -> Callable[[], float]:
-        """How to learn the weight of all messages; only a mean needs it, and waits for it."""
-        if self.algorithm.exchange == "mean":
-            return header.total_weight
-        return lambda: 1.0
+    def _land(self, index: int) -> None:
+        """End the flight of a lane, if there is one."""
+        lane, statistics = self.lanes[index], self.statistics
+        if lane.flight is None:
+            return
+        began_at = lane.flight.began_at
+        lane.land()
+        self._landed_at[index] = time.monotonic()
+        statistics.outer_grad_norm = lane.gradient_norm
+        if self._sync_every is None:
+            statistics.rounds += 1
+            statistics.staleness = self.worker.steps - began_at
+        self._settle()
 
     def _settle(self) -> None:
-        """Take note of what the workers said in the last control exchange."""
-        if self._header is None:
+        """Take note of what the workers said with the last round."""
+        if self._unread is None:
             return
-        rows = self._header.wait()
-        self._header = None
-        self._note(rows)
-
-    def _note(self, rows: list[Row]) -> None:
-        self.statistics.losses = [row.loss for row in rows]
-        broken = [worker for worker, row in enumerate(rows) if not row.finite]
-        if len(broken) == len(rows):
-            raise RuntimeError(
-                "The parameters hold NaN or infinity on every worker, so there is no consensus. "
-                "Lower the learning rate, or go back to the last checkpoint."
-            )
-        if broken and self.group.worker == 0:
-            log.warning(
-                "NaN or infinity in the parameters of worker %s at round %d: left out of the "
-                "exchange; it goes on from the start of the round.",
-                ", ".join(map(str, broken)),
-                rows[0].round_index,
-            )
+        rows = self._unread.wait()
+        self._unread = None
+        self.worker.note(rows)
+        spreads = [row.spread for row in rows if math.isfinite(row.spread)]
+        if spreads and self._sync_every is None:
+            self.statistics.consensus_distance = math.sqrt(sum(spreads) / len(spreads))
 
     # ---------------------------------------------------------------- meetings
 
-    @torch.no_grad()
-    def meet(self, purpose: str) -> list[Row]:
-        """Wait until all workers have come to the same place, taking part in rounds meanwhile.
+    def rest(self) -> None:
+        """Bring to an end what cannot wait until after a meeting."""
+        self._settle()
+        if self._schedule.lands_at_meetings:
+            self._land_all()
 
-        Args:
-            purpose: Where, in words that are equal on all workers.
+    def _land_all(self) -> None:
+        for index in range(len(self.lanes)):
+            self._land(index)
+
+    def rows_at_meeting(self, place: float, words: str) -> list[Row] | None:
+        """Tell the others that this worker is at a meeting, or take part in their round.
 
         Returns:
-            What every worker said on arrival.
-
-        Raises:
-            RuntimeError: If a worker is missing or has failed, or waits somewhere else.
+            What every worker said; None if somebody had a round to make, which is done.
         """
-        self._settle()
-        place = meeting_number(purpose)
-        while True:
-            header = self._announce(place, purpose)
-            rows = header.wait()
-            if any(row.place == ROUND for row in rows):
-                self._run(header)
-                self._settle()
-                continue
-            self._note(rows)
-            if all(row.place == place for row in rows):
-                return rows
-            self._part(purpose)
+        turn = self.worker.round_index % len(self.lanes)
+        if self._carriers[turn].anyone_makes_round(self.statistics, words):
+            self._begin(place, words)
+            return None
+        unread = self._tell(self._row(place), words)
+        unread.complete = lambda: self._tell(self._look(place), words).wait()
+        rows = unread.wait()
+        if any(row.place == ROUND for row in rows):
+            self._begin(place, words, unread)
+            return None
+        self.worker.note(rows)
+        return rows
 
-    def _part(self, purpose: str) -> None:
-        """Leave a meeting that cannot take place, because some workers wait elsewhere."""
-        if self._stop.agreed is None and self._stop.catch_up():
-            raise StopAgreed(self._stop.agreed)
-        if self._stop.agreed is not None:
-            return
-        places = self.group.gather_objects(f"{purpose} after {self.steps} local steps")
-        raise RuntimeError(
-            "Workers wait for each other in different places: "
-            + "; ".join(f"worker {i} in {where}" for i, where in enumerate(places))
-            + ". They have different numbers of batches. Give every worker the same number "
-            "(Trainer(limit_train_batches=...)), or validate and save at the end of epochs only."
-        )
-
-    @torch.no_grad()
-    def show_consensus(self, purpose: str = "the consensus") -> None:
-        """Put the consensus into the model; :meth:`show_local` brings the local parameters back.
-
-        The consensus is the algorithm's outer parameters, or the mean over the workers. All workers
-        must call it.
-        """
-        if self.replica.shows_consensus:
-            return
-        rows = self.meet(purpose)
-        total = sum(row.finite for row in rows)
-        key = self.algorithm.consensus_key
-        outer = None if key is None else self._rounds.state[key]
-        valid = bool(rows[self.group.worker].finite)
-        self.replica.show_consensus(self.group, self.statistics, outer, valid, total)
-
-    @torch.no_grad()
-    def show_local(self) -> None:
-        """Put the local parameters back into the model."""
-        self.replica.show_local()
+    def outer(self) -> Tensor | None:
+        """The consensus parameters ``(P,)``; None if they are the mean over the workers."""
+        key = self.settings.algorithm.consensus_key
+        return None if key is None else self.lanes[0].lane.state[key]
 
     @torch.no_grad()
     def finish(self, purpose: str = "the end of training") -> None:
-        """Share what is not shared yet and leave the consensus in the model, on all workers."""
-        rows = self.meet(purpose)
-        if any(row.steps > 0 for row in rows):
-            self._make_blocking_round()
-        self._settle()
-        self._rounds.drain()
-        self.show_consensus("the final consensus")
+        """Share what is not shared yet and leave the consensus in the model, on all workers.
 
-    def _measure_consensus(self) -> float:
-        """Root mean square distance to the mean, from the same sample of elements everywhere."""
-        sample = self.replica.sample(self.consensus_elements, self.round_index)
-        if self.group.data is None:
-            return 0.0
-        n = self.group.num_workers
-        sums = torch.stack([sample, sample.square()])
-        dist.all_reduce(sums, group=self.group.data)
-        self.statistics.bytes_sent += 2 * (n - 1) * sums.nbytes // n
-        variance = (sums[1] / n - (sums[0] / n).square()).clamp_(min=0).sum()
-        scale = self.replica.layout.numel / max(sample.numel(), 1)
-        return math.sqrt(float(variance) * scale)
+        Raises:
+            RuntimeError: If a worker is missing or has failed, or no worker is finite.
+        """
+        for _ in self.lanes:
+            rows = self.worker.meet(purpose)
+            if self._sync_every is None:
+                break
+            if any(row.steps > 0 for row in rows):
+                self._begin(ROUND, f"round {self.worker.round_index}")
+            elif len(self.lanes) > 1:
+                self.worker.round_index += 1
+        self._settle()
+        self._land_all()
+        self.worker.show_consensus("the final consensus")
+
+    def show_consensus(self) -> None:
+        """Put the consensus into the model; all workers must call it."""
+        self.worker.show_consensus()
+
+    def show_local(self) -> None:
+        """Put the local parameters back into the model."""
+        self.worker.show_local()
+
+    @property
+    def measure_outer_gradient(self) -> bool:
+        """Whether rounds measure the norm of the outer gradient (one more pass over memory)."""
+        return self.lanes[0].measure_gradient
+
+    @measure_outer_gradient.setter
+    def measure_outer_gradient(self, value: bool) -> None:
+        for lane in self.lanes:
+            lane.measure_gradient = value
 
     # -------------------------------------------------------------- checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything this worker needs to go on exactly, also in the middle of a round."""
+        """Everything this worker needs to go on exactly, also in the middle of a round.
+
+        What stands under ``"shared"`` is equal on all workers if the algorithm is replicated.
+        """
         self._settle()
-        params, buffers = self.replica.local()
+        shared, own = zip(*(lane.state_dict() for lane in self.lanes), strict=True)
         return {
-            "round_index": self.round_index,
-            "steps": self.steps,
-            "steps_since_round": self.steps_since_round,
-            "params": params,
-            "buffers": buffers,
+            **self.worker.state_dict(),
             "buffers_at_start": self._buffers_at_start,
-            "state": dict(self._rounds.state),
-            "pending": self._rounds.pending(),
-            "statistics": self.statistics.state_dict(),
+            "began_at": list(self._began_at),
+            "shared": list(shared),
+            "lanes": list(own),
         }
 
     @torch.no_grad()
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on from a state of :meth:`state_dict` of the same worker."""
-        self.round_index = saved["round_index"]
-        self.steps = saved["steps"]
-        self.steps_since_round = saved["steps_since_round"]
-        self.replica.set_local(saved["params"], saved["buffers"])
+        self.worker.load_state_dict(saved)
         self._buffers_at_start = saved["buffers_at_start"]
-        for key, value in saved["state"].items():
-            current = self._rounds.state.get(key)
-            if isinstance(current, Tensor):
-                current.copy_(value)
-            else:
-                self._rounds.state[key] = value
-        self._rounds.restore_pending(saved["pending"])
-        self.statistics.load_state_dict(saved["statistics"])
+        self._began_at = list(saved["began_at"])
+        for lane, shared, own in zip(self.lanes, saved["shared"], saved["lanes"], strict=True):
+            lane.load_state_dict(shared, own)
 
     def close(self) -> None:
-        """Destroy the process groups and stop the watchdog; a second call does nothing."""
-        self.group.close()
+        """Destroy the process groups and stop all threads; a second call does nothing."""
+        flights = [lane.flight for lane in self.lanes if lane.flight is not None]
+        for lane in self.lanes:
+            lane.flight = None
+        self._unread = None
+        self.worker.group.close()
+        for flight in flights:
+            flight.release()

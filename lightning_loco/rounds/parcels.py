@@ -16,94 +16,146 @@ from lightning_loco.algorithms import Algorithm, State
 from lightning_loco.comm.flat import Chunk
 
 
-def slice_state(algorithm: Algorithm, state: State, chunk: Chunk) -> State:
-    """The part of an elementwise algorithm's state that belongs to a chunk."""
-    if not algorithm.elementwise:
-        return state
-    return {key: value[chunk.start : chunk.stop] for key, value in state.items()}
+def slice_state(state: State, numel: int, chunk: Chunk) -> State:
+    """The state of a chunk: entries of shape ``(numel,)`` cut along, a copy of everything else."""
+    return {
+        key: value
+        if not isinstance(value, Tensor)
+        else (value[chunk.start : chunk.stop] if value.shape == (numel,) else value.clone())
+        for key, value in state.items()
+    }
 
 
 class Part:
-    """A chunk of the parameters with its memory in the bucket and its slice of the state.
+    """A chunk of the parameters with its memory in a message and its slice of the state.
 
     Args:
         chunk: The pieces of parameters.
-        params: Where they are worked on, of shape ``(len(chunk),)``.
+        message: Where the message is made, of shape ``(len(chunk),)``.
         algorithm: What a round computes.
-        state: The algorithm's state for all parameters.
+        state: The algorithm's state of this chunk.
+        departure: Where the parameters that left are kept, if they are.
+        scratch: Memory of the same length or longer, which is used with this part too.
+
+    Attributes:
+        residual: The codec's state of this chunk.
+        encoded: What becomes of it once the message that was made last has landed.
     """
 
-    def __init__(self, chunk: Chunk, params: Tensor, algorithm: Algorithm, state: State) -> None:
+    def __init__(
+        self,
+        chunk: Chunk,
+        message: Tensor,
+        algorithm: Algorithm,
+        state: State,
+        departure: Tensor | None = None,
+        scratch: Tensor | None = None,
+    ) -> None:
         self.chunk = chunk
-        self.params = params
-        self.state = slice_state(algorithm, state, chunk)
+        self.message = message
+        self.state = state
+        self.departure = departure
+        self.scratch = message if scratch is None else scratch[: len(chunk)]
+        self.residual: State = {}
+        self.encoded: State = {}
         self._algorithm = algorithm
-        self._is_rounded = chunk.is_rounded(params.dtype)
-        values = [params, *(v for v in self.state.values() if isinstance(v, Tensor))]
-        self._kept = [v for v in values if v.shape == params.shape]
+        self._is_rounded = chunk.is_rounded(message.dtype)
+        kept = [message, self.scratch, departure, *self.state.values()]
+        self._kept = [v for v in kept if isinstance(v, Tensor) and v.shape == message.shape]
         self._windows = {id(v): chunk.window(v) for v in self._kept}
 
     def __len__(self) -> int:
         return len(self.chunk)
 
-    def read_local(self) -> None:
-        """Pack the local parameters, exact to the drift.
-
-        Parameters in a narrow dtype (bfloat16) were rounded when the round began. What was lost
-        then is added again, or the algorithm would take it for a drift and undo small steps of its
-        masters.
-        """
-        window = self._windows[id(self.params)]
-        if self._is_rounded:
-            self._algorithm.restart(self.params, self.state)
-            lost = self.chunk.rounding_error(self.params)
-            window.pack()
-            self.params.add_(lost)
-        else:
-            window.pack()
-
-    def restart(self) -> None:
-        """Take the parameters at the beginning of the round instead of the local ones."""
-        self._algorithm.restart(self.params, self.state)
-
-    def propose(self) -> None:
-        """Replace the parameters by the message."""
-        message = self._algorithm.propose(self.params, self.state)
-        if message is not self.params:
-            self.params.copy_(message)
+    def pack(self, into: Tensor) -> None:
+        """Copy the local parameters as they are, into memory of shape ``(len(self),)``."""
+        (self._windows.get(id(into)) or self.chunk.window(into)).pack()
 
     def unpack(self, values: Tensor) -> None:
         """Copy ``values``, of shape ``(len(self),)``, into the model."""
         (self._windows.get(id(values)) or self.chunk.window(values)).unpack()
 
+    def start(self) -> Tensor | None:
+        """The parameters at which the round began, if the algorithm remembers them."""
+        return self._algorithm.restart(self.state)
+
+    def read_local(self, into: Tensor) -> None:
+        """Pack the local parameters, exact to the drift.
+
+        Parameters in a narrow dtype (bfloat16) were rounded when they were written last. What was
+        lost then is added again, or the algorithm would take it for a drift and undo small steps
+        of its masters.
+        """
+        self.pack(into)
+        if self._is_rounded:
+            written = self.start() if self.departure is None else self.departure
+            if written is not None:
+                into.add_(self.chunk.rounding_error(written))
+
+    def read_start(self, into: Tensor) -> None:
+        """Take the parameters at which the round began, in place of the local ones.
+
+        Raises:
+            RuntimeError: If the algorithm does not remember them.
+        """
+        start = self.start()
+        if start is None:
+            raise RuntimeError(
+                "The parameters hold NaN or infinity, and the algorithm does not remember where "
+                "the round began. Lower the learning rate, or go back to the last checkpoint."
+            )
+        into.copy_(start)
+
+    def propose(self, params: Tensor) -> None:
+        """Replace the parameters by the message."""
+        message = self._algorithm.propose(params, self.state)
+        if message is not params:
+            params.copy_(message)
+
+    def commit_residual(self) -> None:
+        """Let the codec's state be that after the message."""
+        for key, value in self.encoded.items():
+            self.residual[key].copy_(value)
+        self.encoded = {}
+
 
 class Parcel:
-    """Consecutive parts that travel together.
+    """Parts that travel together.
 
     Args:
-        message: Where the message is when it leaves, of shape ``(len(self),)``.
-        parts: What it is made of.
+        wire: The memory that is sent: the message, and what rides behind it.
+        parts: What the message is made of; each knows its slice of the flat vector.
     """
 
-    def __init__(self, message: Tensor, parts: list[Part]) -> None:
-        self.message = message
+    def __init__(self, wire: Tensor, parts: list[Part]) -> None:
+        self.wire = wire
         self.parts = parts
+        self._lengths = [len(part) for part in parts]
+        self._length = sum(self._lengths)
 
     def __len__(self) -> int:
-        return self.message.numel()
+        return self._length
+
+    @property
+    def slices(self) -> list[range]:
+        """Which elements of the flat vector it carries."""
+        return [range(part.chunk.start, part.chunk.stop) for part in self.parts]
 
     def split(self, received: Tensor) -> Iterator[tuple[Part, Tensor]]:
         """Each part with its share of what was received, of shape ``(len(self),)`` or longer."""
-        lengths = [len(part) for part in self.parts]
-        return zip(self.parts, torch.split_with_sizes(received[: len(self)], lengths), strict=True)
+        shares = torch.split_with_sizes(received[: self._length], self._lengths)
+        return zip(self.parts, shares, strict=True)
 
 
 def group_chunks(chunks: list[Chunk], longest: int) -> list[list[Chunk]]:
-    """Put consecutive chunks together, up to ``longest`` elements if a chunk is not longer."""
+    """Put neighbouring chunks together, up to ``longest`` elements if a chunk is not longer."""
     groups: list[list[Chunk]] = []
+    length = 0
     for chunk in chunks:
-        if groups and chunk.stop - groups[-1][0].start <= longest:
+        if groups and length + len(chunk) <= longest:
             groups[-1].append(chunk)
+            length += len(chunk)
         else:
             groups.append([chunk])
+            length = len(chunk)
     return groups

@@ -1,191 +1,308 @@
-"""One round over all parameters: pack, propose, exchange, apply, unpack.
+"""The rounds of one lane: propose, send, land, parcel by parcel.
 
-Parcels pass through a kept buffer (the *bucket*), so that a round needs no memory of the model's
-size.
+Three turns are all there is: :meth:`Rounds.make` begins and ends a round, :meth:`Rounds.begin`
+leaves one under way, after the one before has landed or while it does, :meth:`Rounds.land` ends it.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_loco.algorithms import Algorithm, State
-from lightning_loco.comm.flat import Chunk, FlatLayout
-from lightning_loco.comm.groups import WorkerGroup
-from lightning_loco.comm.labels import labelled
-from lightning_loco.comm.rows import PendingRows, Row, start_rows
-from lightning_loco.comm.stats import Statistics
+from lightning_loco.codecs import Identity
+from lightning_loco.comm.flat import are_finite
+from lightning_loco.comm.waiting import labelled
 from lightning_loco.rounds.exchange import Exchange, Handle
-from lightning_loco.rounds.parcels import Parcel, Part, group_chunks
+from lightning_loco.rounds.flight import Flight
+from lightning_loco.rounds.landing import Restart
+from lightning_loco.rounds.lane import Lane
+from lightning_loco.rounds.parcels import Parcel, Part
+from lightning_loco.rounds.settings import PARCELS_UNDER_WAY, RoundSettings
 
-PARCELS_IN_FLIGHT = 2
 
+class Rounds:
+    """All that one lane of one worker exchanges.
 
-class BlockingRounds:
-    """Rounds whose result is applied before the next local step.
+    Where every message has a place of its own, everything has arrived before anything changes: a
+    round that fails leaves parameters and state as they were. A blocking round that is larger than
+    the bucket lands in pieces, and one that fails in between is marked as torn.
 
     Args:
-        layout: The trainable parameters.
-        algorithm: What to compute; prepared.
+        lane: The parameters, their memory and their state.
+        settings: What to compute and how; prepared.
         exchange: How messages move.
-        state: The algorithm's state; cut into slices along the chunks.
-        parcel_elements: Longest parcel; the bucket holds two of them.
-        extra_elements: Room to keep behind each parcel in the bucket.
+
+    Attributes:
+        flight: The round under way, or None.
+        measure_gradient: Whether rounds measure the norm of the outer gradient.
+        gradient_norm: That of the last round.
+        is_torn: Whether a round has failed after some of its parts had landed.
     """
 
-    staleness = 0
-
-    def __init__(
-        self,
-        layout: FlatLayout,
-        algorithm: Algorithm,
-        exchange: Exchange,
-        state: State,
-        parcel_elements: int = 0,
-        extra_elements: int = 0,
-    ) -> None:
-        self._layout = layout
-        self._algorithm = algorithm
-        self._exchange = exchange
-        self.state = state
+    def __init__(self, lane: Lane, settings: RoundSettings, exchange: Exchange) -> None:
+        self.lane = lane
+        self.flight: Flight | None = None
         self.measure_gradient = False
         self.gradient_norm: float | None = None
+        self.is_torn = False
+        self._algorithm = settings.algorithm
+        self._codec = None if isinstance(settings.codec, Identity) else settings.codec
+        self._landing = settings.landing or Restart()
+        self._exchange = exchange
         self._squares: list[Tensor] = []
-        self._parcel_elements = parcel_elements
-        self._proposed = False
-        self._tied_to: list[Chunk] = []
-        self._parcels: list[Parcel] = []
-        self._slots = [
-            torch.empty(length, dtype=layout.dtype, device=layout.device)
-            for length in self._slot_lengths(extra_elements)
-        ]
-        self._make_parcels()
+        self._is_proposed = False
+        self._is_finite = True
+        self._first: Handle | None = None
 
-    def _slot_lengths(self, extra_elements: int) -> list[int]:
-        groups = group_chunks(self._layout.chunks(), self._parcel_elements)
-        longest = max((group[-1].stop - group[0].start for group in groups), default=0)
-        return [longest + extra_elements] * min(PARCELS_IN_FLIGHT, len(groups))
+    # ----------------------------------------------------------------- propose
 
-    def _make_parcels(self) -> None:
-        """Tie all parcels to their memory; again when the parameters have moved."""
-        chunks = self._layout.chunks()
-        if chunks is self._tied_to:
-            return
-        groups = group_chunks(chunks, self._parcel_elements)
-        self._parcels = [self._make_parcel(index, group) for index, group in enumerate(groups)]
-        self._sums = torch.empty(len(chunks), dtype=self._layout.dtype, device=self._layout.device)
-        self._tied_to = chunks
-
-    def _make_parcel(self, index: int, chunks: list[Chunk]) -> Parcel:
-        start = chunks[0].start
-        message = self._slots[index % len(self._slots)][: chunks[-1].stop - start]
-        return Parcel(
-            message,
-            [
-                Part(c, message[c.start - start : c.stop - start], self._algorithm, self.state)
-                for c in chunks
-            ],
-        )
-
-    def load(self) -> bool:
+    def look(self) -> bool:
         """Prepare a round as far as possible alone, and say whether the parameters are finite.
 
-        The messages of a model that fits into the bucket are made here: then a look at the packed
-        values, still in the cache, replaces one at the parameters.
+        Messages that have a place which is free are made here: then a look at the packed values,
+        still in the cache, replaces one at the parameters.
         """
-        self._make_parcels()
-        self._proposed = len(self._parcels) <= len(self._slots)
-        if not self._proposed:
-            return self._layout.is_finite()
-        parts = [part for parcel in self._parcels for part in parcel.parts]
+        lane = self.lane
+        if lane.layout.chunks() is not lane.tied_to:
+            lane.tie()
+        self._is_proposed = lane.holds and self.flight is None
+        if not self._is_proposed:
+            self._is_finite = are_finite([part.chunk for part in lane.parts])
+            return self._is_finite
         with labelled("loco/propose"):
-            for part, total in zip(parts, self._sums.unbind(), strict=True):
-                part.read_local()
-                torch.sum(part.params, 0, out=total)
-                part.propose()
-        return all(map(math.isfinite, self._sums.tolist())) or self._layout.is_finite()
+            for part, total in zip(lane.parts, lane.sums.unbind(), strict=True):
+                self._propose_local(part, part.message, total)
+        self._is_finite = all(map(math.isfinite, lane.sums.tolist())) or are_finite(
+            [part.chunk for part in lane.parts]
+        )
+        return self._is_finite
 
-    def announce(
-        self, group: WorkerGroup, statistics: Statistics, row: Row, place: str
-    ) -> PendingRows:
-        """Exchange the rows of all workers, before a round or at a meeting.
+    def _propose_local(self, part: Part, into: Tensor, total: Tensor | None = None) -> None:
+        part.read_local(into)
+        if total is not None:
+            torch.sum(into, 0, out=total)
+        if part.departure is not None:
+            part.departure.copy_(into)
+        part.propose(into)
+        if self._codec is not None:
+            part.encoded = self._codec.encode(into, part.residual)
 
-        Args:
-            group: The workers.
-            statistics: Where the waiting is counted.
-            row: What this worker tells; after :meth:`load`.
-            place: Where this worker is, in words.
-        """
-        return start_rows(group, statistics, row, place)
-
-    def run(self, round_index: int, progress: bool, total_weight: Callable[[], float]) -> None:
-        """Make one round, after :meth:`load` and :meth:`announce`.
-
-        Args:
-            round_index: Number of the round, equal on all workers.
-            progress: False when this worker has made no valid progress since the last round.
-            total_weight: Called once messages are under way; waits for the other workers' weights.
-        """
-        under_way: deque[tuple[Parcel, Handle]] = deque()
-        for parcel in self._parcels:
-            if len(under_way) == len(self._slots):
-                self._complete(*under_way.popleft(), total_weight())
-            under_way.append((parcel, self._send(parcel, round_index, progress)))
-        while under_way:
-            self._complete(*under_way.popleft(), total_weight())
-        self._finish_norm()
-
-    def _send(self, parcel: Parcel, round_index: int, progress: bool) -> Handle:
-        self._propose(parcel, progress)
-        return self._exchange.start(parcel.message, round_index)
-
-    def _propose(self, parcel: Parcel, progress: bool) -> None:
-        """Make the message of a parcel."""
-        if progress and self._proposed:
+    def _propose_part(self, part: Part, into: Tensor, valid: bool) -> None:
+        if valid or not (self._exchange.is_weighted or self._has_start(part)):
+            self._propose_local(part, into)
             return
-        with labelled("loco/propose"):
-            for part in parcel.parts:
-                self._propose_part(part, progress)
-
-    def _propose_part(self, part: Part, progress: bool) -> None:
-        if progress:
-            part.read_local()
+        part.encoded = {}
+        if self._exchange.is_weighted:
+            into.zero_()
         else:
-            part.restart()
-        part.propose()
+            part.read_start(into)
+            part.propose(into)
 
-    def _complete(self, parcel: Parcel, handle: Handle, weight: float) -> None:
+    def _has_start(self, part: Part) -> bool:
+        return not self._is_finite or part.start() is not None
+
+    def _send(self, parcel: Parcel, index: int, valid: bool) -> Handle:
+        if not (valid and self._is_proposed):
+            with labelled("loco/propose"):
+                for part in parcel.parts:
+                    self._propose_part(part, part.message, valid)
+        return self._exchange.start(parcel, index)
+
+    def send_first(self, index: int, valid: bool) -> Handle:
+        """Send the first parcel ahead, because the workers' rows ride behind it."""
+        self._first = self._send(self.lane.parcels[0], index, valid)
+        return self._first
+
+    def _send_next(self, parcel: Parcel, flight: Flight) -> Handle:
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first
+        return self._send(parcel, flight.index, flight.valid)
+
+    # ------------------------------------------------------------------- turns
+
+    def make(self, flight: Flight) -> None:
+        """Send all messages and apply what comes back, before the next local step."""
+        if self.lane.holds:
+            self.begin(flight, stays=False)
+            self.land()
+            return
+        waiting: deque[tuple[Parcel, Handle]] = deque()
+        for parcel in self.lane.parcels:
+            if len(waiting) == PARCELS_UNDER_WAY:
+                self._land_piece(flight, *waiting.popleft())
+            waiting.append((parcel, self._send_next(parcel, flight)))
+        while waiting:
+            self._land_piece(flight, *waiting.popleft())
+        self._finish()
+
+    def begin(self, flight: Flight, stays: bool = True) -> None:
+        """Send all messages and leave them under way; the flight before them lands.
+
+        Args:
+            flight: What is told of the round.
+            stays: Whether local steps follow before it lands.
+        """
+        before, flight.stayed = self.flight, stays
+        if before is not None and not self._landing.lands_first:
+            self._relay(before, flight)
+            return
+        if before is not None:
+            self.land(flight.valid)
+        for parcel in self.lane.parcels:
+            flight.handles.append(self._send_next(parcel, flight))
+        for part in self.lane.parts if stays and before is None else ():
+            self._landing.begin(part)
+        self.flight = flight
+
+    def _relay(self, before: Flight, flight: Flight) -> None:
+        """Per part: propose the new message, land the old one; then send, parcel by parcel."""
+        received, weight = self._receive(before)
+        self._commit(before, self.lane.parts)
+        for parcel, whole in zip(self.lane.parcels, received, strict=True):
+            for part, share in parcel.split(whole):
+                self._propose_part(part, part.scratch, flight.valid)
+                self._land_part(before, part, share, weight, True)
+                part.message.copy_(part.scratch)
+            flight.handles.append(self._exchange.start(parcel, flight.index))
+        before.release()
+        self.flight = flight
+        self._finish()
+
+    def land(self, valid: bool = True) -> None:
+        """Wait for the flight under way, if there is one, and apply all that it brings.
+
+        Args:
+            valid: Whether the local parameters are finite, as far as is known.
+
+        Raises:
+            RuntimeError: If a worker is missing or has failed; nothing has changed then.
+        """
+        flight = self.flight
+        if flight is None:
+            return
+        received, weight = self._receive(flight)
+        self._commit(flight, self.lane.parts)
+        with labelled("loco/apply"):
+            for parcel, whole in zip(self.lane.parcels, received, strict=True):
+                for part, share in parcel.split(whole):
+                    self._land_part(flight, part, share, weight, valid)
+        flight.release()
+        self.flight = None
+        self._finish()
+
+    def _land_piece(self, flight: Flight, parcel: Parcel, handle: Handle) -> None:
         with labelled("loco/exchange"):
-            received = handle.wait(1.0)
+            received = handle.wait()
+        weight = self._weight(flight)
+        self._commit(flight, parcel.parts)
         with labelled("loco/apply"):
             for part, share in parcel.split(received):
-                self._update(part, part.params, share, weight)
+                self._land_part(flight, part, share, weight, True)
+        handle.release()
 
-    def _update(self, part: Part, params: Tensor, received: Tensor, weight: float) -> None:
-        self._exchange.normalize(received, weight)
+    def _receive(self, flight: Flight) -> tuple[list[Tensor], float]:
+        with labelled("loco/exchange"):
+            return flight.receive(), self._weight(flight)
+
+    def _weight(self, flight: Flight) -> float:
+        """What sums are to be divided by; waits for the rows only if they matter."""
+        if self._algorithm.num_scalars and flight.told is None:
+            flight.told = [row.scalars for row in flight.rows.wait()]
+        return flight.total_weight() if self._exchange.is_weighted else 1.0
+
+    def _commit(self, flight: Flight, parts: list[Part]) -> None:
+        """From here on the round counts: these parts wait for no other worker any more."""
+        self.is_torn = True
+        if flight.told is not None:
+            for part in parts:
+                self._algorithm.hear(flight.told, part.state)
+        if self._codec is not None:
+            for part in parts:
+                part.commit_residual()
+
+    def _land_part(
+        self, flight: Flight, part: Part, received: Tensor, weight: float, valid: bool
+    ) -> None:
+        if weight != 1:
+            received.div_(weight)
         if self.measure_gradient:
-            gradient = self._algorithm.outer_gradient(params, received, part.state)
+            gradient = self._algorithm.outer_gradient(part.message, received, part.state)
+            if gradient is None and part.departure is not None:
+                gradient = received - part.departure
             if gradient is not None:
                 self._squares.append(torch.linalg.vector_norm(gradient))
-        part.unpack(self._algorithm.update(params, received, part.state))
+        result = self._algorithm.update(part.message, received, part.state)
+        if flight.stayed:
+            self._landing.land(part, result, part.scratch, valid and flight.valid)
+        else:
+            part.unpack(result)
 
-    def _finish_norm(self) -> None:
+    def _finish(self) -> None:
+        lane = self.lane
+        if lane.has_uncut_state or len(lane.state) != len(lane.parts[0].state):
+            lane.take_back_state()
+        self.is_torn = False
         if self._squares:
             self.gradient_norm = math.hypot(*(float(norm) for norm in self._squares))
             self._squares = []
 
-    def drain(self) -> None:
-        """Apply what is under way between rounds: nothing here."""
+    # -------------------------------------------------------------- checkpoint
 
-    def pending(self) -> Tensor | None:
-        """What has been received but not applied yet, for a checkpoint: nothing here."""
-        return None
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The algorithm's state with what has arrived for it, and what is this worker's own.
 
-    def restore_pending(self, received: Tensor | None) -> None:
-        """Take back what :meth:`pending` has returned."""
-        if received is not None:
+        Raises:
+            RuntimeError: If the last round has failed in the middle of its landing.
+        """
+        if self.is_torn:
+            raise RuntimeError(
+                "A round has failed while it was being applied, so the parameters are half those "
+                "of before. Go back to the last checkpoint."
+            )
+        lane, received, flight = self.lane, None, None
+        if self.flight is not None:
+            received = self._arrived(self.flight)
+            flight = self.flight.state_dict()
+            if not self._exchange.is_weighted:
+                flight["messages"] = lane.gather(lane.messages())
+        shared = {"state": dict(lane.state), "received": received}
+        return shared, {"flight": flight, **lane.state_dict()}
+
+    def _arrived(self, flight: Flight) -> Tensor:
+        """All that a flight has brought, once it is here, as it is applied later."""
+        received, weight = self._receive(flight)
+        for parcel, whole in zip(self.lane.parcels, received, strict=True):
+            whole[: len(parcel)].div_(weight)
+        flight.is_divided = True
+        for part in self.lane.parts:
+            part.commit_residual()
+        return self.lane.gather(received)
+
+    def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` has given.
+
+        Raises:
+            ValueError: If a round was under way that this schedule would have ended.
+        """
+        lane, flight = self.lane, own["flight"]
+        lane.load_state_dict(shared["state"], own)
+        self.flight = None
+        if flight is None:
+            return
+        if not lane.holds:
             raise ValueError("The checkpoint holds a round under way, but overlap is off.")
+        messages = lane.messages()
+        lengths = [message.numel() for message in messages]
+        received = list(shared["received"].split(lengths))
+        if "messages" in flight:
+            torch._foreach_copy_(messages, list(flight["messages"].split(lengths)))
+            received = [tensor.clone() for tensor in received]
+        else:
+            torch._foreach_copy_(messages, received)
+            received = messages
+        self.flight = Flight.arrived(flight, received)

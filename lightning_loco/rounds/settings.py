@@ -5,14 +5,26 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
-from torch import nn
-
 from lightning_loco.algorithms import Algorithm
-from lightning_loco.rounds.rounds import PARCELS_IN_FLIGHT
-from lightning_loco.topology import Ring, as_topology
+from lightning_loco.codecs import Codec, Identity
+from lightning_loco.comm.checks import plain
+from lightning_loco.comm.flat import Cuts
+from lightning_loco.rounds.landing import Landing, Restart, landing_of
+from lightning_loco.rounds.schedule import EverySteps, Schedule
+from lightning_loco.topology import as_topology
+
+PARCELS_UNDER_WAY = 2
+
+BUCKET_BYTES = 64 * 2**20
+
+CHUNK_ELEMENTS = 2**20
+"""Elements that are worked on at once: 4 MiB of float32, which a processor's cache can hold."""
+
+_FEWEST_ELEMENTS = 1024
+WHOLE_MODEL_BYTES = 2**40
+"""A bucket that holds any model: one parcel, one thing to wait for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,10 +33,13 @@ class RoundSettings:
 
     Args:
         algorithm: What a round computes.
-        sync_every: Local steps between rounds, or one number per worker.
-        overlap: Apply a round's result one round later.
-        warm_start: With overlap, make the first round a blocking one.
-        topology: Neighbours; None for all-reduce algorithms, and for a ring otherwise.
+        schedule: When rounds begin and end.
+        topology: Who exchanges with whom. Default: the algorithm's own.
+        codec: How messages are written on the wire.
+        landing: What becomes of late results. Default: what the algorithm names.
+        bucket_bytes: Memory for messages under way, in bytes. Rounds that stay under way have as
+            much as they need.
+        num_workers: Set by :meth:`prepare`.
 
     Raises:
         TypeError: If a value has the wrong type.
@@ -32,89 +47,135 @@ class RoundSettings:
     """
 
     algorithm: Algorithm
-    sync_every: int | Sequence[int] = 100
-    overlap: bool = False
-    warm_start: bool = True
+    schedule: Schedule = EverySteps()
     topology: Any | None = None
+    codec: Codec = Identity()
+    landing: Landing | None = None
+    bucket_bytes: int = BUCKET_BYTES
+    num_workers: int = 1
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
-        if not isinstance(self.algorithm, Algorithm):
-            raise TypeError(
-                f"algorithm must be an Algorithm such as DiLoCo(), got {self.algorithm!r}."
-            )
-        several = isinstance(self.sync_every, Sequence) and not isinstance(self.sync_every, str)
-        for steps in self.sync_every if several else [self.sync_every]:  # type: ignore[union-attr]
-            if isinstance(steps, bool) or not isinstance(steps, int):
+        for name, kind, example in (
+            ("algorithm", Algorithm, "DiLoCo()"),
+            ("schedule", Schedule, "EverySteps(100)"),
+            ("codec", Codec, "Identity()"),
+        ):
+            if not isinstance(value := getattr(self, name), kind):
+                article = "an" if kind is Algorithm else "a"
                 raise TypeError(
-                    "sync_every counts optimizer steps between rounds and must be an integer (or a "
-                    f"list with one per worker), got {self.sync_every!r}."
+                    f"{name} must be {article} {kind.__name__} such as {example}, got {value!r}."
                 )
-            if steps < 1:
-                raise ValueError(
-                    "sync_every counts optimizer steps between rounds and must be at least 1, got "
-                    f"{self.sync_every!r}. Use sync_every=1 to exchange after every step."
-                )
-        if self.overlap:
+        if isinstance(self.bucket_bytes, bool) or not isinstance(self.bucket_bytes, int):
+            raise TypeError(f"bucket_bytes must be an integer, got {self.bucket_bytes!r}.")
+        if self.bucket_bytes <= 0:
+            raise ValueError(
+                f"bucket_bytes must be positive and finite, got {self.bucket_bytes!r}."
+            )
+        if self.stays:
             self.algorithm.check_overlap()
 
-    def prepare(self, num_workers: int) -> RoundSettings:
+    @property
+    def stays(self) -> bool:
+        """Whether rounds are under way while local steps go on, after the first ones at least."""
+        return self.schedule.stays(2**31)
+
+    def prepare(self, num_workers: int, seed: int = 0) -> RoundSettings:
         """Check everything against the number of workers and resolve ``"auto"`` settings.
+
+        Args:
+            num_workers: Number of workers N.
+            seed: Of the run, equal on all workers: for a topology that is drawn by default.
 
         Raises:
             ValueError: If something does not fit; before training starts.
         """
         topology = None if self.topology is None else as_topology(self.topology)
-        if topology is None and self.algorithm.exchange == "neighbors":
-            topology = Ring()
-        if isinstance(self.sync_every, Sequence) and len(self.sync_every) != num_workers:
-            raise ValueError(
-                f"sync_every lists {len(self.sync_every)} numbers for {num_workers} workers, got "
-                f"{list(self.sync_every)}. Give one number per worker, or a single one for all."
-            )
+        if topology is None:
+            topology = self.algorithm.default_topology(seed)
+        self.schedule.check(num_workers)
         algorithm = self.algorithm.prepare(num_workers, topology)
-        if self.overlap:
+        if algorithm.granularity is None and self.schedule.num_lanes > 1:
+            raise ValueError(
+                f"{type(algorithm).__name__} needs the whole vector of parameters at once and "
+                f"cannot be exchanged in {self.schedule.num_lanes} parts."
+            )
+        landing = self.landing or landing_of(algorithm)
+        if self.stays and isinstance(landing, Restart):
             algorithm.warn_overlap()
-        return dataclasses.replace(self, algorithm=algorithm, topology=topology)
+        return dataclasses.replace(
+            self, algorithm=algorithm, topology=topology, landing=landing, num_workers=num_workers
+        )
 
     def describe(self) -> dict[str, Any]:
         """Everything as plain values, for a comparison between workers and for checkpoints."""
-        values = {f.name: getattr(self.algorithm, f.name) for f in fields(self.algorithm)}
-        plain = {
-            key: value if isinstance(value, (int, float, str, type(None))) else type(value).__name__
-            for key, value in values.items()
-        }
+        fields = dataclasses.fields(self.algorithm)
         return {
             "algorithm": type(self.algorithm).__name__,
-            **plain,
-            "sync_every": self.sync_every
-            if isinstance(self.sync_every, int)
-            else list(self.sync_every),
-            "overlap": self.overlap,
-            "warm_start": self.warm_start,
-            "topology": None if self.topology is None else repr(self.topology),
+            **{field.name: plain(getattr(self.algorithm, field.name)) for field in fields},
+            "schedule": type(self.schedule).__name__,
+            **self.schedule.describe(),
+            "topology": plain(self.topology),
+            "codec": plain(self.codec),
+            "landing": plain(self.landing),
+            "bucket_bytes": self.bucket_bytes,
         }
 
-    def steps_of(self, worker: int) -> int:
-        """Local steps of one worker between rounds."""
-        return self.sync_every if isinstance(self.sync_every, int) else self.sync_every[worker]
+    # ------------------------------------------------------------------ memory
 
-    def shares(self, num_workers: int) -> list[int]:
-        """In which proportion the workers share the data, so that epochs hold equal rounds."""
-        steps = [self.steps_of(worker) for worker in range(num_workers)]
-        divisor = math.gcd(*steps)
-        return [count // divisor for count in steps]
+    @property
+    def granularity(self) -> int | None:
+        """What the length of a slice must be a multiple of; None for the whole vector."""
+        own = self.algorithm.granularity
+        return None if own is None else math.lcm(own, self.codec.granularity)
 
-    def parcel_elements(self, model: nn.Module, bucket_bytes: int, num_workers: int) -> int:
-        """Longest parcel such that all parcels under way fit into ``bucket_bytes``."""
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        if not self.algorithm.elementwise:
-            return max(1, sum(p.numel() for p in parameters))
-        copies = 1
-        if self.topology is not None:
-            degrees = [
-                len(self.topology.weights(worker, num_workers, 0)) for worker in range(num_workers)
-            ]
-            copies = max(degrees)
-        itemsize = max(4, *(p.element_size() for p in parameters))
-        return max(1024, bucket_bytes // (PARCELS_IN_FLIGHT * copies * itemsize))
+    def parcel_elements(self, numel: int, itemsize: int) -> int:
+        """Longest parcel such that all parcels under way fit into the bucket.
+
+        Args:
+            numel: Elements of the whole vector.
+            itemsize: Bytes of an element.
+        """
+        if self.granularity is None:
+            return max(1, numel)
+        topology, copies = self.topology, 1
+        if topology is not None:
+            workers = range(self.num_workers)
+            copies = max(len(topology.weights(w, self.num_workers, 0)) for w in workers)
+        return max(_FEWEST_ELEMENTS, self.bucket_bytes // (PARCELS_UNDER_WAY * copies * itemsize))
+
+    def cuts(self, sizes: Sequence[int], itemsize: int) -> Cuts:
+        """Where to cut parameters of these sizes: small chunks, none of them short if possible."""
+        numel = sum(sizes)
+        if self.granularity is None:
+            return Cuts()
+        parcel = self.parcel_elements(numel, itemsize)
+        chunk = min(parcel, CHUNK_ELEMENTS)
+        if numel <= parcel:
+            chunk = math.ceil(numel / max(1, round(numel / CHUNK_ELEMENTS)))
+        return Cuts(chunk, self.granularity, self._borders(sizes))
+
+    def _borders(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Where lanes begin and end.
+
+        Raises:
+            ValueError: If a lane would cut what belongs together, or the lanes leave a gap.
+        """
+        numel = sum(sizes)
+        stretches = sorted(
+            (stretch.start, stretch.stop)
+            for lane in self.schedule.lanes(sizes)
+            for stretch in lane
+            if stretch
+        )
+        borders = [start for start, _ in stretches]
+        ends = [stop for _, stop in stretches]
+        if stretches and [0, *ends] != [*borders, numel]:
+            raise ValueError(f"The lanes of {self.schedule} do not cover each parameter once.")
+        assert self.granularity is not None
+        if any(border % self.granularity for border in borders):
+            raise ValueError(
+                f"The lanes of {self.schedule} must begin at multiples of {self.granularity}, "
+                f"which {type(self.algorithm).__name__} is made of, and begin at {borders}."
+            )
+        return tuple(borders[1:])

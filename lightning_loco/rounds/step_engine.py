@@ -21,8 +21,8 @@ from torch import nn
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.rounds.engine import Engine
-from lightning_loco.rounds.settings import RoundSettings
-from lightning_loco.rounds.setup import make_rounds, prepare_worker
+from lightning_loco.rounds.schedule import EverySteps
+from lightning_loco.rounds.settings import BUCKET_BYTES, RoundSettings
 
 
 class StepEngine(Engine):
@@ -34,7 +34,7 @@ class StepEngine(Engine):
         sync_every: Local steps between rounds, at least 1; or a list with one entry per worker.
         overlap: Apply a round's result one round later, and hide its communication.
         warm_start: With overlap, make the first round a blocking one.
-        topology: Who is whose neighbour, for algorithms that exchange with neighbours.
+        topology: Who is whose neighbour. Default: the algorithm's own.
         bucket_bytes: Memory for messages under way, in bytes.
         group: The workers. Default: all ranks of the default process group, with groups of its own.
 
@@ -64,31 +64,11 @@ class StepEngine(Engine):
         overlap: bool = False,
         warm_start: bool = True,
         topology: Any | None = None,
-        bucket_bytes: int = 64 * 2**20,
+        bucket_bytes: int = BUCKET_BYTES,
         group: WorkerGroup | None = None,
     ) -> None:
-        group = group if group is not None else WorkerGroup.create()
-        try:
-            prepared = prepare_worker(
-                model,
-                lambda: RoundSettings(algorithm, sync_every, overlap, warm_start, topology),
-                bucket_bytes,
-                group,
-            )
-            super().__init__(group, prepared, make_rounds)
-        except BaseException:
-            group.close()
-            raise
+        def make_settings() -> RoundSettings:
+            schedule = EverySteps(sync_every, overlap, warm_start)
+            return RoundSettings(algorithm, schedule, topology, bucket_bytes=bucket_bytes)
 
-    @property
-    def is_due(self) -> bool:
-        """Whether enough local steps are done for a round."""
-        return self.steps_since_round >= self.sync_every
-
-    def make_round(self) -> None:
-        """Make one round now, together with all workers.
-
-        Raises:
-            RuntimeError: If a worker is missing or has failed, or no worker is finite.
-        """
-        self._make_blocking_round()
+        super().__init__(model, make_settings, group)

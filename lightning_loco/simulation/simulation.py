@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,12 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco.algorithms import Algorithm, State
-from lightning_loco.comm import Statistics, WorkerGroup
 from lightning_loco.comm.checks import check_model, first_difference
 from lightning_loco.comm.flat import FlatLayout
-from lightning_loco.rounds import RoundSettings
+from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.rows import ROUND, PendingRows, Row
+from lightning_loco.comm.stats import Statistics
 from lightning_loco.rounds.exchange import make_exchange
-from lightning_loco.rounds.parcels import Part
+from lightning_loco.rounds.flight import Flight
+from lightning_loco.rounds.lane import Lane
+from lightning_loco.rounds.rounds import Rounds
+from lightning_loco.rounds.schedule import EverySteps, Now
+from lightning_loco.rounds.settings import WHOLE_MODEL_BYTES, RoundSettings
+from lightning_loco.simulation.hub import Hub
 
 
 class Simulation:
@@ -61,17 +68,32 @@ class Simulation:
         warm_start: bool = True,
         topology: Any | None = None,
     ) -> None:
+        schedule = EverySteps(sync_every, overlap, warm_start)
+        self._set_up(models, RoundSettings(algorithm, schedule, topology))
+
+    @classmethod
+    def from_settings(cls, models: Sequence[nn.Module], settings: RoundSettings) -> Simulation:
+        """A simulation of any schedule that goes by steps, with any codec and landing.
+
+        Raises:
+            ValueError: If the schedule goes by the clock, or as in the class.
+        """
+        simulation = cls.__new__(cls)
+        simulation._set_up(models, settings)
+        return simulation
+
+    def _set_up(self, models: Sequence[nn.Module], settings: RoundSettings) -> None:
         if not models:
             raise ValueError("A simulation needs at least one model, one per worker; got none.")
-        n = len(models)
-        settings = RoundSettings(algorithm, sync_every, overlap, warm_start, topology).prepare(n)
-        self.settings = settings
-        self.algorithm = settings.algorithm
+        settings = dataclasses.replace(settings, bucket_bytes=WHOLE_MODEL_BYTES)
+        self.settings = settings.prepare(len(models), torch.initial_seed() % 2**31)
+        self.algorithm = self.settings.algorithm
+        self._schedule = self.settings.schedule
+        if self._schedule.sync_every_of(0) is None:
+            raise ValueError(f"A simulation counts steps and has no clock for {self._schedule}.")
         self.round_index = 0
-        self._layouts = [
-            FlatLayout((name, p) for name, p in model.named_parameters() if p.requires_grad)
-            for model in models
-        ]
+        self._steps = [0] * len(models)
+        self._layouts = [self._layout_of(model) for model in models]
         for worker, (model, layout) in enumerate(zip(models, self._layouts, strict=True)):
             check_model(model)
             if layout.schema() != self._layouts[0].schema():
@@ -81,12 +103,31 @@ class Simulation:
                     "Build the same model for every worker."
                 )
             model.load_state_dict(models[0].state_dict())
-        start = self._layouts[0].new_flat()
-        self.states: list[State] = [self.algorithm.init(start.clone()) for _ in models]
-        self._exchange = make_exchange(
-            self.algorithm, WorkerGroup(0, 1), Statistics(), settings.topology
-        )
-        self._under_way: list[Tensor] | None = None
+        self._lanes = self._make_lanes()
+        self.states: list[State] = [rounds.lane.state for rounds in self._lanes[0]]
+
+    def _layout_of(self, model: nn.Module) -> FlatLayout:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        cuts = self.settings.cuts([p.numel() for _, p in named], 4)
+        return FlatLayout(named, cuts._replace(chunk_elements=None))
+
+    def _make_lanes(self) -> list[list[Rounds]]:
+        """By lane and worker; all workers of a lane exchange through one hub."""
+        settings, layouts = self.settings, self._layouts
+        exchange = make_exchange(self.algorithm, WorkerGroup(0, 1), Statistics(), settings.topology)
+        start = layouts[0].new_flat()
+        states = [self.algorithm.init(start.clone()) for _ in layouts]
+        residuals = [settings.codec.init(start) for _ in layouts]
+        lanes = []
+        for stretches in settings.schedule.lanes([t.numel() for t in layouts[0].tensors]):
+            hub = Hub(exchange, self.num_workers)
+            lane = []
+            for worker, layout in enumerate(layouts):
+                state, residual = states[worker], residuals[worker]
+                memory = Lane(layout, stretches, settings, state, residual, layout.numel)
+                lane.append(Rounds(memory, settings, hub.of_worker(worker)))
+            lanes.append(lane)
+        return lanes
 
     @property
     def num_workers(self) -> int:
@@ -102,56 +143,47 @@ class Simulation:
         """
         for _ in range(num_rounds):
             for worker in range(self.num_workers):
-                for _ in range(self.settings.steps_of(worker)):
+                since_round = 0
+                while not self._begins(worker, since_round):
                     local_step(worker)
+                    self._steps[worker] += 1
+                    since_round += 1
             self.make_round()
+
+    def _begins(self, worker: int, since_round: int) -> bool:
+        turn = self.round_index % len(self._lanes)
+        flight = self._lanes[turn][worker].flight
+        now = Now(self._steps[worker], since_round, self.round_index, turn, math.inf, flight)
+        return self._schedule.of_worker(worker).due(now)[0]
 
     @torch.no_grad()
     def make_round(self) -> None:
         """Exchange and apply, for all workers."""
-        params = [self._read(worker) for worker in range(self.num_workers)]
-        messages = [
-            self.algorithm.propose(p, state) for p, state in zip(params, self.states, strict=True)
-        ]
-        warming_up = self.settings.warm_start and self.round_index == 0
-        if not self.settings.overlap or warming_up:
-            received = self._exchange.simulate(messages, self.round_index)
-            self._apply(params, received)
-        else:
-            received = self._exchange.simulate(messages, self.round_index)
-            fresh = [torch.empty_like(p) for p in params]
-            if self._under_way is None:
-                for p, state in zip(fresh, self.states, strict=True):
-                    self.algorithm.restart(p, state)
-                self._write(fresh)
-            else:
-                self._apply(fresh, self._under_way)
-            self._under_way = received
+        lane = self._lanes[self.round_index % len(self._lanes)]
+        rows = self._rows(lane)
+        stays = self._schedule.stays(self.round_index)
+        for rounds, steps in zip(lane, self._steps, strict=True):
+            rounds.look()
+            rounds.begin(Flight(self.round_index, rows, valid=True, began_at=steps), stays)
+        if not stays:
+            for rounds in lane:
+                rounds.land()
         self.round_index += 1
+
+    def _rows(self, lane: list[Rounds]) -> PendingRows:
+        row = Row(ROUND, self.round_index, steps=1, weight=1.0, finite=1.0)
+        table = torch.tensor(
+            [[*row[:-1], *self.algorithm.scalars(rounds.lane.state)] for rounds in lane],
+            dtype=torch.float64,
+        )
+        return PendingRows(lambda: table, f"round {self.round_index}")
 
     @torch.no_grad()
     def drain(self) -> None:
         """Apply what overlap has left under way."""
-        if self._under_way is not None:
-            self._apply([torch.empty_like(p) for p in self._under_way], self._under_way)
-            self._under_way = None
-
-    def _read(self, worker: int) -> Tensor:
-        layout = self._layouts[worker]
-        params = torch.empty(layout.numel, dtype=layout.dtype, device=layout.device)
-        for chunk in layout.chunks():
-            part = params[chunk.start : chunk.stop]
-            Part(chunk, part, self.algorithm, self.states[worker]).read_local()
-        return params
-
-    def _apply(self, params: list[Tensor], received: list[Tensor]) -> None:
-        for p, r, state in zip(params, received, self.states, strict=True):
-            self.algorithm.apply(p, r, state)
-        self._write(params)
-
-    def _write(self, params: list[Tensor]) -> None:
-        for layout, p in zip(self._layouts, params, strict=True):
-            layout.write(p)
+        for lane in self._lanes:
+            for rounds in lane:
+                rounds.land()
 
     def params(self) -> list[Tensor]:
         """A flat copy of each worker's parameters, ``(P,)``."""

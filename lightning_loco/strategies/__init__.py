@@ -1,7 +1,7 @@
 """Lightning strategies: hooks, process groups, checkpoints."""
 
 from lightning_loco.strategies.async_average import AsyncModelAverageStrategy
-from lightning_loco.strategies.base import LocoStrategy
+from lightning_loco.strategies.loco import LocoStrategy
 from lightning_loco.strategies.methods import MADE, METHODS, register_strategies
 from lightning_loco.strategies.named import (
     AsyncDiLoCoStrategy,

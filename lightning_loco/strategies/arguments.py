@@ -95,7 +95,7 @@ def with_signature(
     return decorate
 
 
-def check_common_arguments(timeout_s: float, bucket_bytes: int, start_method: str) -> None:
+def check_common_arguments(timeout_s: float, start_method: str) -> None:
     """Refuse what no strategy can work with.
 
     Raises:
@@ -103,15 +103,23 @@ def check_common_arguments(timeout_s: float, bucket_bytes: int, start_method: st
         ValueError: If one is out of range, or the start method is unknown.
     """
     check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
-    for name, number, kind in (
-        ("timeout_s", timeout_s, (int, float)),
-        ("bucket_bytes", bucket_bytes, int),
-    ):
-        if isinstance(number, bool) or not isinstance(number, kind):
-            what = "an integer" if kind is int else "a number"
-            raise TypeError(f"{name} must be {what}, got {number!r}.")
-        if not 0 < number < math.inf:
-            raise ValueError(f"{name} must be positive and finite, got {number!r}.")
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
+        raise TypeError(f"timeout_s must be a number, got {timeout_s!r}.")
+    if not 0 < timeout_s < math.inf:
+        raise ValueError(f"timeout_s must be positive and finite, got {timeout_s!r}.")
+
+
+def check_bytes(name: str, value: int) -> None:
+    """Refuse what is no number of bytes.
+
+    Raises:
+        TypeError: If it is not an integer.
+        ValueError: If it is not positive.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r}.")
+    if value <= 0:
+        raise ValueError(f"{name} must be positive and finite, got {value!r}.")
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from lightning_loco.comm.groups import WorkerGroup
-from lightning_loco.rounds.clock_engine import ClockEngine, ClockSettings
-from lightning_loco.rounds.engine import Engine
+from lightning_loco.rounds.clock_engine import ClockEngine, clock_settings
 from lightning_loco.strategies.arguments import CommonArguments, spelled_out
-from lightning_loco.strategies.base import LocoStrategy
+from lightning_loco.strategies.loco import LocoStrategy
 
 
 class AsyncModelAverageStrategy(LocoStrategy):
@@ -44,8 +42,6 @@ class AsyncModelAverageStrategy(LocoStrategy):
         Trainer(strategy=AsyncModelAverageStrategy(interval_s=0.5), devices=8)
     """
 
-    settings: ClockSettings
-
     @spelled_out(LocoStrategy.__init__)
     def __init__(
         self,
@@ -54,33 +50,17 @@ class AsyncModelAverageStrategy(LocoStrategy):
         topology: Any | None = None,
         **common: Unpack[CommonArguments],
     ) -> None:
-        self._init_with(ClockSettings.of(interval_s, warmup_steps, topology), **common)
+        self._init_with(clock_settings(interval_s, warmup_steps, topology), **common)
 
-    def make_engine(self, group: WorkerGroup) -> Engine:
+    def make_engine(self, group: WorkerGroup) -> ClockEngine:
         """An engine that exchanges by the clock."""
         assert self.lightning_module is not None
-        return ClockEngine(
-            self.lightning_module,
-            interval_s=self.settings.interval_s,
-            warmup_steps=self.settings.warmup_steps,
-            topology=self.settings.topology,
-            group=group,
-        )
+        return ClockEngine.from_settings(self.lightning_module, self.settings, group)
 
     @property
     def _clock(self) -> ClockEngine:
         assert isinstance(self._engine, ClockEngine)
         return self._engine
-
-    def _describe(self, engine: Engine) -> None:
-        settings = self.settings
-        where = "" if settings.topology is None else f", topology {engine.settings.topology}"
-        rank_zero_info(
-            f"{engine.algorithm} on {engine.group.num_workers} workers, "
-            f"{engine.replica.layout.numel:,} trainable parameters, a round after every "
-            f"{settings.interval_s} s, {settings.warmup_steps} steps of warm-up{where}, "
-            f"start {engine.checksum:08x}."
-        )
 
     def prepare_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Average the gradients after the backward pass while warming up."""

@@ -1,8 +1,9 @@
-"""Lightning's own collectives as meetings: who arrives early goes on serving the others' rounds."""
+"""Lightning's collectives as meetings: who arrives early goes on serving the others' rounds."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from lightning_loco.rounds.engine import StopAgreed
+from lightning_loco.comm.worker import StopAgreed
 from lightning_loco.strategies import lightning_private
 
 
@@ -28,14 +29,34 @@ class MeetingPlace(Protocol):
         """Wait until all workers have come; may raise ``StopAgreed``."""
 
 
+class Checkpoints(Protocol):
+    """What is written into checkpoints and beside them, and how a run goes on from there."""
+
+    def model_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The model's state for a checkpoint; ``read`` reads what the module holds."""
+
+    def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
+        """Write what Lightning has collected on this rank, and all that belongs to it."""
+
+    def load(self, loaded: dict[str, Any], path: str | Path) -> dict[str, Any]:
+        """Complete what Lightning has read."""
+
+    def remove(self, path: str | Path) -> None:
+        """Delete a checkpoint with all that belongs to it."""
+
+
 class MeetingStrategy(DDPStrategy):
     """A ``DDPStrategy`` whose collectives never meet a round of another worker by mistake.
 
     Workers that have different numbers of batches reach Lightning's barriers and reductions at
     different times. Each of these calls first waits, at the :attr:`meeting_place`, until all
     workers have come to the same one; rounds of those still training are served meanwhile.
+
+    Attributes:
+        checkpoints: Does the work of the hooks for checkpoints.
     """
 
+    checkpoints: Checkpoints
     _finished = False
 
     @property
@@ -93,14 +114,6 @@ class MeetingStrategy(DDPStrategy):
             except StopAgreed as stop:
                 raise SIGTERMException from stop
 
-    def load_checkpoint(
-        self, checkpoint_path: str | Path, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Read a checkpoint; older versions of Lightning know no ``weights_only``."""
-        if weights_only is None:
-            return super().load_checkpoint(checkpoint_path)
-        return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all workers."""
         self.meet(f"barrier {args[0] if args else kwargs.get('name', '')}")
@@ -127,3 +140,26 @@ class MeetingStrategy(DDPStrategy):
         """Collect a tensor from all workers."""
         self.meet("all_gather")
         return tensor if self._is_alone else super().all_gather(tensor, group, sync_grads)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's state for a checkpoint."""
+        return self.checkpoints.model_state(super().lightning_module_state_dict)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Write a checkpoint with all that belongs to it."""
+        self.checkpoints.save(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint and, to resume training, this worker's own part."""
+        # Older versions of Lightning know no weights_only.
+        options = {} if weights_only is None else {"weights_only": weights_only}
+        loaded = super().load_checkpoint(checkpoint_path, **options)
+        return self.checkpoints.load(loaded, checkpoint_path)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Delete a checkpoint with all that belongs to it."""
+        self.checkpoints.remove(filepath)

@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 from lightning_loco.algorithms import DiLoCo, GASLoC, LocalSGD
 from lightning_loco.algorithms.diloco import OuterOptimizer
 from lightning_loco.strategies.arguments import RoundArguments, spelled_out
-from lightning_loco.strategies.base import LocoStrategy
+from lightning_loco.strategies.loco import LocoStrategy
 from lightning_loco.topology import Topology
 
 

@@ -16,7 +16,7 @@ from lightning_loco.strategies.arguments import (
     parameters_of,
     with_signature,
 )
-from lightning_loco.strategies.base import LocoStrategy
+from lightning_loco.strategies.loco import LocoStrategy
 
 PACKAGE = "lightning_loco.strategies"  # where pickle finds the classes by their names
 

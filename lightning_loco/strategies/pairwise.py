@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack
@@ -19,12 +18,11 @@ from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.peers import Peer, read_nodes
 from lightning_loco.peers.engine import PairwiseEngine
 from lightning_loco.peers.settings import PairwiseSettings
-from lightning_loco.rounds.engine import Engine
 from lightning_loco.strategies.arguments import CommonArguments, spelled_out
-from lightning_loco.strategies.base import LocoStrategy
+from lightning_loco.strategies.engine_strategy import EngineStrategy
 
 
-class PairwiseGossipStrategy(LocoStrategy):
+class PairwiseGossipStrategy(EngineStrategy):
     """Serve this worker's parameters and blend in those of random peers; nobody waits for anybody.
 
     Before a local step the parameters are served as they are, and a fetch from a random peer
@@ -65,9 +63,9 @@ class PairwiseGossipStrategy(LocoStrategy):
         Trainer(strategy=PairwiseGossipStrategy(nodes="nodes.yaml", name="w1"), devices=1)
     """
 
-    settings: PairwiseSettings  # type: ignore[assignment]
+    settings: PairwiseSettings
 
-    @spelled_out(LocoStrategy.__init__)
+    @spelled_out(EngineStrategy._init_with)
     def __init__(
         self,
         fetch_probability: float = 1.0,
@@ -130,28 +128,11 @@ class PairwiseGossipStrategy(LocoStrategy):
             )
         super().setup(trainer)
 
-    def make_engine(self, group: WorkerGroup) -> Engine:
+    def make_engine(self, group: WorkerGroup) -> PairwiseEngine:
         """An engine that pulls."""
         assert self.lightning_module is not None
-        settings = self.settings
-        return PairwiseEngine(
-            self.lightning_module,
-            settings.algorithm,
-            nodes=settings.nodes,
-            name=settings.name,
-            fetch_timeout_s=settings.fetch_timeout_s,
-            wire_dtype=settings.wire_dtype,
-            key_file=settings.key_file,
-            seed=torch.initial_seed() % 2**31,
-            group=group,
-        )
-
-    def _describe(self, engine: Engine) -> None:
-        num_peers = len(self.settings.peers) or engine.group.num_workers
-        rank_zero_info(
-            f"{engine.algorithm} between {num_peers} workers, "
-            f"{engine.replica.layout.numel:,} trainable parameters, start {engine.checksum:08x}."
-        )
+        seed = torch.initial_seed() % 2**31
+        return PairwiseEngine.from_settings(self.lightning_module, self.settings, seed, group)
 
     def prepare_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Serve, and start to fetch."""

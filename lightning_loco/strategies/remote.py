@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -21,22 +18,20 @@ from torch.optim import Optimizer
 from lightning_loco.comm.checks import check_model, share_from_worker_0
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.remote import RemoteOptimizer, Serving, Transport
-from lightning_loco.remote.all_ranks import ServiceGroup
 from lightning_loco.remote.plan import BUCKET_BYTES
-from lightning_loco.remote.replica_group import new_replica_group
-from lightning_loco.remote.supported_optimizers import check_optimizer
-from lightning_loco.remote.tiers import check_counts
 from lightning_loco.strategies import lightning_private
-from lightning_loco.strategies.arguments import check_common_arguments
+from lightning_loco.strategies.arguments import check_bytes, check_common_arguments
+from lightning_loco.strategies.gradient_hooks import sees_gradients
+from lightning_loco.strategies.remote_arguments import (
+    check_optimizers,
+    check_ranks,
+    read_wire_dtype,
+)
 from lightning_loco.strategies.remote_checkpoints import RemoteCheckpoints
-from lightning_loco.strategies.scaling import AgreedGradScaler
+from lightning_loco.strategies.remote_precision import RemotePrecision
 from lightning_loco.strategies.served import ServedStrategy
 from lightning_loco.strategies.service_rank import farewell_of, serve_fit
 from lightning_loco.strategies.shared_memory import leave_shared_memory
-
-log = logging.getLogger(__name__)
-
-_WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class RemoteOptimizerStrategy(ServedStrategy):
@@ -88,6 +83,8 @@ class RemoteOptimizerStrategy(ServedStrategy):
         Trainer(strategy=RemoteOptimizerStrategy(num_workers=2), devices=4)  # 3 tiers
     """
 
+    checkpoints: RemoteCheckpoints
+
     def __init__(
         self,
         num_workers: int | None = None,
@@ -107,17 +104,9 @@ class RemoteOptimizerStrategy(ServedStrategy):
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        check_counts(1 if num_workers is None else num_workers, num_servers, replica_size)
-        if min_workers is not None and not 1 <= min_workers <= (num_workers or min_workers):
-            raise ValueError(
-                f"min_workers must be 1 to num_workers={num_workers}, got {min_workers!r}."
-            )
-        if min_workers is not None and replica_size > 1:
-            raise ValueError(
-                "min_workers goes on without single ranks, so it needs replica_size=1, got "
-                f"{replica_size}."
-            )
-        check_common_arguments(timeout_s, bucket_bytes, start_method)
+        check_ranks(num_workers, num_servers, replica_size, min_workers)
+        check_common_arguments(timeout_s, start_method)
+        check_bytes("bucket_bytes", bucket_bytes)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -129,15 +118,14 @@ class RemoteOptimizerStrategy(ServedStrategy):
             start_method=start_method,
         )
         self.counts = (num_workers, num_servers, replica_size)
-        self.wire_dtype = _wire_dtype(wire_dtype)
+        self.wire_dtype = read_wire_dtype(wire_dtype)
         self.min_workers = min_workers
         self.overlap = overlap
         self.timeout_s = timeout_s
         self.bucket_bytes = bucket_bytes
         self.statistics = Statistics()
-        self._service: ServiceGroup | None = None
-        self._replica_group: dist.ProcessGroup | None = None
         self._stop_reason: str | None = None
+        self._precision: RemotePrecision | None = None
         self._can_stream = False
         self.checkpoints = RemoteCheckpoints(self)
 
@@ -146,61 +134,33 @@ class RemoteOptimizerStrategy(ServedStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Make the optimizer here or a connection to it."""
         if not self.is_fitting:
-            if self.serves:
-                lightning_private.replace_loops(trainer, lambda: None)
-            else:
-                super().setup(trainer)
+            super().setup(trainer)
             return
-        assert self._all_ranks is not None
         assert self.lightning_module is not None
-        tiers = self.tiers
         lightning_private.remove_lockstep(trainer, self.request_stop)
         self._stop_reason = None
         self._finished = False
         self.checkpoints.begin_fit()
-        names = [tiers.name(rank) for rank in range(tiers.world_size)]
-        self._service = self._all_ranks.new_group(names)
+        service = self.connect_ranks()
         error: Exception | None = None
         try:
             leave_shared_memory(self.lightning_module)
             check_model(self.lightning_module)
-            if self.serves:
-                self._set_up_service(trainer)
-            else:
-                super().setup(trainer)
+            super().setup(trainer)
             check_optimizers(self.optimizers, self.lightning_module)
         except Exception as found:
             error = found
-        self._service.raise_together(error)
+        service.raise_together(error)
         if self.serves:
             lightning_private.replace_loops(trainer, self._serve)
         else:
             self._connect(trainer)
 
-    def configure_ddp(self) -> None:
-        """Leave the model unwrapped, unless a worker has several ranks."""
-        if self.tiers.replica_size > 1:
-            self._replica_group = new_replica_group(self.tiers, self.global_rank, "gloo")
-            gradients = new_replica_group(self.tiers, self.global_rank)
-            self._ddp_kwargs["process_group"] = gradients
-            super().configure_ddp()
-
-    def _set_up_service(self, trainer: pl.Trainer) -> None:
-        assert self.accelerator is not None
-        assert self.lightning_module is not None
-        self.accelerator.setup(trainer)
-        self.model = self.precision_plugin.convert_module(self.lightning_module)
-        self.model_to_device()
-        self.setup_optimizers(trainer)
-
     def _transport(self) -> Transport:
-        assert self._service is not None
+        service = self.service
+        assert service is not None
         return Transport(
-            self._service.group,
-            self.bucket_bytes,
-            self.wire_dtype,
-            self.timeout_s,
-            self._service.watchdog,
+            service.group, self.bucket_bytes, self.wire_dtype, self.timeout_s, service.watchdog
         )
 
     def _connect(self, trainer: pl.Trainer) -> None:
@@ -213,41 +173,23 @@ class RemoteOptimizerStrategy(ServedStrategy):
             local.param_groups,
             self.tiers.aggregators,
             transport=self._transport(),
-            replica_group=self._replica_group,
+            replica_group=self.replica_group,
         )
         self.optimizers = [self.remote]
         self.statistics = Statistics()
-        self.precision_plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if isinstance(scaler, torch.amp.GradScaler):
-            self.precision_plugin.scaler = AgreedGradScaler(scaler)  # type: ignore[attr-defined]
-        self._can_stream = self.overlap and scaler is None and self._sees_gradients_first(trainer)
+        self._precision = RemotePrecision(self.precision_plugin, self.remote)
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        self._can_stream = (
+            self.overlap
+            and self.tiers.replica_size == 1
+            and not self._precision.scales
+            and not sees_gradients(self.lightning_module, callbacks)
+        )
         self.remote.receive_weights()
         if self._stop_reason is not None:
             self.remote.request_stop(self._stop_reason)
-        tiers = self.tiers
-        servers = ", ".join(
-            tiers.name(rank) for rank in range(tiers.num_training, tiers.world_size)
-        )
         numel = sum(p.numel() for p in self.lightning_module.parameters() if p.requires_grad)
-        rank_zero_info(
-            f"{tiers.num_tiers} tiers, num_workers={tiers.num_workers}: ranks below "
-            f"{tiers.num_training} train, {servers}; {numel:,} trainable parameters."
-        )
-
-    def _sees_gradients_first(self, trainer: pl.Trainer) -> bool:
-        """Whether nobody else wants to see or change gradients before they are sent."""
-        module = self.lightning_module
-        assert module is not None
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        hooks = ("on_after_backward", "on_before_optimizer_step")
-        overridden = [
-            *(_overrides(module, pl.LightningModule, hook) for hook in hooks),
-            *(_overrides(one, pl.Callback, hook) for one in callbacks for hook in hooks),
-            _overrides(module, pl.LightningModule, "configure_gradient_clipping"),
-        ]
-        alone = self.tiers.replica_size == 1
-        return alone and module.automatic_optimization and not any(overridden)
+        rank_zero_info(f"{self.tiers.describe()}; {numel:,} trainable parameters.")
 
     # ----------------------------------------------------------------- service
 
@@ -266,11 +208,6 @@ class RemoteOptimizerStrategy(ServedStrategy):
     def on_train_start(self) -> None:
         """Go on from this worker's own random state."""
         self.checkpoints.resume(self._trainer)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """End soon when another rank has failed."""
-        assert self._service is not None
-        self._service.watchdog.raise_if_failed()
 
     def optimizer_step(
         self,
@@ -297,44 +234,18 @@ class RemoteOptimizerStrategy(ServedStrategy):
             lightning_private.raise_in_loop(self._trainer)
         return output
 
-    def _clip_gradients(
-        self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
-    ) -> None:
-        """Ask for it in the next step, where the mean gradient is."""
-        assert self.remote is not None
-        if clip_val > 0 and gradient_clip_algorithm == "value":
-            self.remote.clip_grad_value_(clip_val)
-        elif clip_val > 0:
-            self.remote.clip_grad_norm_(clip_val)
-
     # ------------------------------------------------------------- checkpoints
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model, with parameters that have not been rounded for the wire."""
-        return self.checkpoints.model_state(super().lightning_module_state_dict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state that the optimizer has on its rank; only worker 0 needs it."""
         return self.checkpoints.optimizer_state()
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """The rank of the optimizer loads its state; a worker, its settings only."""
+        """The rank of the optimizer loads its state; a worker, its hyper-parameters only."""
         if self.remote is None:
             super().load_optimizer_state_dict(checkpoint)
         else:
             self.checkpoints.load_param_groups(self.remote, checkpoint)
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
-    ) -> None:
-        """Add each worker's own position and random states."""
-        self.checkpoints.save(checkpoint, filepath, storage_options)
-
-    def load_checkpoint(
-        self, checkpoint_path: str | Path, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Read a checkpoint and, to resume training, this worker's position in it."""
-        return self.checkpoints.load(super().load_checkpoint(checkpoint_path, weights_only))
 
     # ---------------------------------------------------------------- evaluate
 
@@ -358,7 +269,7 @@ class RemoteOptimizerStrategy(ServedStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Save once more after an agreed stop; tell the other ranks of a failure."""
-        if self._service is None or self._finished:
+        if self.service is None or self._finished:
             return
         agreed = None if self.remote is None else self.remote.stop_agreed
         if agreed is not None and isinstance(exception, SIGTERMException):
@@ -367,54 +278,16 @@ class RemoteOptimizerStrategy(ServedStrategy):
             self._finished = True
             self._leave(self.remote)
         elif self.min_workers is None or self.serves:
-            text = "".join(traceback.format_exception(exception))
-            watchdog = self._service.watchdog
-            silent = watchdog.silent() if isinstance(exception, RuntimeError) else []
-            if silent:
-                text = f"No sign of life from {', '.join(silent)}.\n{text}"
-                log.error(text.split("\n")[0])
-            watchdog.report(text)
+            self.service.report_failure(exception)
 
     def teardown(self) -> None:
-        """Leave the servers and close the connections."""
+        """Leave the servers."""
         if self.remote is not None:
             if not self._is_alone:
                 self._leave(self.remote)
             self.remote.forget_parameters()
             self.remote = None
-            del self.precision_plugin.clip_gradients
-            scaler = getattr(self.precision_plugin, "scaler", None)
-            if isinstance(scaler, AgreedGradScaler):
-                self.precision_plugin.scaler = scaler.scaler  # type: ignore[attr-defined]
-        if self._service is not None:
-            self._service.close()
-            self._service = None
+        if self._precision is not None:
+            self._precision.end()
+            self._precision = None
         super().teardown()
-
-
-def check_optimizers(optimizers: list[Optimizer], module: pl.LightningModule) -> None:
-    """Refuse what cannot be done on another rank.
-
-    Raises:
-        ValueError: If there is not exactly one optimizer, or it needs a closure.
-    """
-    if len(optimizers) != 1:
-        raise ValueError(
-            "RemoteOptimizerStrategy needs exactly one optimizer, but configure_optimizers of "
-            f"{type(module).__name__} gives {len(optimizers)}. Put all parameters into one "
-            "optimizer, in several parameter groups if need be."
-        )
-    check_optimizer(optimizers[0])
-
-
-def _overrides(owner: object, base: type, hook: str) -> bool:
-    return getattr(getattr(owner, hook), "__func__", None) is not getattr(base, hook)
-
-
-def _wire_dtype(value: str | torch.dtype | None) -> torch.dtype | None:
-    chosen = _WIRE_DTYPES.get(value, value) if isinstance(value, str) else value
-    if chosen is not None and chosen not in _WIRE_DTYPES.values():
-        raise ValueError(
-            f"wire_dtype must be one of {', '.join(_WIRE_DTYPES)} or None, got {value!r}."
-        )
-    return chosen if isinstance(chosen, torch.dtype) else None

@@ -97,13 +97,14 @@ class RemoteCheckpoints:
                 checkpoint, path, storage_options=storage_options
             )
 
-    def load(self, loaded: dict[str, Any]) -> dict[str, Any]:
+    def load(self, loaded: dict[str, Any], path: str | Path) -> dict[str, Any]:
         """Put this worker's loops where Lightning reads them, to resume training.
 
         With another number of workers, all go on from worker 0's loops and new random numbers.
 
         Args:
             loaded: What Lightning has read.
+            path: From where.
         """
         strategy = self._strategy
         if not strategy.is_fitting or strategy.serves:
@@ -117,6 +118,11 @@ class RemoteCheckpoints:
                 loaded["loops"], random = own["loops"], own["random"]
             self._resumed = Position(random, forget_finished_epoch(loaded))
         return loaded
+
+    def remove(self, path: str | Path) -> None:
+        """Delete a checkpoint."""
+        if self._strategy.is_global_zero:
+            self._strategy.checkpoint_io.remove_checkpoint(path)
 
     def load_param_groups(self, remote: RemoteOptimizer, checkpoint: Any) -> None:
         """Put learning rates and the like where a worker's schedulers find them.

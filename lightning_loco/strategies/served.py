@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -11,7 +12,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.remote import RemoteOptimizer, Tiers
-from lightning_loco.remote.all_ranks import AllRanks
+from lightning_loco.remote.all_ranks import AllRanks, ServiceGroup
+from lightning_loco.remote.replica_group import new_replica_group
+from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.meeting import MeetingStrategy
 
 
@@ -22,11 +25,15 @@ class ServedStrategy(MeetingStrategy):
         counts: ``(num_workers, num_servers, replica_size)``; no number of workers means 2 tiers.
         timeout_s: Longest wait for another rank, in seconds.
         remote: A worker's connection to the servers, during ``fit``.
+        service: All ranks, connected, during ``fit``.
+        replica_group: The ranks of this worker, if there are several, during ``fit``.
     """
 
     counts: tuple[int | None, int, int]
     timeout_s: float
     remote: RemoteOptimizer | None = None
+    service: ServiceGroup | None = None
+    replica_group: dist.ProcessGroup | None = None
     _all_ranks: AllRanks | None = None
     _present: tuple[int, ...] = ()
 
@@ -64,12 +71,12 @@ class ServedStrategy(MeetingStrategy):
 
     @property
     def num_workers(self) -> int:
-        """Workers."""
+        """Number of workers, those that are gone included."""
         return self.tiers.num_workers
 
     @property
     def worker(self) -> int:
-        """Number of this rank's worker."""
+        """Number of the worker that this rank belongs to."""
         return self.global_rank // self.tiers.replica_size
 
     @property
@@ -100,6 +107,48 @@ class ServedStrategy(MeetingStrategy):
         device = self.root_device if self.root_device.type != "cpu" else None
         backend = self._get_process_group_backend()
         self._all_ranks.init_default_group(self._present, backend, device)
+
+    def connect_ranks(self) -> ServiceGroup:
+        """Connect those that train with those that serve, until :meth:`teardown`."""
+        assert self._all_ranks is not None
+        tiers = self.tiers
+        names = [tiers.name(rank) for rank in range(tiers.world_size)]
+        self.service = self._all_ranks.new_group(names)
+        return self.service
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Ranks that serve only make the model and its optimizer; outside ``fit``, nothing."""
+        if not self.serves:
+            super().setup(trainer)
+        elif self.is_fitting:
+            assert self.accelerator is not None
+            assert self.lightning_module is not None
+            self.accelerator.setup(trainer)
+            self.model = self.precision_plugin.convert_module(self.lightning_module)
+            self.model_to_device()
+            self.setup_optimizers(trainer)
+        else:
+            lightning_private.replace_loops(trainer, lambda: None)
+
+    def configure_ddp(self) -> None:
+        """Leave the model unwrapped, unless a worker has several ranks."""
+        if self.tiers.replica_size > 1:
+            self.replica_group = new_replica_group(self.tiers, self.global_rank, "gloo")
+            gradients = new_replica_group(self.tiers, self.global_rank)
+            self._ddp_kwargs["process_group"] = gradients
+            super().configure_ddp()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """End soon when another rank has failed."""
+        assert self.service is not None
+        self.service.watchdog.raise_if_failed()
+
+    def teardown(self) -> None:
+        """Close the connections."""
+        if self.service is not None:
+            self.service.close()
+            self.service = None
+        super().teardown()
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for the ranks that train."""

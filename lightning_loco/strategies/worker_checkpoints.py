@@ -13,19 +13,21 @@ from torch import Tensor
 
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.comm import WorkerGroup
-from lightning_loco.rounds.engine import Engine
 from lightning_loco.strategies.interrupted import save_where_stopped
 from lightning_loco.strategies.positions import Position, forget_finished_epoch
 from lightning_loco.strategies.random_states import random_states
 from lightning_loco.strategies.side_files import SideFiles, new_stamp
 
 if TYPE_CHECKING:
-    from lightning_loco.strategies.base import LocoStrategy
+    from lightning_loco.strategies.engine_strategy import Engine, EngineStrategy
 
 _KEY = "lightning_loco"
 _FORMAT = 1
 _OF_LIGHTNING = ("loops", "optimizer_states", "lr_schedulers", "MixedPrecision", "HalfPrecision")
-_OF_ALL = ("state", "pending")
+_NEW_RUN = (
+    "To start a new run from its weights alone, use "
+    "YourModule.load_from_checkpoint(path) and fit without ckpt_path."
+)
 
 
 class WorkerCheckpoints:
@@ -38,7 +40,7 @@ class WorkerCheckpoints:
         strategy: Whose checkpoints they are; its engine, workers and files are used.
     """
 
-    def __init__(self, strategy: LocoStrategy) -> None:
+    def __init__(self, strategy: EngineStrategy) -> None:
         self._strategy = strategy
         self._resumed: tuple[dict[str, Any], Position] | None = None
         self._saved_on_stop = False
@@ -54,14 +56,14 @@ class WorkerCheckpoints:
             read: Reads what the module holds.
         """
         engine = self._engine
-        if engine is None or engine.replica.shows_consensus:
+        if engine is None or engine.worker.replica.shows_consensus:
             return read()
         self._strategy.meet("checkpoint")
-        engine.show_consensus("checkpoint of the consensus")
+        engine.worker.show_consensus("checkpoint of the consensus")
         state = read()
         if self._strategy.is_global_zero:
             state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
-        engine.show_local()
+        engine.worker.show_local()
         return state
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
@@ -84,18 +86,14 @@ class WorkerCheckpoints:
             if writes_main:
                 io.save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
-        self._saved_on_stop = engine.stop_agreed is not None
-        group = engine.group
-        path, stamp = group.gather_objects((str(path), new_stamp(engine.steps)))[0]
+        self._saved_on_stop = engine.worker.stop_agreed is not None
+        group = engine.worker.group
+        path, stamp = group.gather_objects((str(path), new_stamp(engine.worker.steps)))[0]
         files = SideFiles(io, path)
-        error: Exception | None = None
-        try:
+        with group.errors_shared():
             files.save(stamp, group.worker, *_parts(engine, checkpoint))
-        except OSError as found:
-            error = found
-        group.raise_together(error)
         if writes_main:
-            checkpoint[_KEY] = _describe(engine, stamp)
+            checkpoint[_KEY] = _entry(engine, stamp)
             io.save_checkpoint(checkpoint, path, storage_options=storage_options)
             files.remove(keep=stamp)
 
@@ -167,21 +165,15 @@ class WorkerCheckpoints:
         return own
 
 
-_NEW_RUN = (
-    "To start a new run from its weights alone, use "
-    "YourModule.load_from_checkpoint(path) and fit without ckpt_path."
-)
-
-
-def _describe(engine: Engine, stamp: str) -> dict[str, Any]:
+def _entry(engine: Engine, stamp: str) -> dict[str, Any]:
     """The entry of the main file that ties it to its side files: plain values only."""
     return {
         "format": _FORMAT,
         "stamp": stamp,
-        "num_workers": engine.group.num_workers,
-        "algorithm": type(engine.algorithm).__name__,
+        "num_workers": engine.worker.group.num_workers,
+        "algorithm": type(engine.settings.algorithm).__name__,
         "settings": engine.settings.describe(),
-        "round_index": engine.round_index,
+        "round_index": engine.worker.round_index,
     }
 
 
@@ -189,8 +181,9 @@ def _parts(
     engine: Engine, checkpoint: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """What goes into this worker's own file, and what is the same on all workers."""
-    state = engine.state_dict()
-    shared = {key: state.pop(key) for key in _OF_ALL} if engine.algorithm.replicated else None
+    state, shared = engine.state_dict(), None
+    if engine.settings.algorithm.replicated:
+        shared = {"shared": state.pop("shared")}
     own = {
         "engine": state,
         "random": random_states(),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco import DiLoCo, LocalSGD, LocoStrategy, Simulation, StepEngine
-from lightning_loco.rounds import RoundSettings
+from lightning_loco.rounds import EverySteps, RoundSettings
 from lightning_loco.topology import Ring
 from tests.algorithms.toys import (
     ADAMW,
@@ -162,4 +162,4 @@ def test_it_takes_no_topology_and_no_overlap() -> None:
     with pytest.raises(ValueError, match="LocalSGD averages over all workers and takes no topo"):
         LocalSGD().prepare(4, Ring())
     with pytest.raises(ValueError, match="overlap=True needs an algorithm with outer parameters"):
-        RoundSettings(LocalSGD(), overlap=True)
+        RoundSettings(LocalSGD(), EverySteps(overlap=True))

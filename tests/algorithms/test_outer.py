@@ -171,5 +171,5 @@ def test_something_that_is_no_callable_is_refused(value: Any) -> None:
 
 
 def test_it_sees_all_parameters_at_once() -> None:
-    assert DiLoCo().elementwise
-    assert not DiLoCo(outer_optimizer=torch.optim.AdamW).elementwise
+    assert DiLoCo().granularity == 1
+    assert DiLoCo(outer_optimizer=torch.optim.AdamW).granularity is None

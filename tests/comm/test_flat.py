@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_loco.comm.flat import FlatLayout
+from lightning_loco.comm.flat import Cuts, FlatLayout
 
 NARROW = [torch.float32, torch.bfloat16, torch.float16]
 THREE_DTYPES = list(itertools.permutations([*NARROW, torch.float64], 3))
@@ -27,7 +27,7 @@ def numbered(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> li
 
 
 def layout_of(tensors: list[Tensor], chunk_elements: int | None = None) -> FlatLayout:
-    return FlatLayout(((f"t{i}", t) for i, t in enumerate(tensors)), chunk_elements)
+    return FlatLayout(((f"t{i}", t) for i, t in enumerate(tensors)), Cuts(chunk_elements))
 
 
 def check(tensors: list[Tensor], chunk_elements: int | None = None) -> FlatLayout:
@@ -173,7 +173,7 @@ def test_tied_weights_appear_once_and_stay_tied() -> None:
 def test_memory_that_has_moved_is_noticed(chunk_elements: int | None) -> None:
     """Some wrappers and `model.to` give a parameter new memory."""
     model = nn.Linear(2, 2)
-    layout = FlatLayout(model.named_parameters(), chunk_elements)
+    layout = FlatLayout(model.named_parameters(), Cuts(chunk_elements))
     layout.new_flat()
     old = model.weight.data
     model.weight.data = torch.full((2, 2), 7.0)

@@ -6,7 +6,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_loco import DiLoCo, StepEngine
-from lightning_loco.comm.labels import labelled
+from lightning_loco.comm.waiting import labelled
 
 
 def test_a_profile_names_the_phases() -> None:

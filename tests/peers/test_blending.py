@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco.algorithms.pairwise import PairwiseAverage
-from lightning_loco.comm.flat import FlatLayout
+from lightning_loco.comm.flat import Cuts, FlatLayout
 from lightning_loco.peers.blending import Blending, served_layout
 
 SHAPES = ((3, 4), (5,), (2, 2, 2))
@@ -24,7 +24,7 @@ def make(
     """A blending of three tensors that hold 0, 1, 2, ..."""
     values = torch.arange(NUMEL, dtype=dtype).split([math.prod(shape) for shape in SHAPES])
     tensors = [part.clone().view(shape) for part, shape in zip(values, SHAPES, strict=True)]
-    layout = FlatLayout(zip("abc", tensors, strict=True), chunk_elements)
+    layout = FlatLayout(zip("abc", tensors, strict=True), Cuts(chunk_elements))
     return Blending(layout, algorithm or PairwiseAverage()), tensors
 
 

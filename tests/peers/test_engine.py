@@ -113,7 +113,7 @@ def test_a_worker_with_nan_takes_the_parameters_of_its_peer() -> None:
     other.update_send(1.0)
     here.values.data[2] = math.nan
     engine.update_send(1.0)
-    assert not engine.was_finite
+    assert not engine.worker.was_finite
     assert engine.update_wait(1.0) == 1.0
     assert here.values.tolist() == [4.0] * 5
     close(workers)

@@ -97,7 +97,7 @@ def race(rank: int, world: int, topology: str | None, num_rounds: int) -> tuple[
         steps += 1
         engine.step()
         time.sleep(1e-4)  # leaves two cores to the threads that communicate
-    engine.meet("the end of the race")
+    engine.worker.meet("the end of the race")
     engine.close()
     return model.values.detach().clone(), steps
 
@@ -221,12 +221,12 @@ def stop_on_request(rank: int, world: int, kind: str) -> tuple[str | None, float
         engine.step()
         if rank == 1 and step == 20:
             requested = time.monotonic()
-            engine.request_stop("SIGTERM")
-        if engine.stop_agreed is not None:
+            engine.worker.stop.request("SIGTERM")
+        if engine.worker.stop_agreed is not None:
             break
     seconds = time.monotonic() - requested
-    engine.meet("the checkpoint after the stop")
-    reason = engine.stop_agreed
+    engine.worker.meet("the checkpoint after the stop")
+    reason = engine.worker.stop_agreed
     engine.close()
     return reason, seconds
 
@@ -302,7 +302,7 @@ def broken_worker(rank: int, world: int) -> tuple[Tensor, bool]:
         model.values.data[3] = math.nan
     average_once(engine)
     engine.close()
-    return model.values.detach().clone(), engine.was_finite
+    return model.values.detach().clone(), engine.worker.was_finite
 
 
 @pytest.mark.filterwarnings("ignore:.*NaN")
@@ -323,9 +323,9 @@ def one_dies(rank: int, world: int, topology: str | None) -> None:
             time.sleep(0.001)
             if rank == 2 and step == 20:
                 raise OSError("the disk of worker 2 is full")
-            engine.group.watchdog.raise_if_failed()
+            engine.worker.group.watchdog.raise_if_failed()
     except OSError as error:
-        engine.group.watchdog.report(str(error))
+        engine.worker.group.watchdog.report(str(error))
         raise
     finally:
         engine.close()
@@ -402,13 +402,13 @@ def state_comes_back(rank: int, world: int) -> bool:
     for _ in range(10 + rank):
         model.values.data.add_(1.0)
         engine.step()
-    engine.meet("checkpoint")
+    engine.worker.meet("checkpoint")
     saved = engine.state_dict()
     values = model.values.detach().clone()
     engine.close()
     model, engine = start(rank)
     engine.load_state_dict(saved)
-    same = torch.equal(model.values, values) and engine.steps == 10 + rank
+    same = torch.equal(model.values, values) and engine.worker.steps == 10 + rank
     average_once(engine)
     engine.close()
     return same

@@ -10,7 +10,10 @@ from torch import Tensor
 
 from lightning_loco.algorithms import DiLoCo, GASLoC, LocalSGD
 from lightning_loco.comm import Statistics, WorkerGroup
-from lightning_loco.rounds.exchange import MeanExchange, NeighborExchange, make_exchange
+from lightning_loco.rounds.exchange import make_exchange
+from lightning_loco.rounds.mean_exchange import MeanExchange
+from lightning_loco.rounds.neighbor_exchange import NeighborExchange
+from lightning_loco.rounds.parcels import Parcel
 from lightning_loco.topology import TOPOLOGIES, Ring, get_topology
 from tests.pool import Pool
 
@@ -23,6 +26,18 @@ def message_of(worker: int, round_index: int, index: int, dtype: torch.dtype) ->
     seed = 100 * worker + 10 * round_index + index
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(SIZES[index], generator=generator, dtype=dtype)
+
+
+def start(exchange: Any, message: Tensor, round_index: int) -> Any:
+    """Send a message that belongs to no model."""
+    return exchange.start(Parcel(message, []), round_index)
+
+
+def received_from(exchange: Any, handle: Any, total_weight: float) -> Tensor:
+    """What a handle brings, divided as a round does it; its memory is given back."""
+    received = handle.wait().clone()
+    handle.release()
+    return received / total_weight if exchange.is_weighted else received
 
 
 def fitting(num_workers: int) -> list[str]:
@@ -59,9 +74,9 @@ def exchange_all(
             handles: list[Any] = []
             for index in range(len(SIZES)):
                 if len(handles) == under_way:
-                    received.append(handles.pop(0).wait(world).clone())
-                handles.append(exchange.start(message_of(rank, t, index, dtype), t))
-            received += [handle.wait(world).clone() for handle in handles]
+                    received.append(received_from(exchange, handles.pop(0), world))
+                handles.append(start(exchange, message_of(rank, t, index, dtype), t))
+            received += [received_from(exchange, handle, world) for handle in handles]
         answers[name] = (received, statistics.bytes_sent)
     group.close()
     return answers
@@ -156,7 +171,7 @@ def test_simulate_leaves_the_messages_alone_and_gives_everyone_memory_of_his_own
 def test_a_single_worker_receives_its_own_message(name: str | None) -> None:
     exchange = alone(name)
     message = torch.tensor([1.0, 2.0])
-    assert exchange.start(message, 0).wait(1.0).tolist() == [1.0, 2.0]
+    assert start(exchange, message, 0).wait().tolist() == [1.0, 2.0]
     assert exchange._statistics.bytes_sent == 0
 
 
@@ -164,7 +179,8 @@ def mean_of_some(rank: int, world: int, valid: list[bool]) -> Tensor:
     """Workers without progress send zeros, and the sum is divided by the weight of the others."""
     group = WorkerGroup.create(timeout_s=20)
     message = torch.full((3,), float(rank + 1)) if valid[rank] else torch.zeros(3)
-    received = MeanExchange(group, Statistics()).start(message, 0).wait(float(sum(valid)))
+    exchange = MeanExchange(group, Statistics())
+    received = received_from(exchange, start(exchange, message, 0), sum(valid))
     group.close()
     return received
 
@@ -179,7 +195,7 @@ def keep_the_message(rank: int, world: int, name: str) -> list[list[float]]:
     group = WorkerGroup.create(timeout_s=20)
     exchange = NeighborExchange(group, Statistics(), get_topology(name))
     message = torch.full((4,), float(rank))
-    received = exchange.start(message, 0).wait(1.0)
+    received = start(exchange, message, 0).wait()
     group.close()
     return [message.tolist(), received.tolist()]
 
@@ -195,9 +211,10 @@ def count_buffers(rank: int, world: int) -> int:
     group = WorkerGroup.create(timeout_s=20)
     exchange = NeighborExchange(group, Statistics(), get_topology("complete"))
     for t in range(5):
-        handles = [exchange.start(torch.ones(size), t) for size in (6, 4, 6)]
+        handles = [start(exchange, torch.ones(size), t) for size in (6, 4, 6)]
         for handle in handles:
-            handle.wait(1.0)
+            handle.wait()
+            handle.release()
     group.close()
     return len(exchange._spare)
 
@@ -212,3 +229,8 @@ def test_algorithms_get_the_exchange_they_name() -> None:
         assert isinstance(make_exchange(algorithm, group, statistics, None), MeanExchange)
     exchange = make_exchange(GASLoC(), group, statistics, Ring())
     assert isinstance(exchange, NeighborExchange)
+
+
+def test_neighbours_without_a_topology_are_refused_and_not_a_mean() -> None:
+    with pytest.raises(ValueError, match="GASLoC needs a topology to know its neighbours"):
+        make_exchange(GASLoC(), WorkerGroup(0, 1), Statistics(), None)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from lightning_loco.algorithms import DiLoCo, LocalSGD
-from lightning_loco.comm.flat import FlatLayout
+from lightning_loco.comm.flat import Cuts, FlatLayout
 from lightning_loco.rounds.parcels import Parcel, Part, group_chunks
 
 
 def layout_of(*sizes: int, chunk_elements: int | None = None) -> FlatLayout:
     tensors = [torch.randn(size) for size in sizes]
-    return FlatLayout(((f"p{i}", t) for i, t in enumerate(tensors)), chunk_elements)
+    return FlatLayout(((f"p{i}", t) for i, t in enumerate(tensors)), Cuts(chunk_elements))
 
 
 def test_a_part_unpacks_values_from_the_bucket_from_the_state_and_from_anywhere() -> None:
@@ -21,7 +21,7 @@ def test_a_part_unpacks_values_from_the_bucket_from_the_state_and_from_anywhere(
     state = algorithm.init(layout.new_flat())
     part = Part(chunk, torch.empty(5), algorithm, state)
     elsewhere = torch.arange(5.0)
-    for values in (part.params, part.state["outer"], elsewhere):
+    for values in (part.message, part.state["outer"], elsewhere):
         values.copy_(torch.randn(5))
         part.unpack(values)
         assert torch.equal(torch.cat(layout.tensors), values)

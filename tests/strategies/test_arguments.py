@@ -156,7 +156,7 @@ def test_lightning_cli_builds_a_strategy(command_line: CommandLine, config: Path
     strategy = made.trainer.strategy
     assert type(strategy) is DiLoCoStrategy
     assert isinstance(made.model, LightningModule)
-    assert strategy.settings.sync_every == 5
+    assert strategy.settings.schedule.sync_every == 5
     assert strategy.timeout_s == 60
     assert strategy.settings.algorithm.outer_lr == 0.5
 
@@ -194,4 +194,4 @@ def test_lightning_cli_builds_the_composed_strategy(command_line: CommandLine) -
     ).trainer.strategy
     assert type(strategy) is LocoStrategy
     assert strategy.settings.algorithm == LocalSGD()
-    assert strategy.settings.sync_every == [2, 3]
+    assert strategy.settings.schedule.sync_every == [2, 3]

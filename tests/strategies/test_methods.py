@@ -122,7 +122,7 @@ def test_its_values_reach_the_settings(blend: type[AlgorithmStrategy]) -> None:
     strategy = blend("star", 5, 0.25, is_loud=True, timeout_s=3)
     assert isinstance(strategy, LocoStrategy)
     assert strategy.settings.algorithm == Blend(0.25, is_loud=True)
-    assert (strategy.settings.topology, strategy.settings.sync_every) == ("star", 5)
+    assert (strategy.settings.topology, strategy.settings.schedule.sync_every) == ("star", 5)
     assert strategy.timeout_s == 3
     assert blend().settings == LocoStrategy(Blend()).settings
 

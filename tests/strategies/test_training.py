@@ -75,7 +75,7 @@ class AdversarialModule(LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
         engine = self.trainer.strategy.engine
-        before = engine.round_index
+        before = engine.worker.round_index
         for_generator, for_critic = self.optimizers()
         self.toggle_optimizer(for_critic)
         for repeat in range(CRITIC_STEPS):
@@ -90,8 +90,8 @@ class AdversarialModule(LightningModule):
         self.manual_backward(loss)
         for_generator.step()
         self.untoggle_optimizer(for_generator)
-        self.rounds_inside.append((before, engine.round_index))
-        self.steps.append(engine.steps)
+        self.rounds_inside.append((before, engine.worker.round_index))
+        self.steps.append(engine.worker.steps)
         return {"loss": loss.detach()}
 
     def configure_optimizers(self) -> Any:

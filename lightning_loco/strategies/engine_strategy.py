@@ -1,14 +1,13 @@
-"""LocoStrategy: any low-communication algorithm under Lightning's Trainer."""
+"""A strategy whose workers are driven by an engine each: where Lightning's hooks call it."""
 
 from __future__ import annotations
 
-import logging
 import math
 import traceback
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -18,75 +17,71 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, DistributedSampler
-from typing_extensions import Unpack
 
-from lightning_loco.algorithms import Algorithm
-from lightning_loco.comm import Statistics, WorkerGroup
-from lightning_loco.rounds import RoundSettings, StepEngine
-from lightning_loco.rounds.engine import Engine
+from lightning_loco.comm import Statistics, Worker, WorkerGroup
+from lightning_loco.rounds import Schedule
 from lightning_loco.strategies import lightning_private
-from lightning_loco.strategies.arguments import (
-    RoundArguments,
-    check_choice,
-    check_common_arguments,
-    spelled_out,
-)
+from lightning_loco.strategies.arguments import check_choice, check_common_arguments
 from lightning_loco.strategies.meeting import MeetingStrategy
-from lightning_loco.strategies.sampler import ShareSampler
+from lightning_loco.strategies.pace import ScaledSteps, check_length, share_data
 from lightning_loco.strategies.shared_memory import leave_shared_memory
 from lightning_loco.strategies.worker_checkpoints import WorkerCheckpoints
 
-log = logging.getLogger(__name__)
+
+class Engine(Protocol):
+    """What drives one worker: counts its local steps and makes exchanges when they are due."""
+
+    worker: Worker
+    settings: Any
+    statistics: Statistics
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is something to do after the step that was counted last."""
+
+    def count_step(self) -> None:
+        """Count one local step."""
+
+    def make_round(self) -> None:
+        """Do what is due."""
+
+    def finish(self) -> None:
+        """Leave the consensus in the model, on all workers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything this worker needs to go on exactly."""
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on from a state of :meth:`state_dict`."""
+
+    def close(self) -> None:
+        """Let go of process groups and threads."""
 
 
-class LocoStrategy(MeetingStrategy):
-    """Train one model on workers that exchange rarely, sparsely or late.
+class EngineStrategy(MeetingStrategy):
+    """Each rank is a worker with its own copy of the model, which an engine drives.
 
-    Each rank is a worker with its own copy of the model and its own share of the data. Gradients
-    are never reduced; every ``sync_every`` optimizer steps the workers make a round of the
-    algorithm. Validation, checkpoints and the model after ``fit`` are the consensus.
+    Gradients are never reduced. The engine is told of every local (optimizer) step and exchanges
+    with others when it likes. Validation, checkpoints and the model after ``fit`` are the
+    consensus.
 
-    Args:
-        algorithm: What a round computes: ``LocalSGD()``, ``DiLoCo()``, ``GASLoC()`` or your own.
-        sync_every: Local (optimizer) steps between rounds, at least 1; or a list with one number
-            per worker, whose share of the data and of ``max_steps`` is then in proportion.
-        overlap: Apply a round's result one round later and hide its communication (DiLoCo).
-        warm_start: With overlap, make the first round a blocking one.
-        topology: Who exchanges with whom, for gossip: a name such as ``"ring"``, a ``Topology``, a
-            networkx graph, an ``(N, N)`` mixing matrix or an edge-list file.
-        evaluate: ``"average"`` validates the consensus, ``"local"`` each worker its own model.
-        finalize: ``"average"`` leaves the consensus in the model after fit, ``"keep"`` each
-            worker's own parameters (until ``Trainer.validate``, which shares worker 0's).
-        timeout_s: Longest wait for another worker, in seconds.
-        bucket_bytes: Memory for messages under way, in bytes.
-        accelerator: As in ``DDPStrategy``; usually set by the Trainer.
-        parallel_devices: As in ``DDPStrategy``.
-        cluster_environment: As in ``DDPStrategy``.
-        checkpoint_io: As in ``DDPStrategy``.
-        precision_plugin: As in ``DDPStrategy``.
-        process_group_backend: As in ``DDPStrategy``: ``"nccl"``, ``"gloo"``; None chooses.
-        start_method: How Lightning starts processes: ``"popen"``, ``"spawn"``, ``"fork"`` or
-            ``"forkserver"``.
-
-    Raises:
-        ValueError: If a value is out of range, at construction or before training starts.
-        TypeError: If a value has the wrong type or an argument is unknown.
-
-    Example::
-
-        strategy = LocoStrategy(GASLoC(momentum=0.3), topology="ring", sync_every=50)
-        trainer = Trainer(strategy=strategy, devices=4, num_nodes=8)
+    Attributes:
+        settings: What the engine is made of; given to :meth:`_init_with`.
+        engine: During ``fit``.
+        checkpoints: Writes and reads them.
     """
+
+    settings: Any
+    engine: Engine | None
+    checkpoints: WorkerCheckpoints
 
     def _init_with(
         self,
-        settings: RoundSettings,
+        settings: Any,
         *,
         evaluate: Literal["average", "local"] = "average",
         finalize: Literal["average", "keep"] = "average",
         timeout_s: float = 600.0,
-        bucket_bytes: int = 64 * 2**20,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -108,7 +103,7 @@ class LocoStrategy(MeetingStrategy):
             ("finalize", finalize, ("average", "keep")),
         ):
             check_choice(name, value, allowed)
-        check_common_arguments(timeout_s, bucket_bytes, start_method)
+        check_common_arguments(timeout_s, start_method)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -123,39 +118,37 @@ class LocoStrategy(MeetingStrategy):
         self.evaluate = evaluate
         self.finalize = finalize
         self.timeout_s = timeout_s
-        self.bucket_bytes = bucket_bytes
         self.statistics = Statistics()
         self._optimizer_steps: dict[int, int] = {}
         self._local_steps = 0
-        self._max_steps: int | None = None
+        self._scaled_steps: ScaledSteps | None = None
         self._loss: Any = math.nan
         self.engine: Engine | None = None
         self.checkpoints = WorkerCheckpoints(self)
 
     @property
-    def meeting_place(self) -> Engine | None:
-        """The engine: it takes part in the others' rounds while this worker waits."""
-        return self.engine
+    def schedule(self) -> Schedule | None:
+        """When rounds begin and end; None if there are none."""
+        return None
+
+    @abstractmethod
+    def make_engine(self, group: WorkerGroup) -> Engine:
+        """Decide when and with whom this worker exchanges; called on every worker.
+
+        Args:
+            group: The workers; the engine closes it.
+        """
+
+    @property
+    def meeting_place(self) -> Worker | None:
+        """This worker, which takes part in the others' rounds while it waits."""
+        return None if self.engine is None else self.engine.worker
 
     @property
     def _engine(self) -> Engine:
         if self.engine is None:
             raise RuntimeError("The engine exists only during Trainer.fit.")
         return self.engine
-
-    @spelled_out(_init_with)
-    def __init__(
-        self,
-        algorithm: Algorithm,
-        *,
-        sync_every: int | Sequence[int] = 100,
-        overlap: bool = False,
-        warm_start: bool = True,
-        topology: Any | None = None,
-        **common: Unpack[RoundArguments],
-    ) -> None:
-        settings = RoundSettings(algorithm, sync_every, overlap, warm_start, topology)
-        self._init_with(settings, **common)
 
     # ------------------------------------------------------------------- setup
 
@@ -184,84 +177,45 @@ class LocoStrategy(MeetingStrategy):
         self._local_steps = 0
         self._finished = False
         self.checkpoints.begin_fit()
-        self._scale_max_steps(trainer)
+        if self.schedule is not None:
+            self._scaled_steps = ScaledSteps(trainer, self.schedule, self.worker, self.num_workers)
         self._describe(self.engine)
 
-    def make_engine(self, group: WorkerGroup) -> Engine:
-        """Decide when and with whom this worker exchanges; called on every worker.
-
-        Args:
-            group: The workers; the engine closes it.
-        """
-        assert self.lightning_module is not None
-        settings = self.settings
-        return StepEngine(
-            self.lightning_module,
-            settings.algorithm,
-            sync_every=settings.sync_every,
-            overlap=settings.overlap,
-            warm_start=settings.warm_start,
-            topology=settings.topology,
-            bucket_bytes=self.bucket_bytes,
-            group=group,
-        )
-
-    def _scale_max_steps(self, trainer: pl.Trainer) -> None:
-        """``max_steps`` counts the local steps of the worker that makes most of them per round."""
-        assert self.engine is not None
-        sync_every = self.engine.settings.sync_every
-        loop = trainer.fit_loop.epoch_loop
-        if not isinstance(sync_every, int) and loop.max_steps > 0:
-            self._max_steps = loop.max_steps
-            loop.max_steps = loop.max_steps * self.engine.sync_every // max(sync_every)
-
     def _describe(self, engine: Engine) -> None:
-        layout = engine.replica.layout
+        worker, settings = engine.worker, engine.settings
+        rounds = "" if self.schedule is None else f"{self.schedule}, topology {settings.topology}, "
         rank_zero_info(
-            f"{engine.algorithm} on {engine.group.num_workers} workers, "
-            f"{layout.numel:,} trainable parameters, a round every {engine.settings.sync_every} "
-            f"local steps, topology {engine.settings.topology}, start {engine.checksum:08x}."
+            f"{settings.algorithm} on {worker.group.num_workers} workers, "
+            f"{worker.replica.layout.numel:,} trainable parameters, {rounds}"
+            f"start {worker.checksum:08x}."
         )
 
     def process_dataloader(self, dataloader: object) -> object:
         """Share the training data in proportion to ``sync_every`` when it is a list."""
-        shares = self.settings.shares(self.num_workers)
-        if len(set(shares)) > 1 and isinstance(dataloader, DataLoader):
-            even = lightning_private.sampler_of(dataloader)
-            if isinstance(even, DistributedSampler):
-                sampler = ShareSampler(even, shares, self.worker)
-                dataloader = lightning_private.with_sampler(dataloader, sampler)
+        if self.schedule is not None:
+            dataloader = share_data(dataloader, self.schedule.shares(self.num_workers), self.worker)
         lightning_private.set_present_epoch(self._trainer, dataloader)
         return dataloader
 
     def on_train_start(self) -> None:
         """Refuse a run too short for overlap; go on from this worker's own checkpoint."""
-        self._check_length(self._engine)
+        if self.schedule is not None:
+            with self._engine.worker.group.errors_shared():
+                check_length(self.schedule, self.worker, self._trainer.estimated_stepping_batches)
         self.checkpoints.resume(self._trainer)
-
-    def _check_length(self, engine: Engine) -> None:
-        error = None
-        steps = self._trainer.estimated_stepping_batches
-        if engine.settings.overlap and steps < 2 * engine.sync_every:
-            error = ValueError(
-                f"overlap applies a round's result one round later, but this run of {steps:.0f} "
-                f"local steps has room for a single round of sync_every={engine.sync_every}. "
-                f"Use overlap=False (algorithm=diloco) or sync_every of at most {steps // 2:.0f}."
-            )
-        engine.group.raise_together(error)
 
     # ---------------------------------------------------------------- training
 
     def request_stop(self, reason: str) -> None:
         """Ask all workers to stop at a common step; safe to call from a signal handler."""
         if self.engine is not None:
-            self.engine.request_stop(reason)
+            self.engine.worker.stop.request(reason)
         else:
             lightning_private.raise_in_loop(self._trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """End soon when another worker has failed."""
-        watchdog = self._engine.group.watchdog
+        watchdog = self._engine.worker.group.watchdog
         if watchdog is not None:
             watchdog.raise_if_failed()
 
@@ -301,11 +255,11 @@ class LocoStrategy(MeetingStrategy):
     def _make_due_round(self) -> None:
         engine = self._engine
         if engine.is_due:
-            engine.last_loss = self._loss if isinstance(self._loss, Tensor) else math.nan
+            engine.worker.last_loss = self._loss if isinstance(self._loss, Tensor) else math.nan
             engine.make_round()
-            if not engine.was_finite:
+            if not engine.worker.was_finite:
                 _clear_non_finite(self.optimizers)
-        if engine.stop_agreed is not None:
+        if engine.worker.stop_agreed is not None:
             lightning_private.raise_in_loop(self._trainer)
 
     def on_train_end(self) -> None:
@@ -313,7 +267,7 @@ class LocoStrategy(MeetingStrategy):
         engine = self._engine
         engine.finish()
         if self.finalize == "keep":
-            engine.show_local()
+            engine.worker.show_local()
         self._finished = True
 
     def on_exception(self, exception: BaseException) -> None:
@@ -321,45 +275,23 @@ class LocoStrategy(MeetingStrategy):
         engine = self.engine
         if engine is None or self._finished:
             return
-        if engine.stop_agreed is not None and isinstance(exception, SIGTERMException):
-            engine.show_local()
-            self.checkpoints.save_interrupted(self._trainer, engine.stop_agreed)
-        elif engine.group.watchdog is not None:
+        worker = engine.worker
+        if worker.stop_agreed is not None and isinstance(exception, SIGTERMException):
+            worker.show_local()
+            self.checkpoints.save_interrupted(self._trainer, worker.stop_agreed)
+        elif worker.group.watchdog is not None:
             text = "".join(traceback.format_exception(exception))
-            engine.group.watchdog.report(text)
+            worker.group.watchdog.report(text)
 
     def teardown(self) -> None:
         """Close the groups of the engine."""
         if self.engine is not None:
             self.engine.close()
             self.engine = None
-        if self._max_steps is not None:
-            self._trainer.fit_loop.epoch_loop.max_steps = self._max_steps
-            self._max_steps = None
+        if self._scaled_steps is not None:
+            self._scaled_steps.restore()
+            self._scaled_steps = None
         super().teardown()
-
-    # ------------------------------------------------------------- checkpoints
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The consensus, for the checkpoint."""
-        return self.checkpoints.model_state(super().lightning_module_state_dict)
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
-    ) -> None:
-        """Write the side file of every worker, then the main file."""
-        self.checkpoints.save(checkpoint, filepath, storage_options)
-
-    def load_checkpoint(
-        self, checkpoint_path: str | Path, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Read the main file and, to resume training, this worker's side files."""
-        loaded = super().load_checkpoint(checkpoint_path, weights_only)
-        return self.checkpoints.load(loaded, checkpoint_path)
-
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Delete a checkpoint and its side files."""
-        self.checkpoints.remove(filepath)
 
     # ---------------------------------------------------------------- evaluate
 
@@ -367,12 +299,12 @@ class LocoStrategy(MeetingStrategy):
         """Show the consensus to the validation."""
         if self.is_training and self.evaluate == "average":
             self.meet("validation")
-            self._engine.show_consensus("validation of the consensus")
+            self._engine.worker.show_consensus("validation of the consensus")
 
     def on_validation_end(self) -> None:
         """Bring the local parameters back."""
         if self.is_training:
-            self._engine.show_local()
+            self._engine.worker.show_local()
 
 
 def _clear_non_finite(optimizers: Sequence[Optimizer]) -> None:

@@ -1,0 +1,305 @@
+"""One worker: its copy of the model, its place among the others, and where all meet."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_loco.comm.checks import (
+    check_model,
+    check_same_schema,
+    check_same_settings,
+    share_from_worker_0,
+)
+from lightning_loco.comm.flat import Cuts, are_finite
+from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.replica import Replica, average
+from lightning_loco.comm.rows import Row, meeting_number, start_rows
+from lightning_loco.comm.stats import Statistics
+from lightning_loco.comm.stopping import StopAgreement
+
+log = logging.getLogger(__name__)
+
+
+class Settings(Protocol):
+    """What an engine is told by its user."""
+
+    def prepare(self, num_workers: int, seed: int) -> Any:
+        """Check everything against the number of workers and resolve ``"auto"`` settings."""
+
+    def cuts(self, sizes: Sequence[int], itemsize: int) -> Cuts:
+        """How to cut parameters of these sizes into chunks; after :meth:`prepare`."""
+
+    def describe(self) -> dict[str, Any]:
+        """Everything as plain values, for a comparison between workers."""
+
+
+S = TypeVar("S", bound=Settings)
+
+
+class StopAgreed(Exception):
+    """Raised out of a meeting when the other workers have stopped, as agreed, somewhere else."""
+
+
+class Engine(Protocol):
+    """What a worker asks of its engine at a meeting."""
+
+    def rest(self) -> None:
+        """Bring to an end what cannot wait until after the meeting."""
+
+    def rows_at_meeting(self, place: float, words: str) -> list[Row] | None:
+        """Tell the others this worker's row; None if they had a round to make, which is done."""
+
+    def outer(self) -> Tensor | None:
+        """The consensus parameters ``(P,)`` if they are known here, or None for the mean."""
+
+
+class Worker:
+    """Everything of a worker that does not depend on when and how it exchanges.
+
+    Args:
+        group: The workers.
+        replica: This worker's copy of the model.
+        checksum: Of the initial model, equal on all workers.
+
+    Attributes:
+        statistics: What communication cost so far.
+        stop: This worker's part in the agreement to stop.
+        engine: Who makes rounds for this worker; without one, meetings are all there is.
+        steps: Local steps so far.
+        steps_since_round: Local steps since the last round began.
+        round_index: Rounds begun.
+        was_finite: Whether this worker's parameters were finite when it last looked.
+        last_loss: Set it to the last training loss, to have it travel with the rounds.
+    """
+
+    def __init__(self, group: WorkerGroup, replica: Replica, checksum: int) -> None:
+        self.group = group
+        self.replica = replica
+        self.checksum = checksum
+        self.statistics = Statistics()
+        self.stop = StopAgreement(group)
+        self.engine: Engine | None = None
+        self.steps = 0
+        self.steps_since_round = 0
+        self.round_index = 0
+        self.was_finite = True
+        self.last_loss: float | Tensor = math.nan
+
+    @classmethod
+    def join(
+        cls, model: nn.Module, make_settings: Callable[[], S], group: WorkerGroup
+    ) -> tuple[Worker, S]:
+        """Check model and settings on all workers, and share the start of worker 0.
+
+        Args:
+            model: The module to train.
+            make_settings: Makes the user's settings; may raise.
+            group: The workers.
+
+        Raises:
+            ValueError: On every worker, if anything does not fit on one of them.
+            TypeError: Likewise.
+        """
+        seed = group.gather_objects(torch.initial_seed())[0] % 2**31
+        with group.errors_shared(), warnings.catch_warnings():
+            if group.worker != 0:
+                warnings.simplefilter("ignore")
+            check_model(model)
+            settings: S = make_settings().prepare(group.num_workers, seed)
+            trainable = [p for p in model.parameters() if p.requires_grad]
+            itemsize = max(4, *(p.element_size() for p in trainable))
+            cuts = settings.cuts([p.numel() for p in trainable], itemsize)
+            replica = Replica(model, cuts)
+            replica.layout.chunks()
+        check_same_settings(settings.describe(), group)
+        check_same_schema(replica.layout, group)
+        return cls(group, replica, share_from_worker_0(model, group)), settings
+
+    def check_trainable(self) -> None:
+        """Refuse parameters that became trainable after the start.
+
+        Raises:
+            RuntimeError: Naming the first one.
+        """
+        for name, parameter in self.replica.frozen:
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"Parameter {name!r} became trainable during fit, but only parameters that "
+                    "require gradients at its start are exchanged. Unfreeze before fit, or call "
+                    "fit again after unfreezing."
+                )
+
+    @property
+    def stop_agreed(self) -> str | None:
+        """The reason to stop, once this worker is at the step that all have agreed on."""
+        return self.stop.agreed
+
+    def count_step(self, sync_every: int | None = None) -> None:
+        """Count one local step, and see whether to stop after it.
+
+        Args:
+            sync_every: Local steps of this worker between rounds, if rounds go by steps.
+        """
+        self.steps += 1
+        self.steps_since_round += 1
+        watchdog = self.group.watchdog
+        if watchdog is not None and sync_every is not None:
+            watchdog.position = (self.round_index, self.steps_since_round, sync_every)
+        if self.stop.requested is not None or (watchdog is not None and watchdog.stop_seen):
+            self.stop.note(self.round_index, self.steps_since_round, sync_every)
+
+    def row(self, place: float) -> Row:
+        """Where this worker is, for the others."""
+        loss = float(self.last_loss)
+        return Row(place, self.round_index, self.steps_since_round, loss=loss)
+
+    # ---------------------------------------------------------------- meetings
+
+    @torch.no_grad()
+    def meet(self, purpose: str) -> list[Row]:
+        """Wait until all workers have come to the same place, taking part in rounds meanwhile.
+
+        The parameters are looked at only if there is a round to take part in.
+
+        Args:
+            purpose: Where, in words that are equal on all workers.
+
+        Returns:
+            What every worker said on arrival.
+
+        Raises:
+            RuntimeError: If a worker is missing or has failed, or waits somewhere else.
+            StopAgreed: If the others have stopped, as agreed, before they came here.
+        """
+        place = meeting_number(purpose)
+        while True:
+            if self.engine is not None:
+                self.engine.rest()
+                rows = self.engine.rows_at_meeting(place, purpose)
+            else:
+                rows = start_rows(self.group, self.statistics, self.row(place), purpose).wait()
+            if rows is None:
+                continue
+            if all(row.place == place for row in rows):
+                return rows
+            self._part(purpose)
+
+    def _part(self, purpose: str) -> None:
+        """Leave a meeting that cannot take place, because some workers wait elsewhere."""
+        if self.stop.agreed is None and self.stop.catch_up():
+            raise StopAgreed(self.stop.agreed)
+        if self.stop.agreed is not None:
+            return
+        places = self.group.gather_objects(f"{purpose} after {self.steps} local steps")
+        raise RuntimeError(
+            "Workers wait for each other in different places: "
+            + "; ".join(f"worker {i} in {where}" for i, where in enumerate(places))
+            + ". They have different numbers of batches. Give every worker the same number "
+            "(Trainer(limit_train_batches=...)), or validate and save at the end of epochs only."
+        )
+
+    def note(self, rows: list[Row]) -> None:
+        """Take note of what the workers said with a round.
+
+        Raises:
+            RuntimeError: If no worker's parameters are finite.
+        """
+        self.statistics.losses = [row.loss for row in rows]
+        broken = [worker for worker, row in enumerate(rows) if row.finite == 0]
+        if len(broken) == len(rows):
+            raise _no_consensus()
+        if broken and self.group.worker == 0:
+            log.warning(
+                "NaN or infinity in the parameters of worker %s at round %d: left out of the "
+                "exchange; it goes on from the start of the round.",
+                ", ".join(map(str, broken)),
+                rows[0].round_index,
+            )
+
+    # --------------------------------------------------------------- consensus
+
+    @torch.no_grad()
+    def show_consensus(self, purpose: str = "the consensus") -> None:
+        """Put the consensus into the model; :meth:`show_local` brings the local parameters back.
+
+        The consensus is the algorithm's outer parameters, or the mean over the workers whose
+        parameters are finite. All workers must call it.
+
+        Raises:
+            RuntimeError: If no worker's parameters are finite, or as in :meth:`meet`.
+        """
+        if self.replica.shows_consensus:
+            return
+        self.meet(purpose)
+        replica, group, statistics = self.replica, self.group, self.statistics
+        valid = are_finite(replica.layout.chunks())
+        row = self.row(meeting_number(purpose))._replace(finite=float(valid))
+        rows = start_rows(group, statistics, row, purpose)
+        num_valid = round(sum(row.finite for row in rows.wait()))
+        if num_valid == 0:
+            raise _no_consensus()
+        replica.keep_local()
+        outer = None if self.engine is None else self.engine.outer()
+        if outer is not None:
+            replica.layout.write(outer)
+        else:
+            average(replica.layout, group, statistics, valid, num_valid)
+        average(replica.buffers, group, statistics, valid, num_valid)
+
+    @torch.no_grad()
+    def show_local(self) -> None:
+        """Put the local parameters back into the model."""
+        self.replica.show_local()
+
+    def measure_consensus(self, max_elements: int) -> float:
+        """Root mean square distance to the mean, from the same sample of elements everywhere.
+
+        Args:
+            max_elements: How many elements to look at, at most about.
+        """
+        sample = self.replica.sample(max_elements, self.round_index)
+        n = self.group.num_workers
+        sums = torch.stack([sample, sample.square()])
+        work = self.group.start_sum(sums, self.statistics)
+        if work is None:
+            return 0.0
+        work.wait()
+        variance = (sums[1] / n - (sums[0] / n).square()).clamp_(min=0).sum()
+        return math.sqrt(float(variance) * self.replica.layout.numel / max(sample.numel(), 1))
+
+    # -------------------------------------------------------------- checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this worker is, and its local parameters and buffers."""
+        params, buffers = self.replica.local()
+        return {
+            "round_index": self.round_index,
+            "steps": self.steps,
+            "steps_since_round": self.steps_since_round,
+            "params": params,
+            "buffers": buffers,
+            "statistics": self.statistics.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on from a state of :meth:`state_dict` of the same worker."""
+        self.round_index = saved["round_index"]
+        self.steps = saved["steps"]
+        self.steps_since_round = saved["steps_since_round"]
+        self.replica.set_local(saved["params"], saved["buffers"])
+        self.statistics.load_state_dict(saved["statistics"])
+
+
+def _no_consensus() -> RuntimeError:
+    return RuntimeError(
+        "The parameters hold NaN or infinity on every worker, so there is no consensus. "
+        "Lower the learning rate, or go back to the last checkpoint."
+    )

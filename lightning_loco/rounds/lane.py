@@ -1,0 +1,167 @@
+"""A part of the parameters that is exchanged as a whole: its memory, and its state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_loco.algorithms import State
+from lightning_loco.comm.flat import Chunk, FlatLayout
+from lightning_loco.rounds.parcels import Parcel, Part, group_chunks, slice_state
+from lightning_loco.rounds.settings import PARCELS_UNDER_WAY, RoundSettings
+
+
+class Lane:
+    """The parcels of a lane, tied to the parameters and to the memory of messages.
+
+    A lane whose flights stay under way, or whose messages fit into the bucket, keeps a place for
+    every message; others reuse two places, parcel after parcel.
+
+    Args:
+        layout: The trainable parameters, cut at the lane's borders.
+        stretches: The lane's part of the flat vector.
+        settings: Prepared.
+        state: The algorithm's state; entries of shape ``(P,)`` are shared between lanes.
+        residual: The codec's state, likewise.
+        parcel_elements: Longest parcel.
+        rows_elements: Room for the workers' rows behind the first parcel.
+
+    Attributes:
+        holds: Whether every message has a place of its own.
+        parcels: In order; replaced by :meth:`tie`.
+        parts: Of all parcels, in order.
+        tied_to: The layout's chunks that the parcels are tied to.
+        rows_memory: The room for rows.
+        has_uncut_state: Whether slices have copies of some entries of the state.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        stretches: Sequence[range],
+        settings: RoundSettings,
+        state: State,
+        residual: State,
+        parcel_elements: int,
+        rows_elements: int = 0,
+    ) -> None:
+        self.layout = layout
+        self._parcel_elements = parcel_elements
+        self._stretches = stretches
+        self._settings = settings
+        self._whole = settings.algorithm.granularity is None
+        own = state if self._whole else {k: self._own(v) for k, v in state.items()}
+        self.state: State = own
+        self.has_uncut_state = not (self._whole or all(map(self._is_cut, own.values())))
+        self.residual = residual
+        self._rows_elements = rows_elements
+        groups = self._groups()
+        lengths = [sum(map(len, group)) for group in groups] or [0]
+        self.holds = settings.stays or len(groups) <= PARCELS_UNDER_WAY
+        if not self.holds:
+            lengths = [lengths[0], *[max(lengths)] * (PARCELS_UNDER_WAY - 1)]
+        self._places = [self._empty(n + rows_elements * (i == 0)) for i, n in enumerate(lengths)]
+        self.rows_memory = self._places[0][lengths[0] :]
+        self._scratch: Tensor | None = None
+        self._departure: Tensor | None = None
+        if settings.stays:
+            self._scratch = self._empty(max((len(c) for g in groups for c in g), default=0))
+            if settings.landing is not None and settings.landing.keeps_departure:
+                self._departure = layout.new_flat()
+        self.tie()
+
+    def _own(self, value: Any) -> Any:
+        return value if self._is_cut(value) else copy.deepcopy(value)
+
+    def _is_cut(self, value: object) -> bool:
+        return isinstance(value, Tensor) and value.shape == (self.layout.numel,)
+
+    def _empty(self, length: int) -> Tensor:
+        return torch.empty(length, dtype=self.layout.dtype, device=self.layout.device)
+
+    def _groups(self) -> list[list[Chunk]]:
+        chunks = [
+            chunk
+            for chunk in self.layout.chunks()
+            if any(chunk.start in stretch for stretch in self._stretches)
+        ]
+        return group_chunks(chunks, self._parcel_elements)
+
+    def tie(self) -> None:
+        """Tie all parcels to their memory; again when the parameters or the state have moved."""
+        self.tied_to = self.layout.chunks()
+        self.parcels = [self._parcel(index, chunks) for index, chunks in enumerate(self._groups())]
+        self.parts = [part for parcel in self.parcels for part in parcel.parts]
+        self.sums = self._empty(len(self.parts))
+
+    def _parcel(self, index: int, chunks: list[Chunk]) -> Parcel:
+        place = self._places[index % len(self._places)]
+        parts: list[Part] = []
+        length = 0
+        for chunk in chunks:
+            message = place[length : length + len(chunk)]
+            parts.append(self._part(chunk, message))
+            length += len(chunk)
+        rows = self._rows_elements if index == 0 else 0
+        return Parcel(place[: length + rows], parts)
+
+    def _part(self, chunk: Chunk, message: Tensor) -> Part:
+        numel, algorithm = self.layout.numel, self._settings.algorithm
+        state = self.state if self._whole else slice_state(self.state, numel, chunk)
+        departure = None
+        if self._departure is not None:
+            departure = self._departure[chunk.start : chunk.stop]
+        part = Part(chunk, message, algorithm, state, departure, self._scratch)
+        part.residual = slice_state(self.residual, numel, chunk)
+        return part
+
+    def take_back_state(self) -> None:
+        """Learn from the first part what has become of entries that are not cut.
+
+        Raises:
+            RuntimeError: If the algorithm has made an entry that no other slice knows of.
+        """
+        if self._whole or not self.parts:
+            return
+        seen = self.parts[0].state
+        if seen.keys() != self.state.keys():
+            new = ", ".join(sorted(seen.keys() ^ self.state.keys()))
+            raise RuntimeError(
+                f"{type(self._settings.algorithm).__name__} has made or dropped the state entry "
+                f"{new} in a round. Make all entries in init, or set granularity to None."
+            )
+        for key, value in self.state.items():
+            if not self._is_cut(value):
+                self.state[key] = seen[key]
+
+    # -------------------------------------------------------------- checkpoint
+
+    def gather(self, received: Sequence[Tensor]) -> Tensor:
+        """One vector of what belongs to the parcels, in order."""
+        pairs = zip(self.parcels, received, strict=True)
+        return torch.cat([self._empty(0), *(r[: len(parcel)] for parcel, r in pairs)])
+
+    def messages(self) -> list[Tensor]:
+        """Where the messages are, parcel by parcel."""
+        return [parcel.wire[: len(parcel)] for parcel in self.parcels]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The codec's state, and the parameters that left last."""
+        return {"residual": dict(self.residual), "departure": self._departure}
+
+    def load_state_dict(self, state: State, saved: dict[str, Any]) -> None:
+        """Take over a state of the algorithm and what :meth:`state_dict` has given."""
+        for own, values in ((self.state, state), (self.residual, saved["residual"])):
+            for key, value in values.items():
+                current = own.get(key)
+                if isinstance(current, Tensor) and current.shape == value.shape:
+                    current.copy_(value)
+                else:
+                    own[key] = value
+        if self._departure is not None:
+            self._departure.copy_(saved["departure"])
+        self.tie()

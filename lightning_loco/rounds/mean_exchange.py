@@ -1,0 +1,176 @@
+"""The mean over all workers: an all-reduce, whose first parcel can carry the workers' rows along.
+
+A separate exchange of the rows would cost as much time as a small model's parameters. Only when all
+workers are at a meeting, which the notice board tells, do the rows travel by themselves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.rows import ROUND, PendingRows, Row, note_place, write_row
+from lightning_loco.comm.stats import Statistics
+from lightning_loco.comm.waiting import Explained, Timed
+from lightning_loco.rounds.parcels import Parcel
+
+PATIENCE_S = 0.02
+"""How long a round may travel before those at a meeting are told of it."""
+
+
+class MeanExchange:
+    """All-reduce: everyone receives the sum of the messages, to be divided by the total weight.
+
+    Args:
+        group: The workers.
+        statistics: Where bytes and seconds are counted.
+    """
+
+    is_weighted = True
+    can_carry_rows = True
+
+    def __init__(self, group: WorkerGroup, statistics: Statistics) -> None:
+        self._group = group
+        self._statistics = statistics
+
+    def start(self, parcel: Parcel, round_index: int) -> MeanHandle:
+        """Sum the messages in place; a worker of weight 0 must send zeros."""
+        work = None
+        message = parcel.wire
+        if self._group.data is not None:
+            with Explained(self._group, f"round {round_index}"):
+                work = dist.all_reduce(message, group=self._group.data, async_op=True)
+            n = self._group.num_workers
+            self._statistics.bytes_sent += 2 * (n - 1) * message.nbytes // n
+        return MeanHandle(self._group, self._statistics, message, work, round_index)
+
+    def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
+        """Sum in the order of the workers, then divide."""
+        mean = torch.stack(list(messages)).sum(0)
+        if len(messages) > 1:
+            mean.div_(len(messages))
+        return [mean.clone() for _ in messages]
+
+
+class MeanHandle:
+    """An all-reduce under way.
+
+    Args:
+        group: The workers.
+        statistics: Where seconds are counted.
+        message: Where the sum will be.
+        work: What is under way; None for a single worker.
+        round_index: Number of the round, for messages.
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        statistics: Statistics,
+        message: Tensor,
+        work: dist.Work | None,
+        round_index: int,
+    ) -> None:
+        self._group = group
+        self._statistics = statistics
+        self._message = message
+        self._work = work
+        self._round_index = round_index
+
+    def has_arrived(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return self._work is None or self._work.is_completed()
+
+    def arrives_within(self, seconds: float) -> bool:
+        """Wait a little; on a GPU, where the host need not wait, return False at once."""
+        if self._work is None:
+            return True
+        if self._message.device.type != "cpu":
+            return False
+        try:
+            with Timed(self._statistics):
+                self._work.wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            return False
+        self._work = None
+        return True
+
+    def wait(self) -> Tensor:
+        """Return the sum, in the memory of the message."""
+        if self._work is not None:
+            place = f"round {self._round_index}"
+            with Timed(self._statistics), Explained(self._group, place):
+                self._work.wait()
+            self._work = None
+        return self._message
+
+    def release(self) -> None:
+        """The message's memory belongs to the round."""
+
+
+class RidingRows:
+    """Rows travel behind the first parcel of a round.
+
+    Args:
+        group: The workers.
+        table: Memory behind the first message, ``(N, width)``.
+        send: Sends the first parcel: given the number of the round, and whether the message is one
+            of valid progress.
+    """
+
+    def __init__(self, group: WorkerGroup, table: Tensor, send: Callable[[int, bool], Any]) -> None:
+        self._group = group
+        self._table = table
+        self._send = send
+        self._announced = False
+
+    def anyone_makes_round(self, statistics: Statistics, place: str) -> bool:
+        """Leave a notice, and wait for those of all workers."""
+        board, watchdog = self._group.board, self._group.watchdog
+        if board is None or watchdog is None:
+            return False
+        board.exchange += 1
+        with Timed(statistics), Explained(self._group, place):
+            board.post(makes_round=False)
+            self._announced = board.anyone_makes_round(watchdog, place, self._group.timeout_s)
+        return self._announced
+
+    def carry(self, statistics: Statistics, row: Row, place: str) -> PendingRows:
+        """Send the row with the first parcel."""
+        group = self._group
+        if group.board is not None and not self._announced:
+            group.board.exchange += 1
+        note_place(group, place)
+        write_row(self._table, group.worker, row)
+        began = time.monotonic()
+        handle: MeanHandle = self._send(int(row.round_index), row.weight > 0)
+        invited = self._announced or row.place != ROUND
+        self._announced = False
+
+        def invite() -> None:
+            """Tell those who may be at a meeting that there is a round to make."""
+            nonlocal invited
+            if group.board is not None and not invited:
+                invited = True
+                with Explained(group, place):
+                    group.board.post(makes_round=True)
+
+        def receive() -> Tensor:
+            if not handle.arrives_within(PATIENCE_S):
+                invite()
+            handle.wait()
+            return self._table
+
+        def has_arrived() -> bool:
+            if not handle.has_arrived() and time.monotonic() > began + PATIENCE_S:
+                invite()
+            return handle.has_arrived()
+
+        return PendingRows(receive, place, has_arrived)

@@ -1,0 +1,129 @@
+"""Where the messages of simulated workers meet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from lightning_loco.rounds.exchange import Exchange
+from lightning_loco.rounds.parcels import Parcel
+
+
+class Hub:
+    """Collects the messages of all workers, and hands out what the exchange makes of them.
+
+    Args:
+        exchange: Whose ``simulate`` is asked.
+        num_workers: Number of workers N.
+    """
+
+    def __init__(self, exchange: Exchange, num_workers: int) -> None:
+        self._exchange = exchange
+        self._num_workers = num_workers
+        self._rounds: dict[tuple[int, int], HubRound] = {}
+
+    def of_worker(self, worker: int) -> HubExchange:
+        """The exchange as one worker sees it."""
+        return HubExchange(self, worker)
+
+    def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
+        """What each worker receives."""
+        return self._exchange.simulate(messages, round_index)
+
+    def round_of(self, parcel: Parcel, index: int) -> HubRound:
+        """Where this parcel's messages of a round are; earlier rounds are forgotten."""
+        key = (index, parcel.slices[0].start)
+        if key not in self._rounds:
+            self._rounds = {k: r for k, r in self._rounds.items() if k[0] == index}
+            self._rounds[key] = HubRound(self, self._num_workers, index)
+        return self._rounds[key]
+
+
+class HubRound:
+    """The messages of one parcel in one round.
+
+    Args:
+        hub: Asked what they come to.
+        num_workers: How many messages to wait for.
+        index: Number of the round.
+    """
+
+    def __init__(self, hub: Hub, num_workers: int, index: int) -> None:
+        self._hub = hub
+        self._num_workers = num_workers
+        self._index = index
+        self._messages: dict[int, Tensor] = {}
+        self._received: list[Tensor] = []
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the messages of all workers are here."""
+        return len(self._messages) == self._num_workers
+
+    def put(self, worker: int, message: Tensor) -> None:
+        """Take a copy of one worker's message."""
+        self._messages[worker] = message.clone()
+
+    def get(self, worker: int) -> Tensor:
+        """What one worker receives.
+
+        Raises:
+            RuntimeError: If a message is missing.
+        """
+        if not self.is_complete:
+            raise RuntimeError("A simulated round ends before all workers have begun it.")
+        if not self._received:
+            messages = [self._messages[worker] for worker in range(self._num_workers)]
+            self._received = self._hub.simulate(messages, self._index)
+        return self._received[worker]
+
+
+class HubExchange:
+    """One worker's access to the hub; what it receives is divided by the weights already.
+
+    Args:
+        hub: Shared by all workers.
+        worker: Number of this one.
+    """
+
+    is_weighted = False
+    can_carry_rows = False
+
+    def __init__(self, hub: Hub, worker: int) -> None:
+        self._hub = hub
+        self._worker = worker
+
+    def start(self, parcel: Parcel, round_index: int) -> HubHandle:
+        """Leave a message."""
+        hub_round = self._hub.round_of(parcel, round_index)
+        hub_round.put(self._worker, parcel.wire)
+        return HubHandle(hub_round, self._worker)
+
+    def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
+        """What the workers receive."""
+        return self._hub.simulate(messages, round_index)
+
+
+class HubHandle:
+    """A parcel that has been left at the hub.
+
+    Args:
+        hub_round: Where.
+        worker: Whose it is.
+    """
+
+    def __init__(self, hub_round: HubRound, worker: int) -> None:
+        self._round = hub_round
+        self._worker = worker
+
+    def has_arrived(self) -> bool:
+        """Whether all workers have left theirs."""
+        return self._round.is_complete
+
+    def wait(self) -> Tensor:
+        """What this worker receives."""
+        return self._round.get(self._worker)
+
+    def release(self) -> None:
+        """There is nothing to give back."""

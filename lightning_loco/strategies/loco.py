@@ -1,0 +1,84 @@
+"""LocoStrategy: any low-communication algorithm under Lightning's Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from typing_extensions import Unpack
+
+from lightning_loco.algorithms import Algorithm
+from lightning_loco.comm import WorkerGroup
+from lightning_loco.rounds import Engine, EverySteps, RoundSettings, Schedule
+from lightning_loco.rounds.settings import BUCKET_BYTES
+from lightning_loco.strategies.arguments import CommonArguments, spelled_out
+from lightning_loco.strategies.engine_strategy import EngineStrategy
+
+
+class LocoStrategy(EngineStrategy):
+    """Train one model on workers that exchange rarely, sparsely or late.
+
+    Each rank is a worker with its own copy of the model and its own share of the data. Gradients
+    are never reduced; every ``sync_every`` optimizer steps the workers make a round of the
+    algorithm. Validation, checkpoints and the model after ``fit`` are the consensus.
+
+    Args:
+        algorithm: What a round computes: ``LocalSGD()``, ``DiLoCo()``, ``GASLoC()`` or your own.
+        sync_every: Local (optimizer) steps between rounds, at least 1; or a list with one number
+            per worker, whose share of the data and of ``max_steps`` is then in proportion.
+        overlap: Apply a round's result one round later and hide its communication (DiLoCo).
+        warm_start: With overlap, make the first round a blocking one.
+        topology: Who exchanges with whom, for gossip: a name such as ``"ring"``, a ``Topology``, a
+            networkx graph, an ``(N, N)`` mixing matrix or an edge-list file.
+        evaluate: ``"average"`` validates the consensus, ``"local"`` each worker its own model.
+        finalize: ``"average"`` leaves the consensus in the model after fit, ``"keep"`` each
+            worker's own parameters (until ``Trainer.validate``, which shares worker 0's).
+        timeout_s: Longest wait for another worker, in seconds.
+        bucket_bytes: Memory for messages under way, in bytes.
+        accelerator: As in ``DDPStrategy``; usually set by the Trainer.
+        parallel_devices: As in ``DDPStrategy``.
+        cluster_environment: As in ``DDPStrategy``.
+        checkpoint_io: As in ``DDPStrategy``.
+        precision_plugin: As in ``DDPStrategy``.
+        process_group_backend: As in ``DDPStrategy``: ``"nccl"``, ``"gloo"``; None chooses.
+        start_method: How Lightning starts processes: ``"popen"``, ``"spawn"``, ``"fork"`` or
+            ``"forkserver"``.
+
+    Raises:
+        ValueError: If a value is out of range, at construction or before training starts.
+        TypeError: If a value has the wrong type or an argument is unknown.
+
+    Example::
+
+        strategy = LocoStrategy(GASLoC(momentum=0.3), topology="ring", sync_every=50)
+        trainer = Trainer(strategy=strategy, devices=4, num_nodes=8)
+    """
+
+    settings: RoundSettings
+    engine: Engine | None
+
+    @spelled_out(EngineStrategy._init_with)
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        *,
+        sync_every: int | Sequence[int] = 100,
+        overlap: bool = False,
+        warm_start: bool = True,
+        topology: Any | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        **common: Unpack[CommonArguments],
+    ) -> None:
+        schedule = EverySteps(sync_every, overlap, warm_start)
+        settings = RoundSettings(algorithm, schedule, topology, bucket_bytes=bucket_bytes)
+        self._init_with(settings, **common)
+
+    @property
+    def schedule(self) -> Schedule:
+        """When rounds begin and end."""
+        return self.settings.schedule
+
+    def make_engine(self, group: WorkerGroup) -> Engine:
+        """An engine that makes rounds."""
+        assert self.lightning_module is not None
+        return Engine.from_settings(self.lightning_module, self.settings, group)

@@ -1,0 +1,69 @@
+"""Workers of different pace: their share of the data and of ``max_steps``; the shortest run."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_loco.rounds import Schedule
+from lightning_loco.strategies import lightning_private
+from lightning_loco.strategies.sampler import ShareSampler
+
+
+def share_data(dataloader: object, shares: list[int], worker: int) -> object:
+    """Deal the training data out in proportion.
+
+    Args:
+        dataloader: With the even sampler that Lightning puts in; others are left as they are.
+        shares: One positive integer per worker.
+        worker: This worker.
+    """
+    if len(set(shares)) > 1 and isinstance(dataloader, DataLoader):
+        even = lightning_private.sampler_of(dataloader)
+        if isinstance(even, DistributedSampler):
+            return lightning_private.with_sampler(dataloader, ShareSampler(even, shares, worker))
+    return dataloader
+
+
+class ScaledSteps:
+    """``max_steps`` counts the local steps of the worker that makes most of them per round.
+
+    Args:
+        trainer: Whose limit is lowered on the other workers.
+        schedule: Of the run.
+        worker: This worker.
+        num_workers: Number of workers N.
+    """
+
+    def __init__(
+        self, trainer: pl.Trainer, schedule: Schedule, worker: int, num_workers: int
+    ) -> None:
+        self._loop = trainer.fit_loop.epoch_loop
+        self._max_steps = self._loop.max_steps
+        shares = schedule.shares(num_workers)
+        if self._max_steps > 0:
+            self._loop.max_steps = self._max_steps * shares[worker] // max(shares)
+
+    def restore(self) -> None:
+        """Give the Trainer its limit back."""
+        self._loop.max_steps = self._max_steps
+
+
+def check_length(schedule: Schedule, worker: int, steps: float) -> None:
+    """Refuse a run that is over before a result that comes one round late.
+
+    Args:
+        schedule: Of the run.
+        worker: This worker.
+        steps: Its local steps in the whole run.
+
+    Raises:
+        ValueError: If there is room for a single round.
+    """
+    sync_every = schedule.sync_every_of(worker)
+    if sync_every is not None and schedule.stays(schedule.num_lanes) and steps < 2 * sync_every:
+        raise ValueError(
+            f"overlap applies a round's result one round later, but this run of {steps:.0f} "
+            f"local steps has room for a single round of sync_every={sync_every}. "
+            f"Use overlap=False (algorithm=diloco) or sync_every of at most {steps // 2:.0f}."
+        )

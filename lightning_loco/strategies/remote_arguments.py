@@ -1,0 +1,62 @@
+"""What a user may give RemoteOptimizerStrategy, with messages that say what to do instead."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import torch
+from torch.optim import Optimizer
+
+from lightning_loco.remote.supported_optimizers import check_optimizer
+from lightning_loco.remote.tiers import check_counts
+
+_WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def check_ranks(
+    num_workers: int | None, num_servers: int, replica_size: int, min_workers: int | None
+) -> None:
+    """Refuse numbers that no job can have.
+
+    Raises:
+        TypeError: If a number is not an integer.
+        ValueError: If one is out of range.
+    """
+    check_counts(1 if num_workers is None else num_workers, num_servers, replica_size)
+    if min_workers is not None and not 1 <= min_workers <= (num_workers or min_workers):
+        raise ValueError(
+            f"min_workers must be 1 to num_workers={num_workers}, got {min_workers!r}."
+        )
+    if min_workers is not None and replica_size > 1:
+        raise ValueError(
+            "min_workers goes on without single ranks, so it needs replica_size=1, got "
+            f"{replica_size}."
+        )
+
+
+def read_wire_dtype(value: str | torch.dtype | None) -> torch.dtype | None:
+    """The dtype on the wire by its name.
+
+    Raises:
+        ValueError: If there is none, or it is not one to send in.
+    """
+    chosen = _WIRE_DTYPES.get(value, value) if isinstance(value, str) else value
+    if chosen is not None and chosen not in _WIRE_DTYPES.values():
+        raise ValueError(
+            f"wire_dtype must be one of {', '.join(_WIRE_DTYPES)} or None, got {value!r}."
+        )
+    return chosen if isinstance(chosen, torch.dtype) else None
+
+
+def check_optimizers(optimizers: list[Optimizer], module: pl.LightningModule) -> None:
+    """Refuse what cannot be done on another rank.
+
+    Raises:
+        ValueError: If there is not exactly one optimizer, or it needs a closure.
+    """
+    if len(optimizers) != 1:
+        raise ValueError(
+            "RemoteOptimizerStrategy needs exactly one optimizer, but configure_optimizers of "
+            f"{type(module).__name__} gives {len(optimizers)}. Put all parameters into one "
+            "optimizer, in several parameter groups if need be."
+        )
+    check_optimizer(optimizers[0])
