@@ -144,8 +144,8 @@ def test_the_silent_are_listed() -> None:
 
 def test_all_stop_at_the_latest_of_the_points_that_are_possible() -> None:
     with watchdogs(3) as dogs:
-        for dog, progress in zip(dogs, [(4, 2, 10), (4, 7, 10), (4, 0, 4)], strict=True):
-            dog.progress = progress
+        for dog, position in zip(dogs, [(4, 2, 10), (4, 7, 10), (4, 0, 4)], strict=True):
+            dog.position = position
         start(*dogs)
         dogs[2].stop_reason = "SIGTERM"
         wait_until(lambda: all(dog.stop_at for dog in dogs))
@@ -163,12 +163,12 @@ def test_two_requests_are_one() -> None:
         assert dogs[0].stop_at[1] in ("SIGTERM", "SIGUSR1")
 
 
-def test_progress_after_the_answer_changes_nothing() -> None:
+def test_a_position_after_the_answer_changes_nothing() -> None:
     with watchdogs(2) as dogs:
         start(dogs[0])
         dogs[0].stop_reason = "SIGTERM"
         wait_until(lambda: dogs[0].stop_seen)
-        dogs[0].progress = (100, 0, 1)
+        dogs[0].position = (100, 0, 1)
         start(dogs[1])
         assert dogs[0].wait_for_stop_point(10.0)[0] == 1
 
