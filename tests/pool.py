@@ -36,6 +36,7 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import Strategy
 
 from tests.pool_worker import Failure, Job, Success, serve, serve_store
+from tests.tiny import quiet_trainer
 
 START_TIMEOUT_S = 120.0
 # How long the other ranks may go on after one rank has failed.
@@ -325,16 +326,9 @@ class PoolEnvironment(ClusterEnvironment):
 
 def make_trainer(strategy: Strategy | str, **settings: Any) -> Trainer:
     """A quiet CPU Trainer for use inside a pool job; settings replace or add to the defaults."""
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": settings["devices"] if "devices" in settings else dist.get_world_size(),
-        "plugins": [PoolEnvironment()],
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return Trainer(strategy=strategy, **{**defaults, **settings})
+    devices = settings["devices"] if "devices" in settings else dist.get_world_size()
+    defaults = {"devices": devices, "plugins": [PoolEnvironment()]}
+    return quiet_trainer(strategy=strategy, **{**defaults, **settings})
 
 
 def _describe(name: str, world: int, failures: dict[int, Failure], missing: dict[int, str]) -> str:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +12,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
+from tests.programs import Program, free_ports
 
 EXAMPLES = ROOT / "examples"
 BATCH_SCRIPT = EXAMPLES / "slurm" / "train.sbatch"
@@ -56,24 +53,8 @@ TINY = f"{TINY_STEPS} algorithm.sync_every=4"
 
 
 def run(command: list[str], folder: Path, **environ: str) -> str:
-    """The output of a command that must succeed; nothing of it is left running."""
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        pytest.fail(f"did not end within {LIMIT_S:g} s:\n{output}")
-    assert process.returncode == 0, output
-    return output
+    """The output of a command that must succeed."""
+    return Program(command, folder, **environ).succeed(LIMIT_S)
 
 
 def numbers(pattern: str, output: str) -> list[float]:
@@ -209,9 +190,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
         file.chmod(0o755)
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    (port,) = free_ports()
     return {
         "SLURM_JOB_ID": "123456",
         "SLURM_JOB_NAME": "loco",

@@ -11,35 +11,38 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "lightning_loco"
 
-# From the bottom to the top; a module may import from its own layer and from those before it.
-# "" is lightning_loco/__init__.py.
-LAYERS = (
-    "__about__",
-    "topology",
-    "algorithms",
-    "comm",
-    "rounds",
-    "peers",
-    "remote",
-    "simulation",
-    "strategies",
-    "callbacks",
-    "demo",
-    "",
-    "cli",
+# From the bottom to the top; "" is lightning_loco/__init__.py. A room may import from itself and
+# from the floors below; rooms on one floor do not know each other.
+FLOORS = (
+    ("__about__",),
+    ("topology", "algorithms", "codecs"),
+    ("comm",),
+    ("rounds", "peers", "remote"),
+    ("simulation",),
+    ("strategies", "callbacks", "demo"),
+    ("",),
+    ("cli",),
 )
-# What each layer may import besides the standard library; layers not named here are free.
+# Who may look at a neighbour on the same floor, one way only.
+NEIGHBORS = {
+    ("algorithms", "topology"),  # settings that fit the graph
+    ("callbacks", "strategies"),  # what a strategy counts, and whether it is one of ours
+    ("codecs", "algorithms"),  # the type of a state
+    ("demo", "strategies"),  # what its report tells of a run
+}
+# What each room may import besides the standard library; rooms not named here are free.
 FOREIGN = {
     "__about__": set(),
     "topology": {"networkx", "numpy", "torch"},
     "algorithms": {"torch"},
+    "codecs": {"torch"},
     "comm": {"torch"},
     "rounds": {"torch"},
     "peers": {"torch", "yaml", "zmq"},
     "remote": {"torch"},
     "simulation": {"torch"},
 }
-# Modules that may import more than their layer, when it is installed.
+# Modules that may import more than their room, when it is installed.
 EXTRA = {
     "lightning_loco.topology.draw": {"matplotlib"},
     # Looks at many values in one thread, without Python's lock; torch would start more threads.
@@ -49,7 +52,7 @@ EXTRA = {
 MAY_USE_PRIVATE = {
     "lightning_loco.strategies.lightning_private",
     "lightning_loco.comm.groups",
-    "lightning_loco.comm.labels",
+    "lightning_loco.comm.waiting",
 }
 # Fused operations on lists of tensors, which the whole of PyTorch's optimizers is built on.
 PUBLIC_IN_PRACTICE = ("_foreach_",)
@@ -75,8 +78,19 @@ def imports(tree: ast.AST, package: str) -> Iterator[tuple[int, str, str | None]
                 yield node.lineno, base, alias.name
 
 
-def layer_of(module: str) -> str:
+def room_of(module: str) -> str:
     return (module.split(".") + [""])[1]
+
+
+def floor_of(room: str) -> int | None:
+    """Number of the floor, from below; None for a room that is not in the table."""
+    return next((number for number, rooms in enumerate(FLOORS) if room in rooms), None)
+
+
+def may_import(room: str, other: str) -> bool:
+    """Whether a room may import from another one that is in the table."""
+    below = floor_of(other) < floor_of(room)
+    return room == other or below or (room, other) in NEIGHBORS
 
 
 def is_private(name: str) -> bool:
@@ -85,11 +99,11 @@ def is_private(name: str) -> bool:
 
 
 def violations(module: str, source: str, is_package: bool = False) -> list[str]:
-    """A sentence for each import or private name in source that its layer does not allow."""
+    """A sentence for each import or private name in source that its room does not allow."""
     tree = ast.parse(source)
-    layer = layer_of(module)
-    if layer not in LAYERS:
-        return [f"{module}: layer {layer!r} has no place in tests/test_layering.py"]
+    room = room_of(module)
+    if floor_of(room) is None:
+        return [f"{module}: room {room!r} has no place in tests/test_layering.py"]
     found = []
     foreign_names = set()
     package = module if is_package else module.rpartition(".")[0]
@@ -97,15 +111,16 @@ def violations(module: str, source: str, is_package: bool = False) -> list[str]:
         where = f"{module}:{line}"
         top = target.split(".")[0]
         if top == "lightning_loco":
-            full = f"{target}.{name}" if target == "lightning_loco" and name in LAYERS else target
-            if layer_of(full) not in LAYERS:
+            is_room = target == "lightning_loco" and name and floor_of(name) is not None
+            full = f"{target}.{name}" if is_room else target
+            if floor_of(room_of(full)) is None:
                 found.append(f"{where}: {full} has no place in tests/test_layering.py")
-            elif LAYERS.index(layer_of(full)) > LAYERS.index(layer):
-                found.append(f"{where}: {layer or top} must not import {full}")
+            elif not may_import(room, room_of(full)):
+                found.append(f"{where}: {room or top} must not import {full}")
         elif top not in sys.stdlib_module_names:
             foreign_names |= bound_names(tree, line)
-            if top not in FOREIGN.get(layer, {top}) | EXTRA.get(module, set()):
-                found.append(f"{where}: {layer} must not import {top}")
+            if top not in FOREIGN.get(room, {top}) | EXTRA.get(module, set()):
+                found.append(f"{where}: {room} must not import {top}")
             if module not in MAY_USE_PRIVATE:
                 parts = [*target.split("."), *([name] if name else [])]
                 found += [f"{where}: private name {part}" for part in parts if is_private(part)]
@@ -137,14 +152,31 @@ def private_attributes(tree: ast.AST, module: str, foreign: set[str]) -> list[st
     return found
 
 
-def test_imports_go_downwards() -> None:
-    paths = sorted(PACKAGE.rglob("*.py"))
-    assert paths
+def all_violations() -> list[str]:
     found = []
-    for path in paths:
+    for path in sorted(PACKAGE.rglob("*.py")):
         is_package = path.name == "__init__.py"
         found += violations(module_name(path), path.read_text(encoding="utf-8"), is_package)
-    assert not found, "\n".join(found)
+    return found
+
+
+def test_imports_go_downwards() -> None:
+    assert not (found := all_violations()), "\n".join(found)
+
+
+def test_every_room_of_the_table_exists() -> None:
+    rooms = {room_of(module_name(path)) for path in PACKAGE.rglob("*.py")}
+    assert rooms == {room for floor in FLOORS for room in floor}
+
+
+def test_every_pair_of_neighbors_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(NEIGHBORS)
+    monkeypatch.setattr(sys.modules[__name__], "NEIGHBORS", set())
+    needed = set()
+    for text in all_violations():
+        room, _, target = text.partition(": ")[2].partition(" must not import ")
+        needed.add((room, room_of(target)))
+    assert needed == before
 
 
 @pytest.mark.parametrize(
@@ -154,6 +186,13 @@ def test_imports_go_downwards() -> None:
         ("comm.engine", "from lightning_loco import strategies", "strategies"),
         ("comm.engine", "from lightning_loco import LocoStrategy", "lightning_loco"),
         ("comm.engine", "from ..callbacks import x", "callbacks"),
+        ("rounds.engine", "from lightning_loco.peers import x", "rounds must not import"),
+        ("peers.engine", "from lightning_loco.rounds.engine import Engine", "peers must not"),
+        ("remote.site", "from lightning_loco import rounds", "lightning_loco.rounds"),
+        ("topology.base", "from lightning_loco.algorithms import DiLoCo", "algorithms"),
+        ("algorithms.diloco", "from lightning_loco.codecs import Codec", "codecs"),
+        ("strategies.base", "from lightning_loco.callbacks import x", "callbacks"),
+        ("callbacks.x", "from lightning_loco.demo import x", "demo"),
         ("topology.ring", "import matplotlib", "topology must not import matplotlib"),
         ("topology.base", "def f():\n    import lightning_loco.algorithms", "algorithms"),
         ("topology.base", "if TYPE_CHECKING:\n    import lightning", "topology must not import"),
@@ -181,6 +220,8 @@ def test_a_wrong_import_is_found(module: str, source: str, expected: str) -> Non
         ("strategies.lightning_private", "from lightning.pytorch import _private"),
         ("strategies.base", "from lightning.pytorch import Trainer\nself._private = 1"),
         ("cli", "import lightning_loco"),
+        ("callbacks.x", "from lightning_loco.strategies import LocoStrategy"),
+        ("simulation", "from lightning_loco.rounds import schedule"),
         ("topology.draw", "import matplotlib"),
     ],
 )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -38,6 +37,21 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Mean squared error."""
     inputs, target = batch
     return (model(inputs).squeeze(-1) - target).square().mean()
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *batches: tuple[Tensor, Tensor],
+    clip: float | None = None,
+) -> None:
+    """One optimizer step on the mean loss of the batches."""
+    optimizer.zero_grad()
+    for batch in batches:
+        (loss_of(model, batch) / len(batches)).backward()
+    if clip is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
 
 
 class WorkerData(Dataset[tuple[Tensor, Tensor]]):
@@ -90,12 +104,13 @@ def flat(module: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
 
 
-def local_losses(steps: range, worker: int, model: nn.Module, lr: float) -> Iterator[float]:
-    """Plain SGD on a worker's batches."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    for step in steps:
-        optimizer.zero_grad()
-        loss = loss_of(model, worker_batch(worker, step))
-        loss.backward()
-        optimizer.step()
-        yield loss.item()
+def quiet_trainer(**settings: Any) -> Trainer:
+    """A Trainer on CPUs that writes nothing; settings replace or add to the defaults."""
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return Trainer(**{**defaults, **settings})

@@ -160,7 +160,7 @@ class EngineStrategy(MeetingStrategy):
         if not self.is_fitting:
             super().setup(trainer)
             return
-        if self._layer_sync is not None:
+        if lightning_private.syncs_batch_norm(self):
             raise MisconfigurationException(
                 "sync_batchnorm=True communicates in every forward pass, which low-communication "
                 "training avoids. Use Trainer(sync_batchnorm=False); statistics of BatchNorm are "

@@ -15,7 +15,9 @@ from types import FrameType
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import DataLoader, Sampler
 
@@ -129,6 +131,21 @@ def set_callback_metrics(trainer: pl.Trainer, metrics: dict[str, torch.Tensor]) 
 def found_inf(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Where a gradient scaler notes, after ``unscale_``, whether a gradient is not finite."""
     return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+
+
+def syncs_batch_norm(strategy: ParallelStrategy) -> bool:
+    """Whether ``Trainer(sync_batchnorm=True)`` was asked for."""
+    return strategy._layer_sync is not None
+
+
+def backend_of(strategy: DDPStrategy) -> str:
+    """The backend of the default process group: what the user has said, or what fits the device."""
+    return strategy._get_process_group_backend()
+
+
+def average_gradients_in(strategy: DDPStrategy, group: dist.ProcessGroup | None) -> None:
+    """Let DDP average gradients over this group; must be called before it wraps the model."""
+    strategy._ddp_kwargs["process_group"] = group
 
 
 def _do_nothing() -> None:

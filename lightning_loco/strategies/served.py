@@ -105,7 +105,7 @@ class ServedStrategy(MeetingStrategy):
     def _init_default_group(self) -> None:
         assert self._all_ranks is not None
         device = self.root_device if self.root_device.type != "cpu" else None
-        backend = self._get_process_group_backend()
+        backend = lightning_private.backend_of(self)
         self._all_ranks.init_default_group(self._present, backend, device)
 
     def connect_ranks(self) -> ServiceGroup:
@@ -135,7 +135,7 @@ class ServedStrategy(MeetingStrategy):
         if self.tiers.replica_size > 1:
             self.replica_group = new_replica_group(self.tiers, self.global_rank, "gloo")
             gradients = new_replica_group(self.tiers, self.global_rank)
-            self._ddp_kwargs["process_group"] = gradients
+            lightning_private.average_gradients_in(self, gradients)
             super().configure_ddp()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -34,7 +34,7 @@ from tests.algorithms.toys import (
     move_to,
     randn,
     run_engine,
-    same_batch,
+    same_data,
     simulate,
     stay,
     train_step,
@@ -124,14 +124,14 @@ def test_on_a_complete_graph_with_outer_rate_1_it_is_local_sgd() -> None:
 
 @pytest.mark.parametrize("momentum", [0.3, 0.9])
 def test_with_the_same_data_everywhere_it_is_diloco_with_nesterov(momentum: float) -> None:
-    settings = {"data": same_batch, "inner": ADAMW, "sync_every": 2}
+    settings = {"step": same_data, "inner": ADAMW, "sync_every": 2}
     expected = simulate(DiLoCo(0.7, momentum), 3, 8, **settings)
     algorithm = GASLoC(0.7, 1.0, momentum)
     assert_close(simulate(algorithm, 3, 8, topology="complete", **settings), expected)
 
 
 def test_with_the_same_data_everywhere_it_is_not_diloco_with_heavy_ball() -> None:
-    settings = {"data": same_batch, "sync_every": 2}
+    settings = {"step": same_data, "sync_every": 2}
     heavy_ball = simulate(DiLoCo(0.7, 0.9, nesterov=False), 3, 8, **settings)
     algorithm = GASLoC(0.7, 1.0, 0.9)
     history = simulate(algorithm, 3, 8, topology="complete", **settings)

@@ -14,9 +14,10 @@ from lightning_loco.algorithms import Algorithm
 from lightning_loco.comm import Statistics, WorkerGroup
 from lightning_loco.rounds.exchange import make_exchange
 from lightning_loco.topology import as_topology
-from tests.tiny import flat, loss_of, make_model, worker_batch
+from tests.tiny import flat, make_model, train_step, worker_batch
 
-Batch = tuple[Tensor, Tensor]
+LocalStep = Callable[[int, nn.Module, torch.optim.Optimizer, int], None]
+"""(worker, its model, its optimizer, number of the step)."""
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 SGD = partial(torch.optim.SGD, lr=0.05)
@@ -33,21 +34,20 @@ class Point(nn.Module):
         self.value = nn.Parameter(start.clone())
 
 
-def same_batch(worker: int, step: int) -> Batch:
-    """All workers see the data of worker 0."""
-    return worker_batch(0, step)
-
-
-def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *batches: Batch, clip: float | None = None
+def plain_step(
+    worker: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    clip: float | None = None,
 ) -> None:
-    """One optimizer step on the mean loss of the batches."""
-    optimizer.zero_grad()
-    for batch in batches:
-        (loss_of(model, batch) / len(batches)).backward()
-    if clip is not None:
-        nn.utils.clip_grad_norm_(model.parameters(), clip)
-    optimizer.step()
+    """Descend on the worker's own batch."""
+    train_step(model, optimizer, worker_batch(worker, step), clip=clip)
+
+
+def same_data(worker: int, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """All workers see the data of worker 0."""
+    plain_step(0, model, optimizer, step)
 
 
 def simulate(
@@ -56,23 +56,31 @@ def simulate(
     rounds: int,
     *,
     inner: MakeOptimizer = SGD,
-    data: Callable[[int, int], Batch] = worker_batch,
-    clip: float | None = None,
+    step: LocalStep = plain_step,
+    make: Callable[[], nn.Module] = make_model,
     **settings: Any,
 ) -> Tensor:
-    """Train the tiny model in the simulation.
+    """Train a model in the simulation.
+
+    Args:
+        algorithm: What a round computes.
+        world: Number of workers.
+        rounds: Number of rounds.
+        inner: Makes the optimizer of a worker.
+        step: What a worker does in one of its local steps.
+        make: Makes the model of a worker; the tiny one by default.
+        **settings: Of the simulation.
 
     Returns:
         ``(rounds + 1, N, P)``: each worker's parameters after each round, and the consensus at the
         end for all of them.
     """
-    models = [make_model() for _ in range(world)]
+    models = [make() for _ in range(world)]
     optimizers = [inner(model.parameters()) for model in models]
     steps = [0] * world
 
     def local_step(worker: int) -> None:
-        batch = data(worker, steps[worker])
-        train_step(models[worker], optimizers[worker], batch, clip=clip)
+        step(worker, models[worker], optimizers[worker], steps[worker])
         steps[worker] += 1
 
     simulation = Simulation(models, algorithm, **settings)

@@ -27,7 +27,7 @@ from lightning_loco import (
 )
 from lightning_loco.comm.rows import Row
 from tests.pool import Pool, make_trainer
-from tests.tiny import TinyModule, ValidatedModule, flat, make_loader
+from tests.tiny import TinyModule, ValidatedModule, flat, make_loader, quiet_trainer
 
 LR = 0.05
 P_BYTES = 26 * 8  # the small model in float64
@@ -294,16 +294,7 @@ def test_monitors_say_that_another_strategy_makes_no_rounds(
     monitor: pl.Callback, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = f"{type(monitor).__name__} logs nothing with SingleDeviceStrategy"
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[monitor],
-    )
+    trainer = quiet_trainer(devices=1, max_steps=2, callbacks=[monitor])
     with caplog.at_level(logging.INFO):
         trainer.fit(TinyModule(), make_loader(0, 2))
     assert caplog.text.count(text) == 1

@@ -21,21 +21,13 @@ from lightning_loco.peers import NodeDirectory, Peer, PeerNode, Received
 from lightning_loco.peers.protocol import DATA, Model, Reply, Request, pack_reply, parse_request
 from lightning_loco.peers.publications import Publications
 from lightning_loco.peers.serving import ServingThread
+from tests.programs import free_ports
 
 CHECKSUM = 0x1122334455667788
 HOST = "127.0.0.1"
 MODEL = Model(CHECKSUM, 1000, torch.float32)
 
 _processes = multiprocessing.get_context("forkserver")
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens at."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((HOST, 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def peers(count: int, letter: str = "p") -> list[Peer]:

@@ -16,13 +16,13 @@ from lightning_loco.peers.transfer import Assembly, Transfer
 from tests.peers.helpers import (
     MODEL,
     answering,
-    free_ports,
     open_files,
     peers,
     right_answer,
     serving,
     silent,
 )
+from tests.programs import free_ports
 
 PATIENCE_S = 5.0
 

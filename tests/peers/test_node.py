@@ -18,13 +18,13 @@ from tests.peers.helpers import (
     NodeProcess,
     fetch,
     fetch_until,
-    free_ports,
     make_node,
     open_files,
     peer_threads,
     peers,
     two_nodes,
 )
+from tests.programs import free_ports
 
 
 @pytest.mark.parametrize("numel", [1, 7, 16_384, 100_003, 1_000_000])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_loco import ClockEngine, PairwiseEngine
 from lightning_loco.rounds.gradients import average_gradients
 from tests.pool import Pool, PoolError
-from tests.tiny import flat, loss_of, make_model, worker_batch
+from tests.tiny import flat, loss_of, make_model, train_step, worker_batch
 
 TOPOLOGIES = [None, "ring", "random_matching"]
 every_topology = pytest.mark.parametrize("topology", TOPOLOGIES)
@@ -263,9 +263,7 @@ def data_parallel(rank: int, world: int, num_steps: int) -> Tensor:
     model = nn.parallel.DistributedDataParallel(make_model())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     for step in range(num_steps):
-        optimizer.zero_grad()
-        loss_of(model, worker_batch(rank, step)).backward()
-        optimizer.step()
+        train_step(model, optimizer, worker_batch(rank, step))
     return flat(model.module)
 
 

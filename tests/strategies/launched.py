@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_loco import GASLoCStrategy
-from tests.tiny import TinyModule, flat, make_loader
+from tests.tiny import TinyModule, flat, make_loader, quiet_trainer
 
 SETTINGS: dict[str, Any] = {"topology": "ring", "sync_every": 3}
 LR = 0.05
@@ -53,16 +53,11 @@ def main(folder: Path, start_method: str, changes: list[str]) -> None:
     for change in changes:
         name, _, value = change.partition("=")
         settings[name] = ast.literal_eval(value)
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
         strategy=GASLoCStrategy(**settings, timeout_s=60, start_method=start_method),
-        accelerator="cpu",
         devices=2,
         max_epochs=1,
         use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[WriteResult(folder)],
     )
     module = LaunchedModule(lr=LR)

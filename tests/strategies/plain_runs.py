@@ -3,47 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_loco import DiLoCo, LocoStrategy, Simulation
+from lightning_loco import Algorithm, DiLoCo, LocoStrategy
+from tests.algorithms import toys
+from tests.algorithms.toys import LocalStep, plain_step
 from tests.pool import make_trainer
-from tests.tiny import loss_of, make_loader, make_model, worker_batch
+from tests.tiny import make_loader, make_model
 
 LR = 0.05
-LocalStep = Callable[[int, nn.Module, torch.optim.Optimizer, int], None]
-
-
-def plain_step(worker: int, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    optimizer.zero_grad()
-    loss_of(model, worker_batch(worker, step)).backward()
-    optimizer.step()
 
 
 def simulate(
     world: int,
     num_rounds: int,
-    local_step: LocalStep = plain_step,
+    step: LocalStep = plain_step,
     make: Callable[[], nn.Module] = make_model,
     sync_every: int | list[int] = 3,
+    algorithm: Algorithm | None = None,
     **settings: Any,
 ) -> Tensor:
     """The consensus of a plain loop over the same batches; DiLoCo unless told otherwise."""
-    models = [make() for _ in range(world)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=LR) for model in models]
-    steps = [0] * world
-    algorithm = settings.pop("algorithm", DiLoCo())
-    simulation = Simulation(models, algorithm, sync_every=sync_every, **settings)
-
-    def one(worker: int) -> None:
-        local_step(worker, models[worker], optimizers[worker], steps[worker])
-        steps[worker] += 1
-
-    simulation.run(one, num_rounds)
-    return simulation.consensus()
+    settings = {"step": step, "make": make, "sync_every": sync_every, **settings}
+    inner = partial(torch.optim.SGD, lr=LR)
+    return toys.simulate(algorithm or DiLoCo(), world, num_rounds, inner=inner, **settings)[-1, 0]
 
 
 def fit(

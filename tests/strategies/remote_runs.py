@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from lightning.pytorch import Trainer
 from lightning_loco import RemoteOptimizerStrategy
 from lightning_loco.remote.all_ranks import forget_all_ranks
 from tests.pool import PoolEnvironment, make_trainer
+from tests.programs import free_ports
 
 
 class PortEnvironment(PoolEnvironment):
@@ -60,9 +60,7 @@ def all_ranks() -> Iterator[PortEnvironment]:
     rank, world = dist.get_rank(), dist.get_world_size()
     port = torch.zeros(1, dtype=torch.int64)
     if rank == 0:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port[0] = free.getsockname()[1]
+        port[0] = free_ports()[0]
     dist.broadcast(port, 0)
     dist.destroy_process_group()
     try:

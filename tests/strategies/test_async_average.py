@@ -66,23 +66,10 @@ def test_different_numbers_of_steps_validation_and_checkpoints(
     assert content["lightning_loco"]["settings"]["interval_s"] == 0
 
 
-def fit_warm_up(rank: int, world: int, accumulate: int) -> Tensor:
+def fit_clipped(rank: int, world: int, strategy: DDPStrategy, accumulate: int) -> Tensor:
     module = TinyModule(optimizer="Adam")
     trainer = make_trainer(
-        AsyncModelAverageStrategy(interval_s=0, warmup_steps=100),
-        max_epochs=1,
-        use_distributed_sampler=False,
-        accumulate_grad_batches=accumulate,
-        gradient_clip_val=0.5,
-    )
-    trainer.fit(module, make_loader(rank, 12))
-    return flat(module)
-
-
-def fit_ddp(rank: int, world: int, accumulate: int) -> Tensor:
-    module = TinyModule(optimizer="Adam")
-    trainer = make_trainer(
-        DDPStrategy(),
+        strategy,
         max_epochs=1,
         use_distributed_sampler=False,
         accumulate_grad_batches=accumulate,
@@ -94,8 +81,9 @@ def fit_ddp(rank: int, world: int, accumulate: int) -> Tensor:
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_warm_up_is_ddp(pool: Pool, accumulate: int) -> None:
-    expected = pool.run(fit_ddp, accumulate, world=2)[0]
-    for result in pool.run(fit_warm_up, accumulate, world=2):
+    expected = pool.run(fit_clipped, DDPStrategy(), accumulate, world=2)[0]
+    warming_up = AsyncModelAverageStrategy(interval_s=0, warmup_steps=100)
+    for result in pool.run(fit_clipped, warming_up, accumulate, world=2):
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
 
 

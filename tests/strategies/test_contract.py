@@ -36,13 +36,13 @@ from lightning_loco.strategies import METHODS, lightning_private, register_strat
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.topology import Hypercube
 from tests.pool import Pool, make_trainer
-from tests.tiny import TinyModule, make_loader, worker_batch
+from tests.tiny import TinyModule, make_loader, quiet_trainer, worker_batch
 
 # ------------------------------------------------------------------ the host's private names
 
 
 def test_private_names_of_lightning_exist() -> None:
-    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    trainer = quiet_trainer(devices=1)
     signals = trainer._signal_connector
     assert signals.received_sigterm is False
     for handler in (signals._sigterm_notifier_fn, signals._slurm_sigusr_handler_fn):
@@ -56,10 +56,7 @@ def test_private_names_of_lightning_exist() -> None:
 
 
 def test_the_lockstep_is_taken_out_of_one_trainer_only() -> None:
-    trainer, other = (
-        Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-        for _ in range(2)
-    )
+    trainer, other = (quiet_trainer(devices=1) for _ in range(2))
     reasons: list[str] = []
     lightning_private.remove_lockstep(trainer, reasons.append)
     for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
@@ -307,14 +304,7 @@ def test_strategies_are_picklable_before_setup(strategy: LocoStrategy) -> None:
     ],
 )
 def test_strategies_by_name(name: str, suffix: str, launcher: str) -> None:
-    trainer = Trainer(
-        strategy=name + suffix,
-        accelerator="cpu",
-        devices=4,
-        num_nodes=2,
-        logger=False,
-        enable_checkpointing=False,
-    )
+    trainer = quiet_trainer(strategy=name + suffix, devices=4, num_nodes=2)
     strategy = trainer.strategy
     assert type(strategy) is WITH_WORKERS[name]
     assert strategy.num_workers == trainer.world_size == 8

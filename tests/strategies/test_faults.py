@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +12,7 @@ import torch
 
 from lightning_loco import GASLoCStrategy
 from tests.pool import Pool, make_trainer
+from tests.programs import Program, python_script
 from tests.tiny import TinyModule, make_loader
 
 pytestmark = pytest.mark.slow
@@ -26,11 +22,10 @@ import faulthandler, os, signal, sys, time
 faulthandler.register(signal.SIGUSR1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs inherit it ignored
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning_loco import GASLoCStrategy
 from torchdata.stateful_dataloader import StatefulDataLoader
-from tests.tiny import TinyModule, WorkerData
+from tests.tiny import TinyModule, WorkerData, quiet_trainer
 
 class Event(Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
@@ -43,11 +38,10 @@ def main():
     torch.set_num_threads(1)
     rank = int(os.environ.get("LOCAL_RANK", 0))
     module = TinyModule(optimizer="Adam")
-    trainer = Trainer(
+    trainer = quiet_trainer(
         strategy=GASLoCStrategy("ring", sync_every={sync_every}, timeout_s=60),
-        accelerator="cpu", devices=3, max_steps={max_steps}, callbacks=[Event()],
-        use_distributed_sampler=False, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir={folder!r},
+        devices=3, max_steps={max_steps}, callbacks=[Event()],
+        use_distributed_sampler=False, default_root_dir={folder!r},
     )
     loader = StatefulDataLoader(WorkerData(rank, {max_steps}), batch_size=None)
     trainer.fit(module, loader, ckpt_path={ckpt_path!r})
@@ -59,84 +53,33 @@ if __name__ == "__main__":
 """
 
 
-@contextmanager
 def running(
     tmp_path: Path,
     event: str = "pass",
     sync_every: int = 1000,
     max_steps: int = 3000,
     ckpt_path: str | None = None,
-) -> Iterator[subprocess.Popen[str]]:
-    """Start the script with three workers; kill what is left of them at the end."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        SCRIPT.format(
-            event=event,
-            sync_every=sync_every,
-            max_steps=max_steps,
-            folder=str(tmp_path),
-            ckpt_path=ckpt_path,
-        )
+) -> Program:
+    """Start the script with three workers."""
+    text = SCRIPT.format(
+        event=event,
+        sync_every=sync_every,
+        max_steps=max_steps,
+        folder=str(tmp_path),
+        ckpt_path=ckpt_path,
     )
-    project = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": project, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, str(script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-        cwd=tmp_path,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            assert process.poll() is not None
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-def wait_for(process: subprocess.Popen[str], text: str) -> str:
-    """Read the output until a text appears."""
-    assert process.stdout is not None
-    seen = ""
-    for line in process.stdout:
-        seen += line
-        if text in line:
-            return seen
-    raise AssertionError(f"{text!r} did not appear in:\n{seen}")
-
-
-def finish(process: subprocess.Popen[str], timeout_s: float) -> str:
-    """The rest of the output; all workers have ended when it does.
-
-    Raises:
-        AssertionError: If they do not end in time, with the output and all stacks.
-    """
-    try:
-        return process.communicate(timeout=timeout_s)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGUSR1)
-        time.sleep(2)
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        raise AssertionError(f"still running after {timeout_s:g} s:\n{output}") from None
+    return Program(python_script(tmp_path, text), tmp_path)
 
 
 @pytest.mark.parametrize("worker", [0, 1])
 def test_crash_on_one_worker_ends_all_with_its_traceback(tmp_path: Path, worker: int) -> None:
     event = f"assert (trainer.global_rank, batch_idx) != ({worker}, 7), 'the sky fell'"
-    with running(tmp_path, event) as process:
-        wait_for(process, "five batches done")
+    with running(tmp_path, event) as program:
+        program.wait_for("five batches done")
         started = time.monotonic()
-        output = finish(process, timeout_s=30)
+        code, output = program.finish(30)
         assert time.monotonic() - started < 30
-        assert process.returncode != 0
+        assert code != 0
     assert "AssertionError: the sky fell" in output
     if worker == 0:  # the launcher kills the children of a dead child, but not those of a dead main
         assert "RuntimeError: Worker 0 failed:" in output
@@ -144,20 +87,20 @@ def test_crash_on_one_worker_ends_all_with_its_traceback(tmp_path: Path, worker:
 
 def test_killed_worker_ends_all(tmp_path: Path) -> None:
     event = "if (trainer.global_rank, batch_idx) == (2, 7): os.kill(os.getpid(), signal.SIGKILL)"
-    with running(tmp_path, event, sync_every=10) as process:
-        wait_for(process, "five batches done")
-        output = finish(process, timeout_s=30)
-        assert process.returncode != 0
+    with running(tmp_path, event, sync_every=10) as program:
+        program.wait_for("five batches done")
+        code, output = program.finish(30)
+        assert code != 0
     assert re.search(r"No message in round 0 .* worker 2 \(no sign of life", output) or (
         "terminated with code -9" in output
     )
 
 
 def test_sigterm_stops_all_at_one_step_with_a_checkpoint(tmp_path: Path) -> None:
-    with running(tmp_path, max_steps=3000) as process:
-        wait_for(process, "five batches done")
-        os.kill(process.pid, signal.SIGTERM)
-        output = finish(process, timeout_s=30)
+    with running(tmp_path, max_steps=3000) as program:
+        program.wait_for("five batches done")
+        program.signal(signal.SIGTERM)
+        _, output = program.finish(30)
     path = tmp_path / "interrupted.ckpt"
     assert f"saved {path}" in output
     step = torch.load(path)["global_step"]
@@ -170,14 +113,14 @@ def test_sigterm_stops_all_at_one_step_with_a_checkpoint(tmp_path: Path) -> None
 def test_interrupted_run_equals_unbroken_run(pool: Pool, tmp_path: Path) -> None:
     """A stop inside a round, somewhere; then the same losses as without it."""
     event = "if (trainer.global_rank, batch_idx) == (1, 13): os.kill(os.getpid(), signal.SIGTERM)"
-    with running(tmp_path, event, sync_every=50, max_steps=400) as process:
-        first = finish(process, timeout_s=60)
+    with running(tmp_path, event, sync_every=50, max_steps=400) as program:
+        _, first = program.finish(60)
     path = tmp_path / "interrupted.ckpt"
     step = torch.load(path)["global_step"]
     assert step % 50 != 0
     assert "finished" not in first
-    with running(tmp_path, sync_every=50, max_steps=400, ckpt_path=str(path)) as process:
-        again = losses(finish(process, timeout_s=60))
+    with running(tmp_path, sync_every=50, max_steps=400, ckpt_path=str(path)) as program:
+        again = losses(program.finish(60)[1])
     for worker, whole in enumerate(pool.run(fit_whole, world=3)):
         assert again[worker] == whole[step:]
 
@@ -191,11 +134,11 @@ def fit_whole(rank: int, world: int) -> list[float]:
 
 
 def test_ctrl_c_ends_all(tmp_path: Path) -> None:
-    with running(tmp_path) as process:
-        wait_for(process, "five batches done")
-        os.killpg(process.pid, signal.SIGINT)
-        finish(process, timeout_s=30)
-        assert process.returncode != 0
+    with running(tmp_path) as program:
+        program.wait_for("five batches done")
+        program.signal_all(signal.SIGINT)
+        code, _ = program.finish(30)
+        assert code != 0
 
 
 def losses(output: str) -> dict[int, list[float]]:

@@ -11,10 +11,17 @@ from torch import Tensor, nn
 from lightning_loco import StragglerSimulator
 from lightning_loco.algorithms import Algorithm, State
 from lightning_loco.topology import get_topology
-from tests.algorithms.toys import train_step
 from tests.cases import Case, rows, without_variants
 from tests.pool import Pool, make_trainer
-from tests.tiny import TinyModule, flat, make_loader, make_model, norm_model, worker_batch
+from tests.tiny import (
+    TinyModule,
+    flat,
+    make_loader,
+    make_model,
+    norm_model,
+    train_step,
+    worker_batch,
+)
 
 LR = 0.05
 

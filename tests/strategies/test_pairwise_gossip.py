@@ -150,9 +150,9 @@ def test_nodes_and_settings_from_a_file(tmp_path: Path) -> None:
 SCRIPT = """
 import sys, time
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning_loco import PairwiseGossipStrategy
-from tests.tiny import TinyModule, make_loader
+from tests.tiny import TinyModule, make_loader, quiet_trainer
 
 class Report(Callback):
     def on_train_batch_end(self, trainer, *args):
@@ -162,10 +162,9 @@ class Report(Callback):
 
 nodes, name, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 torch.set_num_threads(1)
-trainer = Trainer(
+trainer = quiet_trainer(
     strategy=PairwiseGossipStrategy(nodes=nodes, name=name, fetch_timeout_s=1.0),
-    accelerator="cpu", devices=1, max_steps=steps, callbacks=[Report()], logger=False,
-    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    devices=1, max_steps=steps, callbacks=[Report()],
 )
 trainer.fit(TinyModule(), make_loader(int(name[1:]), steps))
 """

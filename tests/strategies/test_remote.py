@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_loco import RemoteOptimizerStrategy
 from lightning_loco.remote import Tiers
 from tests.pool import Pool, make_trainer
 from tests.strategies.remote_runs import all_ranks, remote_trainer
-from tests.tiny import ValidatedModule, flat, make_loader
+from tests.tiny import ValidatedModule, flat, make_loader, quiet_trainer
 
 STEPS = 12
 
@@ -80,14 +79,7 @@ def test_fit_is_that_of_ddp(pool: Pool, num_tiers: int, kind: str) -> None:
 @pytest.mark.parametrize("start_method", ["popen", "spawn", "fork"])
 def test_by_name_all_ranks_but_one_train(start_method: str) -> None:
     name = "remote_optimizer" + ("" if start_method == "popen" else f"_{start_method}")
-    trainer = Trainer(
-        strategy=name,
-        accelerator="cpu",
-        devices=4,
-        num_nodes=2,
-        logger=False,
-        enable_checkpointing=False,
-    )
+    trainer = quiet_trainer(strategy=name, devices=4, num_nodes=2)
     strategy = trainer.strategy
     assert isinstance(strategy, RemoteOptimizerStrategy)
     assert strategy.tiers == Tiers(7, 2)

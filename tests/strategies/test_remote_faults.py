@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +16,7 @@ from torch import nn
 
 from lightning_loco import RemoteOptimizerStrategy
 from tests.pool import Pool, PoolError
+from tests.programs import Program, free_ports, python_script
 from tests.strategies.remote_runs import all_ranks, remote_trainer
 from tests.tiny import TinyModule, ValidatedModule, make_loader
 
@@ -162,11 +159,10 @@ def test_a_state_that_cannot_travel_does_no_harm_without_checkpoints(pool: Pool)
 SCRIPT = """
 import os, sys, time
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_loco import RemoteOptimizerStrategy
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from tests.tiny import ValidatedModule, WorkerData, make_loader
+from tests.tiny import ValidatedModule, WorkerData, make_loader, quiet_trainer
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 class Slow(Callback):
@@ -181,11 +177,10 @@ def main():
     torch.set_num_threads(1)
     rank = int(os.environ["LOCAL_RANK"])
     module = ValidatedModule(optimizer="Adam")
-    trainer = Trainer(
-        strategy=RemoteOptimizerStrategy({options}),
-        accelerator="cpu", devices={world}, max_epochs={max_epochs}, callbacks=[Slow(), SAVE],
-        use_distributed_sampler=False, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir={folder!r}, num_sanity_val_steps=0,
+    trainer = quiet_trainer(
+        strategy=RemoteOptimizerStrategy({options}), enable_checkpointing=True,
+        devices={world}, max_epochs={max_epochs}, callbacks=[Slow(), SAVE],
+        use_distributed_sampler=False, default_root_dir={folder!r}, num_sanity_val_steps=0,
     )
     loader = StatefulDataLoader(WorkerData(rank, {steps}), batch_size=None)
     trainer.fit(module, loader, make_loader(9, 2), ckpt_path={ckpt_path!r})
@@ -204,68 +199,51 @@ def running(
     max_epochs: int = 1,
     ckpt_path: str | None = None,
     **options: Any,
-) -> Iterator[list[subprocess.Popen[str]]]:
-    """One process per rank, none of which ends another; kills what is left at the end."""
-    script = folder / "script.py"
+) -> Iterator[list[Program]]:
+    """One program per rank, none of which ends another; kills what is left at the end."""
     words = {"num_workers": 2, "timeout_s": 15, **options}
-    script.write_text(
-        SCRIPT.format(
-            options=", ".join(f"{name}={value!r}" for name, value in words.items()),
-            world=world, steps=steps, max_epochs=max_epochs, folder=str(folder),
-            ckpt_path=ckpt_path,
-        )
-    )  # fmt: skip
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    text = SCRIPT.format(
+        options=", ".join(f"{name}={value!r}" for name, value in words.items()),
+        world=world,
+        steps=steps,
+        max_epochs=max_epochs,
+        folder=str(folder),
+        ckpt_path=ckpt_path,
+    )
+    (port,) = free_ports()
     environ = {
-        **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0",
-        "PYTHONPATH": os.pathsep.join(sys.path), "WORLD_SIZE": str(world),
-    }  # fmt: skip
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env={**environ, "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=folder,
-        )
-        for rank in range(world)
-    ]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "NODE_RANK": "0",
+        "WORLD_SIZE": str(world),
+    }
+    command = python_script(folder, text)
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(Program(command, folder, LOCAL_RANK=str(rank), **environ))
+            for rank in range(world)
+        ]
 
 
-def wait_for_steps(processes: list[subprocess.Popen[str]]) -> None:
-    assert processes[0].stdout is not None
-    for line in processes[0].stdout:
-        if "five steps done" in line:
-            return
-    pytest.fail("worker 0 has ended early")
-
-
-def outputs(processes: list[subprocess.Popen[str]], limit_s: float = 60) -> list[str]:
+def finish(programs: list[Program], limit_s: float = 60) -> tuple[list[int], list[str]]:
+    """Exit codes and outputs."""
     deadline = time.monotonic() + limit_s
-    return [p.communicate(timeout=max(deadline - time.monotonic(), 1))[0] for p in processes]
+    ends = [program.finish(max(deadline - time.monotonic(), 1)) for program in programs]
+    return [code for code, _ in ends], [text for _, text in ends]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [1, 2])
 def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path, victim: int) -> None:
-    with running(tmp_path, 4, 2000) as processes:
-        wait_for_steps(processes)
+    with running(tmp_path, 4, 2000) as programs:
+        programs[0].wait_for("five steps done")
         time.sleep(0.3)
-        processes[victim].send_signal(signal.SIGKILL)
-        texts = outputs(processes)
+        programs[victim].signal(signal.SIGKILL)
+        codes, texts = finish(programs)
         name = {1: "worker 1", 2: "the aggregator (rank 2)"}[victim]
         for rank, text in enumerate(texts):
             if rank != victim:
-                assert processes[rank].returncode not in (0, None)
+                assert codes[rank] != 0
                 assert name in text.lower(), text[-3000:]
     for path in tmp_path.glob("checkpoints/*.ckpt"):
         assert torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
@@ -274,13 +252,13 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path, victim: int) ->
 
 @pytest.mark.slow
 def test_enough_workers_go_on(tmp_path: Path) -> None:
-    with running(tmp_path, 4, 60, max_epochs=2, num_workers=3, min_workers=2) as processes:
-        wait_for_steps(processes)
-        processes[2].send_signal(signal.SIGKILL)
-        texts = outputs(processes)
+    with running(tmp_path, 4, 60, max_epochs=2, num_workers=3, min_workers=2) as programs:
+        programs[0].wait_for("five steps done")
+        programs[2].signal(signal.SIGKILL)
+        codes, texts = finish(programs)
         for rank, text in enumerate(texts):
             if rank != 2:
-                assert processes[rank].returncode == 0, text[-3000:]
+                assert codes[rank] == 0, text[-3000:]
         for text in texts[:2]:
             assert "finished at 120" in text
         assert "worker 2 is gone" in texts[3].lower()
@@ -302,15 +280,15 @@ def train_whole(rank: int, world: int, steps: int) -> list[float]:
 @pytest.mark.slow
 def test_sigterm_stops_at_a_common_step_and_resumes(pool: Pool, tmp_path: Path) -> None:
     whole = pool.run(train_whole, 100, world=3)
-    with running(tmp_path, 3, 100) as processes:
-        wait_for_steps(processes)
-        processes[1].send_signal(signal.SIGTERM)
-        outputs(processes)
+    with running(tmp_path, 3, 100) as programs:
+        programs[0].wait_for("five steps done")
+        programs[1].signal(signal.SIGTERM)
+        finish(programs)
     (path,) = tmp_path.glob("**/interrupted.ckpt")
     steps = torch.load(path, weights_only=True)["global_step"]
     assert 5 <= steps < 100
-    with running(tmp_path, 3, 100, ckpt_path=str(path)) as processes:
-        rest = outputs(processes)
+    with running(tmp_path, 3, 100, ckpt_path=str(path)) as programs:
+        _, rest = finish(programs)
     for rank in (0, 1):
         losses = json.loads(rest[rank].rpartition("losses ")[2].strip())
         assert losses == whole[rank][steps:]

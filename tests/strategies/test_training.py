@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_loco import GASLoC, LocalSGD
+from tests.algorithms.toys import plain_step
 from tests.pool import Pool, PoolEnvironment, PoolError
-from tests.strategies.plain_runs import LR, assert_all_close, fit, plain_step, simulate
-from tests.tiny import TinyModule, flat, loss_of, make_model, worker_batch
+from tests.strategies.plain_runs import LR, assert_all_close, fit, simulate
+from tests.tiny import TinyModule, flat, loss_of, make_model, train_step, worker_batch
 
 # ------------------------------------------------------------------- manual optimization
 
@@ -139,10 +140,8 @@ def fit_accumulating(rank: int, world: int) -> tuple[Tensor, int]:
 
 
 def accumulating_step(worker: int, model: nn.Module, optimizer: Any, step: int) -> None:
-    optimizer.zero_grad()
-    for batch in (2 * step, 2 * step + 1):
-        (loss_of(model, worker_batch(worker, batch)) / 2).backward()
-    optimizer.step()
+    batches = [worker_batch(worker, batch) for batch in (2 * step, 2 * step + 1)]
+    train_step(model, optimizer, *batches)
 
 
 def test_accumulated_batches_make_one_local_step(pool: Pool) -> None:
@@ -161,12 +160,12 @@ def fit_clipped(rank: int, world: int, by: str) -> Tensor:
 @pytest.mark.parametrize("by", ["norm", "value"])
 def test_gradients_are_clipped_locally(pool: Pool, by: str) -> None:
     def clipped_step(worker: int, model: nn.Module, optimizer: Any, step: int) -> None:
+        if by == "norm":
+            train_step(model, optimizer, worker_batch(worker, step), clip=0.1)
+            return
         optimizer.zero_grad()
         loss_of(model, worker_batch(worker, step)).backward()
-        if by == "norm":
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        else:
-            nn.utils.clip_grad_value_(model.parameters(), 0.1)
+        nn.utils.clip_grad_value_(model.parameters(), 0.1)
         optimizer.step()
 
     assert_all_close(pool.run(fit_clipped, by, world=2), simulate(2, 2, clipped_step))

@@ -1,0 +1,122 @@
+"""Groups of an engine's own: beside the default one and beside each other, and gone at the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.stats import Statistics
+from tests.comm.workers import threads_named
+from tests.pool import Pool, PoolError
+
+
+def describe(rank: int, world: int) -> dict[str, Any]:
+    group = WorkerGroup.create(timeout_s=20)
+    found = {
+        "place": (group.worker, group.num_workers),
+        "sizes": [dist.get_world_size(own) for own in (group.data, group.control)],
+        "are_own": group.data not in (None, dist.group.WORLD, group.control),
+        "beats": group.watchdog.is_alive(),
+        "gathered": group.gather_objects({"rank": rank}),
+    }
+    group.close()
+    group.close()
+    found["left"] = threads_named("loco")
+    found["closed"] = (group.data, group.control, group.watchdog)
+    found["default group works"] = sum_over_the_default_group(rank)
+    return found
+
+
+def sum_over_the_default_group(rank: int) -> float:
+    value = torch.tensor(float(rank))
+    dist.all_reduce(value)
+    return value.item()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_worker_finds_its_place(pool: Pool, world: int) -> None:
+    for rank, found in enumerate(pool.run(describe, world=world)):
+        assert found == {
+            "place": (rank, world),
+            "sizes": [world, world],
+            "are_own": True,
+            "beats": True,
+            "gathered": [{"rank": other} for other in range(world)],
+            "left": [],
+            "closed": (None, None, None),
+            "default group works": sum(range(world)),
+        }
+
+
+def test_a_worker_alone_needs_no_group() -> None:
+    group = WorkerGroup.create()
+    assert group == WorkerGroup(worker=0, num_workers=1)
+    assert group.gather_objects("mine") == ["mine"]
+    assert group.start_sum(torch.ones(3), Statistics()) is None
+    group.raise_together(None)
+    with pytest.raises(KeyError, match="mine"):
+        group.raise_together(KeyError("mine"))
+    group.close()
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0])
+def test_a_timeout_is_positive(timeout_s: float) -> None:
+    with pytest.raises(ValueError, match="timeout_s is in seconds and must be positive"):
+        WorkerGroup.create(timeout_s=timeout_s)
+
+
+def write_and_read(rank: int, world: int) -> list[str]:
+    groups = [WorkerGroup.create(timeout_s=20) for _ in range(2)]
+    stores = [group.own_store(name) for group in groups for name in ("a", "b")]
+    for number, store in enumerate(stores):
+        if rank == 0:
+            store.set("key", f"value {number}")
+    read = [store.get("key").decode() for store in stores]
+    for group in groups:
+        group.close()
+    return read
+
+
+def test_stores_of_two_engines_and_of_two_names_are_apart(pool: Pool) -> None:
+    for read in pool.run(write_and_read, world=2):
+        assert read == ["value 0", "value 1", "value 2", "value 3"]
+
+
+def sum_up(rank: int, world: int) -> tuple[list[float], int]:
+    group, statistics = WorkerGroup.create(timeout_s=20), Statistics()
+    flat = torch.arange(6.0) * (rank + 1)
+    group.start_sum(flat, statistics).wait()
+    group.close()
+    return flat.tolist(), statistics.bytes_sent
+
+
+def test_a_sum_is_counted_as_a_ring_all_reduce(pool: Pool) -> None:
+    for flat, num_bytes in pool.run(sum_up, world=3):
+        assert flat == [0.0, 6.0, 12.0, 18.0, 24.0, 30.0]
+        assert num_bytes == 2 * 2 * 24 // 3
+
+
+def raise_some(rank: int, world: int, broken: tuple[int, ...]) -> str:
+    group = WorkerGroup.create(timeout_s=20)
+    try:
+        group.raise_together(ValueError(f"bad luck of {rank}") if rank in broken else None)
+    finally:
+        group.close()
+    return "fine"
+
+
+def test_an_error_of_one_is_an_error_of_all(pool: Pool) -> None:
+    with pytest.raises(PoolError) as caught:
+        pool.run(raise_some, (1, 2), world=3)
+    failures = caught.value.failures
+    assert {failure.type_name for failure in failures.values()} == {"ValueError"}
+    texts = [failures[rank].message for rank in range(3)]
+    assert texts == ["Worker 1: bad luck of 1", "bad luck of 1", "bad luck of 2"]
+
+
+def test_without_an_error_all_go_on(pool: Pool) -> None:
+    assert pool.run(raise_some, (), world=3) == ["fine"] * 3

@@ -1,0 +1,145 @@
+"""Stopping together, over real watchdogs: all workers stop at one step and none is left waiting."""
+
+from __future__ import annotations
+
+import threading
+import time
+from fractions import Fraction
+
+import pytest
+
+from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.stopping import StopAgreement
+from tests.comm.workers import (
+    TIMEOUT_S,
+    group_of,
+    hurry,
+    on_every_worker,
+    start,
+    wait_until,
+    watchdogs,
+)
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch)
+
+
+def after_step(
+    stop: StopAgreement, group: WorkerGroup, rounds: int, steps: int, sync_every: int | None
+) -> None:
+    """What an engine does after each local step."""
+    if group.watchdog is not None:
+        group.watchdog.position = (rounds, steps, sync_every or 1)
+    stop.note(rounds, steps, sync_every)
+
+
+@pytest.mark.parametrize("sync_every", [[5, 5, 5], [6, 2, 3], [1, 1, 1], [50, 50, 50]], ids=str)
+@pytest.mark.parametrize("who", [{1}, {0, 2}], ids=str)
+def test_all_stop_at_one_point_and_every_due_round_is_made_by_all(
+    sync_every: list[int], who: set[int]
+) -> None:
+    """Each worker counts steps and meets the others after its `sync_every`, as an engine does."""
+    rounds_meet = threading.Barrier(3)
+
+    with watchdogs(3) as dogs:
+        start(*dogs)
+
+        def train(worker: int) -> tuple[Fraction, str]:
+            group = group_of(dogs[worker], worker, 3)
+            stop = StopAgreement(group)
+            rounds = steps = 0
+            for step in range(100_000):
+                steps += 1
+                time.sleep(0.001 * (1 + worker))
+                if step == 20 and worker in who:
+                    stop.request("SIGTERM")
+                after_step(stop, group, rounds, steps, sync_every[worker])
+                if steps == sync_every[worker]:
+                    rounds_meet.wait(TIMEOUT_S)
+                    rounds, steps = rounds + 1, 0
+                if stop.agreed is not None:
+                    return rounds + Fraction(steps, sync_every[worker]), stop.agreed
+            raise AssertionError("nobody has stopped")
+
+        ends = on_every_worker(3, train)
+        stop_at, _ = dogs[0].stop_at
+    assert {reason for _, reason in ends} == {"SIGTERM"}
+    for (point, _), steps in zip(ends, sync_every, strict=True):
+        # The last step of its own that is not beyond the common point.
+        assert point <= stop_at < point + Fraction(1, steps)
+    if len(set(sync_every)) == 1:
+        assert len(set(ends)) == 1
+
+
+def test_without_a_request_nobody_stops() -> None:
+    with watchdogs(2) as dogs:
+        start(*dogs)
+        group = group_of(dogs[0], 0, 2)
+        stop = StopAgreement(group)
+        for step in range(5):
+            after_step(stop, group, 0, step, 10)
+            time.sleep(0.05)
+        assert stop.agreed is None
+        assert not stop.catch_up()
+
+
+def test_a_worker_alone_stops_after_the_step_under_way() -> None:
+    group = WorkerGroup(0, 1)
+    stop = StopAgreement(group)
+    after_step(stop, group, 0, 1, 10)
+    assert stop.agreed is None
+    stop.request("SIGTERM")
+    assert stop.agreed is None
+    after_step(stop, group, 0, 2, 10)
+    assert stop.agreed == "SIGTERM"
+
+
+def test_anywhere_is_the_first_step_after_all_have_heard_of_it() -> None:
+    with watchdogs(2) as dogs:
+        start(*dogs)
+        groups = [group_of(dog, worker, 2) for worker, dog in enumerate(dogs)]
+        stops = [StopAgreement(group) for group in groups]
+        after_step(stops[0], groups[0], 0, 1, None)
+        assert stops[0].agreed is None
+        stops[1].request("SIGUSR1")
+        wait_until(lambda: all(dog.stop_seen for dog in dogs))
+        for stop, group in zip(stops, groups, strict=True):
+            after_step(stop, group, 0, 2, None)
+            assert stop.agreed == "SIGUSR1"
+
+
+def test_anywhere_of_a_worker_alone() -> None:
+    group = WorkerGroup(0, 1)
+    stop = StopAgreement(group)
+    stop.request("SIGUSR1")
+    after_step(stop, group, 0, 1, None)
+    assert stop.agreed == "SIGUSR1"
+
+
+def test_who_has_no_more_data_stops_where_it_is() -> None:
+    with watchdogs(2) as dogs:
+        dogs[1].position = (3, 1, 4)
+        start(*dogs)
+        group = group_of(dogs[0], 0, 2)
+        ended = StopAgreement(group)
+        after_step(ended, group, 2, 0, 4)
+        StopAgreement(group_of(dogs[1], 1, 2)).request("SIGTERM")
+        wait_until(lambda: dogs[0].stop_at)
+        after_step(ended, group, 2, 1, 4)
+        assert ended.agreed is None  # the others are further
+        assert ended.catch_up()
+        assert ended.agreed == "SIGTERM"
+
+
+def test_a_worker_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with watchdogs(2) as dogs:
+        start(dogs[0])
+        group = group_of(dogs[0], 0, 2)
+        group.timeout_s = 0.2
+        stop = StopAgreement(group)
+        stop.request("SIGTERM")
+        wait_until(lambda: dogs[0].stop_seen)
+        with pytest.raises(RuntimeError, match="the agreement to stop after 0 s from worker 1"):
+            after_step(stop, group, 0, 1, 4)

@@ -1,0 +1,84 @@
+"""Waiting is timed, and an error of the backend names the worker that is missing."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.stats import Statistics
+from lightning_loco.comm.waiting import Explained, Timed
+from tests.comm.workers import group_of, hurry, start, watchdogs
+
+
+def test_seconds_add_up() -> None:
+    statistics = Statistics(wait_s=1.0)
+    for _ in range(2):
+        with Timed(statistics):
+            time.sleep(0.05)
+    time.sleep(0.05)
+    assert 1.1 <= statistics.wait_s < 1.14
+
+
+def test_seconds_count_when_the_wait_fails() -> None:
+    statistics = Statistics()
+
+    def fail() -> None:
+        with Timed(statistics):
+            time.sleep(0.02)
+            raise RuntimeError("closed")
+
+    with pytest.raises(RuntimeError, match="closed"):
+        fail()
+    assert statistics.wait_s >= 0.02
+
+
+def test_an_error_names_the_missing_worker_and_keeps_its_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hurry(monkeypatch)
+    cause = RuntimeError("Connection closed by peer")
+    with watchdogs(3) as dogs:
+        dogs[1].place = "round 3"
+        start(*dogs)
+        dogs[1].end()
+        with pytest.raises(RuntimeError) as raised, Explained(group_of(dogs[0], 0, 3), "round 4"):
+            raise cause
+    assert "No message in round 4 after 0 s from worker 1" in str(raised.value)
+    assert raised.value.__cause__ is cause
+
+
+def test_an_error_becomes_the_failure_that_another_worker_has_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hurry(monkeypatch)
+    with watchdogs(2) as dogs:
+        start(*dogs)
+        dogs[1].report("IndexError: 7")
+        with (
+            pytest.raises(RuntimeError, match="^Worker 1 failed:\nIndexError: 7$"),
+            Explained(group_of(dogs[0], 0, 2), "round 4"),
+        ):
+            raise RuntimeError("Connection closed by peer")
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()], ids=repr)
+def test_errors_that_are_not_the_backends_pass(error: BaseException) -> None:
+    with (
+        watchdogs(2) as dogs,
+        pytest.raises(type(error)) as raised,
+        Explained(group_of(dogs[0], 0, 2), "round 4"),
+    ):
+        raise error
+    assert raised.value is error
+
+
+def test_a_worker_alone_has_nothing_to_explain() -> None:
+    with pytest.raises(RuntimeError, match="^as it is$"), Explained(WorkerGroup(0, 1), "round 4"):
+        raise RuntimeError("as it is")
+
+
+def test_without_an_error_nothing_happens() -> None:
+    with Explained(WorkerGroup(0, 1), "round 4"):
+        pass

@@ -1,0 +1,206 @@
+"""Watchdogs on one store: signs of life, reports of failures, the agreement to stop."""
+
+from __future__ import annotations
+
+import time
+from fractions import Fraction
+
+import pytest
+import torch.distributed as dist
+
+from lightning_loco.comm.watchdog import Watchdog
+from tests.comm.workers import hurry, start, threads_named, wait_until, watchdogs
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch)
+
+
+# ------------------------------------------------------------------------------- failures
+
+
+def test_a_report_reaches_all_others() -> None:
+    with watchdogs(3) as dogs:
+        start(*dogs)
+        dogs[1].report("ZeroDivisionError: division by zero")
+        for dog in (dogs[0], dogs[2]):
+            wait_until(lambda dog=dog: dog.failure)
+            with pytest.raises(RuntimeError, match="^Worker 1 failed:\nZeroDivisionError"):
+                dog.raise_if_failed()
+        dogs[1].raise_if_failed()  # knows by itself
+
+
+def test_only_the_first_report_counts() -> None:
+    with watchdogs(3) as dogs:
+        start(*dogs)
+        dogs[2].report("the first")
+        dogs[1].report("the second")
+        wait_until(lambda: dogs[0].failure and dogs[1].failure)
+        assert dogs[0].failure == dogs[1].failure == "Worker 2 failed:\nthe first"
+
+
+def test_workers_are_called_by_their_names() -> None:
+    with watchdogs(2, ["the server", "the client"]) as dogs:
+        start(*dogs)
+        dogs[1].report("no space left")
+        wait_until(lambda: dogs[0].failure)
+        assert dogs[0].failure == "The client failed:\nno space left"
+
+
+def test_a_text_with_the_separator_arrives_whole() -> None:
+    with watchdogs(2) as dogs:
+        start(*dogs)
+        dogs[1].place = "a | b"
+        dogs[1].report("x | y")
+        wait_until(lambda: dogs[0].failure)
+        assert dogs[0].failure == "Worker 1 failed:\nx | y"
+
+
+def test_the_host_of_the_store_lets_the_others_read_its_report() -> None:
+    with watchdogs(3) as dogs:
+        start(*dogs)
+        dogs[0].report("out of memory")
+        assert [dog.failure for dog in dogs[1:]] == ["Worker 0 failed:\nout of memory"] * 2
+
+
+def test_the_host_of_the_store_does_not_wait_for_the_dead() -> None:
+    with watchdogs(2) as dogs:
+        start(dogs[0])
+        began = time.monotonic()
+        dogs[0].report("out of memory")
+        assert time.monotonic() - began < 2
+
+
+def test_the_end_of_the_store_is_a_failure_of_worker_0() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    dog = Watchdog(client, 1, 2)
+    start(dog)
+    del server
+    wait_until(lambda: dog.failure)
+    dog.end()
+    with pytest.raises(RuntimeError, match="worker 0, which hosts it, has ended"):
+        dog.raise_if_failed()
+
+
+def test_waiting_for_a_failure() -> None:
+    with watchdogs(2) as dogs:
+        start(*dogs)
+        began = time.monotonic()
+        assert dogs[0].wait_for_failure() is None
+        assert 0.2 < time.monotonic() - began < 2
+        dogs[1].report("gone")
+        assert dogs[0].wait_for_failure() == "Worker 1 failed:\ngone"
+
+
+# --------------------------------------------------------------------- who has not come
+
+
+def test_who_gives_no_sign_of_life_is_named_with_where_it_was() -> None:
+    with watchdogs(4) as dogs:
+        dogs[1].place = "round 7"
+        start(*dogs[:3])
+        dogs[1].end()
+        text = dogs[0].explain("round 8", 12.4)
+    assert text.startswith("No message in round 8 after 12 s from ")
+    assert "worker 1 (no sign of life; last seen in round 7)" in text
+    assert "worker 3 (no sign of life; last seen in never seen)" in text
+    assert "worker 2" not in text
+
+
+def test_who_is_alive_and_behind_is_named_with_its_last_exchange() -> None:
+    with watchdogs(3) as dogs:
+        for dog, meetings, place in zip(dogs, (5, 4, 5), ("r5", "validation", "r5"), strict=True):
+            dog.meetings, dog.place = meetings, place
+        start(*dogs)
+        text = dogs[0].explain("round 5", 3.0)
+    assert "from worker 1 (alive, last exchange: validation). Check" in text
+
+
+def test_if_all_are_alive_and_here_it_is_the_network() -> None:
+    with watchdogs(2) as dogs:
+        start(*dogs)
+        assert "any worker (all are alive: a network fault)" in dogs[0].explain("round 1", 1.0)
+
+
+def test_a_known_failure_explains_everything() -> None:
+    with watchdogs(3) as dogs:
+        start(*dogs[:2])
+        dogs[1].report("the cause")
+        assert dogs[0].explain("round 1", 1.0) == "Worker 1 failed:\nthe cause"
+        assert dogs[0].silent() == []
+
+
+def test_the_silent_are_listed() -> None:
+    with watchdogs(4, ["a", "b", "c", "d"]) as dogs:
+        start(*dogs[:3])
+        dogs[1].end()
+        assert dogs[0].silent() == ["b", "d"]
+
+
+# ------------------------------------------------------------------------ the agreement
+
+
+def test_all_stop_at_the_latest_of_the_points_that_are_possible() -> None:
+    with watchdogs(3) as dogs:
+        for dog, position in zip(dogs, [(4, 2, 10), (4, 7, 10), (4, 0, 4)], strict=True):
+            dog.position = position
+        start(*dogs)
+        dogs[2].stop_reason = "SIGTERM"
+        wait_until(lambda: all(dog.stop_at for dog in dogs))
+        assert {dog.stop_at for dog in dogs} == {(4 + Fraction(8, 10), "SIGTERM")}
+        assert all(dog.wait_for_stop_point(1.0) == dogs[0].stop_at for dog in dogs)
+
+
+def test_two_requests_are_one() -> None:
+    with watchdogs(2) as dogs:
+        dogs[0].stop_reason = "SIGTERM"
+        dogs[1].stop_reason = "SIGUSR1"
+        start(*dogs)
+        wait_until(lambda: all(dog.stop_at for dog in dogs))
+        assert dogs[0].stop_at == dogs[1].stop_at
+        assert dogs[0].stop_at[1] in ("SIGTERM", "SIGUSR1")
+
+
+def test_a_position_after_the_answer_changes_nothing() -> None:
+    with watchdogs(2) as dogs:
+        start(dogs[0])
+        dogs[0].stop_reason = "SIGTERM"
+        wait_until(lambda: dogs[0].stop_seen)
+        dogs[0].position = (100, 0, 1)
+        start(dogs[1])
+        assert dogs[0].wait_for_stop_point(10.0)[0] == 1
+
+
+def test_nobody_stops_without_the_answer_of_all() -> None:
+    with watchdogs(2) as dogs:
+        start(dogs[0])
+        dogs[0].stop_reason = "SIGTERM"
+        with pytest.raises(RuntimeError, match="the agreement to stop after 0 s from worker 1"):
+            dogs[0].wait_for_stop_point(0.2)
+        assert dogs[0].stop_at is None
+
+
+def test_a_failure_ends_the_wait_for_an_agreement() -> None:
+    with watchdogs(3) as dogs:
+        start(*dogs[:2])
+        dogs[0].stop_reason = "SIGTERM"
+        dogs[1].report("too late")
+        with pytest.raises(RuntimeError, match="Worker 1 failed:\ntoo late"):
+            dogs[0].wait_for_stop_point(10.0)
+
+
+# ------------------------------------------------------------------------------ its end
+
+
+def test_it_ends_at_once_and_twice_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # a beat a second, as in a real run
+    with watchdogs(2) as dogs:
+        start(dogs[0])
+        began = time.monotonic()
+        dogs[0].end()
+        dogs[0].end()
+        dogs[1].end()  # was never started
+        assert time.monotonic() - began < 0.5
+    assert not threads_named("loco-watchdog")

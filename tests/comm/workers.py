@@ -1,0 +1,68 @@
+"""Several workers in one process: a store, and a watchdog of each that is really beating."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_loco.comm import watchdog as module
+from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.watchdog import Watchdog
+
+TIMEOUT_S = 20.0
+
+
+def hurry(monkeypatch: pytest.MonkeyPatch, settle_s: float = 0.3) -> None:
+    """Let watchdogs beat fifty times a second and look at others for a moment only."""
+    monkeypatch.setattr(module, "_INTERVAL_S", 0.02)
+    monkeypatch.setattr(module, "_SETTLE_S", settle_s)
+
+
+@contextmanager
+def watchdogs(num_workers: int, names: list[str] | None = None) -> Iterator[list[Watchdog]]:
+    """Watchdogs that are not started yet, on one store; ended at the end."""
+    store = dist.HashStore()
+    dogs = [Watchdog(store, worker, num_workers, names) for worker in range(num_workers)]
+    try:
+        yield dogs
+    finally:
+        for dog in dogs:
+            dog.end()
+
+
+def start(*dogs: Watchdog) -> None:
+    """Let them beat, and wait until each has done so."""
+    for dog in dogs:
+        dog.start()
+    for dog in dogs:
+        wait_until(lambda dog=dog: dog._beats > 0)
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    """Look again and again, for a while."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "nothing has happened"
+        time.sleep(0.005)
+
+
+def group_of(dog: Watchdog, worker: int, num_workers: int) -> WorkerGroup:
+    """A group without process groups, for what needs the watchdog alone."""
+    return WorkerGroup(worker, num_workers, watchdog=dog, timeout_s=TIMEOUT_S)
+
+
+def on_every_worker(num_workers: int, fn: Callable[[int], Any]) -> list[Any]:
+    """Call fn(worker) in a thread of each worker; the results in order."""
+    with ThreadPoolExecutor(num_workers) as pool:
+        return list(pool.map(fn, range(num_workers)))
+
+
+def threads_named(name: str) -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith(name)]

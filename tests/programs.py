@@ -1,0 +1,110 @@
+"""Programs in processes of their own, as a user starts them; nothing of them is left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from tests.conftest import ROOT
+
+LIMIT_S = 120.0
+
+
+class Program:
+    """A command in a process group of its own; a context that kills what is left of it.
+
+    Args:
+        command: The program and its arguments.
+        folder: Where it runs.
+        environ: Variables beside those of this process.
+    """
+
+    def __init__(self, command: Sequence[str], folder: Path | None = None, **environ: str) -> None:
+        self.process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait_for(self, text: str) -> str:
+        """Read the output until a line with this text; what was read.
+
+        Raises:
+            AssertionError: If the program ends before.
+        """
+        assert self.process.stdout is not None
+        seen = ""
+        for line in self.process.stdout:
+            seen += line
+            if text in line:
+                return seen
+        raise AssertionError(f"{text!r} did not appear in:\n{seen}")
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the program alone."""
+        self.process.send_signal(number)
+
+    def signal_all(self, number: int) -> None:
+        """Send a signal to the program and to all that it has started."""
+        os.killpg(self.process.pid, number)
+
+    def finish(self, limit_s: float = LIMIT_S) -> tuple[int, str]:
+        """Wait for the exit code and the rest of the output; all its processes have ended by then.
+
+        Raises:
+            AssertionError: If they do not end in time, with the output and, where the program has
+                registered faulthandler for SIGUSR1, all stacks.
+        """
+        try:
+            output, _ = self.process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            self.signal_all(signal.SIGUSR1)
+            time.sleep(2)
+            self.signal_all(signal.SIGKILL)
+            output, _ = self.process.communicate()
+            raise AssertionError(f"still running after {limit_s:g} s:\n{output}") from None
+        return self.process.returncode, output
+
+    def succeed(self, limit_s: float = LIMIT_S) -> str:
+        """The rest of the output of a program that must end well."""
+        with self:
+            code, output = self.finish(limit_s)
+        assert code == 0, output
+        return output
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.signal_all(signal.SIGKILL)
+        except ProcessLookupError:
+            assert self.process.poll() is not None
+        self.process.communicate()
+
+
+def python_script(folder: Path, text: str) -> list[str]:
+    """The command that runs a text as a program of this folder."""
+    path = folder / "script.py"
+    path.write_text(text)
+    return [sys.executable, str(path)]
+
+
+def free_ports(count: int = 1) -> list[int]:
+    """Ports of this machine that nobody listens at."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
