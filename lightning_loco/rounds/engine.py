@@ -254,13 +254,15 @@ class Engine:
         lane, statistics = self.lanes[index], self.statistics
         if lane.flight is None:
             return
-        began_at = lane.flight.began_at
+        flight = lane.flight
         lane.land()
+        if not self.worker.was_finite:
+            self.worker.replica.buffers.write(self._buffers_at_start)
         self._landed_at[index] = time.monotonic()
         statistics.outer_grad_norm = lane.gradient_norm
         if self._sync_every is None:
             statistics.rounds += 1
-            statistics.staleness = self.worker.steps - began_at
+            statistics.staleness = self.worker.steps - flight.began_at
         self._settle()
 
     def _settle(self) -> None:

@@ -187,7 +187,7 @@ def test_frozen_parameters_neither_travel_nor_change(pool: Pool) -> None:
     for frozen, trained, bytes_sent in pool.run(fit_frozen, world=2):
         assert torch.equal(frozen, flat(make_model()[0]))
         torch.testing.assert_close(trained, simulate(2, 1, make=make), rtol=0, atol=1e-12)
-        rows_bytes = 2 * len(Row._fields) * 8  # what the two workers tell each other
+        rows_bytes = 2 * Row.width(0) * 8  # what the two workers tell each other
         assert bytes_sent == trained.nbytes + rows_bytes  # 2 (N - 1) / N times what is trainable
 
 
