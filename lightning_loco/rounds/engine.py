@@ -234,11 +234,12 @@ class Engine:
     def _row(self, place: float) -> Row:
         """Where this worker is, without a look at its parameters."""
         worker = self.worker
-        turn = worker.round_index % len(self.lanes)
-        return worker.row(place)._replace(
-            steps=worker.steps - self._began_at[turn],
-            scalars=tuple(self.settings.algorithm.scalars(self.lanes[turn].lane.state)),
-        )
+        algorithm, turn = self.settings.algorithm, worker.round_index % len(self.lanes)
+        row = worker.row(place)._replace(steps=worker.steps - self._began_at[turn])
+        if algorithm.num_scalars:
+            numbers = algorithm.scalars(self.lanes[turn].lane.state)
+            row = row._replace(scalars=tuple(map(float, numbers)))
+        return row
 
     def _tell(self, row: Row, words: str) -> PendingRows:
         return start_rows(self.worker.group, self.statistics, row, words)
@@ -386,4 +387,5 @@ class Engine:
         self._unread = self.worker.engine = None
         self.worker.group.close()
         for flight in flights:
-            flight.release()
+            for handle in flight.handles:
+                handle.release()

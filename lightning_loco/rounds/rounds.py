@@ -169,7 +169,8 @@ class Rounds:
                 self._land_part(before, part, share, weight, True)
                 part.message.copy_(part.scratch)
             flight.handles.append(self._exchange.start(parcel, flight.index))
-        before.release()
+        for handle in before.handles:
+            handle.release()
         self.flight = flight
         self._finish()
 
@@ -191,7 +192,8 @@ class Rounds:
             for parcel, whole in zip(self.lane.parcels, received, strict=True):
                 for part, share in parcel.split(whole):
                     self._land_part(flight, part, share, weight, valid)
-        flight.release()
+        for handle in flight.handles:
+            handle.release()
         self.flight = None
         self._finish()
 
@@ -208,13 +210,17 @@ class Rounds:
     def _receive(self, flight: Flight) -> tuple[list[Tensor], float]:
         with labelled("loco/exchange"):
             weight = self._weight(flight)  # first, because it calls those who may be at a meeting
-            return flight.receive(), weight
+            if flight.received is None:
+                flight.received = [handle.wait() for handle in flight.handles]
+            return flight.received, weight
 
     def _weight(self, flight: Flight) -> float:
         """What sums are to be divided by; waits for the rows only if they matter."""
         if self._algorithm.num_scalars and flight.told is None:
             flight.told = [row.scalars for row in flight.rows.wait()]
-        return flight.total_weight() if self._exchange.is_weighted else 1.0
+        if flight.is_divided or not self._exchange.is_weighted:
+            return 1.0
+        return flight.rows.total_weight()
 
     def _commit(self, flight: Flight, parts: list[Part]) -> None:
         """From here on the round counts: these parts wait for no other worker any more."""
