@@ -108,8 +108,8 @@ def tensors_of(worker: Worker, name: str, num_layers: int, width: int) -> dict[s
             engine.step()
         owned = living_bytes() - before
         rounds = owned + highest_rise(engine.step)
-        shown = owned + highest_rise(engine.show_consensus)
-        engine.show_local()
+        shown = owned + highest_rise(engine.worker.show_consensus)
+        engine.worker.show_local()
         engine.finish()
         engine.close()
     return {"owned": owned, "rounds": rounds, "set-up": set_up, "shown": shown}

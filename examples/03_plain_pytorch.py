@@ -45,7 +45,7 @@ def train(worker: int, num_workers: int) -> None:
             loss = nn.functional.mse_loss(model(held_out), surface(held_out))
         print(
             f"loss {loss:.4f} of the consensus of {num_workers} workers "
-            f"after {engine.steps} local steps and {engine.statistics.rounds} rounds"
+            f"after {engine.worker.steps} local steps and {engine.statistics.rounds} rounds"
         )
     engine.close()
 

@@ -43,7 +43,7 @@ def train() -> None:
     seconds = time.perf_counter() - began
     cost = engine.statistics
     print(
-        f"worker {rank}: {engine.steps} local steps in {seconds:.1f} s, of which it waited "
+        f"worker {rank}: {engine.worker.steps} local steps in {seconds:.1f} s, of which it waited "
         f"{cost.wait_s:.1f} s; {cost.rounds} rounds"
     )
     engine.finish()

@@ -24,31 +24,28 @@ from lightning_loco.comm.waiting import Explained, Timed
 ROUND = 0.0
 """The ``place`` of a worker that makes a round; meetings have a positive number."""
 
-UNKNOWN = math.nan
-
 
 class Row(NamedTuple):
-    """What one worker tells all others.
+    """What one worker tells all others; NaN stands for what it does not know.
 
     Attributes:
         place: :data:`ROUND`, or the number of a meeting.
         round_index: Rounds this worker has begun; equal on all workers.
         steps: Local steps since the last round.
-        weight: Share in a mean: 1, or 0 for a worker without valid progress; NaN if it has not
-            looked at its parameters.
-        finite: 0 when the parameters hold NaN or infinity; NaN if it has not looked.
-        loss: Last training loss, NaN if unknown.
-        spread: Squared distance to the mean in the round before, NaN if unknown.
+        weight: Share in a mean: 1, or 0 for a worker without valid progress.
+        finite: 0 when the parameters hold NaN or infinity.
+        loss: Last training loss.
+        spread: Squared distance to the mean in the round before.
         scalars: The algorithm's own numbers.
     """
 
     place: float
     round_index: float
     steps: float
-    weight: float = UNKNOWN
-    finite: float = UNKNOWN
-    loss: float = UNKNOWN
-    spread: float = UNKNOWN
+    weight: float = math.nan
+    finite: float = math.nan
+    loss: float = math.nan
+    spread: float = math.nan
     scalars: tuple[float, ...] = ()
 
     @classmethod
@@ -57,50 +54,24 @@ class Row(NamedTuple):
         return len(cls._fields) - 1 + num_scalars
 
 
-class RowCarrier(Protocol):
-    """How the rows of a round travel: by themselves, or with its first parcel."""
-
-    def anyone_makes_round(self, statistics: Statistics, place: str) -> bool:
-        """Ask, at a meeting, before any row is sent, whether there is a round to take part in."""
-
-    def carry(self, statistics: Statistics, row: Row, place: str) -> PendingRows:
-        """Send the row of a worker that takes part in a round."""
-
-
-class TravellingRows:
-    """Rows travel by themselves; those at a meeting learn from them whether there is a round.
-
-    Args:
-        group: The workers.
-    """
-
-    def __init__(self, group: WorkerGroup) -> None:
-        self._group = group
-
-    def anyone_makes_round(self, statistics: Statistics, place: str) -> bool:
-        """Unknown before the rows are here."""
-        return False
-
-    def carry(self, statistics: Statistics, row: Row, place: str) -> PendingRows:
-        """Send this worker's row."""
-        return start_rows(self._group, statistics, row, place)
-
-
 class PendingRows:
     """The rows of all workers, under way.
 
     Args:
         receive: Waits and returns the table ``(N, width)``.
         place: Where this worker is, in words.
-        has_arrived: Whether ``receive`` would return at once; None if another part of the round
-            tells.
+        has_arrived: Whether ``receive`` would return at once.
+
+    Attributes:
+        complete: Has all workers tell their rows again, if one that had not looked at its
+            parameters finds itself in a round; None if nobody needs to know.
     """
 
     def __init__(
         self,
         receive: Callable[[], Tensor],
         place: str,
-        has_arrived: Callable[[], bool] | None = None,
+        has_arrived: Callable[[], bool] = lambda: True,
     ) -> None:
         self._receive = receive
         self._place = place
@@ -111,17 +82,13 @@ class PendingRows:
     def wait(self) -> list[Row]:
         """Return the rows of all workers.
 
-        If a worker that had not looked at its parameters finds itself in a round, all tell their
-        rows again, through :attr:`complete`.
-
         Raises:
             RuntimeError: If a worker is missing or has failed; the message names it.
         """
         if self._rows is None:
-            rows = [
-                Row(*values[: Row.width(0)])._replace(scalars=tuple(values[Row.width(0) :]))
-                for values in self._receive().tolist()
-            ]
+            width = Row.width(0)
+            table = self._receive().tolist()
+            rows = [Row(*v[:width])._replace(scalars=tuple(v[width:])) for v in table]
             for worker, row in enumerate(rows):
                 if row.round_index != rows[0].round_index:
                     raise RuntimeError(
@@ -140,8 +107,8 @@ class PendingRows:
         return self._rows is not None
 
     def has_arrived(self) -> bool:
-        """Whether :meth:`wait` would return at once, as far as the rows by themselves can tell."""
-        return self._rows is not None or self._has_arrived is None or self._has_arrived()
+        """Whether :meth:`wait` would return at once."""
+        return self._rows is not None or self._has_arrived()
 
     def total_weight(self) -> float:
         """Sum of the workers' weights; waits for them.
@@ -156,6 +123,31 @@ class PendingRows:
                 "infinity everywhere. Lower the learning rate, clip gradients, or look at the data."
             )
         return total
+
+
+class RowCarrier(Protocol):
+    """How the rows of a round travel: by themselves, or with its first parcel."""
+
+    def anyone_makes_round(self, statistics: Statistics, place: str) -> bool:
+        """Ask, at a meeting, before any row is sent, whether there is a round to take part in."""
+
+    def carry(self, statistics: Statistics, row: Row, place: str) -> PendingRows:
+        """Send the row of a worker that takes part in a round."""
+
+
+class TravellingRows:
+    """Rows travel by themselves; those at a meeting learn from them whether there is a round."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    def anyone_makes_round(self, statistics: Statistics, place: str) -> bool:
+        """Unknown before the rows are here."""
+        return False
+
+    def carry(self, statistics: Statistics, row: Row, place: str) -> PendingRows:
+        """Send this worker's row."""
+        return start_rows(self._group, statistics, row, place)
 
 
 def meeting_number(purpose: str) -> float:

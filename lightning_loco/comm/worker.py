@@ -20,7 +20,7 @@ from lightning_loco.comm.checks import (
 from lightning_loco.comm.flat import Cuts, are_finite
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.replica import Replica, average
-from lightning_loco.comm.rows import Row, meeting_number, start_rows
+from lightning_loco.comm.rows import PendingRows, Row, meeting_number, start_rows
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.stopping import StopAgreement
 
@@ -98,14 +98,8 @@ class Worker:
     ) -> tuple[Worker, S]:
         """Check model and settings on all workers, and share the start of worker 0.
 
-        Args:
-            model: The module to train.
-            make_settings: Makes the user's settings; may raise.
-            group: The workers.
-
         Raises:
-            ValueError: On every worker, if anything does not fit on one of them.
-            TypeError: Likewise.
+            ValueError: Or TypeError on every worker, if anything does not fit on one of them.
         """
         seed = group.gather_objects(torch.initial_seed())[0] % 2**31
         with group.errors_shared(), warnings.catch_warnings():
@@ -160,6 +154,10 @@ class Worker:
         loss = float(self.last_loss)
         return Row(place, self.round_index, self.steps_since_round, loss=loss)
 
+    def tell(self, row: Row, words: str) -> PendingRows:
+        """Send this worker's row by itself."""
+        return start_rows(self.group, self.statistics, row, words)
+
     # ---------------------------------------------------------------- meetings
 
     @torch.no_grad()
@@ -184,7 +182,7 @@ class Worker:
                 self.engine.rest()
                 rows = self.engine.rows_at_meeting(place, purpose)
             else:
-                rows = start_rows(self.group, self.statistics, self.row(place), purpose).wait()
+                rows = self.tell(self.row(place), purpose).wait()
             if rows is None:
                 continue
             if all(row.place == place for row in rows):
@@ -241,8 +239,7 @@ class Worker:
         replica, group, statistics = self.replica, self.group, self.statistics
         valid = are_finite(replica.layout.chunks())
         row = self.row(meeting_number(purpose))._replace(finite=float(valid))
-        rows = start_rows(group, statistics, row, purpose)
-        num_valid = round(sum(row.finite for row in rows.wait()))
+        num_valid = round(sum(row.finite for row in self.tell(row, purpose).wait()))
         if num_valid == 0:
             raise _no_consensus()
         replica.keep_local()
@@ -259,11 +256,7 @@ class Worker:
         self.replica.show_local()
 
     def measure_consensus(self, max_elements: int) -> float:
-        """Root mean square distance to the mean, from the same sample of elements everywhere.
-
-        Args:
-            max_elements: How many elements to look at, at most about.
-        """
+        """Root mean square distance to the mean, from a sample of elements, the same everywhere."""
         sample = self.replica.sample(max_elements, self.round_index)
         n = self.group.num_workers
         sums = torch.stack([sample, sample.square()])

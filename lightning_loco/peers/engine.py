@@ -169,11 +169,6 @@ class PairwiseEngine:
             received = self.node.wait()
         return 0.0 if received is None else self._blend(received)
 
-    @property
-    def steps(self) -> int:
-        """Local steps of this worker so far."""
-        return self.worker.steps
-
     def step(self) -> bool:
         """Count one local step, and blend in what a fetch has brought meanwhile.
 
@@ -230,14 +225,6 @@ class PairwiseEngine:
         """
         self.worker.meet(purpose)
         self.worker.show_consensus("the final consensus")
-
-    def show_consensus(self) -> None:
-        """Put the mean of this job's ranks into the model; all of them must call it."""
-        self.worker.show_consensus()
-
-    def show_local(self) -> None:
-        """Put the local parameters back into the model."""
-        self.worker.show_local()
 
     def state_dict(self) -> dict[str, Any]:
         """The parameters, buffers, counters and the clock; not the draws and not the scores."""

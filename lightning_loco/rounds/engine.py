@@ -15,15 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco.comm.groups import WorkerGroup
-from lightning_loco.comm.rows import ROUND, PendingRows, Row, RowCarrier, TravellingRows, start_rows
+from lightning_loco.comm.rows import ROUND, PendingRows, Row
 from lightning_loco.comm.worker import Worker
-from lightning_loco.rounds.exchange import make_exchange
 from lightning_loco.rounds.flight import Flight
-from lightning_loco.rounds.lane import Lane
-from lightning_loco.rounds.mean_exchange import RidingRows
-from lightning_loco.rounds.rounds import Rounds
 from lightning_loco.rounds.schedule import Now
 from lightning_loco.rounds.settings import RoundSettings
+from lightning_loco.rounds.setup import make_lanes
 
 E = TypeVar("E", bound="Engine")
 
@@ -43,10 +40,10 @@ class Engine:
         paused: Set it to make no rounds for a while; the same on all workers.
         consensus_every: Measure the consensus distance every that many rounds; 0 for never.
         consensus_elements: How many elements to look at for it.
+        measure_outer_gradient: Whether rounds measure its norm (one more pass over memory).
 
     Raises:
-        ValueError: On every worker, if the model or the settings do not fit.
-        TypeError: Likewise.
+        ValueError: Or TypeError on every worker, if the model or the settings do not fit.
     """
 
     def __init__(
@@ -58,7 +55,7 @@ class Engine:
         group = group if group is not None else WorkerGroup.create()
         try:
             self.worker, self.settings = Worker.join(model, make_settings, group)
-            self._make_lanes()
+            self._lanes, self._carriers, exchange = make_lanes(self.worker, self.settings)
         except BaseException:
             group.close()
             raise
@@ -66,10 +63,12 @@ class Engine:
         self.paused = False
         self.consensus_every = 0
         self.consensus_elements = 65536
+        self.measure_outer_gradient = False
         self._schedule = self.settings.schedule.of_worker(group.worker)
         self._sync_every = self._schedule.sync_every_of(group.worker)
-        self._landed_at = [-math.inf] * len(self.lanes)
-        self._began_at = [0] * len(self.lanes)
+        self._is_weighted = exchange.is_weighted
+        self._landed_at = [-math.inf] * len(self._lanes)
+        self._began_at = [0] * len(self._lanes)
         self._takes_part = False
         self._unread: PendingRows | None = None
         self.statistics.staleness = int(self.settings.stays and self._sync_every is not None)
@@ -84,33 +83,6 @@ class Engine:
         engine = cls.__new__(cls)
         Engine.__init__(engine, model, lambda: settings, group)
         return engine
-
-    def _make_lanes(self) -> None:
-        settings, group = self.settings, self.worker.group
-        layout, algorithm = self.worker.replica.layout, settings.algorithm
-        exchange = make_exchange(algorithm, group, self.worker.statistics, settings.topology)
-        self._is_weighted = exchange.is_weighted
-        sizes = [tensor.numel() for tensor in layout.tensors]
-        parcel_elements = settings.parcel_elements(layout.numel, layout.itemsize)
-        attended = not settings.stays or settings.schedule.lands_at_meetings
-        rides = exchange.can_carry_rows and attended
-        width = Row.width(algorithm.num_scalars)
-        rows_elements = rides * group.num_workers * width
-        start = layout.new_flat()
-        residual = settings.codec.init(start)
-        state = algorithm.init(start)
-        self.lanes: list[Rounds] = []
-        self._carriers: list[RowCarrier] = []
-        for stretches in settings.schedule.lanes(sizes):
-            lane = Lane(
-                layout, stretches, settings, state, residual, parcel_elements, rows_elements
-            )
-            rounds = Rounds(lane, settings, exchange)
-            table = lane.rows_memory.view(-1, width)
-            self.lanes.append(rounds)
-            self._carriers.append(
-                RidingRows(group, table, rounds.send_first) if rides else TravellingRows(group)
-            )
 
     # ------------------------------------------------------------- local steps
 
@@ -134,33 +106,22 @@ class Engine:
         self.worker.count_step(self._sync_every)
 
     @property
-    def steps(self) -> int:
-        """Local steps of this worker so far."""
-        return self.worker.steps
-
-    @property
     def is_due(self) -> bool:
         """Whether a round is to begin or to end after the step that was counted last."""
-        return any(begin or end for begin, end in self._due())
+        return not self.paused and any(begin or end for begin, end in self._due())
+
+    @property
+    def _turn(self) -> int:
+        """The lane that the next round moves."""
+        return self.worker.round_index % len(self._lanes)
 
     def _due(self) -> list[tuple[bool, bool]]:
-        worker, now_s = self.worker, time.monotonic()
-        if self.paused:
-            return [(False, False)] * len(self.lanes)
-        turn = worker.round_index % len(self.lanes)
-        dues = []
-        for index, lane in enumerate(self.lanes):
-            idle_s = now_s - self._landed_at[index]
-            now = Now(
-                worker.steps,
-                worker.steps_since_round,
-                worker.round_index,
-                index,
-                idle_s,
-                lane.flight,
-            )
+        worker, now_s, dues = self.worker, time.monotonic(), []
+        counts = (worker.steps, worker.steps_since_round, worker.round_index)
+        for index, lane in enumerate(self._lanes):
+            now = Now(*counts, index, now_s - self._landed_at[index], lane.flight)
             begin, end = self._schedule.due(now)
-            dues.append((begin and index == turn, end))
+            dues.append((begin and index == self._turn, end))
         return dues
 
     @torch.no_grad()
@@ -168,9 +129,8 @@ class Engine:
         """End the rounds that have come to their end and begin what is due; at least begin one."""
         dues = self._due()
         begins = any(begin for begin, _ in dues) or not any(end for _, end in dues)
-        turn = self.worker.round_index % len(self.lanes)
         for index, (_, end) in enumerate(dues):
-            if end and not (begins and index == turn):
+            if end and not (begins and index == self._turn):
                 self._land(index)
         if begins:
             self._settle()
@@ -181,25 +141,22 @@ class Engine:
     def _begin(self, place: float, words: str, unread: PendingRows | None = None) -> None:
         """Begin a round, and end it in the same turn if the schedule says so.
 
-        Args:
-            place: Where this worker is: at a round, or at a meeting.
-            words: The same in words.
-            unread: The workers' rows, if they are known already.
+        ``place`` and ``words`` say where this worker is; ``unread`` are the workers' rows, if they
+        are under way already.
         """
-        worker = self.worker
+        worker, turn = self.worker, self._turn
+        lane = self._lanes[turn]
         worker.check_trainable()
-        turn = worker.round_index % len(self.lanes)
-        lane = self.lanes[turn]
         if unread is None:
             row = self._look(place)
             unread = self._carriers[turn].carry(self.statistics, row, words)
             if self._is_weighted:
-                unread.complete = lambda: self._tell(row, words).wait()
+                unread.complete = lambda: self.worker.tell(row, words).wait()
         self._unread = unread
-        if self._samples_consensus:
+        every = self.consensus_every if self._sync_every is not None else 0
+        if every and worker.round_index % every == 0:
             unread.wait()
-            distance = worker.measure_consensus(self.consensus_elements)
-            self.statistics.consensus_distance = distance
+            self.statistics.consensus_distance = worker.measure_consensus(self.consensus_elements)
         flight = Flight(worker.round_index, unread, self._takes_part, worker.steps)
         if self._schedule.stays(worker.round_index):
             lane.begin(flight)
@@ -218,44 +175,25 @@ class Engine:
 
     def _look(self, place: float) -> Row:
         """Look at the parameters, and say what the others should know of them."""
-        worker = self.worker
-        turn = worker.round_index % len(self.lanes)
-        lane = self.lanes[turn]
+        worker, lane = self.worker, self._lanes[self._turn]
+        lane.measure_gradient = self.measure_outer_gradient
         worker.was_finite = finite = lane.look()
-        moved = worker.steps > self._began_at[turn] or self._sync_every is None
+        moved = worker.steps > self._began_at[self._turn] or self._sync_every is None
         self._takes_part = finite and moved
-        norm = lane.gradient_norm
-        return self._row(place)._replace(
-            weight=float(self._takes_part),
-            finite=float(finite),
-            spread=math.nan if norm is None else norm**2,
-        )
+        spread = math.nan if lane.gradient_norm is None else lane.gradient_norm**2
+        return self._row(place)._replace(weight=self._takes_part, finite=finite, spread=spread)
 
     def _row(self, place: float) -> Row:
         """Where this worker is, without a look at its parameters."""
-        worker = self.worker
-        algorithm, turn = self.settings.algorithm, worker.round_index % len(self.lanes)
-        row = worker.row(place)._replace(steps=worker.steps - self._began_at[turn])
-        if algorithm.num_scalars:
-            numbers = algorithm.scalars(self.lanes[turn].lane.state)
-            row = row._replace(scalars=tuple(map(float, numbers)))
-        return row
-
-    def _tell(self, row: Row, words: str) -> PendingRows:
-        return start_rows(self.worker.group, self.statistics, row, words)
-
-    @property
-    def _samples_consensus(self) -> bool:
-        """Whether the coming round measures the consensus distance, by an exchange of its own."""
-        every = self.consensus_every if self._sync_every is not None else 0
-        return bool(every) and self.worker.round_index % every == 0
+        steps = self.worker.steps - self._began_at[self._turn]
+        numbers = self.settings.algorithm.scalars(self._lanes[self._turn].lane.state)
+        return self.worker.row(place)._replace(steps=steps, scalars=tuple(map(float, numbers)))
 
     def _land(self, index: int) -> None:
         """End the flight of a lane, if there is one."""
-        lane, statistics = self.lanes[index], self.statistics
-        if lane.flight is None:
+        lane, statistics = self._lanes[index], self.statistics
+        if (flight := lane.flight) is None:
             return
-        flight = lane.flight
         lane.land()
         if not self.worker.was_finite:
             self.worker.replica.buffers.write(self._buffers_at_start)
@@ -268,10 +206,10 @@ class Engine:
 
     def _settle(self) -> None:
         """Take note of what the workers said with the last round."""
-        if self._unread is None:
+        unread, self._unread = self._unread, None
+        if unread is None:
             return
-        rows = self._unread.wait()
-        self._unread = None
+        rows = unread.wait()
         self.worker.note(rows)
         spreads = [row.spread for row in rows if math.isfinite(row.spread)]
         if spreads and self._sync_every is None:
@@ -282,26 +220,17 @@ class Engine:
     def rest(self) -> None:
         """Bring to an end what cannot wait until after a meeting."""
         self._settle()
-        if self._schedule.lands_at_meetings:
-            self._land_all()
-
-    def _land_all(self) -> None:
-        for index in range(len(self.lanes)):
+        for index in range(len(self._lanes)) if self._schedule.lands_at_meetings else ():
             self._land(index)
 
     def rows_at_meeting(self, place: float, words: str) -> list[Row] | None:
-        """Tell the others that this worker is at a meeting, or take part in their round.
-
-        Returns:
-            What every worker said; None if somebody had a round to make, which is done.
-        """
-        turn = self.worker.round_index % len(self.lanes)
-        if self._carriers[turn].anyone_makes_round(self.statistics, words):
+        """Tell the others that this worker is at a meeting; None after a round with them."""
+        if self._carriers[self._turn].anyone_makes_round(self.statistics, words):
             self._begin(place, words)
             return None
-        unread = self._tell(self._row(place), words)
+        unread = self.worker.tell(self._row(place), words)
         if self._is_weighted:
-            unread.complete = lambda: self._tell(self._look(place), words).wait()
+            unread.complete = lambda: self.worker.tell(self._look(place), words).wait()
         rows = unread.wait()
         if any(row.place == ROUND for row in rows):
             if not self._is_weighted:
@@ -314,7 +243,7 @@ class Engine:
     def outer(self) -> Tensor | None:
         """The consensus parameters ``(P,)``; None if they are the mean over the workers."""
         key = self.settings.algorithm.consensus_key
-        return None if key is None else self.lanes[0].lane.state[key]
+        return None if key is None else self._lanes[0].lane.state[key]
 
     @torch.no_grad()
     def finish(self, purpose: str = "the end of training") -> None:
@@ -323,35 +252,16 @@ class Engine:
         Raises:
             RuntimeError: If a worker is missing or has failed, or no worker is finite.
         """
-        for _ in self.lanes:
+        for _ in self._lanes:
             rows = self.worker.meet(purpose)
-            if self._sync_every is None:
-                break
-            if any(row.steps > 0 for row in rows):
+            if self._sync_every is not None and any(row.steps > 0 for row in rows):
                 self._begin(ROUND, f"round {self.worker.round_index}")
-            elif len(self.lanes) > 1:
+            elif len(self._lanes) > 1:
                 self.worker.round_index += 1
         self._settle()
-        self._land_all()
+        for index in range(len(self._lanes)):
+            self._land(index)
         self.worker.show_consensus("the final consensus")
-
-    def show_consensus(self) -> None:
-        """Put the consensus into the model; all workers must call it."""
-        self.worker.show_consensus()
-
-    def show_local(self) -> None:
-        """Put the local parameters back into the model."""
-        self.worker.show_local()
-
-    @property
-    def measure_outer_gradient(self) -> bool:
-        """Whether rounds measure the norm of the outer gradient (one more pass over memory)."""
-        return self.lanes[0].measure_gradient
-
-    @measure_outer_gradient.setter
-    def measure_outer_gradient(self, value: bool) -> None:
-        for lane in self.lanes:
-            lane.measure_gradient = value
 
     # -------------------------------------------------------------- checkpoint
 
@@ -361,7 +271,7 @@ class Engine:
         What stands under ``"shared"`` is equal on all workers if the algorithm is replicated.
         """
         self._settle()
-        shared, own = zip(*(lane.state_dict() for lane in self.lanes), strict=True)
+        shared, own = zip(*(lane.state_dict() for lane in self._lanes), strict=True)
         return {
             **self.worker.state_dict(),
             "buffers_at_start": self._buffers_at_start,
@@ -376,16 +286,15 @@ class Engine:
         self.worker.load_state_dict(saved)
         self._buffers_at_start = saved["buffers_at_start"]
         self._began_at = list(saved["began_at"])
-        for lane, shared, own in zip(self.lanes, saved["shared"], saved["lanes"], strict=True):
+        for lane, shared, own in zip(self._lanes, saved["shared"], saved["lanes"], strict=True):
             lane.load_state_dict(shared, own)
 
     def close(self) -> None:
         """Destroy the process groups and stop all threads; a second call does nothing."""
-        flights = [lane.flight for lane in self.lanes if lane.flight is not None]
-        for lane in self.lanes:
+        flights = [lane.flight for lane in self._lanes]
+        for lane in self._lanes:
             lane.flight = None
         self._unread = self.worker.engine = None
         self.worker.group.close()
-        for flight in flights:
-            for handle in flight.handles:
-                handle.release()
+        for handle in (h for flight in flights if flight is not None for h in flight.handles):
+            handle.release()

@@ -27,31 +27,29 @@ class Handle(Protocol):
         """Whether :meth:`wait` would return at once; never waits."""
 
     def wait(self) -> Tensor:
-        """Return what was received, perhaps in the message's memory; called once.
-
-        Raises:
-            RuntimeError: If a worker is missing or has failed; the message names it.
-        """
+        """Return what was received, perhaps in the message's memory; called once."""
 
     def release(self) -> None:
         """What was received has been used, and its memory may serve again."""
 
 
 class Exchange(Protocol):
-    """One way of moving messages."""
+    """One way of moving messages.
+
+    Attributes:
+        is_weighted: Whether what arrives is a sum, to be divided by the total weight of the
+            workers; one of weight 0 sends zeros then.
+        can_carry_rows: Whether numbers behind the message are summed over all workers.
+    """
 
     is_weighted: bool
-    """Whether what arrives is a sum, to be divided by the total weight of the workers; one of
-    weight 0 sends zeros then."""
-
     can_carry_rows: bool
-    """Whether numbers behind the message are summed over all workers."""
 
     def start(self, parcel: Parcel, round_index: int) -> Handle:
         """Send a parcel; its memory must stay untouched until :meth:`Handle.wait` has returned."""
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
-        """Return what each worker would receive, given all messages in order of the workers."""
+        """What each worker would receive, given all messages in order of the workers."""
 
 
 def make_exchange(
@@ -62,13 +60,14 @@ def make_exchange(
     Raises:
         ValueError: If the algorithm has no rounds, or its neighbours are unknown.
     """
+    name = type(algorithm).__name__
     if algorithm.exchange == "pull":
         raise ValueError(
-            f"{type(algorithm).__name__} pulls from one peer at a time and makes no rounds. Use "
-            "PairwiseEngine, or PairwiseGossipStrategy (algorithm=pairwise_gossip)."
+            f"{name} pulls from one peer at a time and makes no rounds. Use PairwiseEngine, or "
+            "PairwiseGossipStrategy (algorithm=pairwise_gossip)."
         )
     if algorithm.exchange == "mean":
         return MeanExchange(group, statistics)
     if topology is None:
-        raise ValueError(f"{type(algorithm).__name__} needs a topology to know its neighbours.")
+        raise ValueError(f"{name} needs a topology to know its neighbours.")
     return NeighborExchange(group, statistics, topology)

@@ -27,19 +27,18 @@ class Landing(ABC):
     """Whether the parameters that left are to be kept: one more vector ``(P,)``."""
 
     @abstractmethod
-    def land(self, part: Part, result: Tensor, scratch: Tensor, valid: bool) -> None:
+    def begin(self, part: Part) -> None:
+        """Write the parameters with which local steps go on while a first flight is under way."""
+
+    @abstractmethod
+    def land(self, part: Part, result: Tensor, valid: bool) -> None:
         """Write the new local parameters of a part.
 
         Args:
             part: Where; ``part.departure`` has the local parameters that left, if they are kept.
             result: What the algorithm made of the round, ``(len(part),)``.
-            scratch: Memory of the same length.
             valid: Whether the local parameters were finite when they left, and are now.
         """
-
-    @abstractmethod
-    def begin(self, part: Part) -> None:
-        """Write the parameters with which local steps go on while a first flight is under way."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,15 +51,14 @@ class Restart(Landing):
     lands_first = False
     keeps_departure = False
 
-    def land(self, part: Part, result: Tensor, scratch: Tensor, valid: bool) -> None:
-        """The result."""
-        part.unpack(result)
-
     def begin(self, part: Part) -> None:
         """Back to the start of the round."""
-        start = part.start()
-        if start is not None:
+        if (start := part.start()) is not None:
             part.unpack(start)
+
+    def land(self, part: Part, result: Tensor, valid: bool) -> None:
+        """The result."""
+        part.unpack(result)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,19 +74,18 @@ class KeepProgress(Landing):
     lands_first = True
     keeps_departure = True
 
-    def land(self, part: Part, result: Tensor, scratch: Tensor, valid: bool) -> None:
-        """The result plus the progress; none if it is not valid."""
-        departure = part.departure
-        assert departure is not None
-        if valid:
-            part.pack(scratch)
-            torch.sub(scratch, departure, out=departure).add_(result)
-        else:
-            departure.copy_(result)
-        part.unpack(departure)
-
     def begin(self, part: Part) -> None:
         """Local steps go on."""
+
+    def land(self, part: Part, result: Tensor, valid: bool) -> None:
+        """The result plus the progress; none if it is not valid."""
+        assert part.departure is not None
+        if valid:
+            part.pack(part.scratch)
+            torch.sub(part.scratch, part.departure, out=part.departure).add_(result)
+        else:
+            part.departure.copy_(result)
+        part.unpack(part.departure)
 
 
 def landing_of(algorithm: Algorithm) -> Landing:

@@ -27,7 +27,6 @@ class Lane:
         settings: Prepared.
         state: The algorithm's state; entries of shape ``(P,)`` are shared between lanes.
         residual: The codec's state, likewise.
-        parcel_elements: Longest parcel.
         rows_elements: Room for the workers' rows behind the first parcel.
 
     Attributes:
@@ -46,19 +45,18 @@ class Lane:
         settings: RoundSettings,
         state: State,
         residual: State,
-        parcel_elements: int,
         rows_elements: int = 0,
     ) -> None:
         self.layout = layout
-        self._parcel_elements = parcel_elements
         self._stretches = stretches
-        self._settings = settings
-        self._whole = settings.algorithm.granularity is None
-        own = state if self._whole else {k: self._own(v) for k, v in state.items()}
-        self.state: State = own
-        self.has_uncut_state = not (self._whole or all(map(self._is_cut, own.values())))
-        self.residual = residual
+        self._algorithm = settings.algorithm
+        self._is_whole = settings.algorithm.granularity is None
+        self._parcel_elements = settings.parcel_elements(layout.numel, layout.itemsize)
         self._rows_elements = rows_elements
+        uncut = {} if self._is_whole else {k: v for k, v in state.items() if not self._is_cut(v)}
+        self.has_uncut_state = bool(uncut)
+        self.state = {**state, **copy.deepcopy(uncut)}
+        self.residual = residual
         groups = self._groups()
         lengths = [sum(map(len, group)) for group in groups] or [0]
         self.holds = settings.stays or len(groups) <= PARCELS_UNDER_WAY
@@ -74,9 +72,6 @@ class Lane:
                 self._departure = layout.new_flat()
         self.tie()
 
-    def _own(self, value: Any) -> Any:
-        return value if self._is_cut(value) else copy.deepcopy(value)
-
     def _is_cut(self, value: object) -> bool:
         return isinstance(value, Tensor) and value.shape == (self.layout.numel,)
 
@@ -84,12 +79,9 @@ class Lane:
         return torch.empty(length, dtype=self.layout.dtype, device=self.layout.device)
 
     def _groups(self) -> list[list[Chunk]]:
-        chunks = [
-            chunk
-            for chunk in self.layout.chunks()
-            if any(chunk.start in stretch for stretch in self._stretches)
-        ]
-        return group_chunks(chunks, self._parcel_elements)
+        chunks = self.layout.chunks()
+        own = [c for c in chunks if any(c.start in stretch for stretch in self._stretches)]
+        return group_chunks(own, self._parcel_elements)
 
     def tie(self) -> None:
         """Tie all parcels to their memory; again when the parameters or the state have moved."""
@@ -103,21 +95,17 @@ class Lane:
         parts: list[Part] = []
         length = 0
         for chunk in chunks:
-            message = place[length : length + len(chunk)]
-            parts.append(self._part(chunk, message))
+            parts.append(self._part(chunk, place[length : length + len(chunk)]))
             length += len(chunk)
-        rows = self._rows_elements if index == 0 else 0
-        return Parcel(place[: length + rows], parts)
+        return Parcel(place[: length + (0 if index else self._rows_elements)], parts)
 
     def _part(self, chunk: Chunk, message: Tensor) -> Part:
-        numel, algorithm = self.layout.numel, self._settings.algorithm
-        state = self.state if self._whole else slice_state(self.state, numel, chunk)
-        departure = None
-        if self._departure is not None:
-            departure = self._departure[chunk.start : chunk.stop]
-        part = Part(chunk, message, algorithm, state, departure, self._scratch)
-        part.residual = slice_state(self.residual, numel, chunk)
-        return part
+        numel, departure = self.layout.numel, self._departure
+        state = self.state if self._is_whole else slice_state(self.state, numel, chunk)
+        residual = slice_state(self.residual, numel, chunk)
+        if departure is not None:
+            departure = departure[chunk.start : chunk.stop]
+        return Part(chunk, message, self._algorithm, state, residual, departure, self._scratch)
 
     def take_back_state(self) -> None:
         """Learn from the first part what has become of entries that are not cut.
@@ -125,18 +113,16 @@ class Lane:
         Raises:
             RuntimeError: If the algorithm has made an entry that no other slice knows of.
         """
-        if self._whole or not self.parts:
+        if self._is_whole:
             return
         seen = self.parts[0].state
         if seen.keys() != self.state.keys():
             new = ", ".join(sorted(seen.keys() ^ self.state.keys()))
             raise RuntimeError(
-                f"{type(self._settings.algorithm).__name__} has made or dropped the state entry "
-                f"{new} in a round. Make all entries in init, or set granularity to None."
+                f"{type(self._algorithm).__name__} has made or dropped the state entry {new} in a "
+                "round. Make all entries in init, or set granularity to None."
             )
-        for key, value in self.state.items():
-            if not self._is_cut(value):
-                self.state[key] = seen[key]
+        self.state.update({k: v for k, v in seen.items() if not self._is_cut(self.state[k])})
 
     # -------------------------------------------------------------- checkpoint
 

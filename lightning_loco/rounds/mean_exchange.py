@@ -26,12 +26,7 @@ PATIENCE_S = 0.02
 
 
 class MeanExchange:
-    """All-reduce: everyone receives the sum of the messages, to be divided by the total weight.
-
-    Args:
-        group: The workers.
-        statistics: Where bytes and seconds are counted.
-    """
+    """All-reduce: everyone receives the sum of the messages, to be divided by the total weight."""
 
     is_weighted = True
     can_carry_rows = True
@@ -42,14 +37,13 @@ class MeanExchange:
 
     def start(self, parcel: Parcel, round_index: int) -> MeanHandle:
         """Sum the messages in place; a worker of weight 0 must send zeros."""
-        work = None
-        message = parcel.wire
+        work, message, place = None, parcel.wire, f"round {round_index}"
         if self._group.data is not None:
-            with Explained(self._group, f"round {round_index}"):
+            with Explained(self._group, place):
                 work = dist.all_reduce(message, group=self._group.data, async_op=True)
             n = self._group.num_workers
             self._statistics.bytes_sent += 2 * (n - 1) * message.nbytes // n
-        return MeanHandle(self._group, self._statistics, message, work, round_index)
+        return MeanHandle(self._group, self._statistics, message, work, place)
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
         """Sum in the order of the workers, then divide."""
@@ -60,15 +54,7 @@ class MeanExchange:
 
 
 class MeanHandle:
-    """An all-reduce under way.
-
-    Args:
-        group: The workers.
-        statistics: Where seconds are counted.
-        message: Where the sum will be.
-        work: What is under way; None for a single worker.
-        round_index: Number of the round, for messages.
-    """
+    """An all-reduce under way; a single worker has none."""
 
     def __init__(
         self,
@@ -76,13 +62,13 @@ class MeanHandle:
         statistics: Statistics,
         message: Tensor,
         work: dist.Work | None,
-        round_index: int,
+        place: str,
     ) -> None:
         self._group = group
         self._statistics = statistics
         self._message = message
         self._work = work
-        self._round_index = round_index
+        self._place = place
 
     def has_arrived(self) -> bool:
         """Whether :meth:`wait` would return at once."""
@@ -105,8 +91,7 @@ class MeanHandle:
     def wait(self) -> Tensor:
         """Return the sum, in the memory of the message."""
         if self._work is not None:
-            place = f"round {self._round_index}"
-            with Timed(self._statistics), Explained(self._group, place):
+            with Timed(self._statistics), Explained(self._group, self._place):
                 self._work.wait()
             self._work = None
         return self._message
@@ -129,7 +114,7 @@ class RidingRows:
         self._group = group
         self._table = table
         self._send = send
-        self._announced = False
+        self._is_known = False
 
     def anyone_makes_round(self, statistics: Statistics, place: str) -> bool:
         """Leave a notice, and wait for those of all workers."""
@@ -139,26 +124,24 @@ class RidingRows:
         board.exchange += 1
         with Timed(statistics), Explained(self._group, place):
             board.post(makes_round=False)
-            self._announced = board.anyone_makes_round(watchdog, place, self._group.timeout_s)
-        return self._announced
+            self._is_known = board.anyone_makes_round(watchdog, place, self._group.timeout_s)
+        return self._is_known
 
     def carry(self, statistics: Statistics, row: Row, place: str) -> PendingRows:
-        """Send the row with the first parcel."""
-        group = self._group
-        if group.board is not None and not self._announced:
+        """Send the row with the first parcel; invite those at a meeting when it is late."""
+        group, is_known = self._group, self._is_known or row.place != ROUND
+        if group.board is not None and not self._is_known:
             group.board.exchange += 1
+        self._is_known = False
         note_place(group, place)
         write_row(self._table, group.worker, row)
         began = time.monotonic()
         handle: MeanHandle = self._send(int(row.round_index), row.weight > 0)
-        invited = self._announced or row.place != ROUND
-        self._announced = False
 
         def invite() -> None:
-            """Tell those who may be at a meeting that there is a round to make."""
-            nonlocal invited
-            if group.board is not None and not invited:
-                invited = True
+            nonlocal is_known
+            if group.board is not None and not is_known:
+                is_known = True
                 with Explained(group, place):
                     group.board.post(makes_round=True)
 

@@ -19,13 +19,7 @@ _LONGEST_JOIN_S = 5.0
 
 
 class NeighborExchange:
-    r"""Send the message to the neighbours of a topology and mix: :math:`\sum_j W_{ij} m_j`.
-
-    Args:
-        group: The workers.
-        statistics: Where bytes and seconds are counted.
-        topology: Who is whose neighbour in which round, and the mixing matrix W.
-    """
+    r"""Send the message to the neighbours of a topology and mix: :math:`\sum_j W_{ij} m_j`."""
 
     is_weighted = False
     can_carry_rows = False
@@ -38,16 +32,16 @@ class NeighborExchange:
 
     def start(self, parcel: Parcel, round_index: int) -> NeighborHandle:
         """Post all sends and receives of one parcel; its message is not changed."""
-        group, message = self._group, parcel.wire
+        group, message, place = self._group, parcel.wire, f"round {round_index}"
         weights = dict(self._topology.weights(group.worker, group.num_workers, round_index))
         own_weight = weights.pop(group.worker, 0.0)
         receivers = self._topology.receivers(group.worker, group.num_workers, round_index)
-        inbox = {peer: self._buffer_like(message) for peer in weights}
+        memory = [self._take(message) for _ in weights]
+        inbox = {peer: m[: message.numel()] for peer, m in zip(weights, memory, strict=True)}
         operations = [dist.P2POp(dist.irecv, inbox[peer], peer, group.data) for peer in inbox] + [
             dist.P2POp(dist.isend, message, peer, group.data) for peer in receivers
         ]
         works: list[dist.Work] = []
-        place = f"round {round_index}"
         if operations:
             with Explained(group, place):
                 works = dist.batch_isend_irecv(operations)
@@ -59,7 +53,7 @@ class NeighborExchange:
                     work.wait()
             return _mix(message, own_weight, weights, inbox)
 
-        return NeighborHandle(mix, self._statistics, list(inbox.values()), self._spare)
+        return NeighborHandle(mix, self._statistics, lambda: self._spare.extend(memory))
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
         """Apply the rows of the mixing matrix of this round."""
@@ -72,10 +66,10 @@ class NeighborExchange:
             mixed.append(_mix(messages[worker].clone(), own_weight, weights, inbox))
         return mixed
 
-    def _buffer_like(self, message: Tensor) -> Tensor:
+    def _take(self, message: Tensor) -> Tensor:
         for index, spare in enumerate(self._spare):
             if spare.numel() >= message.numel():
-                return self._spare.pop(index)[: message.numel()]
+                return self._spare.pop(index)
         return torch.empty_like(message)
 
 
@@ -84,22 +78,16 @@ class NeighborHandle:
 
     Args:
         mix: Waits for them and mixes.
-        statistics: Where seconds are counted in which this thread waits.
-        inbox: Memory that was received into.
-        spare: Where to put it in the end.
+        statistics: Where seconds are counted in which the training thread waits.
+        give_back: Gives the memory of what was received back.
     """
 
     def __init__(
-        self,
-        mix: Callable[[], Tensor],
-        statistics: Statistics,
-        inbox: list[Tensor],
-        spare: list[Tensor],
+        self, mix: Callable[[], Tensor], statistics: Statistics, give_back: Callable[[], None]
     ) -> None:
         self._mix: Callable[[], Tensor] | None = mix
         self._statistics = statistics
-        self._inbox = inbox
-        self._spare = spare
+        self._give_back = give_back
         self._thread: threading.Thread | None = None
         self._mixed: Tensor | None = None
         self._error: BaseException | None = None
@@ -127,8 +115,8 @@ class NeighborHandle:
         with Timed(self._statistics):
             if self._thread is not None:
                 self._thread.join()
-            elif self._mix is not None:
-                self._mixed, self._mix = self._mix(), None
+            else:
+                self._run()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -139,8 +127,7 @@ class NeighborHandle:
         """Give the inbox back, once the thread has ended; its messages have failed or arrived."""
         if self._thread is not None:
             self._thread.join(_LONGEST_JOIN_S)
-        self._spare.extend(b._base if b._base is not None else b for b in self._inbox)
-        self._inbox = []
+        self._give_back()
         self._mix = self._mixed = self._error = None
 
 

@@ -18,12 +18,13 @@ from lightning_loco.comm.flat import Chunk
 
 def slice_state(state: State, numel: int, chunk: Chunk) -> State:
     """The state of a chunk: entries of shape ``(numel,)`` cut along, a copy of everything else."""
-    return {
-        key: value
-        if not isinstance(value, Tensor)
-        else (value[chunk.start : chunk.stop] if value.shape == (numel,) else value.clone())
-        for key, value in state.items()
-    }
+    sliced: State = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            is_cut = value.shape == (numel,)
+            value = value[chunk.start : chunk.stop] if is_cut else value.clone()
+        sliced[key] = value
+    return sliced
 
 
 class Part:
@@ -34,12 +35,12 @@ class Part:
         message: Where the message is made, of shape ``(len(chunk),)``.
         algorithm: What a round computes.
         state: The algorithm's state of this chunk.
+        residual: The codec's state of this chunk.
         departure: Where the parameters that left are kept, if they are.
-        scratch: Memory of the same length or longer, which is used with this part too.
+        scratch: Memory of the same length or longer. Default: the message's.
 
     Attributes:
-        residual: The codec's state of this chunk.
-        encoded: What becomes of it once the message that was made last has landed.
+        encoded: What becomes of the residual once the message that was made last has landed.
     """
 
     def __init__(
@@ -48,16 +49,17 @@ class Part:
         message: Tensor,
         algorithm: Algorithm,
         state: State,
+        residual: State | None = None,
         departure: Tensor | None = None,
         scratch: Tensor | None = None,
     ) -> None:
         self.chunk = chunk
         self.message = message
         self.state = state
+        self.residual = residual or {}
+        self.encoded: State = {}
         self.departure = departure
         self.scratch = message if scratch is None else scratch[: len(chunk)]
-        self.residual: State = {}
-        self.encoded: State = {}
         self._algorithm = algorithm
         self._is_rounded = chunk.is_rounded(message.dtype)
         kept = [message, self.scratch, departure, *self.state.values()]
@@ -91,20 +93,6 @@ class Part:
             written = self.start() if self.departure is None else self.departure
             if written is not None:
                 into.add_(self.chunk.rounding_error(written))
-
-    def read_start(self, into: Tensor) -> None:
-        """Take the parameters at which the round began, in place of the local ones.
-
-        Raises:
-            RuntimeError: If the algorithm does not remember them.
-        """
-        start = self.start()
-        if start is None:
-            raise RuntimeError(
-                "The parameters hold NaN or infinity, and the algorithm does not remember where "
-                "the round began. Lower the learning rate, or go back to the last checkpoint."
-            )
-        into.copy_(start)
 
     def propose(self, params: Tensor) -> None:
         """Replace the parameters by the message."""
@@ -152,10 +140,9 @@ def group_chunks(chunks: list[Chunk], longest: int) -> list[list[Chunk]]:
     groups: list[list[Chunk]] = []
     length = 0
     for chunk in chunks:
-        if groups and length + len(chunk) <= longest:
-            groups[-1].append(chunk)
-            length += len(chunk)
-        else:
-            groups.append([chunk])
-            length = len(chunk)
+        if not groups or length + len(chunk) > longest:
+            groups.append([])
+            length = 0
+        groups[-1].append(chunk)
+        length += len(chunk)
     return groups

@@ -66,19 +66,16 @@ class Rounds:
         Messages that have a place which is free are made here: then a look at the packed values,
         still in the cache, replaces one at the parameters.
         """
-        lane = self.lane
+        lane, sums = self.lane, [math.nan]
         if lane.layout.chunks() is not lane.tied_to:
             lane.tie()
         self._is_proposed = lane.holds and self.flight is None
-        if not self._is_proposed:
-            self._is_finite = are_finite([part.chunk for part in lane.parts])
-            return self._is_finite
-        with labelled("loco/propose"):
-            for part, total in zip(lane.parts, lane.sums.unbind(), strict=True):
-                self._propose_local(part, part.message, total)
-        self._is_finite = all(map(math.isfinite, lane.sums.tolist())) or are_finite(
-            [part.chunk for part in lane.parts]
-        )
+        if self._is_proposed:
+            with labelled("loco/propose"):
+                for part, total in zip(lane.parts, lane.sums.unbind(), strict=True):
+                    self._propose_local(part, part.message, total)
+            sums = lane.sums.tolist()
+        self._is_finite = all(map(math.isfinite, sums)) or are_finite([p.chunk for p in lane.parts])
         return self._is_finite
 
     def _propose_local(self, part: Part, into: Tensor, total: Tensor | None = None) -> None:
@@ -91,25 +88,30 @@ class Rounds:
         if self._codec is not None:
             part.encoded = self._codec.encode(into, part.residual)
 
-    def _propose_part(self, part: Part, into: Tensor, valid: bool) -> None:
-        if valid or not (self._exchange.is_weighted or self._has_start(part)):
+    def _propose(self, part: Part, into: Tensor, valid: bool) -> None:
+        """Make the message of a part; without valid progress, that of where the round began."""
+        if valid:
             self._propose_local(part, into)
             return
         part.encoded = {}
-        if self._exchange.is_weighted:
+        start = None if self._exchange.is_weighted else part.start()
+        if start is not None:
+            part.propose(into.copy_(start))
+        elif self._exchange.is_weighted:
             into.zero_()
+        elif self._is_finite:
+            self._propose_local(part, into)
         else:
-            part.read_start(into)
-            part.propose(into)
-
-    def _has_start(self, part: Part) -> bool:
-        return not self._is_finite or part.start() is not None
+            raise RuntimeError(
+                "The parameters hold NaN or infinity, and the algorithm does not remember where "
+                "the round began. Lower the learning rate, or go back to the last checkpoint."
+            )
 
     def _send(self, parcel: Parcel, index: int, valid: bool) -> Handle:
         if not (valid and self._is_proposed):
             with labelled("loco/propose"):
                 for part in parcel.parts:
-                    self._propose_part(part, part.message, valid)
+                    self._propose(part, part.message, valid)
         return self._exchange.start(parcel, index)
 
     def send_first(self, index: int, valid: bool) -> Handle:
@@ -118,10 +120,8 @@ class Rounds:
         return self._first
 
     def _send_next(self, parcel: Parcel, flight: Flight) -> Handle:
-        if self._first is not None:
-            first, self._first = self._first, None
-            return first
-        return self._send(parcel, flight.index, flight.valid)
+        first, self._first = self._first, None
+        return first or self._send(parcel, flight.index, flight.valid)
 
     # ------------------------------------------------------------------- turns
 
@@ -143,64 +143,51 @@ class Rounds:
     def begin(self, flight: Flight, stays: bool = True) -> None:
         """Send all messages and leave them under way; the flight before them lands.
 
-        Args:
-            flight: What is told of the round.
-            stays: Whether local steps follow before it lands.
+        ``stays`` says whether local steps follow before this one lands.
         """
         before, flight.stayed = self.flight, stays
         if before is not None and not self._landing.lands_first:
-            self._relay(before, flight)
+            self._land(before, True, flight)
             return
         if before is not None:
-            self.land(flight.valid)
-        for parcel in self.lane.parcels:
-            flight.handles.append(self._send_next(parcel, flight))
+            self._land(before, flight.valid)
+        flight.handles = [self._send_next(parcel, flight) for parcel in self.lane.parcels]
         for part in self.lane.parts if stays and before is None else ():
             self._landing.begin(part)
         self.flight = flight
 
-    def _relay(self, before: Flight, flight: Flight) -> None:
-        """Per part: propose the new message, land the old one; then send, parcel by parcel."""
-        received, weight = self._receive(before)
-        self._commit(before, self.lane.parts)
-        for parcel, whole in zip(self.lane.parcels, received, strict=True):
-            for part, share in parcel.split(whole):
-                self._propose_part(part, part.scratch, flight.valid)
-                self._land_part(before, part, share, weight, True)
-                part.message.copy_(part.scratch)
-            flight.handles.append(self._exchange.start(parcel, flight.index))
-        for handle in before.handles:
-            handle.release()
-        self.flight = flight
-        self._finish()
-
-    def land(self, valid: bool = True) -> None:
+    def land(self) -> None:
         """Wait for the flight under way, if there is one, and apply all that it brings.
-
-        Args:
-            valid: Whether the local parameters are finite, as far as is known.
 
         Raises:
             RuntimeError: If a worker is missing or has failed; nothing has changed then.
         """
-        flight = self.flight
-        if flight is None:
-            return
+        if self.flight is not None:
+            self._land(self.flight, True)
+
+    def _land(self, flight: Flight, valid: bool, successor: Flight | None = None) -> None:
+        """Apply all of a flight; the message of a successor is made right before, part by part."""
         received, weight = self._receive(flight)
         self._commit(flight, self.lane.parts)
-        with labelled("loco/apply"):
-            for parcel, whole in zip(self.lane.parcels, received, strict=True):
+        for parcel, whole in zip(self.lane.parcels, received, strict=True):
+            with labelled("loco/apply"):
                 for part, share in parcel.split(whole):
+                    if successor is not None:
+                        self._propose(part, part.scratch, successor.valid)
                     self._land_part(flight, part, share, weight, valid)
+                    if successor is not None:
+                        part.message.copy_(part.scratch)
+            if successor is not None:
+                successor.handles.append(self._exchange.start(parcel, successor.index))
         for handle in flight.handles:
             handle.release()
-        self.flight = None
+        self.flight = successor
         self._finish()
 
     def _land_piece(self, flight: Flight, parcel: Parcel, handle: Handle) -> None:
+        weight = self._weight(flight)
         with labelled("loco/exchange"):
             received = handle.wait()
-        weight = self._weight(flight)
         self._commit(flight, parcel.parts)
         with labelled("loco/apply"):
             for part, share in parcel.split(received):
@@ -218,19 +205,16 @@ class Rounds:
         """What sums are to be divided by; waits for the rows only if they matter."""
         if self._algorithm.num_scalars and flight.told is None:
             flight.told = [row.scalars for row in flight.rows.wait()]
-        if flight.is_divided or not self._exchange.is_weighted:
-            return 1.0
-        return flight.rows.total_weight()
+        is_sum = self._exchange.is_weighted and not flight.is_divided
+        return flight.rows.total_weight() if is_sum else 1.0
 
     def _commit(self, flight: Flight, parts: list[Part]) -> None:
         """From here on the round counts: these parts wait for no other worker any more."""
         self.is_torn = True
-        if flight.told is not None:
-            for part in parts:
-                self._algorithm.hear(flight.told, part.state)
-        if self._codec is not None:
-            for part in parts:
-                part.commit_residual()
+        for part in parts if flight.told is not None else ():
+            self._algorithm.hear(flight.told or (), part.state)
+        for part in parts if self._codec is not None else ():
+            part.commit_residual()
 
     def _land_part(
         self, flight: Flight, part: Part, received: Tensor, weight: float, valid: bool
@@ -245,7 +229,7 @@ class Rounds:
                 self._squares.append(torch.linalg.vector_norm(gradient))
         result = self._algorithm.update(part.message, received, part.state)
         if flight.stayed:
-            self._landing.land(part, result, part.scratch, valid and flight.valid)
+            self._landing.land(part, result, valid and flight.valid)
         else:
             part.unpack(result)
 

@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
+S = TypeVar("S", bound="Schedule")
+
 
 class UnderWay(Protocol):
     """A round that has begun and not ended."""
@@ -36,9 +38,6 @@ class Now(NamedTuple):
     flight: UnderWay | None
 
 
-S = TypeVar("S", bound="Schedule")
-
-
 @dataclasses.dataclass(frozen=True)
 class Schedule(ABC):
     """Decides when rounds begin and end; it holds settings only and does not communicate.
@@ -50,10 +49,8 @@ class Schedule(ABC):
     lands_at_meetings: ClassVar[bool] = False
     """Whether flights end before validation and checkpoints; otherwise they stay under way."""
 
-    @property
-    def num_lanes(self) -> int:
-        """In how many parts the parameters are exchanged."""
-        return 1
+    num_lanes: ClassVar[int] = 1
+    """In how many parts the parameters are exchanged."""
 
     def lanes(self, sizes: Sequence[int]) -> list[list[range]]:
         """The stretches of the flat vector that each lane consists of.
@@ -141,7 +138,7 @@ class EverySteps(Schedule):
 
     def stays(self, round_index: int) -> bool:
         """With overlap, but for the first round of a warm start."""
-        return self.overlap and not (self.warm_start and round_index == 0)
+        return self.overlap and not (self.warm_start and round_index < self.num_lanes)
 
     def sync_every_of(self, worker: int) -> int:
         """Local steps of one worker between rounds."""
@@ -165,9 +162,7 @@ class EverySteps(Schedule):
 
 @dataclasses.dataclass(frozen=True)
 class EveryInterval(Schedule):
-    """Rounds by the clock, while local steps go on; every worker may make as many as it likes.
-
-    A round ends after the first local step by which everything has arrived.
+    """Rounds by the clock, while local steps go on; a worker may make as many as it likes.
 
     Args:
         interval_s: Pause between the end of a round and the next one, in seconds; 0 for none.
@@ -197,7 +192,7 @@ class EveryInterval(Schedule):
             raise ValueError(f"warmup_steps must be at least 0, got {self.warmup_steps}.")
 
     def due(self, now: Now) -> tuple[bool, bool]:
-        """Begin when the pause is over; end when everything is here."""
+        """Begin when the pause is over; end after the first step by which everything is here."""
         if now.steps < self.warmup_steps:
             return False, False
         if now.flight is None:

@@ -134,7 +134,7 @@ class RoundSettings:
 
         Args:
             numel: Elements of the whole vector.
-            itemsize: Bytes of an element.
+            itemsize: Bytes of one.
         """
         if self.granularity is None:
             return max(1, numel)
@@ -156,26 +156,19 @@ class RoundSettings:
         return Cuts(chunk, self.granularity, self._borders(sizes))
 
     def _borders(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Where lanes begin and end.
+        """Where lanes begin.
 
         Raises:
             ValueError: If a lane would cut what belongs together, or the lanes leave a gap.
         """
-        numel = sum(sizes)
-        stretches = sorted(
-            (stretch.start, stretch.stop)
-            for lane in self.schedule.lanes(sizes)
-            for stretch in lane
-            if stretch
-        )
-        borders = [start for start, _ in stretches]
-        ends = [stop for _, stop in stretches]
-        if stretches and [0, *ends] != [*borders, numel]:
-            raise ValueError(f"The lanes of {self.schedule} do not cover each parameter once.")
-        assert self.granularity is not None
-        if any(border % self.granularity for border in borders):
+        lanes = self.schedule.lanes(sizes)
+        stretches = sorted((part.start, part.stop) for lane in lanes for part in lane if part)
+        starts, ends = [s for s, _ in stretches], [e for _, e in stretches]
+        if [0, *ends] != [*starts, sum(sizes)] or not all(any(lane) for lane in lanes):
+            raise ValueError(f"The lanes of {self.schedule} do not share out the parameters.")
+        if any(start % (self.granularity or 1) for start in starts):
             raise ValueError(
                 f"The lanes of {self.schedule} must begin at multiples of {self.granularity}, "
-                f"which {type(self.algorithm).__name__} is made of, and begin at {borders}."
+                f"which {type(self.algorithm).__name__} is made of, and begin at {starts}."
             )
-        return tuple(borders[1:])
+        return tuple(starts[1:])

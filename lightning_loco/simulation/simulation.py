@@ -93,9 +93,10 @@ class Simulation:
             raise ValueError(f"A simulation counts steps and has no clock for {self._schedule}.")
         self.round_index = 0
         self._steps = [0] * len(models)
+        for model in models:
+            check_model(model)
         self._layouts = [self._layout_of(model) for model in models]
         for worker, (model, layout) in enumerate(zip(models, self._layouts, strict=True)):
-            check_model(model)
             if layout.schema() != self._layouts[0].schema():
                 difference = first_difference(layout.schema(), self._layouts[0].schema())
                 raise ValueError(
@@ -124,7 +125,7 @@ class Simulation:
             lane = []
             for worker, layout in enumerate(layouts):
                 state, residual = states[worker], residuals[worker]
-                memory = Lane(layout, stretches, settings, state, residual, layout.numel)
+                memory = Lane(layout, stretches, settings, state, residual)
                 lane.append(Rounds(memory, settings, hub.of_worker(worker)))
             lanes.append(lane)
         return lanes

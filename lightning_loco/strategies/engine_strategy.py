@@ -7,7 +7,7 @@ import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -22,40 +22,11 @@ from lightning_loco.comm import Statistics, Worker, WorkerGroup
 from lightning_loco.rounds import Schedule
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.arguments import check_choice, check_common_arguments
+from lightning_loco.strategies.driven import Engine
 from lightning_loco.strategies.meeting import MeetingStrategy
 from lightning_loco.strategies.pace import ScaledSteps, check_length, share_data
 from lightning_loco.strategies.shared_memory import leave_shared_memory
 from lightning_loco.strategies.worker_checkpoints import WorkerCheckpoints
-
-
-class Engine(Protocol):
-    """What drives one worker: counts its local steps and makes exchanges when they are due."""
-
-    worker: Worker
-    settings: Any
-    statistics: Statistics
-
-    @property
-    def is_due(self) -> bool:
-        """Whether there is something to do after the step that was counted last."""
-
-    def count_step(self) -> None:
-        """Count one local step."""
-
-    def make_round(self) -> None:
-        """Do what is due."""
-
-    def finish(self) -> None:
-        """Leave the consensus in the model, on all workers."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything this worker needs to go on exactly."""
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from a state of :meth:`state_dict`."""
-
-    def close(self) -> None:
-        """Let go of process groups and threads."""
 
 
 class EngineStrategy(MeetingStrategy):

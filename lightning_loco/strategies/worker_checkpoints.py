@@ -19,7 +19,8 @@ from lightning_loco.strategies.random_states import random_states
 from lightning_loco.strategies.side_files import SideFiles, new_stamp
 
 if TYPE_CHECKING:
-    from lightning_loco.strategies.engine_strategy import Engine, EngineStrategy
+    from lightning_loco.strategies.driven import Engine
+    from lightning_loco.strategies.engine_strategy import EngineStrategy
 
 _KEY = "lightning_loco"
 _FORMAT = 1

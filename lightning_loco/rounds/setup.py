@@ -1,0 +1,40 @@
+"""What an engine is made of, out of its settings."""
+
+from __future__ import annotations
+
+from lightning_loco.comm.rows import Row, RowCarrier, TravellingRows
+from lightning_loco.comm.worker import Worker
+from lightning_loco.rounds.exchange import Exchange, make_exchange
+from lightning_loco.rounds.lane import Lane
+from lightning_loco.rounds.mean_exchange import RidingRows
+from lightning_loco.rounds.rounds import Rounds
+from lightning_loco.rounds.settings import RoundSettings
+
+
+def make_lanes(
+    worker: Worker, settings: RoundSettings
+) -> tuple[list[Rounds], list[RowCarrier], Exchange]:
+    """The rounds of each lane, how the rows travel with them, and the exchange of all.
+
+    Rows ride with a round's first parcel where the exchange can carry them and somebody attends to
+    the round until it ends: those at a meeting must be called when it is late.
+    """
+    group, layout, algorithm = worker.group, worker.replica.layout, settings.algorithm
+    exchange = make_exchange(algorithm, group, worker.statistics, settings.topology)
+    is_attended = not settings.stays or settings.schedule.lands_at_meetings
+    rides = exchange.can_carry_rows and is_attended
+    width = Row.width(algorithm.num_scalars)
+    rows_elements = group.num_workers * width if rides else 0
+    start = layout.new_flat()
+    residual = settings.codec.init(start)
+    state = algorithm.init(start)
+    lanes: list[Rounds] = []
+    carriers: list[RowCarrier] = []
+    for stretches in settings.schedule.lanes([tensor.numel() for tensor in layout.tensors]):
+        lane = Lane(layout, stretches, settings, state, residual, rows_elements)
+        rounds = Rounds(lane, settings, exchange)
+        lanes.append(rounds)
+        table = lane.rows_memory.view(-1, width)
+        rider = RidingRows(group, table, rounds.send_first) if rides else None
+        carriers.append(rider or TravellingRows(group))
+    return lanes, carriers, exchange

@@ -1,0 +1,37 @@
+"""What a strategy asks of the engine that drives its worker."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from lightning_loco.comm import Statistics, Worker
+
+
+class Engine(Protocol):
+    """What drives one worker: counts its local steps and makes exchanges when they are due."""
+
+    worker: Worker
+    settings: Any
+    statistics: Statistics
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is something to do after the step that was counted last."""
+
+    def count_step(self) -> None:
+        """Count one local step."""
+
+    def make_round(self) -> None:
+        """Do what is due."""
+
+    def finish(self) -> None:
+        """Leave the consensus in the model, on all workers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything this worker needs to go on exactly."""
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on from a state of :meth:`state_dict`."""
+
+    def close(self) -> None:
+        """Let go of process groups and threads."""
