@@ -111,8 +111,7 @@ class Engine:
         return not self.paused and any(begin or end for begin, end in self._due())
 
     @property
-    def _turn(self) -> int:
-        """The lane that the next round moves."""
+    def _turn(self) -> int:  # the lane that the next round moves
         return self.worker.round_index % len(self._lanes)
 
     def _due(self) -> list[tuple[bool, bool]]:
@@ -186,7 +185,8 @@ class Engine:
     def _row(self, place: float) -> Row:
         """Where this worker is, without a look at its parameters."""
         steps = self.worker.steps - self._began_at[self._turn]
-        numbers = self.settings.algorithm.scalars(self._lanes[self._turn].lane.state)
+        algorithm, lane = self.settings.algorithm, self._lanes[self._turn].lane
+        numbers = algorithm.scalars(lane.state) if algorithm.num_scalars else ()
         return self.worker.row(place)._replace(steps=steps, scalars=tuple(map(float, numbers)))
 
     def _land(self, index: int) -> None:
@@ -195,10 +195,10 @@ class Engine:
         if (flight := lane.flight) is None:
             return
         lane.land()
-        if not self.worker.was_finite:
-            self.worker.replica.buffers.write(self._buffers_at_start)
         self._landed_at[index] = time.monotonic()
         statistics.outer_grad_norm = lane.gradient_norm
+        if not self.worker.was_finite:
+            self.worker.replica.buffers.write(self._buffers_at_start)
         if self._sync_every is None:
             statistics.rounds += 1
             statistics.staleness = self.worker.steps - flight.began_at
@@ -241,7 +241,7 @@ class Engine:
         return rows
 
     def outer(self) -> Tensor | None:
-        """The consensus parameters ``(P,)``; None if they are the mean over the workers."""
+        """The consensus parameters ``(P,)``; None for the mean over the workers."""
         key = self.settings.algorithm.consensus_key
         return None if key is None else self._lanes[0].lane.state[key]
 
@@ -291,10 +291,10 @@ class Engine:
 
     def close(self) -> None:
         """Destroy the process groups and stop all threads; a second call does nothing."""
-        flights = [lane.flight for lane in self._lanes]
+        flights = [lane.flight for lane in self._lanes if lane.flight is not None]
         for lane in self._lanes:
             lane.flight = None
         self._unread = self.worker.engine = None
         self.worker.group.close()
-        for handle in (h for flight in flights if flight is not None for h in flight.handles):
+        for handle in (handle for flight in flights for handle in flight.handles):
             handle.release()
