@@ -20,12 +20,12 @@ import pytest
 import torch
 from torch import nn
 
+import lightning_loco as loco
 from lightning_loco import (
     AsyncModelAverageStrategy,
     DiLoCo,
     GASLoC,
     LocalSGD,
-    LocoStrategy,
     ModelAverage,
     NeighborAverage,
 )
@@ -77,11 +77,11 @@ class Case:
             **others,
         }
 
-    def strategy(self, sync_every: int, **others: Any) -> LocoStrategy:
+    def strategy(self, sync_every: int, **others: Any) -> loco.LocoStrategy:
         """The strategy that runs it; one by the clock makes a round whenever it can."""
         if self.by_clock:
             return AsyncModelAverageStrategy(0.0, topology=self.topology, **others)
-        return LocoStrategy(self.algorithm, **self.settings(sync_every=sync_every, **others))
+        return loco.LocoStrategy(self.algorithm, **self.settings(sync_every=sync_every, **others))
 
 
 def adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
