@@ -102,6 +102,7 @@ CASES = {
     "diloco": Case(DiLoCo()),
     "async_diloco": Case(DiLoCo(outer_momentum=0.0), overlap=True),
     "gasloc": Case(GASLoC(), "ring"),
+    "noloco": Case(loco.NoLoCo()),
     "async_model_average": Case(ModelAverage(), not_in=CLOCK),
     # Other settings of them.
     "diloco_plain": Case(DiLoCo(0.7, 0.0), variant_of="diloco"),

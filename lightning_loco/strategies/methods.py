@@ -24,6 +24,7 @@ METHODS: dict[str, type[DDPStrategy]] = {
     "diloco": DiLoCoStrategy,
     "async_diloco": AsyncDiLoCoStrategy,
     "gasloc": GASLoCStrategy,
+    "noloco": of_algorithm("lightning_loco.algorithms.noloco", "NoLoCo"),
     "async_model_average": AsyncModelAverageStrategy,
     "pairwise_gossip": PairwiseGossipStrategy,
     "remote_optimizer": RemoteOptimizerStrategy,

@@ -1,0 +1,140 @@
+"""NoLoCo: DiLoCo's outer momentum without an all-reduce, by gossip in small groups."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_loco.algorithms.base import Algorithm, State
+from lightning_loco.topology import RandomMatching, gossip_radius
+
+if TYPE_CHECKING:
+    from lightning_loco.topology import Topology
+
+_MAX_CHECKED_WORKERS = 1024  # the spectrum of larger graphs takes too long
+
+
+@dataclasses.dataclass(frozen=True)
+class NoLoCo(Algorithm):
+    r"""Each worker keeps outer parameters and momentum of its own, and hears a few others.
+
+    .. math::
+        u^i = \phi^i + \tfrac{\beta}{\gamma}(\theta^i - \phi^i), \qquad
+        \delta^i \leftarrow a\,\delta^i + \gamma\,\Big(\sum_j W_{ij} u^j - \phi^i\Big), \qquad
+        \phi^i \leftarrow \phi^i + \delta^i, \qquad \theta^i \leftarrow \phi^i
+
+    with the mixing matrix W of the round's topology, a random pairing of the workers by default.
+    The paper averages drifts and outer parameters in two sums; with both through the same W they
+    are one message, which for :math:`\gamma = \beta` is the local parameters themselves. On a
+    complete graph this is DiLoCo with heavy-ball momentum, and with :math:`a = 0, \gamma = 1` it is
+    GASLoC without momentum. The consensus model is the mean over the workers.
+
+    Args:
+        outer_momentum: :math:`a` in [0, 1).
+        outer_lr: :math:`\beta`, positive.
+        gossip_step: :math:`\gamma`, positive: how strongly the groups pull together. Default: as
+            ``outer_lr``.
+
+    Raises:
+        ValueError: If a number is out of range; from :meth:`prepare` if gossip alone diverges.
+
+    Source:
+        Kolehmainen et al., "NoLoCo: No-all-reduce Low Communication Training Method for Large
+        Models", arXiv:2506.10911, and its published code.
+
+    Example:
+        >>> algorithm = NoLoCo(outer_momentum=0.0, outer_lr=1.0)
+        >>> state = algorithm.init(torch.zeros(1))
+        >>> local = torch.tensor([3.0])
+        >>> message = algorithm.propose(local, state)
+        >>> algorithm.apply(local, torch.tensor([2.0]), state)  # received: own row of W @ u
+        >>> local
+        tensor([2.])
+    """
+
+    outer_momentum: float = 0.5
+    outer_lr: float = 0.7
+    gossip_step: float | None = None
+
+    exchange = "neighbors"
+    late_landing = "keep_progress"
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if not 0 <= self.outer_momentum < 1:
+            raise ValueError(
+                f"outer_momentum must be in [0, 1), got {self.outer_momentum}. 0.5 is common."
+            )
+        for name in ("outer_lr", "gossip_step"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be positive, got {value}. A common value is 0.7.")
+
+    def default_topology(self, seed: int) -> Topology:
+        """New random pairs in every round."""
+        return RandomMatching(seed)
+
+    def prepare(self, num_workers: int, topology: Topology | None) -> NoLoCo:
+        """Check that gossip alone brings the workers together on this graph."""
+        super().prepare(num_workers, topology)
+        assert topology is not None
+        topology.check(num_workers)
+        if 1 < num_workers <= _MAX_CHECKED_WORKERS:
+            self._check_stable(num_workers, topology)
+        return self
+
+    def _check_stable(self, num_workers: int, topology: Topology) -> None:
+        step = self._gossip_step / topology.laplacian_scale
+        radius = gossip_radius(topology, num_workers, step, self.outer_momentum)
+        if radius < 1:
+            return
+        text = (
+            f"gossip_step={self._gossip_step:g} with outer_momentum={self.outer_momentum:g} makes "
+            f"gossip of {num_workers} workers diverge: the distance grows by {radius:.3f} per "
+            "round. Use less of both; 0.7 with 0.5 suits random pairs."
+        )
+        if topology.period(num_workers) is not None:
+            raise ValueError(text)
+        warnings.warn(text, stacklevel=4)
+
+    @property
+    def _gossip_step(self) -> float:
+        return self.outer_lr if self.gossip_step is None else self.gossip_step
+
+    def init(self, params: Tensor) -> State:
+        """The outer parameters of this worker, and its momentum if there is any."""
+        state = {"start": params}
+        if self.outer_momentum > 0:
+            state["momentum"] = torch.zeros_like(params)
+        return state
+
+    def propose(self, params: Tensor, state: State) -> Tensor:
+        """The message is u; the local parameters themselves if both steps are equal."""
+        if self._gossip_step == self.outer_lr:
+            return params
+        return torch.lerp(state["start"], params, self.outer_lr / self._gossip_step, out=params)
+
+    def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
+        """One outer step with momentum to what the group came to."""
+        start: Tensor = state["start"]
+        if self.outer_momentum == 0:
+            return torch.lerp(start, received, self._gossip_step, out=start)
+        momentum: Tensor = state["momentum"]
+        pull = torch.sub(received, start, out=received)
+        momentum.mul_(self.outer_momentum).add_(pull, alpha=self._gossip_step)
+        return start.add_(momentum)
+
+    def restart(self, state: State) -> Tensor:
+        """The round began at the outer parameters."""
+        start: Tensor = state["start"]
+        return start
+
+    def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
+        """This worker's own way, beta / gamma times its drift."""
+        start: Tensor = state["start"]
+        return params - start
