@@ -31,6 +31,7 @@ from lightning_loco import (
 )
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.rounds import RoundSettings
+from lightning_loco.topology import Topology, get_topology
 
 BY_CLOCK = "its rounds fall by the clock, so that no two runs are equal"
 """The only reason for which a row is left out; with any other one the test must fail."""
@@ -67,6 +68,12 @@ class Case:
     def prepared(self, num_workers: int) -> Algorithm:
         """The algorithm with its automatic settings filled in."""
         return RoundSettings(self.algorithm, topology=self.topology).prepare(num_workers).algorithm
+
+    @property
+    def graph(self) -> Topology | None:
+        """Who exchanges with whom when the seed of the run is 0."""
+        own = self.algorithm.default_topology(seed=0)
+        return own if self.topology is None else get_topology(self.topology)
 
     def settings(self, **others: Any) -> dict[str, Any]:
         """Keywords for an engine of rounds by the step or a simulation."""

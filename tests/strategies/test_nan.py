@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from lightning_loco import StragglerSimulator
 from lightning_loco.algorithms import Algorithm, State
-from lightning_loco.topology import get_topology
 from tests.cases import Case, rows, without_variants
 from tests.pool import Pool, make_trainer
 from tests.tiny import (
@@ -119,8 +118,8 @@ def leave_out(case: Case, broken: int, world: int) -> Tensor:
             else:
                 params[worker] = begun(algorithm, start, states[worker])
             messages.append(algorithm.propose(params[worker], states[worker]).clone())
-        if case.topology is not None:
-            matrix = get_topology(case.topology).mixing_matrix(world, round_index)
+        if case.graph is not None:
+            matrix = case.graph.mixing_matrix(world, round_index)
             received = list(matrix @ torch.stack(messages))
         else:
             valid = [m for i, m in enumerate(messages) if round_index > 0 or i != broken]
