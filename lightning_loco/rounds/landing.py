@@ -38,8 +38,13 @@ class Landing(ABC):
         """
 
     @abstractmethod
-    def begin(self, part: Part) -> None:
-        """Write the parameters with which local steps go on while a first flight is under way."""
+    def begin(self, part: Part, valid: bool) -> None:
+        """Write the parameters with which local steps go on while a first flight is under way.
+
+        Args:
+            part: Where.
+            valid: Whether the local parameters are finite and have made progress.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +61,7 @@ class Restart(Landing):
         """The result."""
         part.unpack(result)
 
-    def begin(self, part: Part) -> None:
+    def begin(self, part: Part, valid: bool) -> None:
         """Back to the start of the round."""
         start = part.start()
         if start is not None:
@@ -81,14 +86,16 @@ class KeepProgress(Landing):
         departure = part.departure
         assert departure is not None
         if valid:
-            part.pack(scratch)
+            part.read_local(scratch)
             torch.sub(scratch, departure, out=departure).add_(result)
         else:
             departure.copy_(result)
         part.unpack(departure)
 
-    def begin(self, part: Part) -> None:
-        """Local steps go on."""
+    def begin(self, part: Part, valid: bool) -> None:
+        """Local steps go on; without valid progress from the start of the round, if known."""
+        if not valid:
+            Restart().begin(part, valid)
 
 
 def landing_of(algorithm: Algorithm) -> Landing:

@@ -156,7 +156,7 @@ class Rounds:
         for parcel in self.lane.parcels:
             flight.handles.append(self._send_next(parcel, flight))
         for part in self.lane.parts if stays and before is None else ():
-            self._landing.begin(part)
+            self._landing.begin(part, flight.valid)
         self.flight = flight
 
     def _relay(self, before: Flight, flight: Flight) -> None:
@@ -246,8 +246,10 @@ class Rounds:
         result = self._algorithm.update(part.message, received, part.state)
         if flight.stayed:
             self._landing.land(part, result, part.scratch, valid and flight.valid)
-        else:
-            part.unpack(result)
+            return
+        part.unpack(result)
+        if part.departure is not None:
+            part.departure.copy_(result)
 
     def _finish(self) -> None:
         lane = self.lane
