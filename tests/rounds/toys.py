@@ -14,7 +14,7 @@ from lightning_loco import NeighborAverage, Simulation
 from lightning_loco.algorithms import Algorithm, State
 from lightning_loco.codecs import Codec
 from lightning_loco.rounds import Engine, EverySteps, Now, RoundSettings
-from lightning_loco.topology import RandomMatching, Topology
+from lightning_loco.topology import RandomMatching, Ring, Topology
 from tests.algorithms.toys import Point, randn
 
 LARGE = 5000
@@ -145,8 +145,8 @@ class Talking(Algorithm):
         return float(state["own"][0]), state["rounds"]
 
     def hear(self, told: Sequence[Sequence[float]], state: State) -> None:
-        assert [rounds for _, rounds in told] == [state["rounds"]] * len(told)
-        state["heard"] = sum((i + 1) * own for i, (own, _) in enumerate(told))
+        assert len({rounds for _, rounds in told}) == 1
+        state["heard"] = sum((i + 1) * own + rounds for i, (own, rounds) in enumerate(told))
         state["rounds"] += 1
 
 
@@ -155,6 +155,9 @@ class TalkingGossip(Talking):
 
     exchange = "neighbors"
     late_landing = "keep_progress"
+
+    def default_topology(self, seed: int) -> Topology:
+        return Ring()
 
 
 @dataclasses.dataclass(frozen=True)
