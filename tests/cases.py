@@ -63,7 +63,7 @@ class Case:
     @property
     def by_clock(self) -> bool:
         """Whether rounds fall by the clock instead of every so many steps."""
-        return isinstance(self.algorithm, ModelAverage)
+        return isinstance(self.algorithm, ModelAverage) and not self.overlap
 
     def prepared(self, num_workers: int) -> Algorithm:
         """The algorithm with its automatic settings filled in."""
@@ -133,11 +133,18 @@ CASES = {
         GASLoC(momentum=0.3), "random_matching", variant_of="gasloc_matching"
     ),
     "gasloc_cycle": Case(GASLoC(), "one_peer_exponential", variant_of="gasloc_matching"),
-    "neighbor_average": Case(
-        NeighborAverage(),
+    "neighbor_average": Case(NeighborAverage(), "ring", not_in=CLOCK),
+    # Late results under the progress made meanwhile.
+    "gasloc_overlap": Case(GASLoC(), "ring", overlap=True),
+    "gasloc_overlap_cold": Case(
+        GASLoC(momentum_on="gossiped"),
         "ring",
-        not_in=CLOCK,
+        overlap=True,
+        warm_start=False,
+        variant_of="gasloc_overlap",
     ),
+    "model_average_overlap": Case(ModelAverage(), overlap=True),
+    "neighbor_average_overlap": Case(NeighborAverage(), "ring", overlap=True),
 }
 
 

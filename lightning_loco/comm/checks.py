@@ -7,6 +7,7 @@ import functools
 import hashlib
 import pickle
 import zlib
+from types import CodeType
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ def plain(value: Any) -> Any:
         name = f"{value.__module__}.{value.__qualname__}"
         if code is None or "<" not in name:
             return name
-        return [name, code.co_code.hex(), repr(code.co_consts), plain(closure)]
+        return [name, *_plain_code(code), plain(value.__defaults__), plain(closure)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return [type(value).__qualname__, plain(held)]
@@ -109,6 +110,12 @@ def plain(value: Any) -> Any:
     if has_own_text:
         return repr(value)
     return f"{type(value).__qualname__} {hashlib.blake2b(pickle.dumps(value)).hexdigest()[:16]}"
+
+
+def _plain_code(code: CodeType) -> list[Any]:
+    """What a function does: without the addresses and files that its own text would show."""
+    inner = [_plain_code(one) if isinstance(one, CodeType) else repr(one) for one in code.co_consts]
+    return [code.co_code.hex(), list(code.co_names), inner]
 
 
 def first_difference(there: Schema, here: Schema) -> str:

@@ -27,8 +27,11 @@ class Landing(ABC):
     """Whether the parameters that left are to be kept: one more vector ``(P,)``."""
 
     @abstractmethod
-    def begin(self, part: Part) -> None:
-        """Write the parameters with which local steps go on while a first flight is under way."""
+    def begin(self, part: Part, valid: bool) -> None:
+        """Write the parameters with which local steps go on while a first flight is under way.
+
+        ``valid`` says whether the local parameters are finite and have made progress.
+        """
 
     @abstractmethod
     def land(self, part: Part, result: Tensor, valid: bool) -> None:
@@ -51,7 +54,7 @@ class Restart(Landing):
     lands_first = False
     keeps_departure = False
 
-    def begin(self, part: Part) -> None:
+    def begin(self, part: Part, valid: bool) -> None:
         """Back to the start of the round."""
         if (start := part.start()) is not None:
             part.unpack(start)
@@ -74,14 +77,16 @@ class KeepProgress(Landing):
     lands_first = True
     keeps_departure = True
 
-    def begin(self, part: Part) -> None:
-        """Local steps go on."""
+    def begin(self, part: Part, valid: bool) -> None:
+        """Local steps go on; without valid progress from the start of the round, if known."""
+        if not valid:
+            Restart().begin(part, valid)
 
     def land(self, part: Part, result: Tensor, valid: bool) -> None:
         """The result plus the progress; none if it is not valid."""
         assert part.departure is not None
         if valid:
-            part.pack(part.scratch)
+            part.read_local(part.scratch)
             torch.sub(part.scratch, part.departure, out=part.departure).add_(result)
         else:
             part.departure.copy_(result)

@@ -141,10 +141,7 @@ class Rounds:
         self._finish()
 
     def begin(self, flight: Flight, stays: bool = True) -> None:
-        """Send all messages and leave them under way; the flight before them lands.
-
-        ``stays`` says whether local steps follow before this one lands.
-        """
+        """Send all messages; the flight before lands. ``stays``: local steps follow before this."""
         before, flight.stayed = self.flight, stays
         if before is not None and not self._landing.lands_first:
             self._land(before, True, flight)
@@ -153,7 +150,7 @@ class Rounds:
             self._land(before, flight.valid)
         flight.handles = [self._send_next(parcel, flight) for parcel in self.lane.parcels]
         for part in self.lane.parts if stays and before is None else ():
-            self._landing.begin(part)
+            self._landing.begin(part, flight.valid)
         self.flight = flight
 
     def land(self) -> None:
@@ -230,8 +227,10 @@ class Rounds:
         result = self._algorithm.update(part.message, received, part.state)
         if flight.stayed:
             self._landing.land(part, result, valid and flight.valid)
-        else:
-            part.unpack(result)
+            return
+        part.unpack(result)
+        if part.departure is not None:
+            part.departure.copy_(result)
 
     def _finish(self) -> None:
         lane = self.lane

@@ -251,6 +251,43 @@ def test_slices_give_the_same_result_as_the_whole(case: Case, cuts: list[int]) -
     torch.testing.assert_close(run_on_slices(algorithm, cuts), whole, rtol=1e-15, atol=1e-15)
 
 
+def bits(state: State) -> dict[str, Any]:
+    """A copy of all entries that can be compared exactly."""
+    return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in state.items()}
+
+
+@every_case
+def test_to_propose_is_pure(case: Case) -> None:
+    """Asked twice, it says the same, and no entry of the state has moved by a bit."""
+    algorithm = case.prepared(4)
+    state = algorithm.init(randn(6))
+    for t in range(3):
+        params, before = randn(6, seed=t + 1), bits(state)
+        message = algorithm.propose(params.clone(), state).clone()
+        assert torch.equal(algorithm.propose(params.clone(), state), message)
+        assert bits(state) == before
+        kept = [v.data_ptr() for v in state.values() if isinstance(v, Tensor)]
+        assert algorithm.propose(params, state).data_ptr() not in kept
+        algorithm.apply(params, message + randn(6, seed=10 + t), state)
+
+
+@every_case
+def test_restart_means_where_the_round_began(case: Case) -> None:
+    """From the first round to the last, and whatever has been proposed; or always None."""
+    algorithm = case.prepared(4)
+    params = randn(6)
+    state = algorithm.init(params.clone())
+    knows = algorithm.restart(state) is not None
+    for t in range(4):
+        began = params.clone()
+        params.add_(randn(6, seed=t), alpha=0.1)
+        message = algorithm.propose(params, state).clone()
+        start = algorithm.restart(state)
+        assert torch.equal(start, began) if knows else start is None
+        params = message.clone()
+        algorithm.apply(params, message + randn(6, seed=10 + t), state)
+
+
 LARGE = 5000  # five chunks of at most 1024 elements, with four under way
 
 
@@ -324,43 +361,53 @@ def test_without_progress_a_bfloat16_model_moves_no_outer_parameter(case: Case) 
 SMALLEST = 2.0**-7
 """The smallest step that bfloat16 has right above 1."""
 
-SMALL_STEPS = [DiLoCo(0.5, 0.0), GASLoC(0.5, 1.0, 0.0)]
+SMALL_STEPS = [
+    pytest.param(DiLoCo(0.5, 0.0), False, id="diloco"),
+    pytest.param(GASLoC(0.5, 1.0, 0.0), False, id="gasloc"),
+    pytest.param(GASLoC(0.5, 1.0, 0.0), True, id="gasloc_overlap"),
+]
+small_steps = pytest.mark.parametrize(("algorithm", "overlap"), SMALL_STEPS)
 
 
 def topology_of(algorithm: Algorithm) -> str | None:
     return "complete" if algorithm.exchange == "neighbors" else None
 
 
-@pytest.mark.parametrize("algorithm", SMALL_STEPS, ids=str)
-def test_small_steps_of_a_bfloat16_model_add_up(algorithm: Algorithm) -> None:
+@small_steps
+def test_small_steps_of_a_bfloat16_model_add_up(algorithm: Algorithm, overlap: bool) -> None:
     """One worker of four takes the smallest step each round; the mean moves by 1/8 of it.
 
     Only float32 parameters can hold that, and they must not lose it to the model's rounding.
     """
     models = [Point(torch.ones(1, dtype=torch.bfloat16)) for _ in range(4)]
-    simulation = Simulation(models, algorithm, topology=topology_of(algorithm))
+    simulation = Simulation(models, algorithm, overlap=overlap, topology=topology_of(algorithm))
 
     def local_step(worker: int) -> None:
         if worker == 0:
             models[worker].value.data.add_(SMALLEST)
 
     simulation.run(local_step, 32)
+    simulation.drain()
     assert models[1].value.item() == pytest.approx(1 + 32 * SMALLEST / 8, abs=SMALLEST / 2)
 
 
-def take_small_steps(rank: int, world: int, algorithm: Algorithm) -> float:
+def take_small_steps(rank: int, world: int, algorithm: Algorithm, overlap: bool) -> float:
     model = Point(torch.ones(1, dtype=torch.bfloat16))
-    engine = StepEngine(model, algorithm, sync_every=1, topology=topology_of(algorithm))
+    settings = {"overlap": overlap, "topology": topology_of(algorithm)}
+    engine = StepEngine(model, algorithm, sync_every=1, **settings)
     for _ in range(32):
         if rank == 0:
             model.value.data.add_(SMALLEST)
         engine.step()
+    engine.finish()
     engine.close()
     assert model.value.dtype == torch.bfloat16
     return model.value.item()
 
 
-@pytest.mark.parametrize("algorithm", SMALL_STEPS, ids=str)
-def test_small_steps_of_a_bfloat16_model_add_up_on_gloo(pool: Pool, algorithm: Algorithm) -> None:
-    for result in pool.run(take_small_steps, algorithm, world=4):
+@small_steps
+def test_small_steps_of_a_bfloat16_model_add_up_on_gloo(
+    pool: Pool, algorithm: Algorithm, overlap: bool
+) -> None:
+    for result in pool.run(take_small_steps, algorithm, overlap, world=4):
         assert result == pytest.approx(1 + 32 * SMALLEST / 8, abs=SMALLEST / 2)

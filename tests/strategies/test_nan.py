@@ -105,9 +105,18 @@ def leave_out(case: Case, broken: int, world: int) -> Tensor:
     algorithm = case.prepared(world)
     states = [algorithm.init(start.clone()) for _ in range(world)]
     params = [start.clone() for _ in range(world)]
-    landing: list[Tensor] | None = None
+    keeps = case.overlap and algorithm.late_landing == "keep_progress"
+    under_way: list[tuple[Tensor, Tensor, Tensor | None]] = []
+
+    def land() -> None:
+        """The results, moved by what was learned since the messages left."""
+        for worker, (message, received, departed) in enumerate(under_way):
+            result = algorithm.update(message.clone(), received.clone(), states[worker]).clone()
+            progress = 0.0 if departed is None else params[worker] - departed
+            params[worker] = result + progress
+        under_way.clear()
+
     for round_index in range(3):
-        messages = []
         for worker in range(world):
             nn.utils.vector_to_parameters(params[worker].clone(), model.parameters())
             optimizer = torch.optim.SGD(model.parameters(), lr=LR)
@@ -117,7 +126,10 @@ def leave_out(case: Case, broken: int, world: int) -> Tensor:
                 params[worker] = flat(model)
             else:
                 params[worker] = begun(algorithm, start, states[worker])
-            messages.append(algorithm.propose(params[worker], states[worker]).clone())
+        if keeps:
+            land()
+        pairs = zip(params, states, strict=True)
+        messages = [algorithm.propose(p.clone(), state).clone() for p, state in pairs]
         if case.graph is not None:
             matrix = case.graph.mixing_matrix(world, round_index)
             received = list(matrix @ torch.stack(messages))
@@ -125,15 +137,18 @@ def leave_out(case: Case, broken: int, world: int) -> Tensor:
             valid = [m for i, m in enumerate(messages) if round_index > 0 or i != broken]
             received = [sum(valid) / len(valid)] * world
         late = case.overlap and not (case.warm_start and round_index == 0)
-        landing, under_way = (landing, received) if late else (received, None)
-        for worker in range(world):
-            if landing is None:
-                params[worker] = begun(algorithm, start, states[worker])
+        if late and not keeps:
+            if under_way:
+                land()
             else:
-                algorithm.apply(params[worker], landing[worker].clone(), states[worker])
-        landing = under_way
-    for worker in range(world if landing else 0):
-        algorithm.apply(params[worker], landing[worker].clone(), states[worker])
+                params = [begun(algorithm, start, state) for state in states]
+        departed: list[Tensor | None] = [p.clone() if late and keeps else None for p in params]
+        if round_index == 0:
+            departed[broken] = None
+        under_way.extend(zip(messages, received, departed, strict=True))
+        if not late:
+            land()
+    land()
     return torch.stack(params).mean(0)
 
 

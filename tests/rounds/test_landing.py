@@ -1,0 +1,193 @@
+"""Late results land under the progress made meanwhile, or make local steps begin again."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_loco import DiLoCo, GASLoC, LocalSGD, LocoStrategy, ModelAverage, StepEngine
+from lightning_loco.algorithms import Algorithm, NeighborAverage
+from lightning_loco.comm.flat import FlatLayout
+from lightning_loco.rounds import EverySteps, KeepProgress, Landing, Restart, RoundSettings
+from lightning_loco.rounds.landing import landing_of
+from lightning_loco.rounds.parcels import Part
+from lightning_loco.topology import get_topology
+from tests.algorithms.toys import Point, assert_close, randn
+from tests.pool import Pool, make_trainer
+from tests.rounds.toys import LARGE, flat, simulate, train
+from tests.tiny import TinyModule, make_loader
+
+ROUNDS = 5
+WORLD = 3
+SYNC_EVERY = 2
+
+
+def tied_part(algorithm: Algorithm, departure: Tensor | None) -> tuple[Tensor, Part]:
+    tensor = torch.tensor([1.0, 2.0])
+    chunk = FlatLayout([("p", tensor)]).chunks()[0]
+    state = algorithm.init(torch.tensor([0.5, 0.5]))
+    return tensor, Part(chunk, torch.empty(2), algorithm, state, departure)
+
+
+def test_restarting_takes_the_result_and_waits_at_the_start() -> None:
+    tensor, part = tied_part(DiLoCo(), None)
+    Restart().begin(part, valid=True)
+    assert tensor.tolist() == [0.5, 0.5]
+    Restart().land(part, torch.tensor([7.0, 8.0]), torch.empty(2), valid=True)
+    assert tensor.tolist() == [7.0, 8.0]
+
+
+@pytest.mark.parametrize(("valid", "expected"), [(True, [8.0, 10.0]), (False, [7.0, 8.0])])
+def test_progress_is_kept_if_it_is_valid(valid: bool, expected: list[float]) -> None:
+    departure = torch.zeros(2)
+    tensor, part = tied_part(GASLoC(), departure)
+    KeepProgress().begin(part, valid=True)
+    assert tensor.tolist() == [1.0, 2.0]
+    KeepProgress().land(part, torch.tensor([7.0, 8.0]), torch.empty(2), valid)
+    assert tensor.tolist() == departure.tolist() == expected
+
+
+def test_without_valid_progress_local_steps_go_on_from_a_known_start() -> None:
+    for algorithm, expected in ((GASLoC(), [0.5, 0.5]), (ModelAverage(), [math.nan, 2.0])):
+        tensor, part = tied_part(algorithm, torch.zeros(2))
+        tensor[0] = math.nan
+        KeepProgress().begin(part, valid=False)
+        assert torch.equal(tensor.isnan(), torch.tensor(expected).isnan())
+        assert tensor[1] == expected[1]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "landing"),
+    [
+        (DiLoCo(), Restart()),
+        (LocalSGD(), Restart()),
+        (GASLoC(), KeepProgress()),
+        (ModelAverage(), KeepProgress()),
+        (NeighborAverage(), KeepProgress()),
+    ],
+    ids=str,
+)
+def test_algorithms_get_the_landing_they_name(algorithm: Algorithm, landing: Landing) -> None:
+    assert landing_of(algorithm) == landing
+
+
+# ------------------------------------------------------------------------------ plain loops
+
+
+def approached(params: Tensor, targets: Tensor) -> Tensor:
+    for _ in range(SYNC_EVERY):
+        params = params + 0.1 * (targets - params)
+    return params
+
+
+def averaged_late(warm_start: bool) -> Tensor:
+    """theta <- mean(s) + (theta - s) one round late: ``(ROUNDS + 1, N, P)``."""
+    targets = torch.stack([randn(LARGE, seed=10 * worker) for worker in range(WORLD)])
+    params = torch.zeros_like(targets)
+    snapshot: Tensor | None = None
+    history = []
+    for t in range(ROUNDS):
+        params = approached(params, targets)
+        if snapshot is not None:
+            params = snapshot.mean(0) + (params - snapshot)
+        snapshot = params.clone()
+        if t == 0 and warm_start:
+            params, snapshot = params.mean(0).expand(WORLD, -1), None
+        history.append(params)
+    assert snapshot is not None
+    params = snapshot.mean(0) + (params - snapshot)
+    return torch.stack([*history, params.mean(0).expand(WORLD, -1)])
+
+
+def gossiped_late(algorithm: GASLoC, warm_start: bool) -> Tensor:
+    """Each round of gossip lands when the next message leaves: ``(ROUNDS + 1, N, P)``."""
+    matrix = get_topology("ring").mixing_matrix(WORLD)
+    targets = torch.stack([randn(LARGE, seed=10 * worker) for worker in range(WORLD)])
+    start = torch.zeros_like(targets)
+    local, before = start, start  # u_{-1} = theta_0
+    flight: tuple[Tensor, Tensor] | None = None
+
+    def land(u: Tensor, before: Tensor) -> Tensor:
+        return u + algorithm.gossip_step * (matrix @ u - u) + algorithm.momentum * (u - before)
+
+    history = []
+    for t in range(ROUNDS):
+        local = approached(local, targets)
+        if flight is not None:
+            u, departed = flight
+            start, progress = land(u, before), local - departed
+            local, before = start + progress, u
+        u = start + algorithm.outer_lr * (local - start)
+        flight = u, local
+        if t == 0 and warm_start:
+            start, before, flight = land(u, before), u, None
+            local = start
+        history.append(local)
+    assert flight is not None
+    u, departed = flight
+    local = land(u, before) + (local - departed)
+    return torch.stack([*history, local.mean(0).expand(WORLD, -1)])
+
+
+@pytest.mark.parametrize("warm_start", [True, False])
+def test_overlapped_averaging_is_its_formula_one_round_late(pool: Pool, warm_start: bool) -> None:
+    settings = RoundSettings(ModelAverage(), EverySteps(SYNC_EVERY, True, warm_start))
+    expected = averaged_late(warm_start)
+    assert_close(simulate(settings, WORLD, ROUNDS), expected)
+    assert_close(torch.stack(pool.run(train, settings, ROUNDS, world=WORLD), dim=1), expected)
+
+
+@pytest.mark.parametrize("warm_start", [True, False])
+def test_overlapped_gossip_is_its_formula_one_round_late(pool: Pool, warm_start: bool) -> None:
+    algorithm = GASLoC(0.7, 0.8, 0.3)
+    schedule = EverySteps(SYNC_EVERY, True, warm_start)
+    settings = RoundSettings(algorithm, schedule, "ring")
+    expected = gossiped_late(algorithm, warm_start)
+    assert_close(simulate(settings, WORLD, ROUNDS), expected)
+    assert_close(torch.stack(pool.run(train, settings, ROUNDS, world=WORLD), dim=1), expected)
+
+
+def gossip_still(rank: int, world: int, overlap: bool) -> Tensor:
+    """Rounds in which no worker moves by itself, from starts that differ."""
+    model = Point(torch.zeros(4, dtype=torch.float64))
+    engine = StepEngine(
+        model, GASLoC(1.0), sync_every=1, overlap=overlap, warm_start=False, topology="ring"
+    )
+    model.value.data.copy_(randn(4, seed=rank))
+    engine.step()
+    if overlap:
+        engine.lanes[0].land()
+    history = [flat(model)]
+    for _ in range(4):
+        engine.step()
+        if overlap:  # at once, so that results are as early as without overlap
+            engine.lanes[0].land()
+        history.append(flat(model))
+    engine.close()
+    return torch.stack(history)
+
+
+def test_overlapped_gossip_without_progress_is_plain_gossip(pool: Pool) -> None:
+    plain = pool.run(gossip_still, False, world=WORLD)
+    for late, expected in zip(pool.run(gossip_still, True, world=WORLD), plain, strict=True):
+        assert_close(late, expected)
+
+
+# ------------------------------------------------------------------------------ strategies
+
+
+def fit(rank: int, world: int, algorithm: Algorithm) -> Tensor:
+    strategy = LocoStrategy(algorithm, sync_every=3)
+    trainer = make_trainer(strategy, max_steps=11, use_distributed_sampler=False)
+    module = TinyModule()
+    trainer.fit(module, make_loader(rank, 11))
+    return flat(module)
+
+
+def test_averaging_that_ends_at_once_is_local_sgd_bit_for_bit(pool: Pool) -> None:
+    local_sgd = pool.run(fit, LocalSGD(), world=2)
+    for result, expected in zip(pool.run(fit, ModelAverage(), world=2), local_sgd, strict=True):
+        assert torch.equal(result, expected)
