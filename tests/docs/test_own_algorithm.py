@@ -65,7 +65,8 @@ def test_it_equals_async_diloco_with_overlap(names: dict[str, Any]) -> None:
 
 def test_engine_and_strategy_take_it(names: dict[str, Any]) -> None:
     algorithm = names["Lookahead"](0.7)
-    assert LocoStrategy(algorithm, sync_every=50).settings.algorithm is algorithm
+    assert isinstance(names["strategy"], LocoStrategy)
+    assert names["strategy"].settings.algorithm == algorithm
     model = nn.Linear(1, 1, bias=False)
     start = model.weight.item()
     engine = StepEngine(model, algorithm, sync_every=1)
