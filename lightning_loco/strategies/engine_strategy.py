@@ -29,7 +29,7 @@ from lightning_loco.strategies.worker_checkpoints import WorkerCheckpoints
 
 
 class Engine(Protocol):
-    """What drives one worker: counts its local steps and makes exchanges when they are due."""
+    """What drives one worker: counts its local steps and does what is due: rounds, or fetches."""
 
     worker: Worker
     settings: Any
@@ -43,7 +43,7 @@ class Engine(Protocol):
         """Count one local step."""
 
     def make_round(self) -> None:
-        """Do what is due."""
+        """Begin and end the rounds that are due, or fetch; called if :attr:`is_due`."""
 
     def finish(self) -> None:
         """Leave the consensus in the model, on all workers."""
@@ -61,8 +61,8 @@ class Engine(Protocol):
 class EngineStrategy(MeetingStrategy):
     """Each rank is a worker with its own copy of the model, which an engine drives.
 
-    Gradients are never reduced. The engine is told of every local (optimizer) step and exchanges
-    with others when it likes. Validation, checkpoints and the model after ``fit`` are the
+    Gradients are never reduced. The engine is told of every local (optimizer) step and decides when
+    this worker exchanges with others. Validation, checkpoints and the model after ``fit`` are the
     consensus.
 
     Attributes:
