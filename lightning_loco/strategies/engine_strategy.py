@@ -29,7 +29,7 @@ from lightning_loco.strategies.worker_checkpoints import WorkerCheckpoints
 
 
 class Engine(Protocol):
-    """What drives one worker: counts its local steps and does what is due: rounds, or fetches."""
+    """What drives one worker: counts its local steps and makes exchanges when they are due."""
 
     worker: Worker
     settings: Any
@@ -43,7 +43,7 @@ class Engine(Protocol):
         """Count one local step."""
 
     def make_round(self) -> None:
-        """Begin and end the rounds that are due, or fetch; called if :attr:`is_due`."""
+        """Do what is due."""
 
     def finish(self) -> None:
         """Leave the consensus in the model, on all workers."""
