@@ -52,7 +52,7 @@ class ModelAverage(Algorithm):
         return params
 
     def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
-        """What was received."""
+        """The result of the exchange becomes the local parameters."""
         return received
 
     def restart(self, state: State) -> Tensor | None:
@@ -88,15 +88,15 @@ class NeighborAverage(ModelAverage):
         return self
 
     def init(self, params: Tensor) -> State:
-        """What the last round brought."""
+        """The state is what the last round brought, at first the common start."""
         return {"start": params}
 
     def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
-        """The mix of the neighbours."""
+        """The mix of the neighbours becomes the local parameters, and is remembered."""
         start: Tensor = state["start"]
         return start.copy_(received)
 
     def restart(self, state: State) -> Tensor:
-        """What the last round brought."""
+        """The round began at what the last one brought."""
         start: Tensor = state["start"]
         return start

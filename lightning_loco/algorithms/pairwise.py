@@ -210,7 +210,7 @@ class PairwiseAverage(Algorithm):
             params.lerp_(received, factor)
 
     def init(self, params: Tensor) -> State:
-        """Nothing: the clock belongs to the engine."""
+        """No state is needed: the engine keeps the clock."""
         return {}
 
     def propose(self, params: Tensor, state: State) -> Tensor:

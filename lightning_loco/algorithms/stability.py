@@ -8,7 +8,7 @@ import torch
 def largest_stable_contraction(
     outer_lr: float, momentum: float, nesterov: bool = True, delay: int = 1
 ) -> float:
-    r"""Find the largest local progress that keeps a delayed outer SGD stable.
+    r"""Find how far local steps may go in a round for a delayed outer SGD to be stable.
 
     On a quadratic a local phase moves a worker the fraction :math:`k` of the way to its optimum, so
     the error follows :math:`e_{t+1} = e_t - \eta\,(\Delta_t + \mu m_{t+1})` with

@@ -38,7 +38,7 @@ class CommunicationMonitor(RoundMonitor):
             strategy.engine.measure_outer_gradient = True
 
     def figures(self, strategy: EngineStrategy | RemoteOptimizerStrategy) -> dict[str, float]:
-        """The counters of the strategy."""
+        """Rounds, bytes, waiting and staleness of this worker so far; losses of all workers."""
         statistics = strategy.statistics
         figures = {
             "loco/round": float(statistics.rounds),

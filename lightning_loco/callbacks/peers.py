@@ -1,4 +1,4 @@
-"""PeerMonitor: how the exchange with peers goes."""
+"""PeerMonitor: how fetching from peers goes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PeerMonitor(RoundMonitor):
     """
 
     def figures(self, strategy: EngineStrategy) -> dict[str, float]:
-        """The counters of the node."""
+        """Fetches of this worker so far, and how old and how useful what they brought was."""
         engine = strategy.engine
         if not isinstance(engine, PairwiseEngine):
             return {}

@@ -14,7 +14,7 @@ class Hub:
     """Collects the messages of all workers, and hands out what the exchange makes of them.
 
     Args:
-        exchange: Whose ``simulate`` is asked.
+        exchange: Its ``simulate`` says what each worker receives.
         num_workers: Number of workers N.
     """
 
@@ -28,7 +28,7 @@ class Hub:
         return HubExchange(self, worker)
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
-        """What each worker receives."""
+        """Return what each worker receives, given all messages in order of the workers."""
         return self._exchange.simulate(messages, round_index)
 
     def round_of(self, parcel: Parcel, index: int) -> HubRound:
@@ -44,7 +44,7 @@ class HubRound:
     """The messages of one parcel in one round.
 
     Args:
-        hub: Asked what they come to.
+        hub: Says what each worker receives.
         num_workers: How many messages to wait for.
         index: Number of the round.
     """
@@ -95,13 +95,13 @@ class HubExchange:
         self._worker = worker
 
     def start(self, parcel: Parcel, round_index: int) -> HubHandle:
-        """Leave a message."""
+        """Leave a worker's message at the hub."""
         hub_round = self._hub.round_of(parcel, round_index)
         hub_round.put(self._worker, parcel.wire)
         return HubHandle(hub_round, self._worker)
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
-        """What the workers receive."""
+        """Return what each worker receives, given all messages in order of the workers."""
         return self._hub.simulate(messages, round_index)
 
 
@@ -109,8 +109,8 @@ class HubHandle:
     """A parcel that has been left at the hub.
 
     Args:
-        hub_round: Where.
-        worker: Whose it is.
+        hub_round: The round that it belongs to.
+        worker: Number of the worker that has left it.
     """
 
     def __init__(self, hub_round: HubRound, worker: int) -> None:
@@ -118,7 +118,7 @@ class HubHandle:
         self._worker = worker
 
     def has_arrived(self) -> bool:
-        """Whether all workers have left theirs."""
+        """Whether all workers have left their messages."""
         return self._round.is_complete
 
     def wait(self) -> Tensor:
@@ -126,4 +126,4 @@ class HubHandle:
         return self._round.get(self._worker)
 
     def release(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: the hub's memory is not used again."""

@@ -53,7 +53,7 @@ class AsyncModelAverageStrategy(LocoStrategy):
         self._init_with(clock_settings(interval_s, warmup_steps, topology), **common)
 
     def make_engine(self, group: WorkerGroup) -> ClockEngine:
-        """An engine that exchanges by the clock."""
+        """An engine whose rounds begin after pauses and end when everything has arrived."""
         assert self.lightning_module is not None
         return ClockEngine.from_settings(self.lightning_module, self.settings, group)
 

@@ -32,8 +32,8 @@ from lightning_loco.strategies.worker_checkpoints import WorkerCheckpoints
 class EngineStrategy(MeetingStrategy):
     """Each rank is a worker with its own copy of the model, which an engine drives.
 
-    Gradients are never reduced. The engine is told of every local (optimizer) step and exchanges
-    with others when it likes. Validation, checkpoints and the model after ``fit`` are the
+    Gradients are never reduced. The engine is told of every local (optimizer) step and decides when
+    this worker exchanges with others. Validation, checkpoints and the model after ``fit`` are the
     consensus.
 
     Attributes:

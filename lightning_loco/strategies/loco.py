@@ -26,7 +26,9 @@ class LocoStrategy(EngineStrategy):
         algorithm: What a round computes: ``LocalSGD()``, ``DiLoCo()``, ``GASLoC()`` or your own.
         sync_every: Local (optimizer) steps between rounds, at least 1; or a list with one number
             per worker, whose share of the data and of ``max_steps`` is then in proportion.
-        overlap: Apply a round's result one round later and hide its communication (DiLoCo).
+        overlap: Apply a round's result one round later and hide its communication. With DiLoCo the
+            local steps made meanwhile begin again at the result; with GASLoC, ModelAverage and
+            NeighborAverage the result moves under them.
         warm_start: With overlap, make the first round a blocking one.
         topology: Who exchanges with whom, for gossip: a name such as ``"ring"``, a ``Topology``, a
             networkx graph, an ``(N, N)`` mixing matrix or an edge-list file.
@@ -75,10 +77,10 @@ class LocoStrategy(EngineStrategy):
 
     @property
     def schedule(self) -> Schedule:
-        """When rounds begin and end."""
+        """When rounds begin and end; it goes by local steps."""
         return self.settings.schedule
 
     def make_engine(self, group: WorkerGroup) -> Engine:
-        """An engine that makes rounds."""
+        """An engine that makes the rounds of the settings."""
         assert self.lightning_module is not None
         return Engine.from_settings(self.lightning_module, self.settings, group)

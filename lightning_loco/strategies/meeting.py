@@ -23,7 +23,7 @@ class MeetingPlace(Protocol):
 
     @property
     def stop_agreed(self) -> str | None:
-        """Why all stop now."""
+        """Why all workers stop at this step; None if they go on."""
 
     def meet(self, purpose: str) -> object:
         """Wait until all workers have come; may raise ``StopAgreed``."""

@@ -129,13 +129,13 @@ class PairwiseGossipStrategy(EngineStrategy):
         super().setup(trainer)
 
     def make_engine(self, group: WorkerGroup) -> PairwiseEngine:
-        """An engine that pulls."""
+        """An engine that fetches the parameters of one peer at a time, without rounds."""
         assert self.lightning_module is not None
         seed = torch.initial_seed() % 2**31
         return PairwiseEngine.from_settings(self.lightning_module, self.settings, seed, group)
 
     def prepare_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Serve, and start to fetch."""
+        """Serve the present parameters and start to fetch a peer's; the step follows."""
         engine = self._engine
         assert isinstance(engine, PairwiseEngine)
         engine.update_send(self._loss.item() if isinstance(self._loss, Tensor) else self._loss)

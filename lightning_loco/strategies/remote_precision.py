@@ -69,5 +69,5 @@ class AgreedGradScaler:
                 note.fill_(1.0)
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the scaler's."""
+        """Take every other attribute from the wrapped scaler."""
         return getattr(self.scaler, name)

@@ -19,8 +19,8 @@ def consensus_rate(topology: Topology, num_workers: int) -> float:
     """Factor by which a round ``x <- W x`` shrinks the consensus distance, in the long run.
 
     Fixed graph: ``|lambda_2(W)|``. Cycle of k matrices: ``||W_k ... W_1 - J||^(1/k)``. Random
-    matchings: root of the factor of the expected square. 0 is the exact mean after one period, 1 is
-    no progress.
+    matchings: root of the factor of the expected square. 0 is the exact mean after one period; with
+    1 workers stay as far apart as they were.
 
     Args:
         topology: a fixed, cyclic or random topology.

@@ -52,10 +52,11 @@ def test_there_is_something_to_check() -> None:
 
 
 def calls_of(tree: ast.Module) -> Iterator[tuple[ast.Call, object, dict[str, object]]]:
-    """The calls of Lightning's and this package's functions, with the names that code imports."""
+    """The calls of Lightning's and this package's functions, with what code imports and defines."""
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     names: dict[str, object] = {}
-    exec(compile(ast.Module(imports, []), "page", "exec"), names)
+    exec(compile(ast.Module([*imports, *classes], []), "page", "exec"), names)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
