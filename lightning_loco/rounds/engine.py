@@ -35,11 +35,12 @@ class Engine:
 
     Attributes:
         worker: What is this worker's whatever its schedule: place, replica, meetings, consensus.
+        lanes: The rounds of each lane.
         settings: Checked against the number of workers, without ``"auto"``.
         statistics: What communication cost so far.
         paused: Set it to make no rounds for a while; the same on all workers.
         consensus_every: Measure the consensus distance every that many rounds; 0 for never.
-        consensus_elements: How many elements to look at for it.
+        consensus_elements: How many elements to look at.
         measure_outer_gradient: Whether rounds measure its norm (one more pass over memory).
 
     Raises:
@@ -55,7 +56,7 @@ class Engine:
         group = group if group is not None else WorkerGroup.create()
         try:
             self.worker, self.settings = Worker.join(model, make_settings, group)
-            self._lanes, self._carriers, exchange = make_lanes(self.worker, self.settings)
+            self.lanes, self._carriers, exchange = make_lanes(self.worker, self.settings)
         except BaseException:
             group.close()
             raise
@@ -67,8 +68,8 @@ class Engine:
         self._schedule = self.settings.schedule.of_worker(group.worker)
         self._sync_every = self._schedule.sync_every_of(group.worker)
         self._is_weighted = exchange.is_weighted
-        self._landed_at = [-math.inf] * len(self._lanes)
-        self._began_at = [0] * len(self._lanes)
+        self._landed_at = [-math.inf] * len(self.lanes)
+        self._began_at = [0] * len(self.lanes)
         self._takes_part = False
         self._unread: PendingRows | None = None
         self.statistics.staleness = int(self.settings.stays and self._sync_every is not None)
@@ -112,12 +113,12 @@ class Engine:
 
     @property
     def _turn(self) -> int:  # the lane that the next round moves
-        return self.worker.round_index % len(self._lanes)
+        return self.worker.round_index % len(self.lanes)
 
     def _due(self) -> list[tuple[bool, bool]]:
         worker, now_s, dues = self.worker, time.monotonic(), []
         counts = (worker.steps, worker.steps_since_round, worker.round_index)
-        for index, lane in enumerate(self._lanes):
+        for index, lane in enumerate(self.lanes):
             now = Now(*counts, index, now_s - self._landed_at[index], lane.flight)
             begin, end = self._schedule.due(now)
             dues.append((begin and index == self._turn, end))
@@ -144,7 +145,7 @@ class Engine:
         are under way already.
         """
         worker, turn = self.worker, self._turn
-        lane = self._lanes[turn]
+        lane = self.lanes[turn]
         worker.check_trainable()
         if unread is None:
             row = self._look(place)
@@ -174,7 +175,7 @@ class Engine:
 
     def _look(self, place: float) -> Row:
         """Look at the parameters, and say what the others should know of them."""
-        worker, lane = self.worker, self._lanes[self._turn]
+        worker, lane = self.worker, self.lanes[self._turn]
         lane.measure_gradient = self.measure_outer_gradient
         worker.was_finite = finite = lane.look()
         moved = worker.steps > self._began_at[self._turn] or self._sync_every is None
@@ -185,13 +186,13 @@ class Engine:
     def _row(self, place: float) -> Row:
         """Where this worker is, without a look at its parameters."""
         steps = self.worker.steps - self._began_at[self._turn]
-        algorithm, lane = self.settings.algorithm, self._lanes[self._turn].lane
+        algorithm, lane = self.settings.algorithm, self.lanes[self._turn].lane
         numbers = algorithm.scalars(lane.state) if algorithm.num_scalars else ()
         return self.worker.row(place)._replace(steps=steps, scalars=tuple(map(float, numbers)))
 
     def _land(self, index: int) -> None:
         """End the flight of a lane, if there is one."""
-        lane, statistics = self._lanes[index], self.statistics
+        lane, statistics = self.lanes[index], self.statistics
         if (flight := lane.flight) is None:
             return
         lane.land()
@@ -220,7 +221,7 @@ class Engine:
     def rest(self) -> None:
         """Bring to an end what cannot wait until after a meeting."""
         self._settle()
-        for index in range(len(self._lanes)) if self._schedule.lands_at_meetings else ():
+        for index in range(len(self.lanes)) if self._schedule.lands_at_meetings else ():
             self._land(index)
 
     def rows_at_meeting(self, place: float, words: str) -> list[Row] | None:
@@ -243,7 +244,7 @@ class Engine:
     def outer(self) -> Tensor | None:
         """The consensus parameters ``(P,)``; None for the mean over the workers."""
         key = self.settings.algorithm.consensus_key
-        return None if key is None else self._lanes[0].lane.state[key]
+        return None if key is None else self.lanes[0].lane.state[key]
 
     @torch.no_grad()
     def finish(self, purpose: str = "the end of training") -> None:
@@ -252,14 +253,14 @@ class Engine:
         Raises:
             RuntimeError: If a worker is missing or has failed, or no worker is finite.
         """
-        for _ in self._lanes:
+        for _ in self.lanes:
             rows = self.worker.meet(purpose)
             if self._sync_every is not None and any(row.steps > 0 for row in rows):
                 self._begin(ROUND, f"round {self.worker.round_index}")
-            elif len(self._lanes) > 1:
+            elif len(self.lanes) > 1:
                 self.worker.round_index += 1
         self._settle()
-        for index in range(len(self._lanes)):
+        for index in range(len(self.lanes)):
             self._land(index)
         self.worker.show_consensus("the final consensus")
 
@@ -271,7 +272,7 @@ class Engine:
         What stands under ``"shared"`` is equal on all workers if the algorithm is replicated.
         """
         self._settle()
-        shared, own = zip(*(lane.state_dict() for lane in self._lanes), strict=True)
+        shared, own = zip(*(lane.state_dict() for lane in self.lanes), strict=True)
         return {
             **self.worker.state_dict(),
             "buffers_at_start": self._buffers_at_start,
@@ -286,13 +287,13 @@ class Engine:
         self.worker.load_state_dict(saved)
         self._buffers_at_start = saved["buffers_at_start"]
         self._began_at = list(saved["began_at"])
-        for lane, shared, own in zip(self._lanes, saved["shared"], saved["lanes"], strict=True):
+        for lane, shared, own in zip(self.lanes, saved["shared"], saved["lanes"], strict=True):
             lane.load_state_dict(shared, own)
 
     def close(self) -> None:
         """Destroy the process groups and stop all threads; a second call does nothing."""
-        flights = [lane.flight for lane in self._lanes if lane.flight is not None]
-        for lane in self._lanes:
+        flights = [lane.flight for lane in self.lanes if lane.flight is not None]
+        for lane in self.lanes:
             lane.flight = None
         self._unread = self.worker.engine = None
         self.worker.group.close()

@@ -27,6 +27,7 @@ class Lane:
         settings: Prepared.
         state: The algorithm's state; entries of shape ``(P,)`` are shared between lanes.
         residual: The codec's state, likewise.
+        parcel_elements: Longest parcel.
         rows_elements: Room for the workers' rows behind the first parcel.
 
     Attributes:
@@ -45,13 +46,14 @@ class Lane:
         settings: RoundSettings,
         state: State,
         residual: State,
+        parcel_elements: int,
         rows_elements: int = 0,
     ) -> None:
         self.layout = layout
         self._stretches = stretches
         self._algorithm = settings.algorithm
         self._is_whole = settings.algorithm.granularity is None
-        self._parcel_elements = settings.parcel_elements(layout.numel, layout.itemsize)
+        self._parcel_elements = parcel_elements
         self._rows_elements = rows_elements
         uncut = {} if self._is_whole else {k: v for k, v in state.items() if not self._is_cut(v)}
         self.has_uncut_state = bool(uncut)

@@ -25,13 +25,14 @@ def make_lanes(
     rides = exchange.can_carry_rows and is_attended
     width = Row.width(algorithm.num_scalars)
     rows_elements = group.num_workers * width if rides else 0
+    longest = settings.parcel_elements(layout.numel, layout.itemsize)
     start = layout.new_flat()
     residual = settings.codec.init(start)
     state = algorithm.init(start)
     lanes: list[Rounds] = []
     carriers: list[RowCarrier] = []
     for stretches in settings.schedule.lanes([tensor.numel() for tensor in layout.tensors]):
-        lane = Lane(layout, stretches, settings, state, residual, rows_elements)
+        lane = Lane(layout, stretches, settings, state, residual, longest, rows_elements)
         rounds = Rounds(lane, settings, exchange)
         lanes.append(rounds)
         table = lane.rows_memory.view(-1, width)

@@ -125,7 +125,7 @@ class Simulation:
             lane = []
             for worker, layout in enumerate(layouts):
                 state, residual = states[worker], residuals[worker]
-                memory = Lane(layout, stretches, settings, state, residual)
+                memory = Lane(layout, stretches, settings, state, residual, layout.numel)
                 lane.append(Rounds(memory, settings, hub.of_worker(worker)))
             lanes.append(lane)
         return lanes
