@@ -25,7 +25,6 @@ from tests.conftest import ROOT
 from tests.test_layering import MAY_USE_PRIVATE, PACKAGE, is_private, module_name
 
 # Still to go: what is used, and in which module.
-TEMPORARY = {("lightning_loco.rounds.neighbor_exchange", "b._base")}
 HOSTS = {"trainer", "_trainer", "lightning_module", "pl_module", "fit_loop", "epoch_loop"}
 """What objects of Lightning are called in this package."""
 
@@ -212,14 +211,13 @@ def test_private_names_stay_where_they_are_defined() -> None:
     found = [
         f"{module}:{line}: {what}"
         for module, what, line in all_findings()
-        if module not in MAY_USE_PRIVATE and (module, what) not in TEMPORARY
+        if module not in MAY_USE_PRIVATE
     ]
     assert not found, "\n".join(found)
 
 
 def test_allowances_are_still_needed() -> None:
     assert {module for module, _, _ in all_findings()} >= MAY_USE_PRIVATE
-    assert {(module, what) for module, what, _ in all_findings()} >= TEMPORARY
 
 
 STRATEGY = """

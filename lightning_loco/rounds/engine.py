@@ -81,8 +81,7 @@ class Engine:
         cls: type[E], model: nn.Module, settings: RoundSettings, group: WorkerGroup | None = None
     ) -> E:
         """An engine of settings that are made already."""
-        engine = cls.__new__(cls)
-        Engine.__init__(engine, model, lambda: settings, group)
+        Engine.__init__(engine := cls.__new__(cls), model, lambda: settings, group)
         return engine
 
     # ------------------------------------------------------------- local steps

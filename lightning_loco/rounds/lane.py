@@ -107,7 +107,7 @@ class Lane:
         residual = slice_state(self.residual, numel, chunk)
         if departure is not None:
             departure = departure[chunk.start : chunk.stop]
-        return Part(chunk, message, self._algorithm, state, residual, departure, self._scratch)
+        return Part(chunk, message, self._algorithm, state, departure, self._scratch, residual)
 
     def take_back_state(self) -> None:
         """Learn from the first part what has become of entries that are not cut.

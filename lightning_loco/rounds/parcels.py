@@ -35,9 +35,9 @@ class Part:
         message: Where the message is made, of shape ``(len(chunk),)``.
         algorithm: What a round computes.
         state: The algorithm's state of this chunk.
-        residual: The codec's state of this chunk.
         departure: Where the parameters that left are kept, if they are.
         scratch: Memory of the same length or longer. Default: the message's.
+        residual: The codec's state of this chunk.
 
     Attributes:
         encoded: What becomes of the residual once the message that was made last has landed.
@@ -49,9 +49,9 @@ class Part:
         message: Tensor,
         algorithm: Algorithm,
         state: State,
-        residual: State | None = None,
         departure: Tensor | None = None,
         scratch: Tensor | None = None,
+        residual: State | None = None,
     ) -> None:
         self.chunk = chunk
         self.message = message

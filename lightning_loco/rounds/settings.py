@@ -165,7 +165,7 @@ class RoundSettings:
         stretches = sorted((part.start, part.stop) for lane in lanes for part in lane if part)
         starts, ends = [s for s, _ in stretches], [e for _, e in stretches]
         if [0, *ends] != [*starts, sum(sizes)] or not all(any(lane) for lane in lanes):
-            raise ValueError(f"The lanes of {self.schedule} do not share out the parameters.")
+            raise ValueError(f"The lanes of {self.schedule} do not cover each parameter once.")
         if any(start % (self.granularity or 1) for start in starts):
             raise ValueError(
                 f"The lanes of {self.schedule} must begin at multiples of {self.granularity}, "

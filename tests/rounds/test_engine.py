@@ -197,7 +197,7 @@ def test_rounds_are_due_by_the_schedule_and_not_while_paused() -> None:
     assert not any(engine.step() for _ in range(7))
     engine.paused = False
     assert engine.step()
-    assert (engine.steps, engine.statistics.rounds, engine.worker.round_index) == (15, 3, 3)
+    assert (engine.worker.steps, engine.statistics.rounds, engine.worker.round_index) == (15, 3, 3)
     engine.close()
 
 

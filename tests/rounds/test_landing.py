@@ -36,7 +36,7 @@ def test_restarting_takes_the_result_and_waits_at_the_start() -> None:
     tensor, part = tied_part(DiLoCo(), None)
     Restart().begin(part, valid=True)
     assert tensor.tolist() == [0.5, 0.5]
-    Restart().land(part, torch.tensor([7.0, 8.0]), torch.empty(2), valid=True)
+    Restart().land(part, torch.tensor([7.0, 8.0]), valid=True)
     assert tensor.tolist() == [7.0, 8.0]
 
 
@@ -46,7 +46,7 @@ def test_progress_is_kept_if_it_is_valid(valid: bool, expected: list[float]) -> 
     tensor, part = tied_part(GASLoC(), departure)
     KeepProgress().begin(part, valid=True)
     assert tensor.tolist() == [1.0, 2.0]
-    KeepProgress().land(part, torch.tensor([7.0, 8.0]), torch.empty(2), valid)
+    KeepProgress().land(part, torch.tensor([7.0, 8.0]), valid)
     assert tensor.tolist() == departure.tolist() == expected
 
 

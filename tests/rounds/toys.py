@@ -273,8 +273,8 @@ def train(
         approach(rank, model)
         if engine.step():
             history.append(flat(model))
-            saves_at = engine.steps + 1 if len(history) == resume_after else saves_at
-        if engine.steps == saves_at:
+            saves_at = engine.worker.steps + 1 if len(history) == resume_after else saves_at
+        if engine.worker.steps == saves_at:
             engine.worker.meet("a checkpoint")
             saved = saved_and_loaded(engine.state_dict())
             engine.close()
