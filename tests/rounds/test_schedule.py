@@ -1,0 +1,208 @@
+"""Schedules: when rounds begin and end, and in how many parts; one of halves shows the latter."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_loco import Simulation
+from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC, LocalSGD, ModelAverage
+from lightning_loco.rounds import Engine, EveryInterval, EverySteps, Now, RoundSettings, Schedule
+from tests.algorithms.toys import Point, assert_close, randn
+from tests.pool import Pool
+from tests.rounds.toys import (
+    LARGE,
+    SMALL_BUCKET,
+    Counting,
+    Halves,
+    SignBlocks,
+    approach,
+    flat,
+    simulate,
+    train,
+    zeros,
+)
+
+ROUNDS = 7
+MIDDLE = LARGE // 2
+
+
+class Flying:
+    """A flight that has arrived or not."""
+
+    def __init__(self, arrived: bool) -> None:
+        self._arrived = arrived
+
+    def has_arrived(self) -> bool:
+        return self._arrived
+
+
+def now(steps: int, since: int, idle_s: float = math.inf, flight: Any = None) -> Now:
+    return Now(steps, since, 1, 0, idle_s, flight)
+
+
+# ------------------------------------------------------------------------------- the shipped
+
+
+@pytest.mark.parametrize(
+    ("since", "flight", "expected"),
+    [
+        (2, None, (False, False)),
+        (3, None, (True, False)),
+        (2, Flying(True), (False, False)),
+        (3, Flying(False), (True, True)),
+        (5, Flying(True), (True, True)),
+    ],
+)
+def test_by_steps_a_flight_ends_when_the_next_one_begins(
+    since: int, flight: Any, expected: tuple[bool, bool]
+) -> None:
+    assert EverySteps(3, overlap=True).due(now(10, since, flight=flight)) == expected
+
+
+@pytest.mark.parametrize(
+    ("steps", "idle_s", "flight", "expected"),
+    [
+        (4, math.inf, None, (False, False)),  # still warming up
+        (5, math.inf, None, (True, False)),
+        (5, 0.4, None, (False, False)),
+        (5, 0.5, None, (True, False)),
+        (5, 9.0, Flying(False), (False, False)),
+        (5, 0.0, Flying(True), (False, True)),
+    ],
+)
+def test_by_the_clock_rounds_wait_for_pauses_and_end_when_all_is_here(
+    steps: int, idle_s: float, flight: Any, expected: tuple[bool, bool]
+) -> None:
+    assert EveryInterval(0.5, warmup_steps=5).due(now(steps, steps, idle_s, flight)) == expected
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stays"),
+    [
+        (EverySteps(3), [False] * 3),
+        (EverySteps(3, overlap=True), [False, True, True]),
+        (EverySteps(3, overlap=True, warm_start=False), [True] * 3),
+        (EveryInterval(), [True] * 3),
+    ],
+    ids=repr,
+)
+def test_which_rounds_are_under_way_while_steps_are_made(
+    schedule: Schedule, stays: list[bool]
+) -> None:
+    assert [schedule.stays(index) for index in range(3)] == stays
+
+
+def test_workers_of_different_speed_share_data_and_steps() -> None:
+    schedule = EverySteps([2, 4, 6])
+    schedule.check(3)
+    assert [schedule.of_worker(worker) for worker in range(3)] == list(map(EverySteps, (2, 4, 6)))
+    assert schedule.shares(3) == [1, 2, 3]
+    assert (EverySteps(7).shares(3), EveryInterval().shares(3)) == ([1, 1, 1], [1, 1, 1])
+    assert (schedule.sync_every_of(1), EveryInterval().sync_every_of(1)) == (4, None)
+    with pytest.raises(ValueError, match="lists 3 numbers for 2 workers"):
+        schedule.check(2)
+
+
+def test_settings_are_plain_values() -> None:
+    assert EverySteps((2, 4)).describe() == {
+        "sync_every": [2, 4],
+        "overlap": False,
+        "warm_start": True,
+    }
+    assert EveryInterval(0.5).describe() == {"interval_s": 0.5, "warmup_steps": 0}
+    assert str(EverySteps(3)) == "a round every 3 local steps"
+    assert str(Halves(3)) == "a round every 3 local steps"
+    assert str(EveryInterval(0.5)) == "a round after every 0.5 s, 0 steps of warm-up"
+    assert EverySteps().lanes([3, 4]) == [[range(7)]]
+
+
+# ------------------------------------------------------------------------------ one of halves
+
+
+def averaged_by_halves() -> Tensor:
+    """Local SGD of three workers, one half at a time: ``(ROUNDS + 1, N, P)``."""
+    params = [torch.zeros(LARGE, dtype=torch.float64) for _ in range(3)]
+    targets = [randn(LARGE, seed=10 * worker) for worker in range(3)]
+    halves = [slice(0, MIDDLE), slice(MIDDLE, LARGE)]
+    history = []
+
+    def share(half: slice) -> None:
+        mean = torch.stack([p[half] for p in params]).mean(0)
+        for p in params:
+            p[half] = mean
+
+    for t in range(ROUNDS):
+        for p, target in zip(params, targets, strict=True):
+            for _ in range(2):
+                p.add_(target - p, alpha=0.1)
+        share(halves[t % 2])
+        history.append(torch.stack(params))
+    share(halves[ROUNDS % 2])  # at the end
+    return torch.stack([*history, torch.stack(params)])
+
+
+def test_halves_take_turns_and_the_end_shares_both(pool: Pool) -> None:
+    settings = RoundSettings(LocalSGD(), Halves(2))
+    expected = averaged_by_halves()
+    assert MIDDLE % 4 == 0
+    assert_close(simulate(settings, 3, ROUNDS), expected)
+    assert_close(torch.stack(pool.run(train, settings, ROUNDS, world=3), dim=1), expected)
+    assert torch.equal(expected[-1, 0], expected[-1, 1])
+    assert not torch.equal(expected[-2, 0], expected[-2, 1])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overlap"),
+    [
+        pytest.param(DiLoCo(), False, id="diloco"),
+        pytest.param(Counting(), False, id="counting"),
+        pytest.param(SignBlocks(), False, id="sign_blocks"),
+        pytest.param(GASLoC(), False, id="gasloc"),
+        pytest.param(DiLoCo(0.7, 0.0), True, id="late diloco"),
+        pytest.param(ModelAverage(), True, id="late average"),
+        pytest.param(GASLoC(), True, id="late gasloc"),
+    ],
+)
+@pytest.mark.parametrize("resume_after", [2, 3])
+def test_any_algorithm_goes_by_halves(
+    pool: Pool, algorithm: Algorithm, overlap: bool, resume_after: int
+) -> None:
+    """The same numbers in processes and in the simulation, and an exact resume."""
+    settings = RoundSettings(algorithm, Halves(2, overlap))
+    expected = simulate(settings, 2, ROUNDS)
+    unbroken = torch.stack(pool.run(train, settings, ROUNDS, world=2), dim=1)
+    assert_close(unbroken, expected)
+    resumed = pool.run(train, settings, ROUNDS, zeros, resume_after, world=2)
+    assert torch.equal(torch.stack(resumed, dim=1), unbroken)
+
+
+def watch_halves(rank: int, world: int) -> list[tuple[bool, bool]]:
+    model = Point(torch.zeros(LARGE, dtype=torch.float64))
+    settings = RoundSettings(LocalSGD(), Halves(1), bucket_bytes=SMALL_BUCKET)
+    engine = Engine.from_settings(model, settings)
+    assert [len(rounds.lane.parcels) for rounds in engine.lanes] == [3, 3]
+    moved = []
+    for _ in range(3):
+        approach(rank, model)
+        before = flat(model)
+        engine.step()
+        changed = flat(model) != before
+        moved.append((bool(changed[:MIDDLE].any()), bool(changed[MIDDLE:].any())))
+    engine.close()
+    return moved
+
+
+def test_each_round_moves_one_half_only(pool: Pool) -> None:
+    for moved in pool.run(watch_halves, world=2):
+        assert moved == [(True, False), (False, True), (True, False)]
+
+
+def test_a_simulation_has_no_clock() -> None:
+    settings = RoundSettings(ModelAverage(), EveryInterval())
+    with pytest.raises(ValueError, match="counts steps and has no clock for a round after"):
+        Simulation.from_settings([zeros()], settings)

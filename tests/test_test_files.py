@@ -1,0 +1,42 @@
+"""Every module of the rooms that all share has a test file of its name, or says where it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import lightning_loco
+
+PACKAGE = Path(lightning_loco.__file__).parent
+TESTS = Path(__file__).parent
+
+ROOMS = ("comm", "rounds", "codecs", "simulation")
+ELSEWHERE = {
+    "codecs/base.py": "codecs/test_codecs.py",
+    "rounds/gradients.py": "rounds/test_clock_engine.py",
+    "rounds/mean_exchange.py": "rounds/test_exchange.py",
+    "rounds/neighbor_exchange.py": "rounds/test_exchange.py",
+    "rounds/step_engine.py": "rounds/test_engine.py",
+}
+"""Modules that are tested with others, and where."""
+
+MODULES = [
+    path.relative_to(PACKAGE).as_posix()
+    for room in ROOMS
+    for path in sorted((PACKAGE / room).glob("*.py"))
+    if path.name != "__init__.py"
+]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_has_a_test_file(module: str) -> None:
+    room, name = module.split("/")
+    path = TESTS / ELSEWHERE.get(module, f"{room}/test_{name}")
+    assert "\ndef test_" in path.read_text()
+    if module in ELSEWHERE:
+        assert not (TESTS / room / f"test_{name}").exists()
+
+
+def test_what_is_tested_elsewhere_is_there() -> None:
+    assert set(ELSEWHERE) <= set(MODULES)
