@@ -20,7 +20,8 @@ class Flight:
     Attributes:
         index: Number of the round.
         rows: What the workers tell with it.
-        valid: Whether this worker's message is one of its own progress.
+        valid: Whether this worker's message is one of its own progress, with weight in a mean.
+        finite: Whether its parameters were finite when it began.
         began_at: Local steps of this worker when it began.
         handles: The parcels under way, in order.
         received: What they have brought; None before it is here.
@@ -38,6 +39,7 @@ class Flight:
     stayed: bool = False
     told: list[tuple[float, ...]] | None = None
     is_divided: bool = False
+    finite: bool = True
 
     def has_arrived(self) -> bool:
         """Whether everything is here; never waits, and calls others who may not know of it."""
@@ -45,7 +47,9 @@ class Flight:
 
     def state_dict(self) -> dict[str, Any]:
         """What to know of it besides what it brings."""
-        return {name: getattr(self, name) for name in ("index", "valid", "began_at", "told")}
+        return {
+            name: getattr(self, name) for name in ("index", "valid", "began_at", "told", "finite")
+        }
 
     @classmethod
     def arrived(cls, saved: dict[str, Any], received: Sequence[Tensor]) -> Flight:
@@ -58,6 +62,7 @@ class Flight:
         rows = PendingRows(lambda: torch.zeros(0, Row.width(0)), f"round {saved['index']}")
         told = saved["told"] and [tuple(numbers) for numbers in saved["told"]]
         flight = cls(saved["index"], rows, saved["valid"], saved["began_at"], told=told)
+        flight.finite = saved["finite"]
         flight.handles = [Arrived(tensor) for tensor in received]
         flight.stayed = flight.is_divided = True
         return flight

@@ -30,7 +30,7 @@ class Landing(ABC):
     def begin(self, part: Part, valid: bool) -> None:
         """Write the parameters with which local steps go on while a first flight is under way.
 
-        ``valid`` says whether the local parameters are finite and have made progress.
+        ``valid`` says whether the local parameters are finite.
         """
 
     @abstractmethod
@@ -78,7 +78,7 @@ class KeepProgress(Landing):
     keeps_departure = True
 
     def begin(self, part: Part, valid: bool) -> None:
-        """Local steps go on; without valid progress from the start of the round, if known."""
+        """Local steps go on; if they are not finite, from the start of the round, if known."""
         if not valid:
             Restart().begin(part, valid)
 

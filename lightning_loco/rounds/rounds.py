@@ -89,18 +89,18 @@ class Rounds:
             part.encoded = self._codec.encode(into, part.residual)
 
     def _propose(self, part: Part, into: Tensor, valid: bool) -> None:
-        """Make the message of a part; without valid progress, that of where the round began."""
-        if valid:
+        """Make the message of a part; without valid parameters, that of where the round began."""
+        is_weighted = self._exchange.is_weighted
+        if valid or (self._is_finite and not is_weighted):
             self._propose_local(part, into)
             return
         part.encoded = {}
-        start = None if self._exchange.is_weighted else part.start()
-        if start is not None:
-            part.propose(into.copy_(start))
-        elif self._exchange.is_weighted:
+        if part.departure is not None and self._is_finite:
+            part.read_local(part.departure)
+        if is_weighted:
             into.zero_()
-        elif self._is_finite:
-            self._propose_local(part, into)
+        elif (start := part.start()) is not None:
+            part.propose(into.copy_(start))
         else:
             raise RuntimeError(
                 "The parameters hold NaN or infinity, and the algorithm does not remember where "
@@ -142,15 +142,15 @@ class Rounds:
 
     def begin(self, flight: Flight, stays: bool = True) -> None:
         """Send all messages; the flight before lands. ``stays``: local steps follow before this."""
-        before, flight.stayed = self.flight, stays
+        before, flight.stayed, flight.finite = self.flight, stays, self._is_finite
         if before is not None and not self._landing.lands_first:
             self._land(before, True, flight)
             return
         if before is not None:
-            self._land(before, flight.valid)
+            self._land(before, flight.finite)
         flight.handles = [self._send_next(parcel, flight) for parcel in self.lane.parcels]
         for part in self.lane.parts if stays and before is None else ():
-            self._landing.begin(part, flight.valid)
+            self._landing.begin(part, flight.finite)
         self.flight = flight
 
     def land(self) -> None:
@@ -226,7 +226,7 @@ class Rounds:
                 self._squares.append(torch.linalg.vector_norm(gradient))
         result = self._algorithm.update(part.message, received, part.state)
         if flight.stayed:
-            self._landing.land(part, result, valid and flight.valid)
+            self._landing.land(part, result, valid and flight.finite)
             return
         part.unpack(result)
         if part.departure is not None:

@@ -191,3 +191,24 @@ def test_averaging_that_ends_at_once_is_local_sgd_bit_for_bit(pool: Pool) -> Non
     local_sgd = pool.run(fit, LocalSGD(), world=2)
     for result, expected in zip(pool.run(fit, ModelAverage(), world=2), local_sgd, strict=True):
         assert torch.equal(result, expected)
+
+
+def serve_others_and_go_on(rank: int, world: int) -> float:
+    """Worker 0 is done early with its first epoch and takes part in the others' rounds."""
+    model = Point(torch.zeros(1, dtype=torch.float64))
+    engine = StepEngine(model, NeighborAverage(), sync_every=2, overlap=True, topology="complete")
+    for epoch_steps in (2 + 4 * rank, 4):
+        for _ in range(epoch_steps):
+            model.value.data.add_(rank + 1.0)
+            engine.step()
+        engine.worker.meet("the end of an epoch")
+    engine.finish()
+    engine.close()
+    return model.value.item()
+
+
+def test_steps_made_while_a_round_without_own_progress_travels_are_kept(pool: Pool) -> None:
+    """Gossip keeps the mean, so that the consensus is the mean of all that was added."""
+    total = sum((rank + 1.0) * (2 + 4 * rank + 4) for rank in range(3))
+    for result in pool.run(serve_others_and_go_on, world=3):
+        assert result == pytest.approx(total / 3, abs=1e-12)
