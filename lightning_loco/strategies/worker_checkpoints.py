@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lightning_loco.strategies.engine_strategy import EngineStrategy
 
 _KEY = "lightning_loco"
-_FORMAT = 1
+_FORMAT = 2
 _OF_LIGHTNING = ("loops", "optimizer_states", "lr_schedulers", "MixedPrecision", "HalfPrecision")
 _NEW_RUN = (
     "To start a new run from its weights alone, use "
@@ -196,7 +196,12 @@ def _parts(
 def _check_fit(
     entry: dict[str, Any], algorithm: Algorithm, num_workers: int, path: str | Path
 ) -> None:
-    """Refuse a checkpoint of another algorithm or of another number of workers."""
+    """Refuse a checkpoint of another format, algorithm or number of workers."""
+    if entry["format"] != _FORMAT:
+        raise ValueError(
+            f"The side files of {path} have format {entry['format']}, and this version of "
+            f"lightning_loco reads format {_FORMAT} only. {_NEW_RUN}"
+        )
     if entry["algorithm"] != type(algorithm).__name__:
         raise ValueError(
             f"The checkpoint {path} was written by {entry['algorithm']} and cannot be resumed with "
