@@ -202,6 +202,28 @@ def test_each_round_moves_one_half_only(pool: Pool) -> None:
         assert moved == [(True, False), (False, True), (True, False)]
 
 
+def finish_halves(rank: int, world: int, overlap: bool, sync_every: int) -> Tensor:
+    model = zeros()
+    settings = RoundSettings(DiLoCo(1.0, 0.0), Halves(sync_every, overlap, warm_start=False))
+    engine = Engine.from_settings(model, settings)
+    for _ in range(3):
+        model.value.data.add_(rank + 1.0)
+        engine.step()
+    engine.finish()
+    engine.close()
+    return flat(model)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("sync_every", [100, 2, 1])
+def test_what_has_moved_since_is_shared_at_the_end_in_both_halves(
+    pool: Pool, overlap: bool, sync_every: int
+) -> None:
+    """Into the outer parameters: after no round, after one, and with both halves under way."""
+    for values in pool.run(finish_halves, overlap, sync_every, world=3):
+        assert_close(values, torch.full((LARGE,), 6.0, dtype=torch.float64))
+
+
 def test_a_simulation_has_no_clock() -> None:
     settings = RoundSettings(ModelAverage(), EveryInterval())
     with pytest.raises(ValueError, match="counts steps and has no clock for a round after"):
