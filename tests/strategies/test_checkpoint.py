@@ -210,6 +210,19 @@ def test_checkpoint_of_another_run_is_refused(
     assert sorted(error.value.failures) == list(range(world))
 
 
+def test_side_files_of_another_format_are_refused(pool: Pool, tmp_path: Path) -> None:
+    pool.run(fit, CASES["local_sgd"], str(tmp_path), None, 10, 10, world=2)
+    path = tmp_path / "step=10.ckpt"
+    content = torch.load(path)
+    content["lightning_loco"]["format"] = 1
+    torch.save(content, path)
+    with pytest.raises(
+        PoolError, match="have format 1, and this version .* reads format 2"
+    ) as error:
+        pool.run(fit, CASES["local_sgd"], str(tmp_path), str(path), STEPS, 10, world=2)
+    assert sorted(error.value.failures) == [0, 1]
+
+
 def test_missing_side_file_is_an_error_on_every_worker(pool: Pool, tmp_path: Path) -> None:
     pool.run(fit, CASES["local_sgd"], str(tmp_path), None, 10, 10, world=2)
     path = tmp_path / "step=10.ckpt"
