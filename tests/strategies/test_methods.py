@@ -24,7 +24,7 @@ from lightning_loco.algorithms import Algorithm
 from lightning_loco.algorithms.base import State
 from lightning_loco.strategies import methods
 from lightning_loco.strategies.of_algorithm import AlgorithmStrategy, of_algorithm
-from lightning_loco.topology import Topology
+from lightning_loco.topology import Ring, Topology
 from tests.conftest import ROOT
 from tests.pool import Pool, make_trainer
 from tests.tiny import TinyModule, flat, make_loader
@@ -54,6 +54,9 @@ class Blend(Algorithm):
     def __post_init__(self) -> None:
         if not 0 < self.part <= 1:
             raise ValueError(f"part must be in (0, 1], got {self.part}.")
+
+    def default_topology(self, seed: int) -> Topology:
+        return Ring()
 
     def prepare(self, num_workers: int, topology: Topology | None) -> Blend:
         return dataclasses.replace(self, num_neighbors=num_workers - 1)
@@ -214,7 +217,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.algorithms.base import Algorithm, State
-from lightning_loco.topology import Topology
+from lightning_loco.topology import Ring, Topology
 
 
 {inspect.getsource(Blend)}"""
