@@ -4,19 +4,22 @@ PYTHON ?= python3
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check
+.PHONY: help setup demo test test-long check
 
 help: ## Show this list
 	@echo "Targets of lightning-loco (make PYTHON=python3.12 ... chooses the Python of .venv):"
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: .venv/.installed ## Make .venv and install the project with the tested versions into it
 
 demo: .venv/.installed ## Train a small GPT with GASLoC on a ring of 4 CPU workers
 	$(RUN) train.py experiment=demo
 
-test: .venv/.installed ## Run the whole test suite on the CPU, doctests and slow tests included
-	OMP_NUM_THREADS=1 $(RUN) -m pytest --durations=10
+test: .venv/.installed ## Run the test suite on the CPU, doctests and slow tests included
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not long" --durations=10
+
+test-long: .venv/.installed ## Run the tests that take tens of seconds each
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m long --durations=10
 
 check: .venv/.installed ## Lint, check the formatting and the types
 	$(RUN) -m ruff check .

@@ -33,6 +33,7 @@ def cells(output: str, row: str) -> list[str]:
     return re.split(r"\s{2,}", line)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_stragglers_print_what_they_cost() -> None:
     output = run("stragglers", "--quick")
@@ -79,6 +80,7 @@ def test_memory_keeps_its_bounds() -> None:
         assert found[3].endswith("ok"), output
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_quality_keeps_finished_fits(tmp_path: Path) -> None:
     file = tmp_path / "quality.json"

@@ -159,6 +159,7 @@ def test_the_remote_plain_loop_says_how_to_run_it() -> None:
     assert len(text.splitlines()) < 100
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_remote_plain_loop_under_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -233,6 +234,7 @@ def test_the_batch_script_goes_on_after_its_time_is_up(
     assert figures["rounds"] == -(-(step + 8) // 4)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_remote_batch_script_goes_on_after_its_time_is_up(
     tmp_path: Path, cluster: dict[str, str]

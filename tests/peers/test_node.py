@@ -239,6 +239,7 @@ def test_bad_settings_are_named_and_leave_nothing(settings: dict[str, Any], mess
     assert open_files() <= before
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_no_reply_is_lost_among_thousands() -> None:
     nodes = peers(2)

@@ -102,6 +102,7 @@ def race(rank: int, world: int, topology: str | None, num_rounds: int) -> tuple[
     return model.values.detach().clone(), steps
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @every_topology
 def test_no_update_is_lost_in_thousands_of_rounds(pool: Pool, topology: str | None) -> None:

@@ -241,6 +241,7 @@ def workers(nodes: Path) -> Iterator[dict[str, Worker]]:
         worker.end()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_killed_stopped_late_and_restarted(nodes: Path, workers: dict[str, Worker]) -> None:
     first = workers["w0"] = Worker(nodes, "w0")

@@ -250,6 +250,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path, victim: int) ->
     assert list(tmp_path.glob("checkpoints/*.ckpt"))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_enough_workers_go_on(tmp_path: Path) -> None:
     with running(tmp_path, 4, 60, max_epochs=2, num_workers=3, min_workers=2) as programs:
