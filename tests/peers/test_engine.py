@@ -228,7 +228,7 @@ def test_a_state_goes_on_with_its_clock() -> None:
     (model, again), (_, third) = others = pair(2.0, 4.0)
     again.load_state_dict(saved)
     assert again._clock == engine._clock
-    assert again.steps == 3
+    assert again.worker.steps == 3
     assert torch.equal(model.values, workers[0][0].values)
     close(workers + others)
 
