@@ -45,6 +45,7 @@ def test_stragglers_print_what_they_cost() -> None:
             assert 0 < float(ratio) < 100
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "row", "ratio"),

@@ -234,6 +234,7 @@ class TestCommand:
         assert (report.parent / "train-rank1.log").exists()
         assert len(list(tmp_path.glob("outputs/*/*"))) == 1
 
+    @pytest.mark.long
     def test_two_and_three_tiers_end_at_the_same_loss(self, tmp_path: Path) -> None:
         figures = []
         for devices in (3, 4):
