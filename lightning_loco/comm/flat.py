@@ -84,6 +84,10 @@ class Chunk:
         self.window(flat).unpack()
 
 
+CHUNK_ELEMENTS = 2**20
+"""Elements that are worked on at once: 4 MiB of float32, which a processor's cache can hold."""
+
+
 class Cuts(NamedTuple):
     """Where a flat vector is cut into chunks.
 

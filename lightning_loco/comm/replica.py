@@ -120,6 +120,7 @@ def average(
             chunk.pack(flat)
         else:
             flat.zero_()
-        under_way.append((chunk, flat, group.start_sum(flat, statistics)))
+        with Explained(group, "the average"):
+            under_way.append((chunk, flat, group.start_sum(flat, statistics)))
     while under_way:
         land()

@@ -23,13 +23,14 @@ import torch
 from torch import nn
 
 from lightning_loco.algorithms.pairwise import PairwiseAverage, Tag
+from lightning_loco.comm.flat import CHUNK_ELEMENTS
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.waiting import Timed
 from lightning_loco.comm.worker import Worker
 from lightning_loco.peers.blending import Blending, served_layout
 from lightning_loco.peers.opening import open_node
 from lightning_loco.peers.reader import Received
-from lightning_loco.peers.settings import CHUNK_ELEMENTS, PairwiseSettings
+from lightning_loco.peers.settings import PairwiseSettings
 
 _PUBLISHING_SHARE = 0.05
 _KEPT = 1000

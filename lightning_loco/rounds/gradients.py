@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_loco.comm.groups import WorkerGroup
@@ -41,10 +40,10 @@ def average_gradients(
             part.view(p.shape).copy_(p.grad)
             present[index] = 1
     with Timed(statistics), Explained(group, place):
-        dist.all_reduce(flat, group=group.data)
-    n = group.num_workers
-    statistics.bytes_sent += 2 * (n - 1) * flat.nbytes // n
-    flat.div_(n)
+        work = group.start_sum(flat, statistics)
+        if work is not None:
+            work.wait()
+    flat.div_(group.num_workers)
     for part, p, count in zip(parts, trainable, present.tolist(), strict=True):
         if count > 0:
             mean = part.view(p.shape).to(p.dtype)

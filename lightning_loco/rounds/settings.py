@@ -10,7 +10,7 @@ from typing import Any
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.codecs import Codec, Identity
 from lightning_loco.comm.checks import plain
-from lightning_loco.comm.flat import Cuts
+from lightning_loco.comm.flat import CHUNK_ELEMENTS, Cuts
 from lightning_loco.rounds.landing import Landing, Restart, landing_of
 from lightning_loco.rounds.schedule import EverySteps, Schedule
 from lightning_loco.topology import as_topology
@@ -18,9 +18,6 @@ from lightning_loco.topology import as_topology
 PARCELS_UNDER_WAY = 2
 
 BUCKET_BYTES = 64 * 2**20
-
-CHUNK_ELEMENTS = 2**20
-"""Elements that are worked on at once: 4 MiB of float32, which a processor's cache can hold."""
 
 _FEWEST_ELEMENTS = 1024
 WHOLE_MODEL_BYTES = 2**40
