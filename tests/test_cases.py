@@ -10,7 +10,7 @@ import pytest
 import lightning_loco.algorithms
 from lightning_loco import LocoStrategy
 from lightning_loco.algorithms import Algorithm
-from lightning_loco.rounds import EveryInterval
+from lightning_loco.schedules import EveryInterval
 from lightning_loco.strategies import METHODS
 from tests.cases import BY_CLOCK, CASES, rows
 

@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "lightning_loco"
 # From the bottom to the top; "" is lightning_loco/__init__.py. A room may import from itself and
 # from the floors below; rooms on one floor do not know each other.
 FLOORS = (
-    ("__about__",),
-    ("topology", "algorithms", "codecs"),
+    ("__about__", "values"),
+    ("topology", "algorithms", "codecs", "schedules"),
     ("comm",),
     ("rounds", "peers", "remote"),
     ("simulation",),
@@ -33,9 +33,11 @@ NEIGHBORS = {
 # What each room may import besides the standard library; rooms not named here are free.
 FOREIGN = {
     "__about__": set(),
+    "values": set(),
     "topology": {"networkx", "numpy", "torch"},
     "algorithms": {"torch"},
     "codecs": {"torch"},
+    "schedules": set(),
     "comm": {"torch"},
     "rounds": {"torch"},
     "peers": {"torch", "yaml", "zmq"},
@@ -191,6 +193,8 @@ def test_every_pair_of_neighbors_is_needed(monkeypatch: pytest.MonkeyPatch) -> N
         ("remote.site", "from lightning_loco import rounds", "lightning_loco.rounds"),
         ("topology.base", "from lightning_loco.algorithms import DiLoCo", "algorithms"),
         ("algorithms.diloco", "from lightning_loco.codecs import Codec", "codecs"),
+        ("schedules.base", "from lightning_loco.algorithms import DiLoCo", "schedules must not"),
+        ("schedules.base", "import torch", "schedules must not import torch"),
         ("strategies.base", "from lightning_loco.callbacks import x", "callbacks"),
         ("callbacks.x", "from lightning_loco.demo import x", "demo"),
         ("topology.ring", "import matplotlib", "topology must not import matplotlib"),
@@ -221,7 +225,7 @@ def test_a_wrong_import_is_found(module: str, source: str, expected: str) -> Non
         ("strategies.base", "from lightning.pytorch import Trainer\nself._private = 1"),
         ("cli", "import lightning_loco"),
         ("callbacks.x", "from lightning_loco.strategies import LocoStrategy"),
-        ("simulation", "from lightning_loco.rounds import schedule"),
+        ("simulation", "from lightning_loco.rounds import settings"),
         ("topology.draw", "import matplotlib"),
     ],
 )

@@ -11,13 +11,16 @@ import lightning_loco
 PACKAGE = Path(lightning_loco.__file__).parent
 TESTS = Path(__file__).parent
 
-ROOMS = ("comm", "rounds", "codecs", "simulation")
+ROOMS = ("codecs", "comm", "rounds", "schedules", "simulation")
 ELSEWHERE = {
     "codecs/base.py": "codecs/test_codecs.py",
     "rounds/gradients.py": "rounds/test_clock_engine.py",
     "rounds/mean_exchange.py": "rounds/test_exchange.py",
     "rounds/neighbor_exchange.py": "rounds/test_exchange.py",
     "rounds/step_engine.py": "rounds/test_engine.py",
+    "schedules/base.py": "schedules/test_schedules.py",
+    "schedules/every_interval.py": "schedules/test_schedules.py",
+    "schedules/every_steps.py": "schedules/test_schedules.py",
 }
 """Modules that are tested with others, and where."""
 

@@ -6,6 +6,7 @@ import pkgutil
 from lightning_loco.algorithms.base import Algorithm, State
 from lightning_loco.algorithms.diloco import DiLoCo
 from lightning_loco.algorithms.gasloc import GASLoC
+from lightning_loco.algorithms.landing import KeepProgress, Landing, Restart
 from lightning_loco.algorithms.local_sgd import LocalSGD
 from lightning_loco.algorithms.model_average import ModelAverage, NeighborAverage
 from lightning_loco.algorithms.pairwise import PairwiseAverage, Tag
@@ -15,10 +16,13 @@ __all__ = [
     "Algorithm",
     "DiLoCo",
     "GASLoC",
+    "KeepProgress",
+    "Landing",
     "LocalSGD",
     "ModelAverage",
     "NeighborAverage",
     "PairwiseAverage",
+    "Restart",
     "State",
     "Tag",
     "largest_stable_contraction",

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 
+from lightning_loco.algorithms.landing import Landing
+
 if TYPE_CHECKING:
     from lightning_loco.topology import Topology
 
@@ -49,10 +51,9 @@ class Algorithm(ABC):
     replicated: ClassVar[bool] = False
     """Whether the state is equal on all workers, so that a checkpoint needs it once."""
 
-    late_landing: ClassVar[Literal["restart", "keep_progress"] | None] = None
-    """What becomes of the local steps that were made while a round was under way. ``"restart"``:
-    they begin again at the result (it was told of them by the next message); ``"keep_progress"``:
-    the result moves under them; None: the algorithm cannot have results late."""
+    late_landing: ClassVar[Landing | None] = None
+    """What becomes of the local steps that were made while a round was under way; None: the
+    algorithm cannot have results late."""
 
     num_scalars: ClassVar[int] = 0
     """How many numbers of its own ride in every worker's row; see :meth:`scalars`."""

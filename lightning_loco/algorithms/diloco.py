@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from lightning_loco.algorithms.base import Algorithm, State
+from lightning_loco.algorithms.landing import Restart
 from lightning_loco.algorithms.outer import check_outer_optimizer, step_outer_optimizer
 from lightning_loco.algorithms.stability import largest_stable_contraction
 
@@ -73,7 +74,7 @@ class DiLoCo(Algorithm):
     exchange = "mean"
     consensus_key = "outer"
     replicated = True
-    late_landing = "restart"
+    late_landing = Restart()
 
     def __post_init__(self) -> None:
         """Check the ranges."""

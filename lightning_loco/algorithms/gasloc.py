@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.algorithms.base import Algorithm, State
+from lightning_loco.algorithms.landing import KeepProgress
 from lightning_loco.topology import Ring, gossip_radius, lambda_max
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class GASLoC(Algorithm):
     laplacian_scale: float = dataclasses.field(default=1.0, metadata={"prepared": True})
 
     exchange = "neighbors"
-    late_landing = "keep_progress"
+    late_landing = KeepProgress()
 
     def __post_init__(self) -> None:
         """Check the ranges."""

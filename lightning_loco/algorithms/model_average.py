@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from torch import Tensor
 
 from lightning_loco.algorithms.base import Algorithm, State
+from lightning_loco.algorithms.landing import KeepProgress
 from lightning_loco.topology import Ring
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class ModelAverage(Algorithm):
     If a round ends where it began there is none, and this is plain averaging, Local SGD.
 
     There is nothing to choose here: when rounds begin and end is a matter of the schedule, and the
-    progress is added where a round lands (:class:`~lightning_loco.rounds.landing.KeepProgress`).
+    progress is added where a round lands (:class:`~lightning_loco.algorithms.KeepProgress`).
 
     Source:
         Bagua's Asynchronous Model Average.
@@ -41,7 +42,7 @@ class ModelAverage(Algorithm):
     """
 
     exchange: ClassVar[Literal["mean", "neighbors"]] = "mean"
-    late_landing = "keep_progress"
+    late_landing = KeepProgress()
 
     def init(self, params: Tensor) -> State:
         """No state is needed."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.algorithms.base import Algorithm, State
+from lightning_loco.algorithms.landing import KeepProgress
 from lightning_loco.topology import RandomMatching, gossip_radius
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class NoLoCo(Algorithm):
     gossip_step: float | None = None
 
     exchange = "neighbors"
-    late_landing = "keep_progress"
+    late_landing = KeepProgress()
 
     def __post_init__(self) -> None:
         """Check the ranges."""

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from lightning_loco.algorithms.pairwise import PairwiseAverage
-from lightning_loco.comm.checks import plain
 from lightning_loco.comm.flat import CHUNK_ELEMENTS, Cuts
 from lightning_loco.peers.directory import NodeDirectory, Peer, as_peer
 from lightning_loco.peers.keys import read_key_file
 from lightning_loco.peers.nodes_file import read_nodes
+from lightning_loco.values import plain
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,8 +22,8 @@ from lightning_loco.algorithms import ModelAverage, NeighborAverage
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.rounds.engine import Engine
 from lightning_loco.rounds.gradients import average_gradients
-from lightning_loco.rounds.schedule import EveryInterval
 from lightning_loco.rounds.settings import WHOLE_MODEL_BYTES, RoundSettings
+from lightning_loco.schedules import EveryInterval
 
 
 def clock_settings(interval_s: float, warmup_steps: int, topology: Any | None) -> RoundSettings:

@@ -18,9 +18,9 @@ from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.rows import ROUND, PendingRows, Row
 from lightning_loco.comm.worker import Worker
 from lightning_loco.rounds.flight import Flight
-from lightning_loco.rounds.schedule import Now
 from lightning_loco.rounds.settings import RoundSettings
 from lightning_loco.rounds.setup import make_lanes
+from lightning_loco.schedules import Now
 
 E = TypeVar("E", bound="Engine")
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_loco.algorithms import Restart
 from lightning_loco.codecs import Identity
 from lightning_loco.comm.flat import are_finite
 from lightning_loco.comm.waiting import labelled
 from lightning_loco.rounds.exchange import Exchange, Handle
 from lightning_loco.rounds.flight import Flight
-from lightning_loco.rounds.landing import Restart
 from lightning_loco.rounds.lane import Lane
 from lightning_loco.rounds.parcels import Parcel, Part
 from lightning_loco.rounds.settings import PARCELS_UNDER_WAY, RoundSettings
@@ -143,14 +143,16 @@ class Rounds:
     def begin(self, flight: Flight, stays: bool = True) -> None:
         """Send all messages; the flight before lands. ``stays``: local steps follow before this."""
         before, flight.stayed, flight.finite = self.flight, stays, self._is_finite
-        if before is not None and not self._landing.lands_first:
+        if before is not None and not self._landing.keeps_progress:
             self._land(before, True, flight)
             return
         if before is not None:
             self._land(before, flight.finite)
         flight.handles = [self._send_next(parcel, flight) for parcel in self.lane.parcels]
-        for part in self.lane.parts if stays and before is None else ():
-            self._landing.begin(part, flight.finite)
+        goes_on = self._landing.keeps_progress and flight.finite
+        for part in self.lane.parts if stays and before is None and not goes_on else ():
+            if (start := part.start()) is not None:
+                part.unpack(start)
         self.flight = flight
 
     def land(self) -> None:
@@ -225,11 +227,11 @@ class Rounds:
             if gradient is not None:
                 self._squares.append(torch.linalg.vector_norm(gradient))
         result = self._algorithm.update(part.message, received, part.state)
-        if flight.stayed:
-            self._landing.land(part, result, valid and flight.finite)
-            return
+        if flight.stayed and valid and flight.finite and self._landing.keeps_progress:
+            part.read_local(part.scratch)
+            result = self._landing.land(result, part.scratch, part.departure)
         part.unpack(result)
-        if part.departure is not None:
+        if part.departure is not None and part.departure is not result:
             part.departure.copy_(result)
 
     def _finish(self) -> None:

@@ -7,13 +7,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_loco.algorithms import Algorithm
+from lightning_loco.algorithms import Algorithm, Landing, Restart
 from lightning_loco.codecs import Codec, Identity
-from lightning_loco.comm.checks import plain
 from lightning_loco.comm.flat import CHUNK_ELEMENTS, Cuts
-from lightning_loco.rounds.landing import Landing, Restart, landing_of
-from lightning_loco.rounds.schedule import EverySteps, Schedule
+from lightning_loco.schedules import EverySteps, Schedule
 from lightning_loco.topology import as_topology
+from lightning_loco.values import check_bytes, plain
 
 PARCELS_UNDER_WAY = 2
 
@@ -63,12 +62,7 @@ class RoundSettings:
                 raise TypeError(
                     f"{name} must be {article} {kind.__name__} such as {example}, got {value!r}."
                 )
-        if isinstance(self.bucket_bytes, bool) or not isinstance(self.bucket_bytes, int):
-            raise TypeError(f"bucket_bytes must be an integer, got {self.bucket_bytes!r}.")
-        if self.bucket_bytes <= 0:
-            raise ValueError(
-                f"bucket_bytes must be positive and finite, got {self.bucket_bytes!r}."
-            )
+        check_bytes("bucket_bytes", self.bucket_bytes)
         if self.stays:
             self.algorithm.check_overlap()
 
@@ -97,7 +91,9 @@ class RoundSettings:
                 f"{type(algorithm).__name__} needs the whole vector of parameters at once and "
                 f"cannot be exchanged in {self.schedule.num_lanes} parts."
             )
-        landing = self.landing or landing_of(algorithm)
+        landing = self.landing or algorithm.late_landing or Restart()
+        if not isinstance(landing, Landing):
+            raise TypeError(f"A landing is an object such as KeepProgress(), got {landing!r}.")
         if self.stays and isinstance(landing, Restart):
             algorithm.warn_overlap()
         return dataclasses.replace(

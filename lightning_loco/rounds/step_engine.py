@@ -21,8 +21,8 @@ from torch import nn
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.rounds.engine import Engine
-from lightning_loco.rounds.schedule import EverySteps
 from lightning_loco.rounds.settings import BUCKET_BYTES, RoundSettings
+from lightning_loco.schedules import EverySteps
 
 
 class StepEngine(Engine):

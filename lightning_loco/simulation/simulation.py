@@ -20,8 +20,8 @@ from lightning_loco.rounds.exchange import make_exchange
 from lightning_loco.rounds.flight import Flight
 from lightning_loco.rounds.lane import Lane
 from lightning_loco.rounds.rounds import Rounds
-from lightning_loco.rounds.schedule import EverySteps, Now
 from lightning_loco.rounds.settings import WHOLE_MODEL_BYTES, RoundSettings
+from lightning_loco.schedules import EverySteps, Now
 from lightning_loco.simulation.hub import Hub
 
 

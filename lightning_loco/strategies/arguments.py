@@ -109,19 +109,6 @@ def check_common_arguments(timeout_s: float, start_method: str) -> None:
         raise ValueError(f"timeout_s must be positive and finite, got {timeout_s!r}.")
 
 
-def check_bytes(name: str, value: int) -> None:
-    """Refuse what is no number of bytes.
-
-    Raises:
-        TypeError: If it is not an integer.
-        ValueError: If it is not positive.
-    """
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r}.")
-    if value <= 0:
-        raise ValueError(f"{name} must be positive and finite, got {value!r}.")
-
-
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
     """Refuse a word that is none of the allowed ones.
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_loco.comm import Statistics, Worker, WorkerGroup
-from lightning_loco.rounds import Schedule
+from lightning_loco.schedules import Schedule
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.arguments import check_choice, check_common_arguments
 from lightning_loco.strategies.driven import Engine

@@ -9,8 +9,9 @@ from typing_extensions import Unpack
 
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.comm import WorkerGroup
-from lightning_loco.rounds import Engine, EverySteps, RoundSettings, Schedule
+from lightning_loco.rounds import Engine, RoundSettings
 from lightning_loco.rounds.settings import BUCKET_BYTES
+from lightning_loco.schedules import EverySteps, Schedule
 from lightning_loco.strategies.arguments import CommonArguments, spelled_out
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 

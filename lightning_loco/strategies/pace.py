@@ -5,7 +5,7 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_loco.rounds import Schedule
+from lightning_loco.schedules import Schedule
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.sampler import ShareSampler
 

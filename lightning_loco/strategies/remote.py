@@ -20,7 +20,7 @@ from lightning_loco.comm.stats import Statistics
 from lightning_loco.remote import RemoteOptimizer, Serving, Transport
 from lightning_loco.remote.plan import BUCKET_BYTES
 from lightning_loco.strategies import lightning_private
-from lightning_loco.strategies.arguments import check_bytes, check_common_arguments
+from lightning_loco.strategies.arguments import check_common_arguments
 from lightning_loco.strategies.gradient_hooks import sees_gradients
 from lightning_loco.strategies.remote_arguments import (
     check_optimizers,
@@ -32,6 +32,7 @@ from lightning_loco.strategies.remote_precision import RemotePrecision
 from lightning_loco.strategies.served import ServedStrategy
 from lightning_loco.strategies.service_rank import farewell_of, serve_fit
 from lightning_loco.strategies.shared_memory import leave_shared_memory
+from lightning_loco.values import check_bytes
 
 
 class RemoteOptimizerStrategy(ServedStrategy):

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC, LocalSGD, ModelAverage
 from lightning_loco.codecs import Codec, Identity
-from lightning_loco.rounds import Engine, EveryInterval, EverySteps, RoundSettings
+from lightning_loco.rounds import Engine, RoundSettings
+from lightning_loco.schedules import EveryInterval, EverySteps
 from tests.algorithms.toys import Point, assert_close, randn
 from tests.pool import Pool
 from tests.rounds.toys import (

@@ -13,8 +13,9 @@ from lightning_loco import DiLoCo, GASLoC, LocalSGD, StepEngine
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.comm import flat as flat_module
 from lightning_loco.comm.flat import Chunk, Window
-from lightning_loco.rounds import Engine, EverySteps, RoundSettings
+from lightning_loco.rounds import Engine, RoundSettings
 from lightning_loco.rounds import rounds as rounds_module
+from lightning_loco.schedules import EverySteps
 from tests.algorithms.toys import Point, assert_close, randn
 from tests.pool import Pool, PoolError
 from tests.rounds.toys import Talking, TalkingGossip, approach, flat, simulate, train, zeros

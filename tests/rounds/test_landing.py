@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_loco import DiLoCo, GASLoC, LocalSGD, LocoStrategy, ModelAverage, StepEngine
-from lightning_loco.algorithms import Algorithm, NeighborAverage
-from lightning_loco.comm.flat import FlatLayout
-from lightning_loco.rounds import EverySteps, KeepProgress, Landing, Restart, RoundSettings
-from lightning_loco.rounds.landing import landing_of
-from lightning_loco.rounds.parcels import Part
+from lightning_loco.algorithms import Algorithm, KeepProgress, Landing, NeighborAverage, Restart
+from lightning_loco.rounds import RoundSettings
+from lightning_loco.schedules import EverySteps
 from lightning_loco.topology import get_topology
 from tests.algorithms.toys import Point, assert_close, randn
 from tests.pool import Pool, make_trainer
@@ -25,38 +23,47 @@ WORLD = 3
 SYNC_EVERY = 2
 
 
-def tied_part(algorithm: Algorithm, departure: Tensor | None) -> tuple[Tensor, Part]:
-    tensor = torch.tensor([1.0, 2.0])
-    chunk = FlatLayout([("p", tensor)]).chunks()[0]
-    state = algorithm.init(torch.tensor([0.5, 0.5]))
-    return tensor, Part(chunk, torch.empty(2), algorithm, state, departure)
+def test_restarting_takes_the_result() -> None:
+    result, local = torch.tensor([7.0, 8.0]), torch.tensor([1.0, 2.0])
+    assert Restart().land(result, local, None) is result
 
 
-def test_restarting_takes_the_result_and_waits_at_the_start() -> None:
-    tensor, part = tied_part(DiLoCo(), None)
-    Restart().begin(part, valid=True)
-    assert tensor.tolist() == [0.5, 0.5]
-    Restart().land(part, torch.tensor([7.0, 8.0]), valid=True)
-    assert tensor.tolist() == [7.0, 8.0]
+def test_progress_made_meanwhile_is_kept() -> None:
+    result, local = torch.tensor([7.0, 8.0]), torch.tensor([1.0, 2.0])
+    departure = torch.tensor([0.5, 0.0])
+    landed = KeepProgress().land(result, local, departure)
+    assert landed is departure  # what was written, exactly, is kept
+    assert landed.tolist() == [7.5, 10.0]
 
 
-@pytest.mark.parametrize(("valid", "expected"), [(True, [8.0, 10.0]), (False, [7.0, 8.0])])
-def test_progress_is_kept_if_it_is_valid(valid: bool, expected: list[float]) -> None:
-    departure = torch.zeros(2)
-    tensor, part = tied_part(GASLoC(), departure)
-    KeepProgress().begin(part, valid=True)
-    assert tensor.tolist() == [1.0, 2.0]
-    KeepProgress().land(part, torch.tensor([7.0, 8.0]), valid)
-    assert tensor.tolist() == departure.tolist() == expected
+def begin(rank: int, world: int, algorithm: Algorithm, broken: bool) -> list[float]:
+    """The parameters with which local steps go on while a first round is under way."""
+    model = Point(torch.zeros(2))
+    engine = StepEngine(model, algorithm, sync_every=1, overlap=True, warm_start=False)
+    model.value.data.copy_(torch.tensor([1.0, math.nan if broken and rank else 2.0]))
+    engine.step()
+    values: list[float] = model.value.tolist()
+    engine.close()
+    return values
 
 
-def test_without_valid_progress_local_steps_go_on_from_a_known_start() -> None:
-    for algorithm, expected in ((GASLoC(), [0.5, 0.5]), (ModelAverage(), [math.nan, 2.0])):
-        tensor, part = tied_part(algorithm, torch.zeros(2))
-        tensor[0] = math.nan
-        KeepProgress().begin(part, valid=False)
-        assert torch.equal(tensor.isnan(), torch.tensor(expected).isnan())
-        assert tensor[1] == expected[1]
+@pytest.mark.parametrize(
+    ("algorithm", "broken", "expected"),
+    [
+        (DiLoCo(0.5, 0.0), False, [0.0, 0.0]),
+        (GASLoC(), False, [1.0, 2.0]),
+        (GASLoC(), True, [0.0, 0.0]),
+        (ModelAverage(), False, [1.0, 2.0]),
+        (ModelAverage(), True, [1.0, math.nan]),  # nothing remembers the start
+    ],
+)
+def test_where_local_steps_go_on(
+    pool: Pool, algorithm: Algorithm, broken: bool, expected: list[float]
+) -> None:
+    whole, last = pool.run(begin, algorithm, broken, world=2)
+    assert_close(torch.tensor(last), torch.tensor(expected), equal_nan=True)
+    if broken:
+        assert whole == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +78,12 @@ def test_without_valid_progress_local_steps_go_on_from_a_known_start() -> None:
     ids=str,
 )
 def test_algorithms_get_the_landing_they_name(algorithm: Algorithm, landing: Landing) -> None:
-    assert landing_of(algorithm) == landing
+    assert RoundSettings(algorithm).prepare(num_workers=2).landing == landing
+
+
+def test_a_landing_must_be_one() -> None:
+    with pytest.raises(TypeError, match=r"such as KeepProgress\(\), got 'restart'"):
+        RoundSettings(DiLoCo(), landing="restart").prepare(2)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------ plain loops

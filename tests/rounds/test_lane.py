@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from lightning_loco import Simulation, StepEngine
 from lightning_loco.algorithms import DiLoCo
 from lightning_loco.comm.flat import FlatLayout
-from lightning_loco.rounds import EverySteps, RoundSettings
+from lightning_loco.rounds import RoundSettings
 from lightning_loco.rounds.lane import Lane
+from lightning_loco.schedules import EverySteps
 from tests.algorithms.toys import assert_close, randn
 from tests.pool import Pool
 from tests.rounds.toys import (

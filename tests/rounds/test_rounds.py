@@ -13,7 +13,7 @@ from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC, LocalSGD, Model
 from lightning_loco.comm import Statistics, WorkerGroup
 from lightning_loco.comm.flat import FlatLayout
 from lightning_loco.comm.rows import PendingRows, Row
-from lightning_loco.rounds import Engine, EveryInterval, EverySteps, RoundSettings, Schedule
+from lightning_loco.rounds import Engine, RoundSettings
 from lightning_loco.rounds.exchange import Handle, make_exchange
 from lightning_loco.rounds.flight import Flight
 from lightning_loco.rounds.lane import Lane
@@ -21,6 +21,7 @@ from lightning_loco.rounds.mean_exchange import MeanExchange
 from lightning_loco.rounds.neighbor_exchange import NeighborExchange
 from lightning_loco.rounds.parcels import Parcel
 from lightning_loco.rounds.rounds import Rounds
+from lightning_loco.schedules import EveryInterval, EverySteps, Schedule
 from tests.algorithms.toys import Point, randn
 from tests.pool import Pool
 from tests.rounds.toys import SMALL_BUCKET, Counting, Rounding, approach

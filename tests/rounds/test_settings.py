@@ -12,8 +12,9 @@ from torch import Tensor
 
 from lightning_loco import DiLoCo, GASLoC, LocalSGD, LocoStrategy, Simulation, StepEngine
 from lightning_loco.algorithms import Algorithm
-from lightning_loco.rounds import EverySteps, RoundSettings
+from lightning_loco.rounds import RoundSettings
 from lightning_loco.rounds.settings import CHUNK_ELEMENTS, PARCELS_UNDER_WAY
+from lightning_loco.schedules import EverySteps
 from lightning_loco.topology import RandomMatching, Ring
 from tests.algorithms.toys import Point, assert_close, randn
 from tests.pool import Pool, PoolError, make_trainer

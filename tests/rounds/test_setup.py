@@ -9,10 +9,11 @@ from lightning_loco import DiLoCo, GASLoC, ModelAverage
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.comm import Worker, WorkerGroup
 from lightning_loco.comm.rows import Row, TravellingRows
-from lightning_loco.rounds import EveryInterval, EverySteps, RoundSettings, Schedule
+from lightning_loco.rounds import RoundSettings
 from lightning_loco.rounds.mean_exchange import MeanExchange, RidingRows
 from lightning_loco.rounds.neighbor_exchange import NeighborExchange
 from lightning_loco.rounds.setup import make_lanes
+from lightning_loco.schedules import EveryInterval, EverySteps, Schedule
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco import NeighborAverage, Simulation
-from lightning_loco.algorithms import Algorithm, State
+from lightning_loco.algorithms import Algorithm, KeepProgress, Landing, Restart, State
 from lightning_loco.codecs import Codec
-from lightning_loco.rounds import Engine, EverySteps, Now, RoundSettings
+from lightning_loco.rounds import Engine, RoundSettings
+from lightning_loco.schedules import EverySteps, Now
 from lightning_loco.topology import RandomMatching, Ring, Topology
 from tests.algorithms.toys import Point, randn
 
@@ -40,7 +41,7 @@ class Counting(Algorithm):
     exchange = "mean"
     consensus_key = "outer"
     replicated = True
-    late_landing = "restart"
+    late_landing = Restart()
 
     @property
     def granularity(self) -> int | None:
@@ -124,7 +125,7 @@ class Talking(Algorithm):
     """
 
     exchange: ClassVar[Literal["mean", "neighbors"]] = "mean"
-    late_landing: ClassVar[Literal["restart", "keep_progress"]] = "restart"
+    late_landing: ClassVar[Landing | None] = Restart()
     num_scalars = 2
 
     def init(self, params: Tensor) -> State:
@@ -154,7 +155,7 @@ class TalkingGossip(Talking):
     """The same between neighbours."""
 
     exchange = "neighbors"
-    late_landing = "keep_progress"
+    late_landing = KeepProgress()
 
     def default_topology(self, seed: int) -> Topology:
         return Ring()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco import StragglerSimulator
-from lightning_loco.algorithms import Algorithm, State
+from lightning_loco.algorithms import Algorithm, KeepProgress, State
 from tests.cases import Case, rows, without_variants
 from tests.pool import Pool, make_trainer
 from tests.tiny import (
@@ -105,7 +105,7 @@ def leave_out(case: Case, broken: int, world: int) -> Tensor:
     algorithm = case.prepared(world)
     states = [algorithm.init(start.clone()) for _ in range(world)]
     params = [start.clone() for _ in range(world)]
-    keeps = case.overlap and algorithm.late_landing == "keep_progress"
+    keeps = case.overlap and algorithm.late_landing == KeepProgress()
     under_way: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     def land() -> None:

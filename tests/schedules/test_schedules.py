@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lightning_loco import Simulation
 from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC, LocalSGD, ModelAverage
-from lightning_loco.rounds import Engine, EveryInterval, EverySteps, Now, RoundSettings, Schedule
+from lightning_loco.rounds import Engine, RoundSettings
+from lightning_loco.schedules import EveryInterval, EverySteps, Now, Schedule
 from tests.algorithms.toys import Point, assert_close, randn
 from tests.pool import Pool
 from tests.rounds.toys import (

@@ -1,0 +1,7 @@
+"""When rounds begin and end: settings and numbers only, asked after every local step."""
+
+from lightning_loco.schedules.base import Now, Schedule
+from lightning_loco.schedules.every_interval import EveryInterval
+from lightning_loco.schedules.every_steps import EverySteps
+
+__all__ = ["EveryInterval", "EverySteps", "Now", "Schedule"]

@@ -1,0 +1,94 @@
+"""The contract of every schedule: when a round begins and when it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+
+S = TypeVar("S", bound="Schedule")
+
+
+class UnderWay(Protocol):
+    """A round that has begun and not ended."""
+
+    def has_arrived(self) -> bool:
+        """Whether all that it sent for is here; never waits."""
+
+
+class Now(NamedTuple):
+    """What a schedule is asked with, after a local step.
+
+    Attributes:
+        steps: Local steps of this worker so far.
+        steps_since_round: Local steps since the last round began.
+        round_index: Rounds begun; the next one moves lane ``round_index % num_lanes``.
+        lane: Which lane is asked for.
+        idle_s: Seconds since a flight of this lane ended; infinite before the first one.
+        flight: The flight of this lane that is under way, or None.
+    """
+
+    steps: int
+    steps_since_round: int
+    round_index: int
+    lane: int
+    idle_s: float
+    flight: UnderWay | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule(ABC):
+    """Decides when rounds begin and end; it holds settings only and does not communicate.
+
+    A *lane* is a part of the parameters that is exchanged as a whole. Round r moves lane
+    ``r % num_lanes``, so that all workers agree on it.
+    """
+
+    lands_at_meetings: ClassVar[bool] = False
+    """Whether flights end before validation and checkpoints; otherwise they stay under way."""
+
+    num_lanes: ClassVar[int] = 1
+    """In how many parts the parameters are exchanged."""
+
+    def lanes(self, sizes: Sequence[int]) -> list[list[range]]:
+        """The stretches of the flat vector that each lane consists of.
+
+        Args:
+            sizes: Elements of each trainable parameter, in the order of the vector.
+        """
+        return [[range(sum(sizes))]]
+
+    @abstractmethod
+    def due(self, now: Now) -> tuple[bool, bool]:
+        """Whether a round of this lane begins now, and whether the flight under way ends now."""
+
+    @abstractmethod
+    def stays(self, round_index: int) -> bool:
+        """Whether a round is still under way when the next local step is made."""
+
+    def sync_every_of(self, worker: int) -> int | None:
+        """Local steps of one worker between rounds; None if rounds do not go by steps."""
+        return None
+
+    def of_worker(self: S, worker: int) -> S:
+        """What holds for one worker."""
+        return self
+
+    def shares(self, num_workers: int) -> list[int]:
+        """In which proportion the workers share the data, so that epochs hold equal rounds."""
+        steps = [self.sync_every_of(worker) or 1 for worker in range(num_workers)]
+        return [count // math.gcd(*steps) for count in steps]
+
+    def check(self, num_workers: int) -> None:  # noqa: B027
+        """Raise ValueError if the settings do not fit so many workers."""
+
+    def describe(self) -> dict[str, Any]:
+        """The settings as plain values."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {k: list(v) if isinstance(v, Sequence) else v for k, v in values.items()}
+
+    def __str__(self) -> str:
+        settings = ", ".join(f"{name}={value}" for name, value in self.describe().items())
+        return f"rounds by {type(self).__name__}({settings})"

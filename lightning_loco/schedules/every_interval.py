@@ -1,0 +1,55 @@
+"""Rounds by the clock."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from lightning_loco.schedules.base import Now, Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class EveryInterval(Schedule):
+    """Rounds by the clock, while local steps go on; a worker may make as many as it likes.
+
+    Args:
+        interval_s: Pause between the end of a round and the next one, in seconds; 0 for none.
+        warmup_steps: Local steps at the start without rounds.
+
+    Raises:
+        TypeError: If a value has the wrong type.
+        ValueError: If a value is out of range.
+    """
+
+    interval_s: float = 0.5
+    warmup_steps: int = 0
+    lands_at_meetings = True
+
+    def __post_init__(self) -> None:
+        """Check types and ranges."""
+        if isinstance(self.interval_s, bool) or not isinstance(self.interval_s, (int, float)):
+            raise TypeError(f"interval_s must be a number of seconds, got {self.interval_s!r}.")
+        if not 0 <= self.interval_s < math.inf:
+            raise ValueError(
+                f"interval_s must be at least 0 and finite, got {self.interval_s!r}. Use 0 to "
+                "average again and again without a pause."
+            )
+        if isinstance(self.warmup_steps, bool) or not isinstance(self.warmup_steps, int):
+            raise TypeError(f"warmup_steps must be an integer, got {self.warmup_steps!r}.")
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must be at least 0, got {self.warmup_steps}.")
+
+    def due(self, now: Now) -> tuple[bool, bool]:
+        """Begin when the pause is over; end after the first step by which everything is here."""
+        if now.steps < self.warmup_steps:
+            return False, False
+        if now.flight is None:
+            return now.idle_s >= self.interval_s, False
+        return False, now.flight.has_arrived()
+
+    def stays(self, round_index: int) -> bool:
+        """Always."""
+        return True
+
+    def __str__(self) -> str:
+        return f"a round after every {self.interval_s} s, {self.warmup_steps} steps of warm-up"

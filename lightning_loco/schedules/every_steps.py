@@ -1,0 +1,74 @@
+"""Rounds by counting local steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from lightning_loco.schedules.base import Now, Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class EverySteps(Schedule):
+    """A round after so many local steps.
+
+    Args:
+        sync_every: Local steps between rounds, at least 1; or one number per worker.
+        overlap: A round ends when the next one begins, instead of at once.
+        warm_start: With overlap, the first round ends at once.
+
+    Raises:
+        TypeError: If ``sync_every`` does not consist of integers.
+        ValueError: If one of them is smaller than 1.
+
+    Example:
+        >>> EverySteps(10).due(Now(30, 10, 2, 0, 1.0, None))
+        (True, False)
+    """
+
+    sync_every: int | Sequence[int] = 100
+    overlap: bool = False
+    warm_start: bool = True
+
+    def __post_init__(self) -> None:
+        """Check types and ranges."""
+        several = isinstance(self.sync_every, Sequence) and not isinstance(self.sync_every, str)
+        for steps in self.sync_every if several else [self.sync_every]:  # type: ignore[union-attr]
+            if isinstance(steps, bool) or not isinstance(steps, int):
+                raise TypeError(
+                    "sync_every counts optimizer steps between rounds and must be an integer (or a "
+                    f"list with one per worker), got {self.sync_every!r}."
+                )
+            if steps < 1:
+                raise ValueError(
+                    "sync_every counts optimizer steps between rounds and must be at least 1, got "
+                    f"{self.sync_every!r}. Use sync_every=1 to exchange after every step."
+                )
+
+    def due(self, now: Now) -> tuple[bool, bool]:
+        """Both at the same time: a flight under way ends when the next one begins."""
+        due = now.steps_since_round >= self.sync_every  # type: ignore[operator]
+        return due, due and now.flight is not None
+
+    def stays(self, round_index: int) -> bool:
+        """With overlap, but for the first round of a warm start."""
+        return self.overlap and not (self.warm_start and round_index < self.num_lanes)
+
+    def sync_every_of(self, worker: int) -> int:
+        """Local steps of one worker between rounds."""
+        return self.sync_every if isinstance(self.sync_every, int) else self.sync_every[worker]
+
+    def of_worker(self, worker: int) -> EverySteps:
+        """The number of this worker instead of a list."""
+        return dataclasses.replace(self, sync_every=self.sync_every_of(worker))
+
+    def check(self, num_workers: int) -> None:
+        """Refuse a list of another length."""
+        if isinstance(self.sync_every, Sequence) and len(self.sync_every) != num_workers:
+            raise ValueError(
+                f"sync_every lists {len(self.sync_every)} numbers for {num_workers} workers, got "
+                f"{list(self.sync_every)}. Give one number per worker, or a single one for all."
+            )
+
+    def __str__(self) -> str:
+        return f"a round every {self.sync_every} local steps"
