@@ -14,7 +14,6 @@ TESTS = Path(__file__).parent
 ROOMS = ("codecs", "comm", "rounds", "schedules", "simulation")
 ELSEWHERE = {
     "codecs/base.py": "codecs/test_codecs.py",
-    "rounds/gradients.py": "rounds/test_clock_engine.py",
     "rounds/mean_exchange.py": "rounds/test_exchange.py",
     "rounds/neighbor_exchange.py": "rounds/test_exchange.py",
     "rounds/step_engine.py": "rounds/test_engine.py",

@@ -21,8 +21,7 @@ class Board:
 
     Args:
         store: Key-value store shared by all workers; no other thread may use this connection.
-        worker: Number of this worker.
-        num_workers: Number of workers.
+        worker: Number of this worker, out of ``num_workers``.
 
     Attributes:
         exchange: How many exchanges this worker has begun; all workers count alike.
@@ -39,17 +38,9 @@ class Board:
         self._store.set(self._keys[self._worker], f"{self.exchange}|{int(makes_round)}")
 
     def anyone_makes_round(self, watchdog: Watchdog, place: str, timeout_s: float) -> bool:
-        """Wait until all workers have posted for this exchange.
+        """Wait until all workers have posted for this exchange; a RuntimeError says who has not.
 
         Nobody can be further than this worker: every exchange needs all of them.
-
-        Args:
-            watchdog: Asked for failed and missing workers.
-            place: Where this worker is, in words.
-            timeout_s: Longest wait, in seconds.
-
-        Raises:
-            RuntimeError: If a worker has failed, or does not come in time.
         """
         deadline = time.monotonic() + timeout_s
         pause_s = 0.0002

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_loco.comm.flat import FlatLayout, Schema
@@ -16,12 +16,7 @@ from lightning_loco.comm.groups import WorkerGroup
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model that cannot be exchanged.
-
-    Raises:
-        ValueError: Without trainable parameters, with uninitialised (lazy) ones, or with sparse
-            gradients.
-    """
+    """Raise ValueError for a model without trainable parameters, or with lazy or sparse ones."""
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ValueError(
@@ -42,11 +37,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_same_schema(layout: FlatLayout, group: WorkerGroup) -> None:
-    """Compare the model's parameters between all workers.
-
-    Raises:
-        ValueError: On every worker, naming the first difference.
-    """
+    """Raise ValueError on every worker if their parameters differ, naming the first difference."""
     schema = layout.schema()
     digests = group.gather_objects(zlib.crc32(repr(schema).encode()))
     if len(set(digests)) == 1:
@@ -61,11 +52,7 @@ def check_same_schema(layout: FlatLayout, group: WorkerGroup) -> None:
 
 
 def check_same_settings(settings: dict[str, Any], group: WorkerGroup) -> None:
-    """Compare what the user has set between all workers.
-
-    Raises:
-        ValueError: On every worker, naming the first difference.
-    """
+    """Raise ValueError on every worker if they are set differently, naming the first difference."""
     for worker, other in enumerate(everyone := group.gather_objects(settings)):
         for key, value in everyone[0].items():
             if other.get(key) != value:
@@ -92,11 +79,7 @@ def first_difference(there: Schema, here: Schema) -> str:
 
 
 def schema_checksum(schema: object) -> int:
-    """64 bits that tell different models apart.
-
-    Args:
-        schema: Lists, tuples, strings and numbers, such as
-            :meth:`~lightning_loco.comm.flat.FlatLayout.schema`.
+    """64 bits that tell apart different lists, tuples, strings and numbers.
 
     Example:
         >>> schema_checksum([("weight", (2, 3))]) == schema_checksum([("weight", (3, 2))])
@@ -108,22 +91,16 @@ def schema_checksum(schema: object) -> int:
 
 @torch.no_grad()
 def share_from_worker_0(model: nn.Module, group: WorkerGroup) -> int:
-    """Give every worker the parameters and buffers of worker 0.
-
-    Returns:
-        A CRC-32 checksum of all of them, equal on all workers.
-    """
+    """Give every worker the parameters and buffers of worker 0; return their CRC-32 checksum."""
     checksum = 0
     for tensor in [*model.parameters(), *model.buffers()]:
+        if not tensor.numel():
+            continue
         data = tensor.detach().contiguous().reshape(-1)
-        raw = data.view(torch.uint8) if data.numel() else data.new_empty(0, dtype=torch.uint8)
-        if group.data is not None and raw.numel():
+        raw = data.view(torch.uint8)
+        if group.data is not None:
             dist.broadcast(raw, src=0, group=group.data)
             if data.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(data.view(tensor.shape))
-        checksum = zlib.crc32(_bytes(raw), checksum)
+        checksum = zlib.crc32(raw.cpu().numpy().tobytes(), checksum)
     return checksum
-
-
-def _bytes(raw: Tensor) -> bytes:
-    return raw.cpu().numpy().tobytes()

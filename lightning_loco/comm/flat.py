@@ -17,16 +17,8 @@ Schema = list[tuple[str, tuple[int, ...], str, tuple[int, ...]]]
 """(name, shape, dtype, strides) of every tensor: what must be equal on all workers."""
 
 
-class Piece(NamedTuple):
-    """A part of one parameter inside a chunk."""
-
-    view: Tensor
-    shape: tuple[int, ...]
-    numel: int
-
-
 class Window(NamedTuple):
-    """The pieces of a chunk, side by side with their places in a flat vector."""
+    """The views of a chunk, side by side with their places in a flat vector."""
 
     views: list[Tensor]
     parts: list[Tensor]
@@ -41,14 +33,14 @@ class Window(NamedTuple):
 
 
 class Chunk:
-    """The slice ``start:stop`` of the flat vector and the pieces of parameters it is made of."""
+    """The slice ``start:stop`` of the flat vector, and the views of parameters it is made of."""
 
-    def __init__(self, start: int, pieces: list[Piece]) -> None:
+    def __init__(self, start: int, views: list[Tensor]) -> None:
         self.start = start
-        self.stop = start + sum(piece.numel for piece in pieces)
-        self.views = [piece.view for piece in pieces]
-        self._sizes = [piece.numel for piece in pieces]
-        self._shapes = [piece.shape if len(piece.shape) > 1 else None for piece in pieces]
+        self.views = views
+        self._sizes = [view.numel() for view in views]
+        self._shapes = [view.shape if view.ndim > 1 else None for view in views]
+        self.stop = start + sum(self._sizes)
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -63,13 +55,8 @@ class Chunk:
 
     def rounding_error(self, flat: Tensor) -> Tensor:
         """What unpacking ``flat`` would lose because parameters are stored in narrower dtypes."""
-        error = torch.zeros_like(flat)
-        for part, lost, view in zip(
-            self._parts(flat), error.split_with_sizes(self._sizes), self.views, strict=True
-        ):
-            if view.dtype != flat.dtype:
-                lost.view(part.shape).copy_(part - part.to(view.dtype))
-        return error
+        pairs = zip(self._parts(flat), self.views, strict=True)
+        return torch.cat([(part - part.to(view.dtype)).reshape(-1) for part, view in pairs])
 
     def window(self, flat: Tensor) -> Window:
         """Tie the chunk to ``flat``, of shape ``(len(self),)``, for many copies."""
@@ -115,6 +102,7 @@ class FlatLayout:
 
     Raises:
         TypeError: If a tensor is not real floating point.
+        ValueError: From :meth:`chunks`, if a boundary falls into a tensor with gaps in memory.
 
     Note:
         The vector is float32, or float64 if any tensor is float64. Dense tensors are laid out in
@@ -144,11 +132,6 @@ class FlatLayout:
         self._addresses: list[int] = []
         self._chunks: list[Chunk] = []
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element of the vector."""
-        return self.dtype.itemsize
-
     def schema(self) -> Schema:
         """Describe the tensors for a comparison between workers."""
         return [
@@ -157,11 +140,7 @@ class FlatLayout:
         ]
 
     def chunks(self) -> list[Chunk]:
-        """The chunks, in order; made anew when a parameter's memory has moved.
-
-        Raises:
-            ValueError: If a boundary falls into a tensor with gaps in memory.
-        """
+        """The chunks, in order; made anew when a parameter's memory has moved."""
         addresses = [tensor.data_ptr() for tensor in self.tensors]
         if addresses != self._addresses:
             self._chunks = self._cut()
@@ -170,14 +149,14 @@ class FlatLayout:
 
     def _cut(self) -> list[Chunk]:
         chunks: list[Chunk] = []
-        pieces: list[Piece] = []
+        views: list[Tensor] = []
         start = position = 0
 
         def close() -> None:
-            nonlocal pieces, start
-            if pieces:
-                chunks.append(Chunk(start, pieces))
-                start, pieces = position, []
+            nonlocal views, start
+            if views:
+                chunks.append(Chunk(start, views))
+                start, views = position, []
 
         for name, tensor in zip(self.names, self.tensors, strict=True):
             data = tensor.detach()
@@ -189,7 +168,7 @@ class FlatLayout:
                     raise ValueError(f"{name!r} has gaps in memory and cannot be cut.")
                 if end > start + self._chunk_elements and position % self._granularity == 0:
                     close()
-                pieces.append(Piece(data, tuple(data.shape), data.numel()))
+                views.append(data)
                 position = end
                 if position >= self._stop(start, position):
                     close()
@@ -197,7 +176,7 @@ class FlatLayout:
             line = data.as_strided((data.numel(),), (1,))
             while line.numel():
                 length = min(line.numel(), self._stop(start, position + 1) - position)
-                pieces.append(Piece(line[:length], (length,), length))
+                views.append(line[:length])
                 line = line[length:]
                 position += length
                 if position == self._stop(start, position):
@@ -232,10 +211,6 @@ class FlatLayout:
                 parts.append(view.reshape(-1)[(offset - position) % stride :: stride])
                 position += view.numel()
         return torch.cat(parts).to(self.dtype)
-
-    def is_finite(self) -> bool:
-        """Whether no tensor holds NaN or infinity (one read of the memory, one device sync)."""
-        return are_finite(self.chunks())
 
 
 def are_finite(chunks: Sequence[Chunk]) -> bool:

@@ -11,11 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from lightning_loco.comm.board import Board
-from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.watchdog import Watchdog
 
 
@@ -71,11 +69,7 @@ class WorkerGroup:
         return group
 
     def own_store(self, name: str) -> Store:
-        """A connection to the job's key-value store for one thread, with keys of its own.
-
-        Args:
-            name: Separates the keys from those of others.
-        """
+        """A connection to the job's key-value store for one thread, with keys of its own."""
         store = dist.distributed_c10d._get_default_store()
         if hasattr(store, "clone"):
             store = store.clone()
@@ -89,39 +83,21 @@ class WorkerGroup:
         dist.all_gather_object(values, value, group=self.control)
         return values
 
-    def start_sum(self, flat: Tensor, statistics: Statistics) -> dist.Work | None:
-        """Begin to add up a flat tensor over all workers, in place; None for a single worker."""
-        if self.data is None:
-            return None
-        n = self.num_workers
-        statistics.bytes_sent += 2 * (n - 1) * flat.nbytes // n
-        work: dist.Work = dist.all_reduce(flat, group=self.data, async_op=True)
-        return work
-
     def raise_together(self, error: Exception | None) -> None:
         """Raise on every worker when any worker has found an error, so that none is left waiting.
 
-        Args:
-            error: What this worker found, or None.
-
-        Raises:
-            Exception: This worker's error, or else the first other one's type and text.
+        This worker's own ``error``, or else one of the first other one's type and text.
         """
         found = self.gather_objects(None if error is None else (type(error), str(error)))
         if error is not None:
             raise error
         for worker, item in enumerate(found):
             if item is not None:
-                kind, text = item
-                raise kind(f"Worker {worker}: {text}")
+                raise item[0](f"Worker {worker}: {item[1]}")
 
     @contextmanager
     def errors_shared(self) -> Iterator[None]:
-        """Raise on every worker what any worker raises inside; all workers come here.
-
-        Raises:
-            ValueError: Or TypeError or OSError, as in :meth:`raise_together`.
-        """
+        """Raise on every worker the ValueError, TypeError or OSError of any worker inside."""
         error: Exception | None = None
         try:
             yield

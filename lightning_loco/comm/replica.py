@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import deque
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_loco.comm.flat import Chunk, Cuts, FlatLayout
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.stats import Statistics
-from lightning_loco.comm.waiting import Explained, Timed
+from lightning_loco.comm.waiting import Sum
 
 
 class Replica:
@@ -69,45 +68,26 @@ class Replica:
             self.set_local(*self._local)
 
     def sample(self, max_elements: int, round_index: int) -> Tensor:
-        """Every k-th trainable element, as float64; the same ones on every worker.
-
-        Args:
-            max_elements: About how many, at most.
-            round_index: Shifts the choice from round to round.
-        """
+        """About ``max_elements`` trainable elements, as float64; others in every round."""
         stride = max(1, -(-self.layout.numel // max_elements))
         return self.layout.every(stride, (round_index * 7919) % stride).double()
 
 
 def average(
-    layout: FlatLayout,
-    group: WorkerGroup,
-    statistics: Statistics,
-    valid: bool,
-    num_valid: int,
+    layout: FlatLayout, group: WorkerGroup, statistics: Statistics, valid: bool, num_valid: int
 ) -> None:
     """Replace tensors by their mean over the workers, in place, two chunks at a time.
 
-    Args:
-        layout: The tensors; the same on all workers.
-        group: The workers.
-        statistics: Where bytes and seconds are counted.
-        valid: Whether this worker's values enter the mean.
-        num_valid: How many workers' values do.
-
-    Raises:
-        RuntimeError: If a worker is missing or has failed; the message names it.
+    ``valid`` says whether this worker's values enter it, and ``num_valid`` how many workers' do.
     """
     chunks = layout.chunks()
     longest = max((len(chunk) for chunk in chunks), default=0)
     slots = [torch.empty(longest, dtype=layout.dtype, device=layout.device) for _ in chunks[:2]]
-    under_way: deque[tuple[Chunk, Tensor, dist.Work | None]] = deque()
+    under_way: deque[tuple[Chunk, Sum]] = deque()
 
     def land() -> None:
-        chunk, flat, work = under_way.popleft()
-        if work is not None:
-            with Timed(statistics), Explained(group, "the average"):
-                work.wait()
+        chunk, total = under_way.popleft()
+        flat = total.wait()
         if num_valid != 1:
             flat.div_(num_valid)
         chunk.unpack(flat)
@@ -120,7 +100,6 @@ def average(
             chunk.pack(flat)
         else:
             flat.zero_()
-        with Explained(group, "the average"):
-            under_way.append((chunk, flat, group.start_sum(flat, statistics)))
+        under_way.append((chunk, Sum(group, statistics, flat, "the average")))
     while under_way:
         land()

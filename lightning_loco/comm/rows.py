@@ -80,11 +80,7 @@ class PendingRows:
         self.complete: Callable[[], list[Row]] | None = None
 
     def wait(self) -> list[Row]:
-        """Return the rows of all workers.
-
-        Raises:
-            RuntimeError: If a worker is missing or has failed; the message names it.
-        """
+        """Return the rows of all workers; a RuntimeError names who is missing or has failed."""
         if self._rows is None:
             width = Row.width(0)
             table = self._receive().tolist()
@@ -111,11 +107,7 @@ class PendingRows:
         return self._rows is not None or self._has_arrived()
 
     def total_weight(self) -> float:
-        """Sum of the workers' weights; waits for them.
-
-        Raises:
-            RuntimeError: If no worker has a valid message.
-        """
+        """Sum of the workers' weights; waits for them. RuntimeError if it is zero."""
         total = sum(row.weight for row in self.wait())
         if total == 0:
             raise RuntimeError(
@@ -157,20 +149,14 @@ def meeting_number(purpose: str) -> float:
 
 def write_row(table: Tensor, worker: int, row: Row) -> None:
     """Put one worker's row into a table ``(N, width)`` of zeros that will be summed."""
-    values = [0.0] * table.numel()
-    width = table.shape[1]
-    values[worker * width : (worker + 1) * width] = [*row[:-1], *row.scalars]
-    table.copy_(torch.tensor(values, dtype=table.dtype).view(table.shape))
+    table.zero_()
+    table[worker] = torch.tensor([*row[:-1], *row.scalars], dtype=table.dtype)
 
 
 def start_rows(group: WorkerGroup, statistics: Statistics, row: Row, place: str) -> PendingRows:
     """Send this worker's row to all workers, by a small all-reduce of its own.
 
-    Args:
-        group: The workers.
-        statistics: Where the waiting is counted.
-        row: What to tell.
-        place: The same in words, for messages: ``"round 12"``, ``"validation"``.
+    ``place`` says in words what the row is for: ``"round 12"``, ``"validation"``.
     """
     table = torch.empty(group.num_workers, Row.width(len(row.scalars)), dtype=torch.float64)
     write_row(table, group.worker, row)

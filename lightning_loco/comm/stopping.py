@@ -10,9 +10,6 @@ from lightning_loco.comm.groups import WorkerGroup
 class StopAgreement:
     """This worker's part in the agreement that the watchdogs make.
 
-    Args:
-        group: The workers.
-
     Attributes:
         requested: Why this worker was asked to stop, or None.
         agreed: The reason to stop, once this worker is at the agreed step; None before.
@@ -32,14 +29,8 @@ class StopAgreement:
     def note(self, rounds: int, steps: int, sync_every: int | None) -> None:
         """See whether this worker is far enough, once some worker was asked to stop.
 
-        Args:
-            rounds: Rounds made.
-            steps: Local steps since the last round.
-            sync_every: Local steps of this worker per round; None if it may stop at any step,
-                because nobody waits for it.
-
-        Raises:
-            RuntimeError: If a worker does not say where it can stop.
+        After so many ``rounds`` it has made ``steps``, and ``sync_every`` per round; None if it may
+        stop at any step, because nobody waits for it. A RuntimeError names who does not answer.
         """
         watchdog = self._group.watchdog
         if watchdog is None:

@@ -1,4 +1,4 @@
-"""What surrounds the phases of a round: a clock, a label, an error that says who is missing.
+"""Waiting for the others: a clock, a label, an error that says who is missing, and a sum of all.
 
 Small classes, because they surround every exchange: generators would take longer to set up than a
 small model takes to pack.
@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from types import TracebackType
 
+import torch.distributed as dist
+from torch import Tensor
 from torch.autograd import profiler
 
 from lightning_loco.comm.groups import WorkerGroup
@@ -30,14 +33,11 @@ class Timed:
 
 
 class Explained:
-    """Turn a backend's error into one that names the missing or failed worker.
+    """Turn a backend's RuntimeError into one that names the missing or failed worker.
 
     Args:
         group: The workers.
         place: What is being waited for, e.g. ``"round 12"``.
-
-    Raises:
-        RuntimeError: Instead of the backend's error, which stays its cause.
     """
 
     def __init__(self, group: WorkerGroup, place: str) -> None:
@@ -56,6 +56,60 @@ class Explained:
         if isinstance(error, RuntimeError) and self._group.watchdog is not None:
             waited_s = time.perf_counter() - self._started
             raise RuntimeError(self._group.watchdog.explain(self._place, waited_s)) from error
+
+
+class Sum:
+    """A flat tensor that is being added up over all workers, in place; a single worker's stays.
+
+    Args:
+        group: The workers.
+        statistics: Where bytes and seconds are counted.
+        flat: The same size on all workers; must stay untouched until :meth:`wait` has returned.
+        place: What it is for, e.g. ``"round 12"``.
+    """
+
+    def __init__(
+        self, group: WorkerGroup, statistics: Statistics, flat: Tensor, place: str
+    ) -> None:
+        self._group = group
+        self._statistics = statistics
+        self._flat = flat
+        self._place = place
+        self._work: dist.Work | None = None
+        if group.data is not None:
+            with Explained(group, place):
+                self._work = dist.all_reduce(flat, group=group.data, async_op=True)
+            n = group.num_workers
+            statistics.bytes_sent += 2 * (n - 1) * flat.nbytes // n
+
+    def has_arrived(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return self._work is None or self._work.is_completed()
+
+    def arrives_within(self, seconds: float) -> bool:
+        """Wait a little; on a GPU, where the host need not wait, return False at once."""
+        if self._work is None:
+            return True
+        if self._flat.device.type != "cpu":
+            return False
+        try:
+            with Timed(self._statistics):
+                self._work.wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            return False
+        self._work = None
+        return True
+
+    def wait(self) -> Tensor:
+        """Return the sum; raises RuntimeError as :class:`Explained`."""
+        if self._work is not None:
+            with Timed(self._statistics), Explained(self._group, self._place):
+                self._work.wait()
+            self._work = None
+        return self._flat
+
+    def release(self) -> None:
+        """The memory belongs to the caller."""
 
 
 def labelled(name: str) -> AbstractContextManager[object]:

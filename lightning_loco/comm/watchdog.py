@@ -33,8 +33,7 @@ class Watchdog(threading.Thread):
 
     Args:
         store: Key-value store shared by all workers; no other thread may use this connection.
-        worker: Number of this worker.
-        num_workers: Number of workers.
+        worker: Number of this worker, out of ``num_workers``.
         names: What to call them in messages. Default: worker 0, worker 1, ...
 
     Attributes:
@@ -62,10 +61,10 @@ class Watchdog(threading.Thread):
         self._lock = threading.Lock()
         self._worker = worker
         self._num_workers = num_workers
+        self._others = [other for other in range(num_workers) if other != worker]
         self._names = names or [f"worker {worker}" for worker in range(num_workers)]
         self._end = threading.Event()
         self._beats = 0
-        self._answered = False
 
     def run(self) -> None:
         """Beat once a second until ended; faster while a stop is being agreed."""
@@ -99,23 +98,18 @@ class Watchdog(threading.Thread):
             self._store.compare_set("stop", "", self.stop_reason)
         if self.stop_at is not None or not self._store.check(["stop"]):
             return
-        if not self._answered:
+        if not self.stop_seen:
             self.stop_seen = True  # before the position is read: the training thread looks last
             rounds, steps, sync_every = self.position
             answer = rounds + Fraction(steps + 1, sync_every)
             self._store.set(f"stop/{self._worker}", str(answer))
-            self._answered = True
         keys = [f"stop/{worker}" for worker in range(self._num_workers)]
         if self._store.check(keys):
             latest = max(Fraction(self._store.get(key).decode()) for key in keys)
             self.stop_at = (latest, self._store.get("stop").decode())
 
     def wait_for_stop_point(self, timeout_s: float) -> tuple[Fraction, str]:
-        """Block until all workers have said where they can stop.
-
-        Raises:
-            RuntimeError: If one does not answer in time, or has failed.
-        """
+        """Block until all have said where they can stop; a RuntimeError names who does not."""
         deadline = time.monotonic() + timeout_s
         while self.stop_at is None:
             self.raise_if_failed()
@@ -132,7 +126,7 @@ class Watchdog(threading.Thread):
         with suppress(RuntimeError), self._lock:
             self._store.compare_set("failure", "", f"{self._worker}|{text}")
             self._store.set(f"read/{self._worker}", "")
-        others = [f"read/{w}" for w in range(self._num_workers) if w != self._worker]
+        others = [f"read/{other}" for other in self._others]
         deadline = time.monotonic() + 3 * _INTERVAL_S
         while self._worker == 0 and time.monotonic() < deadline:
             with suppress(RuntimeError), self._lock:
@@ -141,28 +135,17 @@ class Watchdog(threading.Thread):
             time.sleep(_INTERVAL_S / 20)
 
     def raise_if_failed(self) -> None:
-        """Raise when another worker has reported a failure; costs one attribute look-up.
-
-        Raises:
-            RuntimeError: With the other worker's traceback.
-        """
+        """Raise RuntimeError with the traceback that another worker has reported, if any."""
         if self.failure is not None:
             raise RuntimeError(self.failure)
 
     def explain(self, place: str, waited_s: float) -> str:
-        """Say in words why an exchange failed: whose failure, or who has not come.
-
-        Args:
-            place: What this worker was doing, e.g. ``"round 12"``.
-            waited_s: How long it has waited.
-        """
+        """Say why an exchange failed (in ``"round 12"``, say): whose failure, or who is missing."""
         first, second = self._watch_for_a_moment()
         if self.failure is not None:
             return self.failure
         late = []
-        for worker in range(self._num_workers):
-            if worker == self._worker:
-                continue
+        for worker in self._others:
             count, meetings, where = second.get(worker, (0, -1, "never seen"))
             if count == first.get(worker, (0, 0, ""))[0]:
                 late.append(f"{self._names[worker]} (no sign of life; last seen in {where})")
@@ -179,11 +162,8 @@ class Watchdog(threading.Thread):
         first, second = self._watch_for_a_moment()
         if self.failure is not None:
             return []
-        return [
-            name
-            for worker, name in enumerate(self._names)
-            if worker != self._worker and second.get(worker, (0,))[0] == first.get(worker, (0,))[0]
-        ]
+        still = [w for w in self._others if second.get(w, (0,))[0] == first.get(w, (0,))[0]]
+        return [self._names[worker] for worker in still]
 
     def wait_for_failure(self) -> str | None:
         """What another worker reports before it ends, given a moment; None if nothing comes."""

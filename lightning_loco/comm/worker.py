@@ -23,6 +23,7 @@ from lightning_loco.comm.replica import Replica, average
 from lightning_loco.comm.rows import PendingRows, Row, meeting_number, start_rows
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.stopping import StopAgreement
+from lightning_loco.comm.waiting import Sum
 
 log = logging.getLogger(__name__)
 
@@ -98,8 +99,7 @@ class Worker:
     ) -> tuple[Worker, S]:
         """Check model and settings on all workers, and share the start of worker 0.
 
-        Raises:
-            ValueError: Or TypeError on every worker, if anything does not fit on one of them.
+        A ValueError or TypeError is raised on every worker if anything does not fit on one of them.
         """
         seed = group.gather_objects(torch.initial_seed())[0] % 2**31
         with group.errors_shared(), warnings.catch_warnings():
@@ -117,11 +117,7 @@ class Worker:
         return cls(group, replica, share_from_worker_0(model, group)), settings
 
     def check_trainable(self) -> None:
-        """Refuse parameters that became trainable after the start.
-
-        Raises:
-            RuntimeError: Naming the first one.
-        """
+        """Raise RuntimeError if a parameter became trainable after the start."""
         for name, parameter in self.replica.frozen:
             if parameter.requires_grad:
                 raise RuntimeError(
@@ -138,8 +134,7 @@ class Worker:
     def count_step(self, sync_every: int | None = None) -> None:
         """Count one local step, and see whether to stop after it.
 
-        Args:
-            sync_every: Local steps of this worker between rounds, if rounds go by steps.
+        ``sync_every``: local steps of this worker between rounds, if rounds go by steps.
         """
         self.steps += 1
         self.steps_since_round += 1
@@ -164,13 +159,8 @@ class Worker:
     def meet(self, purpose: str) -> list[Row]:
         """Wait until all workers have come to the same place, taking part in rounds meanwhile.
 
-        The parameters are looked at only if there is a round to take part in.
-
-        Args:
-            purpose: Where, in words that are equal on all workers.
-
-        Returns:
-            What every worker said on arrival.
+        The parameters are looked at only if there is a round to take part in. ``purpose`` says
+        where, in words that are equal on all workers. Returns what every worker said on arrival.
 
         Raises:
             RuntimeError: If a worker is missing or has failed, or waits somewhere else.
@@ -204,11 +194,7 @@ class Worker:
         )
 
     def note(self, rows: list[Row]) -> None:
-        """Take note of what the workers said with a round.
-
-        Raises:
-            RuntimeError: If no worker's parameters are finite.
-        """
+        """Take note of what the workers said; RuntimeError if no parameters are finite."""
         self.statistics.losses = [row.loss for row in rows]
         broken = [worker for worker, row in enumerate(rows) if row.finite == 0]
         if len(broken) == len(rows):
@@ -260,10 +246,7 @@ class Worker:
         sample = self.replica.sample(max_elements, self.round_index)
         n = self.group.num_workers
         sums = torch.stack([sample, sample.square()])
-        work = self.group.start_sum(sums, self.statistics)
-        if work is None:
-            return 0.0
-        work.wait()
+        Sum(self.group, self.statistics, sums, "the consensus distance").wait()
         variance = (sums[1] / n - (sums[0] / n).square()).clamp_(min=0).sum()
         return math.sqrt(float(variance) * self.replica.layout.numel / max(sample.numel(), 1))
 

@@ -1,27 +1,17 @@
-"""Rounds by the clock, while training goes on: no worker ever waits for another one.
-
-The engine in a plain PyTorch loop; the Lightning strategy uses the same one::
-
-    engine = ClockEngine(model, interval_s=0.5)    # on every rank
-    for batch in data:                             # as many batches as each worker has
-        ...
-        optimizer.step()
-        engine.step()
-    engine.finish()                                # the model is now the mean of all workers
-    engine.close()
-"""
+"""Rounds by the clock, while training goes on: no worker ever waits for another one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_loco.algorithms import ModelAverage, NeighborAverage
 from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.waiting import Sum
 from lightning_loco.rounds.engine import Engine
-from lightning_loco.rounds.gradients import average_gradients
 from lightning_loco.rounds.settings import WHOLE_MODEL_BYTES, RoundSettings
 from lightning_loco.schedules import EveryInterval
 
@@ -40,7 +30,8 @@ class ClockEngine(Engine):
     end of the first local step after all snapshots have come together: the parameters then move by
     ``mean - snapshot``, so that what was learned meanwhile stays. In between, the backend's thread
     communicates. Parameters are only touched between local steps and only by the training thread,
-    so nothing can be torn or lost, and no lock is needed.
+    so nothing can be torn or lost, and no lock is needed. It is driven like a
+    :class:`~lightning_loco.rounds.StepEngine`; each worker makes as many steps as it has batches.
 
     Args:
         model: The module to train; its trainable parameters are exchanged.
@@ -84,21 +75,35 @@ class ClockEngine(Engine):
         schedule = self.settings.schedule
         return isinstance(schedule, EveryInterval) and self.worker.steps < schedule.warmup_steps
 
+    @torch.no_grad()
     def average_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Average the gradients of these parameters over all workers.
+        """Replace gradients by their mean over the workers; a missing one counts as zero.
+
+        Args:
+            parameters: The same ones, in the same order, on all workers. Those without a gradient
+                on any worker stay without.
 
         Raises:
             RuntimeError: If a worker is missing or has failed.
         """
-        place = f"warm-up step {self.worker.steps}"
-        average_gradients(parameters, self.worker.group, self.statistics, place)
+        group, place = self.worker.group, f"warm-up step {self.worker.steps}"
+        trainable = [p for p in parameters if p.requires_grad]
+        if group.data is None or not trainable:
+            return
+        wide = torch.promote_types(torch.float32, trainable[0].dtype)
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainable]
+        present = torch.tensor([p.grad is not None for p in trainable], device=gradients[0].device)
+        flat = torch.cat([*(g.reshape(-1).to(wide) for g in gradients), present.to(wide)])
+        Sum(group, self.statistics, flat, place).wait().div_(group.num_workers)
+        lengths = [*(g.numel() for g in gradients), len(trainable)]
+        *means, counts = torch.split_with_sizes(flat, lengths)
+        pairs = zip(trainable, gradients, means, counts.tolist(), strict=True)
+        for p, gradient, mean, count in pairs:
+            if count > 0:
+                p.grad = gradient.copy_(mean.view(gradient.shape))
 
     def abort(self) -> None:
-        """Stop making rounds; all workers must call it. A second call does nothing.
-
-        Raises:
-            RuntimeError: If a worker is missing or has failed, or is somewhere else.
-        """
+        """Stop making rounds; all workers must call it, twice does no harm."""
         if not self.paused:
             self.worker.meet("abort of the averaging")
             self.paused = True

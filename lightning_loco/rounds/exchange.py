@@ -55,11 +55,7 @@ class Exchange(Protocol):
 def make_exchange(
     algorithm: Algorithm, group: WorkerGroup, statistics: Statistics, topology: Topology | None
 ) -> Exchange:
-    """The exchange that the algorithm names.
-
-    Raises:
-        ValueError: If the algorithm has no rounds, or its neighbours are unknown.
-    """
+    """The exchange that the algorithm names; ValueError if it has none that makes rounds."""
     name = type(algorithm).__name__
     if algorithm.exchange == "pull":
         raise ValueError(

@@ -55,9 +55,7 @@ class Flight:
     def arrived(cls, saved: dict[str, Any], received: Sequence[Tensor]) -> Flight:
         """A flight of which only the landing is left, as from a checkpoint.
 
-        Args:
-            saved: Of :meth:`state_dict`.
-            received: What has arrived, parcel by parcel, divided by the total weight.
+        ``received`` has arrived, parcel by parcel, and is divided by the total weight.
         """
         rows = PendingRows(lambda: torch.zeros(0, Row.width(0)), f"round {saved['index']}")
         told = saved["told"] and [tuple(numbers) for numbers in saved["told"]]

@@ -28,14 +28,12 @@ class Lane:
         state: The algorithm's state; entries of shape ``(P,)`` are shared between lanes.
         residual: The codec's state, likewise.
         parcel_elements: Longest parcel.
-        rows_elements: Room for the workers' rows behind the first parcel.
+        rows_elements: Room for the workers' rows behind the first parcel: ``rows_memory``.
 
     Attributes:
         holds: Whether every message has a place of its own.
-        parcels: In order; replaced by :meth:`tie`.
-        parts: Of all parcels, in order.
+        parcels: In order, and their ``parts``; replaced by :meth:`tie`.
         tied_to: The layout's chunks that the parcels are tied to.
-        rows_memory: The room for rows.
         has_uncut_state: Whether slices have copies of some entries of the state.
     """
 
@@ -110,11 +108,7 @@ class Lane:
         return Part(chunk, message, self._algorithm, state, departure, self._scratch, residual)
 
     def take_back_state(self) -> None:
-        """Learn from the first part what has become of entries that are not cut.
-
-        Raises:
-            RuntimeError: If the algorithm has made an entry that no other slice knows of.
-        """
+        """Learn from the first part what has become of entries that are not cut."""
         if self._is_whole:
             return
         seen = self.parts[0].state
@@ -125,8 +119,6 @@ class Lane:
                 "round. Make all entries in init, or set granularity to None."
             )
         self.state.update({k: v for k, v in seen.items() if not self._is_cut(self.state[k])})
-
-    # -------------------------------------------------------------- checkpoint
 
     def gather(self, received: Sequence[Tensor]) -> Tensor:
         """One vector of what belongs to the parcels, in order."""

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.rows import ROUND, PendingRows, Row, note_place, write_row
 from lightning_loco.comm.stats import Statistics
-from lightning_loco.comm.waiting import Explained, Timed
+from lightning_loco.comm.waiting import Explained, Sum, Timed
 from lightning_loco.rounds.parcels import Parcel
 
 PATIENCE_S = 0.02
@@ -35,79 +33,21 @@ class MeanExchange:
         self._group = group
         self._statistics = statistics
 
-    def start(self, parcel: Parcel, round_index: int) -> MeanHandle:
+    def start(self, parcel: Parcel, round_index: int) -> Sum:
         """Sum the messages in place; a worker of weight 0 must send zeros."""
-        work, message, place = None, parcel.wire, f"round {round_index}"
-        if self._group.data is not None:
-            with Explained(self._group, place):
-                work = dist.all_reduce(message, group=self._group.data, async_op=True)
-            n = self._group.num_workers
-            self._statistics.bytes_sent += 2 * (n - 1) * message.nbytes // n
-        return MeanHandle(self._group, self._statistics, message, work, place)
+        return Sum(self._group, self._statistics, parcel.wire, f"round {round_index}")
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
         """Sum in the order of the workers, then divide."""
-        mean = torch.stack(list(messages)).sum(0)
-        if len(messages) > 1:
-            mean.div_(len(messages))
+        mean = torch.stack(list(messages)).sum(0).div_(len(messages))
         return [mean.clone() for _ in messages]
 
 
-class MeanHandle:
-    """An all-reduce under way; a single worker has none."""
-
-    def __init__(
-        self,
-        group: WorkerGroup,
-        statistics: Statistics,
-        message: Tensor,
-        work: dist.Work | None,
-        place: str,
-    ) -> None:
-        self._group = group
-        self._statistics = statistics
-        self._message = message
-        self._work = work
-        self._place = place
-
-    def has_arrived(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
-        return self._work is None or self._work.is_completed()
-
-    def arrives_within(self, seconds: float) -> bool:
-        """Wait a little; on a GPU, where the host need not wait, return False at once."""
-        if self._work is None:
-            return True
-        if self._message.device.type != "cpu":
-            return False
-        try:
-            with Timed(self._statistics):
-                self._work.wait(timedelta(seconds=seconds))
-        except RuntimeError:
-            return False
-        self._work = None
-        return True
-
-    def wait(self) -> Tensor:
-        """Return the sum, in the memory of the message."""
-        if self._work is not None:
-            with Timed(self._statistics), Explained(self._group, self._place):
-                self._work.wait()
-            self._work = None
-        return self._message
-
-    def release(self) -> None:
-        """The message's memory belongs to the round."""
-
-
 class RidingRows:
-    """Rows travel behind the first parcel of a round.
+    """Rows travel behind the first parcel of a round, in a ``table`` of shape ``(N, width)``.
 
-    Args:
-        group: The workers.
-        table: Memory behind the first message, ``(N, width)``.
-        send: Sends the first parcel: given the number of the round, and whether the message is one
-            of valid progress.
+    ``send`` sends that parcel, given the number of the round and whether its message is one of
+    valid progress.
     """
 
     def __init__(self, group: WorkerGroup, table: Tensor, send: Callable[[int, bool], Any]) -> None:
@@ -136,7 +76,7 @@ class RidingRows:
         note_place(group, place)
         write_row(self._table, group.worker, row)
         began = time.monotonic()
-        handle: MeanHandle = self._send(int(row.round_index), row.weight > 0)
+        handle: Sum = self._send(int(row.round_index), row.weight > 0)
 
         def invite() -> None:
             nonlocal is_known

@@ -76,10 +76,7 @@ class NeighborExchange:
 class NeighborHandle:
     """The messages of the neighbours, under way.
 
-    Args:
-        mix: Waits for them and mixes.
-        statistics: Where seconds are counted in which the training thread waits.
-        give_back: Gives the memory of what was received back.
+    ``mix`` waits for them and mixes; ``give_back`` gives the memory of what was received back.
     """
 
     def __init__(
@@ -89,8 +86,7 @@ class NeighborHandle:
         self._statistics = statistics
         self._give_back = give_back
         self._thread: threading.Thread | None = None
-        self._mixed: Tensor | None = None
-        self._error: BaseException | None = None
+        self._outcome: Tensor | RuntimeError | None = None
 
     def has_arrived(self) -> bool:
         """Whether the mix is there; from the first question on a thread waits for it.
@@ -105,9 +101,9 @@ class NeighborHandle:
     def _run(self) -> None:
         assert self._mix is not None
         try:
-            self._mixed = self._mix()
+            self._outcome = self._mix()
         except RuntimeError as error:
-            self._error = error
+            self._outcome = error
         self._mix = None
 
     def wait(self) -> Tensor:
@@ -117,18 +113,18 @@ class NeighborHandle:
                 self._thread.join()
             else:
                 self._run()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-        assert self._mixed is not None
-        return self._mixed
+        outcome, self._outcome = self._outcome, None
+        if isinstance(outcome, RuntimeError):
+            raise outcome
+        assert outcome is not None
+        return outcome
 
     def release(self) -> None:
         """Give the inbox back, once the thread has ended; its messages have failed or arrived."""
         if self._thread is not None:
             self._thread.join(_LONGEST_JOIN_S)
         self._give_back()
-        self._mix = self._mixed = self._error = None
+        self._mix = self._outcome = None
 
 
 def _mix(

@@ -34,10 +34,10 @@ class Part:
         chunk: The pieces of parameters.
         message: Where the message is made, of shape ``(len(chunk),)``.
         algorithm: What a round computes.
-        state: The algorithm's state of this chunk.
+        state: The algorithm's slice.
         departure: Where the parameters that left are kept, if they are.
         scratch: Memory of the same length or longer. Default: the message's.
-        residual: The codec's state of this chunk.
+        residual: The codec's slice.
 
     Attributes:
         encoded: What becomes of the residual once the message that was made last has landed.

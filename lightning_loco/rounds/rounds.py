@@ -58,8 +58,6 @@ class Rounds:
         self._is_finite = True
         self._first: Handle | None = None
 
-    # ----------------------------------------------------------------- propose
-
     def look(self) -> bool:
         """Prepare a round as far as possible alone, and say whether the parameters are finite.
 
@@ -123,8 +121,6 @@ class Rounds:
         first, self._first = self._first, None
         return first or self._send(parcel, flight.index, flight.valid)
 
-    # ------------------------------------------------------------------- turns
-
     def make(self, flight: Flight) -> None:
         """Send all messages and apply what comes back, before the next local step."""
         if self.lane.holds:
@@ -158,8 +154,7 @@ class Rounds:
     def land(self) -> None:
         """Wait for the flight under way, if there is one, and apply all that it brings.
 
-        Raises:
-            RuntimeError: If a worker is missing or has failed; nothing has changed then.
+        A RuntimeError says who is missing or has failed; nothing has changed then.
         """
         if self.flight is not None:
             self._land(self.flight, True)
@@ -243,14 +238,8 @@ class Rounds:
             self.gradient_norm = math.hypot(*(float(norm) for norm in self._squares))
             self._squares = []
 
-    # -------------------------------------------------------------- checkpoint
-
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The algorithm's state with what has arrived for it, and what is this worker's own.
-
-        Raises:
-            RuntimeError: If the last round has failed in the middle of its landing.
-        """
+        """The algorithm's state with what has arrived for it, and what is this worker's own."""
         if self.is_torn:
             raise RuntimeError(
                 "A round has failed while it was being applied, so the parameters are half those "
@@ -276,11 +265,7 @@ class Rounds:
         return self.lane.gather(received)
 
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` has given.
-
-        Raises:
-            ValueError: If a round was under way that this schedule would have ended.
-        """
+        """Take over what :meth:`state_dict` has given."""
         lane, flight = self.lane, own["flight"]
         lane.load_state_dict(shared["state"], own)
         self.flight = None

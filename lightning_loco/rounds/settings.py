@@ -15,9 +15,7 @@ from lightning_loco.topology import as_topology
 from lightning_loco.values import check_bytes, plain
 
 PARCELS_UNDER_WAY = 2
-
 BUCKET_BYTES = 64 * 2**20
-
 _FEWEST_ELEMENTS = 1024
 WHOLE_MODEL_BYTES = 2**40
 """A bucket that holds any model: one parcel, one thing to wait for."""
@@ -114,8 +112,6 @@ class RoundSettings:
             "bucket_bytes": self.bucket_bytes,
         }
 
-    # ------------------------------------------------------------------ memory
-
     @property
     def granularity(self) -> int | None:
         """What the length of a slice must be a multiple of; None for the whole vector."""
@@ -123,12 +119,7 @@ class RoundSettings:
         return None if own is None else math.lcm(own, self.codec.granularity)
 
     def parcel_elements(self, numel: int, itemsize: int) -> int:
-        """Longest parcel such that all parcels under way fit into the bucket.
-
-        Args:
-            numel: Elements of the whole vector.
-            itemsize: Bytes of one.
-        """
+        """Longest parcel, out of ``numel``, such that all parcels under way fit into the bucket."""
         if self.granularity is None:
             return max(1, numel)
         topology, copies = self.topology, 1
@@ -149,11 +140,7 @@ class RoundSettings:
         return Cuts(chunk, self.granularity, self._borders(sizes))
 
     def _borders(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Where lanes begin.
-
-        Raises:
-            ValueError: If a lane would cut what belongs together, or the lanes leave a gap.
-        """
+        """Where lanes begin; they must cover everything and cut nothing that belongs together."""
         lanes = self.schedule.lanes(sizes)
         stretches = sorted((part.start, part.stop) for lane in lanes for part in lane if part)
         starts, ends = [s for s, _ in stretches], [e for _, e in stretches]

@@ -25,7 +25,7 @@ def make_lanes(
     rides = exchange.can_carry_rows and is_attended
     width = Row.width(algorithm.num_scalars)
     rows_elements = group.num_workers * width if rides else 0
-    longest = settings.parcel_elements(layout.numel, layout.itemsize)
+    longest = settings.parcel_elements(layout.numel, layout.dtype.itemsize)
     start = layout.new_flat()
     residual = settings.codec.init(start)
     state = algorithm.init(start)

@@ -1,15 +1,4 @@
-"""Rounds after every H local steps, whose results are applied at once or one round late.
-
-The engine drives any algorithm in a plain PyTorch loop; the Lightning strategies use the same one::
-
-    engine = StepEngine(model, DiLoCo(), sync_every=100)   # on every rank
-    for batch in data:
-        ...
-        optimizer.step()
-        engine.step()
-    engine.finish()                                        # the model is now the consensus
-    engine.close()
-"""
+"""Rounds after every H local steps, whose results are applied at once or one round late."""
 
 from __future__ import annotations
 
@@ -26,7 +15,10 @@ from lightning_loco.schedules import EverySteps
 
 
 class StepEngine(Engine):
-    """Count local steps and make the rounds of one worker.
+    """Count local steps and make the rounds of one worker, in a plain loop or under Lightning.
+
+    Call :meth:`step` after every step of the optimizer, on every rank, and in the end
+    :meth:`finish`, which leaves the consensus in the model, and :meth:`close`.
 
     Args:
         model: The module to train; its trainable parameters are exchanged.

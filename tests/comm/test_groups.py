@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_loco.comm.groups import WorkerGroup
-from lightning_loco.comm.stats import Statistics
 from tests.comm.workers import threads_named
 from tests.pool import Pool, PoolError
 
@@ -56,7 +55,6 @@ def test_a_worker_alone_needs_no_group() -> None:
     group = WorkerGroup.create()
     assert group == WorkerGroup(worker=0, num_workers=1)
     assert group.gather_objects("mine") == ["mine"]
-    assert group.start_sum(torch.ones(3), Statistics()) is None
     group.raise_together(None)
     with pytest.raises(KeyError, match="mine"):
         group.raise_together(KeyError("mine"))
@@ -84,20 +82,6 @@ def write_and_read(rank: int, world: int) -> list[str]:
 def test_stores_of_two_engines_and_of_two_names_are_apart(pool: Pool) -> None:
     for read in pool.run(write_and_read, world=2):
         assert read == ["value 0", "value 1", "value 2", "value 3"]
-
-
-def sum_up(rank: int, world: int) -> tuple[list[float], int]:
-    group, statistics = WorkerGroup.create(timeout_s=20), Statistics()
-    flat = torch.arange(6.0) * (rank + 1)
-    group.start_sum(flat, statistics).wait()
-    group.close()
-    return flat.tolist(), statistics.bytes_sent
-
-
-def test_a_sum_is_counted_as_a_ring_all_reduce(pool: Pool) -> None:
-    for flat, num_bytes in pool.run(sum_up, world=3):
-        assert flat == [0.0, 6.0, 12.0, 18.0, 24.0, 30.0]
-        assert num_bytes == 2 * 2 * 24 // 3
 
 
 def raise_some(rank: int, world: int, broken: tuple[int, ...]) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.stats import Statistics
-from lightning_loco.comm.waiting import Explained, Timed
+from lightning_loco.comm.waiting import Explained, Sum, Timed
 from tests.comm.workers import group_of, hurry, start, watchdogs
+from tests.pool import Pool
 
 
 def test_seconds_add_up() -> None:
@@ -82,3 +84,27 @@ def test_a_worker_alone_has_nothing_to_explain() -> None:
 def test_without_an_error_nothing_happens() -> None:
     with Explained(WorkerGroup(0, 1), "round 4"):
         pass
+
+
+def test_the_sum_of_a_worker_alone_is_its_own() -> None:
+    statistics, flat = Statistics(), torch.ones(3)
+    total = Sum(WorkerGroup(0, 1), statistics, flat, "the test")
+    assert total.has_arrived()
+    assert total.arrives_within(0.0)
+    assert total.wait().tolist() == [1.0, 1.0, 1.0]
+    assert statistics == Statistics()
+
+
+def sum_up(rank: int, world: int) -> tuple[list[float], int]:
+    group, statistics = WorkerGroup.create(timeout_s=20), Statistics()
+    flat = torch.arange(6.0) * (rank + 1)
+    total = Sum(group, statistics, flat, "the test").wait()
+    group.close()
+    assert total is flat
+    return flat.tolist(), statistics.bytes_sent
+
+
+def test_a_sum_is_counted_as_a_ring_all_reduce(pool: Pool) -> None:
+    for flat, num_bytes in pool.run(sum_up, world=3):
+        assert flat == [0.0, 6.0, 12.0, 18.0, 24.0, 30.0]
+        assert num_bytes == 2 * 2 * 24 // 3

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco import ClockEngine, PairwiseEngine
-from lightning_loco.rounds.gradients import average_gradients
 from tests.pool import Pool, PoolError
 from tests.tiny import flat, loss_of, make_model, train_step, worker_batch
 
@@ -275,15 +274,13 @@ def test_warm_up_steps_are_steps_of_ddp(pool: Pool) -> None:
 
 
 def missing_gradients(rank: int, world: int) -> list[Tensor | None]:
-    from lightning_loco.comm import Statistics, WorkerGroup
-
-    group = WorkerGroup.create(timeout_s=20)
+    engine = ClockEngine(make_model())
     parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     parameters[0].grad = torch.full((2,), float(rank))
     if rank == 1:
         parameters[1].grad = torch.ones(2)
-    average_gradients(parameters, group, Statistics(), "a test")
-    group.close()
+    engine.average_gradients(parameters)
+    engine.close()
     return [p.grad for p in parameters]
 
 

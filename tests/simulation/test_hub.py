@@ -7,7 +7,7 @@ import torch
 
 from lightning_loco.algorithms import GASLoC, LocalSGD
 from lightning_loco.comm import Statistics, WorkerGroup
-from lightning_loco.comm.flat import Chunk, Piece
+from lightning_loco.comm.flat import Chunk
 from lightning_loco.rounds.exchange import make_exchange
 from lightning_loco.rounds.parcels import Parcel, Part
 from lightning_loco.simulation.hub import Hub
@@ -22,7 +22,7 @@ def hub(num_workers: int, topology: Topology | None = None) -> Hub:
 
 def parcel(value: float, start: int = 0) -> Parcel:
     tensor = torch.full((2,), float(value))
-    chunk = Chunk(start, [Piece(tensor, (2,), 2)])
+    chunk = Chunk(start, [tensor])
     message = tensor.clone()
     return Parcel(message, [Part(chunk, message, LocalSGD(), {})])
 
