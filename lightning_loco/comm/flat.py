@@ -190,9 +190,9 @@ class FlatLayout:
         stop = full if position <= full else position + -position % self._granularity
         return min([stop, *(b for b in self._boundaries if b >= position)])
 
-    def new_flat(self) -> Tensor:
-        """Copy all tensors into a new flat vector ``(numel,)``."""
-        flat = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+    def new_flat(self, device: torch.device | None = None) -> Tensor:
+        """Copy all tensors into a new flat vector ``(numel,)``, by default on their device."""
+        flat = torch.empty(self.numel, dtype=self.dtype, device=device or self.device)
         for chunk in self.chunks():
             chunk.pack(flat[chunk.start : chunk.stop])
         return flat

@@ -47,10 +47,15 @@ class Replica:
         return self._local is not None
 
     def local(self) -> tuple[Tensor, Tensor]:
-        """This worker's own flat parameters and buffers, whatever the module holds now."""
+        """This worker's own flat parameters and buffers, whatever the module holds now.
+
+        They are on the CPU: checkpoints are no reason to have them on a GPU twice.
+        """
         if self._local is not None:
-            return self._local
-        return self.layout.new_flat(), self.buffers.new_flat()
+            params, buffers = self._local
+            return params.cpu(), buffers.cpu()
+        cpu = torch.device("cpu")
+        return self.layout.new_flat(cpu), self.buffers.new_flat(cpu)
 
     def set_local(self, params: Tensor, buffers: Tensor) -> None:
         """Overwrite the local parameters and buffers."""

@@ -12,11 +12,14 @@ import logging
 import signal
 from collections.abc import Callable
 from types import FrameType
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import DataLoader, Sampler
@@ -95,6 +98,42 @@ def start_epoch_data(trainer: pl.Trainer) -> None:
     iter(loop._data_fetcher)  # type: ignore[arg-type]
 
 
+def load_validation_data(trainer: pl.Trainer) -> None:
+    """Make the loaders of validation, if there is one, as the check before training does.
+
+    That check is left out when a run is resumed; who makes them later draws random numbers that an
+    unbroken run has not drawn.
+    """
+    if trainer.enable_validation:
+        trainer.validating = True
+        trainer.fit_loop.epoch_loop.val_loop.setup_data()
+        trainer.training = True
+
+
+def skip_to(
+    trainer: pl.Trainer,
+    place: Literal["batch end", "validation end", "next batch", "next epoch"],
+) -> None:
+    """Let a resumed loop go on from this place, once, instead of where Lightning guesses it was.
+
+    Args:
+        trainer: Whose loops have been restored, with the last batch counted as completed.
+        place: What was done last.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    loop.val_loop._has_run = False  # or an epoch at its last batch counts as over
+
+    def advance(data_fetcher: Any) -> None:
+        del loop.advance
+        resumed, loop.restarting = loop.restarting, False
+        if not resumed or place in ("next batch", "next epoch"):
+            loop.advance(data_fetcher)
+        else:
+            loop._skip_next_val = place == "validation end"
+
+    loop.advance = advance  # type: ignore[method-assign]
+
+
 def is_logging_step(trainer: pl.Trainer) -> bool:
     """Whether ``log_every_n_steps`` lets this batch write to the loggers."""
     return trainer._logger_connector.should_update_logs
@@ -141,6 +180,14 @@ def syncs_batch_norm(strategy: ParallelStrategy) -> bool:
 def backend_of(strategy: DDPStrategy) -> str:
     """The backend of the default process group: what the user has said, or what fits the device."""
     return strategy._get_process_group_backend()
+
+
+def write_files_by(strategy: DDPStrategy, io: CheckpointIO) -> None:
+    """Let a strategy write its checkpoints so, or what wraps this, unless the user has said how."""
+    if strategy._checkpoint_io is None:
+        strategy._checkpoint_io = io
+    elif isinstance(strategy._checkpoint_io, _WrappingCheckpointIO):
+        strategy._checkpoint_io.checkpoint_io = io  # does nothing where there is one
 
 
 def average_gradients_in(strategy: DDPStrategy, group: dist.ProcessGroup | None) -> None:

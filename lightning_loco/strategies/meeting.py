@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from lightning_loco.comm.worker import StopAgreed
 from lightning_loco.strategies import lightning_private
+from lightning_loco.strategies.whole_files import WholeFileIO
 
 
 class MeetingPlace(Protocol):
@@ -140,6 +142,16 @@ class MeetingStrategy(DDPStrategy):
         """Collect a tensor from all workers."""
         self.meet("all_gather")
         return tensor if self._is_alone else super().all_gather(tensor, group, sync_grads)
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """How files are written and read; by default as a whole or not at all."""
+        lightning_private.write_files_by(self, WholeFileIO())
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        DDPStrategy.checkpoint_io.fset(self, io)  # type: ignore[attr-defined]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's state for a checkpoint."""

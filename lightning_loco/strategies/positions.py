@@ -2,55 +2,80 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as pl
 
 from lightning_loco.strategies import lightning_private
-from lightning_loco.strategies.random_states import set_random_states
+from lightning_loco.strategies.random_states import random_states, set_random_states
+
+Place = Literal["batch end", "validation end", "next batch", "next epoch", "stopped"]
+"""What was done last: a batch, or its validation too, or all that comes before the next batch, or
+the whole epoch. ``"stopped"`` is the end of a run within an epoch."""
 
 
 class Position(NamedTuple):
     """What a worker takes up right before its first resumed batch.
 
     Attributes:
+        place: Where in the loops it is.
         random: States of the random number generators; None to leave them as they are.
-        new_epoch: Whether the run goes straight on with a new epoch.
+        has_validation_data: Whether the loaders of validation had been made.
     """
 
+    place: Place
     random: dict[str, Any] | None
-    new_epoch: bool
+    has_validation_data: bool
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> Position:
+        """Where the run is now."""
+        return cls(_place(trainer), random_states(), trainer.val_dataloaders is not None)
+
+    def enter(self, loops: dict[str, Any]) -> None:
+        """Set counters that Lightning would take for another place.
+
+        Left alone, it skips the validation and the end of an epoch whose last batch was saved, and
+        decides by the counters of the next epoch whether to draw the random numbers for them.
+
+        Args:
+            loops: Of a checkpoint, before Lightning reads them.
+        """
+        fit = loops["fit_loop"]
+        batches, epochs = fit["epoch_loop.batch_progress"], fit["epoch_progress"]
+        if self.place == "batch end":
+            for counts in (batches["current"], batches["total"]):
+                counts["completed"] = counts["processed"]
+        elif self.place == "next epoch":
+            batches["is_last_batch"] = False
+            batches["current"] = dict.fromkeys(batches["current"], 0)
+            for counts in (epochs["current"], epochs["total"]):
+                counts.update(dict.fromkeys(counts, counts["processed"]))
 
     def restore(self, trainer: pl.Trainer) -> None:
         """Take it up; the loops have been restored by Lightning."""
+        if self.has_validation_data:
+            lightning_private.load_validation_data(trainer)
         if self.random is not None:
             set_random_states(self.random)
-        if self.new_epoch:
+        if self.place == "next epoch" and trainer.current_epoch > 0:
             lightning_private.start_epoch_data(trainer)
+        if self.place != "stopped":
+            lightning_private.skip_to(trainer, self.place)
 
 
-def forget_finished_epoch(loaded: dict[str, Any]) -> bool:
-    """Drop the position in the data when it is the end of an epoch.
-
-    Lightning would put the loader at its end again and count an epoch without batches. When the
-    epoch is already counted, it would also take the next one for its last batch.
-
-    Args:
-        loaded: A checkpoint, before Lightning reads its loops.
-
-    Returns:
-        Whether Lightning goes straight on with the next epoch, without ending the present one.
-    """
-    loop = loaded["loops"]["fit_loop"]
-    batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]
-    if not batches["is_last_batch"]:
-        return False
-    loop["state_dict"].pop("combined_loader", None)
-    batch_ended = batches["current"]["completed"] == batches["current"]["ready"]
-    epoch_ended = epochs["current"]["processed"] == epochs["current"]["ready"]
-    if epoch_ended:
-        batches["is_last_batch"] = False
-        batches["current"] = dict.fromkeys(batches["current"], 0)
-        for counts in (epochs["current"], epochs["total"]):
-            counts["completed"] = counts["processed"]
-    return epoch_ended or not batch_ended
+def _place(trainer: pl.Trainer) -> Place:
+    loop = trainer.fit_loop
+    epochs: Any = loop.epoch_progress.current
+    batches: Any = loop.epoch_loop.batch_progress
+    if epochs.started < epochs.ready:
+        return "next epoch"
+    if epochs.processed == epochs.ready:
+        return "next epoch" if batches.is_last_batch or not epochs.ready else "stopped"
+    if batches.current.completed < batches.current.processed:
+        return "batch end"
+    if trainer.validating:
+        validated = loop.epoch_loop.val_loop.batch_progress.current
+        is_over = 0 < validated.completed == validated.ready
+        return "validation end" if is_over and not trainer.interrupted else "batch end"
+    return "validation end" if batches.is_last_batch else "next batch"

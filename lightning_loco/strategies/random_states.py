@@ -9,13 +9,16 @@ import torch
 
 
 def random_states() -> dict[str, Any]:
-    """The states of all random number generators, as plain values and tensors."""
+    """The states of all random number generators, as plain values and tensors.
+
+    That of CUDA is among them only if this process uses CUDA already.
+    """
     version, words, gauss = random.getstate()
     states: dict[str, Any] = {
         "python": [version, list(words), gauss],
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     try:
         import numpy as np
@@ -31,7 +34,7 @@ def set_random_states(states: dict[str, Any]) -> None:
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
     torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
+    if "cuda" in states and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(states["cuda"])
     if "numpy" in states:
         import numpy as np

@@ -11,8 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_loco.remote import RemoteOptimizer
 from lightning_loco.strategies.interrupted import save_where_stopped
-from lightning_loco.strategies.positions import Position, forget_finished_epoch
-from lightning_loco.strategies.random_states import random_states
+from lightning_loco.strategies.positions import Position
 
 if TYPE_CHECKING:
     from lightning_loco.strategies.remote import RemoteOptimizerStrategy
@@ -88,9 +87,11 @@ class RemoteCheckpoints:
             return
         if strategy.is_training and "optimizer_states" in checkpoint:
             assert strategy.remote is not None
+            assert strategy.lightning_module is not None
             self._saved_on_stop = strategy.remote.stop_agreed is not None
             strategy.meet("checkpoint")
-            own = {"loops": checkpoint["loops"], "random": random_states()}
+            position = Position.of(strategy.lightning_module.trainer)
+            own = {"loops": checkpoint["loops"], "position": position._asdict()}
             checkpoint[_KEY] = strategy.present_workers().gather_objects(own)
         if strategy.is_global_zero:
             strategy.checkpoint_io.save_checkpoint(
@@ -105,6 +106,9 @@ class RemoteCheckpoints:
         Args:
             loaded: What Lightning has read.
             path: From where.
+
+        Raises:
+            ValueError: If something is missing.
         """
         strategy = self._strategy
         if not strategy.is_fitting or strategy.serves:
@@ -112,11 +116,15 @@ class RemoteCheckpoints:
         self._resumed = None
         if _KEY in loaded:
             positions = loaded[_KEY]
-            random = None
-            if len(positions) == strategy.world_size:
-                own = positions[strategy.global_rank]
-                loaded["loops"], random = own["loops"], own["random"]
-            self._resumed = Position(random, forget_finished_epoch(loaded))
+            is_same_size = len(positions) == strategy.world_size
+            try:
+                own = positions[strategy.global_rank if is_same_size else 0]
+                loaded["loops"], position = own["loops"], Position(**own["position"])
+            except (KeyError, TypeError) as missing:
+                text = f"{path} does not say where its workers were: {missing}."
+                raise ValueError(text) from missing
+            self._resumed = position if is_same_size else position._replace(random=None)
+            self._resumed.enter(loaded["loops"])
         return loaded
 
     def remove(self, path: str | Path) -> None:

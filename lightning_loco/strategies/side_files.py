@@ -1,43 +1,37 @@
 """What lies beside a checkpoint: one file per worker and one for what all workers share.
 
 ``model.ckpt`` is an ordinary Lightning checkpoint. ``model.ckpt.loco/<stamp>/`` holds
-``worker_00000.pt`` and so on, and ``shared.pt``. The main file is written last and names its stamp,
-so an interrupted save never spoils the checkpoint that was there before.
+``worker_00000.pt`` and so on, and ``shared.pt``. The main file is written last and names its stamp;
+only when that has been read back, the files of other stamps are deleted. So an interrupted save
+never spoils the checkpoint that was there before.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
-_SHARED = "shared.pt"
-
-
-def new_stamp(steps: int) -> str:
-    """A name for one save that no other save has.
-
-    Args:
-        steps: Local steps made so far.
-    """
-    return f"step{steps}-{secrets.token_hex(4)}"
+from lightning_loco.strategies.main_file import stamps_in, steps_of
+from lightning_loco.strategies.sealed import seal, unseal
+from lightning_loco.strategies.whole_files import local_path
 
 
 class SideFiles:
     """The side files of one checkpoint.
 
     Args:
-        io: How files are written: to a temporary name, then renamed.
+        io: How files are written and read.
         path: The main file.
     """
 
     def __init__(self, io: CheckpointIO, path: str | Path) -> None:
         self._io = io
         self._path = str(path)
+        self._folder = f"{path}.loco"
 
     def save(
         self, stamp: str, worker: int, own: dict[str, Any], shared: dict[str, Any] | None
@@ -49,11 +43,16 @@ class SideFiles:
             worker: Who writes.
             own: What is this worker's alone.
             shared: What all workers share, which worker 0 writes; None if there is nothing.
+
+        Raises:
+            OSError: If a file cannot be written.
+            ValueError: If the folder is a symbolic link.
         """
-        folder = _folder(self._path) / stamp
-        self._io.save_checkpoint(own, str(folder / _file_of(worker)))
+        folder = f"{self._folder}/{stamp}"
+        _refuse_links(folder)
+        self._io.save_checkpoint(seal(own, stamp, worker), f"{folder}/{_file_of(worker)}")
         if shared is not None and worker == 0:
-            self._io.save_checkpoint(shared, str(folder / _SHARED))
+            self._io.save_checkpoint(seal(shared, stamp, None), f"{folder}/{_file_of(None)}")
 
     def load(
         self, stamp: str, worker: int, has_shared: bool
@@ -70,38 +69,95 @@ class SideFiles:
 
         Raises:
             FileNotFoundError: Naming the first file that does not exist.
+            ValueError: Naming the first file that is damaged, another worker's or of another save,
+                or behind a symbolic link.
         """
-        folder = _folder(os.path.realpath(self._path)) / stamp
-        names = [_file_of(worker)] + ([_SHARED] if has_shared else [])
-        files = get_filesystem(str(folder))
-        for name in names:
-            if not files.exists(str(folder / name)):
-                raise FileNotFoundError(
-                    f"The checkpoint {self._path} needs {folder / name}, which does not exist. "
-                    f"Keep the folder {_folder(self._path).name} beside the checkpoint, on a file "
-                    "system that all machines share."
-                )
-        own, *shared = (
-            self._io.load_checkpoint(str(folder / name), weights_only=True) for name in names
-        )
-        return own, shared[0] if shared else {}
+        own = self._read(stamp, worker)
+        return own, self._read(stamp, None) if has_shared else {}
 
-    def remove(self, keep: str | None = None) -> None:
-        """Delete all saves, or all but one stamp."""
-        folder = _folder(self._path)
-        if keep is None:
-            self._io.remove_checkpoint(str(folder))
-            return
-        files = get_filesystem(str(folder))
-        if files.exists(str(folder)):
-            for entry in files.ls(str(folder), detail=False):
-                if Path(entry).name != keep:
-                    self._io.remove_checkpoint(entry)
+    def name_of(self, stamp: str, worker: int | None) -> str:
+        """Where to read the part of a worker; with None, what all workers share.
+
+        The main file may be a link: the side files are beside the file that it leads to.
+        """
+        path = self._path if local_path(self._path) is None else os.path.realpath(self._path)
+        return f"{path}.loco/{stamp}/{_file_of(worker)}"
+
+    def settle(self, stamp: str) -> None:
+        """Delete the other saves, unless the main file still needs them.
+
+        Args:
+            stamp: The save that is complete now.
+
+        Raises:
+            OSError: If the main file was to be replaced and still names another save.
+        """
+        named = stamps_in(self._path, self._io)
+        if stamp not in named and isinstance(self._io, TorchCheckpointIO):
+            raise OSError(
+                f"The checkpoint {self._path} could not be replaced. What it was before is still "
+                "complete."
+            )
+        # Another's way to write may be late: then what is older than the main file can go.
+        first = min(map(steps_of, named), default=0)
+        for found in self._stamps():
+            if found != stamp and (stamp in named or steps_of(found) < first):
+                self._remove(f"{self._folder}/{found}")
+
+    def drop(self, stamp: str) -> None:
+        """Delete a save that has failed, unless the main file has come to need it."""
+        if stamp not in stamps_in(self._path, self._io):
+            self._remove(f"{self._folder}/{stamp}")
+            if not self._stamps():
+                self.remove()
+
+    def remove(self) -> None:
+        """Delete all saves."""
+        self._remove(self._folder)
+
+    def _stamps(self) -> list[str]:
+        files = get_filesystem(self._folder)
+        entries = files.ls(self._folder, detail=False) if files.exists(self._folder) else []
+        return [Path(entry).name for entry in entries]
+
+    def _read(self, stamp: str, worker: int | None) -> dict[str, Any]:
+        name = self.name_of(stamp, worker)
+        _refuse_links(os.path.dirname(name))
+        if not get_filesystem(name).exists(name):
+            raise FileNotFoundError(
+                f"The checkpoint {self._path} needs {name}, which does not exist. "
+                f"Keep the folder {Path(name).parents[1].name} beside the checkpoint, on a file "
+                "system that all machines share."
+            )
+        try:
+            sealed = self._io.load_checkpoint(name, weights_only=True)
+        except OSError:
+            raise
+        except Exception as error:  # damaged files fail in many ways
+            raise ValueError(f"{name} is damaged and cannot be read: {error}") from error
+        try:
+            return unseal(sealed, stamp, worker)
+        except ValueError as error:
+            raise ValueError(f"{name} {error}.") from error
+
+    def _remove(self, path: str) -> None:
+        local = local_path(path)
+        if local is not None and local.is_symlink():
+            local.unlink()  # not what it leads to
+        else:
+            self._io.remove_checkpoint(path)
 
 
-def _folder(path: str) -> Path:
-    return Path(f"{path}.loco")
+def _refuse_links(folder: str) -> None:
+    """Raise ValueError if the folder of a save, or that of all saves, is a symbolic link."""
+    local = local_path(folder)
+    for one in () if local is None else (local.parent, local):
+        if one.is_symlink():
+            raise ValueError(
+                f"{one} is a symbolic link; side files are written and read in real folders only. "
+                "Put the whole folder of checkpoints elsewhere, or resume from there."
+            )
 
 
-def _file_of(worker: int) -> str:
-    return f"worker_{worker:05d}.pt"
+def _file_of(worker: int | None) -> str:
+    return "shared.pt" if worker is None else f"worker_{worker:05d}.pt"

@@ -8,27 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.comm import WorkerGroup
 from lightning_loco.strategies.interrupted import save_where_stopped
-from lightning_loco.strategies.positions import Position, forget_finished_epoch
-from lightning_loco.strategies.random_states import random_states
-from lightning_loco.strategies.side_files import SideFiles, new_stamp
+from lightning_loco.strategies.main_file import KEY, NEW_RUN, check_entry, entry_of, new_stamp
+from lightning_loco.strategies.positions import Position
+from lightning_loco.strategies.side_files import SideFiles
 
 if TYPE_CHECKING:
     from lightning_loco.strategies.driven import Engine
     from lightning_loco.strategies.engine_strategy import EngineStrategy
 
-_KEY = "lightning_loco"
-_FORMAT = 2
+_CPU = torch.device("cpu")
 _OF_LIGHTNING = ("loops", "optimizer_states", "lr_schedulers", "MixedPrecision", "HalfPrecision")
-_NEW_RUN = (
-    "To start a new run from its weights alone, use "
-    "YourModule.load_from_checkpoint(path) and fit without ckpt_path."
-)
 
 
 class WorkerCheckpoints:
@@ -43,7 +39,7 @@ class WorkerCheckpoints:
 
     def __init__(self, strategy: EngineStrategy) -> None:
         self._strategy = strategy
-        self._resumed: tuple[dict[str, Any], Position] | None = None
+        self._resumed: tuple[str, dict[str, Any], Position] | None = None
         self._saved_on_stop = False
 
     def begin_fit(self) -> None:
@@ -63,7 +59,10 @@ class WorkerCheckpoints:
         engine.worker.show_consensus("checkpoint of the consensus")
         state = read()
         if self._strategy.is_global_zero:
-            state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+            state = {
+                name: value.detach().to(_CPU, copy=True) if isinstance(value, Tensor) else value
+                for name, value in state.items()
+            }
         engine.worker.show_local()
         return state
 
@@ -79,7 +78,9 @@ class WorkerCheckpoints:
             storage_options: Passed on to the ``CheckpointIO``.
 
         Raises:
-            OSError: On every worker, if one cannot write its side files.
+            OSError: On every worker, if one cannot write its files; the checkpoint that was there
+                is still complete.
+            ValueError: On every worker, if the side folder is a symbolic link.
         """
         io, writes_main = self._strategy.checkpoint_io, self._strategy.is_global_zero
         engine = self._engine
@@ -91,12 +92,19 @@ class WorkerCheckpoints:
         group = engine.worker.group
         path, stamp = group.gather_objects((str(path), new_stamp(engine.worker.steps)))[0]
         files = SideFiles(io, path)
-        with group.errors_shared():
-            files.save(stamp, group.worker, *_parts(engine, checkpoint))
-        if writes_main:
-            checkpoint[_KEY] = _entry(engine, stamp)
-            io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-            files.remove(keep=stamp)
+        own, shared = self._parts(engine, checkpoint)
+        try:
+            with group.errors_shared():
+                files.save(stamp, group.worker, own, shared)
+            with group.errors_shared():
+                if writes_main:
+                    checkpoint[KEY] = entry_of(engine, stamp)
+                    io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+                    files.settle(stamp)
+        except (OSError, ValueError, TypeError):
+            if writes_main:
+                files.drop(stamp)
+            raise
 
     def load(self, loaded: dict[str, Any], path: str | Path) -> dict[str, Any]:
         """Complete the main file with this worker's own state, to resume training.
@@ -112,7 +120,7 @@ class WorkerCheckpoints:
         self._resumed = None
         if not self._strategy.is_fitting:
             return loaded
-        if _KEY not in loaded:
+        if KEY not in loaded:
             rank_zero_info(
                 f"{path} was not written by lightning_loco: its model and optimizer are "
                 "the common start of all workers."
@@ -121,26 +129,36 @@ class WorkerCheckpoints:
         worker, num_workers = self._strategy.worker, self._strategy.num_workers
         error: Exception | None = None
         try:
-            entry, algorithm = loaded[_KEY], self._strategy.settings.algorithm
-            _check_fit(entry, algorithm, num_workers, path)
-            own = self._read(entry["stamp"], algorithm, path)
-        except ValueError as found:
+            algorithm = self._strategy.settings.algorithm
+            stamp = check_entry(loaded[KEY], algorithm, num_workers, path)
+            name, own = self._read(stamp, algorithm, path)
+        except (ValueError, OSError) as found:
             error = found
         control = torch.distributed.group.WORLD if num_workers > 1 else None
         WorkerGroup(worker, num_workers, control=control).raise_together(error)
         loaded.update(own["lightning"])
-        position = Position(own["random"], forget_finished_epoch(loaded))
-        self._resumed = own["engine"], position
+        position = Position(**own["position"])
+        position.enter(loaded["loops"])
+        self._resumed = name, own["engine"], position
         return loaded
 
     def resume(self, trainer: pl.Trainer) -> None:
-        """Go on from what :meth:`load` has read, if it has; right before training starts."""
-        if self._resumed is not None:
-            engine_state, position = self._resumed
-            self._resumed = None
-            assert self._engine is not None
-            self._engine.load_state_dict(engine_state)
-            position.restore(trainer)
+        """Go on from what :meth:`load` has read, if it has; right before training starts.
+
+        Raises:
+            ValueError: On every worker, if something is missing in a side file.
+        """
+        if self._resumed is None:
+            return
+        name, engine_state, position = self._resumed
+        self._resumed = None
+        assert self._engine is not None
+        with self._engine.worker.group.errors_shared():
+            try:
+                self._engine.load_state_dict(engine_state)
+            except KeyError as missing:
+                raise ValueError(f"{name} has no {missing} of the engine. {NEW_RUN}") from missing
+        position.restore(trainer)
 
     def save_interrupted(self, trainer: pl.Trainer, reason: str) -> None:
         """Save once more after an agreed stop, unless that is done; all workers must call it."""
@@ -156,59 +174,37 @@ class WorkerCheckpoints:
     def _engine(self) -> Engine | None:
         return self._strategy.engine if self._strategy.is_training else None
 
-    def _read(self, stamp: str, algorithm: Algorithm, path: str | Path) -> dict[str, Any]:
+    def _read(self, stamp: str, algorithm: Algorithm, path: str | Path) -> tuple[str, Any]:
+        """The name of this worker's own file, and all that it needs."""
         files = SideFiles(self._strategy.checkpoint_io, path)
         try:
             own, shared = files.load(stamp, self._strategy.worker, algorithm.replicated)
-        except FileNotFoundError as missing:
-            raise ValueError(f"{missing} {_NEW_RUN}") from missing
+        except (FileNotFoundError, ValueError) as error:
+            raise ValueError(f"{error} {NEW_RUN}") from error
+        name = files.name_of(stamp, self._strategy.worker)
+        for key, entries in (
+            ("engine", ()),
+            ("lightning", ("loops",)),
+            ("position", Position._fields),
+        ):
+            for entry in ("", *entries):
+                if key not in own or (entry and entry not in own[key]):
+                    raise ValueError(f"{name} has no {entry or key!r}. {NEW_RUN}")
         own["engine"].update(shared)
-        return own
+        return name, own
 
-
-def _entry(engine: Engine, stamp: str) -> dict[str, Any]:
-    """The entry of the main file that ties it to its side files: plain values only."""
-    return {
-        "format": _FORMAT,
-        "stamp": stamp,
-        "num_workers": engine.worker.group.num_workers,
-        "algorithm": type(engine.settings.algorithm).__name__,
-        "settings": engine.settings.describe(),
-        "round_index": engine.worker.round_index,
-    }
-
-
-def _parts(
-    engine: Engine, checkpoint: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """What goes into this worker's own file, and what is the same on all workers."""
-    state, shared = engine.state_dict(), None
-    if engine.settings.algorithm.replicated:
-        shared = {"shared": state.pop("shared")}
-    own = {
-        "engine": state,
-        "random": random_states(),
-        "lightning": {key: checkpoint[key] for key in _OF_LIGHTNING if key in checkpoint},
-    }
-    return own, shared
-
-
-def _check_fit(
-    entry: dict[str, Any], algorithm: Algorithm, num_workers: int, path: str | Path
-) -> None:
-    """Refuse a checkpoint of another format, algorithm or number of workers."""
-    if entry["format"] != _FORMAT:
-        raise ValueError(
-            f"The side files of {path} have format {entry['format']}, and this version of "
-            f"lightning_loco reads format {_FORMAT} only. {_NEW_RUN}"
-        )
-    if entry["algorithm"] != type(algorithm).__name__:
-        raise ValueError(
-            f"The checkpoint {path} was written by {entry['algorithm']} and cannot be resumed with "
-            f"{type(algorithm).__name__}. {_NEW_RUN}"
-        )
-    if entry["num_workers"] != num_workers:
-        raise ValueError(
-            f"The checkpoint {path} was written by {entry['num_workers']} workers and this run has "
-            f"{num_workers}; each worker resumes from its own state. {_NEW_RUN}"
-        )
+    def _parts(
+        self, engine: Engine, checkpoint: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """What goes into this worker's own file, and what is the same on all workers."""
+        module = self._strategy.lightning_module
+        assert module is not None
+        state, shared = engine.state_dict(), None
+        if engine.settings.algorithm.replicated:
+            shared = {"shared": state.pop("shared")}
+        own = {
+            "engine": state,
+            "position": Position.of(module.trainer)._asdict(),
+            "lightning": {key: checkpoint[key] for key in _OF_LIGHTNING if key in checkpoint},
+        }
+        return move_data_to_device(own, _CPU), move_data_to_device(shared, _CPU)

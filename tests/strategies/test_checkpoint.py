@@ -214,10 +214,10 @@ def test_side_files_of_another_format_are_refused(pool: Pool, tmp_path: Path) ->
     pool.run(fit, CASES["local_sgd"], str(tmp_path), None, 10, 10, world=2)
     path = tmp_path / "step=10.ckpt"
     content = torch.load(path)
-    content["lightning_loco"]["format"] = 1
+    content["lightning_loco"]["format"] = 2
     torch.save(content, path)
     with pytest.raises(
-        PoolError, match="have format 1, and this version .* reads format 2"
+        PoolError, match="have format 2, and this version .* reads format 3"
     ) as error:
         pool.run(fit, CASES["local_sgd"], str(tmp_path), str(path), STEPS, 10, world=2)
     assert sorted(error.value.failures) == [0, 1]

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -52,7 +53,12 @@ def test_private_names_of_lightning_exist() -> None:
     assert parameters[:2] == ["dataloader", "sampler"]
     parameters = list(inspect.signature(lightning_private._set_sampler_epoch).parameters)
     assert parameters == ["dataloader", "epoch"]
-    assert isinstance(trainer.fit_loop.epoch_loop.max_steps, int)
+    loop = trainer.fit_loop.epoch_loop
+    assert isinstance(loop.max_steps, int)
+    assert list(inspect.signature(loop.advance).parameters) == ["data_fetcher"]
+    assert (loop._skip_next_val, loop.val_loop._has_run) == (False, False)
+    assert LocalSGDStrategy()._checkpoint_io is None
+    assert isinstance(AsyncCheckpointIO(), lightning_private._WrappingCheckpointIO)
 
 
 def test_the_lockstep_is_taken_out_of_one_trainer_only() -> None:

@@ -1,0 +1,87 @@
+"""Files that appear as a whole or not at all, on whatever file system they are."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from lightning.fabric.plugins import TorchCheckpointIO
+
+
+class WholeFileIO(TorchCheckpointIO):
+    """Lightning's way to write checkpoints, safe against a loss of the process or the machine.
+
+    Lightning writes a local file into the folder for temporary files and moves it, which is a copy
+    onto the old file where that folder is on another file system. Here it is written beside its
+    target, brought to the disk, and renamed. Addresses such as ``s3://`` are left to Lightning.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
+        """Write a file in the place of the one that is there, which stays until then.
+
+        Args:
+            checkpoint: What to write.
+            path: Where to; missing folders are made.
+            storage_options: None; there is nothing to set.
+
+        Raises:
+            OSError: If that is not possible; what was there is as it was.
+            TypeError: If there are ``storage_options``.
+        """
+        target = local_path(path)
+        if target is None or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+        else:
+            _replace(target, checkpoint)
+
+
+def local_path(path: str | Path) -> Path | None:
+    """Where a file is on this machine's file systems; None for addresses elsewhere."""
+    files, name = url_to_fs(str(path))
+    return Path(name) if isinstance(files, LocalFileSystem) else None
+
+
+def _replace(target: Path, content: Any) -> None:
+    _make_folder(target.parent)
+    # One name for each target: what a killed process has left is overwritten by the next one.
+    part = target.with_name(f".{hashlib.sha256(target.name.encode()).hexdigest()[:16]}.part")
+    try:
+        with part.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(target)
+    except BaseException as error:
+        part.unlink(missing_ok=True)
+        # torch hides a full disk behind what it found when it closed its archive.
+        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+            cause = error.__context__
+            raise OSError(cause.errno, cause.strerror, str(target)) from error
+        raise
+    _sync_folder(target.parent)
+
+
+def _make_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _sync_folder(folder.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not every file system can
+            raise
+    finally:
+        os.close(descriptor)

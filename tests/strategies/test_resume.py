@@ -1,0 +1,255 @@
+"""A resumed run equals the unbroken one, wherever it was saved, stopped or killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from tests.cases import CASES
+from tests.pool import Pool, PoolError, make_trainer
+from tests.tiny import flat
+
+WORLD = 2
+BATCHES = 6  # of an epoch
+STEPS = 27
+LET_IT_BE_HEARD_S = 1.5  # the workers hear of a stop from their watchdogs, once a second
+ALGORITHMS = ("local_sgd", "async_diloco", "gasloc")
+NO_VALIDATION: dict[str, Any] = {"limit_val_batches": 0}
+VALIDATIONS: dict[str, dict[str, Any]] = {
+    "every epoch": {"check_val_every_n_epoch": 1},
+    "every 2 epochs": {"check_val_every_n_epoch": 2},
+    "every 3 epochs": {"check_val_every_n_epoch": 3},
+    "every 4 steps": {"check_val_every_n_epoch": None, "val_check_interval": 4},
+    "every 2 steps of 2nd epochs": {"check_val_every_n_epoch": 2, "val_check_interval": 2},
+    "no check before training": {"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0},
+    "never": NO_VALIDATION,
+}
+PLACES = ("batch 8", "batch 12", "batch 18", "epoch 12", "epoch 18", "validation 12", "start 12")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
+    pytest.mark.filterwarnings("ignore:Using `isinstance"),
+]
+
+
+class DrawingModule(pl.LightningModule):
+    """Draws random numbers in training and validation, and remembers what came of it."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.model = nn.Sequential(
+            nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1)
+        )
+        self.losses: dict[int, float] = {}
+        self.validated: dict[int, float] = {}
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = (self.model(batch[0]) - batch[1]).square().mean() * random.uniform(0.5, 1.5)
+        self.losses[self.global_step] = loss.item() + torch.rand(()).item()
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        noise = torch.rand(()).item()
+        self.validated[self.global_step] = (self.model(batch[0]) - batch[1]).sum().item() + noise
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.03)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def loader(world: int) -> StatefulDataLoader[Any]:
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(4 * BATCHES * world, 3, generator=generator)
+    return StatefulDataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4)
+
+
+class SaveAt(pl.Callback):
+    """Saves at the places of a run that are named ``"<hook> <global step>"``."""
+
+    def __init__(self, folder: str, places: Sequence[str]) -> None:
+        self.folder = folder
+        self.places = places
+
+    def save(self, trainer: pl.Trainer, hook: str) -> None:
+        place = f"{hook} {trainer.global_step}"
+        if place in self.places and not trainer.sanity_checking:
+            trainer.save_checkpoint(f"{self.folder}/{place}.ckpt")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.save(trainer, "batch")
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.save(trainer, "validation")
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.save(trainer, "start")
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.save(trainer, "epoch")
+
+
+class Interrupt(pl.Callback):
+    """Sends a signal: to one worker, or the one that cannot be caught to all of them."""
+
+    def __init__(self, number: int, step: int, worker: int) -> None:
+        self.number = number
+        self.step = step
+        self.worker = worker
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step and self.number == signal.SIGKILL:
+            dist.barrier()
+            os.kill(os.getpid(), self.number)
+        elif trainer.global_step == self.step:
+            if trainer.global_rank == self.worker:
+                os.kill(os.getpid(), self.number)
+            time.sleep(LET_IT_BE_HEARD_S)
+
+
+class SaveOften(pl.Callback):
+    """Overwrites one checkpoint every few steps."""
+
+    def __init__(self, folder: str, every: int) -> None:
+        self.folder = folder
+        self.every = every
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step % self.every == 0:
+            trainer.save_checkpoint(f"{self.folder}/often.ckpt")
+
+
+Outcome = tuple[dict[int, float], dict[int, float], Tensor]
+
+
+def fit(
+    rank: int,
+    world: int,
+    algorithm: str,
+    settings: dict[str, Any],
+    dropout: float,
+    folder: str,
+    resume: str | None = None,
+    callbacks: Sequence[pl.Callback] = (),
+) -> Outcome:
+    """What this worker's steps and validations gave, by global step, and its final model."""
+    random.seed(rank)
+    trainer = make_trainer(
+        CASES[algorithm].strategy(4),
+        max_steps=STEPS,
+        default_root_dir=folder,
+        callbacks=list(callbacks),
+        **settings,
+    )
+    module = DrawingModule(dropout)
+    validation = None if settings == NO_VALIDATION else [loader(1), loader(1)]
+    with suppress(SIGTERMException):
+        trainer.fit(module, loader(world), validation, ckpt_path=resume)
+    state = torch.cat([flat(module), *(b.flatten() for b in module.buffers())])
+    return module.losses, module.validated, state
+
+
+def check_resumed(whole: Sequence[Outcome], again: Sequence[Outcome], name: str) -> None:
+    """A resumed run went on at some step as the whole run did."""
+    for worker, (one, other) in enumerate(zip(whole, again, strict=True)):
+        step = min(other[0])
+        expected = {at: loss for at, loss in one[0].items() if at >= step}
+        assert other[0] == expected, f"{name}, worker {worker}: losses from step {step} on"
+        validated = {at: value for at, value in one[1].items() if at > step}
+        found = {at: value for at, value in other[1].items() if at > step}
+        assert found == validated, f"{name}, worker {worker}: validation after step {step}"
+        for at, value in other[1].items():
+            assert value == one[1][at], f"{name}, worker {worker}: validation at step {at}"
+        assert torch.equal(one[2], other[2]), f"{name}, worker {worker}: the final model"
+
+
+def check_places(
+    pool: Pool, folder: Path, algorithm: str, validation: str, dropout: float
+) -> set[str]:
+    """Resume from each place of a run; the places."""
+    settings = VALIDATIONS[validation]
+    save = SaveAt(str(folder), PLACES)
+    whole = pool.run(fit, algorithm, settings, dropout, str(folder), None, [save], world=WORLD)
+    saved = sorted(folder.glob("*.ckpt"))
+    for path in saved:
+        again = pool.run(fit, algorithm, settings, dropout, str(folder), str(path), world=WORLD)
+        assert min(again[0][0]) == int(path.stem.split()[1])
+        check_resumed(whole, again, f"{algorithm}, validation {validation}, from {path.stem}")
+    return {path.stem for path in saved}
+
+
+@pytest.mark.parametrize(
+    ("validation", "algorithm"),
+    [
+        ("every 2 epochs", "local_sgd"),
+        ("every 4 steps", "async_diloco"),
+        ("every 2 steps of 2nd epochs", "gasloc"),
+        ("no check before training", "local_sgd"),
+    ],
+)
+def test_resumed_run_equals_unbroken_run(
+    pool: Pool, tmp_path: Path, validation: str, algorithm: str
+) -> None:
+    places = check_places(pool, tmp_path, algorithm, validation, 0.3)
+    assert {"batch 8", "batch 12", "batch 18", "epoch 12", "epoch 18", "start 12"} <= places
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("validation", VALIDATIONS)
+def test_resumed_run_equals_unbroken_run_everywhere(
+    pool: Pool, tmp_path: Path, validation: str, algorithm: str, dropout: float
+) -> None:
+    check_places(pool, tmp_path, algorithm, validation, dropout)
+
+
+@pytest.mark.parametrize("kind", ["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("count", [2, pytest.param(30, marks=pytest.mark.long)])
+def test_interrupted_run_equals_unbroken_run(
+    pool: Pool, tmp_path: Path, kind: str, count: int
+) -> None:
+    """Interruptions at random steps, under random settings."""
+    draw = random.Random(count)
+    unbroken: dict[tuple[str, str], list[Outcome]] = {}
+    for number in range(count):
+        algorithm = draw.choice(ALGORITHMS)
+        validation = draw.choice([*VALIDATIONS])
+        step, worker, every = (
+            draw.randrange(6, STEPS - 8),
+            draw.randrange(WORLD),
+            draw.choice([1, 2, 3]),
+        )
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        run = algorithm, VALIDATIONS[validation], 0.3, str(folder)
+        name = f"{kind} {number}: {algorithm}, validation {validation}, step {step}, every {every}"
+        if (algorithm, validation) not in unbroken:
+            unbroken[algorithm, validation] = pool.run(fit, *run, world=WORLD)
+        interrupt = Interrupt(getattr(signal, kind), step, worker)
+        if kind == "SIGTERM":
+            path = folder / "interrupted.ckpt"
+            broken = pool.run(fit, *run, None, [interrupt], world=WORLD)
+            assert max(broken[0][0]) < STEPS - 1, f"{name}: was not interrupted"
+        else:
+            path = folder / "often.ckpt"
+            with pytest.raises(PoolError) as error:
+                pool.run(fit, *run, None, [SaveOften(str(folder), every), interrupt], world=WORLD)
+            assert error.value.missing == [0, 1]
+        again = pool.run(fit, *run, str(path), world=WORLD)
+        check_resumed(unbroken[algorithm, validation], again, name)

@@ -1,0 +1,267 @@
+"""Side files that are damaged, somebody else's or elsewhere are refused, by their names."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_loco import DiLoCo, LocoStrategy
+from lightning_loco.strategies.main_file import is_stamp, new_stamp
+from lightning_loco.strategies.random_states import random_states
+from lightning_loco.strategies.sealed import checksum, seal
+from lightning_loco.strategies.side_files import SideFiles
+from lightning_loco.strategies.whole_files import WholeFileIO
+from tests.pool import Pool, PoolError, make_trainer
+from tests.tiny import TinyModule, make_loader
+
+WORLD = 2
+pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that")
+
+
+def fit(rank: int, world: int, path: str, resume: bool = False) -> int:
+    trainer = make_trainer(
+        LocoStrategy(DiLoCo(), sync_every=3, timeout_s=30),
+        max_steps=8 if resume else 4,
+        use_distributed_sampler=False,
+    )
+    module = TinyModule()
+    if not resume:
+        module.on_train_batch_end = lambda *_: trainer.save_checkpoint(path)  # type: ignore[method-assign]
+    trainer.fit(module, make_loader(rank, 20), ckpt_path=path if resume else None)
+    return trainer.global_step
+
+
+@pytest.fixture
+def checkpoint(pool: Pool, tmp_path: Path) -> Path:
+    """One of two workers, after four steps."""
+    path = tmp_path / "one.ckpt"
+    pool.run(fit, str(path), world=WORLD)
+    return path
+
+
+def folder_of(checkpoint: Path) -> Path:
+    (folder,) = Path(f"{checkpoint}.loco").iterdir()
+    return folder
+
+
+def check_refused(pool: Pool, checkpoint: Path, *words: str) -> None:
+    """It is refused on both workers, in these words."""
+    with pytest.raises(PoolError) as error:
+        pool.run(fit, str(checkpoint), True, world=WORLD)
+    assert sorted(error.value.failures) == [0, 1]
+    for failure in error.value.failures.values():
+        assert failure.type_name == "ValueError"
+        for word in words:
+            assert word in failure.message
+        assert "To start a new run from its weights alone" in failure.message
+
+
+def change(path: Path, **entries: Any) -> None:
+    """Set entries of a file, or delete those that are None."""
+    content = torch.load(path)
+    for name, value in entries.items():
+        content[name] = value
+        if value is None:
+            del content[name]
+    torch.save(content, path)
+
+
+def test_whole_side_files_are_resumed(pool: Pool, checkpoint: Path) -> None:
+    assert pool.run(fit, str(checkpoint), True, world=WORLD) == [8, 8]
+
+
+def test_file_of_another_worker_is_refused(pool: Pool, checkpoint: Path) -> None:
+    folder = folder_of(checkpoint)
+    shutil.copy(folder / "worker_00000.pt", folder / "worker_00001.pt")
+    check_refused(
+        pool, checkpoint, f"{folder}/worker_00001.pt", "belongs to worker 0", "not to worker 1"
+    )
+
+
+def test_file_of_another_save_is_refused(pool: Pool, checkpoint: Path) -> None:
+    before = torch.load(folder_of(checkpoint) / "worker_00001.pt")
+    pool.run(fit, str(checkpoint), world=WORLD)
+    file = folder_of(checkpoint) / "worker_00001.pt"
+    torch.save(before, file)
+    check_refused(pool, checkpoint, str(file), f"not to worker 1 in save '{file.parent.name}'")
+
+
+def test_worker_s_file_is_not_taken_for_the_shared_one(pool: Pool, checkpoint: Path) -> None:
+    folder = folder_of(checkpoint)
+    shutil.copy(folder / "worker_00000.pt", folder / "shared.pt")
+    check_refused(pool, checkpoint, f"{folder}/shared.pt", "not to all workers")
+
+
+def load(files: SideFiles, stamp: str) -> tuple[tuple[Any, Any] | None, str]:
+    """What worker 1 reads, or why not."""
+    try:
+        return files.load(stamp, 1, True), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+@pytest.mark.parametrize("worker", [1, None], ids=["worker_00001.pt", "shared.pt"])
+def test_flipped_bits_are_found(checkpoint: Path, worker: int | None) -> None:
+    """Of 200 flipped bits, none changes what is read; those in padding change nothing at all."""
+    stamp = folder_of(checkpoint).name
+    files = SideFiles(WholeFileIO(), checkpoint)
+    name = Path(files.name_of(stamp, worker))
+    whole = name.read_bytes()
+    own, shared = files.load(stamp, 1, True)
+    expected = checksum([own, shared])
+    draw = random.Random(7)
+    refused = 0
+    for _ in range(200):
+        damaged = bytearray(whole)
+        damaged[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
+        name.write_bytes(damaged)
+        found, message = load(files, stamp)
+        refused += found is None
+        assert str(name) in message if found is None else checksum([*found]) == expected
+    assert refused > 20
+
+
+def test_flipped_bit_of_a_parameter_is_found_by_all(pool: Pool, checkpoint: Path) -> None:
+    file = folder_of(checkpoint) / "worker_00001.pt"
+    content = torch.load(file)
+    content["engine"]["params"][3] += 1e-9
+    torch.save(content, file)
+    check_refused(pool, checkpoint, str(file), "has changed since it was written")
+
+
+def test_empty_file_is_refused(pool: Pool, checkpoint: Path) -> None:
+    file = folder_of(checkpoint) / "worker_00001.pt"
+    file.write_bytes(b"")
+    check_refused(pool, checkpoint, str(file), "is damaged and cannot be read")
+
+
+def test_file_without_a_seal_is_refused(pool: Pool, checkpoint: Path) -> None:
+    file = folder_of(checkpoint) / "worker_00001.pt"
+    change(file, seal=None)
+    check_refused(pool, checkpoint, str(file), "has no seal of lightning_loco")
+
+
+@pytest.mark.parametrize(
+    ("part", "entry", "message"),
+    [
+        (None, "engine", "has no 'engine'"),
+        (None, "position", "has no 'position'"),
+        ("lightning", "loops", "has no 'loops'"),
+        ("position", "place", "has no 'place'"),
+        ("engine", "params", "has no 'params' of the engine"),
+    ],
+)
+def test_missing_entry_names_the_file(
+    pool: Pool, checkpoint: Path, part: str | None, entry: str, message: str
+) -> None:
+    folder = folder_of(checkpoint)
+    for worker in range(WORLD):
+        file = folder / f"worker_{worker:05d}.pt"
+        content = torch.load(file)
+        del content["seal"]
+        del (content if part is None else content[part])[entry]
+        torch.save(seal(content, folder.name, worker), file)
+    check_refused(pool, checkpoint, f"{folder}/worker_0000", message)
+
+
+@pytest.mark.parametrize("entry", ["format", "stamp", "algorithm", "num_workers"])
+def test_missing_entry_of_the_main_file_names_it(pool: Pool, checkpoint: Path, entry: str) -> None:
+    content = torch.load(checkpoint)
+    del content["lightning_loco"][entry]
+    torch.save(content, checkpoint)
+    check_refused(pool, checkpoint, f"The entry 'lightning_loco' of {checkpoint} has no {entry!r}")
+
+
+@pytest.mark.parametrize(
+    "stamp", ["../../elsewhere", "step4-0123456", "step4-0123456\u0661", 4, None, "/step4-01234567"]
+)
+def test_stamp_of_another_form_is_refused(pool: Pool, checkpoint: Path, stamp: object) -> None:
+    entry = {**torch.load(checkpoint)["lightning_loco"], "stamp": stamp}
+    change(checkpoint, lightning_loco=entry)
+    check_refused(pool, checkpoint, f"names its side files {stamp!r}")
+
+
+def test_stamps_have_the_form_that_is_asked_for() -> None:
+    assert all(is_stamp(new_stamp(steps)) for steps in (0, 7, 10**9))
+    assert not is_stamp("step4-01234567\n")
+
+
+# ------------------------------------------------------------------------------- links
+
+
+@pytest.mark.parametrize("which", ["all saves", "one save"])
+def test_folder_that_is_a_link_is_refused(pool: Pool, checkpoint: Path, which: str) -> None:
+    folder = folder_of(checkpoint)
+    linked = folder if which == "one save" else folder.parent
+    elsewhere = checkpoint.parent / "elsewhere"
+    linked.rename(elsewhere)
+    linked.symlink_to(elsewhere)
+    check_refused(pool, checkpoint, f"{linked} is a symbolic link")
+
+
+def test_save_does_not_follow_a_link(pool: Pool, checkpoint: Path) -> None:
+    elsewhere = checkpoint.parent / "elsewhere"
+    linked = folder_of(checkpoint).parent
+    linked.rename(elsewhere)
+    linked.symlink_to(elsewhere)
+    before = sorted(elsewhere.rglob("*"))
+    with pytest.raises(PoolError, match="is a symbolic link") as error:
+        pool.run(fit, str(checkpoint), world=WORLD)
+    assert sorted(error.value.failures) == [0, 1]
+    assert sorted(elsewhere.rglob("*")) == before
+
+
+def test_removal_does_not_follow_a_link(checkpoint: Path) -> None:
+    elsewhere = checkpoint.parent / "elsewhere"
+    linked = folder_of(checkpoint).parent
+    linked.rename(elsewhere)
+    linked.symlink_to(elsewhere)
+    SideFiles(WholeFileIO(), checkpoint).remove()
+    assert not linked.is_symlink()
+    assert len(os.listdir(elsewhere)) == 1
+
+
+# ---------------------------------------------------------------------------- checksums
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"a": 1}, {"b": 1}),
+        ({"a": 1}, {"a": 1.0}),
+        ([1, 2], [2, 1]),
+        ([[1], 2], [[1, 2]]),
+        ([0.1], [0.1 + 2e-17]),
+        (torch.zeros(2), torch.zeros(2, 1)),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
+        (torch.zeros(2), torch.tensor([0.0, -0.0])),
+        (torch.zeros(3, dtype=torch.bfloat16), torch.tensor([0, 0, 1e-40]).bfloat16()),
+        (torch.tensor([1 + 1j]), torch.tensor([1 - 1j])),
+        ({"a", "b"}, {"a", "c"}),
+        ("1", 1),
+        (None, False),
+    ],
+)
+def test_checksum_tells_contents_apart(one: Any, other: Any) -> None:
+    assert checksum(one) != checksum(other)
+
+
+def test_checksum_survives_writing_and_reading(tmp_path: Path) -> None:
+    tensors: list[Tensor] = [
+        torch.randn(4, 3).T,
+        torch.tensor(True),
+        torch.zeros(0),
+        torch.randn(3, requires_grad=True),
+        torch.tensor([1 + 2j]).conj(),
+        torch.tensor(float("nan")),
+    ]
+    content = {"tensors": tensors, "random": random_states(), 3: ("x", {"y": None}), "s": {1, 2}}
+    torch.save(content, tmp_path / "one.pt")
+    assert checksum(torch.load(tmp_path / "one.pt")) == checksum(content)
