@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_loco.comm.worker import StopAgreed
 from lightning_loco.strategies import lightning_private
+from lightning_loco.strategies.interrupted import complete_one
 from lightning_loco.strategies.whole_files import WholeFileIO
 
 
@@ -167,6 +168,7 @@ class MeetingStrategy(DDPStrategy):
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint and, to resume training, this worker's own part."""
+        checkpoint_path = complete_one(checkpoint_path)
         # Older versions of Lightning know no weights_only.
         options = {} if weights_only is None else {"weights_only": weights_only}
         loaded = super().load_checkpoint(checkpoint_path, **options)

@@ -177,6 +177,16 @@ def test_kill_while_saving_leaves_a_checkpoint(
         shutil.rmtree(folder)
 
 
+def test_requeue_that_was_killed_goes_on_from_the_one_before(pool: Pool, tmp_path: Path) -> None:
+    """Lightning takes side files without a main file for the newest checkpoint of a requeue."""
+    for number in (2, 10):
+        pool.run(fit, str(tmp_path / f"hpc_ckpt_{number}.ckpt"), number, world=WORLD)
+    lost = tmp_path / "hpc_ckpt_11.ckpt"
+    shutil.copytree(tmp_path / "hpc_ckpt_10.ckpt.loco", f"{lost}.loco")
+    assert pool.run(fit, str(lost), 12, True, world=WORLD) == [12, 12]
+    assert torch.load(lost)["global_step"] == 12
+
+
 # --------------------------------------------------------- files that cannot be replaced
 
 
