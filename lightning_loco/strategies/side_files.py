@@ -15,6 +15,8 @@ from typing import Any
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
+from lightning_loco.strategies import lightning_private
+
 _SHARED = "shared.pt"
 
 
@@ -82,7 +84,8 @@ class SideFiles:
                     "system that all machines share."
                 )
         own, *shared = (
-            self._io.load_checkpoint(str(folder / name), weights_only=True) for name in names
+            lightning_private.load_checkpoint(self._io, str(folder / name), weights_only=True)
+            for name in names
         )
         return own, shared[0] if shared else {}
 
