@@ -46,7 +46,7 @@ def threads() -> Iterator[type[threading.Thread]]:
     yield from (kind for kind in kinds if kind.__module__.startswith("lightning_loco"))
 
 
-@pytest.mark.parametrize("kind", threads(), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", list(threads()), ids=lambda kind: kind.__name__)
 def test_no_thread_shadows_a_name_of_threading(kind: type[threading.Thread]) -> None:
     reserved = PUBLIC | HIDDEN | names_of(threading.Thread)
     assert names_of(kind) & reserved <= MEANT_TO_BE_REPLACED
