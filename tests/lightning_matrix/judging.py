@@ -64,8 +64,9 @@ class Runs:
         folder = self._folder / str(self._calls)
         folder.mkdir()
         world = WORKERS + 1 if names == [REMOTE] else WORKERS
+        limit_s = 20.0 if len(names) == 1 else 40.0
         try:
-            ranks = self._pool.run(run, names, row.run, str(folder), world=world, timeout_s=40.0)
+            ranks = self._pool.run(run, names, row.run, str(folder), world=world, timeout_s=limit_s)
         except PoolError as error:
             return {name: [Outcome(error=str(error)[:SHOWN])] * world for name in names}
         return {name: [outcomes[name] for outcomes in ranks] for name in names}
