@@ -4,11 +4,11 @@ PYTHON ?= python3
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long check
+.PHONY: help setup demo test test-long test-versions check
 
 help: ## Show this list
 	@echo "Targets of lightning-loco (make PYTHON=python3.12 ... chooses the Python of .venv):"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: .venv/.installed ## Make .venv and install the project with the tested versions into it
 
@@ -18,8 +18,12 @@ demo: .venv/.installed ## Train a small GPT with GASLoC on a ring of 4 CPU worke
 test: .venv/.installed ## Run the test suite on the CPU, doctests and slow tests included
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not long" --durations=10
 
-test-long: .venv/.installed ## Run the tests that take tens of seconds each
+test-long: .venv/.installed ## Run the tests that take tens of seconds each, then test-versions
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -m long --durations=10
+	@$(MAKE) test-versions
+
+test-versions: .venv/.installed ## Run what depends on them with other versions of Lightning and Python
+	OMP_NUM_THREADS=1 $(RUN) -m tests.versions $(if $(INSTALL),--install)
 
 check: .venv/.installed ## Lint, check the formatting and the types
 	$(RUN) -m ruff check .

@@ -15,7 +15,8 @@ from pathlib import Path
 # Daemon threads of libraries that live as long as their process.
 KNOWN_DAEMONS = ("TMonitor", "QueueFeederThread", "Dummy-")
 # Caches of the tools, and folders that are made by working on the project, not by a test.
-KNOWN_FILES = {".git", ".venv", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}
+KNOWN_FILES = {".git", ".venv", ".versions", "__pycache__"}
+KNOWN_FILES |= {".mypy_cache", ".pytest_cache", ".ruff_cache"}
 # Children that multiprocessing keeps for the whole session.
 KNOWN_CHILDREN = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 

@@ -17,6 +17,11 @@ from tests.conftest import ROOT
 LIMIT_S = 120.0
 
 
+def python_path(checkout: Path = ROOT) -> str:
+    """A checkout, before what these tests themselves import from."""
+    return os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 class Program:
     """A command in a process group of its own; a context that kills what is left of it.
 
@@ -30,7 +35,7 @@ class Program:
         self.process = subprocess.Popen(
             command,
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ},
+            env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", **environ},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

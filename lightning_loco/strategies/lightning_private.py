@@ -1,4 +1,4 @@
-"""The only place that touches private names of Lightning: taking out its per-batch lock-step.
+"""The only place that touches private names of Lightning, or asks what its versions differ in.
 
 Lightning (2.5.2 and later) broadcasts a termination flag before every batch, which makes every
 worker wait for the slowest one, and its signal handlers call collectives at any point of the
@@ -8,6 +8,7 @@ program. Here signals only leave a note; the workers then agree on where to stop
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import signal
 from collections.abc import Callable
@@ -170,6 +171,27 @@ def set_callback_metrics(trainer: pl.Trainer, metrics: dict[str, torch.Tensor]) 
 def found_inf(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Where a gradient scaler notes, after ``unscale_``, whether a gradient is not finite."""
     return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+
+
+def load_checkpoint(io: CheckpointIO, path: str, weights_only: bool) -> dict[str, Any]:
+    """Read a file with a ``CheckpointIO``, whether it can be told ``weights_only`` or not.
+
+    Those of Lightning know it since 2.6; before, they read everything that pickle can read.
+
+    Args:
+        io: Reads the file.
+        path: Where it is.
+        weights_only: Read tensors and plain values only, where the ``CheckpointIO`` knows how.
+    """
+    innermost: CheckpointIO | None = io
+    while isinstance(innermost, _WrappingCheckpointIO):
+        innermost = innermost.checkpoint_io
+    assert innermost is not None
+    kinds = inspect.signature(innermost.load_checkpoint).parameters
+    takes_any = any(kind.kind is inspect.Parameter.VAR_KEYWORD for kind in kinds.values())
+    if takes_any or "weights_only" in kinds:
+        return io.load_checkpoint(path, weights_only=weights_only)
+    return io.load_checkpoint(path)
 
 
 def syncs_batch_norm(strategy: ParallelStrategy) -> bool:

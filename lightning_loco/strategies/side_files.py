@@ -15,6 +15,7 @@ from typing import Any
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
+from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.main_file import stamps_in, steps_of
 from lightning_loco.strategies.sealed import seal, unseal
 from lightning_loco.strategies.whole_files import local_path
@@ -130,7 +131,7 @@ class SideFiles:
                 "system that all machines share."
             )
         try:
-            sealed = self._io.load_checkpoint(name, weights_only=True)
+            sealed = lightning_private.load_checkpoint(self._io, name, weights_only=True)
         except OSError:
             raise
         except Exception as error:  # damaged files fail in many ways

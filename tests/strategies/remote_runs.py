@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
@@ -58,13 +57,16 @@ class PortEnvironment(PoolEnvironment):
 def all_ranks() -> Iterator[PortEnvironment]:
     """Take the pool's process group away, and all that was made instead of it at the end."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    port = torch.zeros(1, dtype=torch.int64)
+    # By the store: who closes the group while others still use it, or connect, ends them.
+    store = dist.distributed_c10d._get_default_store()
     if rank == 0:
-        port[0] = free_ports()[0]
-    dist.broadcast(port, 0)
+        store.set("port", str(free_ports()[0]))
+    store.set(f"connected/{rank}", "")
+    store.wait([f"connected/{other}" for other in range(world)])
+    port = int(store.get("port"))
     dist.destroy_process_group()
     try:
-        yield PortEnvironment(rank, world, int(port))
+        yield PortEnvironment(rank, world, port)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

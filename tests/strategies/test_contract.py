@@ -14,8 +14,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -94,6 +95,36 @@ def stop_after_three(rank: int, world: int) -> int:
     with pytest.raises(SIGTERMException):
         trainer.fit(TinyModule(), make_loader(0, 10))
     return trainer.global_step
+
+
+class OlderFiles(CheckpointIO):
+    """Reads as the CheckpointIO of Lightning 2.4 and 2.5 does."""
+
+    def save_checkpoint(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError
+
+    def remove_checkpoint(self, path: Any) -> None:
+        raise NotImplementedError
+
+    def load_checkpoint(self, path: str, map_location: Any = None) -> dict[str, Any]:
+        return {"read": path}
+
+
+class NewerFiles(OlderFiles):
+    """Reads as that of Lightning 2.6 does."""
+
+    def load_checkpoint(
+        self, path: str, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        return {"read": path, "weights_only": weights_only}
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_files_are_read_with_every_version_of_checkpoint_io(wraps: bool) -> None:
+    older, newer = (AsyncCheckpointIO(io) if wraps else io for io in (OlderFiles(), NewerFiles()))
+    assert lightning_private.load_checkpoint(older, "a", weights_only=True) == {"read": "a"}
+    told = lightning_private.load_checkpoint(newer, "a", weights_only=True)
+    assert told == {"read": "a", "weights_only": True}
 
 
 # ------------------------------------------------------------------------------- sampler

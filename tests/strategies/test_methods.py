@@ -27,6 +27,7 @@ from lightning_loco.strategies.of_algorithm import AlgorithmStrategy, of_algorit
 from lightning_loco.topology import Ring, Topology
 from tests.conftest import ROOT
 from tests.pool import Pool, make_trainer
+from tests.programs import python_path
 from tests.tiny import TinyModule, flat, make_loader
 
 
@@ -269,7 +270,7 @@ def run(*words: str, cwd: Path) -> str:
     done = subprocess.run(
         [sys.executable, *words],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(cwd), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": python_path(cwd), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -28,6 +28,7 @@ from lightning_loco import (
 from tests.conftest import ROOT
 from tests.peers.helpers import peers
 from tests.pool import Pool, PoolError, make_trainer
+from tests.programs import python_path
 from tests.tiny import TinyModule, ValidatedModule, flat, make_loader
 
 # ------------------------------------------------------------------------- ranks of one job
@@ -185,7 +186,7 @@ class Worker:
             stderr=subprocess.DEVNULL,
             text=True,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": python_path()},
         )
         self._reader = threading.Thread(target=self._read, name="reader")
         self._reader.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,8 @@ def test_parting_ways_is_an_error_on_every_worker(pool: Pool, tmp_path: Path) ->
         pool.run(fit_parting, str(tmp_path), world=2)
     for failure in error.value.failures.values():
         assert "worker 0 in validation after 5 local steps" in failure.message
-        assert "worker 1 in reduce after 7 local steps" in failure.message
+        # Before it saves, Lightning 2.6 reduces, and older versions broadcast.
+        where = r"worker 1 in (reduce|broadcast) after 7 local steps"
+        assert re.search(where, failure.message)
         assert "limit_train_batches" in failure.message
     assert sorted(error.value.failures) == [0, 1]

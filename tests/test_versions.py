@@ -1,0 +1,67 @@
+"""What is tested, allowed, pinned and told of versions agrees."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+import yaml
+
+from tests import versions
+from tests.conftest import ROOT
+from tests.docs.pages import doc
+
+PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+
+
+def oldest(package: str) -> str:
+    """The oldest release that pyproject.toml allows."""
+    found = re.search(rf'"{package}>=([\d.]+)', PYPROJECT)
+    assert found
+    return found.group(1)
+
+
+def test_lightning_is_tested_from_the_oldest_to_the_newest() -> None:
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    first, *_, last = versions.LIGHTNING
+    assert first == f"{oldest('lightning')}.0"
+    assert f"lightning=={last}" in constraints
+    minors = [release.rpartition(".")[0] for release in versions.LIGHTNING]
+    assert len(set(minors)) == len(minors)
+
+
+def test_every_python_of_the_classifiers_is_in_the_workflow() -> None:
+    told = tuple(re.findall(r"Python :: (3\.\d+)", PYPROJECT))
+    assert told == versions.PYTHON
+    assert tuple(WORKFLOW["jobs"]["test"]["strategy"]["matrix"]["python"]) == told
+
+
+def test_the_workflow_has_the_oldest_torch() -> None:
+    lines = [step.get("run", "") for step in WORKFLOW["jobs"]["oldest-torch"]["steps"]]
+    for package in ("torch", "torchdata"):
+        assert any(f'"{package}=={oldest(package)}.0"' in line for line in lines)
+
+
+def test_the_page_tells_of_each_version() -> None:
+    told = [cell for cell, *_ in doc("testing.md").table("version")]
+    assert [cell.removeprefix("Lightning ") for cell in told if "Lightning" in cell] == [
+        *versions.LIGHTNING
+    ]
+    assert {f"Python {release}" for release in versions.PYTHON} <= set(told)
+
+
+def test_the_python_that_runs_is_found_and_one_that_is_missing_is_not() -> None:
+    running = "{}.{}".format(*sys.version_info)
+    assert versions.try_python(running, install=False).startswith("that of .venv")
+    assert versions.find_python("3.99") is None
+    assert versions.try_python("3.99", install=False) == (
+        "not run: there is no python3.99 on this machine"
+    )
+
+
+@pytest.mark.parametrize("line", ["make test-versions", "make test-long"])
+def test_the_targets_exist(line: str) -> None:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.search(rf"^{line.removeprefix('make ')}:.*##", text, re.MULTILINE)
