@@ -37,6 +37,7 @@ class Replica:
         buffers: The floating-point buffers.
         frozen: Names and parameters that do not require gradients.
         left_out: Names and parameters that require gradients, but are not exchanged.
+        places: Module and attribute that hold each exchanged parameter, and the parameter.
         others: All that are not exchanged, compared between the workers.
 
     Note:
@@ -63,26 +64,27 @@ class Replica:
         self.others = Unexchanged(model, self.layout.tensors, cuts.chunk_elements)
         self._model = model
         self._chunk_elements = cuts.chunk_elements
-        self._places = self._find_places()
+        self.find_places()
         self._local: Local | None = None
 
-    def _find_places(self) -> list[tuple[nn.Module, str, Tensor]]:
-        """Which attribute of which module holds each exchanged parameter."""
-        names = {id(p): name.rpartition(".") for name, p in self._model.named_parameters()}
-        for name, tensor in zip(self.layout.names, self.layout.tensors, strict=True):
+    def find_places(self) -> None:
+        """Look up which attribute of which module holds each exchanged parameter.
+
+        Raises:
+            RuntimeError: If none holds it any more, naming it.
+        """
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        places: list[tuple[nn.Module, str, Tensor]] = []
+        for old_name, tensor in zip(self.layout.names, self.layout.tensors, strict=True):
             if id(tensor) not in names:
                 raise RuntimeError(
-                    f"Parameter {name!r} was replaced by another object during fit, but only the "
-                    "objects of its start are exchanged. Write into the parameter instead "
+                    f"Parameter {old_name!r} was replaced by another object during fit, but only "
+                    "the objects of its start are exchanged. Write into the parameter instead "
                     "(parameter.data.copy_(values)), or call fit again after the replacement."
                 )
-        places = [(names[id(tensor)], tensor) for tensor in self.layout.tensors]
-        return [(self._model.get_submodule(path), name, t) for (path, _, name), t in places]
-
-    def check_present(self) -> None:
-        """Raise RuntimeError if the module has lost an exchanged parameter."""
-        if any(getattr(module, name, None) is not t for module, name, t in self._places):
-            self._places = self._find_places()
+            path, _, name = names[id(tensor)].rpartition(".")
+            places.append((self._model.get_submodule(path), name, tensor))
+        self.places = places
 
     @property
     def shows_consensus(self) -> bool:

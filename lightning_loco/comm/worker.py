@@ -125,7 +125,8 @@ class Worker:
 
     def check_trainable(self) -> None:
         """Raise RuntimeError if a parameter became trainable or was replaced after the start."""
-        self.replica.check_present()
+        if any(getattr(module, name, None) is not p for module, name, p in self.replica.places):
+            self.replica.find_places()
         for name, parameter in self.replica.frozen:
             if parameter.requires_grad:
                 raise RuntimeError(
@@ -237,7 +238,7 @@ class Worker:
         num_valid = round(sum(row.finite for row in self.tell(row, purpose).wait()))
         if num_valid == 0:
             raise _no_consensus()
-        replica.check_present()
+        replica.find_places()
         replica.find_buffers()
         others = replica.others.compare(group)
         replica.keep_local()

@@ -92,6 +92,7 @@ def check_start(pool: Pool, case: Case | None, values: Sequence[float | None]) -
                 assert (sanity - VALUE).abs().max() <= 1e-12, hook
 
 
+@pytest.mark.slow
 @rows("without progress", without_variants())
 def test_weights_that_are_set_before_the_first_batch_are_the_start(pool: Pool, case: Case) -> None:
     check_start(pool, case, [VALUE, VALUE])
