@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,41 +12,94 @@ from torch import Tensor, nn
 from lightning_loco.comm.flat import Chunk, Cuts, FlatLayout
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.stats import Statistics
+from lightning_loco.comm.unexchanged import Unexchanged
 from lightning_loco.comm.waiting import Sum
 
 
+class Local(NamedTuple):
+    """What of the consensus is set aside, flat: this worker's own values."""
+
+    params: Tensor
+    buffers: Tensor
+    others: Tensor
+
+
 class Replica:
-    """Trainable parameters and floating-point buffers of one worker.
+    """The exchanged parameters and the floating-point buffers of one worker.
 
     Args:
         model: The module to train.
-        cuts: How to cut the trainable parameters into chunks.
+        cuts: How to cut the exchanged parameters into chunks.
+        exchanged: Its parameters that are exchanged. Default: all that require gradients.
 
     Attributes:
-        layout: The trainable parameters.
+        layout: The exchanged parameters.
         buffers: The floating-point buffers.
         frozen: Names and parameters that do not require gradients.
+        left_out: Names and parameters that require gradients, but are not exchanged.
+        places: Module and attribute that hold each exchanged parameter, and the parameter.
+        others: All that are not exchanged, compared between the workers.
 
     Note:
-        Buffers (BatchNorm statistics, say) are local in training and averaged into the consensus.
-        Only persistent ones count; integer buffers stay each worker's own.
+        Buffers (BatchNorm statistics, say) are local in training and averaged into the consensus,
+        and so are other parameters that differ between the workers. Only persistent buffers count;
+        integer buffers stay each worker's own.
     """
 
-    def __init__(self, model: nn.Module, cuts: Cuts) -> None:
+    def __init__(
+        self, model: nn.Module, cuts: Cuts, exchanged: Iterable[Tensor] | None = None
+    ) -> None:
         persistent = set(model.state_dict(keep_vars=True))
         named = list(model.named_parameters())
-        self.layout = FlatLayout(((n, p) for n, p in named if p.requires_grad), cuts)
+        if exchanged is None:
+            exchanged = [p for _, p in named if p.requires_grad]
+        chosen = {id(p) for p in exchanged}
+        self.layout = FlatLayout(((n, p) for n, p in named if id(p) in chosen), cuts)
         self.buffers = FlatLayout(
             ((n, b) for n, b in model.named_buffers() if n in persistent and b.is_floating_point()),
             Cuts(cuts.chunk_elements),
         )
         self.frozen = [(n, p) for n, p in named if not p.requires_grad]
-        self._local: tuple[Tensor, Tensor] | None = None
+        self.left_out = [(n, p) for n, p in named if p.requires_grad and id(p) not in chosen]
+        self.others = Unexchanged(model, self.layout.tensors, cuts.chunk_elements)
+        self._model = model
+        self._chunk_elements = cuts.chunk_elements
+        self.find_places()
+        self._local: Local | None = None
+
+    def find_places(self) -> None:
+        """Look up which attribute of which module holds each exchanged parameter.
+
+        Raises:
+            RuntimeError: If none holds it any more, naming it.
+        """
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        places: list[tuple[nn.Module, str, Tensor]] = []
+        for old_name, tensor in zip(self.layout.names, self.layout.tensors, strict=True):
+            if id(tensor) not in names:
+                raise RuntimeError(
+                    f"Parameter {old_name!r} was replaced by another object during fit, but only "
+                    "the objects of its start are exchanged. Write into the parameter instead "
+                    "(parameter.data.copy_(values)), or call fit again after the replacement."
+                )
+            path, _, name = names[id(tensor)].rpartition(".")
+            places.append((self._model.get_submodule(path), name, tensor))
+        self.places = places
 
     @property
     def shows_consensus(self) -> bool:
         """Whether the module holds the consensus at present, instead of the local parameters."""
         return self._local is not None
+
+    def find_buffers(self) -> None:
+        """Look the buffers up anew, because code often puts new tensors in their places."""
+        now = dict(self._model.named_buffers())
+        found = []
+        for name, old in zip(self.buffers.names, self.buffers.tensors, strict=True):
+            new = now.get(name, old)
+            is_alike = new.shape == old.shape and new.dtype == old.dtype
+            found.append((name, new if is_alike else old))
+        self.buffers = FlatLayout(found, Cuts(self._chunk_elements))
 
     def local(self) -> tuple[Tensor, Tensor]:
         """This worker's own flat parameters and buffers, whatever the module holds now.
@@ -52,10 +107,16 @@ class Replica:
         They are on the CPU: checkpoints are no reason to have them on a GPU twice.
         """
         if self._local is not None:
-            params, buffers = self._local
-            return params.cpu(), buffers.cpu()
+            return self._local.params.cpu(), self._local.buffers.cpu()
         cpu = torch.device("cpu")
         return self.layout.new_flat(cpu), self.buffers.new_flat(cpu)
+
+    def local_others(self) -> tuple[list[str], Tensor]:
+        """Names and flat values of the other parameters that are this worker's own, likewise."""
+        differing = self.others.differing
+        cpu = torch.device("cpu")
+        others = self._local.others.cpu() if self._local else differing.new_flat(cpu)
+        return differing.names, others
 
     def set_local(self, params: Tensor, buffers: Tensor) -> None:
         """Overwrite the local parameters and buffers."""
@@ -65,12 +126,14 @@ class Replica:
 
     def keep_local(self) -> None:
         """Set the local values aside, until :meth:`show_local` brings them back."""
-        self._local = (self.layout.new_flat(), self.buffers.new_flat())
+        layouts = self.layout, self.buffers, self.others.differing
+        self._local = Local(*(layout.new_flat() for layout in layouts))
 
     def show_local(self) -> None:
         """Put the local values back."""
         if self._local is not None:
-            self.set_local(*self._local)
+            self.others.differing.write(self._local.others)
+            self.set_local(self._local.params, self._local.buffers)
 
     def sample(self, max_elements: int, round_index: int) -> Tensor:
         """About ``max_elements`` trainable elements, as float64; others in every round."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -95,10 +95,15 @@ class Worker:
 
     @classmethod
     def join(
-        cls, model: nn.Module, make_settings: Callable[[], S], group: WorkerGroup
+        cls,
+        model: nn.Module,
+        make_settings: Callable[[], S],
+        group: WorkerGroup,
+        optimized: Iterable[Tensor] | None = None,
     ) -> tuple[Worker, S]:
         """Check model and settings on all workers, and share the start of worker 0.
 
+        Of the parameters that require gradients, those in ``optimized`` are exchanged, or all.
         A ValueError or TypeError is raised on every worker if anything does not fit on one of them.
         """
         seed = group.gather_objects(torch.initial_seed())[0] % 2**31
@@ -107,17 +112,21 @@ class Worker:
                 warnings.simplefilter("ignore")
             check_model(model)
             settings: S = make_settings().prepare(group.num_workers, seed)
-            trainable = [p for p in model.parameters() if p.requires_grad]
+            chosen = None if optimized is None else {id(p) for p in optimized}
+            required = [p for p in model.parameters() if p.requires_grad]
+            trainable = [p for p in required if chosen is None or id(p) in chosen] or required
             itemsize = max(4, *(p.element_size() for p in trainable))
             cuts = settings.cuts([p.numel() for p in trainable], itemsize)
-            replica = Replica(model, cuts)
+            replica = Replica(model, cuts, trainable)
             replica.layout.chunks()
         check_same_settings(settings.describe(), group)
         check_same_schema(replica.layout, group)
         return cls(group, replica, share_from_worker_0(model, group)), settings
 
     def check_trainable(self) -> None:
-        """Raise RuntimeError if a parameter became trainable after the start."""
+        """Raise RuntimeError if a parameter became trainable or was replaced after the start."""
+        if any(getattr(module, name, None) is not p for module, name, p in self.replica.places):
+            self.replica.find_places()
         for name, parameter in self.replica.frozen:
             if parameter.requires_grad:
                 raise RuntimeError(
@@ -189,7 +198,8 @@ class Worker:
         raise RuntimeError(
             "Workers wait for each other in different places: "
             + "; ".join(f"worker {i} in {where}" for i, where in enumerate(places))
-            + ". They have different numbers of batches. Give every worker the same number "
+            + ". They have different numbers of batches, or not all do the same in their hooks. "
+            "Give every worker the same number of batches "
             "(Trainer(limit_train_batches=...)), or validate and save at the end of epochs only."
         )
 
@@ -228,6 +238,9 @@ class Worker:
         num_valid = round(sum(row.finite for row in self.tell(row, purpose).wait()))
         if num_valid == 0:
             raise _no_consensus()
+        replica.find_places()
+        replica.find_buffers()
+        others = replica.others.compare(group)
         replica.keep_local()
         outer = None if self.engine is None else self.engine.outer()
         if outer is not None:
@@ -235,6 +248,7 @@ class Worker:
         else:
             average(replica.layout, group, statistics, valid, num_valid)
         average(replica.buffers, group, statistics, valid, num_valid)
+        average(others, group, statistics, valid, num_valid)
 
     @torch.no_grad()
     def show_local(self) -> None:
@@ -261,6 +275,7 @@ class Worker:
             "steps_since_round": self.steps_since_round,
             "params": params,
             "buffers": buffers,
+            "others": self.replica.local_others(),
             "statistics": self.statistics.state_dict(),
         }
 
@@ -271,6 +286,8 @@ class Worker:
         self.steps = saved["steps"]
         self.steps_since_round = saved["steps_since_round"]
         self.replica.set_local(saved["params"], saved["buffers"])
+        if "others" in saved:
+            self.replica.others.load(*saved["others"])
         self.statistics.load_state_dict(saved["statistics"])
 
 

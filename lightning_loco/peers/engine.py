@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_loco.algorithms.pairwise import PairwiseAverage, Tag
 from lightning_loco.comm.flat import CHUNK_ELEMENTS
@@ -93,11 +93,16 @@ class PairwiseEngine:
 
     @classmethod
     def from_settings(
-        cls, model: nn.Module, settings: PairwiseSettings, seed: int, group: WorkerGroup
+        cls,
+        model: nn.Module,
+        settings: PairwiseSettings,
+        seed: int,
+        group: WorkerGroup,
+        optimized: Iterable[Tensor] | None = None,
     ) -> PairwiseEngine:
-        """An engine of settings that are made already."""
+        """An engine of settings that are made already, for some trainable parameters or all."""
         engine = cls.__new__(cls)
-        engine._set_up(model, lambda: settings, seed, group)
+        engine._set_up(model, lambda: settings, seed, group, optimized)
         return engine
 
     def _set_up(
@@ -106,10 +111,11 @@ class PairwiseEngine:
         make_settings: Callable[[], PairwiseSettings],
         seed: int,
         group: WorkerGroup | None,
+        optimized: Iterable[Tensor] | None = None,
     ) -> None:
         group = group if group is not None else WorkerGroup.create()
         try:
-            self.worker, self.settings = Worker.join(model, make_settings, group)
+            self.worker, self.settings = Worker.join(model, make_settings, group, optimized)
             self.algorithm = self.settings.algorithm
             replica = self.worker.replica
             layout = served_layout(replica.layout, replica.buffers, CHUNK_ELEMENTS)
@@ -140,17 +146,33 @@ class PairwiseEngine:
         self.worker.last_loss = loss
         now = time.perf_counter()
         if now >= self._next_publication:
-            draft = self.node.draft()
-            self._blending.pack(draft)
-            self.worker.was_finite = bool(torch.isfinite(draft.sum()))
-            if self.worker.was_finite:
-                self.node.post(self._tag())
+            self._publish()
             cost_s = time.perf_counter() - now
             self._next_publication = now + cost_s / _PUBLISHING_SHARE
         if not self._fetching and self._draw() < self.algorithm.fetch_probability:
             self._fetching = True
             self._blending.note_fetch()
             self.node.start_fetch()
+
+    def _publish(self) -> None:
+        draft = self.node.draft()
+        self._blending.pack(draft)
+        self.worker.was_finite = bool(torch.isfinite(draft.sum()))
+        if self.worker.was_finite:
+            self.node.post(self._tag())
+
+    @torch.no_grad()
+    def begin_anew(self) -> None:
+        """Serve nothing older than what the model holds now; all ranks of the job must call it.
+
+        A fetch under way is waited for and dropped.
+        """
+        if self._fetching:
+            self._fetching = False
+            self.node.wait()
+        if self._clock > 0:
+            self._publish()
+        self.worker.group.gather_objects(None)
 
     @torch.no_grad()
     def update_wait(self, loss: float) -> float:

@@ -1,5 +1,6 @@
 """Rounds by a schedule: how messages move, and what is done with results."""
 
+from lightning_loco.rounds.anew import begin_anew
 from lightning_loco.rounds.clock_engine import ClockEngine
 from lightning_loco.rounds.engine import Engine
 from lightning_loco.rounds.settings import RoundSettings
@@ -10,4 +11,5 @@ __all__ = [
     "Engine",
     "RoundSettings",
     "StepEngine",
+    "begin_anew",
 ]

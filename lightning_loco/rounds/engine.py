@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.rows import ROUND, PendingRows, Row
-from lightning_loco.comm.worker import Worker
 from lightning_loco.rounds.flight import Flight
 from lightning_loco.rounds.settings import RoundSettings
-from lightning_loco.rounds.setup import make_lanes
+from lightning_loco.rounds.setup import set_up
 from lightning_loco.schedules import Now
 
 E = TypeVar("E", bound="Engine")
@@ -32,6 +31,7 @@ class Engine:
         model: The module to train; its trainable parameters are exchanged.
         make_settings: Makes the settings; may raise, on all workers then.
         group: The workers. Default: all ranks of the default process group, with groups of its own.
+        optimized: Exchange only those trainable parameters. Default: all of them.
 
     Attributes:
         worker: What is this worker's whatever its schedule: place, replica, meetings, consensus.
@@ -52,14 +52,11 @@ class Engine:
         model: nn.Module,
         make_settings: Callable[[], RoundSettings],
         group: WorkerGroup | None = None,
+        optimized: Iterable[Tensor] | None = None,
     ) -> None:
         group = group if group is not None else WorkerGroup.create()
-        try:
-            self.worker, self.settings = Worker.join(model, make_settings, group)
-            self.lanes, self._carriers, exchange = make_lanes(self.worker, self.settings)
-        except BaseException:
-            group.close()
-            raise
+        made = set_up(model, make_settings, group, optimized)
+        self.worker, self.settings, self.lanes, self._carriers, exchange = made
         self.statistics = self.worker.statistics
         self.paused = False
         self.consensus_every = 0
@@ -78,10 +75,14 @@ class Engine:
 
     @classmethod
     def from_settings(
-        cls: type[E], model: nn.Module, settings: RoundSettings, group: WorkerGroup | None = None
+        cls: type[E],
+        model: nn.Module,
+        settings: RoundSettings,
+        group: WorkerGroup | None = None,
+        optimized: Iterable[Tensor] | None = None,
     ) -> E:
         """An engine of settings that are made already."""
-        Engine.__init__(engine := cls.__new__(cls), model, lambda: settings, group)
+        Engine.__init__(engine := cls.__new__(cls), model, lambda: settings, group, optimized)
         return engine
 
     # ------------------------------------------------------------- local steps
@@ -291,10 +292,8 @@ class Engine:
 
     def close(self) -> None:
         """Destroy the process groups and stop all threads; a second call does nothing."""
-        flights = [lane.flight for lane in self.lanes if lane.flight is not None]
-        for lane in self.lanes:
-            lane.flight = None
+        handles = [handle for lane in self.lanes for handle in lane.give_up()]
         self._unread = self.worker.engine = None
         self.worker.group.close()
-        for handle in (handle for flight in flights for handle in flight.handles):
+        for handle in handles:
             handle.release()

@@ -136,6 +136,8 @@ class Lane:
     def load_state_dict(self, state: State, saved: dict[str, Any]) -> None:
         """Take over a state of the algorithm and what :meth:`state_dict` has given."""
         for own, values in ((self.state, state), (self.residual, saved["residual"])):
+            for key in own.keys() - values.keys():
+                del own[key]
             for key, value in values.items():
                 current = own.get(key)
                 if isinstance(current, Tensor) and current.shape == value.shape:

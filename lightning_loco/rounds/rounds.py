@@ -264,11 +264,19 @@ class Rounds:
             part.commit_residual()
         return self.lane.gather(received)
 
+    def give_up(self) -> list[Handle]:
+        """Forget the flight under way; its handles are still to be released."""
+        flight, self.flight = self.flight, None
+        return [] if flight is None else flight.handles
+
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` has given."""
         lane, flight = self.lane, own["flight"]
+        if self.flight is not None:
+            self._receive(self.flight)
+        for handle in self.give_up():
+            handle.release()
         lane.load_state_dict(shared["state"], own)
-        self.flight = None
         if flight is None:
             return
         if not lane.holds:

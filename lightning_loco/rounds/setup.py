@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.rows import Row, RowCarrier, TravellingRows
 from lightning_loco.comm.worker import Worker
 from lightning_loco.rounds.exchange import Exchange, make_exchange
@@ -9,6 +15,31 @@ from lightning_loco.rounds.lane import Lane
 from lightning_loco.rounds.mean_exchange import RidingRows
 from lightning_loco.rounds.rounds import Rounds
 from lightning_loco.rounds.settings import RoundSettings
+
+
+class Made(NamedTuple):
+    """The parts of an engine: its lanes, how rows travel with each, and the exchange of all."""
+
+    worker: Worker
+    settings: RoundSettings
+    lanes: list[Rounds]
+    carriers: list[RowCarrier]
+    exchange: Exchange
+
+
+def set_up(
+    model: nn.Module,
+    make_settings: Callable[[], RoundSettings],
+    group: WorkerGroup,
+    optimized: Iterable[Tensor] | None,
+) -> Made:
+    """Join the other workers and make the lanes; the group is closed if that fails."""
+    try:
+        worker, settings = Worker.join(model, make_settings, group, optimized)
+        return Made(worker, settings, *make_lanes(worker, settings))
+    except BaseException:
+        group.close()
+        raise
 
 
 def make_lanes(

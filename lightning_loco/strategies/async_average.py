@@ -12,6 +12,7 @@ from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.rounds.clock_engine import ClockEngine, clock_settings
 from lightning_loco.strategies.arguments import CommonArguments, spelled_out
 from lightning_loco.strategies.loco import LocoStrategy
+from lightning_loco.strategies.user_optimizers import optimized_by
 
 
 class AsyncModelAverageStrategy(LocoStrategy):
@@ -55,7 +56,8 @@ class AsyncModelAverageStrategy(LocoStrategy):
     def make_engine(self, group: WorkerGroup) -> ClockEngine:
         """An engine whose rounds begin after pauses and end when everything has arrived."""
         assert self.lightning_module is not None
-        return ClockEngine.from_settings(self.lightning_module, self.settings, group)
+        optimized = optimized_by(self.optimizers)
+        return ClockEngine.from_settings(self.lightning_module, self.settings, group, optimized)
 
     @property
     def _clock(self) -> ClockEngine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import traceback
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -26,7 +26,9 @@ from lightning_loco.strategies.driven import Engine
 from lightning_loco.strategies.meeting import MeetingStrategy
 from lightning_loco.strategies.pace import ScaledSteps, check_length, share_data
 from lightning_loco.strategies.shared_memory import leave_shared_memory
+from lightning_loco.strategies.user_optimizers import check_left_out, clear_non_finite
 from lightning_loco.strategies.worker_checkpoints import WorkerCheckpoints
+from lightning_loco.strategies.written_weights import WrittenWeights
 
 
 class EngineStrategy(MeetingStrategy):
@@ -96,6 +98,7 @@ class EngineStrategy(MeetingStrategy):
         self._loss: Any = math.nan
         self.engine: Engine | None = None
         self.checkpoints = WorkerCheckpoints(self)
+        self._weights = WrittenWeights(self)
 
     @property
     def schedule(self) -> Schedule | None:
@@ -109,6 +112,10 @@ class EngineStrategy(MeetingStrategy):
         Args:
             group: The workers; the engine closes it.
         """
+
+    @abstractmethod
+    def begin_anew(self) -> None:
+        """Make what the model holds now the start of the algorithm; called on every worker."""
 
     @property
     def meeting_place(self) -> Worker | None:
@@ -150,7 +157,14 @@ class EngineStrategy(MeetingStrategy):
         self.checkpoints.begin_fit()
         if self.schedule is not None:
             self._scaled_steps = ScaledSteps(trainer, self.schedule, self.worker, self.num_workers)
+        self._weights.begin_fit(trainer)
         self._describe(self.engine)
+
+    def meet(self, purpose: str) -> None:
+        """Wait until all workers have come to the same place, as in :class:`MeetingStrategy`."""
+        self._weights.note()
+        super().meet(purpose)
+        self._weights.expect()
 
     def _describe(self, engine: Engine) -> None:
         worker, settings = engine.worker, engine.settings
@@ -173,7 +187,7 @@ class EngineStrategy(MeetingStrategy):
         if self.schedule is not None:
             with self._engine.worker.group.errors_shared():
                 check_length(self.schedule, self.worker, self._trainer.estimated_stepping_batches)
-        self.checkpoints.resume(self._trainer)
+        self._weights.resume(self.checkpoints)
 
     # ---------------------------------------------------------------- training
 
@@ -186,6 +200,7 @@ class EngineStrategy(MeetingStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """End soon when another worker has failed."""
+        self._weights.begin_batches()
         watchdog = self._engine.worker.group.watchdog
         if watchdog is not None:
             watchdog.raise_if_failed()
@@ -226,15 +241,17 @@ class EngineStrategy(MeetingStrategy):
     def _make_due_round(self) -> None:
         engine = self._engine
         if engine.is_due:
+            check_left_out(engine.worker.replica.left_out, self.optimizers)
             engine.worker.last_loss = self._loss if isinstance(self._loss, Tensor) else math.nan
             engine.make_round()
             if not engine.worker.was_finite:
-                _clear_non_finite(self.optimizers)
+                clear_non_finite(self.optimizers)
         if engine.worker.stop_agreed is not None:
             lightning_private.raise_in_loop(self._trainer)
 
     def on_train_end(self) -> None:
         """Share the last partial round and leave the consensus in the model."""
+        self._weights.end_fit()
         engine = self._engine
         engine.finish()
         if self.finalize == "keep":
@@ -269,6 +286,7 @@ class EngineStrategy(MeetingStrategy):
     def on_validation_start(self) -> None:
         """Show the consensus to the validation."""
         if self.is_training and self.evaluate == "average":
+            self._weights.share_start()
             self.meet("validation")
             self._engine.worker.show_consensus("validation of the consensus")
 
@@ -276,12 +294,3 @@ class EngineStrategy(MeetingStrategy):
         """Bring the local parameters back."""
         if self.is_training:
             self._engine.worker.show_local()
-
-
-def _clear_non_finite(optimizers: Sequence[Optimizer]) -> None:
-    """Zero what NaN and infinity have left in the memory of the optimizers."""
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor) and value.is_floating_point():
-                    value.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -217,6 +217,29 @@ def average_gradients_in(strategy: DDPStrategy, group: dist.ProcessGroup | None)
     strategy._ddp_kwargs["process_group"] = group
 
 
+def call_before_epoch_end(trainer: pl.Trainer, callback: Callable[[], None]) -> None:
+    """Call something when the batches of a training epoch have ended, before any hook is called.
+
+    Args:
+        trainer: The trainer to change; only the instance is touched.
+        callback: What to call.
+    """
+    loop = trainer.fit_loop
+    loop.on_advance_end = functools.partial(  # type: ignore[method-assign]
+        _end_epoch, callback, functools.partial(type(loop).on_advance_end, loop)
+    )
+
+
+def only_measures(trainer: pl.Trainer) -> bool:
+    """Whether the present epoch trains nothing: it renews statistics for averaged weights."""
+    return trainer.fit_loop._skip_backward
+
+
+def _end_epoch(callback: Callable[[], None], end: Callable[[], None]) -> None:
+    callback()
+    end()
+
+
 def _do_nothing() -> None:
     return None
 

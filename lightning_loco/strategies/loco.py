@@ -9,11 +9,12 @@ from typing_extensions import Unpack
 
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.comm import WorkerGroup
-from lightning_loco.rounds import Engine, RoundSettings
+from lightning_loco.rounds import Engine, RoundSettings, begin_anew
 from lightning_loco.rounds.settings import BUCKET_BYTES
 from lightning_loco.schedules import EverySteps, Schedule
 from lightning_loco.strategies.arguments import CommonArguments, spelled_out
 from lightning_loco.strategies.engine_strategy import EngineStrategy
+from lightning_loco.strategies.user_optimizers import optimized_by
 
 
 class LocoStrategy(EngineStrategy):
@@ -84,4 +85,10 @@ class LocoStrategy(EngineStrategy):
     def make_engine(self, group: WorkerGroup) -> Engine:
         """An engine that makes the rounds of the settings."""
         assert self.lightning_module is not None
-        return Engine.from_settings(self.lightning_module, self.settings, group)
+        optimized = optimized_by(self.optimizers)
+        return Engine.from_settings(self.lightning_module, self.settings, group, optimized)
+
+    def begin_anew(self) -> None:
+        """Rounds begin anew from what the model holds."""
+        assert isinstance(self._engine, Engine)
+        begin_anew(self._engine)

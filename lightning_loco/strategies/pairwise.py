@@ -20,6 +20,7 @@ from lightning_loco.peers.engine import PairwiseEngine
 from lightning_loco.peers.settings import PairwiseSettings
 from lightning_loco.strategies.arguments import CommonArguments, spelled_out
 from lightning_loco.strategies.engine_strategy import EngineStrategy
+from lightning_loco.strategies.user_optimizers import optimized_by
 
 
 class PairwiseGossipStrategy(EngineStrategy):
@@ -132,7 +133,13 @@ class PairwiseGossipStrategy(EngineStrategy):
         """An engine that fetches the parameters of one peer at a time, without rounds."""
         assert self.lightning_module is not None
         seed = torch.initial_seed() % 2**31
-        return PairwiseEngine.from_settings(self.lightning_module, self.settings, seed, group)
+        model, optimized = self.lightning_module, optimized_by(self.optimizers)
+        return PairwiseEngine.from_settings(model, self.settings, seed, group, optimized)
+
+    def begin_anew(self) -> None:
+        """Serve what the model holds, and wait for the others to do the same."""
+        assert isinstance(self._engine, PairwiseEngine)
+        self._engine.begin_anew()
 
     def prepare_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Serve the present parameters and start to fetch a peer's; the step follows."""

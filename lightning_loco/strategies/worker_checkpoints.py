@@ -142,6 +142,11 @@ class WorkerCheckpoints:
         self._resumed = name, own["engine"], position
         return loaded
 
+    @property
+    def is_resuming(self) -> bool:
+        """Whether :meth:`load` has read what :meth:`resume` is to go on from."""
+        return self._resumed is not None
+
     def resume(self, trainer: pl.Trainer) -> None:
         """Go on from what :meth:`load` has read, if it has; right before training starts.
 

@@ -61,6 +61,37 @@ def test_values_that_are_set_are_local_ones() -> None:
     assert model.running.tolist() == [1.0, 1.0]
 
 
+def test_some_parameters_only_are_exchanged() -> None:
+    model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
+    replica = Replica(model, Cuts(), model[1].parameters())
+    assert replica.layout.names == ["1.weight", "1.bias"]
+    assert [name for name, _ in replica.left_out] == ["0.weight", "0.bias"]
+
+
+def test_a_parameter_that_moves_is_found_and_one_that_is_gone_is_named() -> None:
+    model = Mixed()
+    replica = Replica(model, Cuts())
+    weight = model.weight
+    del model.weight
+    model.other = weight
+    replica.find_places()
+    assert replica.places == [(model, "other", weight)]
+    del model.other
+    with pytest.raises(RuntimeError, match="Parameter 'weight' was replaced by another object"):
+        replica.find_places()
+
+
+def test_buffers_that_are_replaced_are_found_if_they_are_alike() -> None:
+    model = Mixed()
+    replica = Replica(model, Cuts())
+    model.running = torch.ones(2)
+    replica.find_buffers()
+    assert replica.buffers.tensors[0] is model.running
+    model.running = torch.ones(3)
+    replica.find_buffers()
+    assert replica.buffers.new_flat().tolist() == [1.0, 1.0]
+
+
 @pytest.mark.parametrize(("most", "length"), [(6, 6), (3, 3), (1, 1), (100, 6)])
 def test_a_sample_is_of_at_most_so_many_elements_and_shifts(most: int, length: int) -> None:
     replica = Replica(Mixed(), Cuts())

@@ -8,6 +8,7 @@ import pickle
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -60,6 +61,29 @@ def test_private_names_of_lightning_exist() -> None:
     assert (loop._skip_next_val, loop.val_loop._has_run) == (False, False)
     assert LocalSGDStrategy()._checkpoint_io is None
     assert isinstance(AsyncCheckpointIO(), lightning_private._WrappingCheckpointIO)
+    assert trainer.fit_loop._skip_backward is False
+
+
+class OrderOfAnEpoch(pl.Callback):
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen.append("batch")
+
+    def on_train_epoch_end(self, *args: Any) -> None:
+        self.seen.append("hook")
+
+
+def test_batches_have_ended_before_the_hooks_of_an_epochs_end(tmp_path: Path) -> None:
+    callback = OrderOfAnEpoch()
+    trainer = quiet_trainer(
+        devices=1, max_epochs=2, callbacks=[callback], default_root_dir=tmp_path
+    )
+    lightning_private.call_before_epoch_end(trainer, lambda: callback.seen.append("first"))
+    lightning_private.call_before_epoch_end(trainer, lambda: callback.seen.append("end"))
+    trainer.fit(TinyModule(), make_loader(0, 2))
+    assert callback.seen == ["batch", "batch", "end", "hook"] * 2
 
 
 def test_the_lockstep_is_taken_out_of_one_trainer_only() -> None:

@@ -1,0 +1,31 @@
+"""Rounds that begin anew, from parameters that were set by hand."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_loco.rounds.engine import Engine
+
+
+@torch.no_grad()
+def begin_anew(engine: Engine) -> None:
+    """Make what the model holds now the start of the rounds, as if there had been none before.
+
+    Outer parameters are the present ones and momentum is zero; what a flight under way brings is
+    dropped. All workers must call it at the same place, and hold the same parameters.
+    """
+    worker, settings = engine.worker, engine.settings
+    start = worker.replica.layout.new_flat()
+    shared = [
+        {"state": settings.algorithm.init(start.clone()), "received": None} for _ in engine.lanes
+    ]
+    own = {"flight": None, "residual": settings.codec.init(start), "departure": start}
+    engine.load_state_dict(
+        {
+            **worker.state_dict(),
+            "buffers_at_start": worker.replica.buffers.new_flat(),
+            "began_at": [worker.steps for _ in engine.lanes],
+            "shared": shared,
+            "lanes": [own for _ in engine.lanes],
+        }
+    )

@@ -1,0 +1,165 @@
+"""Weights that hooks and callbacks write, and what becomes of them.
+
+The algorithm takes its start (outer parameters) when the engine is made, but Lightning calls hooks
+afterwards, and at every border of two epochs: a backbone may be loaded there, or all be drawn anew.
+What is written within a batch is a part of the local step, like a clipping of weights.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+from lightning_loco.comm import Worker
+from lightning_loco.comm.checks import share_from_worker_0
+from lightning_loco.comm.fingerprint import fingerprints
+from lightning_loco.strategies import lightning_private
+
+if TYPE_CHECKING:
+    from lightning_loco.strategies.engine_strategy import EngineStrategy
+    from lightning_loco.strategies.worker_checkpoints import WorkerCheckpoints
+
+_PLACE = "a new start from weights that a hook has set on this worker"
+
+
+class WrittenWeights:
+    """Notices weights that were written between batches, and lets all workers begin anew with them.
+
+    Before the first batch those of worker 0 count, as when the model is made. At later borders of
+    epochs all workers must have written the same ones. A border without such writes costs one read
+    of the parameters on both sides, and no message; a batch costs nothing.
+
+    Args:
+        strategy: Whose worker's weights they are.
+    """
+
+    def __init__(self, strategy: EngineStrategy) -> None:
+        self._strategy = strategy
+        self._is_before_start = False
+        self._written: Tensor | None = None
+        self._seen: list[int] | None = None
+
+    def begin_fit(self, trainer: pl.Trainer) -> None:
+        """The engine has taken its start; hooks follow."""
+        self._written, self._is_before_start = None, True
+        self._seen = self._look()
+        lightning_private.call_before_epoch_end(trainer, self.end_batches)
+
+    @property
+    def _worker(self) -> Worker:
+        assert self._strategy.engine is not None
+        return self._strategy.engine.worker
+
+    @property
+    def _model(self) -> pl.LightningModule:
+        assert self._strategy.lightning_module is not None
+        return self._strategy.lightning_module
+
+    def _look(self) -> list[int]:
+        trained = self._worker.replica.layout.tensors
+        if not self._is_before_start:
+            return fingerprints(trained)
+        return fingerprints([*trained, *self._model.parameters(), *self._model.buffers()])
+
+    def share_start(self) -> None:
+        """Before the first batch: if a hook has changed the model, begin anew with worker 0's.
+
+        All workers must call it, at the same place; later it does nothing.
+        """
+        if not self._is_before_start:
+            return
+        group = self._worker.group
+        if any(group.gather_objects(self._look() != self._seen)):
+            self._worker.checksum = share_from_worker_0(self._model, group)
+            self._strategy.begin_anew()
+            self._seen = self._look()
+
+    def resume(self, checkpoints: WorkerCheckpoints) -> None:
+        """Go on from a checkpoint, if one was loaded.
+
+        Raises:
+            ValueError: On all workers, if a hook has set weights after it was loaded.
+        """
+        if not checkpoints.is_resuming:
+            self._is_before_start, self._seen = True, self._seen or []
+            return
+        with self._worker.group.errors_shared():
+            self._check_loaded()
+        checkpoints.resume(self._model.trainer)
+        self._is_before_start = False
+        self._seen = self._look()
+
+    def _check_loaded(self) -> None:
+        num_trained = len(self._worker.replica.layout.tensors)
+        if self._seen is not None and self._look()[:num_trained] != self._seen[:num_trained]:
+            raise ValueError(
+                "A hook (on_fit_start, on_train_start, ...) has set weights after the checkpoint "
+                "was loaded, which would be lost. Set them only if trainer.ckpt_path is None; or "
+                "fit without ckpt_path to begin a new run with them."
+            )
+
+    def end_batches(self) -> None:
+        """An epoch has ended; its hooks follow."""
+        self.begin_batches()
+        self._seen = self._look()
+
+    def note(self) -> None:
+        """Keep what was written since the batches ended, before a round of others changes it."""
+        if self._is_between_epochs and self._look() != self._seen:
+            self._written = self._worker.replica.layout.new_flat()
+
+    def expect(self) -> None:
+        """What the model holds now is not a hook's work."""
+        if self._is_between_epochs:
+            self._seen = self._look()
+
+    @property
+    def _is_between_epochs(self) -> bool:
+        is_open = self._seen is not None and self._strategy.engine is not None
+        return is_open and not self._is_before_start
+
+    def begin_batches(self) -> None:
+        """The next batch follows: begin anew if weights were written since the last one.
+
+        Raises:
+            RuntimeError: On all workers, if not all have written the same ones.
+        """
+        if self._seen is None:
+            return
+        self.share_start()
+        self.note()
+        self._forget()
+        if lightning_private.only_measures(self._model.trainer):
+            self._written = None
+        if self._written is not None:
+            self._take_over()
+
+    def _forget(self) -> None:
+        """Look at nothing until the batches of an epoch have ended."""
+        self._is_before_start, self._seen = False, None
+
+    def end_fit(self) -> None:
+        """There are no more batches; those who had none at all begin with worker 0's weights."""
+        self.share_start()
+        self._written = None
+        self._forget()
+
+    def _take_over(self) -> None:
+        written, self._written = self._written, None
+        assert written is not None
+        self._strategy.meet(_PLACE)
+        layout, group = self._worker.replica.layout, self._worker.group
+        layout.write(written)
+        everyone = group.gather_objects(fingerprints(layout.tensors))
+        for worker, other in enumerate(everyone):
+            for name, one, first in zip(layout.names, other, everyone[0], strict=True):
+                if one != first:
+                    raise RuntimeError(
+                        f"A hook has set weights between two epochs, and {name!r} is not the same "
+                        f"on workers 0 and {worker}. Set the same weights on all workers; what "
+                        "each worker does to its own belongs into a batch (training_step, "
+                        "on_train_batch_end)."
+                    )
+        self._strategy.begin_anew()

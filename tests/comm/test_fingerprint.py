@@ -1,0 +1,41 @@
+"""Fingerprints of tensors: equal for equal bits, other ones after any usual change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_loco.comm.fingerprint import fingerprints
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_changed_element_is_noticed(dtype: torch.dtype) -> None:
+    values = torch.arange(1000).remainder(2).to(dtype)
+    (before,) = fingerprints([values])
+    assert fingerprints([values.clone()]) == [before]
+    values[17] = 0
+    assert fingerprints([values]) != [before]
+
+
+def strided() -> Tensor:
+    return torch.randn(4, 6).t()[::2]
+
+
+def test_shapes_strides_and_empty_lists() -> None:
+    scalar, gaps, empty = torch.tensor(2.0), strided(), torch.zeros(0)
+    found = fingerprints([scalar, gaps, empty])
+    assert found == fingerprints([scalar.clone(), gaps.contiguous(), empty])
+    assert found[2] == 0
+    assert fingerprints([]) == []
+
+
+def test_signs_and_writes_past_autograd_are_noticed() -> None:
+    weight = torch.nn.Parameter(torch.randn(100))
+    (before,) = fingerprints([weight])
+    weight.data.neg_()
+    assert fingerprints([weight]) != [before]
+    weight.data.neg_()
+    assert fingerprints([weight]) == [before]

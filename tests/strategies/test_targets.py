@@ -1,0 +1,170 @@
+"""Parameters that no optimizer has: teachers and targets that a module writes by hand."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from lightning_loco.strategies.engine_strategy import EngineStrategy
+from tests.cases import CASES, Case, rows, without_variants
+from tests.pool import Pool, make_trainer
+from tests.tiny import TinyModule, flat, make_loader, make_model
+
+SOME = ["local_sgd", "diloco", "async_diloco", "gasloc", "noloco", "async_model_average"]
+
+
+class TeacherModule(TinyModule):
+    """A teacher follows the weights after every batch; it may look trainable, but has no optimizer.
+
+    Args:
+        kind: "frozen", "in place" or "replaced" (a new copy of the network at every batch).
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(lr=0.05)
+        self.teacher = make_model().requires_grad_(kind != "frozen")
+        self.kind = kind
+        self.own: list[Tensor] = []
+        self.validated: list[Tensor] = []
+        self.begun: list[Tensor] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.begun.append(flat(self.teacher))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.kind == "replaced":
+            self.teacher = copy.deepcopy(self.model)
+        else:
+            pairs = zip(self.teacher.parameters(), self.model.parameters(), strict=True)
+            for teacher, student in pairs:
+                teacher.data.lerp_(student.data, 0.5)
+        self.own.append(flat(self.teacher))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated.append(flat(self.teacher))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.model.parameters(), lr=self.lr)
+
+
+def fit(
+    rank: int, world: int, case: Case, kind: str, folder: str = ""
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
+    module = TeacherModule(kind)
+    strategy = case.strategy(sync_every=3)
+    trainer = make_trainer(
+        strategy, max_epochs=2, num_sanity_val_steps=0, use_distributed_sampler=False
+    )
+    trainer.fit(module, make_loader(rank, 5), make_loader(0, 1))
+    return module.own, module.validated, module.begun, flat(module.teacher)
+
+
+@pytest.mark.parametrize("kind", ["frozen", "in place", "replaced"])
+@pytest.mark.parametrize("name", SOME)
+def test_a_teacher_is_local_in_training_and_a_mean_in_the_consensus(
+    pool: Pool, name: str, kind: str
+) -> None:
+    results = pool.run(fit, CASES[name], kind, world=2)
+    means = [sum(one) / 2 for one in zip(*(own for own, *_ in results), strict=True)]
+    for own, validated, begun, final in results:
+        for before, after in zip(own, begun[1:], strict=False):
+            assert torch.equal(before, after)  # no round has moved it
+        for seen, mean in zip(validated, (means[4], means[9]), strict=True):
+            torch.testing.assert_close(seen, mean, rtol=0, atol=1e-12)
+        torch.testing.assert_close(final, means[9], rtol=0, atol=1e-12)
+    assert not torch.equal(results[0][0][4], results[1][0][4])
+
+
+def fit_resumed(rank: int, world: int, case: Case, folder: str) -> tuple[Tensor, Tensor]:
+    """An unbroken run, and one that is resumed in its middle, the last batches of both."""
+    found = []
+    for path in (None, f"{folder}/middle.ckpt"):
+        module = TeacherModule("frozen")
+        trainer = make_trainer(
+            case.strategy(sync_every=3), max_epochs=2, use_distributed_sampler=False
+        )
+        if path is None:
+
+            def save(module: Any = module, trainer: Any = trainer) -> None:
+                if trainer.current_epoch == 0:
+                    trainer.save_checkpoint(f"{folder}/middle.ckpt")
+
+            module.on_train_epoch_end = save  # type: ignore[method-assign]
+        trainer.fit(module, make_loader(rank, 5), make_loader(0, 1), ckpt_path=path)
+        found.append(torch.stack(module.own[-5:]))
+    return found[0], found[1]
+
+
+@rows("resume", [name for name in SOME if name in without_variants()])
+def test_a_resumed_run_goes_on_with_the_teacher_of_each_worker(
+    pool: Pool, tmp_path: Path, case: Case
+) -> None:
+    for unbroken, resumed in pool.run(fit_resumed, case, str(tmp_path), world=2):
+        assert torch.equal(unbroken, resumed)
+
+
+# ------------------------------------------------------------------ what is exchanged no more
+
+
+class ReplacingModule(TinyModule):
+    """Puts another object in the place of a parameter, or another name."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(lr=0.05)
+        self.how = how
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx != 4:
+            return
+        layer = self.model[0]
+        if self.how == "replaced":
+            layer.weight = nn.Parameter(layer.weight.detach().clone())
+        elif self.how == "renamed":
+            prune.identity(layer, "weight")
+        elif self.how == "joined":
+            self.trainer.optimizers[0].add_param_group({"params": [self.late]})
+
+
+class LateModule(ReplacingModule):
+    """Gives its optimizer a parameter in the middle of training."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.late = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.model.parameters(), lr=self.lr)
+
+
+def fit_replacing(rank: int, world: int, case: Case, how: str) -> str:
+    module = LateModule(how) if how == "joined" else ReplacingModule(how)
+    strategy: EngineStrategy = case.strategy(sync_every=3)
+    trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
+    try:
+        trainer.fit(module, make_loader(rank, 9))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_parameter_that_is_replaced_is_named_on_every_worker(pool: Pool, name: str) -> None:
+    for error in pool.run(fit_replacing, CASES[name], "replaced", world=2):
+        assert "Parameter 'model.0.weight' was replaced by another object during fit" in error
+        assert "parameter.data.copy_(values)" in error
+
+
+def test_a_parameter_of_another_name_stays_in_the_exchange(pool: Pool) -> None:
+    assert pool.run(fit_replacing, CASES["diloco"], "renamed", world=2) == ["", ""]
+
+
+@pytest.mark.parametrize("name", ["diloco", "async_model_average"])
+def test_a_parameter_that_joins_an_optimizer_is_named(pool: Pool, name: str) -> None:
+    for error in pool.run(fit_replacing, CASES[name], "joined", world=2):
+        assert "Parameter 'late' was given to an optimizer during fit" in error

@@ -1,0 +1,225 @@
+"""Weights that hooks and callbacks write: taken for the start of all workers, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from torch import Tensor
+
+from lightning_loco import DiLoCoStrategy, LocalSGDStrategy, PairwiseGossipStrategy
+from lightning_loco.strategies.engine_strategy import EngineStrategy
+from tests.cases import CASES, Case, rows, without_variants
+from tests.pool import Pool, make_trainer
+from tests.tiny import TinyModule, flat, make_loader
+
+AT_START = (
+    "on_fit_start",
+    "on_sanity_check_start",
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+)
+VALUE = 5.0
+
+
+class Writer(pl.Callback):
+    """Writes into all weights in one hook, once, and stops the optimizer.
+
+    Args:
+        hook: Its name.
+        epoch: When; None for the first time.
+        values: By worker; None leaves the weights of this one alone.
+    """
+
+    def __init__(self, hook: str, epoch: int | None, values: Sequence[float | None]) -> None:
+        self.values: Sequence[float | None] = values
+        self.epoch = epoch
+        self.has_written = False
+        setattr(self, hook, self.write)
+
+    def write(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if self.has_written or self.epoch not in (None, trainer.current_epoch):
+            return
+        self.has_written = True
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = 0.0
+        value = self.values[trainer.global_rank]
+        for parameter in module.parameters() if value is not None else ():
+            parameter.data.fill_(value)
+
+
+class SeenModule(TinyModule):
+    """Notes what each validation sees."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.05)
+        self.validated: list[Tensor] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated.append(flat(self))
+
+
+def strategy_of(case: Case | None) -> EngineStrategy:
+    return PairwiseGossipStrategy() if case is None else case.strategy(sync_every=3)
+
+
+def fit_at_start(
+    rank: int, world: int, case: Case | None, values: Sequence[float | None]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    found = {}
+    for hook in AT_START:
+        module = SeenModule()
+        trainer = make_trainer(
+            strategy_of(case),
+            max_epochs=1,
+            use_distributed_sampler=False,
+            callbacks=[Writer(hook, None, values)],
+        )
+        trainer.fit(module, make_loader(rank, 8), make_loader(0, 1))
+        found[hook] = module.validated[0], flat(module)
+    return found
+
+
+def check_start(pool: Pool, case: Case | None, values: Sequence[float | None]) -> None:
+    for found in pool.run(fit_at_start, case, values, world=2):
+        for hook, (sanity, final) in found.items():
+            assert (final - VALUE).abs().max() <= 1e-12, hook
+            if hook in ("on_fit_start", "on_sanity_check_start"):
+                assert (sanity - VALUE).abs().max() <= 1e-12, hook
+
+
+@pytest.mark.slow
+@rows("without progress", without_variants())
+def test_weights_that_are_set_before_the_first_batch_are_the_start(pool: Pool, case: Case) -> None:
+    check_start(pool, case, [VALUE, VALUE])
+
+
+def test_and_so_they_are_with_pairwise_gossip(pool: Pool) -> None:
+    check_start(pool, None, [VALUE, VALUE])
+
+
+def test_at_the_start_those_of_worker_0_count(pool: Pool) -> None:
+    check_start(pool, CASES["diloco"], [VALUE, None])
+    check_start(pool, CASES["diloco"], [VALUE, 7.0])
+
+
+def fit_later(
+    rank: int,
+    world: int,
+    case: Case | None,
+    hook: str,
+    values: Sequence[float | None],
+    batches: Sequence[int],
+) -> tuple[str, Tensor]:
+    module = TinyModule(lr=0.05)
+    trainer = make_trainer(
+        strategy_of(case),
+        max_epochs=3,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        callbacks=[Writer(hook, 1 if hook == "on_train_epoch_start" else 0, values)],
+    )
+    try:
+        trainer.fit(module, make_loader(rank, batches[rank]))
+    except RuntimeError as error:
+        return str(error), flat(module)
+    return "", flat(module)
+
+
+@pytest.mark.parametrize("batches", [(7, 7), (4, 9)], ids=str)
+@rows("without progress", without_variants())
+def test_the_same_weights_on_all_workers_are_a_new_start(
+    pool: Pool, case: Case, batches: tuple[int, int]
+) -> None:
+    values = [VALUE, VALUE]
+    hook = "on_train_epoch_start"
+    for error, weights in pool.run(fit_later, case, hook, values, batches, world=2):
+        assert error == ""
+        assert (weights - VALUE).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_epoch_end"])
+def test_and_so_they_are_for_peers(pool: Pool, hook: str) -> None:
+    for error, weights in pool.run(fit_later, None, hook, [VALUE, VALUE], (4, 9), world=2):
+        assert error == ""
+        assert (weights - VALUE).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["diloco", "gasloc", "async_model_average", "pairwise"])
+def test_weights_that_differ_are_refused_on_every_worker(pool: Pool, name: str) -> None:
+    case = CASES.get(name)
+    results = pool.run(fit_later, case, "on_train_epoch_start", [1.0, 2.0], (6, 6), world=2)
+    for error, _ in results:
+        assert "set weights between two epochs" in error
+        assert "'model.0.weight' is not the same on workers 0 and 1" in error
+
+
+@pytest.mark.parametrize("name", ["diloco", "gasloc", "async_model_average", "pairwise"])
+def test_weights_that_one_worker_sets_alone_are_refused_on_every_worker(
+    pool: Pool, name: str
+) -> None:
+    case = CASES.get(name)
+    results = pool.run(fit_later, case, "on_train_epoch_start", [1.0, None], (6, 6), world=2)
+    for error, _ in results:
+        assert "a new start from weights that a hook has set on this worker" in error
+        assert "worker 0 in a new start" in error
+        assert "not all do the same in their hooks" in error
+
+
+class Clipped(SeenModule):
+    """Clips its weights after every batch, each worker its own."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for parameter in self.parameters():
+            parameter.data.clamp_(-0.3, 0.3)
+
+
+def fit_clipped(rank: int, world: int) -> Tensor:
+    module = Clipped()
+    trainer = make_trainer(
+        LocalSGDStrategy(sync_every=4), max_epochs=3, use_distributed_sampler=False
+    )
+    trainer.fit(module, make_loader(rank, 6), make_loader(0, 1))
+    return flat(module)
+
+
+def test_what_is_written_within_a_batch_belongs_to_the_local_step(pool: Pool) -> None:
+    for weights in pool.run(fit_clipped, world=2):
+        assert weights.abs().max() <= 0.3
+
+
+def fit_resumed(rank: int, world: int, folder: str, hook: str) -> tuple[str, Tensor]:
+    path = f"{folder}/first.ckpt"
+    first = make_trainer(DiLoCoStrategy(sync_every=4), max_epochs=1, use_distributed_sampler=False)
+    module = TinyModule(lr=0.05)
+    module.on_train_epoch_end = lambda: first.save_checkpoint(path)  # type: ignore[method-assign]
+    first.fit(module, make_loader(rank, 6))
+    again = make_trainer(
+        DiLoCoStrategy(sync_every=4),
+        max_epochs=3,
+        use_distributed_sampler=False,
+        callbacks=[Writer(hook, None, [VALUE, VALUE])],
+    )
+    module = TinyModule(lr=0.05)
+    try:
+        again.fit(module, make_loader(rank, 6), ckpt_path=path)
+    except ValueError as error:
+        return str(error), flat(module)
+    return "", flat(module)
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start"])
+def test_weights_over_a_checkpoint_are_refused(pool: Pool, tmp_path: Path, hook: str) -> None:
+    for error, _ in pool.run(fit_resumed, str(tmp_path), hook, world=2):
+        assert "has set weights after the checkpoint was loaded" in error
+        assert "trainer.ckpt_path is None" in error
+
+
+def test_weights_at_an_epoch_after_a_resume_are_a_new_start(pool: Pool, tmp_path: Path) -> None:
+    for error, weights in pool.run(fit_resumed, str(tmp_path), "on_train_epoch_start", world=2):
+        assert error == ""
+        assert (weights - VALUE).abs().max() <= 1e-12
