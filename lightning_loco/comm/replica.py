@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_loco.comm.flat import Chunk, Cuts, FlatLayout
 from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.stand_in import StandIn
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Sum
 
@@ -21,17 +22,22 @@ class Replica:
         cuts: How to cut the trainable parameters into chunks.
 
     Attributes:
+        model: The module.
         layout: The trainable parameters.
         buffers: The floating-point buffers.
         frozen: Names and parameters that do not require gradients.
+        stand_in: Keeps the trainable parameters as they are while gradients are computed.
 
     Note:
         Buffers (BatchNorm statistics, say) are local in training and averaged into the consensus.
-        Only persistent ones count; integer buffers stay each worker's own.
+        Only persistent ones count; integer buffers stay each worker's own, and so do pruning masks.
     """
 
     def __init__(self, model: nn.Module, cuts: Cuts) -> None:
-        persistent = set(model.state_dict(keep_vars=True))
+        self.model = model
+        persistent = set(model.state_dict(keep_vars=True)) - {
+            name for name, _ in pruning_masks(model)
+        }
         named = list(model.named_parameters())
         self.layout = FlatLayout(((n, p) for n, p in named if p.requires_grad), cuts)
         self.buffers = FlatLayout(
@@ -39,6 +45,7 @@ class Replica:
             Cuts(cuts.chunk_elements),
         )
         self.frozen = [(n, p) for n, p in named if not p.requires_grad]
+        self.stand_in = StandIn(self.layout)
         self._local: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -60,6 +67,12 @@ class Replica:
 
     def keep_local(self) -> None:
         """Set the local values aside, until :meth:`show_local` brings them back."""
+        self.stand_in.release()
+        now = dict(self.model.named_buffers())  # some are replaced, as those of BatchNorm by SWA
+        for index, name in enumerate(self.buffers.names):
+            old, new = self.buffers.tensors[index], now.get(name)
+            if new is not None and (new.shape, new.dtype) == (old.shape, old.dtype):
+                self.buffers.tensors[index] = new
         self._local = (self.layout.new_flat(), self.buffers.new_flat())
 
     def show_local(self) -> None:
@@ -73,16 +86,33 @@ class Replica:
         return self.layout.every(stride, (round_index * 7919) % stride).double()
 
 
+def pruning_masks(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The masks that ``torch.nn.utils.prune`` has put beside parameters, with their names."""
+    parameters = {name for name, _ in model.named_parameters()}
+    return [
+        (name, buffer)
+        for name, buffer in model.named_buffers()
+        if name.endswith("_mask") and f"{name.removesuffix('mask')}orig" in parameters
+    ]
+
+
 def average(
-    layout: FlatLayout, group: WorkerGroup, statistics: Statistics, valid: bool, num_valid: int
+    layout: FlatLayout,
+    group: WorkerGroup,
+    statistics: Statistics,
+    valid: bool,
+    num_valid: int,
+    device: torch.device | None = None,
 ) -> None:
     """Replace tensors by their mean over the workers, in place, two chunks at a time.
 
     ``valid`` says whether this worker's values enter it, and ``num_valid`` how many workers' do.
+    Messages are on ``device``; by default where the tensors are.
     """
+    device = device or layout.device
     chunks = layout.chunks()
     longest = max((len(chunk) for chunk in chunks), default=0)
-    slots = [torch.empty(longest, dtype=layout.dtype, device=layout.device) for _ in chunks[:2]]
+    slots = [torch.empty(longest, dtype=layout.dtype, device=device) for _ in chunks[:2]]
     under_way: deque[tuple[Chunk, Sum]] = deque()
 
     def land() -> None:

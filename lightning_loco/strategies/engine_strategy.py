@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import traceback
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -21,10 +22,15 @@ from torch.optim import Optimizer
 from lightning_loco.comm import Statistics, Worker, WorkerGroup
 from lightning_loco.schedules import Schedule
 from lightning_loco.strategies import lightning_private
+from lightning_loco.strategies.added_hooks import add_hooks
 from lightning_loco.strategies.arguments import check_choice, check_common_arguments
-from lightning_loco.strategies.driven import Engine
+from lightning_loco.strategies.averaged_models import averaged_models, finish_with_averages
+from lightning_loco.strategies.driven import Engine, describe
+from lightning_loco.strategies.foreign_collectives import ForeignCollectives
+from lightning_loco.strategies.local_model import LocalModel
 from lightning_loco.strategies.meeting import MeetingStrategy
-from lightning_loco.strategies.pace import ScaledSteps, check_length, share_data
+from lightning_loco.strategies.optimizer_memory import clear_non_finite
+from lightning_loco.strategies.pace import Pace, share_data
 from lightning_loco.strategies.shared_memory import leave_shared_memory
 from lightning_loco.strategies.worker_checkpoints import WorkerCheckpoints
 
@@ -92,7 +98,8 @@ class EngineStrategy(MeetingStrategy):
         self.statistics = Statistics()
         self._optimizer_steps: dict[int, int] = {}
         self._local_steps = 0
-        self._scaled_steps: ScaledSteps | None = None
+        self._pace: Pace | None = None
+        self._added = ExitStack()
         self._loss: Any = math.nan
         self.engine: Engine | None = None
         self.checkpoints = WorkerCheckpoints(self)
@@ -124,7 +131,9 @@ class EngineStrategy(MeetingStrategy):
     # ------------------------------------------------------------------- setup
 
     def configure_ddp(self) -> None:
-        """Leave the model unwrapped: gradients stay local."""
+        """Put the model into a shell with the names of DDP's; gradients stay local."""
+        assert self.lightning_module is not None
+        self.model = LocalModel(self.lightning_module)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Make the engine: check the model on all workers and give them the same start."""
@@ -149,17 +158,14 @@ class EngineStrategy(MeetingStrategy):
         self._finished = False
         self.checkpoints.begin_fit()
         if self.schedule is not None:
-            self._scaled_steps = ScaledSteps(trainer, self.schedule, self.worker, self.num_workers)
-        self._describe(self.engine)
-
-    def _describe(self, engine: Engine) -> None:
-        worker, settings = engine.worker, engine.settings
-        rounds = "" if self.schedule is None else f"{self.schedule}, topology {settings.topology}, "
-        rank_zero_info(
-            f"{settings.algorithm} on {worker.group.num_workers} workers, "
-            f"{worker.replica.layout.numel:,} trainable parameters, {rounds}"
-            f"start {worker.checksum:08x}."
+            self._pace = Pace(trainer, self.schedule, self.worker, self.num_workers)
+        self.engine.worker.companions.find_copies = lambda: averaged_models(trainer)
+        meet = ForeignCollectives(self.meet)
+        saving = self.checkpoints.consensus_shown
+        self._added = add_hooks(
+            trainer, end=self._end_training, saving=saving, epoch_hooks=lambda: meet
         )
+        rank_zero_info(describe(self.engine, self.schedule))
 
     def process_dataloader(self, dataloader: object) -> object:
         """Share the training data in proportion to ``sync_every`` when it is a list."""
@@ -170,9 +176,13 @@ class EngineStrategy(MeetingStrategy):
 
     def on_train_start(self) -> None:
         """Refuse a run too short for overlap; go on from this worker's own checkpoint."""
-        if self.schedule is not None:
+        if self._pace is not None:
             with self._engine.worker.group.errors_shared():
-                check_length(self.schedule, self.worker, self._trainer.estimated_stepping_batches)
+                self._pace.check_length(self._trainer)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        self._finished = False  # a search for the learning rate may have trained before
         self.checkpoints.resume(self._trainer)
 
     # ---------------------------------------------------------------- training
@@ -186,16 +196,21 @@ class EngineStrategy(MeetingStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """End soon when another worker has failed."""
+        if self._finished:
+            self._go_on()
         watchdog = self._engine.worker.group.watchdog
         if watchdog is not None:
             watchdog.raise_if_failed()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step; with manual optimization, make a due round after it."""
+        stand_in = self._engine.worker.replica.stand_in
+        stand_in.hold()
         output = super().training_step(*args, **kwargs)
         self._loss = output.get("loss", math.nan) if isinstance(output, Mapping) else output
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
+            stand_in.release()
             self._make_due_round()
         return output
 
@@ -213,13 +228,16 @@ class EngineStrategy(MeetingStrategy):
         """Step and count; with automatic optimization, make a due round right after."""
         closure = self.prepare_step(optimizer, closure)
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        assert self.lightning_module is not None
+        is_automatic = self.lightning_module.automatic_optimization
+        if is_automatic:
+            self._engine.worker.replica.stand_in.release()
         done = self._optimizer_steps.get(id(optimizer), 0) + 1
         self._optimizer_steps[id(optimizer)] = done
         if done > self._local_steps:
             self._local_steps = done
             self._engine.count_step()
-        assert self.lightning_module is not None
-        if self.lightning_module.automatic_optimization:
+        if is_automatic:
             self._make_due_round()
         return output
 
@@ -229,17 +247,17 @@ class EngineStrategy(MeetingStrategy):
             engine.worker.last_loss = self._loss if isinstance(self._loss, Tensor) else math.nan
             engine.make_round()
             if not engine.worker.was_finite:
-                _clear_non_finite(self.optimizers)
+                clear_non_finite(self.optimizers)
         if engine.worker.stop_agreed is not None:
             lightning_private.raise_in_loop(self._trainer)
 
-    def on_train_end(self) -> None:
-        """Share the last partial round and leave the consensus in the model."""
-        engine = self._engine
-        engine.finish()
-        if self.finalize == "keep":
-            engine.worker.show_local()
+    @contextmanager
+    def _end_training(self) -> Iterator[None]:
+        """Share the last partial round and leave the consensus in the model, before all hooks."""
+        keeps_local = self.finalize == "keep"
+        finish_with_averages(self._engine, self._trainer, keeps_local=keeps_local)
         self._finished = True
+        yield
 
     def on_exception(self, exception: BaseException) -> None:
         """Save once more after an agreed stop; tell the other workers of a failure."""
@@ -256,12 +274,15 @@ class EngineStrategy(MeetingStrategy):
 
     def teardown(self) -> None:
         """Close the groups of the engine."""
+        self._added.close()
         if self.engine is not None:
             self.engine.close()
             self.engine = None
-        if self._scaled_steps is not None:
-            self._scaled_steps.restore()
-            self._scaled_steps = None
+        if self._pace is not None:
+            self._pace.restore()
+            self._pace = None
+        if isinstance(self.model, LocalModel):
+            self.model = self.lightning_module
         super().teardown()
 
     # ---------------------------------------------------------------- evaluate
@@ -276,12 +297,3 @@ class EngineStrategy(MeetingStrategy):
         """Bring the local parameters back."""
         if self.is_training:
             self._engine.worker.show_local()
-
-
-def _clear_non_finite(optimizers: Sequence[Optimizer]) -> None:
-    """Zero what NaN and infinity have left in the memory of the optimizers."""
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor) and value.is_floating_point():
-                    value.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

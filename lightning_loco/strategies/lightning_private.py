@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import DataLoader, Sampler
@@ -131,6 +132,11 @@ def set_callback_metrics(trainer: pl.Trainer, metrics: dict[str, torch.Tensor]) 
 def found_inf(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Where a gradient scaler notes, after ``unscale_``, whether a gradient is not finite."""
     return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+
+
+def average_of(callback: StochasticWeightAveraging) -> list[pl.LightningModule]:
+    """The averaged copy of the model, if there is one already."""
+    return [] if callback._average_model is None else [callback._average_model]
 
 
 def syncs_batch_norm(strategy: ParallelStrategy) -> bool:

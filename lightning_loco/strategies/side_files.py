@@ -56,7 +56,7 @@ class SideFiles:
             self._io.save_checkpoint(shared, str(folder / _SHARED))
 
     def load(
-        self, stamp: str, worker: int, has_shared: bool
+        self, stamp: str, worker: int, has_shared: bool, weights_only: bool | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read what one worker needs.
 
@@ -64,6 +64,7 @@ class SideFiles:
             stamp: The name of the save, from the main file.
             worker: Who reads.
             has_shared: Whether there is something that all workers share.
+            weights_only: False to unpickle any object, as for the main file.
 
         Returns:
             The worker's own part, and the shared one: empty if there is none.
@@ -82,7 +83,8 @@ class SideFiles:
                     "system that all machines share."
                 )
         own, *shared = (
-            self._io.load_checkpoint(str(folder / name), weights_only=True) for name in names
+            self._io.load_checkpoint(str(folder / name), weights_only=weights_only is not False)
+            for name in names
         )
         return own, shared[0] if shared else {}
 

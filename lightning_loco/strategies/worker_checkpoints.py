@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,16 +57,28 @@ class WorkerCheckpoints:
         Args:
             read: Reads what the module holds.
         """
+        with self.consensus_shown():
+            state = read()
+            if self._engine is not None and self._strategy.is_global_zero:
+                state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+        return state
+
+    @contextmanager
+    def consensus_shown(self) -> Iterator[None]:
+        """Show the consensus, also to hooks that read the module for a checkpoint.
+
+        During ``fit`` all workers must enter it.
+        """
         engine = self._engine
         if engine is None or engine.worker.replica.shows_consensus:
-            return read()
+            yield
+            return
         self._strategy.meet("checkpoint")
         engine.worker.show_consensus("checkpoint of the consensus")
-        state = read()
-        if self._strategy.is_global_zero:
-            state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
-        engine.worker.show_local()
-        return state
+        try:
+            yield
+        finally:
+            engine.worker.show_local()
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
         """Write the side files of every worker, then the main file; all workers must call it.
@@ -98,12 +111,15 @@ class WorkerCheckpoints:
             io.save_checkpoint(checkpoint, path, storage_options=storage_options)
             files.remove(keep=stamp)
 
-    def load(self, loaded: dict[str, Any], path: str | Path) -> dict[str, Any]:
+    def load(
+        self, loaded: dict[str, Any], path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Complete the main file with this worker's own state, to resume training.
 
         Args:
             loaded: What Lightning has read.
             path: From where.
+            weights_only: As it was read: False if other objects than tensors and numbers may be.
 
         Raises:
             ValueError: On every worker, if the checkpoint does not fit this run, or side files are
@@ -123,7 +139,7 @@ class WorkerCheckpoints:
         try:
             entry, algorithm = loaded[_KEY], self._strategy.settings.algorithm
             _check_fit(entry, algorithm, num_workers, path)
-            own = self._read(entry["stamp"], algorithm, path)
+            own = self._read(entry["stamp"], algorithm, path, weights_only)
         except ValueError as found:
             error = found
         control = torch.distributed.group.WORLD if num_workers > 1 else None
@@ -154,12 +170,16 @@ class WorkerCheckpoints:
 
     @property
     def _engine(self) -> Engine | None:
-        return self._strategy.engine if self._strategy.is_training else None
+        return self._strategy.engine if self._strategy.has_company else None
 
-    def _read(self, stamp: str, algorithm: Algorithm, path: str | Path) -> dict[str, Any]:
+    def _read(
+        self, stamp: str, algorithm: Algorithm, path: str | Path, weights_only: bool | None
+    ) -> dict[str, Any]:
         files = SideFiles(self._strategy.checkpoint_io, path)
         try:
-            own, shared = files.load(stamp, self._strategy.worker, algorithm.replicated)
+            own, shared = files.load(
+                stamp, self._strategy.worker, algorithm.replicated, weights_only
+            )
         except FileNotFoundError as missing:
             raise ValueError(f"{missing} {_NEW_RUN}") from missing
         own["engine"].update(shared)
