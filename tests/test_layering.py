@@ -53,7 +53,6 @@ EXTRA = {
 # Modules that may use private names of other packages.
 MAY_USE_PRIVATE = {
     "lightning_loco.strategies.lightning_private",
-    "lightning_loco.strategies.foreign_collectives",  # TorchDispatchMode
     "lightning_loco.comm.groups",
     "lightning_loco.comm.waiting",
 }

@@ -8,11 +8,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_loco.strategies.foreign_collectives import ForeignCollectives
+
 Surrounding = Callable[[], AbstractContextManager[object]]
 
 
 def add_hooks(
-    trainer: pl.Trainer, *, end: Surrounding, saving: Surrounding, epoch_hooks: Surrounding
+    trainer: pl.Trainer, *, end: Surrounding, saving: Surrounding, meet: Callable[[str], None]
 ) -> ExitStack:
     """Surround methods of a trainer; only the instance is touched.
 
@@ -21,25 +23,26 @@ def add_hooks(
         end: Around all hooks of the end of training. Those of the strategy come last there, so
             that what callbacks and the module write into the model could only be overwritten.
         saving: From before a checkpoint is collected until it is written.
-        epoch_hooks: Around the hooks of the start and the end of every training epoch.
+        meet: Waits for all workers, before a collective of foreign code in hooks of the start and
+            the end of training epochs; gets the name of the place.
 
     Returns:
         What gives the trainer its own methods back when it is closed.
     """
     stack = ExitStack()
-    loop = trainer.fit_loop
+    loop, collectives = trainer.fit_loop, ForeignCollectives(meet)
 
     @contextmanager
     def epoch_start() -> Iterator[None]:
-        loop.setup_data()  # now, since processes that load data would inherit the surroundings
-        with epoch_hooks():
+        loop.setup_data()  # now, since processes that load data would inherit what follows
+        with collectives:
             yield
 
     for owner, name, surrounding in (
         (loop, "on_run_end", end),
         (trainer, "save_checkpoint", saving),
         (loop, "on_advance_start", epoch_start),
-        (loop, "on_advance_end", epoch_hooks),
+        (loop, "on_advance_end", lambda: collectives),
     ):
         stack.callback(_surround(owner, name, surrounding))
     return stack

@@ -26,7 +26,6 @@ from lightning_loco.strategies.added_hooks import add_hooks
 from lightning_loco.strategies.arguments import check_choice, check_common_arguments
 from lightning_loco.strategies.averaged_models import averaged_models, finish_with_averages
 from lightning_loco.strategies.driven import Engine, describe
-from lightning_loco.strategies.foreign_collectives import ForeignCollectives
 from lightning_loco.strategies.local_model import LocalModel
 from lightning_loco.strategies.meeting import MeetingStrategy
 from lightning_loco.strategies.optimizer_memory import clear_non_finite
@@ -160,11 +159,8 @@ class EngineStrategy(MeetingStrategy):
         if self.schedule is not None:
             self._pace = Pace(trainer, self.schedule, self.worker, self.num_workers)
         self.engine.worker.companions.find_copies = lambda: averaged_models(trainer)
-        meet = ForeignCollectives(self.meet)
         saving = self.checkpoints.consensus_shown
-        self._added = add_hooks(
-            trainer, end=self._end_training, saving=saving, epoch_hooks=lambda: meet
-        )
+        self._added = add_hooks(trainer, end=self._end_training, saving=saving, meet=self.meet)
         rank_zero_info(describe(self.engine, self.schedule))
 
     def process_dataloader(self, dataloader: object) -> object:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_loco.strategies.lightning_private import TorchDispatchMode
 
 
 class ForeignCollectives(TorchDispatchMode):

@@ -20,6 +20,7 @@ from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities.data import _update_dataloader
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.data import DataLoader, Sampler
 
 log = logging.getLogger(__name__)

@@ -301,7 +301,9 @@ def fit_saving_itself(rank: int, world: int, folder: str) -> tuple[Tensor, Tenso
                 trainer.save_checkpoint(f"{folder}/mine.ckpt")
                 local.append(flat(module))
 
-    trainer = make_trainer(make_strategy("local_sgd"), max_epochs=1, callbacks=[Save()])
+    trainer = make_trainer(
+        make_strategy("local_sgd"), max_epochs=1, use_distributed_sampler=False, callbacks=[Save()]
+    )
     trainer.fit(module, make_loader(rank, 7))
     return local[0], local[1]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_loco import PairwiseGossipStrategy
 from tests.cases import CASES
 from tests.pool import Pool, make_trainer
-from tests.tiny import ValidatedModule, flat, make_loader
+from tests.tiny import TinyModule, ValidatedModule, flat, make_loader
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*num_workers")
 
@@ -125,7 +125,7 @@ def tune(rank: int, world: int, folder: str) -> tuple[float, Tensor]:
         use_distributed_sampler=False,
         default_root_dir=folder,
     )
-    module, loader = Watched(0.5), make_loader(rank, 50)
+    module, loader = TinyModule(0.5), make_loader(rank, 50)
     Tuner(trainer).lr_find(module, loader, min_lr=1e-4, max_lr=0.1, num_training=30)
     lr = module.lr
     trainer.fit(module, loader)

@@ -12,6 +12,8 @@ from lightning_loco import AsyncModelAverageStrategy, DiLoCo, LocalSGD, LocoStra
 from tests.pool import Pool, make_trainer
 from tests.tiny import TinyModule, flat, loss_of, make_loader
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*all_gather is deprecated:FutureWarning")
+
 
 class Gathering(TinyModule):
     """Calls a collective between the forward and the backward pass."""
