@@ -7,7 +7,7 @@ exchanged and unpacked.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -100,6 +100,13 @@ class FlatLayout:
         cuts: How to cut it into chunks. Default: a single one. Dense tensors are cut to fit; a
             tensor with gaps in memory stays whole, and its chunk may then be longer.
 
+    Attributes:
+        names: Of the tensors.
+        tensors: In the order of the vector.
+        numel: Length of the vector.
+        cut: The chunks that :meth:`chunks` has returned last.
+        before_write: To be called before a round reads or writes the tensors, if it is not None.
+
     Raises:
         TypeError: If a tensor is not real floating point.
         ValueError: From :meth:`chunks`, if a boundary falls into a tensor with gaps in memory.
@@ -130,7 +137,8 @@ class FlatLayout:
         self._chunk_elements = max(wanted - wanted % cuts.granularity, cuts.granularity)
         self._boundaries = cuts.boundaries
         self._addresses: list[int] = []
-        self._chunks: list[Chunk] = []
+        self.cut: list[Chunk] = []
+        self.before_write: Callable[[], None] | None = None
 
     def schema(self) -> Schema:
         """Describe the tensors for a comparison between workers."""
@@ -143,9 +151,9 @@ class FlatLayout:
         """The chunks, in order; made anew when a parameter's memory has moved."""
         addresses = [tensor.data_ptr() for tensor in self.tensors]
         if addresses != self._addresses:
-            self._chunks = self._cut()
+            self.cut = self._cut()
             self._addresses = addresses
-        return self._chunks
+        return self.cut
 
     def _cut(self) -> list[Chunk]:
         chunks: list[Chunk] = []

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_loco.comm.flat import Chunk, Cuts, FlatLayout
 from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.stand_in import StandIn
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.unexchanged import Unexchanged
 from lightning_loco.comm.waiting import Sum
@@ -33,23 +34,27 @@ class Replica:
         exchanged: Its parameters that are exchanged. Default: all that require gradients.
 
     Attributes:
+        model: The module.
         layout: The exchanged parameters.
         buffers: The floating-point buffers.
         frozen: Names and parameters that do not require gradients.
         left_out: Names and parameters that require gradients, but are not exchanged.
         places: Module and attribute that hold each exchanged parameter, and the parameter.
         others: All that are not exchanged, compared between the workers.
+        stand_in: Keeps the exchanged parameters as they are while gradients are computed.
 
     Note:
         Buffers (BatchNorm statistics, say) are local in training and averaged into the consensus,
         and so are other parameters that differ between the workers. Only persistent buffers count;
-        integer buffers stay each worker's own.
+        integer buffers stay each worker's own, and so do pruning masks.
     """
 
     def __init__(
         self, model: nn.Module, cuts: Cuts, exchanged: Iterable[Tensor] | None = None
     ) -> None:
-        persistent = set(model.state_dict(keep_vars=True))
+        persistent = set(model.state_dict(keep_vars=True)) - {
+            name for name, _ in pruning_masks(model)
+        }
         named = list(model.named_parameters())
         if exchanged is None:
             exchanged = [p for _, p in named if p.requires_grad]
@@ -62,7 +67,8 @@ class Replica:
         self.frozen = [(n, p) for n, p in named if not p.requires_grad]
         self.left_out = [(n, p) for n, p in named if p.requires_grad and id(p) not in chosen]
         self.others = Unexchanged(model, self.layout.tensors, cuts.chunk_elements)
-        self._model = model
+        self.stand_in = StandIn(self.layout)
+        self.model = model
         self._chunk_elements = cuts.chunk_elements
         self.find_places()
         self._local: Local | None = None
@@ -73,7 +79,7 @@ class Replica:
         Raises:
             RuntimeError: If none holds it any more, naming it.
         """
-        names = {id(p): name for name, p in self._model.named_parameters()}
+        names = {id(p): name for name, p in self.model.named_parameters()}
         places: list[tuple[nn.Module, str, Tensor]] = []
         for old_name, tensor in zip(self.layout.names, self.layout.tensors, strict=True):
             if id(tensor) not in names:
@@ -83,7 +89,7 @@ class Replica:
                     "(parameter.data.copy_(values)), or call fit again after the replacement."
                 )
             path, _, name = names[id(tensor)].rpartition(".")
-            places.append((self._model.get_submodule(path), name, tensor))
+            places.append((self.model.get_submodule(path), name, tensor))
         self.places = places
 
     @property
@@ -93,7 +99,7 @@ class Replica:
 
     def find_buffers(self) -> None:
         """Look the buffers up anew, because code often puts new tensors in their places."""
-        now = dict(self._model.named_buffers())
+        now = dict(self.model.named_buffers())
         found = []
         for name, old in zip(self.buffers.names, self.buffers.tensors, strict=True):
             new = now.get(name, old)
@@ -126,6 +132,9 @@ class Replica:
 
     def keep_local(self) -> None:
         """Set the local values aside, until :meth:`show_local` brings them back."""
+        self.stand_in.release()
+        self.find_places()
+        self.find_buffers()
         layouts = self.layout, self.buffers, self.others.differing
         self._local = Local(*(layout.new_flat() for layout in layouts))
 
@@ -141,16 +150,33 @@ class Replica:
         return self.layout.every(stride, (round_index * 7919) % stride).double()
 
 
+def pruning_masks(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The masks that ``torch.nn.utils.prune`` has put beside parameters, with their names."""
+    parameters = {name for name, _ in model.named_parameters()}
+    return [
+        (name, buffer)
+        for name, buffer in model.named_buffers()
+        if name.endswith("_mask") and f"{name.removesuffix('mask')}orig" in parameters
+    ]
+
+
 def average(
-    layout: FlatLayout, group: WorkerGroup, statistics: Statistics, valid: bool, num_valid: int
+    layout: FlatLayout,
+    group: WorkerGroup,
+    statistics: Statistics,
+    valid: bool,
+    num_valid: int,
+    device: torch.device | None = None,
 ) -> None:
     """Replace tensors by their mean over the workers, in place, two chunks at a time.
 
     ``valid`` says whether this worker's values enter it, and ``num_valid`` how many workers' do.
+    Messages are on ``device``; by default where the tensors are.
     """
+    device = device or layout.device
     chunks = layout.chunks()
     longest = max((len(chunk) for chunk in chunks), default=0)
-    slots = [torch.empty(longest, dtype=layout.dtype, device=layout.device) for _ in chunks[:2]]
+    slots = [torch.empty(longest, dtype=layout.dtype, device=device) for _ in chunks[:2]]
     under_way: deque[tuple[Chunk, Sum]] = deque()
 
     def land() -> None:

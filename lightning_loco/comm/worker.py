@@ -17,6 +17,7 @@ from lightning_loco.comm.checks import (
     check_same_settings,
     share_from_worker_0,
 )
+from lightning_loco.comm.companions import Companions
 from lightning_loco.comm.flat import Cuts, are_finite
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.replica import Replica, average
@@ -77,6 +78,7 @@ class Worker:
         steps_since_round: Local steps since the last round began.
         round_index: Rounds begun.
         was_finite: Whether this worker's parameters were finite when it last looked.
+        companions: What belongs to the consensus beside the replica.
         last_loss: Set it to the last training loss, to have it travel with the rounds.
     """
 
@@ -84,6 +86,7 @@ class Worker:
         self.group = group
         self.replica = replica
         self.checksum = checksum
+        self.companions = Companions(replica.model)
         self.statistics = Statistics()
         self.stop = StopAgreement(group)
         self.engine: Engine | None = None
@@ -234,12 +237,12 @@ class Worker:
         self.meet(purpose)
         replica, group, statistics = self.replica, self.group, self.statistics
         valid = are_finite(replica.layout.chunks())
-        row = self.row(meeting_number(purpose))._replace(finite=float(valid))
-        num_valid = round(sum(row.finite for row in self.tell(row, purpose).wait()))
+        row = self.row(meeting_number(purpose))
+        row = row._replace(finite=float(valid), scalars=self.companions.look())
+        rows = self.tell(row, purpose).wait()
+        num_valid = round(sum(row.finite for row in rows))
         if num_valid == 0:
             raise _no_consensus()
-        replica.find_places()
-        replica.find_buffers()
         others = replica.others.compare(group)
         replica.keep_local()
         outer = None if self.engine is None else self.engine.outer()
@@ -249,6 +252,7 @@ class Worker:
             average(replica.layout, group, statistics, valid, num_valid)
         average(replica.buffers, group, statistics, valid, num_valid)
         average(others, group, statistics, valid, num_valid)
+        self.companions.agree(rows, group, statistics)
 
     @torch.no_grad()
     def show_local(self) -> None:
@@ -263,8 +267,6 @@ class Worker:
         Sum(self.group, self.statistics, sums, "the consensus distance").wait()
         variance = (sums[1] / n - (sums[0] / n).square()).clamp_(min=0).sum()
         return math.sqrt(float(variance) * self.replica.layout.numel / max(sample.numel(), 1))
-
-    # -------------------------------------------------------------- checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         """Where this worker is, and its local parameters and buffers."""

@@ -65,6 +65,8 @@ class Rounds:
         still in the cache, replaces one at the parameters.
         """
         lane, sums = self.lane, [math.nan]
+        if lane.layout.before_write is not None:
+            lane.layout.before_write()
         if lane.layout.chunks() is not lane.tied_to:
             lane.tie()
         self._is_proposed = lane.holds and self.flight is None
@@ -156,8 +158,14 @@ class Rounds:
 
         A RuntimeError says who is missing or has failed; nothing has changed then.
         """
-        if self.flight is not None:
-            self._land(self.flight, True)
+        if self.flight is None:
+            return
+        lane = self.lane
+        if lane.layout.before_write is not None:
+            lane.layout.before_write()
+        if lane.layout.cut is not lane.tied_to:
+            lane.tie()
+        self._land(self.flight, True)
 
     def _land(self, flight: Flight, valid: bool, successor: Flight | None = None) -> None:
         """Apply all of a flight; the message of a successor is made right before, part by part."""

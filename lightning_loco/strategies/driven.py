@@ -1,10 +1,11 @@
-"""What a strategy asks of the engine that drives its worker."""
+"""What a strategy asks of the engine that drives its worker, and says of it."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
 from lightning_loco.comm import Statistics, Worker
+from lightning_loco.schedules import Schedule
 
 
 class Engine(Protocol):
@@ -35,3 +36,14 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Let go of process groups and threads."""
+
+
+def describe(engine: Engine, schedule: Schedule | None) -> str:
+    """One line about a run: its algorithm, workers, parameters and rounds, and where it starts."""
+    worker, settings = engine.worker, engine.settings
+    rounds = "" if schedule is None else f"{schedule}, topology {settings.topology}, "
+    return (
+        f"{settings.algorithm} on {worker.group.num_workers} workers, "
+        f"{worker.replica.layout.numel:,} trainable parameters, {rounds}"
+        f"start {worker.checksum:08x}."
+    )

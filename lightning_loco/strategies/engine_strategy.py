@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import traceback
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -21,10 +22,13 @@ from torch.optim import Optimizer
 from lightning_loco.comm import Statistics, Worker, WorkerGroup
 from lightning_loco.schedules import Schedule
 from lightning_loco.strategies import lightning_private
+from lightning_loco.strategies.added_hooks import add_hooks
 from lightning_loco.strategies.arguments import check_choice, check_common_arguments
-from lightning_loco.strategies.driven import Engine
+from lightning_loco.strategies.averaged_models import averaged_models, finish_with_averages
+from lightning_loco.strategies.driven import Engine, describe
+from lightning_loco.strategies.local_model import LocalModel
 from lightning_loco.strategies.meeting import MeetingStrategy
-from lightning_loco.strategies.pace import ScaledSteps, check_length, share_data
+from lightning_loco.strategies.pace import Pace, share_data
 from lightning_loco.strategies.shared_memory import leave_shared_memory
 from lightning_loco.strategies.user_optimizers import check_left_out, clear_non_finite
 from lightning_loco.strategies.worker_checkpoints import WorkerCheckpoints
@@ -94,7 +98,8 @@ class EngineStrategy(MeetingStrategy):
         self.statistics = Statistics()
         self._optimizer_steps: dict[int, int] = {}
         self._local_steps = 0
-        self._scaled_steps: ScaledSteps | None = None
+        self._pace: Pace | None = None
+        self._added = ExitStack()
         self._loss: Any = math.nan
         self.engine: Engine | None = None
         self.checkpoints = WorkerCheckpoints(self)
@@ -131,7 +136,9 @@ class EngineStrategy(MeetingStrategy):
     # ------------------------------------------------------------------- setup
 
     def configure_ddp(self) -> None:
-        """Leave the model unwrapped: gradients stay local."""
+        """Put the model into a shell with the names of DDP's; gradients stay local."""
+        assert self.lightning_module is not None
+        self.model = LocalModel(self.lightning_module)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Make the engine: check the model on all workers and give them the same start."""
@@ -156,24 +163,23 @@ class EngineStrategy(MeetingStrategy):
         self._finished = False
         self.checkpoints.begin_fit()
         if self.schedule is not None:
-            self._scaled_steps = ScaledSteps(trainer, self.schedule, self.worker, self.num_workers)
-        self._weights.begin_fit(trainer)
-        self._describe(self.engine)
+            self._pace = Pace(trainer, self.schedule, self.worker, self.num_workers)
+        self._weights.begin_fit()
+        self.engine.worker.companions.find_copies = lambda: averaged_models(trainer)
+        self._added = add_hooks(
+            trainer,
+            batches_end=self._weights.end_batches,
+            end=self._end_training,
+            saving=self.checkpoints.consensus_shown,
+            meet=self.meet,
+        )
+        rank_zero_info(describe(self.engine, self.schedule))
 
     def meet(self, purpose: str) -> None:
         """Wait until all workers have come to the same place, as in :class:`MeetingStrategy`."""
         self._weights.note()
         super().meet(purpose)
         self._weights.expect()
-
-    def _describe(self, engine: Engine) -> None:
-        worker, settings = engine.worker, engine.settings
-        rounds = "" if self.schedule is None else f"{self.schedule}, topology {settings.topology}, "
-        rank_zero_info(
-            f"{settings.algorithm} on {worker.group.num_workers} workers, "
-            f"{worker.replica.layout.numel:,} trainable parameters, {rounds}"
-            f"start {worker.checksum:08x}."
-        )
 
     def process_dataloader(self, dataloader: object) -> object:
         """Share the training data in proportion to ``sync_every`` when it is a list."""
@@ -184,9 +190,13 @@ class EngineStrategy(MeetingStrategy):
 
     def on_train_start(self) -> None:
         """Refuse a run too short for overlap; go on from this worker's own checkpoint."""
-        if self.schedule is not None:
+        if self._pace is not None:
             with self._engine.worker.group.errors_shared():
-                check_length(self.schedule, self.worker, self._trainer.estimated_stepping_batches)
+                self._pace.check_length(self._trainer)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        self._finished = False  # a search for the learning rate may have trained before
         self._weights.resume(self.checkpoints)
 
     # ---------------------------------------------------------------- training
@@ -200,6 +210,8 @@ class EngineStrategy(MeetingStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """End soon when another worker has failed."""
+        if self._finished:
+            self._go_on()
         self._weights.begin_batches()
         watchdog = self._engine.worker.group.watchdog
         if watchdog is not None:
@@ -207,10 +219,13 @@ class EngineStrategy(MeetingStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step; with manual optimization, make a due round after it."""
+        stand_in = self._engine.worker.replica.stand_in
+        stand_in.hold()
         output = super().training_step(*args, **kwargs)
         self._loss = output.get("loss", math.nan) if isinstance(output, Mapping) else output
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
+            stand_in.release()
             self._make_due_round()
         return output
 
@@ -228,13 +243,16 @@ class EngineStrategy(MeetingStrategy):
         """Step and count; with automatic optimization, make a due round right after."""
         closure = self.prepare_step(optimizer, closure)
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        assert self.lightning_module is not None
+        is_automatic = self.lightning_module.automatic_optimization
+        if is_automatic:
+            self._engine.worker.replica.stand_in.release()
         done = self._optimizer_steps.get(id(optimizer), 0) + 1
         self._optimizer_steps[id(optimizer)] = done
         if done > self._local_steps:
             self._local_steps = done
             self._engine.count_step()
-        assert self.lightning_module is not None
-        if self.lightning_module.automatic_optimization:
+        if is_automatic:
             self._make_due_round()
         return output
 
@@ -249,14 +267,14 @@ class EngineStrategy(MeetingStrategy):
         if engine.worker.stop_agreed is not None:
             lightning_private.raise_in_loop(self._trainer)
 
-    def on_train_end(self) -> None:
-        """Share the last partial round and leave the consensus in the model."""
+    @contextmanager
+    def _end_training(self) -> Iterator[None]:
+        """Share the last partial round and leave the consensus in the model, before all hooks."""
         self._weights.end_fit()
-        engine = self._engine
-        engine.finish()
-        if self.finalize == "keep":
-            engine.worker.show_local()
+        keeps_local = self.finalize == "keep"
+        finish_with_averages(self._engine, self._trainer, keeps_local=keeps_local)
         self._finished = True
+        yield
 
     def on_exception(self, exception: BaseException) -> None:
         """Save once more after an agreed stop; tell the other workers of a failure."""
@@ -273,12 +291,15 @@ class EngineStrategy(MeetingStrategy):
 
     def teardown(self) -> None:
         """Close the groups of the engine."""
+        self._added.close()
         if self.engine is not None:
             self.engine.close()
             self.engine = None
-        if self._scaled_steps is not None:
-            self._scaled_steps.restore()
-            self._scaled_steps = None
+        if self._pace is not None:
+            self._pace.restore()
+            self._pace = None
+        if isinstance(self.model, LocalModel):
+            self.model = self.lightning_module
         super().teardown()
 
     # ---------------------------------------------------------------- evaluate

@@ -20,9 +20,11 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities.data import _update_dataloader
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.data import DataLoader, Sampler
 
 log = logging.getLogger(__name__)
@@ -194,6 +196,11 @@ def load_checkpoint(io: CheckpointIO, path: str, weights_only: bool) -> dict[str
     return io.load_checkpoint(path)
 
 
+def average_of(callback: StochasticWeightAveraging) -> list[pl.LightningModule]:
+    """The averaged copy of the model, if there is one already."""
+    return [] if callback._average_model is None else [callback._average_model]
+
+
 def syncs_batch_norm(strategy: ParallelStrategy) -> bool:
     """Whether ``Trainer(sync_batchnorm=True)`` was asked for."""
     return strategy._layer_sync is not None
@@ -217,27 +224,9 @@ def average_gradients_in(strategy: DDPStrategy, group: dist.ProcessGroup | None)
     strategy._ddp_kwargs["process_group"] = group
 
 
-def call_before_epoch_end(trainer: pl.Trainer, callback: Callable[[], None]) -> None:
-    """Call something when the batches of a training epoch have ended, before any hook is called.
-
-    Args:
-        trainer: The trainer to change; only the instance is touched.
-        callback: What to call.
-    """
-    loop = trainer.fit_loop
-    loop.on_advance_end = functools.partial(  # type: ignore[method-assign]
-        _end_epoch, callback, functools.partial(type(loop).on_advance_end, loop)
-    )
-
-
 def only_measures(trainer: pl.Trainer) -> bool:
     """Whether the present epoch trains nothing: it renews statistics for averaged weights."""
     return trainer.fit_loop._skip_backward
-
-
-def _end_epoch(callback: Callable[[], None], end: Callable[[], None]) -> None:
-    callback()
-    end()
 
 
 def _do_nothing() -> None:

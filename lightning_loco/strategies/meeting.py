@@ -41,8 +41,10 @@ class Checkpoints(Protocol):
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
         """Write what Lightning has collected on this rank, and all that belongs to it."""
 
-    def load(self, loaded: dict[str, Any], path: str | Path) -> dict[str, Any]:
-        """Complete what Lightning has read."""
+    def load(
+        self, loaded: dict[str, Any], path: str | Path, weights_only: bool | None
+    ) -> dict[str, Any]:
+        """Complete what Lightning has read, as safely as it did (``weights_only``)."""
 
     def remove(self, path: str | Path) -> None:
         """Delete a checkpoint with all that belongs to it."""
@@ -97,9 +99,14 @@ class MeetingStrategy(DDPStrategy):
         return self._trainer.state.fn == TrainerFn.FITTING
 
     @property
+    def has_company(self) -> bool:
+        """Whether the other workers can be met: during ``fit``, unless this one fails by itself."""
+        return self.meeting_place is not None and not self._is_alone
+
+    @property
     def is_training(self) -> bool:
         """Whether the other workers may be making rounds or steps."""
-        return self.meeting_place is not None and not self._finished and not self._is_alone
+        return self.has_company and not self._finished
 
     def meet(self, purpose: str) -> None:
         """Wait until all workers have come to the same place; does nothing outside training.
@@ -172,7 +179,7 @@ class MeetingStrategy(DDPStrategy):
         # Older versions of Lightning know no weights_only.
         options = {} if weights_only is None else {"weights_only": weights_only}
         loaded = super().load_checkpoint(checkpoint_path, **options)
-        return self.checkpoints.load(loaded, checkpoint_path)
+        return self.checkpoints.load(loaded, checkpoint_path, weights_only)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Delete a checkpoint with all that belongs to it."""

@@ -25,11 +25,11 @@ def share_data(dataloader: object, shares: list[int], worker: int) -> object:
     return dataloader
 
 
-class ScaledSteps:
+class Pace:
     """``max_steps`` counts the local steps of the worker that makes most of them per round.
 
     Args:
-        trainer: Whose limit is lowered on the other workers.
+        trainer: Whose limit is lowered on the other workers, until :meth:`restore`.
         schedule: Of the run.
         worker: This worker.
         num_workers: Number of workers N.
@@ -38,32 +38,41 @@ class ScaledSteps:
     def __init__(
         self, trainer: pl.Trainer, schedule: Schedule, worker: int, num_workers: int
     ) -> None:
+        self._schedule = schedule
+        self._worker = worker
         self._loop = trainer.fit_loop.epoch_loop
         self._max_steps = self._loop.max_steps
         shares = schedule.shares(num_workers)
         if self._max_steps > 0:
             self._loop.max_steps = self._max_steps * shares[worker] // max(shares)
+        self._own_max_steps = self._loop.max_steps
 
     def restore(self) -> None:
         """Give the Trainer its limit back."""
         self._loop.max_steps = self._max_steps
 
+    def check_length(self, trainer: pl.Trainer) -> None:
+        """Refuse a run that is over before a result that comes one round late.
 
-def check_length(schedule: Schedule, worker: int, steps: float) -> None:
-    """Refuse a run that is over before a result that comes one round late.
+        A run whose length is not known is not refused, and neither are ``fast_dev_run`` and the
+        short runs of a search for the learning rate.
 
-    Args:
-        schedule: Of the run.
-        worker: This worker.
-        steps: Its local steps in the whole run.
+        Args:
+            trainer: Right before its first step.
 
-    Raises:
-        ValueError: If there is room for a single round.
-    """
-    sync_every = schedule.sync_every_of(worker)
-    if sync_every is not None and schedule.stays(schedule.num_lanes) and steps < 2 * sync_every:
-        raise ValueError(
-            f"overlap applies a round's result one round later, but this run of {steps:.0f} "
-            f"local steps has room for a single round of sync_every={sync_every}. "
-            f"Use overlap=False (algorithm=diloco) or sync_every of at most {steps // 2:.0f}."
-        )
+        Raises:
+            ValueError: If there is room for a single round.
+        """
+        schedule = self._schedule
+        sync_every = schedule.sync_every_of(self._worker)
+        is_search = trainer.max_steps != self._own_max_steps
+        is_trial = trainer.fast_dev_run or is_search  # type: ignore[attr-defined]
+        if sync_every is None or not schedule.stays(schedule.num_lanes) or is_trial:
+            return
+        steps = trainer.estimated_stepping_batches
+        if 0 <= steps < 2 * sync_every:
+            raise ValueError(
+                f"overlap applies a round's result one round later, but this run of {steps:.0f} "
+                f"local steps has room for a single round of sync_every={sync_every}. "
+                f"Use overlap=False (algorithm=diloco) or sync_every of at most {steps // 2:.0f}."
+            )

@@ -98,7 +98,9 @@ class RemoteCheckpoints:
                 checkpoint, path, storage_options=storage_options
             )
 
-    def load(self, loaded: dict[str, Any], path: str | Path) -> dict[str, Any]:
+    def load(
+        self, loaded: dict[str, Any], path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Put this worker's loops where Lightning reads them, to resume training.
 
         With another number of workers, all go on from worker 0's loops and new random numbers.
@@ -106,6 +108,7 @@ class RemoteCheckpoints:
         Args:
             loaded: What Lightning has read.
             path: From where.
+            weights_only: How it was read; nothing else is to be read here.
 
         Raises:
             ValueError: If something is missing.

@@ -56,7 +56,7 @@ class SideFiles:
             self._io.save_checkpoint(seal(shared, stamp, None), f"{folder}/{_file_of(None)}")
 
     def load(
-        self, stamp: str, worker: int, has_shared: bool
+        self, stamp: str, worker: int, has_shared: bool, weights_only: bool | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read what one worker needs.
 
@@ -64,6 +64,7 @@ class SideFiles:
             stamp: The name of the save, from the main file.
             worker: Who reads.
             has_shared: Whether there is something that all workers share.
+            weights_only: False to unpickle any object, as for the main file.
 
         Returns:
             The worker's own part, and the shared one: empty if there is none.
@@ -73,8 +74,8 @@ class SideFiles:
             ValueError: Naming the first file that is damaged, another worker's or of another save,
                 or behind a symbolic link.
         """
-        own = self._read(stamp, worker)
-        return own, self._read(stamp, None) if has_shared else {}
+        own = self._read(stamp, worker, weights_only)
+        return own, self._read(stamp, None, weights_only) if has_shared else {}
 
     def name_of(self, stamp: str, worker: int | None) -> str:
         """Where to read the part of a worker; with None, what all workers share.
@@ -121,7 +122,7 @@ class SideFiles:
         entries = files.ls(self._folder, detail=False) if files.exists(self._folder) else []
         return [Path(entry).name for entry in entries]
 
-    def _read(self, stamp: str, worker: int | None) -> dict[str, Any]:
+    def _read(self, stamp: str, worker: int | None, weights_only: bool | None) -> dict[str, Any]:
         name = self.name_of(stamp, worker)
         _refuse_links(os.path.dirname(name))
         if not get_filesystem(name).exists(name):
@@ -131,7 +132,7 @@ class SideFiles:
                 "system that all machines share."
             )
         try:
-            sealed = lightning_private.load_checkpoint(self._io, name, weights_only=True)
+            sealed = lightning_private.load_checkpoint(self._io, name, weights_only is not False)
         except OSError:
             raise
         except Exception as error:  # damaged files fail in many ways

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,19 +53,31 @@ class WorkerCheckpoints:
         Args:
             read: Reads what the module holds.
         """
+        with self.consensus_shown():
+            state = read()
+            if self._engine is not None and self._strategy.is_global_zero:
+                state = {
+                    name: value.detach().to(_CPU, copy=True) if isinstance(value, Tensor) else value
+                    for name, value in state.items()
+                }
+        return state
+
+    @contextmanager
+    def consensus_shown(self) -> Iterator[None]:
+        """Show the consensus, also to hooks that read the module for a checkpoint.
+
+        During ``fit`` all workers must enter it.
+        """
         engine = self._engine
         if engine is None or engine.worker.replica.shows_consensus:
-            return read()
+            yield
+            return
         self._strategy.meet("checkpoint")
         engine.worker.show_consensus("checkpoint of the consensus")
-        state = read()
-        if self._strategy.is_global_zero:
-            state = {
-                name: value.detach().to(_CPU, copy=True) if isinstance(value, Tensor) else value
-                for name, value in state.items()
-            }
-        engine.worker.show_local()
-        return state
+        try:
+            yield
+        finally:
+            engine.worker.show_local()
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
         """Write the side files of every worker, then the main file; all workers must call it.
@@ -106,12 +119,15 @@ class WorkerCheckpoints:
                 files.drop(stamp)
             raise
 
-    def load(self, loaded: dict[str, Any], path: str | Path) -> dict[str, Any]:
+    def load(
+        self, loaded: dict[str, Any], path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Complete the main file with this worker's own state, to resume training.
 
         Args:
             loaded: What Lightning has read.
             path: From where.
+            weights_only: As it was read: False if other objects than tensors and numbers may be.
 
         Raises:
             ValueError: On every worker, if the checkpoint does not fit this run, or side files are
@@ -131,7 +147,7 @@ class WorkerCheckpoints:
         try:
             algorithm = self._strategy.settings.algorithm
             stamp = check_entry(loaded[KEY], algorithm, num_workers, path)
-            name, own = self._read(stamp, algorithm, path)
+            name, own = self._read(stamp, algorithm, path, weights_only)
         except (ValueError, OSError) as found:
             error = found
         control = torch.distributed.group.WORLD if num_workers > 1 else None
@@ -177,13 +193,17 @@ class WorkerCheckpoints:
 
     @property
     def _engine(self) -> Engine | None:
-        return self._strategy.engine if self._strategy.is_training else None
+        return self._strategy.engine if self._strategy.has_company else None
 
-    def _read(self, stamp: str, algorithm: Algorithm, path: str | Path) -> tuple[str, Any]:
+    def _read(
+        self, stamp: str, algorithm: Algorithm, path: str | Path, weights_only: bool | None
+    ) -> tuple[str, Any]:
         """The name of this worker's own file, and all that it needs."""
         files = SideFiles(self._strategy.checkpoint_io, path)
         try:
-            own, shared = files.load(stamp, self._strategy.worker, algorithm.replicated)
+            own, shared = files.load(
+                stamp, self._strategy.worker, algorithm.replicated, weights_only
+            )
         except (FileNotFoundError, ValueError) as error:
             raise ValueError(f"{error} {NEW_RUN}") from error
         name = files.name_of(stamp, self._strategy.worker)

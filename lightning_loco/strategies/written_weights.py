@@ -41,11 +41,10 @@ class WrittenWeights:
         self._written: Tensor | None = None
         self._seen: list[int] | None = None
 
-    def begin_fit(self, trainer: pl.Trainer) -> None:
+    def begin_fit(self) -> None:
         """The engine has taken its start; hooks follow."""
         self._written, self._is_before_start = None, True
         self._seen = self._look()
-        lightning_private.call_before_epoch_end(trainer, self.end_batches)
 
     @property
     def _worker(self) -> Worker:
@@ -101,7 +100,8 @@ class WrittenWeights:
             )
 
     def end_batches(self) -> None:
-        """An epoch has ended; its hooks follow."""
+        """The batches of an epoch have ended; its hooks follow."""
+        self._worker.replica.stand_in.release()
         self.begin_batches()
         self._seen = self._look()
 

@@ -8,6 +8,7 @@ import pickle
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from lightning_loco import (
     StragglerSimulator,
 )
 from lightning_loco.strategies import METHODS, lightning_private, register_strategies
+from lightning_loco.strategies.added_hooks import add_hooks
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.topology import Hypercube
 from tests.pool import Pool, make_trainer
@@ -80,9 +82,15 @@ def test_batches_have_ended_before_the_hooks_of_an_epochs_end(tmp_path: Path) ->
     trainer = quiet_trainer(
         devices=1, max_epochs=2, callbacks=[callback], default_root_dir=tmp_path
     )
-    lightning_private.call_before_epoch_end(trainer, lambda: callback.seen.append("first"))
-    lightning_private.call_before_epoch_end(trainer, lambda: callback.seen.append("end"))
-    trainer.fit(TinyModule(), make_loader(0, 2))
+    hooks = add_hooks(
+        trainer,
+        batches_end=lambda: callback.seen.append("end"),
+        end=nullcontext,
+        saving=nullcontext,
+        meet=callback.seen.append,
+    )
+    with hooks:
+        trainer.fit(TinyModule(), make_loader(0, 2))
     assert callback.seen == ["batch", "batch", "end", "hook"] * 2
 
 

@@ -1,0 +1,77 @@
+"""Hooks that Lightning does not have, around methods of one trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_loco.strategies.foreign_collectives import ForeignCollectives
+
+Surrounding = Callable[[], AbstractContextManager[object]]
+
+
+def add_hooks(
+    trainer: pl.Trainer,
+    *,
+    batches_end: Callable[[], None],
+    end: Surrounding,
+    saving: Surrounding,
+    meet: Callable[[str], None],
+) -> ExitStack:
+    """Surround methods of a trainer; only the instance is touched.
+
+    Args:
+        trainer: Whose methods they are.
+        batches_end: When the batches of a training epoch have ended, before all hooks of its end.
+        end: Around all hooks of the end of training. Those of the strategy come last there, so
+            that what callbacks and the module write into the model could only be overwritten.
+        saving: From before a checkpoint is collected until it is written.
+        meet: Waits for all workers, before a collective of foreign code in hooks of the start and
+            the end of training epochs; gets the name of the place.
+
+    Returns:
+        What gives the trainer its own methods back when it is closed.
+    """
+    stack = ExitStack()
+    loop, collectives = trainer.fit_loop, ForeignCollectives(meet)
+
+    @contextmanager
+    def epoch_start() -> Iterator[None]:
+        loop.setup_data()  # now, since processes that load data would inherit what follows
+        with collectives:
+            yield
+
+    @contextmanager
+    def epoch_end() -> Iterator[None]:
+        batches_end()
+        with collectives:
+            yield
+
+    for owner, name, surrounding in (
+        (loop, "on_run_end", end),
+        (trainer, "save_checkpoint", saving),
+        (loop, "on_advance_start", epoch_start),
+        (loop, "on_advance_end", epoch_end),
+    ):
+        stack.callback(_surround(owner, name, surrounding))
+    return stack
+
+
+def _surround(owner: object, name: str, surrounding: Surrounding) -> Callable[[], None]:
+    method, had_own = getattr(owner, name), name in vars(owner)
+
+    def surrounded(*args: Any, **kwargs: Any) -> Any:
+        with surrounding():
+            return method(*args, **kwargs)
+
+    def undo() -> None:
+        if had_own:
+            setattr(owner, name, method)
+        else:
+            delattr(owner, name)
+
+    setattr(owner, name, surrounded)
+    return undo

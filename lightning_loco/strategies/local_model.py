@@ -1,0 +1,46 @@
+"""What ``trainer.model`` is during fit: the module in a shell with the names that DDP's has."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+
+
+class LocalModel(nn.Module):
+    """A module whose gradients are never reduced, for code that was written for DDP.
+
+    ``trainer.model.module`` is the module, and ``trainer.model.no_sync()`` does nothing. All other
+    names are the module's, and it counts as equal to the module.
+
+    Args:
+        module: The module to train.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        return self.module(*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A context without any effect: gradients stay on their worker anyway."""
+        return nullcontext()
+
+    def __getattr__(self, name: str) -> Any:
+        """Look for other names in the module."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal to its module: Lightning then calls the module's steps without a detour."""
+        return other is self or other is self.module
+
+    def __hash__(self) -> int:
+        """As the module's, to which it is equal."""
+        return hash(self.module)

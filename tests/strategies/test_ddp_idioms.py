@@ -1,0 +1,213 @@
+"""What code written for DDP does, and finds here as well."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchmetrics import MeanMetric
+
+from lightning_loco import AsyncDiLoCoStrategy, DiLoCoStrategy, PairwiseGossipStrategy
+from tests.cases import CASES
+from tests.pool import Pool, make_trainer
+from tests.tiny import TinyModule, WorkerData, flat, make_loader, worker_batch
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*num_workers")
+
+# --------------------------------------------------------------------- trainer.model
+
+
+class LooksAtModel(TinyModule):
+    """Uses the names that DDP's wrapper has."""
+
+    def on_train_start(self) -> None:
+        assert self.trainer.model.module is self
+        assert self.trainer.strategy.model.module is self
+        assert self.trainer.model.lr == self.lr  # as before: all names of the module
+        assert list(self.trainer.model.state_dict()) == [f"module.{k}" for k in self.state_dict()]
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        with self.trainer.model.no_sync():
+            return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val", self.trainer.model(batch[0]).mean(), sync_dist=True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.model(inputs)
+
+
+def fit_looking(rank: int, world: int) -> bool:
+    module = LooksAtModel()
+    trainer = make_trainer(DiLoCoStrategy(sync_every=3), max_epochs=1)
+    trainer.fit(module, make_loader(rank, 6), make_loader(rank, 2))
+    return trainer.model is module and list(module.state_dict()) == list(TinyModule().state_dict())
+
+
+def test_names_of_the_wrapper(pool: Pool) -> None:
+    assert pool.run(fit_looking, world=2) == [True, True]
+
+
+# ------------------------------------------------------------------------ epoch hooks
+
+
+class TalksBetweenEpochs(TinyModule):
+    """Collectives that do not go through the strategy, where an epoch begins and ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+        self.means: list[float] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.mean.update(loss.detach())
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_epoch_start(self) -> None:
+        dist.barrier()
+
+    def on_train_epoch_end(self) -> None:
+        total = torch.tensor(float(len(self.losses)))
+        dist.all_reduce(total)
+        self.means.append(self.mean.compute().item())
+        dist.barrier()
+
+
+def fit_talking(rank: int, world: int, method: str) -> tuple[list[float], float, Tensor]:
+    module = TalksBetweenEpochs()
+    strategy = CASES[method].strategy(2, timeout_s=15)
+    trainer = make_trainer(strategy, max_epochs=2, use_distributed_sampler=False)
+    trainer.fit(module, make_loader(rank, 4 + 6 * rank))
+    return module.means, trainer.callback_metrics["mean"].item(), flat(module)
+
+
+@pytest.mark.parametrize("method", ["local_sgd", "async_diloco", "gasloc", "async_model_average"])
+def test_collectives_in_hooks_of_epochs_with_uneven_data(pool: Pool, method: str) -> None:
+    results = pool.run(fit_talking, method, world=2, timeout_s=30)
+    for means, logged, final in results:
+        assert means == results[0][0]
+        assert logged == results[0][1] == means[-1]
+        assert torch.equal(final, results[0][2])
+
+
+# ---------------------------------------------------------------------- lengths of runs
+
+
+class Endless(IterableDataset[tuple[Tensor, Tensor]]):
+    """Nobody knows how long it is."""
+
+    def __init__(self, worker: int, num_steps: int) -> None:
+        self.worker = worker
+        self.num_steps = num_steps
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return (worker_batch(self.worker, step) for step in range(self.num_steps))
+
+
+def fit_unknown(rank: int, world: int, settings: dict[str, Any]) -> tuple[int, Tensor]:
+    module = TinyModule()
+    trainer = make_trainer(AsyncDiLoCoStrategy(sync_every=4, timeout_s=20), **settings)
+    trainer.fit(module, DataLoader(Endless(rank, 20), batch_size=None))
+    return trainer.global_step, flat(module)
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"max_epochs": 1}, 20),
+        ({"max_epochs": -1, "max_time": {"seconds": 1}}, None),
+        ({"fast_dev_run": True}, 1),
+        ({"fast_dev_run": 3}, 3),
+    ],
+)
+def test_overlap_with_data_of_unknown_length(
+    pool: Pool, settings: dict[str, Any], steps: int | None
+) -> None:
+    results = pool.run(fit_unknown, settings, world=2)
+    for made, final in results:
+        assert steps is None or made == steps
+        assert torch.equal(final, results[0][1])
+
+
+# ------------------------------------------------------------------------- checkpoints
+
+
+class NumpySGD(torch.optim.SGD):
+    """Keeps numbers of NumPy in its state, as some optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                done = self.state[parameter].get("done", np.float64(0.0))
+                self.state[parameter]["done"] = done + np.float64(1.0)
+                parameter.data.mul_(1 - 0.01 * float(done))
+        return loss
+
+
+class NumpyModule(TinyModule):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return NumpySGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+def fit_numpy(rank: int, world: int, folder: str, resume: str | None) -> Tensor:
+    saving = ModelCheckpoint(
+        dirpath=folder, filename="{step}", every_n_train_steps=4, save_top_k=-1
+    )
+    trainer = make_trainer(
+        DiLoCoStrategy(sync_every=3),
+        max_steps=10,
+        callbacks=[saving],
+        enable_checkpointing=True,
+        use_distributed_sampler=False,
+    )
+    module = NumpyModule()
+    loader = StatefulDataLoader(WorkerData(rank, 12), batch_size=None)
+    trainer.fit(module, loader, ckpt_path=resume, weights_only=False)
+    return flat(module)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_numbers_of_numpy_in_the_state_of_an_optimizer(pool: Pool, tmp_path: Path) -> None:
+    whole = pool.run(fit_numpy, str(tmp_path), None, world=2)
+    again = pool.run(fit_numpy, str(tmp_path), str(tmp_path / "step=4.ckpt"), world=2)
+    for one, other in itertools.zip_longest(whole, again):
+        assert torch.equal(one, other)
+
+
+# --------------------------------------------------------------------------- profilers
+
+
+def fit_profiled(rank: int, world: int, method: str, profiler: str, folder: str) -> Tensor:
+    strategy: Any = PairwiseGossipStrategy()
+    if method != "pairwise_gossip":
+        strategy = CASES[method].strategy(3)
+    trainer = make_trainer(
+        strategy,
+        max_epochs=1,
+        use_distributed_sampler=False,
+        profiler=profiler,
+        default_root_dir=folder,
+    )
+    module = TinyModule()
+    trainer.fit(module, make_loader(rank, 7))
+    return flat(module)
+
+
+@pytest.mark.parametrize("profiler", ["simple", "advanced", "pytorch"])
+@pytest.mark.parametrize("method", ["diloco", "gasloc", "async_model_average", "pairwise_gossip"])
+def test_profilers(pool: Pool, tmp_path: Path, method: str, profiler: str) -> None:
+    results = pool.run(fit_profiled, method, profiler, str(tmp_path), world=2)
+    assert torch.equal(results[0], results[1])

@@ -1,0 +1,318 @@
+"""Callbacks that write the final weights: nothing overwrites them, and they are of all workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_loco import PairwiseGossipStrategy, RemoteOptimizerStrategy
+from tests.cases import CASES
+from tests.pool import Pool, make_trainer
+from tests.strategies.remote_runs import all_ranks, remote_trainer
+from tests.tiny import TinyModule, ValidatedModule, flat, make_loader, norm_model
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*num_workers"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+]
+METHODS = [
+    "local_sgd",
+    "diloco",
+    "async_diloco",
+    "gasloc",
+    "noloco",
+    "gasloc_overlap",
+    "async_model_average",
+    "pairwise_gossip",
+]
+DECAY = 0.9
+
+
+def make_strategy(method: str, **common: Any) -> Strategy:
+    if method == "ddp":
+        return DDPStrategy()
+    if method == "pairwise_gossip":
+        return PairwiseGossipStrategy(**common)
+    return CASES[method].strategy(3, timeout_s=30, **common)
+
+
+class Remembering(ValidatedModule):
+    """Averages its local weights by hand, and notes what is validated."""
+
+    def __init__(self, decay: float | None) -> None:
+        super().__init__()
+        self.decay = decay
+        self.average: Tensor | None = None
+        self.averaged = 0
+        self.validated: list[Tensor] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        now = flat(self)
+        self.averaged += 1
+        share = 1 / self.averaged if self.decay is None else 1 - self.decay
+        self.average = now if self.average is None else self.average + share * (now - self.average)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        if batch_idx == 0 and not self.trainer.sanity_checking:
+            self.validated.append(flat(self))
+
+
+class TakeNotes(Callback):
+    """Notes the averages by hand right before every validation."""
+
+    def __init__(self) -> None:
+        self.averages: list[Tensor] = []
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            assert isinstance(pl_module, Remembering)
+            assert pl_module.average is not None
+            self.averages.append(pl_module.average)
+
+
+def fit_averaging(rank: int, world: int, method: str, kind: str, folder: str) -> dict[str, Any]:
+    module, notes = Remembering(DECAY if kind == "ema" else None), TakeNotes()
+    averaging = EMAWeightAveraging(decay=DECAY) if kind == "ema" else WeightAveraging()
+    saving = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
+    trainer = make_trainer(
+        make_strategy(method),
+        max_epochs=2,
+        use_distributed_sampler=False,
+        callbacks=[averaging, notes, saving],
+        enable_checkpointing=True,
+    )
+    trainer.fit(module, make_loader(rank, 7), make_loader(0, 1))
+    (held,) = [v for v in vars(averaging).values() if isinstance(v, AveragedModel)]
+    return {
+        "final": flat(module),
+        "held": flat(held),
+        "by hand": module.average,
+        "validated": module.validated,
+        "at validation": notes.averages,
+    }
+
+
+@pytest.mark.parametrize("kind", ["ema", "mean"])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_average_of_all_workers_is_validated_saved_and_final(
+    pool: Pool, tmp_path: Path, method: str, kind: str
+) -> None:
+    results = pool.run(fit_averaging, method, kind, str(tmp_path), world=3)
+    expected = torch.stack([result["by hand"] for result in results]).mean(0)
+    assert not torch.equal(results[0]["by hand"], results[1]["by hand"])
+    for result in results:
+        assert torch.equal(result["final"], result["held"])  # as under DDP
+        assert torch.equal(result["final"], results[0]["final"])
+        torch.testing.assert_close(result["final"], expected, rtol=0, atol=1e-12)
+        for epoch, validated in enumerate(result["validated"]):
+            local = torch.stack([one["at validation"][epoch] for one in results])
+            torch.testing.assert_close(validated, local.mean(0), rtol=0, atol=1e-12)
+            assert torch.equal(validated, results[0]["validated"][epoch])
+    for epoch in range(2):
+        saved = torch.load(tmp_path / f"epoch={epoch}.ckpt", weights_only=True)["state_dict"]
+        values = torch.cat([value.reshape(-1) for value in saved.values()])
+        torch.testing.assert_close(values, results[0]["validated"][epoch], rtol=0, atol=0)
+
+
+def fit_remotely(rank: int, world: int) -> tuple[Tensor, Tensor]:
+    module, averaging = TinyModule(), EMAWeightAveraging(decay=DECAY)
+    with all_ranks() as environment:
+        trainer = remote_trainer(
+            environment,
+            RemoteOptimizerStrategy(num_workers=2),
+            max_epochs=1,
+            use_distributed_sampler=False,
+            callbacks=[averaging],
+        )
+        trainer.fit(module, make_loader(rank, 7))
+    (held,) = [v for v in vars(averaging).values() if isinstance(v, AveragedModel)]
+    return flat(module), flat(held)
+
+
+def test_with_a_remote_optimizer_the_average_is_final_too(pool: Pool) -> None:
+    (final, held), (final_1, _), _ = pool.run(fit_remotely, world=3)
+    assert torch.equal(final, held)
+    assert torch.equal(final, final_1)
+
+
+def fit_in_parts(rank: int, world: int, folder: str, resume: str | None) -> Tensor:
+    saving = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
+    trainer = make_trainer(
+        make_strategy("diloco"),
+        max_epochs=3,
+        use_distributed_sampler=False,
+        callbacks=[EMAWeightAveraging(decay=DECAY), saving],
+        enable_checkpointing=True,
+    )
+    module = ValidatedModule()
+    trainer.fit(module, make_loader(rank, 7), make_loader(0, 1), ckpt_path=resume)
+    return flat(module)
+
+
+def test_a_resumed_run_goes_on_with_the_average(pool: Pool, tmp_path: Path) -> None:
+    whole = pool.run(fit_in_parts, str(tmp_path), None, world=2)
+    again = pool.run(fit_in_parts, str(tmp_path), str(tmp_path / "epoch=0.ckpt"), world=2)
+    for one, other in zip(whole, again, strict=True):
+        assert torch.equal(one, other)
+
+
+class NormModule(TinyModule):
+    """With statistics of BatchNorm, or without."""
+
+    def __init__(self, has_norm: bool) -> None:
+        super().__init__()
+        if has_norm:
+            self.model = norm_model()
+
+    def on_train_epoch_start(self) -> None:
+        self.starts = [*getattr(self, "starts", []), flat(self)]
+
+
+def fit_swa(rank: int, world: int, method: str, has_norm: bool) -> dict[str, Any]:
+    module = NormModule(has_norm)
+    swa = StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=2)
+    trainer = make_trainer(
+        make_strategy(method), max_epochs=4, use_distributed_sampler=False, callbacks=[swa]
+    )
+    trainer.fit(module, make_loader(rank, 5))
+    assert swa._average_model is not None
+    buffers = [b.reshape(-1) for b in module.buffers() if b.is_floating_point()]
+    return {
+        "final": flat(module),
+        "held": flat(swa._average_model),
+        "buffers": torch.cat([torch.zeros(0), *buffers]),
+        "starts": module.starts,
+    }
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_stochastic_weight_averaging(pool: Pool, method: str, has_norm: bool) -> None:
+    results = pool.run(fit_swa, method, has_norm, world=2)
+    averaged = [torch.stack(result["starts"][1:4]).mean(0) for result in results]
+    for result in results:
+        assert torch.equal(result["final"], result["held"])
+        assert torch.equal(result["final"], results[0]["final"])
+        assert torch.equal(result["buffers"], results[0]["buffers"])
+        expected = torch.stack(averaged).mean(0)
+        torch.testing.assert_close(result["final"], expected, rtol=0, atol=1e-12)
+
+
+def fit_pruning(rank: int, world: int, method: str, lottery: bool, folder: str) -> dict[str, Any]:
+    module = ValidatedModule()
+    module.model = norm_model()
+    pruning = ModelPruning(
+        "l1_unstructured",
+        parameters_to_prune=[(module.model[0], "weight"), (module.model[3], "weight")],
+        amount=0.5,
+        use_lottery_ticket_hypothesis=lottery,
+    )
+    saving = ModelCheckpoint(dirpath=folder, filename="last", save_on_train_epoch_end=True)
+    trainer = make_trainer(
+        make_strategy(method),
+        max_epochs=2,
+        use_distributed_sampler=False,
+        callbacks=[pruning, saving],
+        enable_checkpointing=True,
+    )
+    trainer.fit(module, make_loader(rank, 7), make_loader(0, 1))
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def count_zeros(state: dict[str, Tensor]) -> int:
+    return sum(int((state[f"model.{layer}.weight"] == 0).sum()) for layer in (0, 3))
+
+
+@pytest.mark.parametrize("lottery", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_pruning_keeps_its_zeros(pool: Pool, tmp_path: Path, method: str, lottery: bool) -> None:
+    expected = pool.run(fit_pruning, "ddp", lottery, str(tmp_path / "ddp"), world=2)[0]
+    results = pool.run(fit_pruning, method, lottery, str(tmp_path / "own"), world=2)
+    saved = torch.load(next((tmp_path / "own").glob("last*.ckpt")), weights_only=True)["state_dict"]
+    for state in (*results, saved):
+        assert set(state) == set(expected)
+        assert count_zeros(state) == count_zeros(expected) == 15  # of 20, half of them twice
+    for name, value in results[0].items():
+        if value.is_floating_point():
+            assert torch.equal(value, results[1][name]), name
+
+
+class WritesAtTheEnd(Callback):
+    """Any callback that writes into the model when training ends."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for parameter in pl_module.parameters():
+            parameter.data.fill_(5.0)
+        trainer.save_checkpoint(f"{trainer.default_root_dir}/end.ckpt")
+
+
+def fit_writing(rank: int, world: int, finalize: str, folder: str) -> Tensor:
+    module = TinyModule()
+    strategy = make_strategy("diloco", finalize=finalize)
+    callbacks = [WritesAtTheEnd()]
+    trainer = make_trainer(strategy, max_epochs=1, callbacks=callbacks, default_root_dir=folder)
+    trainer.fit(module, make_loader(rank, 7))
+    return flat(module)
+
+
+@pytest.mark.parametrize("finalize", ["average", "keep"])
+def test_what_a_callback_writes_at_the_end_stays(pool: Pool, tmp_path: Path, finalize: str) -> None:
+    for final in pool.run(fit_writing, finalize, str(tmp_path), world=2):
+        assert torch.equal(final, torch.full_like(final, 5.0))
+    content = torch.load(tmp_path / "end.ckpt", weights_only=True)
+    assert content["lightning_loco"]["num_workers"] == 2
+    assert len(list((tmp_path / "end.ckpt.loco").glob("*/worker_*.pt"))) == 2
+    if finalize == "average":
+        for value in content["state_dict"].values():
+            assert torch.equal(value, torch.full_like(value, 5.0))
+
+
+class SavesItself(TinyModule):
+    """Writes more of itself into checkpoints."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = [parameter.detach() for parameter in self.parameters()]
+
+
+def fit_saving_itself(rank: int, world: int, folder: str) -> tuple[Tensor, Tensor]:
+    module = SavesItself()
+    local: list[Tensor] = []
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            if trainer.global_step == 5:
+                local.append(flat(module))
+                trainer.save_checkpoint(f"{folder}/mine.ckpt")
+                local.append(flat(module))
+
+    trainer = make_trainer(
+        make_strategy("local_sgd"), max_epochs=1, use_distributed_sampler=False, callbacks=[Save()]
+    )
+    trainer.fit(module, make_loader(rank, 7))
+    return local[0], local[1]
+
+
+def test_hooks_that_save_see_the_consensus(pool: Pool, tmp_path: Path) -> None:
+    results = pool.run(fit_saving_itself, str(tmp_path), world=2)
+    content = torch.load(tmp_path / "mine.ckpt", weights_only=True)
+    mine = torch.cat([value.reshape(-1) for value in content["mine"]])
+    torch.testing.assert_close(mine, torch.stack([before for before, _ in results]).mean(0))
+    for before, after in results:
+        assert torch.equal(before, after)
+        assert not torch.equal(before, mine)
