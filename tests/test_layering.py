@@ -57,7 +57,8 @@ MAY_USE_PRIVATE = {
     "lightning_loco.comm.waiting",
 }
 # Fused operations on lists of tensors, which the whole of PyTorch's optimizers is built on.
-PUBLIC_IN_PRACTICE = ("_foreach_",)
+# And the counter of a tensor's changes in place, which autograd's error messages speak of.
+PUBLIC_IN_PRACTICE = ("_foreach_", "_version")
 
 
 def module_name(path: Path) -> str:

@@ -46,6 +46,7 @@ class AllRanks:
         self.rank = rank
         self.size = size
         self._timeout_s = timeout_s
+        self._is_awaited = True
         key = (address, port, size)
         if key not in _stores:
             os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
@@ -83,9 +84,27 @@ class AllRanks:
         Args:
             names: What to call the ranks in messages.
         """
-        _groups_made[self.store] += 1
-        store = PrefixStore(f"lightning_loco/group{_groups_made[self.store]}", self.store)
+        store = self._next_group_store()
         return ServiceGroup(store, self.rank, self.size, names, self._timeout_s)
+
+    def report(self, error: BaseException, hint: str | None = None) -> None:
+        """Tell the ranks that wait in :meth:`new_group` why this one does not come.
+
+        Does nothing if this rank has come already.
+
+        Args:
+            error: What has happened here.
+            hint: What to do about it.
+        """
+        if self._is_awaited:
+            text = f"{error} {hint}" if hint else str(error)
+            found = json.dumps([type(error).__name__, text])
+            self._next_group_store().set(f"{_agreement(1)}/{self.rank}", found)
+
+    def _next_group_store(self) -> Store:
+        self._is_awaited = False
+        _groups_made[self.store] += 1
+        return PrefixStore(f"lightning_loco/group{_groups_made[self.store]}", self.store)
 
 
 class ServiceGroup:
@@ -129,7 +148,7 @@ class ServiceGroup:
         """
         self._agreements += 1
         kind = None if error is None else type(error).__name__
-        prefix = f"agreement{self._agreements}"
+        prefix = _agreement(self._agreements)
         self._store.set(f"{prefix}/{self._rank}", json.dumps([kind, str(error)]))
         keys = [f"{prefix}/{rank}" for rank in range(len(self._names))]
         try:
@@ -165,6 +184,10 @@ class ServiceGroup:
         """End the thread and let go of the connections."""
         self.watchdog.end()
         self.group = None
+
+
+def _agreement(number: int) -> str:
+    return f"agreement{number}"
 
 
 def forget_all_ranks() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -19,6 +19,20 @@ from lightning_loco.remote.plan import (
     trainable_parameters,
 )
 from lightning_loco.remote.transport import Transport
+
+
+class Meeting(NamedTuple):
+    """What a worker learns when all have met.
+
+    Attributes:
+        stop: Why to stop, if all should.
+        present: Ranks of the workers that all servers still have.
+        behind: Whether this worker had no part in some steps, and has old parameters.
+    """
+
+    stop: str | None
+    present: list[int]
+    behind: bool
 
 
 class AllServers:
@@ -68,10 +82,12 @@ class AllServers:
         ]
 
     def forget_parameters(self) -> None:
-        """Remove the hooks from the parameters."""
+        """Remove the hooks from the parameters; no more steps can be made."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        for channel in self._channels:
+            channel.end()
 
     def expect_gradients(self) -> None:
         """Send the gradients of the next backward pass while it computes them."""
@@ -88,6 +104,8 @@ class AllServers:
         self._is_expecting = False
         for channel in self._channels:
             channel.ask_for_step(call)
+        for channel in self._channels:
+            channel.tell_changes()
         stops = [channel.finish_step() for channel in self._channels]
         return _last(stops)
 
@@ -111,19 +129,29 @@ class AllServers:
         """Whether the gradients of all workers are finite."""
         return all([channel.are_finite(here) for channel in self._channels])
 
-    def meet(self, purpose: str, stop: str | None) -> tuple[str | None, list[int]]:
-        """Wait until no worker makes steps.
-
-        Returns:
-            Why to stop, if all should, and the ranks of the workers that all servers still have.
-        """
+    def meet(self, purpose: str, stop: str | None) -> Meeting:
+        """Wait until no worker makes steps."""
         answers = [channel.meet(purpose, stop) for channel in self._channels]
         present = [
             rank
             for rank in answers[0]["present"]
             if all(rank in answer["present"] for answer in answers)
         ]
-        return _last([answer["stop"] for answer in answers]), present
+        return Meeting(
+            _last([answer["stop"] for answer in answers]),
+            present,
+            any(answer["behind"] for answer in answers),
+        )
+
+    def catch_up(self, share: Callable[[Tensor], object], leads: bool) -> None:
+        """Take over the parameters after steps that this worker had no part in."""
+        for channel in self._channels:
+            channel.catch_up(share, leads)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether parameters were changed by hand since the last step."""
+        return any(channel.is_changed for channel in self._channels)
 
     def state(self) -> OptimizerState:
         """The state of all servers' optimizers as one, for all parameters."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from lightning_loco.remote.asking import receive_parameters, send_parameters
 from lightning_loco.remote.backend import Backend
 from lightning_loco.remote.optimizer_state import OptimizerState
-from lightning_loco.remote.wire import Kind, Lane, Note, Wire
+from lightning_loco.remote.wire import Kind, Note, Wire
 
 
 def answer_alone(client: Wire, note: Note, backend: Backend) -> bool:
-    """Answer a request for the optimizer's state or for all parameters in full precision.
+    """Answer a request about the optimizer's state or all parameters in full precision.
 
     Args:
         client: Who asks.
@@ -25,8 +26,10 @@ def answer_alone(client: Wire, note: Note, backend: Backend) -> bool:
         client.answer({})
     elif note.kind == Kind.PARAMETERS:
         client.answer({})
-        for tensor in backend.parameters():
-            client.wait(client.send(tensor.view(-1), Lane.STATE), "the parameters")
+        send_parameters(client, backend.parameters())
+    elif note.kind == Kind.LOAD_PARAMETERS:
+        backend.load_parameters(receive_parameters(client, backend.shapes))
+        client.answer({})
     else:
         return False
     return True

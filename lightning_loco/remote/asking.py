@@ -34,10 +34,24 @@ def ask_for_parameters(wire: Wire, params: Sequence[Tensor]) -> Iterable[Tensor]
     """Ask for all parameters in full precision; yields them one after another."""
     wire.ask(Note(Kind.PARAMETERS, {}))
     check_answer(wire)
+    yield from receive_parameters(wire, params)
+
+
+def receive_parameters(wire: Wire, params: Iterable[Tensor]) -> Iterable[Tensor]:
+    """Receive parameters of these shapes and dtypes in full precision, one after another."""
     for param in params:
         memory = torch.empty(param.shape, dtype=param.dtype)
-        wire.wait(wire.receive(memory.view(-1), Lane.STATE), "the parameters")
+        if memory.numel():
+            wire.wait(wire.receive(memory.view(-1), Lane.STATE), "the parameters")
         yield memory
+
+
+def send_parameters(wire: Wire, params: Iterable[Tensor]) -> None:
+    """Send what :func:`receive_parameters` receives."""
+    for param in params:
+        if param.numel():
+            values = param.detach().cpu().contiguous()
+            wire.wait(wire.send(values.view(-1), Lane.STATE), "the parameters")
 
 
 def ask_for_state(wire: Wire) -> OptimizerState:
@@ -60,6 +74,8 @@ def check_answer(wire: Wire) -> dict[str, Any]:
         RuntimeError: If the server tells of a failure; it need not listen to this rank any more.
     """
     answer = wire.answered()
+    while "waiting" in answer:  # it is alive, and waits for another client
+        answer = wire.answered()
     if "failure" in answer:
         with suppress(RuntimeError):
             wire.ask(Note(Kind.LEAVE, {}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -12,7 +12,13 @@ from lightning_loco.remote.optimizer_state import OptimizerState
 
 
 class Backend(Protocol):
-    """Takes in mean gradients message by message and knows the parameters after the step."""
+    """Takes in mean gradients message by message and knows the parameters after the step.
+
+    Attributes:
+        shapes: Tensors of the parameters' shapes and dtypes.
+    """
+
+    shapes: Sequence[Tensor]
 
     def join(self, checksum: int) -> dict[str, Any]:
         """Have the parameters ready for clients that begin.
@@ -60,6 +66,9 @@ class Backend(Protocol):
 
     def parameters(self) -> Iterable[Tensor]:
         """All parameters in full precision."""
+
+    def load_parameters(self, values: Iterable[Tensor]) -> None:
+        """Replace parameters, except where a value is what the workers were sent."""
 
     def end(self, farewell: dict[str, Any]) -> None:
         """All clients have left, with a last word for whoever has the optimizer."""

@@ -28,12 +28,14 @@ class Call(NamedTuple):
         hyperparameters: Learning rates and the like, if this worker has changed them.
         clip: How to clip.
         stop: Why all should stop after this step, if this worker was asked to.
+        changed: Checksum of this worker's parameters, if they were changed by hand.
     """
 
     missing: tuple[int, ...] = ()
     hyperparameters: Hyperparameters | None = None
     clip: Clip | None = None
     stop: str | None = None
+    changed: str | None = None
 
     def content(self) -> dict[str, Any]:
         """The wishes that are not empty, by name, for a note."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -13,8 +15,11 @@ from lightning_loco.remote.asking import (
     ask_for_state,
     ask_for_weights,
     check_answer,
+    send_parameters,
 )
 from lightning_loco.remote.calls import Call
+from lightning_loco.remote.changes import ChangeWatch
+from lightning_loco.remote.courier import Courier
 from lightning_loco.remote.hyperparameters import HyperparameterMirror
 from lightning_loco.remote.optimizer_state import OptimizerState
 from lightning_loco.remote.plan import Message
@@ -50,10 +55,13 @@ class Channel:
         for number, slot in enumerate(self._slots):
             for index in slot.indices:
                 self._messages_of[index].append(number)
-        self._sending: list[dist.Work] = []
+        device = params[0].device
+        self._courier = None if device.type == "cpu" else Courier(wire, device)
+        self._sending: list[dist.Work | Future[dist.Work]] = []
         self._receiving: list[dist.Work] = []
         self._awaited: list[set[int]] = []
-        self._is_streaming = False
+        self._is_streaming = self._is_changed = False
+        self._watch = ChangeWatch(params)
 
     def join(self) -> None:
         """Ask for the parameters and hyper-parameters; :meth:`take_over` ends it."""
@@ -89,7 +97,9 @@ class Channel:
         call = call._replace(
             missing=tuple(i for i, param in enumerate(self._params) if param.grad is None),
             hyperparameters=self._mirror.changes(),
+            changed=self._watch.digest(),
         )
+        self._is_changed = call.changed is not None
         if not self._is_streaming:
             self.wire.ask(Note(Kind.STEP, call.content()))
         while len(self._sending) < len(self._slots):
@@ -98,6 +108,11 @@ class Channel:
             self.wire.ask(Note(Kind.CALL, call.content()))
         self._receive()
 
+    def tell_changes(self) -> None:
+        """Send parameters that were changed by hand, if this worker is the one that should."""
+        if self._is_changed:
+            self._give(check_answer(self.wire))
+
     def finish_step(self) -> str | None:
         """Wait until the step is made; :meth:`take_over` ends it.
 
@@ -105,7 +120,8 @@ class Channel:
             Why to stop, if all should.
         """
         answer = check_answer(self.wire)
-        for work in self._sending:
+        for sending in self._sending:
+            work = sending.result() if isinstance(sending, Future) else sending
             self.wire.wait(work, "the gradients")
         self._sending, self._awaited, self._is_streaming = [], [], False
         self._mirror.take_over(answer.get("hyperparameters"))
@@ -122,12 +138,36 @@ class Channel:
             share(slot.incoming(self._params))
             slot.unpack(self._params)
         self._receiving = []
+        self._watch.note()
 
     def follow(self, share: Callable[[Tensor], object]) -> None:
         """Take over what another rank of this worker shares."""
         for slot in self._slots:
             share(slot.incoming(self._params))
             slot.unpack(self._params)
+        self._watch.note()
+
+    def catch_up(self, share: Callable[[Tensor], object], leads: bool) -> None:
+        """Take over the parameters after steps that this worker had no part in.
+
+        Args:
+            share: Called with each parameter, in order.
+            leads: Whether this rank asks; else ``share`` gives it the values.
+        """
+        values = (
+            ask_for_parameters(self.wire, self._params)
+            if leads
+            else (torch.empty(param.shape, dtype=param.dtype) for param in self._params)
+        )
+        for number, (param, value) in enumerate(zip(self._params, values, strict=True)):
+            share(value)
+            param.copy_(value.to(self._slots[self._messages_of[number][0]].message.dtype))
+        self._watch.note()
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether parameters were changed by hand since the last step."""
+        return self._watch.digest() is not None
 
     def are_finite(self, here: bool) -> bool:
         """Whether the gradients of all workers are finite."""
@@ -136,8 +176,13 @@ class Channel:
 
     def meet(self, purpose: str, stop: str | None) -> dict[str, Any]:
         """Wait until no worker makes steps; returns the server's answer."""
-        self.wire.ask(Note(Kind.MEET, {"purpose": purpose, "stop": stop}))
-        return check_answer(self.wire)
+        content = {"purpose": purpose, "stop": stop, "changed": self._watch.digest()}
+        self.wire.ask(Note(Kind.MEET, content))
+        answer = check_answer(self.wire)
+        if "give" in answer:
+            self._give(answer)
+            answer = check_answer(self.wire)
+        return answer
 
     def state(self) -> OptimizerState:
         """The state of the server's optimizer."""
@@ -160,10 +205,23 @@ class Channel:
         """Tell the server that no more requests will come, because of an error."""
         self.wire.ask(Note(Kind.FAIL, {"text": text}))
 
+    def end(self) -> None:
+        """End the thread that sends, if there is one."""
+        if self._courier is not None:
+            self._courier.end()
+
+    def _give(self, answer: dict[str, Any]) -> None:
+        if answer["give"]:
+            send_parameters(self.wire, self._params)
+
     def _send_next(self) -> None:
         slot = self._slots[len(self._sending)]
         gradients = {index: self._params[index].grad for index in slot.indices}
-        self._sending.append(self.wire.send(slot.outgoing(gradients), Lane.GRADIENTS))
+        self._sending.append(
+            self.wire.send(slot.outgoing(gradients), Lane.GRADIENTS)
+            if self._courier is None
+            else self._courier.send(slot, gradients, Lane.GRADIENTS)
+        )
 
     def _receive(self) -> None:
         self._receiving = [

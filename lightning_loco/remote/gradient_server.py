@@ -13,6 +13,7 @@ from lightning_loco.remote.accumulator import Accumulator
 from lightning_loco.remote.answering import answer_alone
 from lightning_loco.remote.backend import Backend
 from lightning_loco.remote.calls import Call
+from lightning_loco.remote.changes import adopt_changes
 from lightning_loco.remote.clients import Clients
 from lightning_loco.remote.mean_gradient import MeanGradient
 from lightning_loco.remote.plan import Message
@@ -62,6 +63,7 @@ class GradientServer:
         self._backend = backend
         self._checksum = checksum
         self._stop_reason = stop_reason
+        self._behind: set[Wire] = set()
 
     @torch.no_grad()
     def serve(self) -> dict[str, Any]:
@@ -81,6 +83,8 @@ class GradientServer:
         except Exception as error:
             self._clients.tell_failure(error)
             raise
+        finally:
+            self._clients.end()
         self._backend.end(self._clients.farewell)
         return self._clients.farewell
 
@@ -122,6 +126,9 @@ class GradientServer:
                 + ". All must reach the same validations and checkpoints."
             )
         stops = [note.content.get("stop") for note in wanted.values()]
+        if self._behind:
+            changed = {c: n.content["changed"] for c, n in wanted.items() if c not in self._behind}
+            adopt_changes(self._clients, changed, self._backend)
         self._release(next(filter(None, [*stops, self._stop_reason()]), None))
 
     def _release(self, stop: str | None) -> None:
@@ -129,7 +136,9 @@ class GradientServer:
         present = [client.rank for client in self._clients.left]
         meeting, self._clients.wanted = list(self._clients.wanted), {}
         for client in meeting:
-            self._clients.answer(client, {"stop": stop, "present": present})
+            answer = {"stop": stop, "present": present, "behind": client in self._behind}
+            self._clients.answer(client, answer)
+            self._behind.discard(client)
 
     # -------------------------------------------------------------------- step
 
@@ -150,16 +159,23 @@ class GradientServer:
     def _make_step(self, wanted: dict[Wire, Note]) -> None:
         """Sum, step and send back message by message; what can begin early does."""
         streaming = [client for client, note in wanted.items() if note.kind == Kind.STREAM]
-        calls = [Call.read(n.content) for n in wanted.values() if n.kind == Kind.STEP]
-        self._backend.begin(None if streaming else Call.merge(calls))
+        calls = {c: Call.read(n.content) for c, n in wanted.items() if n.kind == Kind.STEP}
+        self._clients.stepping = list(wanted)
+        is_late = streaming or any(call.changed for call in calls.values())
+        self._backend.begin(None if is_late else Call.merge(list(calls.values())))
         sending: list[tuple[Wire, dist.Work]] = []
         for index in range(self._num_messages):
             self._mean.receive(index, wanted)
             sending += self._send(wanted, self._backend.push(index))
-        calls += self._clients.hear_calls(streaming)
-        call = Call.merge(calls)
+        calls |= self._clients.hear_calls(streaming)
+        calls = {client: calls[client] for client in wanted if client in calls}
+        changes = {client: call.changed for client, call in calls.items()}
+        adopt_changes(self._clients, changes, self._backend)
+        call = Call.merge(list(calls.values()))
         answer = self._backend.finish(call)
         answer["stop"] = call.stop or answer.get("stop") or self._stop_reason()
+        self._clients.stepping = []
+        self._behind.update(client for client in self._clients.left if client not in wanted)
         for client in wanted:
             self._clients.answer(client, answer)
         if answer["stop"]:

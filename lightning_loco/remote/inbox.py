@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ class Inbox:
         messages: How gradients are cut, and their dtype on the wire.
         accumulator: Where they are summed.
         is_first: Whether the sum begins with this client.
+        wait: Waits for a message of a client; raises RuntimeError if it is gone or too late.
     """
 
     def __init__(
@@ -35,7 +36,9 @@ class Inbox:
         messages: Sequence[Message],
         accumulator: Accumulator,
         is_first: bool,
+        wait: Callable[[Wire, dist.Work, str], None],
     ) -> None:
+        self._wait = wait
         self._client = client
         self._messages = messages
         self._accumulator = accumulator
@@ -58,7 +61,7 @@ class Inbox:
             RuntimeError: If the client is gone or too late.
         """
         memory, work = self._coming.popleft()
-        self._client.wait(work, "its gradients")
+        self._wait(self._client, work, "its gradients")
         self._receive_ahead()
         return memory
 

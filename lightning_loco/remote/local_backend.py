@@ -44,6 +44,7 @@ class LocalBackend:
         after_step: Callable[[], object] | None = None,
         share_norms: Callable[[list[Tensor]], list[Tensor]] | None = None,
     ) -> None:
+        self.shapes = params
         self._optimizer = optimizer
         self._params = params
         self._slots = [
@@ -119,6 +120,15 @@ class LocalBackend:
     def parameters(self) -> Iterable[Tensor]:
         """The optimizer's parameters, one after another."""
         return (param.detach().cpu().contiguous() for param in self._params)
+
+    @torch.no_grad()
+    def load_parameters(self, values: Iterable[Tensor]) -> None:
+        """Replace parameters, but keep what was only rounded for the wire."""
+        dtypes = {index: slot.message.dtype for slot in self._slots for index in slot.indices}
+        for index, (param, value) in enumerate(zip(self._params, values, strict=True)):
+            given = value.to(param.device)
+            was_sent = param.to(dtypes[index]).to(param.dtype)
+            param.copy_(torch.where(was_sent == given, param, given))
 
     def end(self, farewell: dict[str, Any]) -> None:
         """Nobody else is to be told."""

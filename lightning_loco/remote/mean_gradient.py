@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from torch import Tensor
+
 from lightning_loco.remote.accumulator import Accumulator
 from lightning_loco.remote.clients import Clients
 from lightning_loco.remote.inbox import Inbox
@@ -26,7 +28,7 @@ class MeanGradient:
         self._clients = clients
         self._accumulator = accumulator
         self._inboxes = {
-            client: Inbox(client, messages, accumulator, is_first=number == 0)
+            client: Inbox(client, messages, accumulator, number == 0, clients.wait)
             for number, client in enumerate(clients.left)
         }
 
@@ -39,10 +41,10 @@ class MeanGradient:
         """Have the mean of a message in the accumulator, over the senders that are left.
 
         Raises:
-            RuntimeError: If no sender is left, or too few clients.
+            RuntimeError: If no sender is left, or too few clients, or the mean is not finite.
         """
         target = self._accumulator.slices[index]
-        arrived = 0
+        arrived: list[tuple[Wire, Tensor]] = []
         for client in senders:
             if client not in self._clients.left:
                 continue
@@ -51,12 +53,34 @@ class MeanGradient:
             except RuntimeError as error:
                 self._clients.lose(client, error)
                 continue
-            arrived += 1
-            if arrived > 1:
+            arrived.append((client, memory))
+            if len(arrived) > 1:
                 target.add_(memory)
             elif memory is not target:
                 target.copy_(memory)
-        if arrived == 0:
+        if not arrived:
             raise RuntimeError("All workers that were making a step are gone.")
-        if arrived > 1:
-            target.div_(arrived)
+        if len(arrived) > 1:
+            target.div_(len(arrived))
+        if not _is_finite(target):
+            raise RuntimeError(_whose_is_not_finite(arrived, target))
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Whether all are finite; the sum tells in most cases, in one pass."""
+    return bool(values.sum().isfinite()) or bool(values.isfinite().all())
+
+
+def _whose_is_not_finite(arrived: Sequence[tuple[Wire, Tensor]], mean: Tensor) -> str:
+    """Say which clients' gradients make the mean infinite or no number.
+
+    The first one's may have been where the mean is now, and can only be found by elimination.
+    """
+    names = [c.name for c, memory in arrived if memory is not mean and not _is_finite(memory)]
+    if not names and arrived[0][1] is mean:
+        names = [arrived[0][0].name]
+    return (
+        f"{', '.join(names) or 'The sum over all workers'}: a gradient is not finite (infinite or "
+        "NaN), and would have made the parameters of all workers so. Look at the loss there; for a "
+        "batch that cannot be used, return None from training_step."
+    )

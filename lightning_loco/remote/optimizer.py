@@ -25,9 +25,11 @@ class RemoteOptimizer(torch.optim.Optimizer):
     and is left out of the step where none has.
 
     Learning rates and the other numbers of ``param_groups`` are those of the optimizer there: what
-    a schedule changes on either side, the other side learns with the next step. Schedulers can be
-    made for a ``RemoteOptimizer`` once :meth:`receive_weights` has been called. ``state_dict`` and
-    ``load_state_dict`` ask for and set the state of the optimizer there, in its own format.
+    a schedule changes on either side, the other side learns with the next step. So it is with
+    parameters that all workers change by hand, by clipping for instance; a step after changes that
+    differ raises. Schedulers can be made for a ``RemoteOptimizer`` once :meth:`receive_weights` has
+    been called. ``state_dict`` and ``load_state_dict`` ask for and set the state of the optimizer
+    there, in its own format.
 
     Args:
         params: The model's parameters or parameter groups, in the same order on all ranks. Those
@@ -44,6 +46,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         wait_s: Seconds spent in steps, without closures.
         present: Ranks of the workers that are left, as of the last meeting; see :meth:`meet`.
         has_left: Whether this worker has said its last word to the servers.
+        optimizer: What monitors show instead; see :meth:`stand_for`.
 
     Source:
         The hierarchical training example of tt-train.
@@ -79,6 +82,12 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self.stop_agreed: str | None = None
         self.present: list[int] | None = None
         self.has_left = False
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    def stand_for(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let monitors of learning rates and the like see another optimizer of the same groups."""
+        self.optimizer = optimizer
+        self.defaults = optimizer.defaults
 
     def receive_weights(self) -> None:
         """Take over the parameters and hyper-parameters of the ranks that have the optimizer.
@@ -151,10 +160,12 @@ class RemoteOptimizer(torch.optim.Optimizer):
         """
         self._stop_reason = reason
 
+    @torch.no_grad()
     def meet(self, purpose: str) -> None:
         """Wait until all workers have come to the same place; others' steps go on meanwhile.
 
-        ``present`` are then the ranks of the workers that are left.
+        ``present`` are then the ranks of the workers that are left, and all of them have the
+        parameters after the last step.
 
         Args:
             purpose: The place in words, equal on all workers.
@@ -162,10 +173,15 @@ class RemoteOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: If others have come to another place, or are gone or too late.
         """
+        behind = False
         if self._replica.leads:
-            stop, present = self._servers.meet(purpose, self._stop_reason)
-            self.stop_agreed = stop or self.stop_agreed
+            meeting = self._servers.meet(purpose, self._stop_reason)
+            self.stop_agreed = meeting.stop or self.stop_agreed
+            present = meeting.present
             self.present = [rank for rank in self.present or present if rank in present]
+            behind = meeting.behind
+        if self._replica.share_text("behind" if behind else None) is not None:
+            self._servers.catch_up(self._replica.share, self._replica.leads)
 
     def are_finite(self, here: bool) -> bool:
         """Whether the gradients of all workers are finite: for gradient scalers.
@@ -175,6 +191,11 @@ class RemoteOptimizer(torch.optim.Optimizer):
         """
         finite = self._servers.are_finite(here) if self._replica.leads else here
         return self._replica.share_text("finite" if finite else None) is not None
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether parameters were changed by hand since they came; the next step tells them."""
+        return self._servers.is_changed
 
     def parameters_in_full(self) -> list[tuple[Tensor, Tensor]]:
         """Each parameter with its value on the server, which has not been rounded for the wire."""

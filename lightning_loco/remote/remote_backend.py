@@ -14,6 +14,7 @@ from lightning_loco.remote.asking import (
     ask_for_state,
     ask_for_weights,
     check_answer,
+    send_parameters,
 )
 from lightning_loco.remote.calls import Call
 from lightning_loco.remote.optimizer_state import OptimizerState
@@ -42,7 +43,7 @@ class RemoteBackend:
         accumulator: Accumulator,
     ) -> None:
         self._wire = wire
-        self._params = params
+        self.shapes = params
         self._accumulator = accumulator
         self._memory = [
             accumulator.lend(index, message.dtype) for index, message in enumerate(messages)
@@ -108,7 +109,13 @@ class RemoteBackend:
 
     def parameters(self) -> Iterable[Tensor]:
         """Ask the other rank for all parameters in full precision."""
-        return ask_for_parameters(self._wire, self._params)
+        return ask_for_parameters(self._wire, self.shapes)
+
+    def load_parameters(self, values: Iterable[Tensor]) -> None:
+        """Pass other parameters on to the other rank's optimizer."""
+        self._wire.ask(Note(Kind.LOAD_PARAMETERS, {}))
+        send_parameters(self._wire, values)
+        check_answer(self._wire)
 
     def end(self, farewell: dict[str, Any]) -> None:
         """Tell the other rank that all workers have left."""

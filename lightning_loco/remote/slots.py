@@ -44,6 +44,32 @@ class Slot:
         direct = self._direct(tensors)
         if direct is not None:
             return direct
+        packed, host = self._pack(tensors)
+        if host is not packed:
+            host.copy_(packed)
+        return host
+
+    @torch.no_grad()
+    def stage(self, tensors: Tensors, stream: torch.cuda.Stream) -> tuple[Tensor, torch.cuda.Event]:
+        """As :meth:`outgoing`, for tensors on a GPU and without waiting for the copy.
+
+        Args:
+            tensors: What to send.
+            stream: Where to copy.
+
+        Returns:
+            The message in the processor's memory, and the event after which it is there.
+        """
+        packed, host = self._pack(tensors)
+        stream.wait_stream(torch.cuda.current_stream(packed.device))
+        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            host.copy_(packed, non_blocking=True)
+            copied.record(stream)
+        return host, copied
+
+    def _pack(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        """Fill the vector on the device; returns it and the one in the processor's memory."""
         packed, host, parts = self._buffer()
         sources, targets = [], []
         for span, part in zip(self.message.spans, parts, strict=True):
@@ -55,9 +81,7 @@ class Slot:
                 sources.append(self._part(tensor, span.start, span.stop, part))
         if targets:
             torch._foreach_copy_(targets, sources)
-        if host is not packed:
-            host.copy_(packed)
-        return host
+        return packed, host
 
     def incoming(self, tensors: Tensors) -> Tensor:
         """Memory for the message to be received into; then :meth:`unpack`."""

@@ -41,8 +41,9 @@ class Kind(enum.IntEnum):
     STATE = 7  # the optimizer's state
     LOAD_STATE = 8  # a state for the optimizer follows
     PARAMETERS = 9  # the parameters in full precision
-    LEAVE = 10
-    FAIL = 11  # leave because of an error
+    LOAD_PARAMETERS = 10  # other parameters follow, in full precision
+    LEAVE = 11
+    FAIL = 12  # leave because of an error
 
 
 class Note(NamedTuple):
@@ -55,6 +56,10 @@ class Note(NamedTuple):
 
     kind: Kind
     content: dict[str, Any]
+
+
+Sending = tuple[dist.Work, Tensor]
+"""What was begun, and the memory that it needs until it is done."""
 
 
 class Wire:
@@ -119,9 +124,10 @@ class Wire:
         """Send an answer to a client."""
         self._send_note(Note(Kind.ANSWER, content), Lane.ANSWERS)
 
-    def answer_later(self, content: dict[str, Any]) -> tuple[dist.Work, Tensor]:
-        """Begin to send a short answer to a client that may not wait for one yet."""
-        return self._begin_frame(_frames(Note(Kind.ANSWER, content))[0], Lane.ANSWERS)
+    def answer_later(self, content: dict[str, Any]) -> list[Sending]:
+        """Begin to send an answer to a client that may not wait for one yet."""
+        frames = _frames(Note(Kind.ANSWER, content))
+        return [self._begin_frame(frame, Lane.ANSWERS) for frame in frames]
 
     def answered(self) -> dict[str, Any]:
         """Wait for a server's answer."""
@@ -132,7 +138,7 @@ class Wire:
             work, _ = self._begin_frame(frame, lane)
             self.wait(work, "a note")
 
-    def _begin_frame(self, frame: bytes, lane: Lane) -> tuple[dist.Work, Tensor]:
+    def _begin_frame(self, frame: bytes, lane: Lane) -> Sending:
         self.bytes_sent += len(frame)
         tensor = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
         with self._explained("a note"):

@@ -21,7 +21,9 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -152,14 +154,20 @@ def expect_no_step(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
+def is_no_optimizer(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it only stands where ``configure_optimizers`` has returned None."""
+    return isinstance(optimizer, _MockOptimizer)
+
+
 def replace_loops(trainer: pl.Trainer, fit: Callable[[], None]) -> None:
-    """Take training, validation, test and prediction out of a trainer.
+    """Take training, validation, test and prediction out of a trainer, and what profiles them.
 
     Args:
         trainer: The trainer to change; only the instance is touched.
         fit: What to do in ``trainer.fit`` instead.
     """
     trainer.num_sanity_val_steps = 0
+    trainer.profiler = PassThroughProfiler()  # type: ignore[attr-defined]
     trainer.fit_loop.run = fit  # type: ignore[method-assign]
     for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
         loop.run = list  # type: ignore[method-assign]

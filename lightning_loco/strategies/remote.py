@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
-from lightning_loco.comm.checks import check_model, share_from_worker_0
+from lightning_loco.comm.checks import share_from_worker_0
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.remote import RemoteOptimizer, Serving, Transport
 from lightning_loco.remote.plan import BUCKET_BYTES
@@ -23,6 +23,7 @@ from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.arguments import check_common_arguments
 from lightning_loco.strategies.gradient_hooks import sees_gradients
 from lightning_loco.strategies.remote_arguments import (
+    check_before_setup,
     check_optimizers,
     check_ranks,
     read_wire_dtype,
@@ -146,7 +147,7 @@ class RemoteOptimizerStrategy(ServedStrategy):
         error: Exception | None = None
         try:
             leave_shared_memory(self.lightning_module)
-            check_model(self.lightning_module)
+            check_before_setup(trainer, self.lightning_module)
             super().setup(trainer)
             check_optimizers(self.optimizers, self.lightning_module)
         except Exception as found:
@@ -176,6 +177,7 @@ class RemoteOptimizerStrategy(ServedStrategy):
             transport=self._transport(),
             replica_group=self.replica_group,
         )
+        self.remote.stand_for(local)
         self.optimizers = [self.remote]
         self.statistics = Statistics()
         self._precision = RemotePrecision(self.precision_plugin, self.remote)
@@ -261,6 +263,7 @@ class RemoteOptimizerStrategy(ServedStrategy):
     def on_train_end(self) -> None:
         """Fetch the optimizer's state for checkpoints after ``fit``, and leave the servers."""
         assert self.remote is not None
+        self.meet("end of training")  # those with less data have old parameters
         self.checkpoints.end_fit(self.remote)
         self._finished = True
         self._leave(self.remote)
@@ -270,7 +273,10 @@ class RemoteOptimizerStrategy(ServedStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Save once more after an agreed stop; tell the other ranks of a failure."""
-        if self.service is None or self._finished:
+        if self.service is None:
+            self.report_before_service(exception)
+            return
+        if self._finished:
             return
         agreed = None if self.remote is None else self.remote.stop_agreed
         if agreed is not None and isinstance(exception, SIGTERMException):

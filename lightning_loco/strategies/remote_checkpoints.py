@@ -57,15 +57,21 @@ class RemoteCheckpoints:
     def model_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The model, with parameters that have not been rounded for the wire.
 
+        All ranks that train must call it during ``fit``.
+
         Args:
             read: Reads what the module holds.
         """
-        state = read()
         strategy = self._strategy
         remote, module = strategy.remote, strategy.lightning_module
-        if strategy.is_training and strategy.is_global_zero and strategy.wire_dtype is not None:
-            assert remote is not None
-            assert module is not None
+        if not strategy.is_training:
+            return read()
+        assert remote is not None
+        assert module is not None
+        strategy.meet("checkpoint")  # brings a worker that has run out of data up to date
+        state = read()
+        is_rounded = strategy.wire_dtype is not None
+        if strategy.is_global_zero and is_rounded and not remote.is_changed:
             values = {id(param): value for param, value in remote.parameters_in_full()}
             for name, param in module.named_parameters(remove_duplicate=False):
                 if name in state and id(param) in values:

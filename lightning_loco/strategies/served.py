@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +17,8 @@ from lightning_loco.remote.all_ranks import AllRanks, ServiceGroup
 from lightning_loco.remote.replica_group import new_replica_group
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.meeting import MeetingStrategy
+
+log = logging.getLogger(__name__)
 
 
 class ServedStrategy(MeetingStrategy):
@@ -129,6 +132,19 @@ class ServedStrategy(MeetingStrategy):
             self.setup_optimizers(trainer)
         else:
             lightning_private.replace_loops(trainer, lambda: None)
+
+    def report_before_service(self, error: BaseException) -> None:
+        """Tell the ranks that wait for this one before training why it does not come."""
+        if self._all_ranks is None or not self.is_fitting:
+            return
+        hint = None
+        if self.serves and "process group" in str(error):
+            hint = (
+                "A rank that serves is in no process group: leave collectives of your own before "
+                "training, in setup() for instance, to ranks with `not trainer.strategy.serves`."
+            )
+            log.error(hint)
+        self._all_ranks.report(error, hint)
 
     def configure_ddp(self) -> None:
         """Leave the model unwrapped, unless a worker has several ranks."""

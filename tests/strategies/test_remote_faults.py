@@ -265,6 +265,29 @@ def test_enough_workers_go_on(tmp_path: Path) -> None:
         assert "worker 2 is gone" in texts[3].lower()
 
 
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("delay_s", [0.0, 0.011, 0.027])
+@pytest.mark.parametrize("world", [4, 5])
+def test_enough_workers_go_on_without_a_frozen_one(
+    tmp_path: Path, delay_s: float, world: int
+) -> None:
+    options = {"num_workers": 3, "min_workers": 2, "timeout_s": 5}
+    with running(tmp_path, world, 60, max_epochs=2, **options) as programs:
+        programs[0].wait_for("five steps done")
+        time.sleep(delay_s)
+        programs[2].signal(signal.SIGSTOP)
+        codes, texts = finish([program for program in programs if program is not programs[2]])
+        for code, text in zip(codes, texts, strict=True):
+            assert code == 0, text[-3000:]
+        for text in texts[:2]:
+            assert "finished at 120" in text
+        assert "worker 2 is gone" in texts[2].lower()
+        programs[2].signal(signal.SIGCONT)
+        code, _ = programs[2].finish(30)
+        assert code != 0
+
+
 def train_whole(rank: int, world: int, steps: int) -> list[float]:
     with all_ranks() as environment:
         module = ValidatedModule(optimizer="Adam")

@@ -1,0 +1,106 @@
+"""Parameters that somebody else than the optimizer has written: noticed, compared, adopted."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_loco.remote.asking import receive_parameters
+from lightning_loco.remote.backend import Backend
+from lightning_loco.remote.clients import Clients
+from lightning_loco.remote.wire import Wire
+
+_SAMPLES = 512
+
+
+class ChangeWatch:
+    """Notices when a worker's parameters are no longer those that the server has given it.
+
+    Changes in place and new memory show in PyTorch's own counters. Changes through ``.data`` do
+    not: of each parameter some hundred elements, evenly spread, are compared.
+
+    Args:
+        params: What to watch.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._params = params
+        self._marks: list[tuple[int, int]] = []
+        self._samples: list[Tensor] = []
+        self._seen = torch.empty(0)
+
+    @torch.no_grad()
+    def note(self) -> None:
+        """Remember the parameters as they are now."""
+        pointers = [mark[1] for mark in self._marks]
+        self._marks = [(param._version, param.data_ptr()) for param in self._params]
+        if pointers != [mark[1] for mark in self._marks]:
+            self._samples = [_sample(param) for param in self._params]
+        self._seen = self._look()
+
+    @torch.no_grad()
+    def digest(self) -> str | None:
+        """A checksum of all parameters, if they have changed since :meth:`note`; else None."""
+        marks = [(param._version, param.data_ptr()) for param in self._params]
+        if marks == self._marks and torch.equal(self._look(), self._seen):
+            return None
+        checksum = 0
+        for param in self._params:
+            raw = param.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            checksum = zlib.crc32(raw.numpy().tobytes(), checksum)
+        return f"{checksum:08x}"
+
+    def _look(self) -> Tensor:
+        return torch.cat([sample.reshape(-1) for sample in self._samples])
+
+
+def _sample(param: Tensor) -> Tensor:
+    """A view of some elements of a tensor, evenly spread; whole rows, if the memory has gaps."""
+    values = param.detach()
+    if values.is_contiguous():
+        values = values.view(-1)
+    elif values.untyped_storage().nbytes() == values.nbytes:
+        values = values.as_strided((values.numel(),), (1,), 0)
+    return values[:: max(1, values.numel() // _SAMPLES)]
+
+
+def adopt_changes(clients: Clients, digests: Mapping[Wire, str | None], backend: Backend) -> None:
+    """Take over the parameters that all workers have changed alike; does nothing without changes.
+
+    Args:
+        clients: To answer; each that has changed something waits to hear whether to send it.
+        digests: By client, the checksum of its changed parameters, or None.
+        backend: Gets the parameters.
+
+    Raises:
+        RuntimeError: If not all have made the same change.
+    """
+    if not any(digests.values()):
+        return
+    if len(set(digests.values())) > 1:
+        changed = [client.name for client, digest in digests.items() if digest is not None]
+        if len(changed) < len(digests):
+            others = [client.name for client in digests if client.name not in changed]
+            how = f"on {_names(changed)} but not on {_names(others)}"
+        else:
+            how = f"on {_names(changed)}, but not to the same values"
+        raise RuntimeError(
+            f"Parameters were changed outside of the optimizer {how}. Change them alike on all "
+            "workers, with the same random numbers, or not at all."
+        )
+    given = False
+    for client in digests:
+        clients.answer(client, {"give": not given})
+        if not given and client in clients.left:
+            try:
+                backend.load_parameters(receive_parameters(client, backend.shapes))
+                given = True
+            except RuntimeError as error:
+                clients.lose(client, error)
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(name[0].lower() + name[1:] for name in names)

@@ -1,0 +1,68 @@
+"""Parameters that are changed by hand are noticed, however that is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_loco.remote.changes import ChangeWatch
+
+
+def large(size: int = 100_003) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(0))
+
+
+TENSORS: dict[str, Callable[[], Tensor]] = {
+    "scalar": lambda: torch.tensor(1.0),
+    "small": lambda: torch.arange(1.0, 7.0).view(2, 3),
+    "large": large,
+    "transposed": lambda: large(6_000).view(100, 60).T,
+    "part of another": lambda: large(6_000).view(100, 60)[:, 3:50],
+    "double": lambda: large().double(),
+    "bfloat16": lambda: large().bfloat16(),
+}
+
+
+def tracked(param: Tensor) -> None:
+    with torch.no_grad():
+        param.view(-1)[-1:].add_(1) if param.is_contiguous() else param[-1].add_(1)
+
+
+def clip(param: Tensor) -> None:
+    param.data.clamp_(-0.5, 0.5)
+
+
+def load(param: Tensor) -> None:
+    param.data = param.data.clone()
+    param.data.add_(1)
+
+
+@pytest.mark.parametrize("change", [tracked, clip, load])
+@pytest.mark.parametrize("kind", TENSORS)
+def test_changes_are_noticed(kind: str, change: Callable[[Tensor], None]) -> None:
+    params = [nn.Parameter(TENSORS["small"]()), nn.Parameter(TENSORS[kind]())]
+    watch = ChangeWatch(params)
+    watch.note()
+    assert watch.digest() is None
+    change(params[1])
+    digest = watch.digest()
+    assert digest is not None
+    assert ChangeWatch([param.detach().clone() for param in params]).digest() == digest
+    watch.note()
+    assert watch.digest() is None
+    clip(params[1])
+    params[0].data.mul_(2)
+    assert watch.digest() not in (None, digest)
+
+
+def test_gradients_and_forward_passes_are_no_change() -> None:
+    layer = nn.Linear(3, 2)
+    watch = ChangeWatch(list(layer.parameters()))
+    watch.note()
+    layer(torch.ones(1, 3)).sum().backward()
+    layer.zero_grad()
+    layer.train(False).requires_grad_(False)
+    assert watch.digest() is None

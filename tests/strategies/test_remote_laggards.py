@@ -1,0 +1,264 @@
+"""Workers that run out of data or stop, change parameters by hand, or meet NaN."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+
+from lightning_loco import RemoteOptimizerStrategy
+from tests.pool import Pool, PoolError, make_trainer
+from tests.strategies.remote_runs import all_ranks, remote_trainer
+from tests.tiny import TinyModule, ValidatedModule, flat, make_loader
+
+STEPS = 6
+
+
+class Seen(Callback):
+    """Notes the parameters that are validated and those in a checkpoint."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.validated: list[Tensor] = []
+
+    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.validated.append(flat(pl_module))
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def run_uneven(rank: int, world: int, folder: str, validates: bool) -> dict[str, Any]:
+    module = ValidatedModule() if validates else TinyModule()
+    seen = Seen(f"{folder}/one.ckpt")
+    with all_ranks() as environment:
+        trainer = remote_trainer(
+            environment,
+            RemoteOptimizerStrategy(2, timeout_s=20),
+            max_epochs=1,
+            use_distributed_sampler=False,
+            callbacks=[seen],
+        )
+        num_batches = STEPS if rank == 0 else STEPS + 3
+        validation = make_loader(9, 2) if validates else None
+        trainer.fit(module, make_loader(rank, num_batches), validation)
+    return {"final": flat(module), "validated": seen.validated}
+
+
+@pytest.mark.parametrize("validates", [True, False])
+@pytest.mark.parametrize("num_tiers", [2, 3])
+def test_a_worker_without_data_catches_up(
+    pool: Pool, tmp_path: Any, num_tiers: int, validates: bool
+) -> None:
+    first, second, *_, server = pool.run(run_uneven, str(tmp_path), validates, world=1 + num_tiers)
+    saved = torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"]
+    assert torch.equal(second["final"], server["final"])
+    assert torch.equal(first["final"], server["final"])
+    assert torch.equal(torch.cat([v.reshape(-1) for v in saved.values()]), server["final"])
+    if validates:
+        assert torch.equal(first["validated"][0], server["final"])
+
+
+class Slow(Callback):
+    """Takes a while for a batch."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        time.sleep(0.4)
+
+
+def run_slowly(rank: int, world: int) -> Tensor:
+    module = ValidatedModule()
+    with all_ranks() as environment:
+        trainer = remote_trainer(
+            environment,
+            RemoteOptimizerStrategy(2, timeout_s=2),
+            max_epochs=1,
+            use_distributed_sampler=False,
+            callbacks=[Slow()] if rank == 1 else [],
+        )
+        trainer.fit(module, make_loader(rank, 1 if rank == 0 else 10), make_loader(9, 2))
+    return flat(module)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_tiers", [2, 3])
+def test_a_worker_without_data_waits_longer_than_the_timeout(pool: Pool, num_tiers: int) -> None:
+    first, second, *_, server = pool.run(run_slowly, world=1 + num_tiers)
+    assert torch.equal(first, server)
+    assert torch.equal(second, server)
+
+
+class StopsAlone(Callback):
+    """``should_stop`` on one rank only."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_rank == 0 and trainer.global_step == 3:
+            trainer.should_stop = True
+
+
+def run_stopped(rank: int, world: int) -> tuple[Tensor, int]:
+    module = TinyModule()
+    with all_ranks() as environment:
+        trainer = remote_trainer(
+            environment,
+            RemoteOptimizerStrategy(2, timeout_s=20),
+            max_epochs=1,
+            use_distributed_sampler=False,
+            callbacks=[StopsAlone()],
+        )
+        trainer.fit(module, make_loader(rank, STEPS))
+        return flat(module), trainer.global_step
+
+
+def test_a_worker_that_stops_alone_ends_with_the_model_of_all(pool: Pool) -> None:
+    first, second, server = pool.run(run_stopped, world=3)
+    assert (first[1], second[1]) == (3, STEPS)
+    assert torch.equal(first[0], server[0])
+    assert torch.equal(second[0], server[0])
+
+
+class Clipped(TinyModule):
+    """The weights are clipped by hand, as in WGAN."""
+
+    limit = 0.2
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.automatic_optimization = how != "manual"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        if self.how == "before_forward":
+            self.clip()
+        loss = super().training_step([part.to(next(self.parameters()).dtype) for part in batch], 0)
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.clip()
+        return None
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.how == "data":
+            self.clip()
+        elif self.how == "tracked":
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    parameter.clamp_(-self.limit, self.limit)
+
+    def clip(self) -> None:
+        for parameter in self.parameters():
+            parameter.data.clamp_(-self.limit, self.limit)
+
+
+def run_clipped(
+    rank: int, world: int, how: str, remote: bool, options: dict[str, Any], steps: int
+) -> Tensor:
+    module = Clipped(how)
+    settings: Any = {"max_epochs": 1, "use_distributed_sampler": False, "gradient_clip_val": None}
+    if options.get("wire_dtype"):
+        module.float()
+    if not remote:
+        make_trainer(DDPStrategy(), **settings).fit(module, make_loader(rank, steps))
+        return flat(module)
+    with all_ranks() as environment:
+        strategy = RemoteOptimizerStrategy(2, timeout_s=20, **options)
+        remote_trainer(environment, strategy, **settings).fit(module, make_loader(rank, steps))
+    return flat(module)
+
+
+@pytest.mark.parametrize("num_tiers", [2, 3])
+@pytest.mark.parametrize("how", ["data", "tracked", "before_forward", "manual"])
+def test_weights_clipped_by_hand_are_those_of_ddp(pool: Pool, how: str, num_tiers: int) -> None:
+    found = pool.run(run_clipped, how, True, {}, STEPS, world=1 + num_tiers)
+    expected = pool.run(run_clipped, how, False, {}, STEPS, world=2)[0]
+    untouched = pool.run(run_clipped, "not", False, {}, STEPS, world=2)[0]
+    assert torch.equal(found[0], expected)
+    assert torch.equal(found[1], expected)
+    assert not torch.equal(untouched, expected)
+
+
+@pytest.mark.parametrize("options", [{"num_servers": 2}, {"overlap": False}, {"bucket_bytes": 40}])
+def test_clipping_by_hand_with_other_options(pool: Pool, options: dict[str, Any]) -> None:
+    world = 2 + options.get("num_servers", 1)
+    found = pool.run(run_clipped, "data", True, options, STEPS, world=world)
+    expected = pool.run(run_clipped, "data", False, {}, STEPS, world=2)[0]
+    assert torch.equal(found[0], expected)
+    assert torch.equal(found[1], expected)
+
+
+def test_clipping_by_hand_rounds_nothing_else(pool: Pool) -> None:
+    options = {"wire_dtype": "bfloat16"}
+    found = pool.run(run_clipped, "before_forward", True, options, STEPS, world=3)
+    expected = pool.run(run_clipped, "before_forward", False, options, STEPS, world=2)[0]
+    torch.testing.assert_close(found[2], expected, rtol=0.05, atol=0.02)
+    assert not torch.equal(found[2], found[2].bfloat16().float())
+    assert torch.equal(found[0], found[2].bfloat16().float())
+
+
+class ClippedOnOne(TinyModule):
+    """One worker's weights are changed by hand, or each one's differently."""
+
+    def __init__(self, which: tuple[int, ...]) -> None:
+        super().__init__()
+        self.which = which
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and self.global_rank in self.which:
+            for parameter in self.parameters():
+                parameter.data.add_(1.0 + self.global_rank)
+
+
+def run_module(rank: int, world: int, module: TinyModule, settings: dict[str, Any]) -> Tensor:
+    with all_ranks() as environment:
+        strategy = RemoteOptimizerStrategy(2, timeout_s=20, **settings)
+        trainer = remote_trainer(environment, strategy, max_epochs=1, use_distributed_sampler=False)
+        trainer.fit(module, make_loader(rank, STEPS))
+    return flat(module)
+
+
+@pytest.mark.parametrize(
+    ("which", "text"),
+    [((1,), "on worker 1 but not on worker 0"), ((0, 1), "but not to the same values")],
+)
+def test_changes_by_hand_that_differ_are_refused(
+    pool: Pool, which: tuple[int, ...], text: str
+) -> None:
+    with pytest.raises(PoolError) as caught:
+        pool.run(run_module, ClippedOnOne(which), {}, world=3)
+    assert set(caught.value.failures) == {0, 1, 2}
+    for failure in caught.value.failures.values():
+        assert text in failure.message
+
+
+class NaNOnce(TinyModule):
+    """One worker's loss is no number."""
+
+    def __init__(self, broken: int) -> None:
+        super().__init__()
+        self.broken = broken
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("nan") if self.global_rank == self.broken and batch_idx == 2 else loss
+
+
+@pytest.mark.parametrize("settings", [{}, {"overlap": False}, {"num_servers": 2}])
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_loss_that_is_no_number_ends_the_run_and_is_named(
+    pool: Pool, settings: dict[str, Any], broken: int
+) -> None:
+    world = 2 + settings.get("num_servers", 1)
+    with pytest.raises(PoolError) as caught:
+        pool.run(run_module, NaNOnce(broken), settings, world=world)
+    assert set(caught.value.failures) == set(range(world))
+    for failure in caught.value.failures.values():
+        assert f"Worker {broken}: a gradient is not finite" in failure.message

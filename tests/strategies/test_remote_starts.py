@@ -1,0 +1,139 @@
+"""What happens between the set-up and the first step of a remote optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.tuner import Tuner
+from torch import Tensor, nn
+
+from lightning_loco import RemoteOptimizerStrategy
+from tests.pool import Pool, PoolError, make_trainer
+from tests.strategies.remote_runs import all_ranks, remote_trainer
+from tests.tiny import TinyModule, ValidatedModule, flat, make_loader
+
+STEPS = 4
+HOOKS = (
+    "on_fit_start",
+    "on_sanity_check_start",
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+)
+
+
+class Loads(Callback):
+    """Puts other weights into the model in one hook, once."""
+
+    def __init__(self, hook: str) -> None:
+        self.done = False
+        setattr(self, hook, self.load)
+
+    def load(self, trainer: Any, module: Any, *_: Any) -> None:
+        if not self.done:
+            module.model.load_state_dict(
+                {name: torch.full_like(v, 5.0) for name, v in module.model.state_dict().items()}
+            )
+            self.done = True
+
+
+def run_loaded(rank: int, world: int, hook: str, lr: float, num_workers: int | None) -> Tensor:
+    module = ValidatedModule(lr=lr)
+    settings: Any = {"max_epochs": 1, "use_distributed_sampler": False, "callbacks": [Loads(hook)]}
+    data = make_loader(rank, STEPS), make_loader(9, 1)
+    if num_workers is None:
+        make_trainer(DDPStrategy(), **settings).fit(module, *data)
+        return flat(module)
+    with all_ranks() as environment:
+        strategy = RemoteOptimizerStrategy(num_workers, timeout_s=20)
+        remote_trainer(environment, strategy, **settings).fit(module, *data)
+    return flat(module)
+
+
+@pytest.mark.parametrize("num_tiers", [2, 3])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_weights_loaded_before_the_first_step_count(pool: Pool, hook: str, num_tiers: int) -> None:
+    for weights in pool.run(run_loaded, hook, 0.0, 2, world=1 + num_tiers)[:2]:
+        assert (weights == 5.0).all()
+    found = pool.run(run_loaded, hook, 0.01, 2, world=1 + num_tiers)
+    expected = pool.run(run_loaded, hook, 0.01, None, world=2)[0]
+    for weights in (*found[:2], found[-1]):
+        assert torch.equal(weights, expected)
+
+
+def run_search(rank: int, world: int, tunes: bool) -> None:
+    with all_ranks() as environment:
+        strategy = RemoteOptimizerStrategy(2, timeout_s=20)
+        callbacks = [] if tunes else [LearningRateFinder(num_training_steps=3)]
+        trainer = remote_trainer(
+            environment,
+            strategy,
+            max_epochs=1,
+            callbacks=callbacks,
+            use_distributed_sampler=False,
+        )
+        if tunes:
+            Tuner(trainer).lr_find(TinyModule(), make_loader(rank, STEPS), num_training=3)
+        else:
+            trainer.fit(TinyModule(), make_loader(rank, STEPS))
+
+
+@pytest.mark.parametrize("tunes", [True, False])
+def test_a_search_for_the_learning_rate_is_refused_by_name(pool: Pool, tunes: bool) -> None:
+    with pytest.raises(PoolError) as caught:
+        pool.run(run_search, tunes, world=3)
+    assert set(caught.value.failures) == {0, 1, 2}
+    for failure in caught.value.failures.values():
+        assert "LearningRateFinder and Tuner.lr_find do not work with" in failure.message
+
+
+class Complex(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+
+
+class NoOptimizer(TinyModule):
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+class Collective(TinyModule):
+    """A collective of the user's own before training."""
+
+    def setup(self, stage: str) -> None:
+        dist.barrier()
+
+
+def fit(rank: int, world: int, kind: type[TinyModule]) -> None:
+    with all_ranks() as environment:
+        strategy = RemoteOptimizerStrategy(2, timeout_s=20)
+        trainer = remote_trainer(environment, strategy, max_epochs=1, use_distributed_sampler=False)
+        trainer.fit(kind(), make_loader(rank, STEPS))
+
+
+@pytest.mark.filterwarnings("ignore:.*configure_optimizers.* returned `None`:UserWarning")
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (Complex, "Parameter 'phase' is complex"),
+        (NoOptimizer, "NoOptimizer gives none"),
+        (Collective, "process group"),
+    ],
+)
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_what_cannot_work_is_refused_before_training(
+    pool: Pool, kind: type[TinyModule], text: str, num_servers: int
+) -> None:
+    with pytest.raises(PoolError) as caught:
+        pool.run(fit, kind, world=2 + num_servers)
+    assert set(caught.value.failures) == set(range(2 + num_servers))
+    for rank, failure in caught.value.failures.items():
+        assert text in failure.message
+        assert kind is not Collective or rank > 1 or "trainer.strategy.serves" in failure.message
