@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lightning_loco.comm.devices import device_of
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.rows import ROUND, PendingRows, Row
 from lightning_loco.comm.worker import Worker
@@ -53,7 +54,7 @@ class Engine:
         make_settings: Callable[[], RoundSettings],
         group: WorkerGroup | None = None,
     ) -> None:
-        group = group if group is not None else WorkerGroup.create()
+        group = group if group is not None else WorkerGroup.create(device=device_of(model))
         try:
             self.worker, self.settings = Worker.join(model, make_settings, group)
             self.lanes, self._carriers, exchange = make_lanes(self.worker, self.settings)
@@ -61,10 +62,8 @@ class Engine:
             group.close()
             raise
         self.statistics = self.worker.statistics
-        self.paused = False
-        self.consensus_every = 0
-        self.consensus_elements = 65536
-        self.measure_outer_gradient = False
+        self.paused = self.measure_outer_gradient = False
+        self.consensus_every, self.consensus_elements = 0, 65536
         self._schedule = self.settings.schedule.of_worker(group.worker)
         self._sync_every = self._schedule.sync_every_of(group.worker)
         self._is_weighted = exchange.is_weighted
@@ -292,6 +291,7 @@ class Engine:
     def close(self) -> None:
         """Destroy the process groups and stop all threads; a second call does nothing."""
         flights = [lane.flight for lane in self.lanes if lane.flight is not None]
+        self.worker.group.failed |= bool(flights)
         for lane in self.lanes:
             lane.flight = None
         self._unread = self.worker.engine = None

@@ -123,6 +123,11 @@ class EngineStrategy(MeetingStrategy):
 
     # ------------------------------------------------------------------- setup
 
+    def setup_environment(self) -> None:
+        """Join the job; refuse workers on different kinds of devices, which would wait in vain."""
+        super().setup_environment()
+        WorkerGroup.check_device(self.root_device, self.timeout_s)
+
     def configure_ddp(self) -> None:
         """Leave the model unwrapped: gradients stay local."""
 
@@ -193,7 +198,8 @@ class EngineStrategy(MeetingStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step; with manual optimization, make a due round after it."""
         output = super().training_step(*args, **kwargs)
-        self._loss = output.get("loss", math.nan) if isinstance(output, Mapping) else output
+        loss = output.get("loss", math.nan) if isinstance(output, Mapping) else output
+        self._loss = loss.detach() if isinstance(loss, Tensor) else math.nan
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
             self._make_due_round()
@@ -226,7 +232,7 @@ class EngineStrategy(MeetingStrategy):
     def _make_due_round(self) -> None:
         engine = self._engine
         if engine.is_due:
-            engine.worker.last_loss = self._loss if isinstance(self._loss, Tensor) else math.nan
+            engine.worker.last_loss = self._loss
             engine.make_round()
             if not engine.worker.was_finite:
                 _clear_non_finite(self.optimizers)
@@ -250,7 +256,9 @@ class EngineStrategy(MeetingStrategy):
         if worker.stop_agreed is not None and isinstance(exception, SIGTERMException):
             worker.show_local()
             self.checkpoints.save_interrupted(self._trainer, worker.stop_agreed)
-        elif worker.group.watchdog is not None:
+            return
+        worker.group.failed = True
+        if worker.group.watchdog is not None:
             text = "".join(traceback.format_exception(exception))
             worker.group.watchdog.report(text)
 
