@@ -47,10 +47,13 @@ class Replica:
         return self._local is not None
 
     def local(self) -> tuple[Tensor, Tensor]:
-        """This worker's own flat parameters and buffers, whatever the module holds now."""
+        """This worker's own flat parameters and buffers, whatever the module holds now.
+
+        They are in the host's memory.
+        """
         if self._local is not None:
             return self._local
-        return self.layout.new_flat(), self.buffers.new_flat()
+        return self.layout.set_aside(), self.buffers.set_aside()
 
     def set_local(self, params: Tensor, buffers: Tensor) -> None:
         """Overwrite the local parameters and buffers."""
@@ -60,7 +63,7 @@ class Replica:
 
     def keep_local(self) -> None:
         """Set the local values aside, until :meth:`show_local` brings them back."""
-        self._local = (self.layout.new_flat(), self.buffers.new_flat())
+        self._local = self.local()
 
     def show_local(self) -> None:
         """Put the local values back."""
