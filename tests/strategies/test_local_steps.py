@@ -62,11 +62,13 @@ class Watched(Callback):
         self.graphs.append(trainer.strategy._loss.grad_fn)
 
 
-def fit(rank: int, world: int, case: Case) -> tuple[list[str], int]:
+def fit(
+    rank: int, world: int, case: Case, module: type[TinyModule] = Quiet
+) -> tuple[list[str], int]:
     watched = Watched(case.by_clock)
     strategy = case.strategy(SYNC_EVERY)
     trainer = make_trainer(strategy, max_steps=STEPS, callbacks=[watched])
-    trainer.fit(Quiet(), make_loader(rank, STEPS))
+    trainer.fit(module(), make_loader(rank, STEPS))
     assert watched.graphs == [None] * STEPS
     return watched.reads.found, trainer.global_step
 
@@ -76,3 +78,8 @@ def test_a_local_step_reads_no_value(pool: Pool, name: str) -> None:
     for found, steps in pool.run(fit, CASES[name], world=2):
         assert steps == STEPS
         assert not found, found[0]
+
+
+def test_a_step_that_reads_is_noticed(pool: Pool) -> None:
+    for found, _ in pool.run(fit, CASES["diloco"], TinyModule, world=2):
+        assert "losses.append(loss.item())" in found[0]
