@@ -71,7 +71,9 @@ def step_outer_optimizer(
     optimizer = make_optimizer([parameter])
     known = {key.removeprefix(_PREFIX): state[key] for key in state if key.startswith(_PREFIX)}
     if known:
-        optimizer.state[parameter] = known
+        # Moves what was read from a checkpoint to where this optimizer wants it.
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": {0: known}, "param_groups": groups})
     optimizer.step()
     for key, value in optimizer.state[parameter].items():
         if value is None:

@@ -32,6 +32,7 @@ class Board:
         self._worker = worker
         self._keys = [f"at/{w}" for w in range(num_workers)]
         self.exchange = 0
+        self._all_have_posted = False
 
     def post(self, makes_round: bool) -> None:
         """Say what this worker does in the exchange that has begun."""
@@ -44,16 +45,13 @@ class Board:
         """
         deadline = time.monotonic() + timeout_s
         pause_s = 0.0002
-        notices: dict[str, bool] = {}
         while True:
             watchdog.raise_if_failed()
-            for key in self._keys:
-                if key not in notices and self._store.check([key]):
-                    exchange, makes_round = self._store.get(key).decode().split("|")
-                    if int(exchange) == self.exchange:
-                        notices[key] = makes_round == "1"
-            if len(notices) == len(self._keys):
-                return any(notices.values())
+            if self._all_have_posted or self._store.check(self._keys):
+                self._all_have_posted = True
+                notices = [n.decode().split("|") for n in self._store.multi_get(self._keys)]
+                if all(int(exchange) == self.exchange for exchange, _ in notices):
+                    return any(makes_round == "1" for _, makes_round in notices)
             if time.monotonic() > deadline:
                 raise RuntimeError(watchdog.explain(place, timeout_s))
             time.sleep(pause_s)

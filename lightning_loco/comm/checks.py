@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_loco.comm.flat import FlatLayout, Schema
 from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.waiting import Works
 
 
 def check_model(model: nn.Module) -> None:
@@ -99,7 +100,8 @@ def share_from_worker_0(model: nn.Module, group: WorkerGroup) -> int:
         data = tensor.detach().contiguous().reshape(-1)
         raw = data.view(torch.uint8)
         if group.data is not None:
-            dist.broadcast(raw, src=0, group=group.data)
+            work = dist.broadcast(raw, src=0, group=group.data, async_op=True)
+            Works(group, "the common start", [work]).wait()
             if data.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(data.view(tensor.shape))
         checksum = zlib.crc32(raw.cpu().numpy().tobytes(), checksum)

@@ -7,7 +7,7 @@ exchanged and unpacked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,18 +18,27 @@ Schema = list[tuple[str, tuple[int, ...], str, tuple[int, ...]]]
 
 
 class Window(NamedTuple):
-    """The views of a chunk, side by side with their places in a flat vector."""
+    """The views of a chunk, side by side with their places in a flat vector, dtype by dtype.
 
-    views: list[Tensor]
-    parts: list[Tensor]
+    On a GPU, torch 2.5 to 2.10 copy wrong values if the tensors of one list have several dtypes.
+    """
+
+    by_dtype: list[tuple[list[Tensor], list[Tensor]]]
+
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each view with its place."""
+        for views, parts in self.by_dtype:
+            yield from zip(views, parts, strict=True)
 
     def pack(self) -> None:
         """Copy the parameters into the flat vector."""
-        torch._foreach_copy_(self.parts, self.views)
+        for views, parts in self.by_dtype:
+            torch._foreach_copy_(parts, views)
 
     def unpack(self) -> None:
         """Copy the flat vector into the parameters."""
-        torch._foreach_copy_(self.views, self.parts)
+        for views, parts in self.by_dtype:
+            torch._foreach_copy_(views, parts)
 
 
 class Chunk:
@@ -41,6 +50,7 @@ class Chunk:
         self._sizes = [view.numel() for view in views]
         self._shapes = [view.shape if view.ndim > 1 else None for view in views]
         self.stop = start + sum(self._sizes)
+        self._dtypes = {view.dtype for view in views}
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -60,7 +70,15 @@ class Chunk:
 
     def window(self, flat: Tensor) -> Window:
         """Tie the chunk to ``flat``, of shape ``(len(self),)``, for many copies."""
-        return Window(self.views, self._parts(flat))
+        views, parts = self.views, self._parts(flat)
+        if len(self._dtypes) == 1:
+            return Window([(views, parts)])
+        by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        for view, part in zip(views, parts, strict=True):
+            of_dtype = by_dtype.setdefault(view.dtype, ([], []))
+            of_dtype[0].append(view)
+            of_dtype[1].append(part)
+        return Window(list(by_dtype.values()))
 
     def pack(self, flat: Tensor) -> None:
         """Copy the parameters into ``flat``, of shape ``(len(self),)``."""
@@ -73,6 +91,12 @@ class Chunk:
 
 CHUNK_ELEMENTS = 2**20
 """Elements that are worked on at once: 4 MiB of float32, which a processor's cache can hold."""
+_CHUNK_ELEMENTS_ON_A_GPU = 2**24
+
+
+def longest_chunk(device: torch.device) -> int:
+    """Elements that are worked on at once; more on a GPU, where each operation is a launch."""
+    return CHUNK_ELEMENTS if device.type == "cpu" else _CHUNK_ELEMENTS_ON_A_GPU
 
 
 class Cuts(NamedTuple):
@@ -198,17 +222,28 @@ class FlatLayout:
         stop = full if position <= full else position + -position % self._granularity
         return min([stop, *(b for b in self._boundaries if b >= position)])
 
-    def new_flat(self, device: torch.device | None = None) -> Tensor:
-        """Copy all tensors into a new flat vector ``(numel,)``, by default on their device."""
-        flat = torch.empty(self.numel, dtype=self.dtype, device=device or self.device)
+    def new_flat(self) -> Tensor:
+        """Copy all tensors into a new flat vector ``(numel,)``, on their device."""
+        flat = torch.empty(self.numel, dtype=self.dtype, device=self.device)
         for chunk in self.chunks():
             chunk.pack(flat[chunk.start : chunk.stop])
         return flat
 
-    def write(self, flat: Tensor) -> None:
-        """Copy a flat vector ``(numel,)`` into all tensors."""
+    def set_aside(self) -> Tensor:
+        """Copy all tensors into a new flat vector ``(numel,)`` in the host's memory."""
+        if self.device.type == "cpu":
+            return self.new_flat()
+        flat = torch.empty(self.numel, dtype=self.dtype)
         for chunk in self.chunks():
-            chunk.unpack(flat[chunk.start : chunk.stop])
+            packed = torch.empty(len(chunk), dtype=self.dtype, device=self.device)
+            chunk.pack(packed)
+            flat[chunk.start : chunk.stop].copy_(packed)
+        return flat
+
+    def write(self, flat: Tensor) -> None:
+        """Copy a flat vector ``(numel,)``, on their device or the host, into all tensors."""
+        for chunk in self.chunks():
+            chunk.unpack(flat[chunk.start : chunk.stop].to(self.device))
 
     def every(self, stride: int, offset: int) -> Tensor:
         """Copy the elements ``offset, offset + stride, ...`` of the flat vector."""

@@ -110,19 +110,16 @@ class Replica:
     def local(self) -> tuple[Tensor, Tensor]:
         """This worker's own flat parameters and buffers, whatever the module holds now.
 
-        They are on the CPU: checkpoints are no reason to have them on a GPU twice.
+        They are in the host's memory: checkpoints are no reason to have them on a GPU twice.
         """
         if self._local is not None:
-            return self._local.params.cpu(), self._local.buffers.cpu()
-        cpu = torch.device("cpu")
-        return self.layout.new_flat(cpu), self.buffers.new_flat(cpu)
+            return self._local.params, self._local.buffers
+        return self.layout.set_aside(), self.buffers.set_aside()
 
     def local_others(self) -> tuple[list[str], Tensor]:
         """Names and flat values of the other parameters that are this worker's own, likewise."""
         differing = self.others.differing
-        cpu = torch.device("cpu")
-        others = self._local.others.cpu() if self._local else differing.new_flat(cpu)
-        return differing.names, others
+        return differing.names, self._local.others if self._local else differing.set_aside()
 
     def set_local(self, params: Tensor, buffers: Tensor) -> None:
         """Overwrite the local parameters and buffers."""
@@ -136,7 +133,7 @@ class Replica:
         self.find_places()
         self.find_buffers()
         layouts = self.layout, self.buffers, self.others.differing
-        self._local = Local(*(layout.new_flat() for layout in layouts))
+        self._local = Local(*(layout.set_aside() for layout in layouts))
 
     def show_local(self) -> None:
         """Put the local values back."""

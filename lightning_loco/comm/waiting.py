@@ -1,12 +1,15 @@
 """Waiting for the others: a clock, a label, an error that says who is missing, and a sum of all.
 
-Small classes, because they surround every exchange: generators would take longer to set up than a
-small model takes to pack.
+Nothing that was received may be read before :class:`Works` says that it is here. Small classes,
+because they surround every exchange: generators would take longer to set up than a small model
+takes to pack.
 """
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from types import TracebackType
@@ -17,6 +20,9 @@ from torch.autograd import profiler
 
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.stats import Statistics
+
+_SHORTEST_PAUSE_S = 2e-5
+_LONGEST_PAUSE_S = 1e-3
 
 
 class Timed:
@@ -38,14 +44,17 @@ class Explained:
     Args:
         group: The workers.
         place: What is being waited for, e.g. ``"round 12"``.
+        since: When the wait began, by ``time.monotonic``. Default: on entering.
     """
 
-    def __init__(self, group: WorkerGroup, place: str) -> None:
+    def __init__(self, group: WorkerGroup, place: str, since: float | None = None) -> None:
         self._group = group
         self._place = place
+        self._since = since
 
     def __enter__(self) -> None:
-        self._started = time.perf_counter()
+        if self._since is None:
+            self._since = time.monotonic()
 
     def __exit__(
         self,
@@ -53,9 +62,82 @@ class Explained:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if isinstance(error, RuntimeError) and self._group.watchdog is not None:
-            waited_s = time.perf_counter() - self._started
+        if not isinstance(error, RuntimeError):
+            return
+        self._group.failed = True
+        if self._group.watchdog is not None and self._since is not None:
+            waited_s = time.monotonic() - self._since
             raise RuntimeError(self._group.watchdog.explain(self._place, waited_s)) from error
+
+
+class Works:
+    """Works of the backend under way, and how the host waits for what they bring.
+
+    The ``wait`` of gloo blocks the host until the data are here, for as long as its timeout. That
+    of NCCL only makes the device wait: the host would then block in its next read, outside of every
+    deadline. So there it looks again and again whether the works have ended, whether a worker has
+    failed, and whether ``timeout_s`` has passed since they began.
+
+    Args:
+        group: The workers.
+        place: What it is for, e.g. ``"round 12"``.
+        works: What has just begun.
+    """
+
+    def __init__(self, group: WorkerGroup, place: str, works: Iterable[dist.Work]) -> None:
+        self._group = group
+        self._place = place
+        self._works = list(works)
+        self._began = time.monotonic()
+
+    def have_ended(self) -> bool:
+        """Whether :meth:`wait` would return or raise at once; never waits."""
+        return self._are_completed() or (not self._group.host_waits and self._is_hopeless())
+
+    def end_within(self, seconds: float) -> bool:
+        """Wait a little; whether they have ended well. For works that can be looked after."""
+        if not self._group.host_waits:
+            return self._look_until(time.monotonic() + seconds)
+        try:
+            for work in self._works:
+                work.wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            return False
+        self._works = []
+        return True
+
+    def wait(self) -> None:
+        """Wait for their end; raises RuntimeError as :class:`Explained`."""
+        group = self._group
+        if group.host_waits:
+            with Explained(group, self._place):
+                for work in self._works:
+                    work.wait()
+        else:
+            with Explained(group, self._place, since=self._began):
+                if not self._look_until(math.inf):
+                    raise RuntimeError(f"No message in {self._place} after {group.timeout_s:g} s.")
+                for work in self._works:
+                    work.wait()  # lets the device see what has come
+        self._works = []
+
+    def _look_until(self, deadline: float) -> bool:
+        """Look again and again; whether they have ended, and not only the time or all hope."""
+        pause_s = _SHORTEST_PAUSE_S
+        while not self._are_completed():
+            if time.monotonic() > deadline or self._is_hopeless():
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return True
+
+    def _are_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def _is_hopeless(self) -> bool:
+        watchdog, timeout_s = self._group.watchdog, self._group.timeout_s
+        has_failed = watchdog is not None and watchdog.failure is not None
+        return has_failed or time.monotonic() > self._began + timeout_s
 
 
 class Sum:
@@ -71,41 +153,33 @@ class Sum:
     def __init__(
         self, group: WorkerGroup, statistics: Statistics, flat: Tensor, place: str
     ) -> None:
-        self._group = group
         self._statistics = statistics
         self._flat = flat
-        self._place = place
-        self._work: dist.Work | None = None
+        self._works: Works | None = None
         if group.data is not None:
             with Explained(group, place):
-                self._work = dist.all_reduce(flat, group=group.data, async_op=True)
+                work = dist.all_reduce(flat, group=group.data, async_op=True)
+            self._works = Works(group, place, [work])
             n = group.num_workers
             statistics.bytes_sent += 2 * (n - 1) * flat.nbytes // n
 
     def has_arrived(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
-        return self._work is None or self._work.is_completed()
+        """Whether :meth:`wait` would return or raise at once."""
+        return self._works is None or self._works.have_ended()
 
     def arrives_within(self, seconds: float) -> bool:
-        """Wait a little; on a GPU, where the host need not wait, return False at once."""
-        if self._work is None:
+        """Wait a little."""
+        if self._works is None:
             return True
-        if self._flat.device.type != "cpu":
-            return False
-        try:
-            with Timed(self._statistics):
-                self._work.wait(timedelta(seconds=seconds))
-        except RuntimeError:
-            return False
-        self._work = None
-        return True
+        with Timed(self._statistics):
+            return self._works.end_within(seconds)
 
     def wait(self) -> Tensor:
         """Return the sum; raises RuntimeError as :class:`Explained`."""
-        if self._work is not None:
-            with Timed(self._statistics), Explained(self._group, self._place):
-                self._work.wait()
-            self._work = None
+        if self._works is not None:
+            with Timed(self._statistics):
+                self._works.wait()
+            self._works = None
         return self._flat
 
     def release(self) -> None:

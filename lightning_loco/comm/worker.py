@@ -18,7 +18,8 @@ from lightning_loco.comm.checks import (
     share_from_worker_0,
 )
 from lightning_loco.comm.companions import Companions
-from lightning_loco.comm.flat import Cuts, are_finite
+from lightning_loco.comm.devices import device_of
+from lightning_loco.comm.flat import Cuts, are_finite, longest_chunk
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.replica import Replica, average
 from lightning_loco.comm.rows import PendingRows, Row, meeting_number, start_rows
@@ -35,8 +36,11 @@ class Settings(Protocol):
     def prepare(self, num_workers: int, seed: int) -> Any:
         """Check everything against the number of workers and resolve ``"auto"`` settings."""
 
-    def cuts(self, sizes: Sequence[int], itemsize: int) -> Cuts:
-        """How to cut parameters of these sizes into chunks; after :meth:`prepare`."""
+    def cuts(self, sizes: Sequence[int], itemsize: int, longest: int) -> Cuts:
+        """How to cut parameters of these sizes into chunks; after :meth:`prepare`.
+
+        ``longest``: elements of a chunk that the device works on best.
+        """
 
     def describe(self) -> dict[str, Any]:
         """Everything as plain values, for a comparison between workers."""
@@ -79,7 +83,6 @@ class Worker:
         round_index: Rounds begun.
         was_finite: Whether this worker's parameters were finite when it last looked.
         companions: What belongs to the consensus beside the replica.
-        last_loss: Set it to the last training loss, to have it travel with the rounds.
     """
 
     def __init__(self, group: WorkerGroup, replica: Replica, checksum: int) -> None:
@@ -94,7 +97,7 @@ class Worker:
         self.steps_since_round = 0
         self.round_index = 0
         self.was_finite = True
-        self.last_loss: float | Tensor = math.nan
+        self._last_loss: float | Tensor = math.nan
 
     @classmethod
     def join(
@@ -119,7 +122,8 @@ class Worker:
             required = [p for p in model.parameters() if p.requires_grad]
             trainable = [p for p in required if chosen is None or id(p) in chosen] or required
             itemsize = max(4, *(p.element_size() for p in trainable))
-            cuts = settings.cuts([p.numel() for p in trainable], itemsize)
+            longest = longest_chunk(device_of(model))
+            cuts = settings.cuts([p.numel() for p in trainable], itemsize, longest)
             replica = Replica(model, cuts, trainable)
             replica.layout.chunks()
         check_same_settings(settings.describe(), group)
@@ -137,6 +141,15 @@ class Worker:
                     "require gradients at its start are exchanged. Unfreeze before fit, or call "
                     "fit again after unfreezing."
                 )
+
+    @property
+    def last_loss(self) -> float | Tensor:
+        """Set it to the last training loss, to have it travel with the rounds."""
+        return self._last_loss
+
+    @last_loss.setter
+    def last_loss(self, loss: float | Tensor) -> None:
+        self._last_loss = loss.detach() if isinstance(loss, Tensor) else loss
 
     @property
     def stop_agreed(self) -> str | None:

@@ -72,7 +72,7 @@ class Blending:
                 chunk.unpack(params)
             else:
                 theirs = theirs.to(self.layout.device)
-                for mine, their in zip(*chunk.window(theirs), strict=True):
+                for mine, their in chunk.window(theirs).pairs():
                     self._algorithm.blend(mine, their, factor)
 
     def _blend_before_fetch(

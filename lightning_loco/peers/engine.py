@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco.algorithms.pairwise import PairwiseAverage, Tag
+from lightning_loco.comm.devices import device_of
 from lightning_loco.comm.flat import CHUNK_ELEMENTS
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.waiting import Timed
@@ -113,7 +114,7 @@ class PairwiseEngine:
         group: WorkerGroup | None,
         optimized: Iterable[Tensor] | None = None,
     ) -> None:
-        group = group if group is not None else WorkerGroup.create()
+        group = group if group is not None else WorkerGroup.create(device=device_of(model))
         try:
             self.worker, self.settings = Worker.join(model, make_settings, group, optimized)
             self.algorithm = self.settings.algorithm

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lightning_loco.algorithms.pairwise import PairwiseAverage
-from lightning_loco.comm.flat import CHUNK_ELEMENTS, Cuts
+from lightning_loco.comm.flat import Cuts
 from lightning_loco.peers.directory import NodeDirectory, Peer, as_peer
 from lightning_loco.peers.keys import read_key_file
 from lightning_loco.peers.nodes_file import read_nodes
@@ -100,9 +100,9 @@ class PairwiseSettings:
         assert isinstance(algorithm, PairwiseAverage)
         return dataclasses.replace(self, algorithm=algorithm)
 
-    def cuts(self, sizes: Sequence[int], itemsize: int) -> Cuts:
-        """Small chunks: nothing is exchanged in rounds."""
-        return Cuts(CHUNK_ELEMENTS)
+    def cuts(self, sizes: Sequence[int], itemsize: int, longest: int) -> Cuts:
+        """Chunks of the ``longest`` length: nothing is exchanged in rounds."""
+        return Cuts(longest)
 
     def describe(self) -> dict[str, Any]:
         """Everything that is equal on all workers, as plain values.

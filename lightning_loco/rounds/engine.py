@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lightning_loco.comm.devices import device_of
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.rows import ROUND, PendingRows, Row
 from lightning_loco.rounds.flight import Flight
@@ -54,14 +55,12 @@ class Engine:
         group: WorkerGroup | None = None,
         optimized: Iterable[Tensor] | None = None,
     ) -> None:
-        group = group if group is not None else WorkerGroup.create()
+        group = group if group is not None else WorkerGroup.create(device=device_of(model))
         made = set_up(model, make_settings, group, optimized)
         self.worker, self.settings, self.lanes, self._carriers, exchange = made
         self.statistics = self.worker.statistics
-        self.paused = False
-        self.consensus_every = 0
-        self.consensus_elements = 65536
-        self.measure_outer_gradient = False
+        self.paused = self.measure_outer_gradient = False
+        self.consensus_every, self.consensus_elements = 0, 65536
         self._schedule = self.settings.schedule.of_worker(group.worker)
         self._sync_every = self._schedule.sync_every_of(group.worker)
         self._is_weighted = exchange.is_weighted
@@ -293,6 +292,7 @@ class Engine:
     def close(self) -> None:
         """Destroy the process groups and stop all threads; a second call does nothing."""
         handles = [handle for lane in self.lanes for handle in lane.give_up()]
+        self.worker.group.failed |= bool(handles)
         self._unread = self.worker.engine = None
         self.worker.group.close()
         for handle in handles:

@@ -121,9 +121,9 @@ class Lane:
         self.state.update({k: v for k, v in seen.items() if not self._is_cut(self.state[k])})
 
     def gather(self, received: Sequence[Tensor]) -> Tensor:
-        """One vector of what belongs to the parcels, in order."""
+        """One vector of what belongs to the parcels, in order, in the host's memory."""
         pairs = zip(self.parcels, received, strict=True)
-        return torch.cat([self._empty(0), *(r[: len(parcel)] for parcel, r in pairs)])
+        return torch.cat([self._empty(0).cpu(), *(r[: len(parcel)].cpu() for parcel, r in pairs)])
 
     def messages(self) -> list[Tensor]:
         """Where the messages are, parcel by parcel."""

@@ -47,13 +47,22 @@ class RidingRows:
     """Rows travel behind the first parcel of a round, in a ``table`` of shape ``(N, width)``.
 
     ``send`` sends that parcel, given the number of the round and whether its message is one of
-    valid progress.
+    valid progress. If a round ``stays`` under way while local steps go on, those at a meeting are
+    told of it before it begins wherever the host does not wait: a local step that waits for its
+    device may wait for the round, and with it for those who are at the meeting.
     """
 
-    def __init__(self, group: WorkerGroup, table: Tensor, send: Callable[[int, bool], Any]) -> None:
+    def __init__(
+        self,
+        group: WorkerGroup,
+        table: Tensor,
+        send: Callable[[int, bool], Any],
+        stays: bool = False,
+    ) -> None:
         self._group = group
         self._table = table
         self._send = send
+        self._stays = stays
         self._is_known = False
 
     def anyone_makes_round(self, statistics: Statistics, place: str) -> bool:
@@ -76,7 +85,6 @@ class RidingRows:
         note_place(group, place)
         write_row(self._table, group.worker, row)
         began = time.monotonic()
-        handle: Sum = self._send(int(row.round_index), row.weight > 0)
 
         def invite() -> None:
             nonlocal is_known
@@ -84,6 +92,10 @@ class RidingRows:
                 is_known = True
                 with Explained(group, place):
                     group.board.post(makes_round=True)
+
+        if self._stays and not group.host_waits:
+            invite()
+        handle: Sum = self._send(int(row.round_index), row.weight > 0)
 
         def receive() -> Tensor:
             if not handle.arrives_within(PATIENCE_S):

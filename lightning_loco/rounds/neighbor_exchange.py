@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.stats import Statistics
-from lightning_loco.comm.waiting import Explained, Timed
+from lightning_loco.comm.waiting import Explained, Timed, Works
 from lightning_loco.rounds.parcels import Parcel
 from lightning_loco.topology import Topology
 
@@ -38,22 +38,26 @@ class NeighborExchange:
         receivers = self._topology.receivers(group.worker, group.num_workers, round_index)
         memory = [self._take(message) for _ in weights]
         inbox = {peer: m[: message.numel()] for peer, m in zip(weights, memory, strict=True)}
+        wire = message
+        if receivers and self._is_staged(message):
+            memory.append(self._take(message))
+            wire = memory[-1][: message.numel()].copy_(message)
         operations = [dist.P2POp(dist.irecv, inbox[peer], peer, group.data) for peer in inbox] + [
-            dist.P2POp(dist.isend, message, peer, group.data) for peer in receivers
+            dist.P2POp(dist.isend, wire, peer, group.data) for peer in receivers
         ]
-        works: list[dist.Work] = []
+        under_way: list[dist.Work] = []
         if operations:
             with Explained(group, place):
-                works = dist.batch_isend_irecv(operations)
+                under_way = dist.batch_isend_irecv(operations)
         self._statistics.bytes_sent += message.nbytes * len(receivers)
+        works = Works(group, place, under_way)
 
         def mix() -> Tensor:
-            with Explained(group, place):
-                for work in works:
-                    work.wait()
-            return _mix(message, own_weight, weights, inbox)
+            here = {peer: m.to(message.device) for peer, m in inbox.items()}
+            return _mix(message, own_weight, weights, here)
 
-        return NeighborHandle(mix, self._statistics, lambda: self._spare.extend(memory))
+        arrival = _Arrival(works) if group.host_waits else works
+        return NeighborHandle(arrival, mix, self._statistics, lambda: self._spare.extend(memory))
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
         """Apply the rows of the mixing matrix of this round."""
@@ -70,61 +74,93 @@ class NeighborExchange:
         for index, spare in enumerate(self._spare):
             if spare.numel() >= message.numel():
                 return self._spare.pop(index)
+        if self._is_staged(message):
+            pinned = torch.cuda.is_available()
+            return torch.empty(message.numel(), dtype=message.dtype, pin_memory=pinned)
         return torch.empty_like(message)
 
+    def _is_staged(self, message: Tensor) -> bool:
+        """Whether messages go through the host's memory: gloo sends nothing else to one peer."""
+        return self._group.host_waits and message.device.type != "cpu"
 
-class NeighborHandle:
-    """The messages of the neighbours, under way.
 
-    ``mix`` waits for them and mixes; ``give_back`` gives the memory of what was received back.
+class _Arrival:
+    """Works between two processes, which gloo can only wait for: a thread does, if asked to look.
+
+    The thread touches no tensor. It begins with the first question.
     """
 
-    def __init__(
-        self, mix: Callable[[], Tensor], statistics: Statistics, give_back: Callable[[], None]
-    ) -> None:
-        self._mix: Callable[[], Tensor] | None = mix
-        self._statistics = statistics
-        self._give_back = give_back
+    def __init__(self, works: Works) -> None:
+        self._works = works
         self._thread: threading.Thread | None = None
-        self._outcome: Tensor | RuntimeError | None = None
+        self._error: RuntimeError | None = None
 
-    def has_arrived(self) -> bool:
-        """Whether the mix is there; from the first question on a thread waits for it.
-
-        Messages between two processes can only be waited for, not looked after.
-        """
+    def have_ended(self) -> bool:
+        """Whether :meth:`wait` would return or raise at once; never waits."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="loco-arrival", daemon=True)
             self._thread.start()
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        assert self._mix is not None
         try:
-            self._outcome = self._mix()
+            self._works.wait()
         except RuntimeError as error:
-            self._outcome = error
-        self._mix = None
+            self._error = error
+
+    def wait(self) -> None:
+        """Wait for their end; raises RuntimeError if one has failed."""
+        if self._thread is None:
+            self._works.wait()
+            return
+        self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def end(self) -> None:
+        """Give the thread a moment to end, once its works have failed or ended."""
+        if self._thread is not None:
+            self._thread.join(_LONGEST_JOIN_S)
+
+
+class NeighborHandle:
+    """The messages of the neighbours, under way.
+
+    ``works`` bring them, ``mix`` mixes them, in the thread that calls :meth:`wait`, and
+    ``give_back`` gives the memory of what was received back.
+    """
+
+    def __init__(
+        self,
+        works: Works | _Arrival,
+        mix: Callable[[], Tensor],
+        statistics: Statistics,
+        give_back: Callable[[], None],
+    ) -> None:
+        self._works = works
+        self._mix: Callable[[], Tensor] | None = mix
+        self._statistics = statistics
+        self._give_back = give_back
+
+    def has_arrived(self) -> bool:
+        """Whether the messages are there; never waits."""
+        return self._works.have_ended()
 
     def wait(self) -> Tensor:
         """Return the mix, or the message itself for a worker without neighbours."""
         with Timed(self._statistics):
-            if self._thread is not None:
-                self._thread.join()
-            else:
-                self._run()
-        outcome, self._outcome = self._outcome, None
-        if isinstance(outcome, RuntimeError):
-            raise outcome
-        assert outcome is not None
-        return outcome
+            self._works.wait()
+        mix, self._mix = self._mix, None
+        assert mix is not None
+        return mix()
 
     def release(self) -> None:
-        """Give the inbox back, once the thread has ended; its messages have failed or arrived."""
-        if self._thread is not None:
-            self._thread.join(_LONGEST_JOIN_S)
+        """Give the inbox back; its messages have failed or arrived."""
+        if isinstance(self._works, _Arrival):
+            self._works.end()
         self._give_back()
-        self._mix = self._outcome = None
+        self._mix = None
 
 
 def _mix(

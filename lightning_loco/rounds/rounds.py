@@ -294,7 +294,8 @@ class Rounds:
         received = list(shared["received"].split(lengths))
         if "messages" in flight:
             torch._foreach_copy_(messages, list(flight["messages"].split(lengths)))
-            received = [tensor.clone() for tensor in received]
+            pairs = zip(messages, received, strict=True)
+            received = [torch.empty_like(message).copy_(read) for message, read in pairs]
         else:
             torch._foreach_copy_(messages, received)
             received = messages

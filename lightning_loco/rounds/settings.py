@@ -128,15 +128,18 @@ class RoundSettings:
             copies = max(len(topology.weights(w, self.num_workers, 0)) for w in workers)
         return max(_FEWEST_ELEMENTS, self.bucket_bytes // (PARCELS_UNDER_WAY * copies * itemsize))
 
-    def cuts(self, sizes: Sequence[int], itemsize: int) -> Cuts:
-        """Where to cut parameters of these sizes: small chunks, none of them short if possible."""
+    def cuts(self, sizes: Sequence[int], itemsize: int, longest: int = CHUNK_ELEMENTS) -> Cuts:
+        """Where to cut parameters of these sizes: small chunks, none of them short if possible.
+
+        ``longest``: about the elements of a chunk.
+        """
         numel = sum(sizes)
         if self.granularity is None:
             return Cuts()
         parcel = self.parcel_elements(numel, itemsize)
-        chunk = min(parcel, CHUNK_ELEMENTS)
+        chunk = min(parcel, longest)
         if numel <= parcel:
-            chunk = math.ceil(numel / max(1, round(numel / CHUNK_ELEMENTS)))
+            chunk = math.ceil(numel / max(1, round(numel / longest)))
         return Cuts(chunk, self.granularity, self._borders(sizes))
 
     def _borders(self, sizes: Sequence[int]) -> tuple[int, ...]:

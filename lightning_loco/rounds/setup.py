@@ -67,6 +67,6 @@ def make_lanes(
         rounds = Rounds(lane, settings, exchange)
         lanes.append(rounds)
         table = lane.rows_memory.view(-1, width)
-        rider = RidingRows(group, table, rounds.send_first) if rides else None
+        rider = RidingRows(group, table, rounds.send_first, settings.stays) if rides else None
         carriers.append(rider or TravellingRows(group))
     return lanes, carriers, exchange

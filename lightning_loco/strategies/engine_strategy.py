@@ -135,6 +135,11 @@ class EngineStrategy(MeetingStrategy):
 
     # ------------------------------------------------------------------- setup
 
+    def setup_environment(self) -> None:
+        """Join the job; refuse workers on different kinds of devices, which would wait in vain."""
+        super().setup_environment()
+        WorkerGroup.check_device(self.root_device, self.timeout_s)
+
     def configure_ddp(self) -> None:
         """Put the model into a shell with the names of DDP's; gradients stay local."""
         assert self.lightning_module is not None
@@ -222,7 +227,8 @@ class EngineStrategy(MeetingStrategy):
         stand_in = self._engine.worker.replica.stand_in
         stand_in.hold()
         output = super().training_step(*args, **kwargs)
-        self._loss = output.get("loss", math.nan) if isinstance(output, Mapping) else output
+        loss = output.get("loss", math.nan) if isinstance(output, Mapping) else output
+        self._loss = loss.detach() if isinstance(loss, Tensor) else math.nan
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
             stand_in.release()
@@ -260,7 +266,7 @@ class EngineStrategy(MeetingStrategy):
         engine = self._engine
         if engine.is_due:
             check_left_out(engine.worker.replica.left_out, self.optimizers)
-            engine.worker.last_loss = self._loss if isinstance(self._loss, Tensor) else math.nan
+            engine.worker.last_loss = self._loss
             engine.make_round()
             if not engine.worker.was_finite:
                 clear_non_finite(self.optimizers)
@@ -285,7 +291,9 @@ class EngineStrategy(MeetingStrategy):
         if worker.stop_agreed is not None and isinstance(exception, SIGTERMException):
             worker.show_local()
             self.checkpoints.save_interrupted(self._trainer, worker.stop_agreed)
-        elif worker.group.watchdog is not None:
+            return
+        worker.group.failed = True
+        if worker.group.watchdog is not None:
             text = "".join(traceback.format_exception(exception))
             worker.group.watchdog.report(text)
 

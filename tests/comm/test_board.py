@@ -131,3 +131,39 @@ def test_a_failure_ends_the_wait() -> None:
         with pytest.raises(RuntimeError, match="Worker 1 failed:\nno more power"):
             comes_to_a_meeting(first, dogs[0])
         assert time.monotonic() - began < 2
+
+
+class CountedStore(dist.HashStore):
+    """Counts what is asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def check(self, keys: list[str]) -> bool:
+        self.calls.append("check")
+        return super().check(keys)
+
+    def get(self, key: str) -> bytes:
+        self.calls.append("get")
+        return super().get(key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.calls.append("multi_get")
+        return super().multi_get(keys)
+
+
+def test_a_look_at_all_notices_is_one_call() -> None:
+    store = CountedStore()
+    all_boards = [Board(store, worker, 8) for worker in range(8)]
+    with watchdogs(8) as dogs:
+        for board in all_boards:
+            comes_with_a_round(board)
+        all_boards[0].exchange -= 1
+        assert comes_to_a_meeting(all_boards[0], dogs[0])
+        assert store.calls == ["check", "multi_get"]
+        for board in all_boards[1:]:
+            comes_with_a_round(board)
+        store.calls.clear()
+        assert comes_to_a_meeting(all_boards[0], dogs[0])
+    assert store.calls == ["multi_get"]

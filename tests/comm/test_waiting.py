@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.stats import Statistics
-from lightning_loco.comm.waiting import Explained, Sum, Timed
+from lightning_loco.comm.waiting import Explained, Sum, Timed, Works
 from tests.comm.workers import group_of, hurry, start, watchdogs
+from tests.late_backend import DELAY_S, late_group
 from tests.pool import Pool
 
 
@@ -108,3 +113,62 @@ def test_a_sum_is_counted_as_a_ring_all_reduce(pool: Pool) -> None:
     for flat, num_bytes in pool.run(sum_up, world=3):
         assert flat == [0.0, 6.0, 12.0, 18.0, 24.0, 30.0]
         assert num_bytes == 2 * 2 * 24 // 3
+
+
+def sum_up_late(rank: int, world: int) -> dict[str, Any]:
+    """Worker 1 comes later than the others."""
+    group, statistics = late_group(), Statistics()
+    flat = torch.arange(6.0) * (rank + 1)
+    if rank == 1:
+        time.sleep(0.3)
+    total = Sum(group, statistics, flat, "the test")
+    arrived = total.has_arrived(), total.arrives_within(0.0), total.arrives_within(0.05)
+    found = {"arrived": arrived, "sum": total.wait().tolist(), "wait_s": statistics.wait_s}
+    found["then"] = total.has_arrived(), total.arrives_within(0.0)
+    group.close()
+    return found
+
+
+def test_where_the_host_does_not_wait_it_looks_until_the_sum_is_here(pool: Pool) -> None:
+    found = pool.run(sum_up_late, world=3)
+    assert [one["sum"] for one in found] == [[0.0, 6.0, 12.0, 18.0, 24.0, 30.0]] * 3
+    assert all(one["then"] == (True, True) for one in found)
+    assert found[0]["arrived"] == (False, False, False)
+    assert found[0]["wait_s"] > 0.2
+    assert found[1]["wait_s"] >= DELAY_S / 2
+
+
+class Stuck(dist.Work):
+    """Never ends, and does not let the host wait."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return True
+
+
+def test_what_began_too_long_ago_is_given_up() -> None:
+    group = WorkerGroup(0, 2, timeout_s=0.1, host_waits=False)
+    works = Works(group, "round 4", [Stuck()])
+    assert not works.have_ended()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="^No message in round 4 after 0.1 s"):
+        works.wait()
+    assert 0.05 < time.monotonic() - began < 2
+    assert works.have_ended()  # the wait would raise at once
+    assert not works.end_within(5.0)
+    assert time.monotonic() - began < 4
+    assert group.failed
+
+
+def test_a_failure_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch)
+    with watchdogs(2) as dogs:
+        start(*dogs)
+        group = dataclasses.replace(group_of(dogs[0], 0, 2), host_waits=False)
+        works = Works(group, "round 4", [Stuck()])
+        assert not works.end_within(0.05)
+        dogs[1].report("IndexError: 7")
+        with pytest.raises(RuntimeError, match="^Worker 1 failed:\nIndexError: 7$"):
+            works.wait()

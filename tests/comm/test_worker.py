@@ -34,7 +34,7 @@ class Plain:
         self.seed = seed
         return self
 
-    def cuts(self, sizes: Sequence[int], itemsize: int) -> Cuts:
+    def cuts(self, sizes: Sequence[int], itemsize: int, longest: int) -> Cuts:
         return Cuts()
 
     def describe(self) -> dict[str, Any]:
@@ -102,6 +102,14 @@ def meet(rank: int, world: int) -> tuple[list[float], list[float]]:
 
 def test_a_meeting_tells_where_everyone_is(pool: Pool) -> None:
     assert pool.run(meet, world=3) == [([1, 2, 3], [0.0, 0.5, 1.0])] * 3
+
+
+def test_a_loss_that_is_remembered_keeps_no_graph_alive() -> None:
+    worker = joined(model := nn.Linear(2, 2))
+    worker.last_loss = loss = model(torch.ones(1, 2)).sum()
+    assert isinstance(worker.last_loss, Tensor)
+    assert worker.last_loss.grad_fn is None
+    assert worker.row(1.0).loss == pytest.approx(loss.item())
 
 
 def miss_each_other(rank: int, world: int) -> None:

@@ -1,0 +1,75 @@
+"""On which device a model lives, and what that means for the messages of its workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import Store
+
+CPU = torch.device("cpu")
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the first parameter is; the CPU for a model without parameters."""
+    return next((parameter.device for parameter in model.parameters()), CPU)
+
+
+def backend_on(device: torch.device, backend: str | None = None) -> str:
+    """Name of what carries tensors of a device: ``"gloo"``, ``"nccl"``.
+
+    Args:
+        device: Where the tensors are.
+        backend: As in ``torch.distributed.new_group``: a name, or one for each kind of device as
+            in ``"cpu:gloo,cuda:nccl"``. Default: that of the default process group.
+
+    Example:
+        >>> backend_on(torch.device("cuda:3"), "cpu:gloo,cuda:nccl")
+        'nccl'
+    """
+    config = backend or dist.get_backend_config()
+    if ":" not in config:
+        return config
+    by_device = dict(pair.split(":") for pair in config.split(","))
+    return by_device.get(device.type, "")
+
+
+def check_same_kind(kinds: Sequence[str]) -> None:
+    """Raise ValueError if some workers are on a CPU and others on a GPU, say.
+
+    Their messages would wait for each other in vain.
+
+    Args:
+        kinds: ``torch.device.type`` of every worker, in order.
+    """
+    for worker, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            raise ValueError(
+                f"Worker {worker} is on a device of kind {kind!r} and worker 0 on {kinds[0]!r}. "
+                "Start all workers on the same kind of device (Trainer(accelerator=...))."
+            )
+
+
+def tell_kind(device: torch.device, store: Store, timeout_s: float) -> list[str]:
+    """Tell all ranks of the default process group on what kind of device this one is.
+
+    It needs no process group, which is made for one kind of device. All ranks must call it, equally
+    often.
+
+    Args:
+        device: Where this rank computes.
+        store: The job's key-value store.
+        timeout_s: Longest wait for another rank, in seconds.
+
+    Returns:
+        ``torch.device.type`` of every rank, in order.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    call = store.add(f"lightning_loco/kind/calls/{rank}", 1)
+    keys = [f"lightning_loco/kind/{call}/{other}" for other in range(world)]
+    store.set(keys[rank], device.type)
+    store.wait(keys, timedelta(seconds=timeout_s))
+    return [kind.decode() for kind in store.multi_get(keys)]

@@ -1,0 +1,157 @@
+"""A backend with the host semantics of NCCL, for tensors of the CPU.
+
+Work is handed over and goes on by itself, as on the stream of a GPU: ``wait()`` returns at once and
+never raises, what is received comes later, ``is_completed()`` tells when, and what is sent is read
+later, too. Without one of the workers it goes on for ever. Destroying the group waits for all that
+is under way; aborting it does not.
+
+gloo carries the data, in threads of their own.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_loco.comm import WorkerGroup
+
+NAME = "late"
+DELAY_S = 0.01
+
+
+class LateWork(dist.Work):
+    """One operation under way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done = threading.Event()
+
+    def is_completed(self) -> bool:
+        return self.done.is_set()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return True
+
+
+class LateGroup(dist.ProcessGroup):
+    """See the top of the module.
+
+    Attributes:
+        was_aborted: Whether it has been aborted.
+        timeout: Of the group.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self.was_aborted = False
+        self.timeout = timeout
+        self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+        self._name = ""
+        self._works: list[LateWork] = []
+        self._waiters: list[threading.Thread] = []
+        self._operations: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._stream = threading.Thread(target=self._run, name="late-stream", daemon=True)
+        self._stream.start()
+
+    # ------------------------------------------------------- what torch.distributed calls
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    group_name = property(getGroupName)
+
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> LateWork:
+        return self._hand_over(
+            tensors[0], lambda copy: self._gloo.allreduce([copy], dist.AllreduceOptions())
+        )
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> LateWork:
+        return self._hand_over(tensors[0], lambda copy: self._gloo.broadcast([copy], options))
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> LateWork:
+        return self._hand_over(tensors[0], lambda copy: self._gloo.send([copy], peer, tag), False)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> LateWork:
+        return self._hand_over(tensors[0], lambda copy: self._gloo.recv([copy], peer, tag))
+
+    def shutdown(self) -> None:
+        """Wait for all that is under way, for as long as it takes."""
+        if self._stream.is_alive():
+            self.synchronize()
+            self._operations.put(None)
+            for thread in (self._stream, *self._waiters):
+                thread.join()
+
+    def abort(self) -> None:
+        """End at once; what is under way ends when a connection does."""
+        self.was_aborted = True
+        self._operations.put(None)
+        self._stream.join()
+        self._gloo.abort()
+
+    # ------------------------------------------------------------------------- the stream
+
+    def synchronize(self) -> None:
+        """Wait for all that is under way, as ``torch.cuda.synchronize`` does."""
+        for work in self._works:
+            work.done.wait()
+
+    def _hand_over(
+        self, tensor: Tensor, begin: Callable[[Tensor], dist.Work], receives: bool = True
+    ) -> LateWork:
+        """Begin in a moment, in order; ``begin`` is given a copy, made at that time."""
+        work, due = LateWork(), time.monotonic() + DELAY_S
+        self._works = [*(w for w in self._works if not w.is_completed()), work]
+
+        def operation() -> None:
+            time.sleep(max(0.0, due - time.monotonic()))
+            copy = tensor.detach().clone()
+            inner = begin(copy)
+
+            def bring() -> None:
+                try:
+                    inner.wait()
+                except RuntimeError:
+                    return  # nobody is told: the work never ends
+                if receives:
+                    tensor.detach().copy_(copy)
+                work.done.set()
+
+            self._waiters = [w for w in self._waiters if w.is_alive()]
+            self._waiters.append(threading.Thread(target=bring, name="late-work", daemon=True))
+            self._waiters[-1].start()
+
+        self._operations.put(operation)
+        return work
+
+    def _run(self) -> None:
+        while (operation := self._operations.get()) is not None:
+            try:
+                operation()
+            except RuntimeError:
+                return  # a connection is gone: nothing that follows ever ends
+
+
+def register() -> None:
+    """Let ``torch.distributed`` know of the backend, once in a process."""
+    if NAME.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(NAME, LateGroup, devices=["cpu"])
+
+
+def late_group(timeout_s: float = 20.0) -> WorkerGroup:
+    """The workers of the default process group, with messages that travel late."""
+    register()
+    return WorkerGroup.create(timeout_s=timeout_s, backend=NAME)

@@ -1,0 +1,85 @@
+"""Local steps under Lightning: nothing is read from the parameters, and no graph is kept."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.cases import CASES, Case, without_variants
+from tests.pool import Pool, make_trainer
+from tests.tiny import TinyModule, loss_of, make_loader
+
+SYNC_EVERY = 4
+STEPS = 14
+
+
+class Reads(TorchDispatchMode):
+    """Notes where this package reads a value, for which a GPU would have to end all its work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            stack = "".join(traceback.format_stack())
+            if "/lightning_loco/" in stack:
+                self.found.append(stack)
+        return func(*args, **(kwargs or {}))
+
+
+class Quiet(TinyModule):
+    """Reads nothing itself."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return loss_of(self.model, batch)
+
+
+class Watched(Callback):
+    """Watches the batches without a round; those by the clock would begin at once and wait."""
+
+    def __init__(self, by_clock: bool) -> None:
+        self.by_clock = by_clock
+        self.reads = Reads()
+        self.graphs: list[Any] = []
+
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
+        trainer.strategy.engine.paused = self.by_clock
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if (trainer.global_step + 1) % SYNC_EVERY:
+            self.reads.__enter__()
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step % SYNC_EVERY:
+            self.reads.__exit__(None, None, None)
+        self.graphs.append(trainer.strategy._loss.grad_fn)
+
+
+def fit(
+    rank: int, world: int, case: Case, module: type[TinyModule] = Quiet
+) -> tuple[list[str], int]:
+    watched = Watched(case.by_clock)
+    strategy = case.strategy(SYNC_EVERY)
+    trainer = make_trainer(strategy, max_steps=STEPS, callbacks=[watched])
+    trainer.fit(module(), make_loader(rank, STEPS))
+    assert watched.graphs == [None] * STEPS
+    return watched.reads.found, trainer.global_step
+
+
+@pytest.mark.parametrize("name", without_variants())
+def test_a_local_step_reads_no_value(pool: Pool, name: str) -> None:
+    for found, steps in pool.run(fit, CASES[name], world=2):
+        assert steps == STEPS
+        assert not found, found[0]
+
+
+def test_a_step_that_reads_is_noticed(pool: Pool) -> None:
+    for found, _ in pool.run(fit, CASES["diloco"], TinyModule, world=2):
+        assert "losses.append(loss.item())" in found[0]
