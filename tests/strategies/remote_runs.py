@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -62,6 +62,8 @@ def all_ranks() -> Iterator[PortEnvironment]:
     if rank == 0:
         port[0] = free_ports()[0]
     dist.broadcast(port, 0)
+    with suppress(RuntimeError):  # the first to leave closes its connections; all have the port
+        dist.barrier()
     dist.destroy_process_group()
     try:
         yield PortEnvironment(rank, world, int(port))
