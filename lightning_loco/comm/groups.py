@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+import time
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store
 
+from lightning_loco.comm import messages
 from lightning_loco.comm.board import Board
-from lightning_loco.comm.watchdog import Watchdog
+from lightning_loco.comm.store import PromptStore, in_time
+from lightning_loco.comm.watchdog import Watchdog, WorkerFailure
 
 
 @dataclasses.dataclass
@@ -29,6 +32,7 @@ class WorkerGroup:
         watchdog: Tells of failed workers; None for a single worker.
         board: Tells who makes a round and who waits; None for a single worker.
         timeout_s: Longest wait for another worker, in seconds.
+        store: The job's key-value store, with keys of this group's own; None for a single worker.
     """
 
     worker: int
@@ -38,7 +42,7 @@ class WorkerGroup:
     watchdog: Watchdog | None = None
     board: Board | None = None
     timeout_s: float = 600.0
-    _run: str = ""
+    store: PromptStore | None = None
 
     @classmethod
     def create(cls, *, timeout_s: float = 600.0, device: torch.device | None = None) -> WorkerGroup:
@@ -50,67 +54,201 @@ class WorkerGroup:
 
         Raises:
             ValueError: If ``timeout_s`` is not positive.
+            RuntimeError: If a worker does not come; its message says which.
         """
+        group = cls.begin(timeout_s=timeout_s)
+        try:
+            group.connect(device)
+        except BaseException as error:
+            group.close(error)
+            raise
+        return group
+
+    @classmethod
+    def begin(cls, *, timeout_s: float = 600.0) -> WorkerGroup:
+        """The first half of :meth:`create`: from now on all workers watch over each other."""
         if timeout_s <= 0:
             raise ValueError(f"timeout_s is in seconds and must be positive, got {timeout_s}.")
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(worker=0, num_workers=1)
-        timeout = timedelta(seconds=timeout_s)
-        on_cpu = device is None or device.type == "cpu"
-        data = dist.new_group(timeout=timeout, backend="gloo" if on_cpu else None)
-        control = dist.new_group(timeout=timeout, backend="gloo")
         worker, num_workers = dist.get_rank(), dist.get_world_size()
-        group = cls(worker, num_workers, data, control, timeout_s=timeout_s)
-        run = group.gather_objects(secrets.token_hex(4))[0]
-        group._run = run
-        group.watchdog = Watchdog(group.own_store("watchdog"), worker, num_workers)
-        group.watchdog.start()
-        group.board = Board(group.own_store("board"), worker, num_workers)
+        group = cls(worker, num_workers, timeout_s=timeout_s)
+        store = PromptStore.beside(dist.distributed_c10d._get_default_store(), timeout_s)
+        try:
+            group._begin(store)
+        except BaseException:
+            store.close()
+            group.close()
+            raise
         return group
 
-    def own_store(self, name: str) -> Store:
-        """A connection to the job's key-value store for one thread, with keys of its own."""
-        store = dist.distributed_c10d._get_default_store()
-        if hasattr(store, "clone"):
-            store = store.clone()
-        return PrefixStore(f"lightning_loco/{self._run}/{name}", store)
+    def _begin(self, store: PromptStore) -> None:
+        arrivals = _Arrivals(store.under("lightning_loco/arrivals"), self)
+        try:
+            self.control = self._connected_by_gloo()
+            run = self.gather_objects(secrets.token_hex(4))[0]
+        except RuntimeError as error:
+            raise WorkerFailure(arrivals.explain(self.timeout_s)) from error
+        self.store = store.under(f"lightning_loco/{run}")
+        dog = self.store.under("watchdog")
+        self.watchdog = Watchdog(dog, self.worker, self.num_workers, timeout_s=self.timeout_s)
+        self.watchdog.start()
+        self.board = Board(self.store.under("board"), self.worker, self.num_workers)
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Collect one small picklable object from every worker, in order."""
+    def connect(self, device: torch.device | None = None) -> None:
+        """The second half of :meth:`create`, once it is known where the parameters live."""
+        if self.control is None:
+            return
+        self.come_to("the set-up of the groups")
+        began = time.monotonic()
+        try:
+            if device is None or device.type == "cpu":
+                self.data = self._connected_by_gloo()
+            else:
+                self.data = dist.new_group(timeout=timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:
+            raise self.explained(error, "the set-up of the groups", began) from error
+
+    def _connected_by_gloo(self) -> dist.ProcessGroup:
+        timeout = timedelta(seconds=self.timeout_s)
+        group: dist.ProcessGroup = in_time(
+            lambda: dist.new_group(timeout=timeout, backend="gloo"), self.timeout_s + 1
+        )
+        return group
+
+    def own_store(self, name: str) -> PromptStore:
+        """The job's key-value store, with keys of its own for this group and this purpose.
+
+        Raises:
+            RuntimeError: If this worker is alone, or the group is closed.
+        """
+        if self.store is None:
+            raise RuntimeError("There is no key-value store: one worker alone, or a closed group.")
+        return self.store.under(name)
+
+    # ----------------------------------------------------------------- waiting
+
+    def come_to(self, place: str) -> None:
+        """Say that this worker is about to wait for the others, and where, in words."""
+        if self.watchdog is not None:
+            self.watchdog.place = place
+            self.watchdog.meetings += 1
+
+    def explained(self, error: RuntimeError, place: str, began: float) -> RuntimeError:
+        """What to raise instead of a backend's error: one that names the worker to blame.
+
+        Args:
+            error: Of the backend, or one that names somebody already and stays as it is.
+            place: What was being waited for, in words.
+            began: Since when, by ``time.monotonic()``.
+        """
+        if self.watchdog is None or isinstance(error, WorkerFailure):
+            return error
+        return WorkerFailure(self.watchdog.explain(place, time.monotonic() - began))
+
+    def gather_objects(self, value: Any, place: str = "an agreement") -> list[Any]:
+        """Collect a small value from every worker, in order.
+
+        Args:
+            value: Of text, numbers, None, lists and dictionaries; tuples arrive as lists.
+            place: What it is for, in words.
+
+        Raises:
+            RuntimeError: If a worker is missing or has failed; the message names it.
+        """
         if self.control is None:
             return [value]
-        values: list[Any] = [None] * self.num_workers
-        dist.all_gather_object(values, value, group=self.control)
-        return values
+        found = self._gather(messages.write(value), place)
+        return [messages.read(m, self._name(w)) for w, m in enumerate(found)]
 
-    def raise_together(self, error: Exception | None) -> None:
+    def gather_states(self, state: Any, place: str) -> list[Any]:
+        """Collect plain values and tensors from every worker, in order."""
+        if self.control is None:
+            return [state]
+        found = self._gather(messages.write_state(state), place)
+        return [messages.read_state(message) for message in found]
+
+    def _gather(self, message: bytes, place: str) -> list[bytes]:
+        assert self.control is not None
+        self.come_to(place)
+        began = time.monotonic()
+        names = [self._name(worker) for worker in range(self.num_workers)]
+        try:
+            return messages.gather(message, self.control, names)
+        except RuntimeError as error:
+            raise self.explained(error, place, began) from error
+
+    def _name(self, worker: int) -> str:
+        return f"Worker {worker}"
+
+    def raise_together(self, error: Exception | None, place: str = "an agreement") -> None:
         """Raise on every worker when any worker has found an error, so that none is left waiting.
 
         This worker's own ``error``, or else one of the first other one's type and text.
         """
-        found = self.gather_objects(None if error is None else (type(error), str(error)))
+        if isinstance(error, WorkerFailure):
+            raise error
+        try:
+            found = self.gather_objects(messages.write_error(error), place)
+        except RuntimeError as missing:
+            raise (error or missing) from missing
         if error is not None:
             raise error
         for worker, item in enumerate(found):
-            if item is not None:
-                raise item[0](f"Worker {worker}: {item[1]}")
+            if (other := messages.read_error(item, self._name(worker))) is not None:
+                raise other
 
     @contextmanager
-    def errors_shared(self) -> Iterator[None]:
-        """Raise on every worker the ValueError, TypeError or OSError of any worker inside."""
+    def errors_shared(self, place: str = "an agreement") -> Iterator[None]:
+        """Raise on every worker the error of any worker inside."""
         error: Exception | None = None
         try:
             yield
-        except (ValueError, TypeError, OSError) as found:
+        except Exception as found:
             error = found
-        self.raise_together(error)
+        self.raise_together(error, place)
 
-    def close(self) -> None:
-        """Stop the watchdog and destroy the groups; a second call does nothing."""
+    def tell(self, error: BaseException) -> None:
+        """Let the others know of an error that this worker ends with."""
+        if self.watchdog is not None:
+            self.watchdog.report("".join(traceback.format_exception(error)))
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Stop the watchdog and destroy the groups; a second call does nothing.
+
+        Args:
+            error: What this worker ends with, for the others to know.
+        """
+        if error is not None:
+            self.tell(error)
+        if self.store is not None:
+            self.store.close()
         if self.watchdog is not None:
             self.watchdog.end()
             self.watchdog = None
         for group in (self.data, self.control):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
-        self.data = self.control = self.board = None
+        self.data = self.control = self.board = self.store = None
+
+
+class _Arrivals:
+    """Who has come to the set-up, for an error that says who has not: a count of each worker."""
+
+    def __init__(self, store: PromptStore, group: WorkerGroup) -> None:
+        self._store = store
+        self._keys = [str(w) for w in range(group.num_workers)]
+        self._own = store.add(self._keys[group.worker], 1, group.timeout_s)
+
+    def explain(self, timeout_s: float) -> str:
+        who = "any worker (all have come: one has ended since, or a network fault)"
+        with suppress(RuntimeError):
+            counts = [self._store.add(key, 0, patience_s=1.0) for key in self._keys]
+            late = [f"worker {w}" for w, count in enumerate(counts) if count < self._own]
+            who = ", ".join(late) if late else who
+        if self._store.silent_s > 0:
+            who = "worker 0, which hosts the job's key-value store and is unreachable"
+        return (
+            f"No message in the set-up within {timeout_s:.0f} s from {who}. Check that every "
+            "worker runs the same script, or raise timeout_s."
+        )

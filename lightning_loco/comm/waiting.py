@@ -45,7 +45,7 @@ class Explained:
         self._place = place
 
     def __enter__(self) -> None:
-        self._started = time.perf_counter()
+        self._began = time.monotonic()
 
     def __exit__(
         self,
@@ -53,9 +53,10 @@ class Explained:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if isinstance(error, RuntimeError) and self._group.watchdog is not None:
-            waited_s = time.perf_counter() - self._started
-            raise RuntimeError(self._group.watchdog.explain(self._place, waited_s)) from error
+        if isinstance(error, RuntimeError):
+            explained = self._group.explained(error, self._place, self._began)
+            if explained is not error:
+                raise explained from error
 
 
 class Sum:

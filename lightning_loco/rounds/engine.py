@@ -57,8 +57,8 @@ class Engine:
         try:
             self.worker, self.settings = Worker.join(model, make_settings, group)
             self.lanes, self._carriers, exchange = make_lanes(self.worker, self.settings)
-        except BaseException:
-            group.close()
+        except BaseException as error:
+            group.close(error)
             raise
         self.statistics = self.worker.statistics
         self.paused = False

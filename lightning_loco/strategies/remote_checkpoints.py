@@ -91,7 +91,7 @@ class RemoteCheckpoints:
             self._saved_on_stop = strategy.remote.stop_agreed is not None
             strategy.meet("checkpoint")
             own = {"loops": checkpoint["loops"], "random": random_states()}
-            checkpoint[_KEY] = strategy.present_workers().gather_objects(own)
+            checkpoint[_KEY] = strategy.present_workers().gather_states(own, "a checkpoint")
         if strategy.is_global_zero:
             strategy.checkpoint_io.save_checkpoint(
                 checkpoint, path, storage_options=storage_options

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_loco.algorithms import Algorithm
-from lightning_loco.comm import WorkerGroup
 from lightning_loco.strategies.interrupted import save_where_stopped
 from lightning_loco.strategies.positions import Position, forget_finished_epoch
 from lightning_loco.strategies.random_states import random_states
@@ -89,9 +87,10 @@ class WorkerCheckpoints:
             return
         self._saved_on_stop = engine.worker.stop_agreed is not None
         group = engine.worker.group
-        path, stamp = group.gather_objects((str(path), new_stamp(engine.worker.steps)))[0]
+        own = [str(path), new_stamp(engine.worker.steps)]
+        path, stamp = group.gather_objects(own, "a checkpoint")[0]
         files = SideFiles(io, path)
-        with group.errors_shared():
+        with group.errors_shared("writing a checkpoint"):
             files.save(stamp, group.worker, *_parts(engine, checkpoint))
         if writes_main:
             checkpoint[_KEY] = _entry(engine, stamp)
@@ -118,7 +117,7 @@ class WorkerCheckpoints:
                 "the common start of all workers."
             )
             return loaded
-        worker, num_workers = self._strategy.worker, self._strategy.num_workers
+        num_workers, group = self._strategy.num_workers, self._strategy.group
         error: Exception | None = None
         try:
             entry, algorithm = loaded[_KEY], self._strategy.settings.algorithm
@@ -126,8 +125,8 @@ class WorkerCheckpoints:
             own = self._read(entry["stamp"], algorithm, path)
         except ValueError as found:
             error = found
-        control = torch.distributed.group.WORLD if num_workers > 1 else None
-        WorkerGroup(worker, num_workers, control=control).raise_together(error)
+        assert group is not None
+        group.raise_together(error, "reading the checkpoint")
         loaded.update(own["lightning"])
         position = Position(own["random"], forget_finished_epoch(loaded))
         self._resumed = own["engine"], position
