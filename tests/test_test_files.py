@@ -14,6 +14,7 @@ TESTS = Path(__file__).parent
 ROOMS = ("codecs", "comm", "rounds", "schedules", "simulation")
 ELSEWHERE = {
     "codecs/base.py": "codecs/test_codecs.py",
+    "comm/arrivals.py": "comm/test_groups.py",
     "rounds/mean_exchange.py": "rounds/test_exchange.py",
     "rounds/neighbor_exchange.py": "rounds/test_exchange.py",
     "rounds/step_engine.py": "rounds/test_engine.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_loco.comm.flat import FlatLayout, Schema
+from lightning_loco.comm.flat import FlatLayout
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.waiting import Works
 
@@ -40,10 +41,11 @@ def check_model(model: nn.Module) -> None:
 def check_same_schema(layout: FlatLayout, group: WorkerGroup) -> None:
     """Raise ValueError on every worker if their parameters differ, naming the first difference."""
     schema = layout.schema()
-    digests = group.gather_objects(zlib.crc32(repr(schema).encode()))
-    if len(set(digests)) == 1:
+    place = "the comparison of the models"
+    if len(set(group.gather_objects(zlib.crc32(repr(schema).encode()), place))) == 1:
         return
-    schemas: list[Schema] = group.gather_objects(schema)
+    texts = [[str(part) for part in entry] for entry in schema]
+    schemas = group.gather_objects(texts, place)
     for worker, other in enumerate(schemas):
         if other != schemas[0]:
             raise ValueError(
@@ -54,7 +56,8 @@ def check_same_schema(layout: FlatLayout, group: WorkerGroup) -> None:
 
 def check_same_settings(settings: dict[str, Any], group: WorkerGroup) -> None:
     """Raise ValueError on every worker if they are set differently, naming the first difference."""
-    for worker, other in enumerate(everyone := group.gather_objects(settings)):
+    everyone = group.gather_objects(settings, "the comparison of the settings")
+    for worker, other in enumerate(everyone):
         for key, value in everyone[0].items():
             if other.get(key) != value:
                 raise ValueError(
@@ -63,7 +66,7 @@ def check_same_settings(settings: dict[str, Any], group: WorkerGroup) -> None:
                 )
 
 
-def first_difference(there: Schema, here: Schema) -> str:
+def first_difference(there: Sequence[Sequence[object]], here: Sequence[Sequence[object]]) -> str:
     """Say in words where the schema of another worker differs from that of worker 0."""
     for (name, *spec), (name_0, *spec_0) in zip(there, here, strict=False):
         if name != name_0:
@@ -94,6 +97,7 @@ def schema_checksum(schema: object) -> int:
 def share_from_worker_0(model: nn.Module, group: WorkerGroup) -> int:
     """Give every worker the parameters and buffers of worker 0; return their CRC-32 checksum."""
     checksum = 0
+    group.come_to("the start from worker 0's parameters")
     for tensor in [*model.parameters(), *model.buffers()]:
         if not tensor.numel():
             continue
@@ -101,7 +105,7 @@ def share_from_worker_0(model: nn.Module, group: WorkerGroup) -> int:
         raw = data.view(torch.uint8)
         if group.data is not None:
             work = dist.broadcast(raw, src=0, group=group.data, async_op=True)
-            Works(group, "the common start", [work]).wait()
+            Works(group, "the start from worker 0's parameters", [work]).wait()
             if data.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(data.view(tensor.shape))
         checksum = zlib.crc32(raw.cpu().numpy().tobytes(), checksum)

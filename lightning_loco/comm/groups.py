@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,11 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store
 
+from lightning_loco.comm import messages
+from lightning_loco.comm.arrivals import Arrivals
 from lightning_loco.comm.board import Board
 from lightning_loco.comm.devices import CPU, backend_on, check_same_kind, tell_kind
-from lightning_loco.comm.watchdog import Watchdog
+from lightning_loco.comm.store import PromptStore, in_time
+from lightning_loco.comm.watchdog import Watchdog, WorkerFailure
 
 MARGIN_S = 60.0
 """By how much a backend whose failures end the process has more patience than we, in seconds."""
@@ -33,6 +37,7 @@ class WorkerGroup:
         watchdog: Tells of failed workers; None for a single worker.
         board: Tells who makes a round and who waits; None for a single worker.
         timeout_s: Longest wait for another worker, in seconds.
+        store: The job's key-value store, with keys of this group's own; None for a single worker.
         host_waits: Whether waiting for a message blocks the host until it is here, as with gloo;
             with NCCL only the device waits, and the host must look whether it has come.
         failed: Whether an exchange has failed or this worker has, so that nothing that is under way
@@ -46,9 +51,9 @@ class WorkerGroup:
     watchdog: Watchdog | None = None
     board: Board | None = None
     timeout_s: float = 600.0
+    store: PromptStore | None = None
     host_waits: bool = True
     failed: bool = False
-    _run: str = ""
 
     @classmethod
     def create(
@@ -69,29 +74,73 @@ class WorkerGroup:
         Raises:
             ValueError: If ``timeout_s`` is not positive, or, on all workers, if they are on
                 different kinds of devices.
+            RuntimeError: If a worker does not come; its message says which.
         """
+        group = cls.begin(timeout_s=timeout_s)
+        try:
+            group.connect(device, backend)
+        except BaseException as error:
+            group.close(error)
+            raise
+        return group
+
+    @classmethod
+    def begin(cls, *, timeout_s: float = 600.0) -> WorkerGroup:
+        """The first half of :meth:`create`: from now on all workers watch over each other."""
         if timeout_s <= 0:
             raise ValueError(f"timeout_s is in seconds and must be positive, got {timeout_s}.")
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(worker=0, num_workers=1)
-        control = dist.new_group(timeout=timedelta(seconds=timeout_s), backend="gloo")
         worker, num_workers = dist.get_rank(), dist.get_world_size()
-        group = cls(worker, num_workers, None, control, timeout_s=timeout_s)
-        runs, kinds = zip(*group.gather_objects((secrets.token_hex(4), device.type)), strict=True)
+        group = cls(worker, num_workers, timeout_s=timeout_s)
+        store = PromptStore.beside(dist.distributed_c10d._get_default_store(), timeout_s)
         try:
-            check_same_kind(kinds)
-        except ValueError:
+            group._begin(store)
+        except BaseException:
+            store.close()
             group.close()
             raise
+        return group
+
+    def _begin(self, store: PromptStore) -> None:
+        arrivals = Arrivals(
+            store.under("lightning_loco/arrivals"), self.worker, self.num_workers, self.timeout_s
+        )
+        try:
+            self.control = self._connected_by_gloo()
+            run = self.gather_objects(secrets.token_hex(4))[0]
+        except RuntimeError as error:
+            raise WorkerFailure(arrivals.explain()) from error
+        self.store = store.under(f"lightning_loco/{run}")
+        dog = self.store.under("watchdog")
+        self.watchdog = Watchdog(dog, self.worker, self.num_workers, timeout_s=self.timeout_s)
+        self.watchdog.start()
+        self.board = Board(self.store.under("board"), self.worker, self.num_workers)
+
+    def connect(self, device: torch.device = CPU, backend: str | None = None) -> None:
+        """The second half of :meth:`create`, once it is known where the parameters live."""
+        if self.control is None:
+            return
+        place = "the set-up of the groups"
+        check_same_kind(self.gather_objects(device.type, place))
         if backend is None and device.type == "cpu":
             backend = "gloo"
-        group.host_waits = backend_on(device, backend) == "gloo"
-        longest_s = timeout_s if group.host_waits else timeout_s + MARGIN_S
-        group.data = dist.new_group(timeout=timedelta(seconds=longest_s), backend=backend)
-        group._run = runs[0]
-        group.watchdog = Watchdog(group.own_store("watchdog"), worker, num_workers)
-        group.watchdog.start()
-        group.board = Board(group.own_store("board"), worker, num_workers)
+        self.host_waits = backend_on(device, backend) == "gloo"
+        began = time.monotonic()
+        try:
+            if self.host_waits:
+                self.data = self._connected_by_gloo(backend)
+            else:
+                longest = timedelta(seconds=self.timeout_s + MARGIN_S)
+                self.data = dist.new_group(timeout=longest, backend=backend)
+        except RuntimeError as error:
+            raise self.explained(error, place, began) from error
+
+    def _connected_by_gloo(self, backend: str | None = "gloo") -> dist.ProcessGroup:
+        timeout = timedelta(seconds=self.timeout_s)
+        group: dist.ProcessGroup = in_time(
+            lambda: dist.new_group(timeout=timeout, backend=backend), self.timeout_s + 1
+        )
         return group
 
     @staticmethod
@@ -108,51 +157,121 @@ class WorkerGroup:
             ValueError: On all ranks, if some are on a CPU and others on a GPU, say.
         """
         if dist.is_initialized() and dist.get_world_size() > 1:
-            check_same_kind(tell_kind(device, _job_store(), timeout_s))
+            store = dist.distributed_c10d._get_default_store()
+            check_same_kind(tell_kind(device, store, timeout_s))
 
-    def own_store(self, name: str) -> Store:
-        """A connection to the job's key-value store for one thread, with keys of its own."""
-        store = _job_store()
-        if hasattr(store, "clone"):
-            store = store.clone()
-        return PrefixStore(f"lightning_loco/{self._run}/{name}", store)
+    def own_store(self, name: str) -> PromptStore:
+        """The job's key-value store, with keys of its own for this group and this purpose.
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Collect one small picklable object from every worker, in order."""
+        Raises:
+            RuntimeError: If this worker is alone, or the group is closed.
+        """
+        if self.store is None:
+            raise RuntimeError("There is no key-value store: one worker alone, or a closed group.")
+        return self.store.under(name)
+
+    # ----------------------------------------------------------------- waiting
+
+    def come_to(self, place: str) -> None:
+        """Say that this worker is about to wait for the others, and where, in words."""
+        if self.watchdog is not None:
+            self.watchdog.place = place
+            self.watchdog.meetings += 1
+
+    def explained(self, error: RuntimeError, place: str, began: float) -> RuntimeError:
+        """What to raise instead of a backend's error: one that names the worker to blame.
+
+        Args:
+            error: Of the backend, or one that names somebody already and stays as it is.
+            place: What was being waited for, in words.
+            began: Since when, by ``time.monotonic()``.
+        """
+        self.failed = True
+        if self.watchdog is None or isinstance(error, WorkerFailure):
+            return error
+        return WorkerFailure(self.watchdog.explain(place, time.monotonic() - began))
+
+    def gather_objects(self, value: Any, place: str = "an agreement") -> list[Any]:
+        """Collect a small value from every worker, in order.
+
+        Args:
+            value: Of text, numbers, None, lists and dictionaries; tuples arrive as lists.
+            place: What it is for, in words.
+
+        Raises:
+            RuntimeError: If a worker is missing or has failed; the message names it.
+        """
         if self.control is None:
             return [value]
-        values: list[Any] = [None] * self.num_workers
-        dist.all_gather_object(values, value, group=self.control)
-        return values
+        found = self._gather(messages.write(value), place)
+        return [messages.read(m, self._name(w)) for w, m in enumerate(found)]
 
-    def raise_together(self, error: Exception | None) -> None:
+    def gather_states(self, state: Any, place: str) -> list[Any]:
+        """Collect plain values and tensors from every worker, in order."""
+        if self.control is None:
+            return [state]
+        found = self._gather(messages.write_state(state), place)
+        return [messages.read_state(message) for message in found]
+
+    def _gather(self, message: bytes, place: str) -> list[bytes]:
+        assert self.control is not None
+        self.come_to(place)
+        began = time.monotonic()
+        names = [self._name(worker) for worker in range(self.num_workers)]
+        try:
+            return messages.gather(message, self.control, names)
+        except RuntimeError as error:
+            raise self.explained(error, place, began) from error
+
+    def _name(self, worker: int) -> str:
+        return f"Worker {worker}"
+
+    def raise_together(self, error: Exception | None, place: str = "an agreement") -> None:
         """Raise on every worker when any worker has found an error, so that none is left waiting.
 
         This worker's own ``error``, or else one of the first other one's type and text.
         """
-        found = self.gather_objects(None if error is None else (type(error), str(error)))
+        if isinstance(error, WorkerFailure):
+            raise error
+        try:
+            found = self.gather_objects(messages.write_error(error), place)
+        except RuntimeError as missing:
+            raise (error or missing) from missing
         if error is not None:
             raise error
         for worker, item in enumerate(found):
-            if item is not None:
-                raise item[0](f"Worker {worker}: {item[1]}")
+            if (other := messages.read_error(item, self._name(worker))) is not None:
+                raise other
 
     @contextmanager
-    def errors_shared(self) -> Iterator[None]:
-        """Raise on every worker the ValueError, TypeError or OSError of any worker inside."""
+    def errors_shared(self, place: str = "an agreement") -> Iterator[None]:
+        """Raise on every worker the error of any worker inside."""
         error: Exception | None = None
         try:
             yield
-        except (ValueError, TypeError, OSError) as found:
+        except Exception as found:
             error = found
-        self.raise_together(error)
+        self.raise_together(error, place)
 
-    def close(self) -> None:
+    def tell(self, error: BaseException) -> None:
+        """Let the others know of an error that this worker ends with."""
+        self.failed = True
+        if self.watchdog is not None:
+            self.watchdog.report("".join(traceback.format_exception(error)))
+
+    def close(self, error: BaseException | None = None) -> None:
         """Stop the watchdog and destroy the groups; a second call does nothing.
 
         Where the host does not wait, destroying a group does: for all that is under way on the
         device. After a failure that would be for ever, so the group is aborted.
+
+        Args:
+            error: What this worker ends with, for the others to know.
         """
+        if error is not None:
+            self.tell(error)
+        if self.store is not None:
+            self.store.close()
         if self.watchdog is not None:
             self.failed = self.failed or self.watchdog.failure is not None
             self.watchdog.end()
@@ -164,11 +283,7 @@ class WorkerGroup:
                 _abort(group)
             else:
                 dist.destroy_process_group(group)
-        self.data = self.control = self.board = None
-
-
-def _job_store() -> Store:
-    return dist.distributed_c10d._get_default_store()
+        self.data = self.control = self.board = self.store = None
 
 
 def _abort(group: dist.ProcessGroup) -> None:

@@ -154,17 +154,17 @@ def write_row(table: Tensor, worker: int, row: Row) -> None:
 
 
 def start_rows(group: WorkerGroup, statistics: Statistics, row: Row, place: str) -> PendingRows:
-    """Send this worker's row to all workers, by a small all-reduce of its own.
+    """Send this worker's row to all workers, by a small all-gather of its own.
 
     ``place`` says in words what the row is for: ``"round 12"``, ``"validation"``.
     """
-    table = torch.empty(group.num_workers, Row.width(len(row.scalars)), dtype=torch.float64)
-    write_row(table, group.worker, row)
+    own = torch.tensor([*row[:-1], *row.scalars], dtype=torch.float64)
     if group.control is None:
-        return PendingRows(lambda: table, place)
+        return PendingRows(lambda: own[None], place)
+    table = own.new_empty(group.num_workers, len(own))
     note_place(group, place)
     with Explained(group, place):
-        work = dist.all_reduce(table, group=group.control, async_op=True)
+        work = dist.all_gather(list(table), own, group=group.control, async_op=True)
 
     def receive() -> Tensor:
         with Timed(statistics), Explained(group, place):

@@ -12,6 +12,8 @@ from lightning_loco.comm.fingerprint import fingerprints
 from lightning_loco.comm.flat import Cuts, FlatLayout
 from lightning_loco.comm.groups import WorkerGroup
 
+_PLACE = "the comparison of frozen parameters"
+
 
 class Unexchanged:
     """The floating-point parameters of one worker that do not travel in rounds.
@@ -53,23 +55,23 @@ class Unexchanged:
         ]
         prints = fingerprints([p for _, p in named])
         own = {
-            name: (tuple(p.shape), str(p.dtype), number)
+            name: [f"{tuple(p.shape)} {p.dtype}", number]
             for (name, p), number in zip(named, prints, strict=True)
         }
         differing: list[tuple[str, Tensor]] = []
-        if len(set(group.gather_objects(schema_checksum(sorted(own.items()))))) > 1:
-            everyone = group.gather_objects(own)
+        if len(set(group.gather_objects(schema_checksum(sorted(own.items())), _PLACE))) > 1:
+            everyone = group.gather_objects(own, _PLACE)
             unlike = {
                 name
                 for name in set().union(*everyone)
-                if len({one[name][:2] if name in one else None for one in everyone}) > 1
+                if len({one[name][0] if name in one else None for one in everyone}) > 1
             }
             if group.worker == 0:
                 self._warn(unlike)
             differing = [
                 (name, p)
                 for name, p in named
-                if name not in unlike and len({one[name] for one in everyone}) > 1
+                if name not in unlike and len({one[name][1] for one in everyone}) > 1
             ]
         self.differing = FlatLayout(differing, self._cuts)
         return self.differing

@@ -62,12 +62,10 @@ class Explained:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if not isinstance(error, RuntimeError):
-            return
-        self._group.failed = True
-        if self._group.watchdog is not None and self._since is not None:
-            waited_s = time.monotonic() - self._since
-            raise RuntimeError(self._group.watchdog.explain(self._place, waited_s)) from error
+        if isinstance(error, RuntimeError) and self._since is not None:
+            explained = self._group.explained(error, self._place, self._since)
+            if explained is not error:
+                raise explained from error
 
 
 class Works:

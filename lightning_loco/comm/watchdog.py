@@ -7,21 +7,37 @@ a small note of every worker in the job's key-value store, off the training thre
 from __future__ import annotations
 
 import logging
+import math
+import re
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from fractions import Fraction
 
+import torch.distributed as dist
 from torch.distributed import Store
+
+from lightning_loco.comm.store import PromptStore, StoreSilent
 
 log = logging.getLogger(__name__)
 
 _INTERVAL_S = 1.0
 _SETTLE_S = 2.5
+_LOOK_S = 1.0
+_LONGEST_REPORT = 60_000
+_LONGEST_REASON = 200
+
+_BEAT = re.compile(r"(\d{1,15})\|(\d{1,15})\|(.{0,300})", re.DOTALL | re.ASCII)
+_REPORT = re.compile(r"(\d{1,6})\|(.*)", re.DOTALL | re.ASCII)
+_POINT = re.compile(r"(\d{1,15})/([1-9]\d{0,14})", re.ASCII)
 
 Beats = dict[int, tuple[int, int, str]]
 """By worker: how many beats, how many exchanges, and where it was."""
+
+
+class WorkerFailure(RuntimeError):
+    """Another worker has failed or is missing; the message says which."""
 
 
 class Watchdog(threading.Thread):
@@ -32,9 +48,11 @@ class Watchdog(threading.Thread):
     left waiting in a round, and each worker's state is one that an unbroken run passes through.
 
     Args:
-        store: Key-value store shared by all workers; no other thread may use this connection.
+        store: Key-value store shared by all workers. If it is no ``PromptStore``, no other thread
+            may use this connection.
         worker: Number of this worker, out of ``num_workers``.
         names: What to call them in messages. Default: worker 0, worker 1, ...
+        timeout_s: How long the store may be silent while nobody waits for anybody, in seconds.
 
     Attributes:
         failure: What another worker reported before it died, or None.
@@ -47,7 +65,12 @@ class Watchdog(threading.Thread):
     """
 
     def __init__(
-        self, store: Store, worker: int, num_workers: int, names: Sequence[str] | None = None
+        self,
+        store: Store | PromptStore,
+        worker: int,
+        num_workers: int,
+        names: Sequence[str] | None = None,
+        timeout_s: float = math.inf,
     ) -> None:
         super().__init__(name="loco-watchdog", daemon=True)
         self.failure: str | None = None
@@ -57,22 +80,25 @@ class Watchdog(threading.Thread):
         self.stop_reason: str | None = None
         self.stop_seen = False
         self.stop_at: tuple[Fraction, str] | None = None
-        self._store = store
-        self._lock = threading.Lock()
+        self._owns_store = not isinstance(store, PromptStore)
+        self._store = store if isinstance(store, PromptStore) else PromptStore(store)
         self._worker = worker
         self._num_workers = num_workers
         self._others = [other for other in range(num_workers) if other != worker]
         self._names = names or [f"worker {worker}" for worker in range(num_workers)]
+        self._timeout_s = timeout_s
         self._end = threading.Event()
         self._beats = 0
+        self._complaints: set[str] = set()
 
     def run(self) -> None:
         """Beat once a second until ended; faster while a stop is being agreed."""
         while not self._end.is_set():
             try:
-                with self._lock:
-                    self._beat()
-                    self._agree_on_stop()
+                self._beat()
+                self._agree_on_stop()
+            except (StoreSilent, dist.DistStoreError):
+                pass  # whoever waits for somebody says so
             except RuntimeError as error:
                 if not self._end.is_set():
                     self.failure = (
@@ -80,17 +106,21 @@ class Watchdog(threading.Thread):
                         f"it, has ended ({type(error).__name__})."
                     )
                 return
+            except Exception as error:
+                self._complain("the job's key-value store", repr(error))
             agreeing = self.stop_seen and self.stop_at is None
             self._end.wait(_INTERVAL_S / 20 if agreeing else _INTERVAL_S)
 
     def _beat(self) -> None:
         self._beats += 1
-        self._store.set(f"beat/{self._worker}", f"{self._beats}|{self.meetings}|{self.place}")
+        self._store.set(f"beat/{self._worker}", f"{self._beats}|{self.meetings}|{self.place[:300]}")
         if self.failure is None and self._store.check(["failure"]):
-            worker, _, text = self._store.get("failure").decode().partition("|")
-            if int(worker) != self._worker:
-                name = self._names[int(worker)]
-                self.failure = f"{name[0].upper()}{name[1:]} failed:\n{text}"
+            found = self._parse("failure", _REPORT, self._store.get("failure"))
+            if found is None or int(found[1]) >= self._num_workers:
+                return
+            if (worker := int(found[1])) != self._worker:
+                name = self._names[worker]
+                self.failure = f"{name[0].upper()}{name[1:]} failed:\n{found[2]}"
                 self._store.set(f"read/{self._worker}", "")
 
     def _agree_on_stop(self) -> None:
@@ -101,20 +131,42 @@ class Watchdog(threading.Thread):
         if not self.stop_seen:
             self.stop_seen = True  # before the position is read: the training thread looks last
             rounds, steps, sync_every = self.position
-            answer = rounds + Fraction(steps + 1, sync_every)
-            self._store.set(f"stop/{self._worker}", str(answer))
+            point = rounds + Fraction(steps + 1, sync_every)
+            self._store.set(f"stop/{self._worker}", f"{point.numerator}/{point.denominator}")
         keys = [f"stop/{worker}" for worker in range(self._num_workers)]
         if self._store.check(keys):
-            latest = max(Fraction(self._store.get(key).decode()) for key in keys)
-            self.stop_at = (latest, self._store.get("stop").decode())
+            values = zip(keys, self._store.get_all(keys), strict=True)
+            found = [self._parse(key, _POINT, value) for key, value in values]
+            if None in found:
+                return
+            points = [Fraction(int(one[1]), int(one[2])) for one in found if one is not None]
+            reason = self._store.get("stop").decode(errors="replace")
+            self.stop_at = (max(points), reason[:_LONGEST_REASON])
+
+    def _parse(self, key: str, pattern: re.Pattern[str], value: bytes) -> re.Match[str] | None:
+        """What is in a value, or None if it is none of ours; that is said once."""
+        text = value[: 4 * _LONGEST_REPORT].decode(errors="replace")
+        if (found := pattern.fullmatch(text)) is None:
+            self._complain(key, repr(text[:100]))
+        return found
+
+    def _complain(self, key: str, what: str) -> None:
+        if key not in self._complaints:
+            self._complaints.add(key)
+            log.warning(
+                "Ignored what is under %r in the job's key-value store, which is none of this "
+                "program's: %s. Does another program use the port of this job?",
+                key,
+                what,
+            )
 
     def wait_for_stop_point(self, timeout_s: float) -> tuple[Fraction, str]:
-        """Block until all have said where they can stop; a RuntimeError names who does not."""
+        """Block until all have said where they can stop; a WorkerFailure names who does not."""
         deadline = time.monotonic() + timeout_s
         while self.stop_at is None:
             self.raise_if_failed()
             if time.monotonic() > deadline:
-                raise RuntimeError(self.explain("the agreement to stop", timeout_s))
+                raise WorkerFailure(self.explain("the agreement to stop", timeout_s))
             time.sleep(_INTERVAL_S / 100)
         return self.stop_at
 
@@ -123,31 +175,40 @@ class Watchdog(threading.Thread):
 
         Worker 0, whose end is the end of the store, gives the others a moment to read it.
         """
-        with suppress(RuntimeError), self._lock:
-            self._store.compare_set("failure", "", f"{self._worker}|{text}")
-            self._store.set(f"read/{self._worker}", "")
+        if self._store.silent_s > _LOOK_S:
+            return
         others = [f"read/{other}" for other in self._others]
         deadline = time.monotonic() + 3 * _INTERVAL_S
-        while self._worker == 0 and time.monotonic() < deadline:
-            with suppress(RuntimeError), self._lock:
-                if self._store.check(others):
+        with suppress(RuntimeError):
+            entry = f"{self._worker}|{text[-_LONGEST_REPORT:]}"
+            self._store.compare_set("failure", "", entry, _LOOK_S)
+            self._store.set(f"read/{self._worker}", "", _LOOK_S)
+            while self._worker == 0 and time.monotonic() < deadline:
+                if self._store.check(others, _LOOK_S):
                     return
-            time.sleep(_INTERVAL_S / 20)
+                time.sleep(_INTERVAL_S / 20)
 
     def raise_if_failed(self) -> None:
-        """Raise RuntimeError with the traceback that another worker has reported, if any."""
+        """Raise WorkerFailure if another worker has reported an error, or cannot be reached.
+
+        The message is the traceback that was reported.
+        """
         if self.failure is not None:
-            raise RuntimeError(self.failure)
+            raise WorkerFailure(self.failure)
+        if self._store.silent_s > self._timeout_s:
+            raise WorkerFailure(self._unreachable(self.place, self._timeout_s))
 
     def explain(self, place: str, waited_s: float) -> str:
         """Say why an exchange failed (in ``"round 12"``, say): whose failure, or who is missing."""
         first, second = self._watch_for_a_moment()
         if self.failure is not None:
             return self.failure
+        if second is None:
+            return self._unreachable(place, waited_s)
         late = []
         for worker in self._others:
             count, meetings, where = second.get(worker, (0, -1, "never seen"))
-            if count == first.get(worker, (0, 0, ""))[0]:
+            if first is not None and count == first.get(worker, (0, 0, ""))[0]:
                 late.append(f"{self._names[worker]} (no sign of life; last seen in {where})")
             elif meetings < self.meetings:
                 late.append(f"{self._names[worker]} (alive, last exchange: {where})")
@@ -157,11 +218,21 @@ class Watchdog(threading.Thread):
             "runs and reaches the same rounds, or raise timeout_s."
         )
 
+    def _unreachable(self, place: str, waited_s: float) -> str:
+        return (
+            f"No message in {place} after {waited_s:.0f} s, and {self._names[0]} is unreachable: "
+            "the job's key-value store, which it or the launcher on its machine hosts, has not "
+            f"answered for {self._store.silent_s:.0f} s. Check that it runs and that nothing "
+            "holds it or the network to it up, or raise timeout_s."
+        )
+
     def silent(self) -> list[str]:
         """Names of those that give no sign of life for a moment; none if a failure is known."""
         first, second = self._watch_for_a_moment()
         if self.failure is not None:
             return []
+        if first is None or second is None:
+            return [self._names[0]]
         still = [w for w in self._others if second.get(w, (0,))[0] == first.get(w, (0,))[0]]
         return [self._names[worker] for worker in still]
 
@@ -169,26 +240,39 @@ class Watchdog(threading.Thread):
         """What another worker reports before it ends, given a moment; None if nothing comes."""
         deadline = time.monotonic() + _SETTLE_S
         while self.failure is None and time.monotonic() < deadline and self.is_alive():
+            if self._store.silent_s > _SETTLE_S:
+                break
             time.sleep(0.1)
         return self.failure
 
-    def _watch_for_a_moment(self) -> tuple[Beats, Beats]:
+    def _watch_for_a_moment(self) -> tuple[Beats | None, Beats | None]:
+        """The beats before and after; None where the store has not answered."""
         first = self._read_beats()
         self.wait_for_failure()
         return first, self._read_beats()
 
-    def _read_beats(self) -> Beats:
+    def _read_beats(self) -> Beats | None:
+        if self._store.silent_s > _SETTLE_S:
+            return None
         beats: Beats = {}
-        with suppress(RuntimeError), self._lock:
-            for worker in range(self._num_workers):
-                key = f"beat/{worker}"
-                if self._store.check([key]):
-                    count, meetings, place = self._store.get(key).decode().split("|", 2)
-                    beats[worker] = (int(count), int(meetings), place)
+        keys = [f"beat/{worker}" for worker in range(self._num_workers)]
+        try:
+            if not self._store.check(keys, _LOOK_S):
+                keys = [key for key in keys if self._store.check([key], _LOOK_S)]
+            values = self._store.get_all(keys, _LOOK_S) if keys else []
+        except StoreSilent:
+            return None
+        except RuntimeError:
+            return beats
+        for key, value in zip(keys, values, strict=True):
+            if (found := self._parse(key, _BEAT, value)) is not None:
+                beats[int(key.partition("/")[2])] = (int(found[1]), int(found[2]), found[3])
         return beats
 
     def end(self) -> None:
         """End the thread and wait for it."""
         self._end.set()
+        if self._owns_store:
+            self._store.close()
         if self.is_alive() and threading.current_thread() is not self:
             self.join(timeout=10 * _INTERVAL_S)

@@ -112,8 +112,8 @@ class Worker:
         Of the parameters that require gradients, those in ``optimized`` are exchanged, or all.
         A ValueError or TypeError is raised on every worker if anything does not fit on one of them.
         """
-        seed = group.gather_objects(torch.initial_seed())[0] % 2**31
-        with group.errors_shared(), warnings.catch_warnings():
+        seed = group.gather_objects(torch.initial_seed(), "the set-up")[0] % 2**31
+        with group.errors_shared("the set-up"), warnings.catch_warnings():
             if group.worker != 0:
                 warnings.simplefilter("ignore")
             check_model(model)
@@ -210,7 +210,7 @@ class Worker:
             raise StopAgreed(self.stop.agreed)
         if self.stop.agreed is not None:
             return
-        places = self.group.gather_objects(f"{purpose} after {self.steps} local steps")
+        places = self.group.gather_objects(f"{purpose} after {self.steps} local steps", purpose)
         raise RuntimeError(
             "Workers wait for each other in different places: "
             + "; ".join(f"worker {i} in {where}" for i, where in enumerate(places))

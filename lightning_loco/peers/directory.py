@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from torch.distributed import Store
+
+from lightning_loco.comm.store import PromptStore
+
+_ENTRY = re.compile(r"(\d{1,5}) ([\w.:%-]{1,253})", re.ASCII)
+_LONGEST_ENTRY = 300
 
 
 class Peer(NamedTuple):
@@ -78,7 +85,7 @@ class StoreDirectory:
     port = None
 
     def __init__(
-        self, store: Store, worker: int, num_workers: int, host: str = "127.0.0.1"
+        self, store: Store | PromptStore, worker: int, num_workers: int, host: str = "127.0.0.1"
     ) -> None:
         if not 0 <= worker < num_workers:
             raise ValueError(f"worker must be 0 to {num_workers - 1}, got {worker}.")
@@ -107,9 +114,11 @@ class StoreDirectory:
         """Look into the store, once; it is asked again after :meth:`forget`."""
         if name not in self._known or name in self._outdated:
             key = f"peer/{name}"
-            if self._store.check([key]):
-                port, _, host = self._store.get(key).decode().partition(" ")
-                self._known[name] = Peer(name, host, int(port))
+            with suppress(RuntimeError):  # a store that is silent: the address that was known
+                if self._store.check([key]):
+                    found = _ENTRY.fullmatch(self._store.get(key)[:_LONGEST_ENTRY].decode("latin"))
+                    if found is not None and 1 <= int(found[1]) <= 65535:
+                        self._known[name] = Peer(name, found[2], int(found[1]))
             self._outdated.discard(name)
         return self._known.get(name)
 

@@ -123,8 +123,8 @@ class PairwiseEngine:
             own_seed = 1_000_003 * seed + group.worker + self.settings.node_number
             self._blending = Blending(layout, self.algorithm)
             self.node = open_node(self.settings, group, layout, own_seed)
-        except BaseException:
-            group.close()
+        except BaseException as error:
+            group.close(error)
             raise
         self.statistics = self.worker.statistics
         self.factors: list[float] = []

@@ -63,7 +63,7 @@ def open_directory(settings: PairwiseSettings, group: WorkerGroup) -> Directory:
 
 def _own_host(group: WorkerGroup) -> str:
     """Where the other ranks of the job reach this one: loopback if all are on one machine."""
-    names = group.gather_objects(socket.gethostname())
+    names = group.gather_objects(socket.gethostname(), "the search for peers")
     if len(set(names)) == 1:
         return "127.0.0.1"
     return address_towards(os.environ.get("MASTER_ADDR", names[0]))

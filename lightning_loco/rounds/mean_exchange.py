@@ -72,7 +72,7 @@ class RidingRows:
             return False
         board.exchange += 1
         with Timed(statistics), Explained(self._group, place):
-            board.post(makes_round=False)
+            board.post(False, self._group.timeout_s)
             self._is_known = board.anyone_makes_round(watchdog, place, self._group.timeout_s)
         return self._is_known
 
@@ -91,7 +91,7 @@ class RidingRows:
             if group.board is not None and not is_known:
                 is_known = True
                 with Explained(group, place):
-                    group.board.post(makes_round=True)
+                    group.board.post(True, group.timeout_s)
 
         if self._stays and not group.host_waits:
             invite()

@@ -37,8 +37,8 @@ def set_up(
     try:
         worker, settings = Worker.join(model, make_settings, group, optimized)
         return Made(worker, settings, *make_lanes(worker, settings))
-    except BaseException:
-        group.close()
+    except BaseException as error:
+        group.close(error)
         raise
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -135,15 +134,18 @@ class EngineStrategy(MeetingStrategy):
 
     # ------------------------------------------------------------------- setup
 
-    def setup_environment(self) -> None:
-        """Join the job; refuse workers on different kinds of devices, which would wait in vain."""
-        super().setup_environment()
-        WorkerGroup.check_device(self.root_device, self.timeout_s)
-
     def configure_ddp(self) -> None:
         """Put the model into a shell with the names of DDP's; gradients stay local."""
         assert self.lightning_module is not None
         self.model = LocalModel(self.lightning_module)
+
+    def setup_environment(self) -> None:
+        """Connect the ranks, all on one kind of device; those of a ``fit`` watch over each other."""
+        super().setup_environment()
+        WorkerGroup.check_device(self.root_device, self.timeout_s)
+        if self.is_fitting:
+            self._finished = False
+            self.group = WorkerGroup.begin(timeout_s=self.timeout_s)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Make the engine: check the model on all workers and give them the same start."""
@@ -160,12 +162,12 @@ class EngineStrategy(MeetingStrategy):
         super().setup(trainer)
         assert self.lightning_module is not None
         leave_shared_memory(self.lightning_module)
-        group = WorkerGroup.create(timeout_s=self.timeout_s, device=self.root_device)
-        self.engine = self.make_engine(group)
+        assert self.group is not None
+        self.group.connect(self.root_device)
+        self.engine = self.make_engine(self.group)
         self.statistics = self.engine.statistics
         self._optimizer_steps = {}
         self._local_steps = 0
-        self._finished = False
         self.checkpoints.begin_fit()
         if self.schedule is not None:
             self._pace = Pace(trainer, self.schedule, self.worker, self.num_workers)
@@ -196,7 +198,7 @@ class EngineStrategy(MeetingStrategy):
     def on_train_start(self) -> None:
         """Refuse a run too short for overlap; go on from this worker's own checkpoint."""
         if self._pace is not None:
-            with self._engine.worker.group.errors_shared():
+            with self._engine.worker.group.errors_shared("the start of training"):
                 self._pace.check_length(self._trainer)
         self._go_on()
 
@@ -284,25 +286,24 @@ class EngineStrategy(MeetingStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Save once more after an agreed stop; tell the other workers of a failure."""
-        engine = self.engine
-        if engine is None or self._finished:
+        worker = self.meeting_place
+        if self.group is None or self._finished:
             return
-        worker = engine.worker
-        if worker.stop_agreed is not None and isinstance(exception, SIGTERMException):
+        if worker is not None and worker.stop_agreed and isinstance(exception, SIGTERMException):
             worker.show_local()
             self.checkpoints.save_interrupted(self._trainer, worker.stop_agreed)
-            return
-        worker.group.failed = True
-        if worker.group.watchdog is not None:
-            text = "".join(traceback.format_exception(exception))
-            worker.group.watchdog.report(text)
+        else:
+            self.group.tell(exception)
 
     def teardown(self) -> None:
-        """Close the groups of the engine."""
+        """Close the engine and the groups."""
         self._added.close()
         if self.engine is not None:
             self.engine.close()
             self.engine = None
+        if self.group is not None:
+            self.group.close()
+            self.group = None
         if self._pace is not None:
             self._pace.restore()
             self._pace = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +16,8 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
+from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.waiting import Explained
 from lightning_loco.comm.worker import StopAgreed
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.interrupted import complete_one
@@ -59,9 +62,11 @@ class MeetingStrategy(DDPStrategy):
 
     Attributes:
         checkpoints: Does the work of the hooks for checkpoints.
+        group: Workers that watch over each other, so that errors name one of them; or None.
     """
 
     checkpoints: Checkpoints
+    group: WorkerGroup | None = None
     _finished = False
 
     @property
@@ -124,16 +129,28 @@ class MeetingStrategy(DDPStrategy):
             except StopAgreed as stop:
                 raise SIGTERMException from stop
 
+    def _waiting_in(self, place: str) -> AbstractContextManager[object]:
+        """Let an error inside name the worker that has not come to this place."""
+        if self.group is None:
+            return nullcontext()
+        self.group.come_to(place)
+        return Explained(self.group, place)
+
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all workers."""
-        self.meet(f"barrier {args[0] if args else kwargs.get('name', '')}")
+        place = f"barrier {args[0] if args else kwargs.get('name', '')}"
+        self.meet(place)
         if not self._is_alone:
-            super().barrier(*args, **kwargs)
+            with self._waiting_in(place):
+                super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Send an object from one worker to all."""
         self.meet("broadcast")
-        return obj if self._is_alone else super().broadcast(obj, src)
+        if self._is_alone:
+            return obj
+        with self._waiting_in("broadcast"):
+            return super().broadcast(obj, src)
 
     def reduce(
         self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
@@ -142,14 +159,20 @@ class MeetingStrategy(DDPStrategy):
         if not isinstance(tensor, Tensor):
             return tensor
         self.meet("reduce")
-        return tensor if self._is_alone else super().reduce(tensor, group, reduce_op)
+        if self._is_alone:
+            return tensor
+        with self._waiting_in("reduce"):
+            return super().reduce(tensor, group, reduce_op)
 
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
         """Collect a tensor from all workers."""
         self.meet("all_gather")
-        return tensor if self._is_alone else super().all_gather(tensor, group, sync_grads)
+        if self._is_alone:
+            return tensor
+        with self._waiting_in("all_gather"):
+            return super().all_gather(tensor, group, sync_grads)
 
     @property
     def checkpoint_io(self) -> CheckpointIO:

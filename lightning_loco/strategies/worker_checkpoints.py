@@ -14,7 +14,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_loco.algorithms import Algorithm
-from lightning_loco.comm import WorkerGroup
 from lightning_loco.strategies.interrupted import save_where_stopped
 from lightning_loco.strategies.main_file import KEY, NEW_RUN, check_entry, entry_of, new_stamp
 from lightning_loco.strategies.positions import Position
@@ -103,18 +102,19 @@ class WorkerCheckpoints:
             return
         self._saved_on_stop = engine.worker.stop_agreed is not None
         group = engine.worker.group
-        path, stamp = group.gather_objects((str(path), new_stamp(engine.worker.steps)))[0]
+        own = [str(path), new_stamp(engine.worker.steps)]
+        path, stamp = group.gather_objects(own, "a checkpoint")[0]
         files = SideFiles(io, path)
         own, shared = self._parts(engine, checkpoint)
         try:
-            with group.errors_shared():
+            with group.errors_shared("writing a checkpoint"):
                 files.save(stamp, group.worker, own, shared)
-            with group.errors_shared():
+            with group.errors_shared("writing a checkpoint"):
                 if writes_main:
                     checkpoint[KEY] = entry_of(engine, stamp)
                     io.save_checkpoint(checkpoint, path, storage_options=storage_options)
                     files.settle(stamp)
-        except (OSError, ValueError, TypeError):
+        except Exception:
             if writes_main:
                 files.drop(stamp)
             raise
@@ -142,7 +142,7 @@ class WorkerCheckpoints:
                 "the common start of all workers."
             )
             return loaded
-        worker, num_workers = self._strategy.worker, self._strategy.num_workers
+        num_workers, group = self._strategy.num_workers, self._strategy.group
         error: Exception | None = None
         try:
             algorithm = self._strategy.settings.algorithm
@@ -150,8 +150,8 @@ class WorkerCheckpoints:
             name, own = self._read(stamp, algorithm, path, weights_only)
         except (ValueError, OSError) as found:
             error = found
-        control = torch.distributed.group.WORLD if num_workers > 1 else None
-        WorkerGroup(worker, num_workers, control=control).raise_together(error)
+        assert group is not None
+        group.raise_together(error, "reading the checkpoint")
         loaded.update(own["lightning"])
         position = Position(**own["position"])
         position.enter(loaded["loops"])
@@ -174,7 +174,7 @@ class WorkerCheckpoints:
         name, engine_state, position = self._resumed
         self._resumed = None
         assert self._engine is not None
-        with self._engine.worker.group.errors_shared():
+        with self._engine.worker.group.errors_shared("the start of training"):
             try:
                 self._engine.load_state_dict(engine_state)
             except KeyError as missing:

@@ -70,7 +70,7 @@ class WrittenWeights:
         if not self._is_before_start:
             return
         group = self._worker.group
-        if any(group.gather_objects(self._look() != self._seen)):
+        if any(group.gather_objects(self._look() != self._seen, "the first batch")):
             self._worker.checksum = share_from_worker_0(self._model, group)
             self._strategy.begin_anew()
             self._seen = self._look()
@@ -152,7 +152,7 @@ class WrittenWeights:
         self._strategy.meet(_PLACE)
         layout, group = self._worker.replica.layout, self._worker.group
         layout.write(written)
-        everyone = group.gather_objects(fingerprints(layout.tensors))
+        everyone = group.gather_objects(fingerprints(layout.tensors), _PLACE)
         for worker, other in enumerate(everyone):
             for name, one, first in zip(layout.names, other, everyone[0], strict=True):
                 if one != first:

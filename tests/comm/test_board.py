@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
 
 from lightning_loco.comm.board import Board
+from lightning_loco.comm.store import PromptStore
 from lightning_loco.comm.watchdog import Watchdog
 from tests.comm.workers import TIMEOUT_S, hurry, on_every_worker, start, watchdogs
 
@@ -19,35 +21,41 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     hurry(monkeypatch)
 
 
-def boards(num_workers: int) -> list[Board]:
-    store = dist.HashStore()
+@pytest.fixture
+def store() -> Iterator[PromptStore]:
+    store = PromptStore(dist.HashStore())
+    yield store
+    store.close()
+
+
+def boards(store: PromptStore, num_workers: int) -> list[Board]:
     return [Board(store, worker, num_workers) for worker in range(num_workers)]
 
 
 def comes_with_a_round(board: Board) -> None:
     """A worker begins the next exchange with a round to make, and its all-reduce is late."""
     board.exchange += 1
-    board.post(makes_round=True)
+    board.post(True, TIMEOUT_S)
 
 
 def comes_to_a_meeting(board: Board, dog: Watchdog, timeout_s: float = TIMEOUT_S) -> bool:
     """A worker begins the next exchange at a meeting; whether it is to take part in a round."""
     board.exchange += 1
-    board.post(makes_round=False)
+    board.post(False, timeout_s)
     return board.anyone_makes_round(dog, "validation", timeout_s)
 
 
-def test_if_all_are_at_a_meeting_nobody_makes_a_round() -> None:
+def test_if_all_are_at_a_meeting_nobody_makes_a_round(store: PromptStore) -> None:
     with watchdogs(3) as dogs:
-        all_boards = boards(3)
+        all_boards = boards(store, 3)
         answers = on_every_worker(3, lambda w: comes_to_a_meeting(all_boards[w], dogs[w]))
     assert answers == [False] * 3
 
 
 @pytest.mark.parametrize("with_round", [{0}, {2}, {0, 1}], ids=str)
-def test_one_worker_with_a_round_is_enough(with_round: set[int]) -> None:
+def test_one_worker_with_a_round_is_enough(store: PromptStore, with_round: set[int]) -> None:
     with watchdogs(3) as dogs:
-        all_boards = boards(3)
+        all_boards = boards(store, 3)
 
         def come(worker: int) -> bool:
             if worker in with_round:
@@ -58,9 +66,9 @@ def test_one_worker_with_a_round_is_enough(with_round: set[int]) -> None:
         assert on_every_worker(3, come) == [True] * 3
 
 
-def test_those_who_come_early_wait() -> None:
+def test_those_who_come_early_wait(store: PromptStore) -> None:
     with watchdogs(2) as dogs:
-        first, second = boards(2)
+        first, second = boards(store, 2)
 
         def come(worker: int) -> tuple[bool, float]:
             if worker == 1:
@@ -75,16 +83,16 @@ def test_those_who_come_early_wait() -> None:
     assert waited_s > 0.25
 
 
-def test_a_notice_counts_for_its_own_exchange_only() -> None:
+def test_a_notice_counts_for_its_own_exchange_only(store: PromptStore) -> None:
     with watchdogs(2) as dogs:
-        first, second = boards(2)
+        first, second = boards(store, 2)
         comes_with_a_round(second)
         assert comes_to_a_meeting(first, dogs[0])
         with pytest.raises(RuntimeError, match="No message in validation"):
             comes_to_a_meeting(first, dogs[0], timeout_s=0.2)
 
 
-def test_many_exchanges_at_different_speeds() -> None:
+def test_many_exchanges_at_different_speeds(store: PromptStore) -> None:
     """What workers do is decided by chance; after each exchange all come together, as in a sum."""
     num_workers, num_exchanges = 4, 60
     plans = [
@@ -93,7 +101,7 @@ def test_many_exchanges_at_different_speeds() -> None:
     ]
     together = threading.Barrier(num_workers)
     with watchdogs(num_workers) as dogs:
-        all_boards = boards(num_workers)
+        all_boards = boards(store, num_workers)
 
         def come(worker: int) -> list[bool]:
             answers = []
@@ -113,19 +121,19 @@ def test_many_exchanges_at_different_speeds() -> None:
     assert answers == [expected] * num_workers
 
 
-def test_who_does_not_come_is_named() -> None:
+def test_who_does_not_come_is_named(store: PromptStore) -> None:
     with watchdogs(3) as dogs:
         start(*dogs[:2])
-        first, second, _ = boards(3)
+        first, second, _ = boards(store, 3)
         comes_with_a_round(second)
         with pytest.raises(RuntimeError, match="No message in validation .* from worker 2"):
             comes_to_a_meeting(first, dogs[0], timeout_s=0.2)
 
 
-def test_a_failure_ends_the_wait() -> None:
+def test_a_failure_ends_the_wait(store: PromptStore) -> None:
     with watchdogs(2) as dogs:
         start(*dogs)
-        first, _ = boards(2)
+        first, _ = boards(store, 2)
         dogs[1].report("no more power")
         began = time.monotonic()
         with pytest.raises(RuntimeError, match="Worker 1 failed:\nno more power"):
@@ -133,37 +141,11 @@ def test_a_failure_ends_the_wait() -> None:
         assert time.monotonic() - began < 2
 
 
-class CountedStore(dist.HashStore):
-    """Counts what is asked of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-
-    def check(self, keys: list[str]) -> bool:
-        self.calls.append("check")
-        return super().check(keys)
-
-    def get(self, key: str) -> bytes:
-        self.calls.append("get")
-        return super().get(key)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        self.calls.append("multi_get")
-        return super().multi_get(keys)
-
-
-def test_a_look_at_all_notices_is_one_call() -> None:
-    store = CountedStore()
-    all_boards = [Board(store, worker, 8) for worker in range(8)]
-    with watchdogs(8) as dogs:
-        for board in all_boards:
-            comes_with_a_round(board)
-        all_boards[0].exchange -= 1
-        assert comes_to_a_meeting(all_boards[0], dogs[0])
-        assert store.calls == ["check", "multi_get"]
-        for board in all_boards[1:]:
-            comes_with_a_round(board)
-        store.calls.clear()
-        assert comes_to_a_meeting(all_boards[0], dogs[0])
-    assert store.calls == ["multi_get"]
+def test_notices_of_old_exchanges_are_taken_down(store: PromptStore) -> None:
+    with watchdogs(2) as dogs:
+        both = boards(store, 2)
+        for _ in range(5):
+            answers = on_every_worker(2, lambda w: comes_to_a_meeting(both[w], dogs[w]))
+            assert answers == [False, False]
+    kept = [n for n in range(1, 6) if store.check([f"{n}/notices"]) or store.check([f"{n}/all"])]
+    assert kept == [4, 5]

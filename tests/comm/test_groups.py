@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import time
 from typing import Any
 
 import pytest
@@ -10,6 +14,7 @@ import torch.distributed as dist
 
 from lightning_loco.comm.groups import WorkerGroup
 from tests.comm.workers import threads_named
+from tests.own_store import Job
 from tests.pool import Pool, PoolError
 
 
@@ -100,6 +105,85 @@ def test_an_error_of_one_is_an_error_of_all(pool: Pool) -> None:
     assert {failure.type_name for failure in failures.values()} == {"ValueError"}
     texts = [failures[rank].message for rank in range(3)]
     assert texts == ["Worker 1: bad luck of 1", "bad luck of 1", "bad luck of 2"]
+
+
+class Odd(Exception):
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one + two)
+
+
+def raise_any(rank: int, world: int) -> None:
+    group = WorkerGroup.create(timeout_s=20)
+    errors = [None, Odd("a", "b"), ZeroDivisionError("division by zero")]
+    try:
+        with group.errors_shared("the test"):
+            error = errors[rank]
+            if error is not None:
+                raise error
+    finally:
+        group.close()
+
+
+def test_any_error_is_shared_and_is_itself_at_home(pool: Pool) -> None:
+    with pytest.raises(PoolError) as caught:
+        pool.run(raise_any, world=3)
+    found = {r: (f.type_name, f.message) for r, f in caught.value.failures.items()}
+    assert found == {
+        0: ("RuntimeError", "Worker 1: Odd: ab"),
+        1: ("Odd", "ab"),
+        2: ("ZeroDivisionError", "division by zero"),
+    }
+
+
+def come_late_or_not(rank: int, world: int, what: str) -> float:
+    group = WorkerGroup.create(timeout_s=3)
+    group.come_to("the beginning")
+    began = time.monotonic()
+    if rank == 1:
+        if what == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "raises":
+            error = LookupError("no such thing")
+            group.close(error)
+            raise error
+        time.sleep(20)
+    try:
+        group.gather_objects(rank, "the gathering")
+    finally:
+        took_s = time.monotonic() - began
+        group.close()
+        assert took_s < 3 + 6
+    return took_s
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("dies", r"No message in the gathering .* from worker 1 \(no sign of life"),
+        ("raises", r"(?s)Worker 1 failed:.*LookupError: no such thing"),
+        ("hangs", r"from worker 1 \(alive, last exchange: the beginning\)"),
+    ],
+)
+def test_a_gathering_names_who_does_not_come(what: str, words: str) -> None:
+    with Job(come_late_or_not, what, world=3) as job:
+        for outcome in job.outcomes([0, 2], 30):
+            assert outcome.error is not None
+            assert re.search(words, outcome.error), outcome.error
+
+
+def begin_or_not(rank: int, world: int) -> None:
+    if rank == 1:
+        time.sleep(20)
+    WorkerGroup.create(timeout_s=2)
+
+
+@pytest.mark.slow
+def test_who_does_not_come_to_the_set_up_is_named() -> None:
+    with Job(begin_or_not, world=3) as job:
+        for outcome in job.outcomes([0, 2], 30):
+            assert outcome.error is not None
+            assert "No message in the set-up within 2 s from worker 1. Check" in outcome.error
 
 
 def test_without_an_error_all_go_on(pool: Pool) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Explained, Sum, Timed, Works
+from lightning_loco.comm.watchdog import WorkerFailure
 from tests.comm.workers import group_of, hurry, start, watchdogs
 from tests.late_backend import DELAY_S, late_group
 from tests.pool import Pool
@@ -68,6 +69,19 @@ def test_an_error_becomes_the_failure_that_another_worker_has_reported(
             Explained(group_of(dogs[0], 0, 2), "round 4"),
         ):
             raise RuntimeError("Connection closed by peer")
+
+
+def test_what_is_explained_is_not_explained_again() -> None:
+    with watchdogs(2) as dogs:
+        group = group_of(dogs[0], 0, 2)
+        began = time.monotonic()
+        with (
+            pytest.raises(WorkerFailure, match="^worker 1 is gone$"),
+            Explained(group, "round 4"),
+            Explained(group, "a part of it"),
+        ):
+            raise WorkerFailure("worker 1 is gone")
+        assert time.monotonic() - began < 0.2
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()], ids=repr)

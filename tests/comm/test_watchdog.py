@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from fractions import Fraction
 
 import pytest
 import torch.distributed as dist
 
-from lightning_loco.comm.watchdog import Watchdog
+from lightning_loco.comm.watchdog import Watchdog, WorkerFailure
 from tests.comm.workers import hurry, start, threads_named, wait_until, watchdogs
 
 
@@ -189,6 +190,119 @@ def test_a_failure_ends_the_wait_for_an_agreement() -> None:
         dogs[1].report("too late")
         with pytest.raises(RuntimeError, match="Worker 1 failed:\ntoo late"):
             dogs[0].wait_for_stop_point(10.0)
+
+
+# --------------------------------------------------------- garbage, and a store that is broken
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("failure", "no worker"),
+        ("failure", "7|of a worker that there is not"),
+        ("failure", "9" * 10_000 + "|x"),
+        ("beat/1", "many|2|round 3"),
+        ("beat/1", ""),
+        ("stop/1", "1e400000000"),
+        ("stop/1", "1/0"),
+        ("stop/1", "9" * 5000 + "/1"),
+    ],
+)
+def test_garbage_in_the_store_is_ignored(
+    key: str, value: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = dist.HashStore()
+    dog = Watchdog(store, 0, 2)
+    try:
+        store.set(key, value)
+        if key.startswith("stop"):
+            dog.stop_reason = "SIGTERM"
+        start(dog)
+        beats = dog._beats
+        text = dog.explain("round 1", 1.0)
+        wait_until(lambda: dog._beats > beats + 5)
+        assert dog.failure is None
+        assert dog.stop_at is None
+    finally:
+        dog.end()
+    assert "worker 1 (" in text
+    if not value.startswith("7|"):
+        assert len(caplog.records) == 1
+        assert repr(key) in caplog.text
+
+
+def test_an_agreement_goes_on_once_the_garbage_is_gone() -> None:
+    with watchdogs(2) as dogs:
+        dogs[0]._store.set("stop/1", "no point")
+        dogs[0].stop_reason = "SIGTERM"
+        start(dogs[0])
+        wait_until(lambda: dogs[0].stop_seen)
+        start(dogs[1])
+        assert dogs[0].wait_for_stop_point(10.0)[0] == 1
+
+
+class CapriciousStore(dist.Store):
+    """Fails in some other way each time, a few times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.errors: list[Exception] = [KeyError("a"), ValueError("b"), dist.DistStoreError("c")]
+
+    def set(self, key: str, value: str) -> None:
+        if self.errors:
+            raise self.errors.pop()
+
+    def check(self, keys: list[str]) -> bool:
+        return False
+
+
+def test_it_survives_whatever_the_store_raises() -> None:
+    store = CapriciousStore()
+    dog = Watchdog(store, 0, 2)
+    try:
+        start(dog)
+        wait_until(lambda: dog._beats > 6)
+        assert not store.errors
+        assert dog.is_alive()
+        assert dog.failure is None
+    finally:
+        dog.end()
+
+
+class FrozenStore(dist.Store):
+    """Does not answer until it is let go, as the client of a server that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thawed = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        self.thawed.wait()
+
+    def check(self, keys: list[str]) -> bool:
+        self.thawed.wait()
+        return False
+
+
+def test_a_silent_store_is_the_silence_of_worker_0() -> None:
+    store = FrozenStore()
+    dog = Watchdog(store, 1, 3, timeout_s=1.0)
+    try:
+        start(dog)
+        dog.raise_if_failed()
+        began = time.monotonic()
+        text = dog.explain("round 8", 12.4)
+        assert text.startswith("No message in round 8 after 12 s, and worker 0 is unreachable")
+        assert dog.silent() == ["worker 0"]
+        dog.report("nobody reads it")
+        assert time.monotonic() - began < 4
+        with pytest.raises(WorkerFailure, match="worker 0 is unreachable"):
+            wait_until(dog.raise_if_failed)
+    finally:
+        began = time.monotonic()
+        dog.end()
+        assert time.monotonic() - began < 1
+        store.thawed.set()
 
 
 # ------------------------------------------------------------------------------ its end

@@ -1,0 +1,162 @@
+"""A store whose calls end in time, whatever its server does."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+
+import pytest
+import torch.distributed as dist
+
+from lightning_loco.comm.store import PromptStore, StoreSilent, in_time
+from tests.comm.workers import threads_named
+
+
+@pytest.fixture
+def store() -> Iterator[PromptStore]:
+    store = PromptStore(dist.HashStore())
+    yield store
+    store.close()
+
+
+def host(connection: Connection) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connection.send(server.port)
+    connection.poll(None)
+
+
+@contextmanager
+def server_in_a_process() -> Iterator[tuple[PromptStore, int]]:
+    """A connection to a server in a process of its own, and the number of that process."""
+    processes = multiprocessing.get_context("forkserver")
+    ours, theirs = processes.Pipe()
+    process = processes.Process(target=host, args=(theirs,))
+    process.start()
+    client = dist.TCPStore("127.0.0.1", ours.recv(), is_master=False, wait_for_workers=False)
+    store = PromptStore.beside(client, 10.0)
+    assert process.pid is not None
+    try:
+        yield store, process.pid
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        store.close()
+        ours.close()
+
+
+def test_it_does_what_a_store_does(store: PromptStore) -> None:
+    assert not store.check(["a"])
+    store.set("a", "1")
+    store.compare_set("a", "", "2")
+    assert store.check(["a"])
+    assert store.get("a") == b"1"
+    assert [store.add("count", 2), store.add("count", 3)] == [2, 5]
+    store.set("b", "3")
+    assert store.get_all(["a", "b"]) == [b"1", b"3"]
+    assert store.delete_key("a")
+    assert not store.check(["a"])
+    assert store.silent_s == 0
+
+
+def test_parts_have_keys_of_their_own(store: PromptStore) -> None:
+    one, two = store.under("one"), store.under("two")
+    one.set("key", "1")
+    assert not two.check(["key"])
+    assert store.check(["one/key"])
+
+
+def test_many_threads_may_use_it(store: PromptStore) -> None:
+    threads = [
+        threading.Thread(target=lambda: [store.add("n", 1) for _ in range(50)]) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert store.add("n", 0) == 400
+
+
+def test_what_the_store_raises_arrives(store: PromptStore) -> None:
+    store.set("text", "no number")
+    with pytest.raises(Exception, match="."):
+        store.add("text", 1)
+    assert store.get("text") == b"no number"
+
+
+def test_a_frozen_server_is_noticed_in_time_and_forgiven() -> None:
+    with server_in_a_process() as (store, pid):
+        store.set("a", "1")
+        assert store.get("a") == b"1"
+        os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        for _ in range(2):
+            with pytest.raises(StoreSilent, match="has not answered"):
+                store.check(["a"], patience_s=0.3)
+        assert 0.5 < time.monotonic() - began < 2
+        assert store.silent_s > 0.5
+        os.kill(pid, signal.SIGCONT)
+        assert store.get("a", patience_s=10) == b"1"
+        assert store.silent_s == 0
+
+
+def test_closing_does_not_wait_for_a_frozen_server() -> None:
+    with server_in_a_process() as (store, pid):
+        os.kill(pid, signal.SIGSTOP)
+        errors: list[Exception] = []
+
+        def wait_long() -> None:
+            try:
+                store.check(["a"], patience_s=30)
+            except StoreSilent as error:
+                errors.append(error)
+
+        waiting = threading.Thread(target=wait_long)
+        waiting.start()
+        time.sleep(0.1)
+        began = time.monotonic()
+        store.close()
+        waiting.join()
+        assert time.monotonic() - began < 1
+        assert len(errors) == 1
+
+
+def test_the_end_of_the_server_is_another_error() -> None:
+    with server_in_a_process() as (store, pid):
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(dist.DistNetworkError):
+            ask_for_a_while(store)
+
+
+def ask_for_a_while(store: PromptStore) -> None:
+    for _ in range(100):
+        store.check(["a"])
+        time.sleep(0.02)
+
+
+def test_other_work_is_done_in_time_too() -> None:
+    assert in_time(lambda: 7, 5.0) == 7
+    with pytest.raises(LookupError, match="no such thing"):
+        in_time(lambda: fail(LookupError("no such thing")), 5.0)
+    thawed = threading.Event()
+    with pytest.raises(StoreSilent):
+        in_time(thawed.wait, 0.1)
+    thawed.set()
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def test_a_closed_store_answers_nobody() -> None:
+    store = PromptStore(dist.HashStore())
+    store.close()
+    store.close()
+    with pytest.raises(StoreSilent):
+        store.check(["a"])
+    assert not threads_named("loco-store")

@@ -1,0 +1,147 @@
+"""A worker is killed, raises, hangs or is frozen anywhere in fit: the others end and name it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from lightning_loco import (
+    AsyncModelAverageStrategy,
+    DiLoCoStrategy,
+    GASLoCStrategy,
+    PairwiseGossipStrategy,
+)
+from tests.own_store import Job, freeze
+from tests.pool import make_trainer
+from tests.tiny import ValidatedModule, make_loader
+
+pytestmark = pytest.mark.slow
+
+TIMEOUT_S = 4.0
+LONGEST_S = TIMEOUT_S + 6
+STEPS = 40
+PHASES = ["set-up", "start", "round", "meeting", "validation", "checkpoint", "stop"]
+WORDS = {
+    "frozen": "(no sign of life",
+    "killed": "(no sign of life",
+    "hangs": "(alive, last exchange: ",
+    "raises": "LookupError: trouble",
+}
+
+
+class TroubleAt(pl.Callback):
+    """One worker gets into trouble in the middle of a phase, and leaves the time in a file."""
+
+    def __init__(self, phase: str, kind: str, worker: int, file: Path) -> None:
+        self.phase = phase
+        self.kind = kind
+        self.worker = worker
+        self.file = file
+
+    def _is_there(self, trainer: pl.Trainer, *phases: str) -> None:
+        if self.phase not in phases or trainer.global_rank != self.worker:
+            return
+        self.file.write_text(str(time.time()))
+        if self.kind == "frozen":
+            freeze()
+        if self.kind == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.kind == "raises":
+            raise LookupError("trouble")
+        time.sleep(60)
+
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        self._is_there(trainer, "set-up")
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._is_there(trainer, "start")
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 3:
+            self._is_there(trainer, "round", "stop")
+        if self.phase == "stop":
+            time.sleep(0.1)
+            if trainer.global_step == 10:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._is_there(trainer, "meeting")
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._is_there(trainer, "validation")
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._is_there(trainer, "checkpoint")
+
+
+def fit(rank: int, world: int, strategy: Any, trouble: TroubleAt) -> None:
+    callbacks: list[pl.Callback] = [trouble]
+    saves = trouble.phase == "checkpoint"
+    if saves:
+        callbacks.append(pl.callbacks.ModelCheckpoint(trouble.file.parent, save_last=True))
+    trainer = make_trainer(
+        strategy,
+        max_epochs=1,
+        callbacks=callbacks,
+        num_sanity_val_steps=0,
+        enable_checkpointing=saves,
+        use_distributed_sampler=False,
+    )
+    steps = 2000 if trouble.phase == "stop" else STEPS
+    trainer.fit(ValidatedModule(), make_loader(rank, steps), make_loader(9, 2))
+
+
+def survivors(strategy: Any, phase: str, kind: str, worker: int, folder: Path) -> list[str]:
+    """What the others have raised, in time."""
+    trouble = TroubleAt(phase, kind, worker, folder / "trouble")
+    with Job(fit, strategy, trouble, world=3, group_timeout_s=TIMEOUT_S) as job:
+        others = [rank for rank in range(3) if rank != worker]
+        outcomes = job.outcomes(others, 60)
+    began = float(trouble.file.read_text())
+    for outcome in outcomes:
+        assert outcome.error is not None, "it has not noticed"
+        assert outcome.ended_at - began < LONGEST_S, outcome.error
+    return [outcome.error for outcome in outcomes if outcome.error is not None]
+
+
+def diloco(phase: str) -> DiLoCoStrategy:
+    return DiLoCoStrategy(sync_every=10_000 if phase == "stop" else 5, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_worker_0_is_frozen_and_with_it_the_store(phase: str, tmp_path: Path) -> None:
+    for error in survivors(diloco(phase), phase, "frozen", 0, tmp_path):
+        assert "worker 0 is unreachable" in error, error
+
+
+@pytest.mark.parametrize("phase", PHASES[:-1])
+@pytest.mark.parametrize("kind", WORDS)
+def test_another_worker_is_in_trouble(kind: str, phase: str, tmp_path: Path) -> None:
+    who = "Worker 1 failed" if kind == "raises" else f"worker 1 {WORDS[kind]}"
+    for error in survivors(diloco(phase), phase, kind, 1, tmp_path):
+        assert who in error
+        assert WORDS[kind] in error
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("phase", ["round", "meeting"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        GASLoCStrategy("ring", sync_every=5, timeout_s=TIMEOUT_S),
+        AsyncModelAverageStrategy(interval_s=0.01, timeout_s=TIMEOUT_S),
+        PairwiseGossipStrategy(timeout_s=TIMEOUT_S),
+    ],
+    ids=["gasloc", "async_model_average", "pairwise_gossip"],
+)
+def test_worker_0_is_frozen_under_other_strategies(
+    strategy: Any, phase: str, tmp_path: Path
+) -> None:
+    for error in survivors(strategy, phase, "frozen", 0, tmp_path):
+        assert "worker 0 is unreachable" in error
