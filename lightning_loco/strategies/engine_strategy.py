@@ -140,7 +140,7 @@ class EngineStrategy(MeetingStrategy):
         self.model = LocalModel(self.lightning_module)
 
     def setup_environment(self) -> None:
-        """Connect the ranks, all on one kind of device; those of a ``fit`` watch over each other."""
+        """Connect the ranks; from here on those of a ``fit`` watch over each other."""
         super().setup_environment()
         WorkerGroup.check_device(self.root_device, self.timeout_s)
         if self.is_fitting:

@@ -102,8 +102,8 @@ class WorkerCheckpoints:
             return
         self._saved_on_stop = engine.worker.stop_agreed is not None
         group = engine.worker.group
-        own = [str(path), new_stamp(engine.worker.steps)]
-        path, stamp = group.gather_objects(own, "a checkpoint")[0]
+        names = [str(path), new_stamp(engine.worker.steps)]
+        path, stamp = group.gather_objects(names, "a checkpoint")[0]
         files = SideFiles(io, path)
         own, shared = self._parts(engine, checkpoint)
         try:
