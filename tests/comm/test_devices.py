@@ -65,7 +65,9 @@ def make_group(rank: int, world: int) -> None:
 def set_up(rank: int, world: int) -> None:
     """Again and again in the same job: what was told before does not count."""
     strategy = DiLoCoStrategy(timeout_s=20)
-    quiet_trainer(strategy=strategy, devices=world, plugins=[PoolEnvironment()])
+    module = TinyModule()
+    module.trainer = quiet_trainer(strategy=strategy, devices=world, plugins=[PoolEnvironment()])
+    strategy.connect(module)
     strategy.setup_environment()
     strategy.setup_environment()
     if rank == 1:
