@@ -163,6 +163,13 @@ class PairwiseAverage(Algorithm):
                 f"{self.interpolation!r}. For a fixed factor use factor={self.interpolation!r}."
             )
 
+    @property
+    def uses_loss(self) -> bool:
+        """Whether the losses may change the factor; of a rule of one's own it is not known."""
+        rule = self.interpolation
+        by_clocks = rule in ("constant", "clock") if isinstance(rule, str) else rule is by_clock
+        return self.divergence_threshold > 0 or not (by_clocks or isinstance(rule, Constant))
+
     def blend_factor(self, own: Tag, peer: Tag) -> float:
         """Decide the peer's share f in [0, 1].
 

@@ -13,14 +13,14 @@ The engine in a plain PyTorch loop, in the manner of dpwa::
 
 from __future__ import annotations
 
+import math
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_loco.algorithms.pairwise import PairwiseAverage, Tag
 from lightning_loco.comm.flat import CHUNK_ELEMENTS
@@ -29,10 +29,10 @@ from lightning_loco.comm.waiting import Timed
 from lightning_loco.comm.worker import Worker
 from lightning_loco.peers.blending import Blending, served_layout
 from lightning_loco.peers.opening import open_node
+from lightning_loco.peers.posting import Posting
 from lightning_loco.peers.reader import Received
 from lightning_loco.peers.settings import PairwiseSettings
 
-_PUBLISHING_SHARE = 0.05
 _KEPT = 1000
 
 
@@ -124,45 +124,46 @@ class PairwiseEngine:
         self.stalenesses: list[float] = []
         self._clock = 0.0
         self._draw = random.Random(own_seed).random
-        self._next_publication = 0.0
+        self._loss: float | None = None
+        self._posting = Posting(self.node, self._blending)
         self._fetching = False
 
     # ------------------------------------------------------------- local steps
 
     @torch.no_grad()
-    def update_send(self, loss: float) -> None:
+    def update_send(self, loss: float | Tensor | None = None) -> None:
         """Before a local step: serve the present parameters, perhaps start to fetch a peer's.
 
         Args:
-            loss: This worker's recent training loss.
+            loss: This worker's recent training loss, one number; None if it has none. Without one
+                nothing is served as long as the factor may depend on it.
+
+        Raises:
+            RuntimeError: If a parameter became trainable after the start.
         """
         self._clock += 1
-        self.worker.last_loss = loss
-        now = time.perf_counter()
-        if now >= self._next_publication:
-            draft = self.node.draft()
-            self._blending.pack(draft)
-            self.worker.was_finite = bool(torch.isfinite(draft.sum()))
-            if self.worker.was_finite:
-                self.node.post(self._tag())
-            cost_s = time.perf_counter() - now
-            self._next_publication = now + cost_s / _PUBLISHING_SHARE
+        self._note_loss(loss)
+        if self._posting.is_due:
+            self.worker.check_trainable()
+            if self._loss is not None or not self.algorithm.uses_loss:
+                self._posting.send(self._tag())
+                self.worker.was_finite = self._posting.was_finite
         if not self._fetching and self._draw() < self.algorithm.fetch_probability:
             self._fetching = True
             self._blending.note_fetch()
             self.node.start_fetch()
 
     @torch.no_grad()
-    def update_wait(self, loss: float) -> float:
+    def update_wait(self, loss: float | Tensor | None = None) -> float:
         """After a local step: wait for the fetch under way and blend in what it has brought.
 
         Args:
-            loss: This worker's recent training loss.
+            loss: This worker's recent training loss; None if there is no later one than before.
 
         Returns:
             The factor of the peer's parameters; 0 if there are none.
         """
-        self.worker.last_loss = loss
+        self._note_loss(loss)
         if not self._fetching:
             return 0.0
         self._fetching = False
@@ -194,10 +195,18 @@ class PairwiseEngine:
     @torch.no_grad()
     def make_round(self) -> None:
         """Blend in what the fetch has brought, if anything."""
-        self.update_wait(float(self.worker.last_loss))
+        loss = self.worker.last_loss
+        is_number = isinstance(loss, Tensor) and loss.numel() == 1
+        self.update_wait(loss if is_number else None)
+
+    def _note_loss(self, loss: float | Tensor | None) -> None:
+        if loss is not None:
+            self._loss = float(loss)
+        self.worker.last_loss = math.nan if self._loss is None else self._loss
 
     def _tag(self) -> Tag:
-        return Tag(self._clock, float(self.worker.last_loss))
+        """Clock and loss; 0.0 stands for a loss that is not known and not used."""
+        return Tag(self._clock, 0.0 if self._loss is None else self._loss)
 
     def _blend(self, received: Received) -> float:
         own, peer = self._tag(), received.tag
@@ -222,8 +231,10 @@ class PairwiseEngine:
         """Wait for the ranks of this job and leave their mean in the model; serve until then.
 
         Raises:
-            RuntimeError: If a rank is missing or has failed, or none is finite.
+            RuntimeError: If a rank is missing or has failed, none is finite, or a parameter became
+                trainable after the start.
         """
+        self.worker.check_trainable()
         self.worker.meet(purpose)
         self.worker.show_consensus("the final consensus")
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack
@@ -92,6 +94,7 @@ class PairwiseGossipStrategy(EngineStrategy):
             wire_dtype=_dtype(wire_dtype),
             key_file=key_file,
         )
+        self._has_told_loss = False
         self._init_with(settings, **common)
 
     @classmethod
@@ -134,12 +137,36 @@ class PairwiseGossipStrategy(EngineStrategy):
         seed = torch.initial_seed() % 2**31
         return PairwiseEngine.from_settings(self.lightning_module, self.settings, seed, group)
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step; refuse one that tells no loss if the factor may depend on it."""
+        output = super().training_step(*args, **kwargs)
+        assert self.lightning_module is not None
+        may_skip = self._has_told_loss or self.lightning_module.automatic_optimization
+        self._has_told_loss = self._has_told_loss or self._known_loss is not None
+        if not self._has_told_loss and not may_skip and self.settings.algorithm.uses_loss:
+            raise MisconfigurationException(
+                "training_step returned no loss, but interpolation="
+                f"{self.settings.algorithm.interpolation!r} with divergence_threshold="
+                f"{self.settings.algorithm.divergence_threshold:g} may need it. Return the loss, "
+                "or {'loss': ...}, or use interpolation='constant' or 'clock'."
+            )
+        return output
+
     def prepare_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Serve the present parameters and start to fetch a peer's; the step follows."""
+        """Serve the present parameters and start to fetch a peer's, once in a local step."""
         engine = self._engine
         assert isinstance(engine, PairwiseEngine)
-        engine.update_send(self._loss.item() if isinstance(self._loss, Tensor) else self._loss)
+        if self._optimizer_steps.get(id(optimizer), 0) == self._local_steps:
+            engine.update_send(self._known_loss)
         return closure
+
+    @property
+    def _known_loss(self) -> Tensor | float | None:
+        """The loss that ``training_step`` has returned last, if it was one number."""
+        loss = self._loss
+        if isinstance(loss, Tensor):
+            return loss.detach() if loss.numel() == 1 else None
+        return float(loss) if isinstance(loss, (int, float)) and not math.isnan(loss) else None
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
