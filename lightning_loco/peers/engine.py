@@ -28,6 +28,7 @@ from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.waiting import Timed
 from lightning_loco.comm.worker import Worker
 from lightning_loco.peers.blending import Blending, served_layout
+from lightning_loco.peers.nearness import MAX_PEER_DISTANCE
 from lightning_loco.peers.opening import open_node
 from lightning_loco.peers.posting import Posting
 from lightning_loco.peers.reader import Received
@@ -53,6 +54,8 @@ class PairwiseEngine:
         fetch_timeout_s: Longest time for a fetch, in seconds.
         wire_dtype: ``torch.bfloat16`` halves what travels. Default: the flat vector's dtype.
         key_file: CURVE keys of the job; see :mod:`lightning_loco.peers.keys`.
+        max_peer_distance: How many times as far as usual a peer's parameters may be from one's own,
+            more than 1; see :class:`~lightning_loco.peers.nearness.Nearness`. None for no limit.
         seed: For the choice of peers, together with the number of the worker.
         group: The workers. Default: all ranks of the default process group, with groups of its own.
 
@@ -81,12 +84,19 @@ class PairwiseEngine:
         fetch_timeout_s: float = 2.5,
         wire_dtype: torch.dtype | None = None,
         key_file: str | Path | None = None,
+        max_peer_distance: float | None = MAX_PEER_DISTANCE,
         seed: int = 0,
         group: WorkerGroup | None = None,
     ) -> None:
         def make_settings() -> PairwiseSettings:
             return PairwiseSettings(
-                algorithm or PairwiseAverage(), nodes, name, fetch_timeout_s, wire_dtype, key_file
+                algorithm or PairwiseAverage(),
+                nodes,
+                name,
+                fetch_timeout_s,
+                wire_dtype,
+                key_file,
+                max_peer_distance,
             )
 
         self._set_up(model, make_settings, seed, group)

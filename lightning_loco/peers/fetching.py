@@ -11,6 +11,8 @@ from lightning_loco.peers.reader import Reader, ReaderStopped, Received
 
 log = logging.getLogger(__name__)
 
+_LOOK_S = 0.05
+
 
 class FetchingThread(threading.Thread):
     """Make the fetches that the training thread asks for, and hand over what they bring.
@@ -81,10 +83,16 @@ class FetchingThread(threading.Thread):
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._closing or self._ended < self._wanted)
+                    called = self._changed.wait_for(
+                        lambda: self._closing or self._ended < self._wanted,
+                        _LOOK_S if self._reader.has_links else None,
+                    )
                     if self._closing:
                         return
                     number, deadline = self._wanted, self._wanted_at + self._fetch_timeout_s
+                if not called:
+                    self._reader.look()
+                    continue
                 received = self._reader.fetch(deadline)
                 with self._changed:
                     self._ended = number

@@ -45,6 +45,7 @@ def open_node(
         schema_checksum=schema_checksum(layout.schema()),
         wire_dtype=settings.wire_dtype,
         fetch_timeout_s=settings.fetch_timeout_s,
+        max_peer_distance=settings.max_peer_distance,
         seed=seed,
         key_file=settings.key_file,
         port=None if settings.name is not None else _ANY_FREE_PORT,

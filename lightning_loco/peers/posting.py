@@ -44,5 +44,5 @@ class Posting:
         norm = float(torch.linalg.vector_norm(draft))
         self.was_finite = math.isfinite(norm)
         if self.was_finite:
-            self._node.post(tag)
+            self._node.post(tag, norm)
         self._next = started + (time.perf_counter() - started) / _SHARE

@@ -19,6 +19,7 @@ from lightning_loco.algorithms.pairwise import Interpolation
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.peers import Peer, read_nodes
 from lightning_loco.peers.engine import PairwiseEngine
+from lightning_loco.peers.nearness import MAX_PEER_DISTANCE
 from lightning_loco.peers.settings import PairwiseSettings
 from lightning_loco.strategies.arguments import CommonArguments, spelled_out
 from lightning_loco.strategies.engine_strategy import EngineStrategy
@@ -53,6 +54,9 @@ class PairwiseGossipStrategy(EngineStrategy):
         wire_dtype: ``"bfloat16"`` halves what travels; None for the dtype of the parameters.
         keep_progress: Blend what the parameters were when the fetch began, and keep what was
             learned since; off is dpwa's rule.
+        max_peer_distance: How many times as far as usual a peer's parameters may be from one's own,
+            more than 1; those further away are not used, and counted by ``PeerMonitor``. None for
+            no limit.
         evaluate: As in :class:`LocoStrategy`, like all arguments that follow.
 
     Raises:
@@ -81,6 +85,7 @@ class PairwiseGossipStrategy(EngineStrategy):
         wire_dtype: Literal["float32", "float64", "bfloat16"] | None = None,
         *,
         keep_progress: bool = False,
+        max_peer_distance: float | None = MAX_PEER_DISTANCE,
         **common: Unpack[CommonArguments],
     ) -> None:
         algorithm = PairwiseAverage(
@@ -93,6 +98,7 @@ class PairwiseGossipStrategy(EngineStrategy):
             fetch_timeout_s=fetch_timeout_s,
             wire_dtype=_dtype(wire_dtype),
             key_file=key_file,
+            max_peer_distance=max_peer_distance,
         )
         self._has_told_loss = False
         self._init_with(settings, **common)
