@@ -104,32 +104,31 @@ class Clients:
 
     def take(self, frame: zmq.Frame) -> None:
         """A frame was taken from the socket; those that name a client do not count."""
-        client = self._clients.get(int(frame.get(zmq.SRCFD)))
+        client = self._clients.get(_descriptor(frame))
         if client is not None:
             client.held.take(len(frame))
 
     def note_request(self, frame: zmq.Frame) -> None:
         """A frame was a request as it should be."""
-        client = self._clients.get(int(frame.get(zmq.SRCFD)))
+        client = self._clients.get(_descriptor(frame))
         if client is not None:
             client.order, client.has_asked = next(self._count), True
 
     def cut(self, frame: zmq.Frame) -> None:
         """Close the connection over which a frame came."""
-        descriptor = int(frame.get(zmq.SRCFD))
+        descriptor = _descriptor(frame)
         if descriptor in self._clients:
             self._cut(descriptor)
 
     def look(self) -> None:
         """Close the connections that hold back too much, or send faster than is answered."""
-        suspects = [
-            descriptor
+        held_bytes = {
+            descriptor: client.held.bytes
             for descriptor, client in self._clients.items()
-            if client.held.received_bytes > MOST_HELD_BYTES
-        ]
-        if not suspects:
+            if client.held.exceeds(MOST_HELD_BYTES)
+        }
+        if not held_bytes:
             return
-        held_bytes = {suspect: self._clients[suspect].held.bytes for suspect in suspects}
         # What was there when it was counted and is in no message that waits now, is in none at all.
         most = MOST_WAITING_BYTES if self._server.poll(0) else MOST_HELD_BYTES
         for suspect, count in held_bytes.items():
@@ -150,6 +149,14 @@ class Clients:
         self.events.close(0)
         for descriptor in list(self._clients):
             self._forget(descriptor)
+
+
+def _descriptor(frame: zmq.Frame) -> int:
+    """Over which connection a frame came; -1 for clients of the oldest protocols, which are cut."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1
 
 
 def bound_port(socket: zmq.Socket[bytes]) -> int:

@@ -28,9 +28,9 @@ from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.waiting import Timed
 from lightning_loco.comm.worker import Worker
 from lightning_loco.peers.blending import Blending, served_layout
+from lightning_loco.peers.gpu import Upload, make_posting
 from lightning_loco.peers.nearness import MAX_PEER_DISTANCE
 from lightning_loco.peers.opening import open_node
-from lightning_loco.peers.posting import Posting
 from lightning_loco.peers.reader import Received
 from lightning_loco.peers.settings import PairwiseSettings
 
@@ -134,8 +134,9 @@ class PairwiseEngine:
         self.stalenesses: list[float] = []
         self._clock = 0.0
         self._draw = random.Random(own_seed).random
-        self._loss: float | None = None
-        self._posting = Posting(self.node, self._blending)
+        wire_dtype = self.settings.wire_dtype or layout.dtype
+        self._posting = make_posting(self.node, self._blending, wire_dtype)
+        self._upload = Upload(layout.device)
         self._fetching = False
 
     # ------------------------------------------------------------- local steps
@@ -155,10 +156,12 @@ class PairwiseEngine:
         self._note_loss(loss)
         if self._posting.is_due:
             self.worker.check_trainable()
-            if self._loss is not None or not self.algorithm.uses_loss:
-                self._posting.send(self._tag())
-                self.worker.was_finite = self._posting.was_finite
-        if not self._fetching and self._draw() < self.algorithm.fetch_probability:
+            if self._posting.has_loss or not self.algorithm.uses_loss:
+                self._posting.send(self._clock)
+        self.worker.was_finite = self._posting.was_finite
+        if self._fetching or not self._upload.is_done:
+            return
+        if self._draw() < self.algorithm.fetch_probability:
             self._fetching = True
             self._blending.note_fetch()
             self.node.start_fetch()
@@ -211,17 +214,15 @@ class PairwiseEngine:
 
     def _note_loss(self, loss: float | Tensor | None) -> None:
         if loss is not None:
-            self._loss = float(loss)
-        self.worker.last_loss = math.nan if self._loss is None else self._loss
-
-    def _tag(self) -> Tag:
-        """Clock and loss; 0.0 stands for a loss that is not known and not used."""
-        return Tag(self._clock, 0.0 if self._loss is None else self._loss)
+            self._posting.note_loss(loss)
+            self.worker.last_loss = loss.detach() if isinstance(loss, Tensor) else loss
 
     def _blend(self, received: Received) -> float:
-        own, peer = self._tag(), received.tag
+        loss = self._posting.loss
+        own, peer = Tag(self._clock, math.nan if loss is None else loss), received.tag
         factor = self.algorithm.blend_factor(own, peer) if self.worker.was_finite else 1.0
         self._blending.blend(received.params, factor, was_finite=self.worker.was_finite)
+        self._upload.note()
         self._clock = self.algorithm.blended_clock(own.clock, peer.clock, factor)
         self._note_blend(factor, own.clock - peer.clock)
         return factor

@@ -11,8 +11,6 @@ from lightning_loco.peers.reader import Reader, ReaderStopped, Received
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.05
-
 
 class FetchingThread(threading.Thread):
     """Make the fetches that the training thread asks for, and hand over what they bring.
@@ -85,7 +83,7 @@ class FetchingThread(threading.Thread):
                 with self._changed:
                     called = self._changed.wait_for(
                         lambda: self._closing or self._ended < self._wanted,
-                        _LOOK_S if self._reader.has_links else None,
+                        self._reader.look_after_s,
                     )
                     if self._closing:
                         return

@@ -91,6 +91,10 @@ class Held:
         unread = fcntl.ioctl(self._connection, termios.FIONREAD, bytes(4))
         return received - int(struct.unpack("i", unread)[0])
 
+    def exceeds(self, most: int) -> bool:
+        """Whether :attr:`bytes` are more than so many; cheap if not even that many have come."""
+        return self.received_bytes > most and self.bytes > most
+
     def cut(self) -> None:
         """Close the connection for both sides; ZeroMQ then drops what it holds of it."""
         with suppress(OSError):

@@ -83,7 +83,7 @@ class Link:
         """
         self._read_events()
         self._raise_if_lost()
-        if self._held is not None and self._held.bytes > _STRAY_BYTES:
+        if self._held is not None and self._held.exceeds(_STRAY_BYTES):
             raise LinkBroken(f"{self.peer.address} sends what nobody has asked for")
 
     def _read_events(self) -> None:
@@ -110,10 +110,9 @@ class Link:
             return
         self._read_events()
         self._raise_if_lost()
-        if self._held is None or self._held.received_bytes <= self._most_held:
-            return
         # What was there when it was counted and is in no message by now, is in none at all.
-        if self._held.bytes > self._most_held and not self._socket.poll(0):
+        too_much = self._held is not None and self._held.exceeds(self._most_held)
+        if too_much and not self._socket.poll(0):
             raise LinkBroken(f"{self.peer.address} sends a message without end")
 
     def send(self, request: bytes) -> None:

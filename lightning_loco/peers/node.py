@@ -44,6 +44,7 @@ class PeerNode:
         max_peer_distance: How many times as far as usual a peer's parameters may be from one's own,
             more than 1; see :class:`~lightning_loco.peers.nearness.Nearness`. None for no limit.
         seed: Of the choice of peers; give each worker its own.
+        pinned: Whether the model is on a GPU, which copies to and from the memory of this node.
         key_file: Only peers with this file may read; see :mod:`lightning_loco.peers.keys`.
         host: Address to listen at. Default: 127.0.0.1 if all peers are there, else 0.0.0.0.
         port: Port to listen at. Default: the one in the directory, or any that is free.
@@ -82,6 +83,7 @@ class PeerNode:
         fetch_timeout_s: float = 2.5,
         max_peer_distance: float | None = MAX_PEER_DISTANCE,
         seed: int = 0,
+        pinned: bool = False,
         key_file: str | Path | None = None,
         host: str | None = None,
         port: int | None = None,
@@ -103,7 +105,7 @@ class PeerNode:
             host = "127.0.0.1" if directory.is_local else "0.0.0.0"
         _keep_freed_memory()
         self._wait_s = 0.0
-        self._publications = Publications(model, lease_s=fetch_timeout_s)
+        self._publications = Publications(model, lease_s=fetch_timeout_s, pinned=pinned)
         self._flow = FlowControl(directory.names, seed)
         self._fetching = FetchingThread(
             Reader(
@@ -114,6 +116,7 @@ class PeerNode:
                 fetch_timeout_s=fetch_timeout_s,
                 keys=keys,
                 nearness=Nearness(numel, dtype, self._publications, max_peer_distance),
+                pinned=pinned,
                 chunk_bytes=chunk_bytes,
                 window=window,
             )

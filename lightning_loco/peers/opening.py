@@ -47,6 +47,7 @@ def open_node(
         fetch_timeout_s=settings.fetch_timeout_s,
         max_peer_distance=settings.max_peer_distance,
         seed=seed,
+        pinned=layout.device.type == "cuda",
         key_file=settings.key_file,
         port=None if settings.name is not None else _ANY_FREE_PORT,
     )

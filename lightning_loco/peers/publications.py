@@ -67,12 +67,15 @@ class Publications:
         model: Size and dtype of the parameters.
         lease_s: How long a reader may be silent, in seconds.
         num_buffers: Publications that are held at once, at least 3.
+        pinned: Whether a GPU copies into them.
 
     Raises:
         ValueError: If there are no parameters or too few buffers.
     """
 
-    def __init__(self, model: Model, *, lease_s: float = 2.5, num_buffers: int = 3) -> None:
+    def __init__(
+        self, model: Model, *, lease_s: float = 2.5, num_buffers: int = 3, pinned: bool = False
+    ) -> None:
         if model.numel < 1:
             raise ValueError("There are no parameters to publish. Give the model some.")
         if num_buffers < 3:
@@ -85,9 +88,9 @@ class Publications:
         self._draft: Publication | None = None
         self._buffers = []
         for _ in range(num_buffers):
-            memory = bytearray(model.total_bytes)
-            values = torch.frombuffer(memory, dtype=model.wire_dtype)
-            self._buffers.append(Publication(values, memoryview(memory)))
+            memory = torch.zeros(model.total_bytes, dtype=torch.uint8, pin_memory=pinned)
+            values = memory.view(model.wire_dtype)
+            self._buffers.append(Publication(values, memory.numpy().data))
 
     @property
     def latest(self) -> int:

@@ -26,6 +26,8 @@ _MOST_PEERS_PER_FETCH = 3
 _MOST_RESTARTS = 10
 _LONGEST_NAP_S = 0.05
 _MOST_LOG_LINES = 100
+_LOOK_S = 0.05
+_LOOK_S_PER_LINK = 0.001
 
 
 class Received(NamedTuple):
@@ -74,6 +76,7 @@ class Reader:
         fetch_timeout_s: The longest fetch, in seconds.
         keys: The job's keys, if it has any.
         nearness: Which parameters are refused. Default: those that are not finite.
+        pinned: Whether a GPU copies from what is handed over.
         chunk_bytes: Length of the chunks that are asked for, at most 4 MiB.
         window: Chunks that are asked for at the same time, 1 to 8.
 
@@ -95,6 +98,7 @@ class Reader:
         fetch_timeout_s: float = 2.5,
         keys: Keys | None = None,
         nearness: Nearness | None = None,
+        pinned: bool = False,
         chunk_bytes: int = CHUNK_BYTES,
         window: int = WINDOW,
     ) -> None:
@@ -102,7 +106,7 @@ class Reader:
             raise ValueError(f"fetch_timeout_s must be positive, got {fetch_timeout_s}. Try 2.5.")
         self.counts = FetchCounts()
         self.fetch_timeout_s = fetch_timeout_s
-        self._assembly = Assembly(model, dtype, nearness)
+        self._assembly = Assembly(model, dtype, nearness, pinned=pinned)
         self._transfer = Transfer(model, self._assembly, chunk_bytes, window)
         self._total_bytes = model.total_bytes
         self._flow = flow
@@ -256,9 +260,9 @@ class Reader:
             log.warning("Reading from peer %s failed: %s.", name, text)
 
     @property
-    def has_links(self) -> bool:
-        """Whether there are connections to look after between fetches."""
-        return len(self._links) > 0
+    def look_after_s(self) -> float | None:
+        """How often to :meth:`look` between fetches, in seconds; None if there is no connection."""
+        return max(_LOOK_S, _LOOK_S_PER_LINK * len(self._links)) if len(self._links) else None
 
     def look(self) -> None:
         """Between fetches: drop connections over which comes what nobody has asked for."""

@@ -35,17 +35,27 @@ class Assembly:
         model: Size and dtype on the wire.
         dtype: The dtype of :attr:`params`.
         nearness: Measures how far away they are. Default: only whether they are finite.
+        pinned: Whether a GPU copies from :attr:`params`.
 
     Attributes:
         params: The received parameters ``(P,)``.
         nearness: Of what has come since the last :meth:`clear`.
     """
 
-    def __init__(self, model: Model, dtype: torch.dtype, nearness: Nearness | None = None) -> None:
-        self._bytes = np.zeros(model.total_bytes, dtype=np.uint8)
-        self._wire = torch.from_numpy(self._bytes).view(model.wire_dtype)
-        same = dtype == model.wire_dtype
-        self.params = self._wire if same else torch.empty(model.numel, dtype=dtype)
+    def __init__(
+        self,
+        model: Model,
+        dtype: torch.dtype,
+        nearness: Nearness | None = None,
+        *,
+        pinned: bool = False,
+    ) -> None:
+        is_same = dtype == model.wire_dtype
+        memory = torch.zeros(model.total_bytes, dtype=torch.uint8, pin_memory=pinned and is_same)
+        self._bytes = memory.numpy()
+        self._wire = self.params = memory.view(model.wire_dtype)
+        if not is_same:
+            self.params = torch.empty(model.numel, dtype=dtype, pin_memory=pinned)
         self.nearness = nearness or Nearness(model.numel, dtype)
 
     def clear(self) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco import PairwiseAverage, PairwiseEngine
+from lightning_loco.algorithms.pairwise import Tag
 from tests.peers.helpers import peers
 from tests.pool import Pool
 from tests.tiny import flat, make_model
@@ -66,7 +67,7 @@ def test_both_at_once_with_one_half_keep_the_mean() -> None:
     workers = pair(1.0, 5.0)
     for _, engine in workers:
         engine._clock = 3.0
-        engine.node.publish(engine._blending.layout.new_flat(), engine._tag()._replace(loss=1.0))
+        engine.node.publish(engine._blending.layout.new_flat(), Tag(engine._clock, 1.0))
     for _, engine in workers:
         engine._posting._next = math.inf
         engine.update_send(1.0)
@@ -105,7 +106,7 @@ def test_without_a_loss_only_rules_that_need_none_blend(
     assert puller.update_wait() == expected
     assert here.values.tolist() == [4 * expected] * 5
     served.update_send(loss=torch.tensor(2.0))  # from now on it has one
-    served._posting.send(served._tag())
+    served._posting.send(served._clock)
     puller.update_send(loss=2.0)
     assert puller.update_wait() == 0.5
     close(workers)

@@ -16,8 +16,23 @@ import torch
 
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.peers.keys import write_key_file
-from lightning_loco.peers.protocol import Request, pack_request
-from tests.peers.helpers import CHECKSUM, HOST, fetch, make_node, open_files, peers, two_nodes
+from lightning_loco.peers.protocol import (
+    EMPTY,
+    Request,
+    pack_reply,
+    pack_request,
+    parse_request,
+)
+from tests.peers.helpers import (
+    CHECKSUM,
+    HOST,
+    fetch,
+    make_node,
+    open_files,
+    peers,
+    right_reply,
+    two_nodes,
+)
 from tests.peers.test_hostile import MB, resident_bytes
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48)
@@ -25,16 +40,38 @@ READY = b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\6"
 TINY = b"\x01\x01x" * 20_000
 LARGE = (b"\x03" + (1000).to_bytes(8, "big") + bytes(1000)) * 60
 HUGE = (b"\x03" + (600_000).to_bytes(8, "big") + bytes(600_000)) * 2
-REQUESTS = (b"\x00\x30" + pack_request(Request(CHECKSUM, 1, 7, 0, 0, 8))) * 1000
+REQUEST = pack_request(Request(CHECKSUM, 1, 7, 0, 0, 8))
+REQUESTS = (bytes([0, len(REQUEST)]) + REQUEST) * 1000
 SECONDS = 2.0
 NUMEL = 500_000
 
 
-def pour(connection: socket.socket, kind: bytes, flood: bytes, until: float) -> None:
+def read(connection: socket.socket, count: int) -> bytes:
+    """So many bytes."""
+    found = b""
+    while len(found) < count:
+        part = connection.recv(count - len(found))
+        if not part:
+            raise ConnectionError("closed")
+        found += part
+    return found
+
+
+def pour(
+    connection: socket.socket,
+    kind: bytes,
+    flood: bytes,
+    until: float,
+    before: Callable[[socket.socket], None] | None = None,
+) -> None:
     """Greet, and send the same again and again until the other side closes."""
     connection.settimeout(0.5)
     with contextlib.suppress(OSError):
         connection.sendall(GREETING + READY + kind)
+        read(connection, 64)
+        read(connection, read(connection, 2)[1])  # the other side is ready, too
+        if before is not None:
+            before(connection)
         while time.monotonic() < until:
             connection.sendall(flood)
 
@@ -72,16 +109,25 @@ def test_a_server_does_not_grow_and_goes_on_serving(flood: bytes) -> None:
         assert torch.equal(received.params, flat)
 
 
+def say_empty(connection: socket.socket) -> None:
+    """Answer the first request that there is nothing to read yet."""
+    request = parse_request(read(connection, 2 + len(REQUEST))[2:])
+    right = right_reply(request, 4 * NUMEL)
+    reply = pack_reply(right._replace(kind=EMPTY, publication=0, length=0))
+    connection.sendall(bytes([0, len(reply)]) + reply)
+
+
 @contextlib.contextmanager
-def pouring(port: int, flood: bytes, until: float) -> Iterator[None]:
-    """A peer who greets everybody and then sends without end."""
+def pouring(port: int, flood: bytes, until: float, *, is_idle: bool) -> Iterator[None]:
+    """A peer who greets everybody and then sends without end, if idle after the first answer."""
     with socket.create_server((HOST, port)) as server:
         server.settimeout(0.1)
 
         def run() -> None:
             while time.monotonic() < until:
                 with contextlib.suppress(TimeoutError), server.accept()[0] as connection:
-                    pour(connection, b"ROUTER", flood, until)
+                    before = say_empty if is_idle else None
+                    pour(connection, b"ROUTER", flood, until, before)
 
         thread = threading.Thread(target=run)
         thread.start()
@@ -95,8 +141,8 @@ def pouring(port: int, flood: bytes, until: float) -> Iterator[None]:
 def test_a_reader_does_not_grow_whether_it_fetches_or_not(flood: bytes, is_idle: bool) -> None:
     nodes = peers(2)
     until = time.monotonic() + SECONDS
-    with pouring(nodes[1].port, flood, until):
-        here = make_node(nodes, 0, NUMEL, fetch_timeout_s=0.2 if is_idle else SECONDS)
+    with pouring(nodes[1].port, flood, until, is_idle=is_idle):
+        here = make_node(nodes, 0, NUMEL, fetch_timeout_s=SECONDS)
 
         def read() -> None:
             while time.monotonic() < until:
@@ -106,6 +152,7 @@ def test_a_reader_does_not_grow_whether_it_fetches_or_not(flood: bytes, is_idle:
 
         assert largest_growth(read) < 100 * MB
         assert here.statistics.fetches == 0
+        assert here.statistics.empty == 0 or is_idle
         here.close()
 
 

@@ -140,6 +140,23 @@ def test_who_is_far_from_all_others_takes_part_again() -> None:
     assert 20 < refused < 40
 
 
+def test_of_a_large_model_random_pieces_and_the_norm_are_measured() -> None:
+    numel = 3 * 2**22
+    own = torch.randn(numel)
+    nearness = make(own, numel=numel)
+    for _ in range(5):
+        look(nearness, at(own, 10.0), 196_608)
+        assert nearness.distance == pytest.approx(10.0, rel=0.02)
+    assert not look(nearness, -own, 196_608)
+    spike = own.clone()
+    spike[12345] = 1e4  # perhaps in none of the pieces
+    for _ in range(5):
+        assert not look(nearness, spike, 196_608)
+    spike[12345] = math.nan
+    assert not look(nearness, spike, 196_608)
+    assert not nearness.is_finite
+
+
 def test_parameters_that_are_published_meanwhile_do_no_harm() -> None:
     publications = Publications(Model(1, NUMEL, torch.float32))
     publications.publish(torch.zeros(NUMEL), Tag(1, 1))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -182,19 +183,20 @@ class Skipping(TinyModule):
 
 
 def fit_skipping(rank: int, world: int, interpolation: str) -> tuple[int, Tensor]:
-    strategy = PairwiseGossipStrategy(interpolation=interpolation, timeout_s=30)
-    trainer = make_trainer(
-        strategy, max_epochs=1, use_distributed_sampler=False, callbacks=[Slow()]
-    )
-    trainer.fit(Skipping(), make_loader(rank, 40))
-    return strategy.statistics.rounds, flat(trainer.lightning_module)
+    strategy = PairwiseGossipStrategy(interpolation=interpolation, nodes=peers(1, "w"), name="w0")
+    trainer = make_trainer(strategy, max_epochs=1, callbacks=[Slow()])
+    module = Skipping()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*returned `None`")
+        trainer.fit(module, make_loader(rank, 40))
+    return len(module.losses), flat(module)
 
 
 @pytest.mark.parametrize("interpolation", ["constant", "loss"])
-def test_batches_may_be_left_out(pool: Pool, interpolation: str) -> None:
-    for blends, model in pool.run(fit_skipping, interpolation, world=2):
-        assert blends > 3
-        assert torch.isfinite(model).all()
+def test_a_trainer_of_its_own_may_leave_out_batches(pool: Pool, interpolation: str) -> None:
+    ((steps, model),) = pool.run(fit_skipping, interpolation, world=1)
+    assert steps == 26
+    assert torch.isfinite(model).all()
 
 
 def fit_unfreezing(rank: int, world: int) -> None:
