@@ -49,6 +49,7 @@ EXTRA = {
     "lightning_loco.topology.draw": {"matplotlib"},
     # Looks at many values in one thread, without Python's lock; torch would start more threads.
     "lightning_loco.peers.transfer": {"numpy"},
+    "lightning_loco.peers.nearness": {"numpy"},
 }
 # Modules that may use private names of other packages.
 MAY_USE_PRIVATE = {

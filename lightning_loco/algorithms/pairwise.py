@@ -11,12 +11,17 @@ import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lightning_loco.algorithms.base import Algorithm, State
 
 Interpolation = Callable[[float, float, float, float], float]
 """``(clock, peer_clock, loss, peer_loss) -> factor``"""
+
+
+_MOST_STEPS = 1e12
+_LARGEST_LOSS = torch.finfo(torch.float32).max
 
 
 class Tag(NamedTuple):
@@ -29,6 +34,11 @@ class Tag(NamedTuple):
 
     clock: float
     loss: float
+
+    @property
+    def is_plausible(self) -> bool:
+        """Whether a worker may say so: finite, 0 to 1e12 local steps, a loss that float32 holds."""
+        return 0 <= self.clock <= _MOST_STEPS and abs(self.loss) <= _LARGEST_LOSS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +173,13 @@ class PairwiseAverage(Algorithm):
                 f"{self.interpolation!r}. For a fixed factor use factor={self.interpolation!r}."
             )
 
+    @property
+    def uses_loss(self) -> bool:
+        """Whether the losses may change the factor; of a rule of one's own it is not known."""
+        rule = self.interpolation
+        by_clocks = rule in ("constant", "clock") if isinstance(rule, str) else rule is by_clock
+        return self.divergence_threshold > 0 or not (by_clocks or isinstance(rule, Constant))
+
     def blend_factor(self, own: Tag, peer: Tag) -> float:
         """Decide the peer's share f in [0, 1].
 
@@ -171,10 +188,10 @@ class PairwiseAverage(Algorithm):
             peer: Clock and loss that came with the peer's parameters.
 
         Returns:
-            0 for a peer whose clock or loss is not finite, and when the interpolation's result is
-            not.
+            0 for a peer whose clock or loss is not plausible, and when the interpolation's result
+            is not finite.
         """
-        if not (math.isfinite(peer.clock) and math.isfinite(peer.loss)):
+        if not peer.is_plausible:
             return 0.0
         factor = self._interpolate(own.clock, peer.clock, own.loss, peer.loss)
         if max(own.loss, 0.0) < self.divergence_threshold:

@@ -13,10 +13,12 @@ class PeerMonitor(RoundMonitor):
     """Log what this worker has pulled from its peers, with ``PairwiseGossipStrategy``.
 
     Metrics, counted since the start: ``loco/fetches`` (that brought parameters),
-    ``loco/fetch_timeouts``, ``loco/fetches_refused``, ``loco/malformed`` (messages dropped). Of the
-    last blends: ``loco/blend_factor`` (median) and ``loco/peer_staleness_p10``, ``_p50``, ``_p90``
-    (by how many local steps the peers' clocks were behind). Of the peers: ``loco/peer_score_min``
-    in [10, 1000], the lower the less often a peer has answered.
+    ``loco/fetch_timeouts``, ``loco/fetches_refused``, ``loco/fetches_not_finite`` (NaN or infinity,
+    or a clock or loss that no worker has), ``loco/fetches_too_far`` (see ``max_peer_distance``),
+    ``loco/malformed`` (messages dropped). Of the last blends: ``loco/blend_factor`` (median) and
+    ``loco/peer_staleness_p10``, ``_p50``, ``_p90`` (by how many local steps the peers' clocks were
+    behind). Of the peers: ``loco/peer_score_min`` in [10, 1000], the lower the less often a peer
+    has answered.
 
     Args:
         prog_bar: Show them in the progress bar, too.
@@ -36,6 +38,8 @@ class PeerMonitor(RoundMonitor):
             "loco/fetches": float(counts.fetches),
             "loco/fetch_timeouts": float(counts.timeouts),
             "loco/fetches_refused": float(counts.refused),
+            "loco/fetches_not_finite": float(counts.not_finite),
+            "loco/fetches_too_far": float(counts.too_far),
             "loco/malformed": float(counts.malformed),
         }
         if counts.scores:

@@ -35,10 +35,11 @@ class Blending:
     def __init__(self, layout: FlatLayout, algorithm: PairwiseAverage) -> None:
         self.layout = layout
         self._algorithm = algorithm
-        self._scratch = torch.empty(max(map(len, layout.chunks())), dtype=layout.dtype)
+        longest = max(map(len, layout.chunks()))
+        self._scratch = torch.empty(longest, dtype=layout.dtype, device=layout.device)
         self._before_fetch: Tensor | None = None
         if algorithm.keep_progress:
-            self._before_fetch = torch.empty(layout.numel, dtype=layout.dtype)
+            self._before_fetch = torch.empty(layout.numel, dtype=layout.dtype, device=layout.device)
 
     def pack(self, flat: Tensor) -> None:
         """Copy the model into ``flat``, of shape ``(P,)``."""
@@ -54,7 +55,8 @@ class Blending:
         """Move the model to a peer's.
 
         Args:
-            received: The peer's flat vector ``(P,)``, on the CPU; not changed.
+            received: The peer's flat vector ``(P,)``, on the CPU; not changed. From pinned memory
+                a GPU reads it later, when it comes to that.
             factor: The peer's share in [0, 1].
             was_finite: Whether this worker's own model was finite; if not, there is no progress
                 that could be kept.
@@ -62,7 +64,7 @@ class Blending:
         before = self._before_fetch if was_finite else None
         for chunk in self.layout.chunks():
             place = slice(chunk.start, chunk.stop)
-            theirs = received[place]
+            theirs = received[place].to(self.layout.device, non_blocking=True)
             if before is not None:
                 self._blend_before_fetch(chunk, before[place], theirs, factor)
             elif chunk.is_rounded(theirs.dtype):

@@ -14,7 +14,9 @@ class FetchCounts:
         timeouts: Peers that were silent for too long, or too slow.
         refused: Peers that did not listen, closed the connection or have another model or key.
         empty: Peers that had not published anything yet.
-        not_finite: Fetches whose parameters held NaN or infinity.
+        not_finite: Fetches whose parameters held NaN or infinity, or that came with a clock or
+            loss that no worker has.
+        too_far: Fetches whose parameters were further away than ``max_peer_distance`` allows.
         errors: Other errors; each kind has a line in the log.
         malformed: Replies that were dropped.
         bytes_received: Bytes of parameters, those of failed fetches included.
@@ -25,6 +27,7 @@ class FetchCounts:
     refused: int = 0
     empty: int = 0
     not_finite: int = 0
+    too_far: int = 0
     errors: int = 0
     malformed: int = 0
     bytes_received: int = 0

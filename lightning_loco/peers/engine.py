@@ -13,8 +13,8 @@ The engine in a plain PyTorch loop, in the manner of dpwa::
 
 from __future__ import annotations
 
+import math
 import random
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,12 @@ from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.waiting import Timed
 from lightning_loco.comm.worker import Worker
 from lightning_loco.peers.blending import Blending, served_layout
+from lightning_loco.peers.gpu import Upload, make_posting
+from lightning_loco.peers.nearness import MAX_PEER_DISTANCE
 from lightning_loco.peers.opening import open_node
 from lightning_loco.peers.reader import Received
 from lightning_loco.peers.settings import PairwiseSettings
 
-_PUBLISHING_SHARE = 0.05
 _KEPT = 1000
 
 
@@ -54,6 +55,8 @@ class PairwiseEngine:
         fetch_timeout_s: Longest time for a fetch, in seconds.
         wire_dtype: ``torch.bfloat16`` halves what travels. Default: the flat vector's dtype.
         key_file: CURVE keys of the job; see :mod:`lightning_loco.peers.keys`.
+        max_peer_distance: How many times as far as usual a peer's parameters may be from one's own,
+            more than 1; see :class:`~lightning_loco.peers.nearness.Nearness`. None for no limit.
         seed: For the choice of peers, together with the number of the worker.
         group: The workers. Default: all ranks of the default process group, with groups of its own.
 
@@ -82,12 +85,19 @@ class PairwiseEngine:
         fetch_timeout_s: float = 2.5,
         wire_dtype: torch.dtype | None = None,
         key_file: str | Path | None = None,
+        max_peer_distance: float | None = MAX_PEER_DISTANCE,
         seed: int = 0,
         group: WorkerGroup | None = None,
     ) -> None:
         def make_settings() -> PairwiseSettings:
             return PairwiseSettings(
-                algorithm or PairwiseAverage(), nodes, name, fetch_timeout_s, wire_dtype, key_file
+                algorithm or PairwiseAverage(),
+                nodes,
+                name,
+                fetch_timeout_s,
+                wire_dtype,
+                key_file,
+                max_peer_distance,
             )
 
         self._set_up(model, make_settings, seed, group)
@@ -131,36 +141,40 @@ class PairwiseEngine:
         self.stalenesses: list[float] = []
         self._clock = 0.0
         self._draw = random.Random(own_seed).random
-        self._next_publication = 0.0
+        wire_dtype = self.settings.wire_dtype or layout.dtype
+        self._posting = make_posting(self.node, self._blending, wire_dtype)
+        self._upload = Upload(layout.device)
         self._fetching = False
 
     # ------------------------------------------------------------- local steps
 
     @torch.no_grad()
-    def update_send(self, loss: float) -> None:
+    def update_send(self, loss: float | Tensor | None = None) -> None:
         """Before a local step: serve the present parameters, perhaps start to fetch a peer's.
 
         Args:
-            loss: This worker's recent training loss.
+            loss: This worker's recent training loss, one number; None if it has none. Without one
+                nothing is served as long as the factor may depend on it.
+
+        Raises:
+            RuntimeError: If a parameter became trainable after the start.
         """
         self._clock += 1
-        self.worker.last_loss = loss
-        now = time.perf_counter()
-        if now >= self._next_publication:
-            self._publish()
-            cost_s = time.perf_counter() - now
-            self._next_publication = now + cost_s / _PUBLISHING_SHARE
-        if not self._fetching and self._draw() < self.algorithm.fetch_probability:
+        self._note_loss(loss)
+        if self._posting.is_due:
+            self.worker.check_trainable()
+            self._serve()
+        self.worker.was_finite = self._posting.was_finite
+        if self._fetching or not self._upload.is_done:
+            return
+        if self._draw() < self.algorithm.fetch_probability:
             self._fetching = True
             self._blending.note_fetch()
             self.node.start_fetch()
 
-    def _publish(self) -> None:
-        draft = self.node.draft()
-        self._blending.pack(draft)
-        self.worker.was_finite = bool(torch.isfinite(draft.sum()))
-        if self.worker.was_finite:
-            self.node.post(self._tag())
+    def _serve(self) -> None:
+        if self._posting.has_loss or not self.algorithm.uses_loss:
+            self._posting.send(self._clock)
 
     @torch.no_grad()
     def begin_anew(self) -> None:
@@ -172,20 +186,20 @@ class PairwiseEngine:
             self._fetching = False
             self.node.wait()
         if self._clock > 0:
-            self._publish()
-        self.worker.group.gather_objects(None)
+            self._serve()
+        self.worker.group.gather_objects(None, "a new start")
 
     @torch.no_grad()
-    def update_wait(self, loss: float) -> float:
+    def update_wait(self, loss: float | Tensor | None = None) -> float:
         """After a local step: wait for the fetch under way and blend in what it has brought.
 
         Args:
-            loss: This worker's recent training loss.
+            loss: This worker's recent training loss; None if there is no later one than before.
 
         Returns:
             The factor of the peer's parameters; 0 if there are none.
         """
-        self.worker.last_loss = loss
+        self._note_loss(loss)
         if not self._fetching:
             return 0.0
         self._fetching = False
@@ -217,15 +231,21 @@ class PairwiseEngine:
     @torch.no_grad()
     def make_round(self) -> None:
         """Blend in what the fetch has brought, if anything."""
-        self.update_wait(float(self.worker.last_loss))
+        loss = self.worker.last_loss
+        is_number = isinstance(loss, Tensor) and loss.numel() == 1
+        self.update_wait(loss if is_number else None)
 
-    def _tag(self) -> Tag:
-        return Tag(self._clock, float(self.worker.last_loss))
+    def _note_loss(self, loss: float | Tensor | None) -> None:
+        if loss is not None:
+            self._posting.note_loss(loss)
+            self.worker.last_loss = loss.detach() if isinstance(loss, Tensor) else loss
 
     def _blend(self, received: Received) -> float:
-        own, peer = self._tag(), received.tag
+        loss = self._posting.loss
+        own, peer = Tag(self._clock, math.nan if loss is None else loss), received.tag
         factor = self.algorithm.blend_factor(own, peer) if self.worker.was_finite else 1.0
         self._blending.blend(received.params, factor, was_finite=self.worker.was_finite)
+        self._upload.note()
         self._clock = self.algorithm.blended_clock(own.clock, peer.clock, factor)
         self._note_blend(factor, own.clock - peer.clock)
         return factor
@@ -245,8 +265,10 @@ class PairwiseEngine:
         """Wait for the ranks of this job and leave their mean in the model; serve until then.
 
         Raises:
-            RuntimeError: If a rank is missing or has failed, or none is finite.
+            RuntimeError: If a rank is missing or has failed, none is finite, or a parameter became
+                trainable after the start.
         """
+        self.worker.check_trainable()
         self.worker.meet(purpose)
         self.worker.show_consensus("the final consensus")
 

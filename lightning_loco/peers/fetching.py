@@ -81,10 +81,16 @@ class FetchingThread(threading.Thread):
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._closing or self._ended < self._wanted)
+                    called = self._changed.wait_for(
+                        lambda: self._closing or self._ended < self._wanted,
+                        self._reader.look_after_s,
+                    )
                     if self._closing:
                         return
                     number, deadline = self._wanted, self._wanted_at + self._fetch_timeout_s
+                if not called:
+                    self._reader.look()
+                    continue
                 received = self._reader.fetch(deadline)
                 with self._changed:
                     self._ended = number

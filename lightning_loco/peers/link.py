@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from lightning_loco.peers.directory import Directory, Peer
+from lightning_loco.peers.held import Held
 from lightning_loco.peers.keys import Keys
 from lightning_loco.peers.protocol import (
     DATA,
@@ -16,7 +19,7 @@ from lightning_loco.peers.protocol import (
 )
 from lightning_loco.peers.transfer import Transfer
 
-_BROKEN = (
+_LOST = (
     zmq.EVENT_CLOSED
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CONNECT_RETRIED
@@ -25,6 +28,8 @@ _BROKEN = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 _FRAMING_BYTES = 1024
+_STRAY_BYTES = 64 * 1024
+_MOST_FRAMES = 64
 _MOST_REPLIES_WAITING = 32
 _NEVER = -1
 
@@ -40,46 +45,75 @@ class Link:
         context: Of the thread that uses the link.
         peer: Where to connect to.
         keys: The job's keys, if it has any.
+        chunk_bytes: The longest chunk that is asked for.
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], peer: Peer, keys: Keys | None
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        peer: Peer,
+        keys: Keys | None,
+        chunk_bytes: int = MAX_CHUNK_BYTES,
     ) -> None:
         self.peer = peer
+        self._held: Held | None = None
+        self._loss: str | None = None
+        self._is_encrypted = keys is not None
+        # A reply that has not ended, and one that ZeroMQ is about to hand over.
+        self._most_held = 2 * (chunk_bytes + _FRAMING_BYTES) + _STRAY_BYTES
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.rcvhwm = _MOST_REPLIES_WAITING
-        self._socket.maxmsgsize = MAX_CHUNK_BYTES + _FRAMING_BYTES
+        self._socket.maxmsgsize = chunk_bytes + _FRAMING_BYTES
         self._socket.reconnect_ivl = _NEVER
         self._socket.ipv6 = ":" in peer.host
         if keys is not None:
             keys.present(self._socket)
-        self._monitor = self._socket.get_monitor_socket(_BROKEN)
+        self._monitor = self._socket.get_monitor_socket(_LOST | zmq.EVENT_CONNECTED)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
         self._socket.connect(peer.address)
 
     def check(self) -> None:
-        """See whether the connection still stands, without waiting.
+        """See whether the connection still stands, without waiting, while nothing is asked for.
 
         Raises:
-            LinkBroken: If it does not.
+            LinkBroken: If it does not, or the peer sends what nobody has asked for.
         """
+        self._read_events()
+        self._raise_if_lost()
+        if self._held is not None and self._held.exceeds(_STRAY_BYTES):
+            raise LinkBroken(f"{self.peer.address} sends what nobody has asked for")
+
+    def _read_events(self) -> None:
         while self._monitor.poll(0):
-            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
-            if event & _BROKEN:
-                raise LinkBroken(f"{zmq.Event(event).name} at {self.peer.address}")
+            event = parse_monitor_message(self._monitor.recv_multipart())
+            if event["event"] & _LOST:
+                self._loss = zmq.Event(event["event"]).name
+            else:
+                with suppress(OSError):  # it has gone already, as the next event says
+                    self._held = Held(int(event["value"]), is_encrypted=self._is_encrypted)
+
+    def _raise_if_lost(self) -> None:
+        if self._loss is not None:
+            raise LinkBroken(f"{self._loss} at {self.peer.address}")
 
     def wait(self, timeout_s: float) -> None:
         """Return when something has come, or after a while.
 
         Raises:
-            LinkBroken: If the link broke, and nothing has come.
+            LinkBroken: If the link broke, and nothing has come, or what comes does not end.
         """
         ready = dict(self._poller.poll(max(1, int(1000 * timeout_s))))
-        if self._monitor in ready and self._socket not in ready:
-            self.check()
+        if self._socket in ready:
+            return
+        self._read_events()
+        self._raise_if_lost()
+        # What was there when it was counted and is in no message by now, is in none at all.
+        too_much = self._held is not None and self._held.exceeds(self._most_held)
+        if too_much and not self._socket.poll(0):
+            raise LinkBroken(f"{self.peer.address} sends a message without end")
 
     def send(self, request: bytes) -> None:
         """Send a request.
@@ -103,11 +137,13 @@ class Link:
 
         Raises:
             MalformedMessage: If what has come is none, or not expected; it is dropped.
+            LinkBroken: If it has far more frames than a reply.
         """
         try:
             header = self._socket.recv(zmq.NOBLOCK)
         except zmq.Again:
             return None
+        self._take(len(header))
         has_more = self._has_more()
         try:
             reply = parse_reply(header)
@@ -117,21 +153,37 @@ class Link:
                 raise MalformedMessage("it has another number of frames than it says")
             if has_more:
                 chunk = self._socket.recv(copy=False)
+                self._take(len(chunk))
                 has_more = chunk.more
                 if len(chunk) != reply.length or has_more:
                     raise MalformedMessage(f"{len(chunk)} bytes instead of {reply.length}")
                 transfer.place(reply, chunk.buffer)
         finally:
-            while has_more:
-                self._socket.recv_into(bytearray())
-                has_more = self._has_more()
+            if has_more:
+                self._skip_frames()
         return reply
+
+    def _skip_frames(self) -> None:
+        for _ in range(_MOST_FRAMES):
+            frame = self._socket.recv(copy=False)
+            self._take(len(frame))
+            if not frame.more:
+                return
+        raise LinkBroken(f"{self.peer.address} sends messages of too many frames")
+
+    def _take(self, length: int) -> None:
+        if self._held is None:
+            self._read_events()
+        if self._held is not None:
+            self._held.take(length)
 
     def _has_more(self) -> bool:
         return bool(self._socket.get(zmq.RCVMORE))
 
     def close(self) -> None:
         """Close the connection; a second call does nothing."""
+        if self._held is not None:
+            self._held.close()
         if not self._socket.closed:
             self._socket.disable_monitor()
             self._monitor.close(0)
@@ -144,10 +196,14 @@ class Links:
     Args:
         directory: Where the peers are.
         keys: The job's keys, if it has any.
+        chunk_bytes: The longest chunk that is asked for.
     """
 
-    def __init__(self, directory: Directory, keys: Keys | None) -> None:
+    def __init__(
+        self, directory: Directory, keys: Keys | None, chunk_bytes: int = MAX_CHUNK_BYTES
+    ) -> None:
         self._directory = directory
+        self._chunk_bytes = chunk_bytes
         self._keys = keys
         self._zmq = zmq.Context()
         self._links: dict[str, Link] = {}
@@ -168,8 +224,19 @@ class Links:
         peer = self._directory.find(name)
         if peer is None:
             return None, True
-        link = self._links[name] = Link(self._zmq, peer, self._keys)
+        link = self._links[name] = Link(self._zmq, peer, self._keys, self._chunk_bytes)
         return link, True
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def look(self) -> None:
+        """Drop the links that broke, or over which comes what nobody has asked for."""
+        for name, link in list(self._links.items()):
+            try:
+                link.check()
+            except LinkBroken:
+                self.drop(name)
 
     def drop(self, name: str) -> None:
         """Close the connection to a peer, and look anew where it is the next time."""

@@ -16,6 +16,8 @@ from lightning_loco.peers.directory import Directory
 from lightning_loco.peers.fetching import FetchingThread
 from lightning_loco.peers.flow import FlowControl
 from lightning_loco.peers.keys import read_key_file
+from lightning_loco.peers.nearness import MAX_PEER_DISTANCE, Nearness
+from lightning_loco.peers.open_files import make_room
 from lightning_loco.peers.protocol import Model, dtype_code
 from lightning_loco.peers.publications import Publications
 from lightning_loco.peers.reader import Reader, Received
@@ -39,7 +41,10 @@ class PeerNode:
         wire_dtype: In which dtype parameters travel, equal on all peers: float32, bfloat16 or
             float64. Default: ``dtype``.
         fetch_timeout_s: The longest fetch, and so the longest :meth:`wait`, in seconds.
+        max_peer_distance: How many times as far as usual a peer's parameters may be from one's own,
+            more than 1; see :class:`~lightning_loco.peers.nearness.Nearness`. None for no limit.
         seed: Of the choice of peers; give each worker its own.
+        pinned: Whether the model is on a GPU, which copies to and from the memory of this node.
         key_file: Only peers with this file may read; see :mod:`lightning_loco.peers.keys`.
         host: Address to listen at. Default: 127.0.0.1 if all peers are there, else 0.0.0.0.
         port: Port to listen at. Default: the one in the directory, or any that is free.
@@ -76,7 +81,9 @@ class PeerNode:
         schema_checksum: int,
         wire_dtype: torch.dtype | None = None,
         fetch_timeout_s: float = 2.5,
+        max_peer_distance: float | None = MAX_PEER_DISTANCE,
         seed: int = 0,
+        pinned: bool = False,
         key_file: str | Path | None = None,
         host: str | None = None,
         port: int | None = None,
@@ -98,7 +105,7 @@ class PeerNode:
             host = "127.0.0.1" if directory.is_local else "0.0.0.0"
         _keep_freed_memory()
         self._wait_s = 0.0
-        self._publications = Publications(model, lease_s=fetch_timeout_s)
+        self._publications = Publications(model, lease_s=fetch_timeout_s, pinned=pinned)
         self._flow = FlowControl(directory.names, seed)
         self._fetching = FetchingThread(
             Reader(
@@ -108,6 +115,8 @@ class PeerNode:
                 self._flow,
                 fetch_timeout_s=fetch_timeout_s,
                 keys=keys,
+                nearness=Nearness(numel, dtype, self._publications, max_peer_distance),
+                pinned=pinned,
                 chunk_bytes=chunk_bytes,
                 window=window,
             )
@@ -119,6 +128,7 @@ class PeerNode:
                 host=host,
                 port=directory.port if port is None else port,
                 keys=keys,
+                max_clients=make_room(len(directory.names)),
             )
         except BaseException:
             self._fetching.close()
@@ -155,13 +165,14 @@ class PeerNode:
         """
         return self._publications.draft()
 
-    def post(self, tag: Tag) -> None:
+    def post(self, tag: Tag, norm: float) -> None:
         """Let others read what was written into the :meth:`draft`; never waits for them.
 
         Args:
             tag: Clock and loss of the parameters.
+            norm: Their norm, with which distances of peers are compared.
         """
-        self._publications.post(tag)
+        self._publications.post(tag, norm)
 
     def start_fetch(self) -> None:
         """Begin to read from a peer in the background."""

@@ -45,7 +45,9 @@ def open_node(
         schema_checksum=schema_checksum(layout.schema()),
         wire_dtype=settings.wire_dtype,
         fetch_timeout_s=settings.fetch_timeout_s,
+        max_peer_distance=settings.max_peer_distance,
         seed=seed,
+        pinned=layout.device.type == "cuda",
         key_file=settings.key_file,
         port=None if settings.name is not None else _ANY_FREE_PORT,
     )

@@ -32,6 +32,7 @@ class Publication:
         data: The same memory as bytes.
         number: Number of the publication; 0 while there is none.
         tag: Clock and loss of the parameters.
+        norm: Their norm.
         pinned: Whether it is being copied from at this moment.
         leased_at: When the first of its present readers began.
         leases: Until when it is kept, by reader.
@@ -41,6 +42,7 @@ class Publication:
     data: memoryview
     number: int = 0
     tag: Tag = Tag(0.0, 0.0)
+    norm: float = 0.0
     pinned: bool = False
     leased_at: float = 0.0
     leases: dict[bytes, float] = dataclasses.field(default_factory=dict)
@@ -65,12 +67,15 @@ class Publications:
         model: Size and dtype of the parameters.
         lease_s: How long a reader may be silent, in seconds.
         num_buffers: Publications that are held at once, at least 3.
+        pinned: Whether a GPU copies into them.
 
     Raises:
         ValueError: If there are no parameters or too few buffers.
     """
 
-    def __init__(self, model: Model, *, lease_s: float = 2.5, num_buffers: int = 3) -> None:
+    def __init__(
+        self, model: Model, *, lease_s: float = 2.5, num_buffers: int = 3, pinned: bool = False
+    ) -> None:
         if model.numel < 1:
             raise ValueError("There are no parameters to publish. Give the model some.")
         if num_buffers < 3:
@@ -83,14 +88,22 @@ class Publications:
         self._draft: Publication | None = None
         self._buffers = []
         for _ in range(num_buffers):
-            memory = bytearray(model.total_bytes)
-            values = torch.frombuffer(memory, dtype=model.wire_dtype)
-            self._buffers.append(Publication(values, memoryview(memory)))
+            memory = torch.zeros(model.total_bytes, dtype=torch.uint8, pin_memory=pinned)
+            values = memory.view(model.wire_dtype)
+            self._buffers.append(Publication(values, memory.numpy().data))
 
     @property
     def latest(self) -> int:
         """Number of the latest publication, from 1 on; 0 if there is none."""
         return self._count
+
+    @property
+    def newest(self) -> Publication | None:
+        """The latest publication, to be read by the worker's own threads without a lock.
+
+        It changes while it is read if its ``number`` does.
+        """
+        return self._latest
 
     def publish(self, flat: Tensor, tag: Tag) -> int:
         """Copy parameters and make them the latest; for one thread only.
@@ -111,8 +124,9 @@ class Publications:
                 "Publish one flat vector of the model's size."
             )
         with torch.no_grad():
-            self.draft().copy_(flat)
-        return self.post(tag)
+            draft = self.draft().copy_(flat)
+            norm = float(torch.linalg.vector_norm(draft))
+        return self.post(tag, norm)
 
     def draft(self) -> Tensor:
         """The memory of the next publication ``(P,)``, in the wire's dtype, to be written.
@@ -124,11 +138,12 @@ class Publications:
                 self._draft = self._take_buffer()
         return self._draft.values
 
-    def post(self, tag: Tag) -> int:
+    def post(self, tag: Tag, norm: float) -> int:
         """Make the draft the latest publication; for one thread only, the one of :meth:`draft`.
 
         Args:
             tag: Clock and loss of the parameters.
+            norm: Their norm.
 
         Returns:
             The number of the publication.
@@ -139,6 +154,7 @@ class Publications:
             self._latest, self._draft = self._draft, None
             self._latest.number = self._count
             self._latest.tag = tag
+            self._latest.norm = norm
             return self._count
 
     def _take_buffer(self) -> Publication:

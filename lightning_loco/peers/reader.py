@@ -16,6 +16,7 @@ from lightning_loco.peers.directory import Directory
 from lightning_loco.peers.flow import FlowControl
 from lightning_loco.peers.keys import Keys
 from lightning_loco.peers.link import Link, LinkBroken, Links
+from lightning_loco.peers.nearness import Nearness
 from lightning_loco.peers.protocol import EMPTY, GONE, OTHER_MODEL, MalformedMessage, Model
 from lightning_loco.peers.transfer import CHUNK_BYTES, WINDOW, Assembly, Transfer
 
@@ -25,6 +26,8 @@ _MOST_PEERS_PER_FETCH = 3
 _MOST_RESTARTS = 10
 _LONGEST_NAP_S = 0.05
 _MOST_LOG_LINES = 100
+_LOOK_S = 0.05
+_LOOK_S_PER_LINK = 0.001
 
 
 class Received(NamedTuple):
@@ -51,6 +54,7 @@ class _Outcome(enum.Enum):
     SILENT = enum.auto()
     REFUSED = enum.auto()
     NOT_FINITE = enum.auto()
+    TOO_FAR = enum.auto()
 
 
 class ReaderStopped(Exception):
@@ -71,6 +75,8 @@ class Reader:
         flow: Which peer is next.
         fetch_timeout_s: The longest fetch, in seconds.
         keys: The job's keys, if it has any.
+        nearness: Which parameters are refused. Default: those that are not finite.
+        pinned: Whether a GPU copies from what is handed over.
         chunk_bytes: Length of the chunks that are asked for, at most 4 MiB.
         window: Chunks that are asked for at the same time, 1 to 8.
 
@@ -91,6 +97,8 @@ class Reader:
         *,
         fetch_timeout_s: float = 2.5,
         keys: Keys | None = None,
+        nearness: Nearness | None = None,
+        pinned: bool = False,
         chunk_bytes: int = CHUNK_BYTES,
         window: int = WINDOW,
     ) -> None:
@@ -98,11 +106,11 @@ class Reader:
             raise ValueError(f"fetch_timeout_s must be positive, got {fetch_timeout_s}. Try 2.5.")
         self.counts = FetchCounts()
         self.fetch_timeout_s = fetch_timeout_s
-        self._assembly = Assembly(model, dtype)
+        self._assembly = Assembly(model, dtype, nearness, pinned=pinned)
         self._transfer = Transfer(model, self._assembly, chunk_bytes, window)
         self._total_bytes = model.total_bytes
         self._flow = flow
-        self._links = Links(directory, keys)
+        self._links = Links(directory, keys, chunk_bytes)
         self._logged: set[tuple[str, str]] = set()
         self._is_stopped = False
 
@@ -134,7 +142,7 @@ class Reader:
                     time.monotonic() - started,
                     self._total_bytes,
                 )
-            if outcome is _Outcome.NOT_FINITE:
+            if outcome in (_Outcome.NOT_FINITE, _Outcome.TOO_FAR):
                 break
         return None
 
@@ -160,7 +168,17 @@ class Reader:
         self._flow.failed(name)
         if outcome is _Outcome.NOT_FINITE:
             counts.not_finite += 1
-            self._log_once(name, "not finite", "its parameters hold NaN or infinity")
+            text = f"NaN, infinity or nonsense in its parameters or in {self._transfer.tag}"
+            self._log_once(name, "not finite", text)
+            return outcome
+        if outcome is _Outcome.TOO_FAR:
+            counts.too_far += 1
+            self._log_once(
+                name,
+                "too far",
+                f"its parameters are {self._assembly.nearness.distance:.3g} away, further than "
+                "max_peer_distance allows",
+            )
             return outcome
         counts.timeouts += outcome is _Outcome.SILENT
         counts.refused += outcome is _Outcome.REFUSED
@@ -216,9 +234,14 @@ class Reader:
                 transfer.restart()
             else:
                 transfer.accept(reply)
+                if not reply.tag.is_plausible:
+                    return _Outcome.NOT_FINITE
                 self.counts.bytes_received += reply.length
                 patient_until = time.monotonic() + patience_s
-        return _Outcome.DONE if self._assembly.is_finite else _Outcome.NOT_FINITE
+        nearness = self._assembly.nearness
+        if not nearness.is_finite:
+            return _Outcome.NOT_FINITE
+        return _Outcome.DONE if nearness.is_near() else _Outcome.TOO_FAR
 
     def _explain_silence(self, name: str, deadline: float) -> None:
         done = self._transfer.received_bytes
@@ -235,6 +258,15 @@ class Reader:
         if (name, kind) not in self._logged and len(self._logged) < _MOST_LOG_LINES:
             self._logged.add((name, kind))
             log.warning("Reading from peer %s failed: %s.", name, text)
+
+    @property
+    def look_after_s(self) -> float | None:
+        """How often to :meth:`look` between fetches, in seconds; None if there is no connection."""
+        return max(_LOOK_S, _LOOK_S_PER_LINK * len(self._links)) if len(self._links) else None
+
+    def look(self) -> None:
+        """Between fetches: drop connections over which comes what nobody has asked for."""
+        self._links.look()
 
     def stop(self) -> None:
         """Have the fetch under way, and every later one, end soon; for any thread."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from contextlib import suppress
 
 import zmq
 
 from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.peers.clients import Clients, bound_port
 from lightning_loco.peers.keys import Doorkeeper, Keys
 from lightning_loco.peers.protocol import (
     DATA,
@@ -32,6 +34,8 @@ MOST_REPLIES_UNDER_WAY = 16
 
 _NO_LIMIT = 0
 _LONGEST_FRAME_BYTES = 1024
+_MOST_FRAMES = 64
+_LOOK_MS = 50
 _MOST_LOG_LINES = 20
 _HANDSHAKE_MS = 5_000
 _SILENCE_MS = 30_000
@@ -44,11 +48,12 @@ class ServingThread(threading.Thread):
 
     Frames that come in have at most 1 KiB, only a few replies wait for each client, clients that do
     not read for half a minute are cut off, and nothing is kept for a client beyond its connection.
-    Anything malformed is dropped, with one line in the log for each address and 20 in all.
+    Anything malformed is dropped, with one line in the log for each address and 20 in all. Clients
+    that send more than can be answered, or messages that do not end, lose their connection, and so
+    do idle ones when there are too many; see :class:`~lightning_loco.peers.clients.Clients`.
 
-    The number of requests that wait is not limited, and there are no heartbeats: libzmq 4.3.5 ends
-    the whole process when a client that has filled such a limit sends a ping and goes away. So
-    without keys a stranger may fill the memory, though not read or change more than he should.
+    ZeroMQ's own limit of requests that wait is off, and there are no heartbeats: libzmq 4.3.5 ends
+    the whole process when a client that has filled such a limit sends a ping and goes away.
 
     Args:
         model: What is served; requests for another model are refused.
@@ -56,6 +61,7 @@ class ServingThread(threading.Thread):
         host: Address to listen at; ``"0.0.0.0"`` for all networks of this machine.
         port: Port to listen at; None or 0 for any that is free.
         keys: Only clients with these keys are answered; None answers everybody.
+        max_clients: Connections that are held at once, at least 1.
 
     Attributes:
         port: Where it listens.
@@ -74,6 +80,7 @@ class ServingThread(threading.Thread):
         host: str = "127.0.0.1",
         port: int | None = None,
         keys: Keys | None = None,
+        max_clients: int = 64,
     ) -> None:
         super().__init__(name="loco-peer-serving", daemon=True)
         self.bytes_sent = 0
@@ -85,6 +92,7 @@ class ServingThread(threading.Thread):
         self._zmq = zmq.Context()
         self._doorkeeper = Doorkeeper(self._zmq, keys) if keys is not None else None
         self._socket = self._make_socket(keys)
+        self._clients = Clients(self._zmq, self._socket, max_clients, is_encrypted=keys is not None)
         try:
             self.port = self._bind(host, port or 0)
         except BaseException:
@@ -122,25 +130,30 @@ class ServingThread(threading.Thread):
                 f"Cannot listen on port {port} of {host!r}: {error}. Use host='0.0.0.0' for all "
                 "networks of this machine, or one of its own addresses."
             ) from None
-        endpoint = self._socket.last_endpoint
-        assert isinstance(endpoint, bytes)
-        return int(endpoint.rstrip(b"\0").rpartition(b":")[2])
+        return bound_port(self._socket)
 
     def run(self) -> None:
         """Answer until the context is terminated."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._clients.events, zmq.POLLIN)
         if self._doorkeeper is not None:
             poller.register(self._doorkeeper.socket, zmq.POLLIN)
+        next_look = 0.0
         try:
             while True:
                 # One request per poll, in which ZeroMQ takes note of what the clients have read:
                 # otherwise replies would find no room and be dropped.
-                for socket, _ in poller.poll():
+                for socket, _ in poller.poll(_LOOK_MS if self._clients else None):
                     if socket is self._socket:
                         self._answer()
+                    elif socket is self._clients.events:
+                        self._clients.take_note()
                     elif self._doorkeeper is not None:
                         self._doorkeeper.answer()
+                if time.monotonic() >= next_look:
+                    self._clients.look()
+                    next_look = time.monotonic() + _LOOK_MS / 1000
         except zmq.ContextTerminated:
             pass
         except Exception:
@@ -151,10 +164,15 @@ class ServingThread(threading.Thread):
     def _answer(self) -> None:
         """Take one message and answer it, or drop it."""
         client = self._socket.recv()
-        frame = self._socket.recv(copy=False)
-        more = frame.more
-        while more:
-            more = self._socket.recv(copy=False).more
+        frame = last = self._socket.recv(copy=False)
+        self._clients.take(frame)
+        num_frames = 1
+        while last.more:
+            last = self._socket.recv(copy=False)
+            self._clients.take(last)
+            num_frames += 1
+        if num_frames > _MOST_FRAMES:
+            self._clients.cut(frame)
         try:
             if frame.more:
                 raise MalformedMessage("it has more than one frame")
@@ -165,6 +183,7 @@ class ServingThread(threading.Thread):
         except MalformedMessage as error:
             self._drop(frame, error)
             return
+        self._clients.note_request(frame)
         if not self._is_ours(request):
             self._send(client, OTHER_MODEL, request)
         elif self._publications.latest == 0:
@@ -228,6 +247,7 @@ class ServingThread(threading.Thread):
         )
 
     def _close_sockets(self) -> None:
+        self._clients.close()
         self._socket.close(0)
         if self._doorkeeper is not None:
             self._doorkeeper.socket.close(0)

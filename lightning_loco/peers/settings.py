@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from lightning_loco.algorithms.pairwise import PairwiseAverage
 from lightning_loco.comm.flat import Cuts
 from lightning_loco.peers.directory import NodeDirectory, Peer, as_peer
 from lightning_loco.peers.keys import read_key_file
+from lightning_loco.peers.nearness import MAX_PEER_DISTANCE
 from lightning_loco.peers.nodes_file import read_nodes
 from lightning_loco.values import plain
 
@@ -31,6 +33,8 @@ class PairwiseSettings:
         fetch_timeout_s: Longest time for a fetch, in seconds.
         wire_dtype: What travels: float32, float64 or bfloat16; None for the flat vector's dtype.
         key_file: CURVE keys of the job.
+        max_peer_distance: How many times as far as usual a peer's parameters may be from one's own,
+            more than 1; None for no limit.
 
     Raises:
         TypeError: If a value has the wrong type.
@@ -44,6 +48,7 @@ class PairwiseSettings:
     fetch_timeout_s: float = 2.5
     wire_dtype: torch.dtype | None = None
     key_file: str | Path | None = None
+    max_peer_distance: float | None = MAX_PEER_DISTANCE
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
@@ -55,6 +60,14 @@ class PairwiseSettings:
             raise TypeError(f"fetch_timeout_s must be a number of seconds, got {timeout!r}.")
         if not 0 < timeout < math.inf:
             raise ValueError(f"fetch_timeout_s must be positive and finite, got {timeout!r}.")
+        distance = self.max_peer_distance
+        if isinstance(distance, bool) or not isinstance(distance, (int, float, NoneType)):
+            raise TypeError(f"max_peer_distance must be a number or None, got {distance!r}.")
+        if distance is not None and not 1 < distance < math.inf:
+            raise ValueError(
+                "max_peer_distance is a multiple of the usual distance and must be finite and more "
+                f"than 1, got {distance!r}. Use None for no limit."
+            )
         if self.wire_dtype not in (None, torch.float32, torch.float64, torch.bfloat16):
             raise ValueError(
                 "wire_dtype must be torch.float32, torch.float64 or torch.bfloat16, got "
@@ -119,5 +132,6 @@ class PairwiseSettings:
             **hyper_parameters,
             "nodes": [list(peer) for peer in self.peers],
             "fetch_timeout_s": self.fetch_timeout_s,
+            "max_peer_distance": self.max_peer_distance,
             "wire_dtype": str(self.wire_dtype),
         }

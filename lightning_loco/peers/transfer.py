@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.peers.nearness import SERIAL_ELEMENTS, Nearness
 from lightning_loco.peers.protocol import (
     DATA,
     LATEST,
@@ -24,10 +25,6 @@ CHUNK_BYTES = 3 * 2**18  # benchmarks/fetch.py is fastest so, among 256 KiB to 4
 WINDOW = 8
 """Most chunks that are asked for at the same time, and how many are by default."""
 
-# Below 32768, the size from which PyTorch starts threads of its own, which would compete with those
-# that train; and a multiple of the cache line.
-_SERIAL_ELEMENTS = 32_640
-
 
 class Assembly:
     """The parameters of one peer, put together from chunks in memory that is made once.
@@ -37,39 +34,48 @@ class Assembly:
     Args:
         model: Size and dtype on the wire.
         dtype: The dtype of :attr:`params`.
+        nearness: Measures how far away they are. Default: only whether they are finite.
+        pinned: Whether a GPU copies from :attr:`params`.
 
     Attributes:
         params: The received parameters ``(P,)``.
-        is_finite: Whether all values that have come since the last :meth:`clear` are.
+        nearness: Of what has come since the last :meth:`clear`.
     """
 
-    def __init__(self, model: Model, dtype: torch.dtype) -> None:
-        self._bytes = np.zeros(model.total_bytes, dtype=np.uint8)
-        self._wire = torch.from_numpy(self._bytes).view(model.wire_dtype)
-        same = dtype == model.wire_dtype
-        self.params = self._wire if same else torch.empty(model.numel, dtype=dtype)
-        self._values = self.params.numpy()
-        self.is_finite = True
+    def __init__(
+        self,
+        model: Model,
+        dtype: torch.dtype,
+        nearness: Nearness | None = None,
+        *,
+        pinned: bool = False,
+    ) -> None:
+        is_same = dtype == model.wire_dtype
+        memory = torch.zeros(model.total_bytes, dtype=torch.uint8, pin_memory=pinned and is_same)
+        self._bytes = memory.numpy()
+        self._wire = self.params = memory.view(model.wire_dtype)
+        if not is_same:
+            self.params = torch.empty(model.numel, dtype=dtype, pin_memory=pinned)
+        self.nearness = nearness or Nearness(model.numel, dtype)
 
     def clear(self) -> None:
         """Forget what was received."""
-        self.is_finite = True
+        self.nearness.clear()
 
     def place(self, offset: int, chunk: memoryview) -> None:
         """Copy a chunk from the wire; NumPy lets other threads of Python run meanwhile."""
         np.copyto(self._bytes[offset : offset + len(chunk)], np.frombuffer(chunk, np.uint8))
 
     def convert(self, offset: int, length: int) -> None:
-        """Convert a chunk that has just come and look at its values while the cache has them."""
+        """Convert a chunk that has just come, and measure it while the cache has it."""
         itemsize = self._wire.itemsize
         part = slice(offset // itemsize, (offset + length) // itemsize)
         if self.params is not self._wire:
             torch._foreach_copy_(
-                torch.split(self.params[part], _SERIAL_ELEMENTS),
-                torch.split(self._wire[part], _SERIAL_ELEMENTS),
+                torch.split(self.params[part], SERIAL_ELEMENTS),
+                torch.split(self._wire[part], SERIAL_ELEMENTS),
             )
-        # NumPy, since torch would start threads of its own for so many values.
-        self.is_finite = self.is_finite and bool(np.isfinite(self._values[part]).all())
+        self.nearness.add(part.start, self.params[part])
 
 
 class Transfer:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack
@@ -17,6 +19,7 @@ from lightning_loco.algorithms.pairwise import Interpolation
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.peers import Peer, read_nodes
 from lightning_loco.peers.engine import PairwiseEngine
+from lightning_loco.peers.nearness import MAX_PEER_DISTANCE
 from lightning_loco.peers.settings import PairwiseSettings
 from lightning_loco.strategies.arguments import CommonArguments, spelled_out
 from lightning_loco.strategies.engine_strategy import EngineStrategy
@@ -52,6 +55,9 @@ class PairwiseGossipStrategy(EngineStrategy):
         wire_dtype: ``"bfloat16"`` halves what travels; None for the dtype of the parameters.
         keep_progress: Blend what the parameters were when the fetch began, and keep what was
             learned since; off is dpwa's rule.
+        max_peer_distance: How many times as far as usual a peer's parameters may be from one's own,
+            more than 1; those further away are not used, and counted by ``PeerMonitor``. None for
+            no limit.
         evaluate: As in :class:`LocoStrategy`, like all arguments that follow.
 
     Raises:
@@ -80,6 +86,7 @@ class PairwiseGossipStrategy(EngineStrategy):
         wire_dtype: Literal["float32", "float64", "bfloat16"] | None = None,
         *,
         keep_progress: bool = False,
+        max_peer_distance: float | None = MAX_PEER_DISTANCE,
         **common: Unpack[CommonArguments],
     ) -> None:
         algorithm = PairwiseAverage(
@@ -92,7 +99,9 @@ class PairwiseGossipStrategy(EngineStrategy):
             fetch_timeout_s=fetch_timeout_s,
             wire_dtype=_dtype(wire_dtype),
             key_file=key_file,
+            max_peer_distance=max_peer_distance,
         )
+        self._has_told_loss = False
         self._init_with(settings, **common)
 
     @classmethod
@@ -141,12 +150,36 @@ class PairwiseGossipStrategy(EngineStrategy):
         assert isinstance(self._engine, PairwiseEngine)
         self._engine.begin_anew()
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step; refuse one that tells no loss if the factor may depend on it."""
+        output = super().training_step(*args, **kwargs)
+        assert self.lightning_module is not None
+        may_skip = self._has_told_loss or self.lightning_module.automatic_optimization
+        self._has_told_loss = self._has_told_loss or self._known_loss is not None
+        if not self._has_told_loss and not may_skip and self.settings.algorithm.uses_loss:
+            raise MisconfigurationException(
+                "training_step returned no loss, but interpolation="
+                f"{self.settings.algorithm.interpolation!r} with divergence_threshold="
+                f"{self.settings.algorithm.divergence_threshold:g} may need it. Return the loss, "
+                "or {'loss': ...}, or use interpolation='constant' or 'clock'."
+            )
+        return output
+
     def prepare_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Serve the present parameters and start to fetch a peer's; the step follows."""
+        """Serve the present parameters and start to fetch a peer's, once in a local step."""
         engine = self._engine
         assert isinstance(engine, PairwiseEngine)
-        engine.update_send(self._loss.item() if isinstance(self._loss, Tensor) else self._loss)
+        if self._optimizer_steps.get(id(optimizer), 0) == self._local_steps:
+            engine.update_send(self._known_loss)
         return closure
+
+    @property
+    def _known_loss(self) -> Tensor | float | None:
+        """The loss that ``training_step`` has returned last, if it was one number."""
+        loss = self._loss
+        if isinstance(loss, Tensor):
+            return loss.detach() if loss.numel() == 1 else None
+        return float(loss) if isinstance(loss, (int, float)) and not math.isnan(loss) else None
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

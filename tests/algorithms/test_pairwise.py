@@ -51,6 +51,23 @@ def test_factors(
     assert average.blend_factor(Tag(*own), Tag(*peer)) == expected
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, False),
+        ({"interpolation": "clock"}, False),
+        ({"interpolation": by_clock}, False),
+        ({"interpolation": Constant(0.3)}, False),
+        ({"interpolation": "loss"}, True),
+        ({"interpolation": by_loss}, True),
+        ({"interpolation": lambda *_: 0.5}, True),  # it may
+        ({"divergence_threshold": 0.1}, True),
+    ],
+)
+def test_it_is_known_whether_the_losses_matter(settings: Any, expected: bool) -> None:
+    assert PairwiseAverage(**settings).uses_loss == expected
+
+
 def test_a_rule_of_ones_own_gets_clocks_and_losses_and_is_clamped() -> None:
     seen = []
 

@@ -25,6 +25,7 @@ from tests.programs import free_ports
 
 CHECKSUM = 0x1122334455667788
 HOST = "127.0.0.1"
+TAG = Tag(1, 1)
 MODEL = Model(CHECKSUM, 1000, torch.float32)
 
 _processes = multiprocessing.get_context("forkserver")
@@ -145,7 +146,7 @@ def answering(port: int, answer: Answer) -> Iterator[None]:
         thread.join()
 
 
-def right_reply(request: Request, total_bytes: int, publication: int = 5) -> Reply:
+def right_reply(request: Request, total_bytes: int, publication: int = 5, tag: Tag = TAG) -> Reply:
     """What one of ours would say about a chunk that it has."""
     return Reply(
         DATA,
@@ -156,14 +157,20 @@ def right_reply(request: Request, total_bytes: int, publication: int = 5) -> Rep
         request.offset,
         request.length,
         total_bytes,
-        Tag(1, 1),
+        tag,
     )
 
 
-def right_answer(request: Request, total_bytes: int, value: float) -> list[bytes]:
-    """The frames of a chunk of one float32 value."""
-    chunk = torch.full((request.length // 4,), value).numpy().tobytes()
-    return [pack_reply(right_reply(request, total_bytes)), chunk]
+def right_answer(
+    request: Request,
+    total_bytes: int,
+    value: float,
+    tag: Tag = TAG,
+    dtype: torch.dtype = torch.float32,
+) -> list[bytes]:
+    """The frames of a chunk of one value."""
+    chunk = torch.full((request.length // dtype.itemsize,), value, dtype=dtype).numpy().tobytes()
+    return [pack_reply(right_reply(request, total_bytes, tag=tag)), chunk]
 
 
 def open_files() -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco import PairwiseAverage, PairwiseEngine
+from lightning_loco.algorithms.pairwise import Tag
 from tests.peers.helpers import peers
 from tests.pool import Pool
 from tests.tiny import flat, make_model
@@ -66,9 +67,9 @@ def test_both_at_once_with_one_half_keep_the_mean() -> None:
     workers = pair(1.0, 5.0)
     for _, engine in workers:
         engine._clock = 3.0
-        engine.node.publish(engine._blending.layout.new_flat(), engine._tag()._replace(loss=1.0))
+        engine.node.publish(engine._blending.layout.new_flat(), Tag(engine._clock, 1.0))
     for _, engine in workers:
-        engine._next_publication = math.inf
+        engine._posting._next = math.inf
         engine.update_send(1.0)
     for _, engine in workers:
         assert engine.update_wait(1.0) == 0.5
@@ -93,6 +94,36 @@ def test_the_interpolation_decides(settings: dict[str, Any], expected: float) ->
     assert puller.update_wait(loss=3.0) == expected
     assert here.values.tolist() == [4 * expected] * 5
     close(workers)
+
+
+@pytest.mark.parametrize(("interpolation", "expected"), [("constant", 0.5), ("loss", 0.0)])
+def test_without_a_loss_only_rules_that_need_none_blend(
+    interpolation: str, expected: float
+) -> None:
+    (here, puller), (_, served) = workers = pair(0.0, 4.0, interpolation=interpolation)
+    served.update_send()
+    puller.update_send()
+    assert puller.update_wait() == expected
+    assert here.values.tolist() == [4 * expected] * 5
+    served.update_send(loss=torch.tensor(2.0))  # from now on it has one
+    served._posting.send(served._clock)
+    puller.update_send(loss=2.0)
+    assert puller.update_wait() == 0.5
+    close(workers)
+
+
+def test_unfreezing_is_refused() -> None:
+    model = Numbers(1.0)
+    model.other = nn.Parameter(torch.zeros(2), requires_grad=False)
+    engine = PairwiseEngine(model, nodes=peers(1), name="p0")
+    engine.update_send(1.0)
+    model.other.requires_grad_(True)
+    engine._posting._next = 0.0  # it is looked at when the parameters are served
+    with pytest.raises(RuntimeError, match="'other' became trainable"):
+        engine.update_send(1.0)
+    with pytest.raises(RuntimeError, match="'other' became trainable"):
+        engine.finish()
+    engine.close()
 
 
 def test_without_a_peer_nothing_changes() -> None:

@@ -212,6 +212,6 @@ def test_a_draft_is_not_read_before_it_is_posted() -> None:
     draft.fill_(2)
     assert publications.draft() is draft
     assert read(publications, 0, READER) == (1, {1})
-    assert publications.post(Tag(2, 2)) == publications.latest == 2
+    assert publications.post(Tag(2, 2), 4.0) == publications.latest == 2
     assert read(publications, 2, READER) == (2, {2})
     assert publications.draft() is not draft

@@ -46,6 +46,9 @@ def make(**given: Any) -> PairwiseSettings:
         ({"fetch_timeout_s": float("inf")}, ValueError, "positive and finite, got inf"),
         ({"fetch_timeout_s": "1"}, TypeError, "number of seconds, got '1'"),
         ({"fetch_timeout_s": True}, TypeError, "number of seconds, got True"),
+        ({"max_peer_distance": 1}, ValueError, "more than 1, got 1. Use None for no limit"),
+        ({"max_peer_distance": float("nan")}, ValueError, "got nan"),
+        ({"max_peer_distance": "far"}, TypeError, "a number or None, got 'far'"),
         ({"wire_dtype": torch.int8}, ValueError, "got torch.int8"),
         ({"wire_dtype": "float32"}, ValueError, "got 'float32'"),
         ({"key_file": "there/is/none.key"}, FileNotFoundError, "none.key"),
@@ -107,6 +110,7 @@ def test_all_that_must_be_equal_is_described_and_what_is_each_workers_own_is_not
         "keep_progress": True,
         "nodes": [["a", "127.0.0.1", 45671], ["b", "127.0.0.1", 45672]],
         "fetch_timeout_s": 3.0,
+        "max_peer_distance": 10.0,
         "wire_dtype": "torch.bfloat16",
     }
     other = dataclasses.replace(settings, name="a", key_file=None)

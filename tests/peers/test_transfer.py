@@ -104,7 +104,7 @@ def test_what_is_put_together_is_what_was_sent(dtype: torch.dtype, wire_dtype: t
         carry(transfer, flat)
         assert assembly.params.dtype == dtype
         assert torch.equal(assembly.params, flat.to(dtype))
-        assert assembly.is_finite
+        assert assembly.nearness.is_finite
         transfer.restart()
 
 
@@ -118,10 +118,10 @@ def test_one_value_that_is_not_finite_is_noticed_and_forgotten_by_a_restart(
     flat = torch.zeros(1000)
     flat[place] = value
     carry(transfer, flat)
-    assert not assembly.is_finite
+    assert not assembly.nearness.is_finite
     transfer.restart()
     carry(transfer, torch.zeros(1000))
-    assert assembly.is_finite
+    assert assembly.nearness.is_finite
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
@@ -29,7 +30,14 @@ from tests.conftest import ROOT
 from tests.peers.helpers import peers
 from tests.pool import Pool, PoolError, make_trainer
 from tests.programs import python_path
-from tests.tiny import TinyModule, ValidatedModule, flat, make_loader
+from tests.tiny import (
+    TinyModule,
+    ValidatedModule,
+    flat,
+    loss_of,
+    make_loader,
+    make_model,
+)
 
 # ------------------------------------------------------------------------- ranks of one job
 
@@ -106,6 +114,112 @@ def fit_several_ranks_with_nodes(rank: int, world: int) -> Tensor:
 def test_nodes_are_trainers_of_one_worker(pool: Pool) -> None:
     with pytest.raises(PoolError, match="devices=1"):
         pool.run(fit_several_ranks_with_nodes, world=2)
+
+
+class Gan(LightningModule):
+    """Lightning's recipe for GANs: two optimizers by hand, and no loss is returned."""
+
+    def __init__(self, loss: Tensor | None = None) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator, self.discriminator = make_model(1), make_model(2)
+        self.loss = loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for optimizer, net in zip(self.optimizers(), self.children(), strict=True):
+            loss = loss_of(net, batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return self.loss if batch_idx == 0 else None
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(net.parameters(), lr=0.01) for net in self.children()]
+
+
+def fit_gan(rank: int, world: int, loss: Tensor | None, interpolation: str) -> Any:
+    strategy = PairwiseGossipStrategy(interpolation=interpolation, timeout_s=30)
+    clocks = []
+
+    class Clocks(Callback):
+        def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+            clocks.append((strategy.engine.state_dict()["clock"], trainer.global_step))
+
+    trainer = make_trainer(
+        strategy, max_epochs=1, use_distributed_sampler=False, callbacks=[Slow(), Clocks()]
+    )
+    trainer.fit(Gan(loss), make_loader(rank, 40))
+    return strategy.statistics.rounds, flat(trainer.lightning_module), *clocks[0]
+
+
+@pytest.mark.parametrize(
+    ("loss", "interpolation"),
+    [
+        (None, "constant"),
+        (None, "clock"),
+        (torch.tensor(2.0), "loss"),
+        (torch.ones(2, 3), "constant"),
+    ],
+)
+def test_manual_optimization_need_not_return_a_loss(
+    pool: Pool, loss: Tensor | None, interpolation: str
+) -> None:
+    for blends, model, clock, optimizer_steps in pool.run(fit_gan, loss, interpolation, world=2):
+        assert blends > 3
+        assert torch.isfinite(model).all()
+        assert optimizer_steps == 80
+        assert clock <= 40 + 1e-9  # local steps, however many optimizers there are
+
+
+def test_a_rule_that_needs_a_loss_is_refused_without_one(pool: Pool) -> None:
+    with pytest.raises(PoolError, match="returned no loss, but interpolation='loss'"):
+        pool.run(fit_gan, None, "loss", world=2)
+
+
+class Skipping(TinyModule):
+    """Leaves out every third batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx % 3 == 0 else super().training_step(batch, batch_idx)
+
+
+def fit_skipping(rank: int, world: int, interpolation: str) -> tuple[int, Tensor]:
+    strategy = PairwiseGossipStrategy(interpolation=interpolation, nodes=peers(1, "w"), name="w0")
+    trainer = make_trainer(strategy, max_epochs=1, callbacks=[Slow()])
+    module = Skipping()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*returned `None`")
+        trainer.fit(module, make_loader(rank, 40))
+    return len(module.losses), flat(module)
+
+
+@pytest.mark.parametrize("interpolation", ["constant", "loss"])
+def test_a_trainer_of_its_own_may_leave_out_batches(pool: Pool, interpolation: str) -> None:
+    ((steps, model),) = pool.run(fit_skipping, interpolation, world=1)
+    assert steps == 26
+    assert torch.isfinite(model).all()
+
+
+def fit_unfreezing(rank: int, world: int) -> None:
+    class Unfreeze(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+            if trainer.global_step == 5:
+                trainer.lightning_module.requires_grad_(True)
+
+    module = TinyModule()
+    next(module.parameters()).requires_grad_(False)
+    trainer = make_trainer(
+        PairwiseGossipStrategy(timeout_s=20),
+        max_epochs=1,
+        use_distributed_sampler=False,
+        callbacks=[Unfreeze(), Slow()],
+    )
+    trainer.fit(module, make_loader(rank, 40))
+
+
+def test_unfreezing_during_fit_is_refused(pool: Pool) -> None:
+    with pytest.raises(PoolError, match="became trainable during fit"):
+        pool.run(fit_unfreezing, world=2)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,141 @@
+"""How far a peer's parameters are from one's own, and whether that is further than usual."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import statistics
+from collections import deque
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_loco.peers.publications import Publications
+
+MAX_PEER_DISTANCE = 10.0
+"""The default of ``max_peer_distance``."""
+
+# Below 32768, the size from which PyTorch starts threads of its own, which would compete with those
+# that train; and a multiple of the cache line.
+SERIAL_ELEMENTS = 32_640
+
+_SERIAL_DOT = 9_984  # likewise for NumPy, whose dot product is the fastest
+_MEASURED = 2**22
+_RECENT = 21
+_FEWEST = 5
+_MOST_TRIES = 3
+_ABSURD = 1e9
+_NORM_ERROR = 0.01
+
+
+class Nearness:
+    """The distance between what a peer sends and one's own parameters, measured as chunks come.
+
+    One's own are those that were published last, so that neither the model nor its device is
+    touched. Of more than 4 million parameters the distance is that of so many, in pieces that are
+    drawn anew for each fetch, and at least the difference of the norms; so it costs no more for a
+    larger model. The norm, taken of all values, is the check for NaN and infinity, too.
+
+    A peer is too far away if its distance is more than ``max_peer_distance`` times
+
+    - the norm of one's own parameters, or the square root of their number if that is more; or
+    - the median of the last 21 distances, once there are 5. There a longer one counts as the
+      longest allowed: a worker that is far from all others takes part again after a while, and the
+      median is an honest one as long as most of what is read is honest.
+
+    Args:
+        numel: Number of parameters P.
+        dtype: In which they are handed over.
+        own: This worker's publications; without any only what is absurd is too far away.
+        max_peer_distance: See above, more than 1; None for no limit.
+
+    Attributes:
+        is_finite: Whether all that has come since :meth:`clear` is.
+    """
+
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        own: Publications | None = None,
+        max_peer_distance: float | None = None,
+    ) -> None:
+        self._root = math.sqrt(numel)
+        self._own = own if max_peer_distance is not None else None
+        self._most = max_peer_distance
+        self._stride = math.ceil(numel / _MEASURED)
+        self._differences = torch.empty(SERIAL_ELEMENTS, dtype=dtype)
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what has come, but not how far away peers were."""
+        self.is_finite = True
+        self._squares = 0.0
+        self._measured_squares = 0.0
+        self._num_seen = self._num_measured = 0
+        self._skip = secrets.randbelow(self._stride)
+        self._is_relative = self._own is not None and self._own.newest is not None
+
+    def add(self, start: int, values: Tensor) -> None:
+        """Look at values whose place in the flat vector begins at ``start``."""
+        array = values.numpy()
+        blocks = (array[i : i + _SERIAL_DOT] for i in range(0, len(array), _SERIAL_DOT))
+        with np.errstate(all="ignore"):
+            squares = sum(float(np.dot(block, block)) for block in blocks)
+        if not math.isfinite(squares):  # squares of finite values may be too large, too
+            self.is_finite = self.is_finite and bool(torch.isfinite(values).all())
+        self._squares += squares
+        self._num_seen += len(values)
+        if not self._is_relative:
+            return
+        for block in torch.split(values, SERIAL_ELEMENTS):
+            if self._skip == 0:
+                self._measure(start, block)
+            self._skip = (self._skip or self._stride) - 1
+            start += len(block)
+
+    def _measure(self, start: int, theirs: Tensor) -> None:
+        """Compare with one's own latest parameters, which are published anew at any moment."""
+        assert self._own is not None
+        differences = self._differences[: len(theirs)]
+        for _ in range(_MOST_TRIES):
+            own = self._own.newest
+            assert own is not None
+            number = own.number
+            torch.sub(theirs, own.values[start : start + len(theirs)], out=differences)
+            if own.number == number != 0:
+                norm = float(torch.linalg.vector_norm(differences))
+                self._measured_squares += norm * norm
+                self._num_measured += len(theirs)
+                return
+
+    @property
+    def distance(self) -> float:
+        """The distance of what has come, or its norm if there is nothing to compare it with."""
+        norm = math.sqrt(self._squares)
+        own = self._own.newest if self._own is not None and self._is_relative else None
+        if own is None or not self._num_measured:
+            return norm
+        distance = math.sqrt(self._measured_squares * (self._num_seen / self._num_measured))
+        if self._stride == 1:
+            return distance
+        return max(distance, abs(norm - own.norm) - _NORM_ERROR * own.norm)
+
+    def is_near(self) -> bool:
+        """Whether the peer is near enough; to be asked once, when all has come."""
+        if self._most is None:
+            return True
+        distance = self.distance
+        own = self._own.newest if self._own is not None and self._is_relative else None
+        if own is None:
+            return distance <= _ABSURD * self._root
+        limit = self._most * max(own.norm, self._root)
+        if not distance <= limit:
+            return False
+        if len(self._recent) >= _FEWEST:
+            limit = min(limit, self._most * statistics.median(self._recent))
+        if distance > 0:
+            self._recent.append(min(distance, limit))
+        return distance <= limit

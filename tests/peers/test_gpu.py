@@ -1,0 +1,111 @@
+"""A model on a GPU: local steps and blends read nothing back, and the numbers are the same."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_loco import PairwiseAverage, PairwiseEngine
+from lightning_loco.comm.flat import Cuts, FlatLayout
+from lightning_loco.peers.blending import Blending
+from lightning_loco.peers.gpu import Upload, make_posting, pack_with_numbers
+from lightning_loco.peers.posting import Posting
+from tests.peers.helpers import make_node, peers
+
+NUMEL = 25
+
+
+def make(device: str, dtype: torch.dtype, **settings: object) -> tuple[Blending, list[Tensor]]:
+    tensors = [torch.ones(shape, dtype=dtype, device=device) for shape in ((3, 4), (5,), (2, 4))]
+    layout = FlatLayout(zip("abc", tensors, strict=True), Cuts(7))
+    return Blending(layout, PairwiseAverage(**settings)), tensors
+
+
+# The device "meta" holds no values, so that whoever reads one fails.
+
+
+@pytest.mark.parametrize("loss", [None, 2.0, "tensor"])
+@pytest.mark.parametrize("wire_dtype", [torch.float32, torch.bfloat16])
+def test_packing_with_norm_and_loss_reads_nothing_back(
+    wire_dtype: torch.dtype, loss: float | str | None
+) -> None:
+    blending, _ = make("meta", torch.float32)
+    flat = torch.empty(NUMEL, dtype=wire_dtype, device="meta")
+    numbers = torch.zeros(2, dtype=torch.float64, device="meta")
+    given = torch.ones(1, device="meta") if isinstance(loss, str) else loss
+    pack_with_numbers(blending, flat, numbers, given)
+    with pytest.raises(RuntimeError, match="item"):
+        numbers[0].item()
+
+
+@pytest.mark.parametrize("keep_progress", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blending_reads_nothing_back(dtype: torch.dtype, keep_progress: bool) -> None:
+    blending, tensors = make("meta", dtype, keep_progress=keep_progress)
+    blending.note_fetch()
+    for was_finite in (True, False):
+        blending.blend(torch.zeros(NUMEL), 0.5, was_finite=was_finite)
+    assert all(tensor.device.type == "meta" for tensor in tensors)
+
+
+@pytest.mark.parametrize("loss", [None, 2.0, torch.tensor([3.0])])
+def test_numbers_that_are_packed_are_those_of_the_parameters(loss: float | Tensor | None) -> None:
+    blending, tensors = make("cpu", torch.float64)
+    flat, numbers = torch.empty(NUMEL, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    pack_with_numbers(blending, flat, numbers, loss)
+    assert numbers.tolist() == [5.0, float(loss or 0.0)]
+    assert torch.equal(flat, torch.ones(NUMEL, dtype=torch.float64))
+    tensors[1][2] = torch.nan
+    pack_with_numbers(blending, flat, numbers, loss)
+    assert not torch.isfinite(numbers[0])
+
+
+def test_on_a_processor_nothing_is_posted_later() -> None:
+    blending, _ = make("cpu", torch.float32)
+    node = make_node(peers(1), 0, NUMEL)
+    assert isinstance(make_posting(node, blending, torch.float32), Posting)
+    upload = Upload(torch.device("cpu"))
+    upload.note()
+    assert upload.is_done
+    node.close()
+
+
+def pair(*values: float, **settings: object) -> list[tuple[nn.Linear, PairwiseEngine]]:
+    nodes = peers(len(values), "w")
+    found = []
+    for node, value in zip(nodes, values, strict=True):
+        model = nn.Linear(300, 300, device="cuda")
+        for parameter in model.parameters():
+            parameter.data.fill_(value)
+        engine = PairwiseEngine(
+            model, PairwiseAverage(**settings), nodes=nodes, name=node.name, fetch_timeout_s=5
+        )
+        found.append((model, engine))
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keep_progress", [False, True])
+@pytest.mark.parametrize("interpolation", ["constant", "loss"])
+def test_models_on_a_gpu_gossip_without_a_wait(interpolation: str, keep_progress: bool) -> None:
+    (here, puller), (_, served) = workers = pair(
+        0.0, 4.0, interpolation=interpolation, keep_progress=keep_progress
+    )
+    loss = torch.ones((), device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        deadline = time.monotonic() + 20
+        factor = 0.0
+        while factor == 0.0 and time.monotonic() < deadline:
+            served.update_send(loss)
+            puller.update_send(loss)
+            factor = puller.update_wait(loss)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert factor == 0.5
+    assert here.weight.unique().tolist() == [2.0]
+    for _, engine in workers:
+        engine.close()
