@@ -253,6 +253,7 @@ class EngineStrategy(MeetingStrategy):
         """Share the last partial round and leave the consensus in the model."""
         self._weights.end_fit()
         engine = self._engine
+        check_left_out(engine.worker.replica.left_out, self.optimizers)
         engine.finish()
         if self.finalize == "keep":
             engine.worker.show_local()
