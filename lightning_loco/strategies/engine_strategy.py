@@ -279,6 +279,7 @@ class EngineStrategy(MeetingStrategy):
     def _end_training(self) -> Iterator[None]:
         """Share the last partial round and leave the consensus in the model, before all hooks."""
         self._weights.end_fit()
+        check_left_out(self._engine.worker.replica.left_out, self.optimizers)
         keeps_local = self.finalize == "keep"
         finish_with_averages(self._engine, self._trainer, keeps_local=keeps_local)
         self._finished = True
