@@ -19,7 +19,7 @@ from shutil import which
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".versions"
 
-LIGHTNING = ("2.4.0", "2.5.6", "2.6.6")
+LIGHTNING = ("2.5.0", "2.5.6", "2.6.6")
 """The oldest that pyproject.toml allows, the last of each minor version, and the newest."""
 
 PYTHON = ("3.10", "3.11", "3.12", "3.13")

@@ -154,6 +154,8 @@ def ema_by_hand(kit: Kit) -> Facts:
 class Zeroing(Callback):
     """Leaves a model that no round would."""
 
+    written = torch.zeros(0)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         fill(pl_module, 0.0)
         self.written = weights(pl_module)

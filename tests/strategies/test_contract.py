@@ -101,7 +101,7 @@ def test_the_lockstep_is_taken_out_of_one_trainer_only() -> None:
     for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
         assert name in vars(trainer._signal_connector)
         assert name not in vars(other._signal_connector)
-    # Lightning 2.4 has no broadcast to take out.
+    # Lightning before 2.5.2 has no broadcast to take out.
     if hasattr(other.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
         assert "_broadcast_sigterm_tensor" in vars(trainer.fit_loop.epoch_loop)
         assert "_broadcast_sigterm_tensor" not in vars(other.fit_loop.epoch_loop)
@@ -130,7 +130,7 @@ def stop_after_three(rank: int, world: int) -> int:
 
 
 class OlderFiles(CheckpointIO):
-    """Reads as the CheckpointIO of Lightning 2.4 and 2.5 does."""
+    """Reads as the CheckpointIO of Lightning 2.5 does."""
 
     def save_checkpoint(self, *_: Any, **__: Any) -> None:
         raise NotImplementedError
