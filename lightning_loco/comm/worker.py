@@ -18,14 +18,14 @@ from lightning_loco.comm.checks import (
     share_from_worker_0,
 )
 from lightning_loco.comm.companions import Companions
+from lightning_loco.comm.consensus import measure_consensus, no_consensus, show_consensus
 from lightning_loco.comm.devices import device_of
-from lightning_loco.comm.flat import Cuts, are_finite, longest_chunk
+from lightning_loco.comm.flat import Cuts, longest_chunk
 from lightning_loco.comm.groups import WorkerGroup
-from lightning_loco.comm.replica import Replica, average
+from lightning_loco.comm.replica import Replica
 from lightning_loco.comm.rows import PendingRows, Row, meeting_number, start_rows
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.stopping import StopAgreement
-from lightning_loco.comm.waiting import Sum
 
 log = logging.getLogger(__name__)
 
@@ -224,7 +224,7 @@ class Worker:
         self.statistics.losses = [row.loss for row in rows]
         broken = [worker for worker, row in enumerate(rows) if row.finite == 0]
         if len(broken) == len(rows):
-            raise _no_consensus()
+            raise no_consensus()
         if broken and self.group.worker == 0:
             log.warning(
                 "NaN or infinity in the parameters of worker %s at round %d: left out of the "
@@ -245,27 +245,7 @@ class Worker:
         Raises:
             RuntimeError: If no worker's parameters are finite, or as in :meth:`meet`.
         """
-        if self.replica.shows_consensus:
-            return
-        self.meet(purpose)
-        replica, group, statistics = self.replica, self.group, self.statistics
-        valid = are_finite(replica.layout.chunks())
-        row = self.row(meeting_number(purpose))
-        row = row._replace(finite=float(valid), scalars=self.companions.look())
-        rows = self.tell(row, purpose).wait()
-        num_valid = round(sum(row.finite for row in rows))
-        if num_valid == 0:
-            raise _no_consensus()
-        others = replica.others.compare(group)
-        replica.keep_local()
-        outer = None if self.engine is None else self.engine.outer()
-        if outer is not None:
-            replica.layout.write(outer)
-        else:
-            average(replica.layout, group, statistics, valid, num_valid)
-        average(replica.buffers, group, statistics, valid, num_valid)
-        average(others, group, statistics, valid, num_valid)
-        self.companions.agree(rows, group, statistics)
+        show_consensus(self, purpose)
 
     @torch.no_grad()
     def show_local(self) -> None:
@@ -274,12 +254,7 @@ class Worker:
 
     def measure_consensus(self, max_elements: int) -> float:
         """Root mean square distance to the mean, from a sample of elements, the same everywhere."""
-        sample = self.replica.sample(max_elements, self.round_index)
-        n = self.group.num_workers
-        sums = torch.stack([sample, sample.square()])
-        Sum(self.group, self.statistics, sums, "the consensus distance").wait()
-        variance = (sums[1] / n - (sums[0] / n).square()).clamp_(min=0).sum()
-        return math.sqrt(float(variance) * self.replica.layout.numel / max(sample.numel(), 1))
+        return measure_consensus(self, max_elements)
 
     def state_dict(self) -> dict[str, Any]:
         """Where this worker is, and its local parameters and buffers."""
@@ -304,10 +279,3 @@ class Worker:
         if "others" in saved:
             self.replica.others.load(*saved["others"])
         self.statistics.load_state_dict(saved["statistics"])
-
-
-def _no_consensus() -> RuntimeError:
-    return RuntimeError(
-        "The parameters hold NaN or infinity on every worker, so there is no consensus. "
-        "Lower the learning rate, or go back to the last checkpoint."
-    )

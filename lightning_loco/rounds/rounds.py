@@ -158,14 +158,9 @@ class Rounds:
 
         A RuntimeError says who is missing or has failed; nothing has changed then.
         """
-        if self.flight is None:
-            return
-        lane = self.lane
-        if lane.layout.before_write is not None:
-            lane.layout.before_write()
-        if lane.layout.cut is not lane.tied_to:
-            lane.tie()
-        self._land(self.flight, True)
+        if self.flight is not None:
+            self.lane.make_ready()
+            self._land(self.flight, True)
 
     def _land(self, flight: Flight, valid: bool, successor: Flight | None = None) -> None:
         """Apply all of a flight; the message of a successor is made right before, part by part."""

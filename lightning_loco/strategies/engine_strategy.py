@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Literal
@@ -13,9 +13,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_loco.comm import Statistics, Worker, WorkerGroup
@@ -25,7 +24,8 @@ from lightning_loco.strategies.added_hooks import add_hooks
 from lightning_loco.strategies.arguments import check_choice, check_common_arguments
 from lightning_loco.strategies.averaged_models import averaged_models, finish_with_averages
 from lightning_loco.strategies.driven import Engine, describe
-from lightning_loco.strategies.local_model import LocalModel
+from lightning_loco.strategies.local_model import LocalModel, check_batch_norm
+from lightning_loco.strategies.local_steps import LocalSteps, loss_in
 from lightning_loco.strategies.meeting import MeetingStrategy
 from lightning_loco.strategies.pace import Pace, share_data
 from lightning_loco.strategies.shared_memory import leave_shared_memory
@@ -68,17 +68,11 @@ class EngineStrategy(MeetingStrategy):
     ) -> None:
         """What the constructor of every strategy of workers ends with.
 
-        Here the common arguments have their defaults.
-
-        Args:
-            settings: What the engine of :meth:`make_engine` is made of; kept as ``settings``.
-            evaluate: As in the class, like all arguments that follow.
+        The engine of :meth:`make_engine` is made of ``settings``; the common arguments have their
+        defaults here.
         """
-        for name, value, allowed in (
-            ("evaluate", evaluate, ("average", "local")),
-            ("finalize", finalize, ("average", "keep")),
-        ):
-            check_choice(name, value, allowed)
+        check_choice("evaluate", evaluate, ("average", "local"))
+        check_choice("finalize", finalize, ("average", "keep"))
         check_common_arguments(timeout_s, start_method)
         super().__init__(
             accelerator=accelerator,
@@ -95,11 +89,10 @@ class EngineStrategy(MeetingStrategy):
         self.finalize = finalize
         self.timeout_s = timeout_s
         self.statistics = Statistics()
-        self._optimizer_steps: dict[int, int] = {}
-        self._local_steps = 0
+        self._steps = LocalSteps()
         self._pace: Pace | None = None
         self._added = ExitStack()
-        self._loss: Any = math.nan
+        self._loss: Tensor | float = math.nan
         self.engine: Engine | None = None
         self.checkpoints = WorkerCheckpoints(self)
         self._weights = WrittenWeights(self)
@@ -111,11 +104,7 @@ class EngineStrategy(MeetingStrategy):
 
     @abstractmethod
     def make_engine(self, group: WorkerGroup) -> Engine:
-        """Decide when and with whom this worker exchanges; called on every worker.
-
-        Args:
-            group: The workers; the engine closes it.
-        """
+        """Decide when and with whom this worker exchanges; called on every worker."""
 
     @abstractmethod
     def begin_anew(self) -> None:
@@ -152,12 +141,7 @@ class EngineStrategy(MeetingStrategy):
         if not self.is_fitting:
             super().setup(trainer)
             return
-        if lightning_private.syncs_batch_norm(self):
-            raise MisconfigurationException(
-                "sync_batchnorm=True communicates in every forward pass, which low-communication "
-                "training avoids. Use Trainer(sync_batchnorm=False); statistics of BatchNorm are "
-                "averaged for validation and checkpoints."
-            )
+        check_batch_norm(self)
         lightning_private.remove_lockstep(trainer, self.request_stop)
         super().setup(trainer)
         assert self.lightning_module is not None
@@ -166,8 +150,7 @@ class EngineStrategy(MeetingStrategy):
         self.group.connect(self.root_device)
         self.engine = self.make_engine(self.group)
         self.statistics = self.engine.statistics
-        self._optimizer_steps = {}
-        self._local_steps = 0
+        self._steps = LocalSteps()
         self.checkpoints.begin_fit()
         if self.schedule is not None:
             self._pace = Pace(trainer, self.schedule, self.worker, self.num_workers)
@@ -180,6 +163,8 @@ class EngineStrategy(MeetingStrategy):
             saving=self.checkpoints.consensus_shown,
             meet=self.meet,
         )
+        if self._pace is not None:
+            self._added.callback(self._pace.restore)
         rank_zero_info(describe(self.engine, self.schedule))
 
     def meet(self, purpose: str) -> None:
@@ -229,8 +214,7 @@ class EngineStrategy(MeetingStrategy):
         stand_in = self._engine.worker.replica.stand_in
         stand_in.hold()
         output = super().training_step(*args, **kwargs)
-        loss = output.get("loss", math.nan) if isinstance(output, Mapping) else output
-        self._loss = loss.detach() if isinstance(loss, Tensor) else math.nan
+        self._loss = loss_in(output)
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
             stand_in.release()
@@ -255,10 +239,7 @@ class EngineStrategy(MeetingStrategy):
         is_automatic = self.lightning_module.automatic_optimization
         if is_automatic:
             self._engine.worker.replica.stand_in.release()
-        done = self._optimizer_steps.get(id(optimizer), 0) + 1
-        self._optimizer_steps[id(optimizer)] = done
-        if done > self._local_steps:
-            self._local_steps = done
+        if self._steps.is_new(optimizer):
             self._engine.count_step()
         if is_automatic:
             self._make_due_round()
@@ -280,8 +261,7 @@ class EngineStrategy(MeetingStrategy):
         """Share the last partial round and leave the consensus in the model, before all hooks."""
         self._weights.end_fit()
         check_left_out(self._engine.worker.replica.left_out, self.optimizers)
-        keeps_local = self.finalize == "keep"
-        finish_with_averages(self._engine, self._trainer, keeps_local=keeps_local)
+        finish_with_averages(self._engine, self._trainer, keeps_local=self.finalize == "keep")
         self._finished = True
         yield
 
@@ -299,20 +279,13 @@ class EngineStrategy(MeetingStrategy):
     def teardown(self) -> None:
         """Close the engine and the groups."""
         self._added.close()
-        if self.engine is not None:
-            self.engine.close()
-            self.engine = None
-        if self.group is not None:
-            self.group.close()
-            self.group = None
-        if self._pace is not None:
-            self._pace.restore()
-            self._pace = None
+        for part in (self.engine, self.group):
+            if part is not None:
+                part.close()
+        self.engine = self.group = self._pace = None
         if isinstance(self.model, LocalModel):
             self.model = self.lightning_module
         super().teardown()
-
-    # ---------------------------------------------------------------- evaluate
 
     def on_validation_start(self) -> None:
         """Show the consensus to the validation."""

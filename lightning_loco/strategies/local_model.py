@@ -5,7 +5,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+
+from lightning_loco.strategies import lightning_private
 
 
 class LocalModel(nn.Module):
@@ -44,3 +48,13 @@ class LocalModel(nn.Module):
     def __hash__(self) -> int:
         """As the module's, to which it is equal."""
         return hash(self.module)
+
+
+def check_batch_norm(strategy: DDPStrategy) -> None:
+    """Refuse BatchNorm that is synchronised in every forward pass."""
+    if lightning_private.syncs_batch_norm(strategy):
+        raise MisconfigurationException(
+            "sync_batchnorm=True communicates in every forward pass, which low-communication "
+            "training avoids. Use Trainer(sync_batchnorm=False); statistics of BatchNorm are "
+            "averaged for validation and checkpoints."
+        )

@@ -169,7 +169,7 @@ class PairwiseGossipStrategy(EngineStrategy):
         """Serve the present parameters and start to fetch a peer's, once in a local step."""
         engine = self._engine
         assert isinstance(engine, PairwiseEngine)
-        if self._optimizer_steps.get(id(optimizer), 0) == self._local_steps:
+        if self._steps.is_next(optimizer):
             engine.update_send(self._known_loss)
         return closure
 
@@ -177,9 +177,7 @@ class PairwiseGossipStrategy(EngineStrategy):
     def _known_loss(self) -> Tensor | float | None:
         """The loss that ``training_step`` has returned last, if it was one number."""
         loss = self._loss
-        if isinstance(loss, Tensor):
-            return loss.detach() if loss.numel() == 1 else None
-        return float(loss) if isinstance(loss, (int, float)) and not math.isnan(loss) else None
+        return None if isinstance(loss, float) and math.isnan(loss) else loss
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
