@@ -92,7 +92,7 @@ class EngineStrategy(MeetingStrategy):
         self._steps = LocalSteps()
         self._pace: Pace | None = None
         self._added = ExitStack()
-        self._loss: Tensor | float = math.nan
+        self._loss: Any = math.nan
         self.engine: Engine | None = None
         self.checkpoints = WorkerCheckpoints(self)
         self._weights = WrittenWeights(self)
