@@ -262,8 +262,8 @@ class WorkerGroup:
     def close(self, error: BaseException | None = None) -> None:
         """Stop the watchdog and destroy the groups; a second call does nothing.
 
-        Where the host does not wait, destroying a group does: for all that is under way on the
-        device. After a failure that would be for ever, so the group is aborted.
+        Destroying a group waits for all that is under way in it. After a failure that may be for
+        ever, so the groups are aborted.
 
         Args:
             error: What this worker ends with, for the others to know.
@@ -279,7 +279,7 @@ class WorkerGroup:
         for group in (self.data, self.control):
             if group is None or not dist.is_initialized():
                 continue
-            if self.failed and group is self.data and not self.host_waits:
+            if self.failed:
                 _abort(group)
             else:
                 dist.destroy_process_group(group)

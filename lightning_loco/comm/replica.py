@@ -135,6 +135,10 @@ class Replica:
         layouts = self.layout, self.buffers, self.others.differing
         self._local = Local(*(layout.set_aside() for layout in layouts))
 
+    def forget_local(self) -> None:
+        """Go on with what the module holds now, instead of the values set aside."""
+        self._local = None
+
     def show_local(self) -> None:
         """Put the local values back."""
         if self._local is not None:

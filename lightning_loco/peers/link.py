@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 
 import zmq
@@ -105,15 +106,20 @@ class Link:
         Raises:
             LinkBroken: If the link broke, and nothing has come, or what comes does not end.
         """
-        ready = dict(self._poller.poll(max(1, int(1000 * timeout_s))))
-        if self._socket in ready:
-            return
-        self._read_events()
-        self._raise_if_lost()
-        # What was there when it was counted and is in no message by now, is in none at all.
-        too_much = self._held is not None and self._held.exceeds(self._most_held)
-        if too_much and not self._socket.poll(0):
-            raise LinkBroken(f"{self.peer.address} sends a message without end")
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = deadline - time.monotonic()
+            ready = dict(self._poller.poll(max(1, int(1000 * left_s))))
+            if self._socket in ready:
+                return
+            self._read_events()
+            self._raise_if_lost()
+            # What was there when it was counted and is in no message by now, is in none at all.
+            too_much = self._held is not None and self._held.exceeds(self._most_held)
+            if too_much and not self._socket.poll(0):
+                raise LinkBroken(f"{self.peer.address} sends a message without end")
+            if self._monitor not in ready or left_s <= 0:
+                return
 
     def send(self, request: bytes) -> None:
         """Send a request.

@@ -71,9 +71,11 @@ class RidingRows:
         if board is None or watchdog is None:
             return False
         board.exchange += 1
+        self._group.come_to(place)
         with Timed(statistics), Explained(self._group, place):
             board.post(False, self._group.timeout_s)
             self._is_known = board.anyone_makes_round(watchdog, place, self._group.timeout_s)
+        watchdog.meetings -= 1  # what follows is counted by itself
         return self._is_known
 
     def carry(self, statistics: Statistics, row: Row, place: str) -> PendingRows:

@@ -38,12 +38,12 @@ class WrittenWeights:
     def __init__(self, strategy: EngineStrategy) -> None:
         self._strategy = strategy
         self._is_before_start = False
-        self._written: Tensor | None = None
+        self._written: dict[str, Tensor] = {}
         self._seen: list[int] | None = None
 
     def begin_fit(self) -> None:
         """The engine has taken its start; hooks follow."""
-        self._written, self._is_before_start = None, True
+        self._written, self._is_before_start = {}, True
         self._seen = self._look()
 
     @property
@@ -107,8 +107,11 @@ class WrittenWeights:
 
     def note(self) -> None:
         """Keep what was written since the batches ended, before a round of others changes it."""
-        if self._is_between_epochs and self._look() != self._seen:
-            self._written = self._worker.replica.layout.new_flat()
+        if not self._is_between_epochs:
+            return
+        layout, seen = self._worker.replica.layout, self._seen or ()
+        pairs = zip(layout.names, layout.tensors, self._look(), seen, strict=True)
+        self._written |= {name: p.detach().clone() for name, p, now, then in pairs if now != then}
 
     def expect(self) -> None:
         """What the model holds now is not a hook's work."""
@@ -117,8 +120,9 @@ class WrittenWeights:
 
     @property
     def _is_between_epochs(self) -> bool:
-        is_open = self._seen is not None and self._strategy.engine is not None
-        return is_open and not self._is_before_start
+        if self._seen is None or self._strategy.engine is None or self._is_before_start:
+            return False
+        return not self._worker.replica.shows_consensus
 
     def begin_batches(self) -> None:
         """The next batch follows: begin anew if weights were written since the last one.
@@ -132,8 +136,8 @@ class WrittenWeights:
         self.note()
         self._forget()
         if lightning_private.only_measures(self._model.trainer):
-            self._written = None
-        if self._written is not None:
+            self._written = {}
+        if self._written:
             self._take_over()
 
     def _forget(self) -> None:
@@ -143,23 +147,30 @@ class WrittenWeights:
     def end_fit(self) -> None:
         """There are no more batches; those who had none at all begin with worker 0's weights."""
         self.share_start()
-        self._written = None
+        self._written = {}
         self._forget()
 
     def _take_over(self) -> None:
-        written, self._written = self._written, None
-        assert written is not None
+        """Begin anew with what was written, and with the consensus of all other parameters."""
+        written, self._written = self._written, {}
         self._strategy.meet(_PLACE)
-        layout, group = self._worker.replica.layout, self._worker.group
-        layout.write(written)
-        everyone = group.gather_objects(fingerprints(layout.tensors), _PLACE)
-        for worker, other in enumerate(everyone):
-            for name, one, first in zip(layout.names, other, everyone[0], strict=True):
-                if one != first:
+        worker = self._worker
+        prints = fingerprints(list(written.values()))
+        own = dict(zip(written, prints, strict=True))
+        for other, theirs in enumerate(everyone := worker.group.gather_objects(own, _PLACE)):
+            for name in {**theirs, **everyone[0]}:
+                if theirs.get(name) != everyone[0].get(name):
                     raise RuntimeError(
                         f"A hook has set weights between two epochs, and {name!r} is not the same "
-                        f"on workers 0 and {worker}. Set the same weights on all workers; what "
+                        f"on workers 0 and {other}. Set the same weights on all workers; what "
                         "each worker does to its own belongs into a batch (training_step, "
                         "on_train_batch_end)."
                     )
+        layout = worker.replica.layout
+        if len(written) < len(layout.names):
+            worker.show_consensus(_PLACE)
+            worker.replica.forget_local()
+        for name, parameter in zip(layout.names, layout.tensors, strict=True):
+            if name in written:
+                parameter.detach().copy_(written[name])
         self._strategy.begin_anew()

@@ -41,7 +41,6 @@ TINY = b"\x01\x01x" * 20_000
 LARGE = (b"\x03" + (1000).to_bytes(8, "big") + bytes(1000)) * 60
 HUGE = (b"\x03" + (600_000).to_bytes(8, "big") + bytes(600_000)) * 2
 REQUEST = pack_request(Request(CHECKSUM, 1, 7, 0, 0, 8))
-REQUESTS = (bytes([0, len(REQUEST)]) + REQUEST) * 1000
 SECONDS = 2.0
 NUMEL = 500_000
 
@@ -89,7 +88,7 @@ def largest_growth(during: Callable[[], None]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flood", [TINY, LARGE, REQUESTS], ids=["tiny", "large", "requests"])
+@pytest.mark.parametrize("flood", [TINY, LARGE], ids=["tiny", "large"])
 def test_a_server_does_not_grow_and_goes_on_serving(flood: bytes) -> None:
     with two_nodes(NUMEL) as (here, there):
         flat = torch.randn(NUMEL)

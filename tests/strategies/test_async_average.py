@@ -229,7 +229,7 @@ def fit_crashing(rank: int, world: int) -> None:
 def test_a_crash_on_one_worker_ends_all_with_its_traceback(pool: Pool) -> None:
     with pytest.raises(PoolError) as caught:
         pool.run(fit_crashing, world=3)
-    assert set(caught.value.failures) == {0, 1, 2}
+    assert set(caught.value.failures) == {0, 1, 2}, str(caught.value)
     assert str(caught.value).count("worker 1 has a bad day") >= 2
 
 

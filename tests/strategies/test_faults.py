@@ -82,7 +82,7 @@ def test_crash_on_one_worker_ends_all_with_its_traceback(tmp_path: Path, worker:
         assert code != 0
     assert "AssertionError: the sky fell" in output
     if worker == 0:  # the launcher kills the children of a dead child, but not those of a dead main
-        assert "RuntimeError: Worker 0 failed:" in output
+        assert "WorkerFailure: Worker 0 failed:" in output
 
 
 def test_killed_worker_ends_all(tmp_path: Path) -> None:
