@@ -70,10 +70,13 @@ def step_outer_optimizer(
     parameter.grad = gradient
     optimizer = make_optimizer([parameter])
     known = {key.removeprefix(_PREFIX): state[key] for key in state if key.startswith(_PREFIX)}
-    if known:
+    tensors = [value for value in known.values() if isinstance(value, Tensor)]
+    if any(t.shape == parameter.shape and t.device != parameter.device for t in tensors):
         # Moves what was read from a checkpoint to where this optimizer wants it.
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": {0: known}, "param_groups": groups})
+    elif known:
+        optimizer.state[parameter] = known
     optimizer.step()
     for key, value in optimizer.state[parameter].items():
         if value is None:
