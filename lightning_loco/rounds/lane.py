@@ -90,13 +90,6 @@ class Lane:
         self.parts = [part for parcel in self.parcels for part in parcel.parts]
         self.sums = self._empty(len(self.parts))
 
-    def make_ready(self) -> None:
-        """Tie all parcels to where results may be written now."""
-        if self.layout.before_write is not None:
-            self.layout.before_write()
-        if self.layout.cut is not self.tied_to:
-            self.tie()
-
     def _parcel(self, index: int, chunks: list[Chunk]) -> Parcel:
         place = self._places[index % len(self._places)]
         parts: list[Part] = []

@@ -65,10 +65,7 @@ class Rounds:
         still in the cache, replaces one at the parameters.
         """
         lane, sums = self.lane, [math.nan]
-        if lane.layout.before_write is not None:
-            lane.layout.before_write()
-        if lane.layout.chunks() is not lane.tied_to:
-            lane.tie()
+        self._make_ready()
         self._is_proposed = lane.holds and self.flight is None
         if self._is_proposed:
             with labelled("loco/propose"):
@@ -77,6 +74,13 @@ class Rounds:
             sums = lane.sums.tolist()
         self._is_finite = all(map(math.isfinite, sums)) or are_finite([p.chunk for p in lane.parts])
         return self._is_finite
+
+    def _make_ready(self) -> None:
+        layout = self.lane.layout
+        if layout.before_write is not None:
+            layout.before_write()
+        if layout.chunks() is not self.lane.tied_to:
+            self.lane.tie()
 
     def _propose_local(self, part: Part, into: Tensor, total: Tensor | None = None) -> None:
         part.read_local(into)
@@ -154,12 +158,9 @@ class Rounds:
         self.flight = flight
 
     def land(self) -> None:
-        """Wait for the flight under way, if there is one, and apply all that it brings.
-
-        A RuntimeError says who is missing or has failed; nothing has changed then.
-        """
+        """Wait for the flight under way, if any, and apply all that it brings, or nothing."""
         if self.flight is not None:
-            self.lane.make_ready()
+            self._make_ready()
             self._land(self.flight, True)
 
     def _land(self, flight: Flight, valid: bool, successor: Flight | None = None) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,20 +17,14 @@ import torch
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.peers.keys import write_key_file
 from lightning_loco.peers.protocol import (
-    EMPTY,
     Request,
-    pack_reply,
     pack_request,
-    parse_request,
 )
 from tests.peers.helpers import (
     CHECKSUM,
     HOST,
     fetch,
-    make_node,
     open_files,
-    peers,
-    right_reply,
     two_nodes,
 )
 from tests.peers.test_hostile import MB, resident_bytes
@@ -39,7 +33,6 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48)
 READY = b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\6"
 TINY = b"\x01\x01x" * 20_000
 LARGE = (b"\x03" + (1000).to_bytes(8, "big") + bytes(1000)) * 60
-HUGE = (b"\x03" + (600_000).to_bytes(8, "big") + bytes(600_000)) * 2
 REQUEST = pack_request(Request(CHECKSUM, 1, 7, 0, 0, 8))
 SECONDS = 2.0
 NUMEL = 500_000
@@ -106,53 +99,6 @@ def test_a_server_does_not_grow_and_goes_on_serving(flood: bytes) -> None:
         received = fetch(here)
         assert received is not None
         assert torch.equal(received.params, flat)
-
-
-def say_empty(connection: socket.socket) -> None:
-    """Answer the first request that there is nothing to read yet."""
-    request = parse_request(read(connection, 2 + len(REQUEST))[2:])
-    right = right_reply(request, 4 * NUMEL)
-    reply = pack_reply(right._replace(kind=EMPTY, publication=0, length=0))
-    connection.sendall(bytes([0, len(reply)]) + reply)
-
-
-@contextlib.contextmanager
-def pouring(port: int, flood: bytes, until: float, *, is_idle: bool) -> Iterator[None]:
-    """A peer who greets everybody and then sends without end, if idle after the first answer."""
-    with socket.create_server((HOST, port)) as server:
-        server.settimeout(0.1)
-
-        def run() -> None:
-            while time.monotonic() < until:
-                with contextlib.suppress(TimeoutError), server.accept()[0] as connection:
-                    before = say_empty if is_idle else None
-                    pour(connection, b"ROUTER", flood, until, before)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        yield
-        thread.join()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_idle", [False, True])
-@pytest.mark.parametrize("flood", [TINY, LARGE, HUGE], ids=["tiny", "large", "huge"])
-def test_a_reader_does_not_grow_whether_it_fetches_or_not(flood: bytes, is_idle: bool) -> None:
-    nodes = peers(2)
-    until = time.monotonic() + SECONDS
-    with pouring(nodes[1].port, flood, until, is_idle=is_idle):
-        here = make_node(nodes, 0, NUMEL, fetch_timeout_s=SECONDS)
-
-        def read() -> None:
-            while time.monotonic() < until:
-                here.start_fetch()
-                here.wait(0.2)
-                time.sleep(0.5 if is_idle else 0.0)
-
-        assert largest_growth(read) < 100 * MB
-        assert here.statistics.fetches == 0
-        assert here.statistics.empty == 0 or is_idle
-        here.close()
 
 
 IDLE = """
