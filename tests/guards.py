@@ -12,8 +12,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-# Daemon threads of libraries that live as long as their process.
-KNOWN_DAEMONS = ("TMonitor", "QueueFeederThread", "Dummy-")
+# Daemon threads of libraries that live as long as their process, and those that wait for what is
+# under way in a group of gloo after a failure.
+KNOWN_DAEMONS = ("TMonitor", "QueueFeederThread", "Dummy-", "loco-abandoned")
 # Caches of the tools, and folders that are made by working on the project, not by a test.
 KNOWN_FILES = {".git", ".venv", ".versions", "__pycache__"}
 KNOWN_FILES |= {".mypy_cache", ".pytest_cache", ".ruff_cache"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -78,6 +79,7 @@ class WorkerGroup:
         """
         group = cls.begin(timeout_s=timeout_s)
         try:
+            check_same_kind(group.gather_objects(device.type, "the set-up of the groups"))
             group.connect(device, backend)
         except BaseException as error:
             group.close(error)
@@ -121,8 +123,6 @@ class WorkerGroup:
         """The second half of :meth:`create`, once it is known where the parameters live."""
         if self.control is None:
             return
-        place = "the set-up of the groups"
-        check_same_kind(self.gather_objects(device.type, place))
         if backend is None and device.type == "cpu":
             backend = "gloo"
         self.host_waits = backend_on(device, backend) == "gloo"
@@ -134,7 +134,7 @@ class WorkerGroup:
                 longest = timedelta(seconds=self.timeout_s + MARGIN_S)
                 self.data = dist.new_group(timeout=longest, backend=backend)
         except RuntimeError as error:
-            raise self.explained(error, place, began) from error
+            raise self.explained(error, "the set-up of the groups", began) from error
 
     def _connected_by_gloo(self, backend: str | None = "gloo") -> dist.ProcessGroup:
         timeout = timedelta(seconds=self.timeout_s)
@@ -262,8 +262,8 @@ class WorkerGroup:
     def close(self, error: BaseException | None = None) -> None:
         """Stop the watchdog and destroy the groups; a second call does nothing.
 
-        Destroying a group waits for all that is under way in it. After a failure that may be for
-        ever, so the groups are aborted.
+        Destroying a group waits for all that is under way in it. After a failure that may take
+        until the backend's own timeout, so the groups are aborted and left to end by themselves.
 
         Args:
             error: What this worker ends with, for the others to know.
@@ -276,17 +276,22 @@ class WorkerGroup:
             self.failed = self.failed or self.watchdog.failure is not None
             self.watchdog.end()
             self.watchdog = None
-        for group in (self.data, self.control):
-            if group is None or not dist.is_initialized():
-                continue
-            if self.failed:
-                _abort(group)
-            else:
-                dist.destroy_process_group(group)
+        groups = [group for group in (self.data, self.control) if group is not None]
         self.data = self.control = self.board = self.store = None
+        if not dist.is_initialized():
+            return
+        if self.failed:
+            _abandon(groups)
+        else:
+            for group in groups:
+                dist.destroy_process_group(group)
 
 
-def _abort(group: dist.ProcessGroup) -> None:
-    """Destroy a group without waiting for what is under way; versions before 2.6 can only wait."""
+def _abandon(groups: list[dist.ProcessGroup]) -> None:
+    """Abort the groups and empty the list, without waiting for what is under way.
+
+    gloo cannot be aborted: the last reference to its group waits, so it goes in a thread.
+    """
     abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
-    abort(group)
+    list(map(abort, groups))  # no name here may hold a group
+    threading.Thread(target=groups.clear, name="loco-abandoned", daemon=True).start()

@@ -238,7 +238,7 @@ class PairwiseEngine:
     def _note_loss(self, loss: float | Tensor | None) -> None:
         if loss is not None:
             self._posting.note_loss(loss)
-            self.worker.last_loss = loss.detach() if isinstance(loss, Tensor) else loss
+            self.worker.last_loss = loss
 
     def _blend(self, received: Received) -> float:
         loss = self._posting.loss

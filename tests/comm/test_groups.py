@@ -188,3 +188,25 @@ def test_who_does_not_come_to_the_set_up_is_named() -> None:
 
 def test_without_an_error_all_go_on(pool: Pool) -> None:
     assert pool.run(raise_some, (), world=3) == ["fine"] * 3
+
+
+def close_in_the_middle(rank: int, world: int) -> float:
+    group = WorkerGroup.create(timeout_s=15)
+    dist.barrier()
+    if rank != 1:  # worker 1 takes no part
+        work = dist.all_reduce(torch.ones(10), group=group.data, async_op=True)
+        assert work is not None
+        del work
+        group.tell(RuntimeError("a bad day"))
+    began = time.monotonic()
+    if rank != 1:
+        group.close()
+    took = time.monotonic() - began
+    dist.barrier()
+    group.close()
+    return took
+
+
+@pytest.mark.slow
+def test_after_a_failure_closing_does_not_wait_for_what_is_under_way(pool: Pool) -> None:
+    assert max(pool.run(close_in_the_middle, world=3)) < 6.0
