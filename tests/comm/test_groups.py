@@ -175,7 +175,7 @@ def test_a_gathering_names_who_does_not_come(what: str, words: str) -> None:
 def begin_or_not(rank: int, world: int) -> None:
     if rank == 1:
         time.sleep(20)
-    WorkerGroup.create(timeout_s=2)
+    WorkerGroup.create(timeout_s=5)
 
 
 @pytest.mark.slow
@@ -183,7 +183,7 @@ def test_who_does_not_come_to_the_set_up_is_named() -> None:
     with Job(begin_or_not, world=3) as job:
         for outcome in job.outcomes([0, 2], 30):
             assert outcome.error is not None
-            assert "No message in the set-up within 2 s from worker 1. Check" in outcome.error
+            assert "No message in the set-up within 5 s from worker 1. Check" in outcome.error
 
 
 def test_without_an_error_all_go_on(pool: Pool) -> None:
