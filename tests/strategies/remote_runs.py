@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from lightning_loco import RemoteOptimizerStrategy
 from lightning_loco.remote.all_ranks import forget_all_ranks
@@ -79,3 +80,23 @@ def remote_trainer(
     """A quiet trainer on all ranks of the pool's call."""
     settings = {"devices": environment.world_size(), "plugins": [environment], **settings}
     return make_trainer(strategy, **settings)
+
+
+def fit_with(strategy: Strategy, module: LightningModule, *data: Any, **settings: Any) -> Trainer:
+    """Fit, one epoch if nothing else is said, with a remote optimizer or what it is compared to."""
+    settings = {"max_epochs": 1, "use_distributed_sampler": False, **settings}
+    if not isinstance(strategy, RemoteOptimizerStrategy):
+        trainer = make_trainer(strategy, **settings)
+        trainer.fit(module, *data)
+        return trainer
+    with all_ranks() as environment:
+        trainer = remote_trainer(environment, strategy, **settings)
+        trainer.fit(module, *data)
+        return trainer
+
+
+def remote_or_ddp(num_workers: int | None) -> Strategy:
+    """A remote optimizer with so many workers, or DDP for None."""
+    if num_workers is None:
+        return DDPStrategy()
+    return RemoteOptimizerStrategy(num_workers, timeout_s=20)

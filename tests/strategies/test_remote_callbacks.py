@@ -14,12 +14,10 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from lightning_loco import RemoteOptimizerStrategy
-from tests.pool import Pool, make_trainer
-from tests.strategies.remote_runs import all_ranks, remote_trainer
+from tests.pool import Pool
+from tests.strategies.remote_runs import fit_with, remote_or_ddp
 from tests.tiny import TinyModule, ValidatedModule, flat, make_loader
 
 STEPS = 6
@@ -60,18 +58,14 @@ def run(
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             trainer.save_checkpoint(path)
 
-    settings: Any = {
-        "max_epochs": 4,
-        "use_distributed_sampler": False,
-        "callbacks": [make_callback(kind), Saves()],
-    }
-    data = make_loader(rank, STEPS), make_loader(9, 2)
-    if num_workers is None:
-        make_trainer(DDPStrategy(), **settings).fit(module, *data)
-    else:
-        with all_ranks() as environment:
-            strategy = RemoteOptimizerStrategy(num_workers, timeout_s=20)
-            remote_trainer(environment, strategy, **settings).fit(module, *data)
+    fit_with(
+        remote_or_ddp(num_workers),
+        module,
+        make_loader(rank, STEPS),
+        make_loader(9, 2),
+        max_epochs=4,
+        callbacks=[make_callback(kind), Saves()],
+    )
     saved = torch.load(path, weights_only=False)["state_dict"] if rank == 0 else {}
     return flat(module), saved
 
@@ -94,21 +88,16 @@ def monitor(
     rank: int, world: int, schedule: bool, num_workers: int | None, folder: str
 ) -> list[str]:
     module = Scheduled(schedule)
-    logger = CSVLogger(folder, name=f"{num_workers}", version="0")
-    settings: Any = {
-        "max_epochs": 2,
-        "use_distributed_sampler": False,
-        "logger": logger,
-        "log_every_n_steps": 1,
-        "callbacks": [LearningRateMonitor(log_momentum=True, log_weight_decay=True)],
-    }
-    data = make_loader(rank, STEPS), make_loader(9, 2)
-    if num_workers is None:
-        make_trainer(DDPStrategy(), **settings).fit(module, *data)
-    else:
-        with all_ranks() as environment:
-            strategy = RemoteOptimizerStrategy(num_workers, timeout_s=20)
-            remote_trainer(environment, strategy, **settings).fit(module, *data)
+    fit_with(
+        remote_or_ddp(num_workers),
+        module,
+        make_loader(rank, STEPS),
+        make_loader(9, 2),
+        max_epochs=2,
+        logger=CSVLogger(folder, name=f"{num_workers}", version="0"),
+        log_every_n_steps=1,
+        callbacks=[LearningRateMonitor(log_momentum=True, log_weight_decay=True)],
+    )
     if rank != 0:
         return []
     return (Path(folder) / f"{num_workers}" / "0" / "metrics.csv").read_text().splitlines()
@@ -127,17 +116,13 @@ def test_a_monitor_shows_the_users_own_optimizer(
 
 def profile(rank: int, world: int, name: str, folder: str) -> Tensor:
     module = TinyModule()
-    with all_ranks() as environment:
-        strategy = RemoteOptimizerStrategy(2, timeout_s=20)
-        trainer = remote_trainer(
-            environment,
-            strategy,
-            max_epochs=1,
-            use_distributed_sampler=False,
-            profiler=name,
-            default_root_dir=folder,
-        )
-        trainer.fit(module, make_loader(rank, STEPS))
+    fit_with(
+        remote_or_ddp(2),
+        module,
+        make_loader(rank, STEPS),
+        profiler=name,
+        default_root_dir=folder,
+    )
     return flat(module)
 
 

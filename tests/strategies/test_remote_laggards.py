@@ -12,8 +12,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_loco import RemoteOptimizerStrategy
-from tests.pool import Pool, PoolError, make_trainer
-from tests.strategies.remote_runs import all_ranks, remote_trainer
+from tests.pool import Pool, PoolError
+from tests.strategies.remote_runs import fit_with, remote_or_ddp
 from tests.tiny import TinyModule, ValidatedModule, flat, make_loader
 
 STEPS = 6
@@ -37,17 +37,9 @@ class Seen(Callback):
 def run_uneven(rank: int, world: int, folder: str, validates: bool) -> dict[str, Any]:
     module = ValidatedModule() if validates else TinyModule()
     seen = Seen(f"{folder}/one.ckpt")
-    with all_ranks() as environment:
-        trainer = remote_trainer(
-            environment,
-            RemoteOptimizerStrategy(2, timeout_s=20),
-            max_epochs=1,
-            use_distributed_sampler=False,
-            callbacks=[seen],
-        )
-        num_batches = STEPS if rank == 0 else STEPS + 3
-        validation = make_loader(9, 2) if validates else None
-        trainer.fit(module, make_loader(rank, num_batches), validation)
+    num_batches = STEPS if rank == 0 else STEPS + 3
+    validation = make_loader(9, 2) if validates else None
+    fit_with(remote_or_ddp(2), module, make_loader(rank, num_batches), validation, callbacks=[seen])
     return {"final": flat(module), "validated": seen.validated}
 
 
@@ -74,15 +66,13 @@ class Slow(Callback):
 
 def run_slowly(rank: int, world: int) -> Tensor:
     module = ValidatedModule()
-    with all_ranks() as environment:
-        trainer = remote_trainer(
-            environment,
-            RemoteOptimizerStrategy(2, timeout_s=2),
-            max_epochs=1,
-            use_distributed_sampler=False,
-            callbacks=[Slow()] if rank == 1 else [],
-        )
-        trainer.fit(module, make_loader(rank, 1 if rank == 0 else 10), make_loader(9, 2))
+    data = make_loader(rank, 1 if rank == 0 else 10), make_loader(9, 2)
+    fit_with(
+        RemoteOptimizerStrategy(2, timeout_s=2),
+        module,
+        *data,
+        callbacks=[Slow()] if rank == 1 else [],
+    )
     return flat(module)
 
 
@@ -104,16 +94,8 @@ class StopsAlone(Callback):
 
 def run_stopped(rank: int, world: int) -> tuple[Tensor, int]:
     module = TinyModule()
-    with all_ranks() as environment:
-        trainer = remote_trainer(
-            environment,
-            RemoteOptimizerStrategy(2, timeout_s=20),
-            max_epochs=1,
-            use_distributed_sampler=False,
-            callbacks=[StopsAlone()],
-        )
-        trainer.fit(module, make_loader(rank, STEPS))
-        return flat(module), trainer.global_step
+    trainer = fit_with(remote_or_ddp(2), module, make_loader(rank, STEPS), callbacks=[StopsAlone()])
+    return flat(module), trainer.global_step
 
 
 def test_a_worker_that_stops_alone_ends_with_the_model_of_all(pool: Pool) -> None:
@@ -163,15 +145,10 @@ def run_clipped(
     rank: int, world: int, how: str, remote: bool, options: dict[str, Any], steps: int
 ) -> Tensor:
     module = Clipped(how)
-    settings: Any = {"max_epochs": 1, "use_distributed_sampler": False, "gradient_clip_val": None}
     if options.get("wire_dtype"):
         module.float()
-    if not remote:
-        make_trainer(DDPStrategy(), **settings).fit(module, make_loader(rank, steps))
-        return flat(module)
-    with all_ranks() as environment:
-        strategy = RemoteOptimizerStrategy(2, timeout_s=20, **options)
-        remote_trainer(environment, strategy, **settings).fit(module, make_loader(rank, steps))
+    strategy = RemoteOptimizerStrategy(2, timeout_s=20, **options) if remote else DDPStrategy()
+    fit_with(strategy, module, make_loader(rank, steps), gradient_clip_val=None)
     return flat(module)
 
 
@@ -218,10 +195,8 @@ class ClippedOnOne(TinyModule):
 
 
 def run_module(rank: int, world: int, module: TinyModule, settings: dict[str, Any]) -> Tensor:
-    with all_ranks() as environment:
-        strategy = RemoteOptimizerStrategy(2, timeout_s=20, **settings)
-        trainer = remote_trainer(environment, strategy, max_epochs=1, use_distributed_sampler=False)
-        trainer.fit(module, make_loader(rank, STEPS))
+    strategy = RemoteOptimizerStrategy(2, timeout_s=20, **settings)
+    fit_with(strategy, module, make_loader(rank, STEPS))
     return flat(module)
 
 
