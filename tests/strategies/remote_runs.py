@@ -10,7 +10,6 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from lightning_loco import RemoteOptimizerStrategy
-from lightning_loco.remote.all_ranks import forget_all_ranks
 from tests.pool import PoolEnvironment, make_trainer
 from tests.programs import free_ports
 
@@ -70,7 +69,6 @@ def all_ranks() -> Iterator[PortEnvironment]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        forget_all_ranks()
 
 
 def remote_trainer(
