@@ -21,6 +21,7 @@ from lightning_loco import RemoteOptimizerStrategy
 from tests.pool import Pool, make_trainer
 from tests.strategies.remote_runs import all_ranks, remote_trainer
 from tests.tiny import TinyModule, ValidatedModule, flat, make_loader
+from tests.weight_averaging import EMAWeightAveraging, needs_weight_averaging
 
 STEPS = 6
 
@@ -46,8 +47,8 @@ def make_callback(name: str) -> Callback:
         return ModelPruning("l1_unstructured", amount=0.5)
     if name == "swa":
         return StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=1)
-    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
-    return averaging.EMAWeightAveraging(decay=0.8)
+    callback: Callback = EMAWeightAveraging(decay=0.8)
+    return callback
 
 
 def run(
@@ -77,7 +78,9 @@ def run(
 
 
 @pytest.mark.filterwarnings("ignore:Swapping scheduler:UserWarning")
-@pytest.mark.parametrize("kind", ["pruning", "swa", "average"])
+@pytest.mark.parametrize(
+    "kind", ["pruning", "swa", pytest.param("average", marks=needs_weight_averaging)]
+)
 def test_final_weights_of_callbacks_are_those_of_ddp(pool: Pool, tmp_path: Path, kind: str) -> None:
     first, second, _ = pool.run(run, kind, 2, str(tmp_path), world=3)
     expected, saved = pool.run(run, kind, None, str(tmp_path), world=2)[0]
