@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import time
+from collections.abc import Sequence
 
-from lightning_loco.comm.store import PromptStore
+from lightning_loco.comm.store import PromptStore, StoreSilent
+
+_LOOK_S = 1.0
+_FAREWELL_S = 2.0
+_PAUSE_S = 0.05
 
 
 class Arrivals:
@@ -12,27 +17,65 @@ class Arrivals:
 
     Args:
         store: Key-value store shared by all workers.
-        worker: Number of this worker, out of ``num_workers``; it has come.
-        num_workers: Number of workers.
+        worker: Number of this worker; it has come.
+        names: What to call the workers in messages.
         timeout_s: Longest wait for them, in seconds.
     """
 
-    def __init__(self, store: PromptStore, worker: int, num_workers: int, timeout_s: float) -> None:
+    def __init__(
+        self, store: PromptStore, worker: int, names: Sequence[str], timeout_s: float
+    ) -> None:
         self._store = store
+        self._worker = worker
+        self._names = names
         self._timeout_s = timeout_s
-        self._keys = [str(w) for w in range(num_workers)]
+        self._keys = [str(w) for w in range(len(names))]
         self._own = store.add(self._keys[worker], 1, timeout_s)
 
     def explain(self) -> str:
         """Say who has not come."""
-        who = "any worker (all have come: one has ended since, or a network fault)"
-        with suppress(RuntimeError):
-            counts = [self._store.add(key, 0, patience_s=1.0) for key in self._keys]
-            late = [f"worker {w}" for w, count in enumerate(counts) if count < self._own]
-            who = ", ".join(late) if late else who
-        if self._store.silent_s > 0:
-            who = "worker 0, which hosts the job's key-value store and is unreachable"
         return (
-            f"No message in the set-up within {self._timeout_s:.0f} s from {who}. Check that every "
-            "worker runs the same script, or raise timeout_s."
+            f"No message in the set-up within {self._timeout_s:.0f} s from {self._who()}. Check "
+            "that every worker runs the same script, or raise timeout_s."
         )
+
+    def _who(self) -> str:
+        try:
+            counts = [self._store.add(key, 0, _LOOK_S) for key in self._keys]
+            pairs = zip(self._names, counts, strict=True)
+            late = [name for name, count in pairs if count < self._own]
+            looked = self._store.under(f"looked/{self._own}")
+            let_the_others_look(looked, self._worker, len(self._names) - len(late))
+        except RuntimeError as error:
+            return lost_store(self._names[0], error)
+        return (
+            ", ".join(late) or "any worker (all have come: one has ended since, or a network fault)"
+        )
+
+
+def let_the_others_look(store: PromptStore, worker: int, present: int) -> None:
+    """Say that this worker has seen who is missing, before it ends with an error.
+
+    Worker 0, whose end is the end of the store, stays for a moment until the others have seen it.
+
+    Args:
+        store: Key-value store with keys of its own for this error.
+        worker: Number of this worker.
+        present: How many workers are not missing, this one included.
+    """
+    seen = store.add("seen", 1, _LOOK_S)
+    deadline = time.monotonic() + _FAREWELL_S
+    while worker == 0 and seen < present and time.monotonic() < deadline:
+        time.sleep(_PAUSE_S)
+        seen = store.add("seen", 0, _LOOK_S)
+
+
+def lost_store(host: str, error: RuntimeError) -> str:
+    """Whom to blame, in words, when the store has not answered at all.
+
+    Args:
+        host: Name of the worker that hosts it.
+        error: What a call of the store has raised.
+    """
+    what = "is unreachable" if isinstance(error, StoreSilent) else "has ended"
+    return f"{host}, which hosts the job's key-value store and {what}"

@@ -12,6 +12,14 @@ from torch.distributed import Store
 
 CPU = torch.device("cpu")
 
+WITH_STREAMS = {"cuda"}
+"""Kinds of devices that copy to and from pinned memory on a stream while the host goes on."""
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether a device copies to and from pinned memory while the host goes on."""
+    return device.type in WITH_STREAMS
+
 
 def device_of(model: nn.Module) -> torch.device:
     """Where the first parameter is; the CPU for a model without parameters."""

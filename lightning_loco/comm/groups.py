@@ -105,9 +105,9 @@ class WorkerGroup:
         return group
 
     def _begin(self, store: PromptStore) -> None:
-        arrivals = Arrivals(
-            store.under("lightning_loco/arrivals"), self.worker, self.num_workers, self.timeout_s
-        )
+        names = [f"worker {worker}" for worker in range(self.num_workers)]
+        came = store.under("lightning_loco/arrivals")
+        arrivals = Arrivals(came, self.worker, names, self.timeout_s)
         try:
             self.control = self._connected_by_gloo()
             run = self.gather_objects(secrets.token_hex(4))[0]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.comm.devices import has_streams
 from lightning_loco.peers.blending import Blending
 from lightning_loco.peers.node import PeerNode
 from lightning_loco.peers.posting import SHARE, Posting
@@ -116,7 +117,7 @@ class Upload:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._read: torch.cuda.Event | None = None
-        if device.type == "cuda":
+        if has_streams(device):
             self._read = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def note(self) -> None:
@@ -134,6 +135,6 @@ def make_posting(
     node: PeerNode, blending: Blending, wire_dtype: torch.dtype
 ) -> Posting | DevicePosting:
     """The one that fits the model's device."""
-    if blending.layout.device.type == "cuda":
+    if has_streams(blending.layout.device):
         return DevicePosting(node, blending, wire_dtype)
     return Posting(node, blending)

@@ -6,6 +6,7 @@ import os
 import socket
 
 from lightning_loco.comm.checks import schema_checksum
+from lightning_loco.comm.devices import has_streams
 from lightning_loco.comm.flat import FlatLayout
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.peers.directory import (
@@ -47,7 +48,7 @@ def open_node(
         fetch_timeout_s=settings.fetch_timeout_s,
         max_peer_distance=settings.max_peer_distance,
         seed=seed,
-        pinned=layout.device.type == "cuda",
+        pinned=has_streams(layout.device),
         key_file=settings.key_file,
         port=None if settings.name is not None else _ANY_FREE_PORT,
     )

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from lightning_loco.comm.watchdog import Watchdog
-
-log = logging.getLogger(__name__)
+from lightning_loco.comm.arrivals import Arrivals
+from lightning_loco.comm.store import PromptStore, StoreSilent, in_time
+from lightning_loco.comm.watchdog import WorkerFailure
+from lightning_loco.remote.service_group import ServiceGroup, agreement_key
 
 _stores: dict[tuple[str, int, int], Store] = {}
 _groups_made: Counter[Store] = Counter()
-_ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, OSError)}
+_LAST_WORD_S = 1.0
 
 
 class AllRanks:
@@ -35,24 +34,30 @@ class AllRanks:
         address: Of the machine of rank 0.
         port: A free one there.
         rank: This rank.
-        size: All ranks.
+        names: What to call the ranks in messages.
         timeout_s: Longest wait, in seconds.
 
-    Attributes:
-        store: The job's key-value store; made once per process.
+    Raises:
+        WorkerFailure: If rank 0, which hosts the job's key-value store, does not answer in time.
     """
 
-    def __init__(self, address: str, port: int, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(
+        self, address: str, port: int, rank: int, names: Sequence[str], timeout_s: float
+    ) -> None:
         self.rank = rank
-        self.size = size
+        self._names = names
         self._timeout_s = timeout_s
+        self._place = f"{address}:{port}"
         self._is_awaited = True
-        key = (address, port, size)
-        if key not in _stores:
-            os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
-            timeout = timedelta(seconds=timeout_s)
-            _stores[key], _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
-        self.store = _stores[key]
+        key = (address, port, len(names))
+        with self._named():
+            if key not in _stores:
+                os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
+                timeout = timedelta(seconds=timeout_s)
+                meeting = rendezvous("env://", rank, len(names), timeout=timeout)
+                _stores[key], _, _ = in_time(lambda: next(meeting), timeout_s + 1)
+            self._job_store = _stores[key]
+            self._store = PromptStore.beside(self._job_store, timeout_s)
 
     def init_default_group(
         self, ranks: Sequence[int], backend: str, device: torch.device | None
@@ -60,32 +65,41 @@ class AllRanks:
         """Make the default process group of some ranks; the others must not call it.
 
         Raises:
-            RuntimeError: If there is one with other ranks.
+            RuntimeError: If there is one with other ranks, or a rank does not come in time.
         """
-        if not dist.is_initialized():
+        if dist.is_initialized():
+            if dist.get_world_size() != len(ranks):
+                raise RuntimeError(
+                    f"The default process group has {dist.get_world_size()} ranks already, but "
+                    f"should have the {len(ranks)} that train. Do not initialise torch.distributed "
+                    "before, and use one number of workers per process."
+                )
+            return
+        own, keys = ranks.index(self.rank), f"lightning_loco/training{len(ranks)}"
+        names = [self._names[rank] for rank in ranks]
+
+        def connect() -> None:
             dist.init_process_group(
                 backend,
-                store=PrefixStore(f"lightning_loco/training{len(ranks)}", self.store),
-                rank=ranks.index(self.rank),
+                store=PrefixStore(keys, self._job_store),
+                rank=own,
                 world_size=len(ranks),
                 timeout=timedelta(seconds=self._timeout_s),
                 device_id=device,
             )
-        elif dist.get_world_size() != len(ranks):
-            raise RuntimeError(
-                f"The default process group has {dist.get_world_size()} ranks already, but should "
-                f"have the {len(ranks)} that train. Do not initialise torch.distributed before, "
-                "and use one number of workers per process."
-            )
 
-    def new_group(self, names: Sequence[str]) -> ServiceGroup:
-        """Connect all ranks; call it on every one, as often.
+        with self._named():
+            arrivals = Arrivals(self._store.under(f"{keys}/came"), own, names, self._timeout_s)
+            try:
+                in_time(connect, self._timeout_s + 1)
+            except RuntimeError as error:
+                raise WorkerFailure(arrivals.explain()) from error
 
-        Args:
-            names: What to call the ranks in messages.
-        """
-        store = self._next_group_store()
-        return ServiceGroup(store, self.rank, self.size, names, self._timeout_s)
+    def new_group(self) -> ServiceGroup:
+        """Connect all ranks; call it on every one, as often."""
+        keys = self._next_group_keys()
+        store = PrefixStore(f"{keys}/gloo", self._job_store)
+        return ServiceGroup(self._store.under(keys), store, self.rank, self._names, self._timeout_s)
 
     def report(self, error: BaseException, hint: str | None = None) -> None:
         """Tell the ranks that wait in :meth:`new_group` why this one does not come.
@@ -98,99 +112,29 @@ class AllRanks:
         """
         if self._is_awaited:
             text = f"{error} {hint}" if hint else str(error)
+            store = self._store.under(self._next_group_keys())
             found = json.dumps([type(error).__name__, text])
-            self._next_group_store().set(f"{_agreement(1)}/{self.rank}", found)
-
-    def _next_group_store(self) -> Store:
-        self._is_awaited = False
-        _groups_made[self.store] += 1
-        return PrefixStore(f"lightning_loco/group{_groups_made[self.store]}", self.store)
-
-
-class ServiceGroup:
-    """All ranks, connected pair by pair, with a thread that tells who has failed.
-
-    Args:
-        store: Key-value store with keys of its own.
-        rank: This rank.
-        size: All ranks.
-        names: What to call them in messages.
-        timeout_s: Longest wait for an agreement, in seconds.
-
-    Attributes:
-        group: gloo, for messages between two ranks.
-        watchdog: Tells of failed ranks.
-    """
-
-    def __init__(
-        self, store: Store, rank: int, size: int, names: Sequence[str], timeout_s: float
-    ) -> None:
-        self._store = store
-        self._rank = rank
-        self._names = names
-        self._timeout = timedelta(seconds=timeout_s)
-        self._agreements = 0
-        self.raise_together(None)  # says who is missing, unlike gloo
-        gloo: Any = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, self._timeout)
-        self.group: dist.ProcessGroup | None = gloo
-        own = store.clone() if hasattr(store, "clone") else store
-        self.watchdog = Watchdog(PrefixStore("watchdog", own), rank, size, names)
-        self.watchdog.start()
-
-    def raise_together(self, error: Exception | None) -> None:
-        """Raise on every rank when any rank has found an error.
-
-        Args:
-            error: What this rank found, or None.
-
-        Raises:
-            Exception: This rank's error, or else the first other one's type and text.
-        """
-        self._agreements += 1
-        kind = None if error is None else type(error).__name__
-        prefix = _agreement(self._agreements)
-        self._store.set(f"{prefix}/{self._rank}", json.dumps([kind, str(error)]))
-        keys = [f"{prefix}/{rank}" for rank in range(len(self._names))]
-        try:
-            self._store.wait(keys, self._timeout)
-        except RuntimeError as late:
-            missing = [
-                name
-                for name, key in zip(self._names, keys, strict=True)
-                if not self._store.check([key])
-            ]
-            raise RuntimeError(
-                f"No word before the start after {self._timeout.total_seconds():g} s from "
-                f"{', '.join(missing)}. Check that all ranks run the same script, or raise "
-                "timeout_s."
-            ) from late
-        found = [json.loads(self._store.get(key)) for key in keys]
-        if error is not None:
-            raise error
-        for name, (kind, text) in zip(self._names, found, strict=True):
-            if kind is not None:
-                raise _ERRORS.get(kind, RuntimeError)(f"{name[0].upper()}{name[1:]}: {text}")
-
-    def report_failure(self, error: BaseException) -> None:
-        """Tell the other ranks that this one has failed, and whom it has not heard of lately."""
-        text = "".join(traceback.format_exception(error))
-        silent = self.watchdog.silent() if isinstance(error, RuntimeError) else []
-        if silent:
-            text = f"No sign of life from {', '.join(silent)}.\n{text}"
-            log.error(text.split("\n")[0])
-        self.watchdog.report(text)
+            with suppress(RuntimeError):
+                store.set(agreement_key(1, self.rank), found, _LAST_WORD_S)
 
     def close(self) -> None:
-        """End the thread and let go of the connections."""
-        self.watchdog.end()
-        self.group = None
+        """Let go of this connection to the job's key-value store; twice does no harm."""
+        self._store.close()
 
+    def _next_group_keys(self) -> str:
+        self._is_awaited = False
+        _groups_made[self._job_store] += 1
+        return f"lightning_loco/group{_groups_made[self._job_store]}"
 
-def _agreement(number: int) -> str:
-    return f"agreement{number}"
-
-
-def forget_all_ranks() -> None:
-    """Let go of the stores, so that another job can begin in this process."""
-    _stores.clear()
-    _groups_made.clear()
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Let a store that is silent inside be an error that names its host."""
+        try:
+            yield
+        except StoreSilent as silent:
+            raise WorkerFailure(
+                f"No message in the set-up within {self._timeout_s:g} s from {self._names[0]}, "
+                f"which hosts the job's key-value store at {self._place} and is unreachable. "
+                "Check that it runs and that nothing holds it or the network to it up, or raise "
+                "timeout_s."
+            ) from silent

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from lightning_loco.comm.devices import has_streams
 from lightning_loco.remote.asking import receive_parameters
 from lightning_loco.remote.backend import Backend
 from lightning_loco.remote.clients import Clients
@@ -23,7 +24,7 @@ class ChangeWatch:
     not: of each parameter some hundred elements, evenly spread, are compared.
 
     Args:
-        params: What to watch.
+        params: What to watch, at least one.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -31,6 +32,7 @@ class ChangeWatch:
         self._marks: list[tuple[int, int]] = []
         self._samples: list[Tensor] = []
         self._seen = torch.empty(0)
+        self._differs = torch.zeros((), dtype=torch.bool, pin_memory=has_streams(params[0].device))
 
     @torch.no_grad()
     def note(self) -> None:
@@ -44,9 +46,41 @@ class ChangeWatch:
     @torch.no_grad()
     def digest(self) -> str | None:
         """A checksum of all parameters, if they have changed since :meth:`note`; else None."""
-        marks = [(param._version, param.data_ptr()) for param in self._params]
-        if marks == self._marks and torch.equal(self._look(), self._seen):
+        if self._has_marks_of_now() and torch.equal(self._look(), self._seen):
             return None
+        return self._checksum()
+
+    @torch.no_grad()
+    def begin_digest(self, stream: torch.cuda.Stream) -> Callable[[], str | None]:
+        """As :meth:`digest`, on a GPU that is not waited for.
+
+        Args:
+            stream: Where to copy.
+
+        Returns:
+            What waits for the digest, in any thread; to be called before the parameters change.
+        """
+        differs = self._look().ne(self._seen).any() if self._has_marks_of_now() else None
+        looked = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._seen.device))
+        with torch.cuda.stream(stream):
+            if differs is not None:
+                self._differs.copy_(differs, non_blocking=True)
+            looked.record(stream)
+
+        def finish() -> str | None:
+            looked.synchronize()
+            if differs is not None and not self._differs:
+                return None
+            with torch.cuda.stream(stream):
+                return self._checksum()
+
+        return finish
+
+    def _has_marks_of_now(self) -> bool:
+        return [(param._version, param.data_ptr()) for param in self._params] == self._marks
+
+    def _checksum(self) -> str:
         checksum = 0
         for param in self._params:
             raw = param.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

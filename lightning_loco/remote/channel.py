@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_loco.comm.devices import has_streams
 from lightning_loco.remote.asking import (
     ask_for_parameters,
     ask_for_state,
@@ -56,11 +57,12 @@ class Channel:
             for index in slot.indices:
                 self._messages_of[index].append(number)
         device = params[0].device
-        self._courier = None if device.type == "cpu" else Courier(wire, device)
+        self._courier = Courier(wire, device) if has_streams(device) else None
         self._sending: list[dist.Work | Future[dist.Work]] = []
         self._receiving: list[dist.Work] = []
         self._awaited: list[set[int]] = []
-        self._is_streaming = self._is_changed = False
+        self._asked: Call | Future[Call] = Call()
+        self._is_streaming = False
         self._watch = ChangeWatch(params)
 
     def join(self) -> None:
@@ -97,20 +99,26 @@ class Channel:
         call = call._replace(
             missing=tuple(i for i, param in enumerate(self._params) if param.grad is None),
             hyperparameters=self._mirror.changes(),
-            changed=self._watch.digest(),
         )
-        self._is_changed = call.changed is not None
         if not self._is_streaming:
-            self.wire.ask(Note(Kind.STEP, call.content()))
+            self._asked = self._ask(Kind.STEP, call)
         while len(self._sending) < len(self._slots):
             self._send_next()
         if self._is_streaming:
-            self.wire.ask(Note(Kind.CALL, call.content()))
+            self._asked = self._ask(Kind.CALL, call)
         self._receive()
+
+    def _ask(self, kind: Kind, call: Call) -> Call | Future[Call]:
+        if self._courier is not None:
+            return self._courier.ask(kind, call, self._watch)
+        call = call._replace(changed=self._watch.digest())
+        self.wire.ask(Note(kind, call.content()))
+        return call
 
     def tell_changes(self) -> None:
         """Send parameters that were changed by hand, if this worker is the one that should."""
-        if self._is_changed:
+        call = self._asked.result() if isinstance(self._asked, Future) else self._asked
+        if call.changed is not None:
             self._give(check_answer(self.wire))
 
     def finish_step(self) -> str | None:

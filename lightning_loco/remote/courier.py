@@ -1,4 +1,4 @@
-"""Sending what is on a GPU, without making the backward pass wait for the copy."""
+"""Sending what is on a GPU, without making the training thread wait for the copy."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_loco.remote.calls import Call
+from lightning_loco.remote.changes import ChangeWatch
 from lightning_loco.remote.slots import Slot, Tensors
-from lightning_loco.remote.wire import Lane, Wire
+from lightning_loco.remote.wire import Kind, Lane, Note, Wire
 
 
 class Courier:
@@ -35,6 +37,21 @@ class Courier:
         """
         host, copied = slot.stage(tensors, self._stream)
         return self._thread.submit(self._send, host, copied, lane)
+
+    def ask(self, kind: Kind, call: Call, watch: ChangeWatch) -> Future[Call]:
+        """Send a request, in its turn, with what is known by then of changes by hand.
+
+        Returns:
+            The wishes that were sent, once they are.
+        """
+        digest = watch.begin_digest(self._stream)
+
+        def send() -> Call:
+            complete = call._replace(changed=digest())
+            self._wire.ask(Note(kind, complete.content()))
+            return complete
+
+        return self._thread.submit(send)
 
     def end(self) -> None:
         """End the thread when all has been sent."""

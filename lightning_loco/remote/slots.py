@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from lightning_loco.comm.devices import has_streams
 from lightning_loco.remote.plan import Message
 
 Tensors = Sequence[Tensor] | Mapping[int, Tensor | None]
@@ -131,7 +132,7 @@ class Slot:
             numel, dtype = self.message.numel, self.message.dtype
             if device.type != "cpu":
                 packed = torch.empty(numel, dtype=dtype, device=device)
-                host = torch.empty(numel, dtype=dtype, pin_memory=True)
+                host = torch.empty(numel, dtype=dtype, pin_memory=has_streams(device))
             else:
                 packed = torch.empty(numel, dtype=dtype) if self._memory is None else self._memory
                 host = packed

@@ -13,8 +13,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.remote import RemoteOptimizer, Tiers
-from lightning_loco.remote.all_ranks import AllRanks, ServiceGroup
+from lightning_loco.remote.all_ranks import AllRanks
 from lightning_loco.remote.replica_group import new_replica_group
+from lightning_loco.remote.service_group import ServiceGroup
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.meeting import MeetingStrategy
 
@@ -93,11 +94,12 @@ class ServedStrategy(MeetingStrategy):
         tiers = self.tiers
         self.set_world_ranks()
         assert self.cluster_environment is not None
+        self._leave_ranks()
         self._all_ranks = AllRanks(
             self.cluster_environment.main_address,
             self.cluster_environment.main_port,
             self.global_rank,
-            tiers.world_size,
+            [tiers.name(rank) for rank in range(tiers.world_size)],
             self.timeout_s,
         )
         if not self.serves:
@@ -114,9 +116,7 @@ class ServedStrategy(MeetingStrategy):
     def connect_ranks(self) -> ServiceGroup:
         """Connect those that train with those that serve, until :meth:`teardown`."""
         assert self._all_ranks is not None
-        tiers = self.tiers
-        names = [tiers.name(rank) for rank in range(tiers.world_size)]
-        self.service = self._all_ranks.new_group(names)
+        self.service = self._all_ranks.new_group()
         return self.service
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -164,7 +164,13 @@ class ServedStrategy(MeetingStrategy):
         if self.service is not None:
             self.service.close()
             self.service = None
+        self._leave_ranks()
         super().teardown()
+
+    def _leave_ranks(self) -> None:
+        if self._all_ranks is not None:
+            self._all_ranks.close()
+            self._all_ranks = None
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for the ranks that train."""

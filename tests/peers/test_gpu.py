@@ -13,7 +13,10 @@ from lightning_loco.comm.flat import Cuts, FlatLayout
 from lightning_loco.peers.blending import Blending
 from lightning_loco.peers.gpu import Upload, make_posting, pack_with_numbers
 from lightning_loco.peers.posting import Posting
+from tests.no_values import no_checksum, with_streams
 from tests.peers.helpers import make_node, peers
+
+__all__ = ["no_checksum"]
 
 NUMEL = 25
 
@@ -73,11 +76,13 @@ def test_on_a_processor_nothing_is_posted_later() -> None:
     node.close()
 
 
-def pair(*values: float, **settings: object) -> list[tuple[nn.Linear, PairwiseEngine]]:
+def pair(
+    *values: float, device: str = "cuda", **settings: object
+) -> list[tuple[nn.Linear, PairwiseEngine]]:
     nodes = peers(len(values), "w")
     found = []
     for node, value in zip(nodes, values, strict=True):
-        model = nn.Linear(300, 300, device="cuda")
+        model = nn.Linear(300, 300, device=device)
         for parameter in model.parameters():
             parameter.data.fill_(value)
         engine = PairwiseEngine(
@@ -85,6 +90,30 @@ def pair(*values: float, **settings: object) -> list[tuple[nn.Linear, PairwiseEn
         )
         found.append((model, engine))
     return found
+
+
+@pytest.mark.usefixtures("no_checksum")
+@pytest.mark.parametrize("keep_progress", [False, True])
+@pytest.mark.parametrize("interpolation", ["constant", "clock", "loss"])
+def test_a_local_step_reads_nothing_back(interpolation: str, keep_progress: bool) -> None:
+    """By the copies that nobody waits for, all parameters and losses are 0."""
+    with with_streams():
+        workers = pair(
+            0.0, 4.0, device="meta", interpolation=interpolation, keep_progress=keep_progress
+        )
+        deadline = time.monotonic() + 20
+        factors: list[float] = []
+        while len(factors) < 5 and time.monotonic() < deadline:
+            for model, engine in workers:
+                loss = model(torch.ones(2, 300, device="meta")).sum()
+                engine.update_send(loss)
+                engine.worker.last_loss = loss.detach()
+                engine.step()
+            factors = workers[0][1].factors
+        assert len(factors) >= 5
+        assert workers[0][0].weight.is_meta
+        for _, engine in workers:
+            engine.close()
 
 
 @pytest.mark.gpu

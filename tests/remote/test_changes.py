@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco.remote.changes import ChangeWatch
+from tests.no_values import with_streams
 
 
 def large(size: int = 100_003) -> Tensor:
@@ -38,6 +39,17 @@ def clip(param: Tensor) -> None:
 def load(param: Tensor) -> None:
     param.data = param.data.clone()
     param.data.add_(1)
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+@pytest.mark.parametrize("change", [lambda param: None, tracked, clip, load])
+def test_changes_are_noticed_without_a_wait(kind: str, change: Callable[[Tensor], None]) -> None:
+    params = [nn.Parameter(TENSORS["small"]()), nn.Parameter(TENSORS[kind]())]
+    with with_streams():
+        watch = ChangeWatch(params)
+        watch.note()
+        change(params[1])
+        assert watch.begin_digest(torch.cuda.Stream())() == watch.digest()
 
 
 @pytest.mark.parametrize("change", [tracked, clip, load])

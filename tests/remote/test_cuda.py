@@ -7,16 +7,48 @@ from datetime import timedelta
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed import HashStore, ProcessGroupGloo
 
+from lightning_loco.remote import RemoteOptimizer, Tiers, Transport, aggregator_optimizer
 from lightning_loco.remote.courier import Courier
 from lightning_loco.remote.plan import plan_messages
 from lightning_loco.remote.slots import Slot
 from lightning_loco.remote.wire import Lane, Wire
+from tests.no_values import DEVICE, with_streams
+from tests.pool import Pool
 
-pytestmark = pytest.mark.gpu
+
+def test_a_worker_reads_nothing_back(pool: Pool) -> None:
+    """Gradients leave by copies that nobody waits for; parameters come."""
+    for overlap in (False, True):
+        pool.run(train, overlap, world=3)
 
 
+def train(rank: int, world: int, overlap: bool) -> None:
+    transport = Transport(bucket_bytes=100)
+    if rank == world - 1:
+        optimizer = torch.optim.SGD(make_model("cpu").parameters(), lr=0.1)
+        aggregator_optimizer(optimizer, Tiers.detect(world, world - 1), transport=transport)
+        return
+    with with_streams():
+        model = make_model("meta")
+        remote = RemoteOptimizer(model.parameters(), world - 1, transport=transport)
+        remote.receive_weights()
+        for _ in range(5):
+            remote.zero_grad()
+            if overlap:
+                remote.expect_backward()
+            model(torch.ones(2, 3, device=DEVICE)).sum().backward()
+            remote.step()
+        remote.leave()
+
+
+def make_model(device: str) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 2)).to(device)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("bucket_bytes", [16, 1000])
 def test_what_is_on_a_gpu_arrives_on_another_rank(
@@ -68,6 +100,7 @@ def send_and_receive(groups: dict[int, ProcessGroupGloo], size: int) -> None:
         assert torch.equal(values, expected.cpu())
 
 
+@pytest.mark.gpu
 def test_a_courier_does_not_wait_for_the_device() -> None:
     store = HashStore()
     groups: dict[int, ProcessGroupGloo] = {}

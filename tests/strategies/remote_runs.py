@@ -11,7 +11,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from lightning_loco import RemoteOptimizerStrategy
-from lightning_loco.remote.all_ranks import forget_all_ranks
 from tests.pool import PoolEnvironment, make_trainer
 from tests.programs import free_ports
 
@@ -71,7 +70,6 @@ def all_ranks() -> Iterator[PortEnvironment]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        forget_all_ranks()
 
 
 def remote_trainer(

@@ -10,11 +10,9 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     Callback,
-    EMAWeightAveraging,
     ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
-    WeightAveraging,
 )
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor
@@ -25,6 +23,11 @@ from tests.cases import CASES
 from tests.pool import Pool, make_trainer
 from tests.strategies.remote_runs import all_ranks, remote_trainer
 from tests.tiny import TinyModule, ValidatedModule, flat, make_loader, norm_model
+from tests.weight_averaging import (
+    EMAWeightAveraging,
+    WeightAveraging,
+    needs_weight_averaging,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*num_workers"),
@@ -108,6 +111,7 @@ def fit_averaging(rank: int, world: int, method: str, kind: str, folder: str) ->
     }
 
 
+@needs_weight_averaging
 @pytest.mark.parametrize("kind", ["ema", "mean"])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_average_of_all_workers_is_validated_saved_and_final(
@@ -145,6 +149,7 @@ def fit_remotely(rank: int, world: int) -> tuple[Tensor, Tensor]:
     return flat(module), flat(held)
 
 
+@needs_weight_averaging
 def test_with_a_remote_optimizer_the_average_is_final_too(pool: Pool) -> None:
     (final, held), (final_1, _), _ = pool.run(fit_remotely, world=3)
     assert torch.equal(final, held)
@@ -165,6 +170,7 @@ def fit_in_parts(rank: int, world: int, folder: str, resume: str | None) -> Tens
     return flat(module)
 
 
+@needs_weight_averaging
 def test_a_resumed_run_goes_on_with_the_average(pool: Pool, tmp_path: Path) -> None:
     whole = pool.run(fit_in_parts, str(tmp_path), None, world=2)
     again = pool.run(fit_in_parts, str(tmp_path), str(tmp_path / "epoch=0.ckpt"), world=2)

@@ -19,6 +19,7 @@ from torch import Tensor
 from tests.pool import Pool
 from tests.strategies.remote_runs import fit_with, remote_or_ddp
 from tests.tiny import TinyModule, ValidatedModule, flat, make_loader
+from tests.weight_averaging import EMAWeightAveraging, needs_weight_averaging
 
 STEPS = 6
 
@@ -44,8 +45,8 @@ def make_callback(name: str) -> Callback:
         return ModelPruning("l1_unstructured", amount=0.5)
     if name == "swa":
         return StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=1)
-    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
-    return averaging.EMAWeightAveraging(decay=0.8)
+    callback: Callback = EMAWeightAveraging(decay=0.8)
+    return callback
 
 
 def run(
@@ -71,7 +72,9 @@ def run(
 
 
 @pytest.mark.filterwarnings("ignore:Swapping scheduler:UserWarning")
-@pytest.mark.parametrize("kind", ["pruning", "swa", "average"])
+@pytest.mark.parametrize(
+    "kind", ["pruning", "swa", pytest.param("average", marks=needs_weight_averaging)]
+)
 def test_final_weights_of_callbacks_are_those_of_ddp(pool: Pool, tmp_path: Path, kind: str) -> None:
     first, second, _ = pool.run(run, kind, 2, str(tmp_path), world=3)
     expected, saved = pool.run(run, kind, None, str(tmp_path), world=2)[0]

@@ -1,0 +1,154 @@
+"""All ranks of a job, connected: they agree on errors, and know who has failed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import traceback
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo, Store
+
+from lightning_loco.comm.arrivals import let_the_others_look, lost_store
+from lightning_loco.comm.store import PromptStore, in_time
+from lightning_loco.comm.watchdog import Watchdog, WorkerFailure
+
+log = logging.getLogger(__name__)
+
+_ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, OSError)}
+_LEAST_S = 1.0
+_PAUSE_S = 0.01
+
+
+def agreement_key(number: int, rank: int) -> str:
+    """Where a rank says in the store of the group what it has found before an agreement.
+
+    Args:
+        number: Of the agreement, from 1 on.
+        rank: Who says it: the type and the text of an error, or None and anything.
+    """
+    return f"agreement{number}/{rank}"
+
+
+class ServiceGroup:
+    """All ranks, connected pair by pair, with a thread that tells who has failed.
+
+    Args:
+        store: Key-value store with keys of its own; the caller closes it.
+        for_gloo: The same, used by nothing but the set-up of gloo.
+        rank: This rank.
+        names: What to call the ranks in messages.
+        timeout_s: Longest wait for an agreement, in seconds.
+
+    Attributes:
+        group: gloo, for messages between two ranks.
+        watchdog: Tells of failed ranks.
+
+    Raises:
+        WorkerFailure: If a rank does not come; the message says which.
+        Exception: If one has reported an error instead.
+    """
+
+    def __init__(
+        self,
+        store: PromptStore,
+        for_gloo: Store,
+        rank: int,
+        names: Sequence[str],
+        timeout_s: float,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._names = names
+        self._timeout_s = timeout_s
+        self._agreements = 0
+        self.group: dist.ProcessGroup | None = None
+        self.watchdog = Watchdog(store.under("watchdog"), rank, len(names), names)
+        self.raise_together(None)  # says who is missing, unlike gloo
+        self.watchdog.start()
+        try:
+            self.group = self._connected_by_gloo(for_gloo)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connected_by_gloo(self, store: Store) -> dist.ProcessGroup:
+        size, timeout = len(self._names), timedelta(seconds=self._timeout_s)
+        began = time.monotonic()
+
+        def connect() -> Any:
+            return ProcessGroupGloo(store, self._rank, size, timeout)
+
+        try:
+            group: dist.ProcessGroup = in_time(connect, self._timeout_s + 1)
+        except RuntimeError as error:
+            waited_s = time.monotonic() - began
+            raise WorkerFailure(self.watchdog.explain("the set-up", waited_s)) from error
+        return group
+
+    def raise_together(self, error: Exception | None) -> None:
+        """Raise on every rank when any rank has found an error.
+
+        Args:
+            error: What this rank found, or None.
+
+        Raises:
+            WorkerFailure: If a rank does not come; the message says which.
+            Exception: This rank's error, or else the first other one's type and text.
+        """
+        self._agreements += 1
+        kind = None if error is None else type(error).__name__
+        keys = [agreement_key(self._agreements, rank) for rank in range(len(self._names))]
+        try:
+            self._store.set(keys[self._rank], json.dumps([kind, str(error)]), self._timeout_s)
+            found = self._wait_for(keys)
+        except RuntimeError as missing:
+            raise (error or missing) from missing
+        if error is not None:
+            raise error
+        for name, (kind, text) in zip(self._names, map(json.loads, found), strict=True):
+            if kind is not None:
+                raise _ERRORS.get(kind, RuntimeError)(f"{name[0].upper()}{name[1:]}: {text}")
+
+    def _wait_for(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of all ranks, as soon as they are there."""
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            while not self._store.check(keys, max(deadline - time.monotonic(), _LEAST_S)):
+                if time.monotonic() > deadline:
+                    who = self._missing(keys)
+                    break
+                time.sleep(_PAUSE_S)
+            else:
+                return self._store.get_all(keys, self._timeout_s)
+        except RuntimeError as error:
+            who = lost_store(self._names[0], error)
+        raise WorkerFailure(
+            f"No word before the start after {self._timeout_s:g} s from {who}. Check that all "
+            "ranks run the same script, or raise timeout_s."
+        )
+
+    def _missing(self, keys: Sequence[str]) -> str:
+        pairs = zip(self._names, keys, strict=True)
+        missing = [name for name, key in pairs if not self._store.check([key])]
+        seen = self._store.under(f"missing{self._agreements}")
+        let_the_others_look(seen, self._rank, len(keys) - len(missing))
+        return ", ".join(missing) or "a rank that came too late"
+
+    def report_failure(self, error: BaseException) -> None:
+        """Tell the other ranks that this one has failed, and whom it has not heard of lately."""
+        text = "".join(traceback.format_exception(error))
+        silent = self.watchdog.silent() if isinstance(error, RuntimeError) else []
+        if silent:
+            text = f"No sign of life from {', '.join(silent)}.\n{text}"
+            log.error(text.split("\n")[0])
+        self.watchdog.report(text)
+
+    def close(self) -> None:
+        """End the thread and let go of the connections."""
+        self.watchdog.end()
+        self.group = None

@@ -1,0 +1,109 @@
+"""A rank that freezes before training ends the others in time, and they name it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_loco.remote import service_group
+from lightning_loco.remote.all_ranks import AllRanks
+from tests.own_store import Job, freeze
+from tests.programs import free_ports
+
+TIMEOUT_S = 3.0
+LONGEST_S = TIMEOUT_S + 6
+NAMES = ("worker 0", "worker 1", "the aggregator-optimizer (rank 2)")
+
+
+@contextmanager
+def all_ranks(rank: int, port: int, timeout_s: float) -> Iterator[AllRanks]:
+    """In the place of the default group that a job begins with."""
+    dist.barrier()
+    dist.destroy_process_group()
+    ranks = AllRanks("127.0.0.1", port, rank, NAMES, timeout_s)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+def agree_and_fail(rank: int, world: int, port: int) -> str:
+    with all_ranks(rank, port, 20.0) as ranks:
+        if rank < 2:
+            ranks.init_default_group([0, 1], "gloo", None)
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            assert total == 2
+        group = ranks.new_group()
+        assert group.group is not None
+        assert group.group.size() == 3
+        group.raise_together(None)
+        try:
+            group.raise_together(ValueError("two many") if rank == 1 else None)
+        except ValueError as error:
+            return str(error)
+        finally:
+            group.close()
+    return "nothing"
+
+
+def test_ranks_find_each_other_and_agree_on_errors() -> None:
+    (port,) = free_ports()
+    with Job(agree_and_fail, port, world=3) as job:
+        outcomes = job.outcomes([0, 1, 2], 60)
+    assert [outcome.result for outcome in outcomes] == [
+        "Worker 1: two many",
+        "two many",
+        "Worker 1: two many",
+    ]
+
+
+def freeze_in(rank: int, world: int, port: int, phase: str, victim: int) -> tuple[str, float]:
+    """What a rank raises when another one freezes, and after how many seconds."""
+    with all_ranks(rank, port, TIMEOUT_S) as ranks:
+        is_victim = rank == victim
+        began = time.monotonic()
+        try:
+            if phase == "default group":
+                freeze() if is_victim else ranks.init_default_group([0, 1, 2], "gloo", None)
+            if phase == "arrival" and is_victim:
+                freeze()
+            if phase == "connection" and is_victim:
+                service_group.ProcessGroupGloo = lambda *_: freeze()  # type: ignore[assignment]
+            group = ranks.new_group()
+            try:
+                began = time.monotonic()
+                freeze() if is_victim else group.raise_together(None)
+            finally:
+                group.close()
+        except RuntimeError as error:
+            return str(error), time.monotonic() - began
+    return "nothing", 0.0
+
+
+PHASES = ("default group", "arrival", "connection", "agreement")
+OFTEN = (("default group", 0), ("connection", 1), ("agreement", 0))
+SELDOM = [
+    (phase, victim) for phase in PHASES for victim in range(3) if (phase, victim) not in OFTEN
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("phase", "victim"),
+    [*OFTEN, *(pytest.param(*case, marks=pytest.mark.long) for case in SELDOM)],
+)
+def test_a_frozen_rank_is_named_in_time(phase: str, victim: int) -> None:
+    (port,) = free_ports()
+    others = [rank for rank in range(3) if rank != victim]
+    with Job(freeze_in, port, phase, victim, world=3) as job:
+        for outcome in job.outcomes(others, 60):
+            assert outcome.error is None, outcome.error
+            text, seconds = outcome.result
+            assert NAMES[victim] in text
+            assert seconds < LONGEST_S
