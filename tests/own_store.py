@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from tests.pool import PRELOADED
 from tests.programs import free_ports
 
 _processes = multiprocessing.get_context("forkserver")
@@ -60,7 +61,7 @@ class Job:
     def __init__(
         self, fn: Callable[..., Any], *args: Any, world: int, group_timeout_s: float = 60.0
     ) -> None:
-        _processes.set_forkserver_preload(["torch", "torch.distributed", "lightning.pytorch"])
+        _processes.set_forkserver_preload(PRELOADED)
         (port,) = free_ports()
         self.workers = []
         for rank in range(world):

@@ -47,6 +47,9 @@ CLEAN_UP_S = 20.0
 DUMP_S = 0.3
 LONGEST_DUMP_S = 5.0
 
+PRELOADED = ["torch", "torch.distributed", "lightning.pytorch", "lightning_loco"]
+"""What is imported before a process of a test is forked."""
+
 _processes = multiprocessing.get_context("forkserver")
 
 
@@ -123,7 +126,7 @@ class Pool:
     def _start(self) -> None:
         if self._workers:
             return
-        _processes.set_forkserver_preload(["torch", "torch.distributed", "lightning.pytorch"])
+        _processes.set_forkserver_preload(PRELOADED)
         self._folder = tempfile.TemporaryDirectory(prefix="pool")
         # The store's server has a process of its own: a fork of a process that holds it can hang.
         self._store_connection, theirs = _processes.Pipe()

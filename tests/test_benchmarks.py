@@ -55,6 +55,7 @@ def test_stragglers_print_what_they_cost() -> None:
         ("overlap", "0.3M, 2 workers", "waited, ratio of means"),
         ("fetch_beside_training", "fetching", "/ alone"),
         ("remote_optimizer", "demo", "ours/raw"),
+        ("scale", "4 workers", "meeting/gather"),
     ],
 )
 def test_prints_ratio_and_bound(name: str, row: str, ratio: str) -> None:

@@ -48,6 +48,11 @@ class Row(NamedTuple):
     spread: float = math.nan
     scalars: tuple[float, ...] = ()
 
+    @property
+    def numbers(self) -> list[float]:
+        """All of it, in a fixed order."""
+        return [*map(float, self[:-1]), *self.scalars]
+
     @classmethod
     def width(cls, num_scalars: int) -> int:
         """Numbers in a row."""
@@ -120,8 +125,8 @@ class PendingRows:
 class RowCarrier(Protocol):
     """How the rows of a round travel: by themselves, or with its first parcel."""
 
-    def anyone_makes_round(self, statistics: Statistics, place: str) -> bool:
-        """Ask, at a meeting, before any row is sent, whether there is a round to take part in."""
+    def meet(self, statistics: Statistics, row: Row, place: str) -> PendingRows | None:
+        """Tell the row at a meeting; None if it is known that there is a round to take part in."""
 
     def carry(self, statistics: Statistics, row: Row, place: str) -> PendingRows:
         """Send the row of a worker that takes part in a round."""
@@ -133,9 +138,9 @@ class TravellingRows:
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
 
-    def anyone_makes_round(self, statistics: Statistics, place: str) -> bool:
-        """Unknown before the rows are here."""
-        return False
+    def meet(self, statistics: Statistics, row: Row, place: str) -> PendingRows:
+        """Send this worker's row; whether there is a round is known when all rows are here."""
+        return start_rows(self._group, statistics, row, place)
 
     def carry(self, statistics: Statistics, row: Row, place: str) -> PendingRows:
         """Send this worker's row."""
@@ -150,7 +155,7 @@ def meeting_number(purpose: str) -> float:
 def write_row(table: Tensor, worker: int, row: Row) -> None:
     """Put one worker's row into a table ``(N, width)`` of zeros that will be summed."""
     table.zero_()
-    table[worker] = torch.tensor([*row[:-1], *row.scalars], dtype=table.dtype)
+    table[worker] = torch.tensor(row.numbers, dtype=table.dtype)
 
 
 def start_rows(group: WorkerGroup, statistics: Statistics, row: Row, place: str) -> PendingRows:
@@ -158,11 +163,11 @@ def start_rows(group: WorkerGroup, statistics: Statistics, row: Row, place: str)
 
     ``place`` says in words what the row is for: ``"round 12"``, ``"validation"``.
     """
-    own = torch.tensor([*row[:-1], *row.scalars], dtype=torch.float64)
+    own = torch.tensor(row.numbers, dtype=torch.float64)
     if group.control is None:
         return PendingRows(lambda: own[None], place)
     table = own.new_empty(group.num_workers, len(own))
-    note_place(group, place)
+    group.come_to(place)
     with Explained(group, place):
         work = dist.all_gather(list(table), own, group=group.control, async_op=True)
 
@@ -172,10 +177,3 @@ def start_rows(group: WorkerGroup, statistics: Statistics, row: Row, place: str)
         return table
 
     return PendingRows(receive, place, work.is_completed)
-
-
-def note_place(group: WorkerGroup, place: str) -> None:
-    """Tell the watchdog where this worker is about to wait for the others."""
-    if group.watchdog is not None:
-        group.watchdog.place = place
-        group.watchdog.meetings += 1

@@ -225,10 +225,10 @@ class Engine:
 
     def rows_at_meeting(self, place: float, words: str) -> list[Row] | None:
         """Tell the others that this worker is at a meeting; None after a round with them."""
-        if self._carriers[self._turn].anyone_makes_round(self.statistics, words):
+        unread = self._carriers[self._turn].meet(self.statistics, self._row(place), words)
+        if unread is None:
             self._begin(place, words)
             return None
-        unread = self.worker.tell(self._row(place), words)
         if self._is_weighted:
             unread.complete = lambda: self.worker.tell(self._look(place), words).wait()
         rows = unread.wait()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.comm.groups import WorkerGroup
-from lightning_loco.comm.rows import ROUND, PendingRows, Row, note_place, write_row
+from lightning_loco.comm.rows import ROUND, PendingRows, Row, start_rows, write_row
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Explained, Sum, Timed
 from lightning_loco.rounds.parcels import Parcel
@@ -65,26 +65,29 @@ class RidingRows:
         self._stays = stays
         self._is_known = False
 
-    def anyone_makes_round(self, statistics: Statistics, place: str) -> bool:
-        """Leave a notice, and wait for those of all workers."""
-        board, watchdog = self._group.board, self._group.watchdog
+    def meet(self, statistics: Statistics, row: Row, place: str) -> PendingRows | None:
+        """Leave a notice with the row, and wait for those of all workers."""
+        group, board, watchdog = self._group, self._group.board, self._group.watchdog
         if board is None or watchdog is None:
-            return False
+            return start_rows(group, statistics, row, place)
         board.exchange += 1
-        self._group.come_to(place)
-        with Timed(statistics), Explained(self._group, place):
-            board.post(False, self._group.timeout_s)
-            self._is_known = board.anyone_makes_round(watchdog, place, self._group.timeout_s)
-        watchdog.meetings -= 1  # what follows is counted by itself
-        return self._is_known
+        group.come_to(place)
+        with Timed(statistics), Explained(group, place):
+            found = board.meet(row.numbers, watchdog, place, group.timeout_s)
+        self._is_known = found is None
+        if found is None:
+            return None
+        table = torch.tensor(found, dtype=torch.float64)
+        return PendingRows(lambda: table, place)
 
     def carry(self, statistics: Statistics, row: Row, place: str) -> PendingRows:
         """Send the row with the first parcel; invite those at a meeting when it is late."""
         group, is_known = self._group, self._is_known or row.place != ROUND
-        if group.board is not None and not self._is_known:
-            group.board.exchange += 1
+        if not self._is_known:
+            group.come_to(place)
+            if group.board is not None:
+                group.board.exchange += 1
         self._is_known = False
-        note_place(group, place)
         write_row(self._table, group.worker, row)
         began = time.monotonic()
 
@@ -93,7 +96,7 @@ class RidingRows:
             if group.board is not None and not is_known:
                 is_known = True
                 with Explained(group, place):
-                    group.board.post(True, group.timeout_s)
+                    group.board.call_to_round(group.timeout_s)
 
         if self._stays and not group.host_waits:
             invite()

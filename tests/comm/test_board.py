@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -35,14 +36,13 @@ def boards(store: PromptStore, num_workers: int) -> list[Board]:
 def comes_with_a_round(board: Board) -> None:
     """A worker begins the next exchange with a round to make, and its all-reduce is late."""
     board.exchange += 1
-    board.post(True, TIMEOUT_S)
+    board.call_to_round(TIMEOUT_S)
 
 
 def comes_to_a_meeting(board: Board, dog: Watchdog, timeout_s: float = TIMEOUT_S) -> bool:
     """A worker begins the next exchange at a meeting; whether it is to take part in a round."""
     board.exchange += 1
-    board.post(False, timeout_s)
-    return board.anyone_makes_round(dog, "validation", timeout_s)
+    return board.meet([float(board.exchange)], dog, "validation", timeout_s) is None
 
 
 def test_if_all_are_at_a_meeting_nobody_makes_a_round(store: PromptStore) -> None:
@@ -149,3 +149,27 @@ def test_notices_of_old_exchanges_are_taken_down(store: PromptStore) -> None:
             assert answers == [False, False]
     kept = [n for n in range(1, 6) if store.check([f"{n}/notices"]) or store.check([f"{n}/all"])]
     assert kept == [4, 5]
+
+
+def test_numbers_arrive_as_they_are(store: PromptStore) -> None:
+    told = [[0.1 + 0.2, -0.0, 5e-324], [1.7976931348623157e308, math.nan, -math.inf]]
+    with watchdogs(2) as dogs:
+        both = boards(store, 2)
+        for _ in range(2):
+            for board in both:
+                board.exchange += 1
+            found = on_every_worker(2, lambda w: both[w].meet(told[w], dogs[w], "here", TIMEOUT_S))
+            assert [repr(table) for table in found] == [repr(told)] * 2
+            told.reverse()
+
+
+GARBAGE = ["no rows", "null", "{}", "[1, 2]", "[[1.0]]", '[["a"], [1.0]]', "[[true], [1.0]]"]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_garbage_on_the_board_is_an_error(store: PromptStore, garbage: str) -> None:
+    with watchdogs(2) as dogs:
+        board, _ = boards(store, 2)
+        store.set("1/all", garbage)
+        with pytest.raises(RuntimeError, match="he notice board has"):
+            comes_to_a_meeting(board, dogs[0])

@@ -115,7 +115,8 @@ def test_a_purpose_has_a_number_that_float32_holds_and_a_round_has_not() -> None
 def tell(rank: int, world: int) -> dict[str, Any]:
     group, statistics = WorkerGroup.create(timeout_s=20), Statistics()
     carrier = TravellingRows(group)
-    assert not carrier.anyone_makes_round(statistics, "round 0")
+    met = carrier.meet(statistics, Row(3.0, 0, rank), "a meeting").wait()
+    assert [other.steps for other in met] == list(range(world))
     row = Row(ROUND, 0, rank, weight=1.0, scalars=(10.0 * rank,))
     rows = carrier.carry(statistics, row, "round 0").wait()
     place = group.watchdog.place

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from lightning_loco import StepEngine
 from lightning_loco.algorithms import DiLoCo, GASLoC, LocalSGD
 from lightning_loco.comm import Statistics, WorkerGroup
 from lightning_loco.rounds.exchange import make_exchange
@@ -229,6 +231,31 @@ def test_algorithms_get_the_exchange_they_name() -> None:
         assert isinstance(make_exchange(algorithm, group, statistics, None), MeanExchange)
     exchange = make_exchange(GASLoC(), group, statistics, Ring())
     assert isinstance(exchange, NeighborExchange)
+
+
+def meet_and_count(rank: int, world: int) -> tuple[list[float], int]:
+    """The losses that all have told, and how many messages went between the workers meanwhile."""
+    model = torch.nn.Linear(1, 1)
+    engine = StepEngine(model, LocalSGD(), sync_every=5)
+    engine.worker.last_loss = 0.1 * rank
+    sent = 0
+
+    def count(*args: Any, **options: Any) -> Any:
+        nonlocal sent
+        sent += 1
+        return all_gather(*args, **options)
+
+    all_gather, dist.all_gather = dist.all_gather, count
+    try:
+        rows = engine.worker.meet("validation")
+    finally:
+        dist.all_gather = all_gather
+    engine.close()
+    return [row.loss for row in rows], sent
+
+
+def test_those_at_a_meeting_tell_their_rows_with_their_notices(pool: Pool) -> None:
+    assert pool.run(meet_and_count, world=3) == [([0.0, 0.1, 0.2], 0)] * 3
 
 
 def test_neighbours_without_a_topology_are_refused_and_not_a_mean() -> None:
