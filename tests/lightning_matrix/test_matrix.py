@@ -22,8 +22,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 NOT_YET: dict[str, tuple[str, ...]] = {
     "different numbers of batches, and torchmetrics": (REMOTE,),
     "different numbers of batches, and a barrier": (REMOTE,),
-    "trainer.model.no_sync()": (REMOTE,),
-    "strategy.model.module": (REMOTE,),
     "Parameter replaced in mid-fit": (REMOTE,),
     "another model on one worker": (REMOTE,),
     "BackboneFinetuning": (REMOTE,),
