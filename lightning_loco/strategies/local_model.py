@@ -13,7 +13,7 @@ from lightning_loco.strategies import lightning_private
 
 
 class LocalModel(nn.Module):
-    """A module whose gradients are never reduced, for code that was written for DDP.
+    """A module whose backward pass reduces no gradients, for code that was written for DDP.
 
     ``trainer.model.module`` is the module, and ``trainer.model.no_sync()`` does nothing. All other
     names are the module's, and it counts as equal to the module.
@@ -31,7 +31,7 @@ class LocalModel(nn.Module):
         return self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A context without any effect: gradients stay on their worker anyway."""
+        """A context without any effect: the backward pass leaves gradients on their worker."""
         return nullcontext()
 
     def __getattr__(self, name: str) -> Any:

@@ -17,6 +17,7 @@ from lightning_loco.remote.all_ranks import AllRanks
 from lightning_loco.remote.replica_group import new_replica_group
 from lightning_loco.remote.service_group import ServiceGroup
 from lightning_loco.strategies import lightning_private
+from lightning_loco.strategies.local_model import LocalModel
 from lightning_loco.strategies.meeting import MeetingStrategy
 
 log = logging.getLogger(__name__)
@@ -147,8 +148,11 @@ class ServedStrategy(MeetingStrategy):
         self._all_ranks.report(error, hint)
 
     def configure_ddp(self) -> None:
-        """Leave the model unwrapped, unless a worker has several ranks."""
-        if self.tiers.replica_size > 1:
+        """Put the model into a shell with DDP's names, or into DDP if a worker is several ranks."""
+        assert self.lightning_module is not None
+        if self.tiers.replica_size == 1:
+            self.model = LocalModel(self.lightning_module)
+        else:
             self.replica_group = new_replica_group(self.tiers, self.global_rank, "gloo")
             gradients = new_replica_group(self.tiers, self.global_rank)
             lightning_private.average_gradients_in(self, gradients)
@@ -165,6 +169,8 @@ class ServedStrategy(MeetingStrategy):
             self.service.close()
             self.service = None
         self._leave_ranks()
+        if isinstance(self.model, LocalModel):
+            self.model = self.lightning_module
         super().teardown()
 
     def _leave_ranks(self) -> None:

@@ -1,0 +1,208 @@
+"""Rows: where batches come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchmetrics
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+)
+
+from tests.lightning_matrix.kit import BATCHES, WORKERS, Facts, Kit, Model, loader, samples
+from tests.lightning_matrix.running import fit
+
+
+class Stream(IterableDataset[tuple[Tensor, ...]]):
+    """Samples of one worker, without a length.
+
+    Args:
+        number: How many.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        yield from (sample for sample, _ in zip(samples(64), range(self.number), strict=False))
+
+
+def fit_on(kit: Kit, data: Any, module: Model | None = None, **settings: Any) -> Facts:
+    module = module or Model()
+    trainer = kit.trainer(**settings)
+    trainer.fit(module, data)
+    return kit.facts(trainer, module)
+
+
+def iterable(kit: Kit) -> Facts:
+    return fit_on(kit, DataLoader(Stream(2 * BATCHES), batch_size=2))
+
+
+def iterable_with_max_steps(kit: Kit) -> Facts:
+    return fit_on(kit, DataLoader(Stream(2 * BATCHES), batch_size=2), max_epochs=-1, max_steps=6)
+
+
+class OnBoth(Model):
+    """Takes a dictionary of two batches."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return sum(super(OnBoth, self).loss(one) for one in batch.values() if one is not None)
+
+
+def combined_loader(kit: Kit) -> Facts:
+    loaders = {"long": loader(), "short": loader(8, 2)}
+    return fit_on(kit, CombinedLoader(loaders, mode="max_size_cycle"), OnBoth())
+
+
+def dict_of_loaders(kit: Kit) -> Facts:
+    return fit_on(kit, {"long": loader(), "short": loader(8, 2)}, OnBoth())
+
+
+class Sequential(Model):
+    """Takes batches of one loader after the other."""
+
+    def training_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.calls[f"from loader {dataloader_idx}"] += 1
+        return super().training_step(batch, batch_idx)
+
+
+def loaders_in_sequence(kit: Kit) -> Facts:
+    loaders = CombinedLoader([loader(), loader(8, 2)], mode="sequential")
+    return fit_on(kit, loaders, Sequential())
+
+
+class SeveralValidations(Model):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.calls[f"validated loader {dataloader_idx}"] += 1
+        super().validation_step(batch, batch_idx)
+
+
+def validation_loaders(kit: Kit) -> Facts:
+    module, trainer = SeveralValidations(), kit.trainer()
+    trainer.fit(module, loader(), [loader(8, 1), loader(4, 2)])
+    return kit.facts(trainer, module, metrics=sorted(trainer.callback_metrics))
+
+
+def own_batch_sampler(kit: Kit) -> Facts:
+    data = samples()
+    batches = BatchSampler(RandomSampler(data), batch_size=4, drop_last=False)
+    own = DataLoader(data, batch_sampler=batches)
+    return fit_on(kit, own, use_distributed_sampler=False)
+
+
+def own_distributed_sampler(kit: Kit) -> Facts:
+    rank = min(kit.rank, WORKERS - 1)
+    sampler = DistributedSampler(samples(), WORKERS, rank, shuffle=True, seed=1)
+    return fit_on(kit, DataLoader(samples(), batch_size=2, sampler=sampler))
+
+
+def weighted_sampler(kit: Kit) -> Facts:
+    sampler = WeightedRandomSampler([1.0] * len(samples()), len(samples()))
+    return fit_on(kit, DataLoader(samples(), batch_size=2, sampler=sampler))
+
+
+class Seen(Model):
+    """Notes which samples it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen += batch[0].sum(1).tolist()
+        return super().training_step(batch, batch_idx)
+
+
+def shuffled(kit: Kit) -> Facts:
+    module, trainer = Seen(), kit.trainer()
+    trainer.fit(module, loader(shuffle=True))
+    return kit.facts(trainer, module, distinct=len({round(one, 4) for one in module.seen}))
+
+
+def drop_last(kit: Kit) -> Facts:
+    return fit_on(kit, loader(15, drop_last=True))
+
+
+def worker_processes(kit: Kit) -> Facts:
+    return fit_on(kit, loader(num_workers=1, multiprocessing_context="fork"))
+
+
+def uneven_loader(kit: Kit) -> Any:
+    """Four batches for the first worker, six for the second."""
+    return loader(8 if kit.rank == 0 else 12)
+
+
+def fit_uneven(kit: Kit, module: Model) -> Facts:
+    facts = fit_on(kit, uneven_loader(kit), module, use_distributed_sampler=False)
+    return {"all data": facts.get("training_step") == (8 if kit.rank == 0 else 12)}
+
+
+def uneven(kit: Kit) -> Facts:
+    return fit_uneven(kit, Model())
+
+
+class Metric(Model):
+    """Computes a metric over all workers at the end of an epoch, which gathers directly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = torchmetrics.MeanSquaredError()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.error.update(self(batch[0]).detach(), batch[1])
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self.calls["finite metrics"] += int(torch.isfinite(self.error.compute()))
+        self.error.reset()
+
+
+class LoggedMetric(Metric):
+    """The same through ``self.log``."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("error", self.error, on_epoch=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.calls["on_train_epoch_end"] += 1
+
+
+class Barrier(Model):
+    """Waits for all in a hook, past Lightning."""
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        dist.barrier()
+
+
+def metric(kit: Kit) -> Facts:
+    return fit(kit, Metric())
+
+
+def logged_metric(kit: Kit) -> Facts:
+    return fit(kit, LoggedMetric())
+
+
+def uneven_metric(kit: Kit) -> Facts:
+    return fit_uneven(kit, Metric())
+
+
+def barrier(kit: Kit) -> Facts:
+    return fit(kit, Barrier())
+
+
+def uneven_barrier(kit: Kit) -> Facts:
+    return fit_uneven(kit, Barrier())

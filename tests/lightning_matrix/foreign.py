@@ -1,0 +1,261 @@
+"""Rows: idioms of code that was written for DDP, and of packages built on Lightning."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.cli import LightningCLI
+from torch import Tensor, nn
+
+from tests.lightning_matrix.kit import Facts, Kit, Model, are_all, fill, loader, make_strategy
+from tests.lightning_matrix.optimizing import Manual
+from tests.lightning_matrix.running import fit
+
+# ------------------------------------------------------------- models that are not all trained
+
+
+class Teacher(Model):
+    """Teaches itself with an average of its own weights, as BYOL and DINO do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.layers).requires_grad_(False)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for old, new in zip(self.teacher.parameters(), self.layers.parameters(), strict=True):
+                old.lerp_(new, 0.1)
+
+
+def teacher(kit: Kit) -> Facts:
+    return fit(kit, Teacher())
+
+
+class Target(Model):
+    """Has a network that no optimizer has, and that is set by hand, as DQN does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = copy.deepcopy(self.layers)
+
+    def loss(self, batch: Any) -> Tensor:
+        with torch.no_grad():
+            bootstrapped = 0 * self.target(batch[0])
+        return (self(batch[0]) - batch[1] - bootstrapped).square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            fill(self.target, float(self.current_epoch + 1))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.layers.parameters(), lr=self.lr)
+
+
+def target(kit: Kit) -> Facts:
+    """What was set by hand in the last epoch, the same on all workers, is what is there."""
+    module = Target()
+    facts = fit(kit, module)
+    return {**facts, "target": are_all(module.target, 2.0)}
+
+
+class Buffered(Model):
+    """Keeps a mean of its inputs in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.center.lerp_(batch[0].mean(0), 0.5)
+        return super().training_step(batch, batch_idx)
+
+
+def buffer(kit: Kit) -> Facts:
+    """A buffer that is changed by hand is the same on all workers at the end."""
+    module = Buffered()
+    fit(kit, module)
+    kit.models.append(module.center.double())
+    return {}
+
+
+class Replacing(Model):
+    """Puts another parameter in the place of one."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.layers[0].weight = nn.Parameter(self.layers[0].weight.detach().clone())
+
+
+def replaced_parameter(kit: Kit) -> Facts:
+    return fit(kit, Replacing())
+
+
+class Thawed(Model):
+    """Trains a layer from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.layers[0].requires_grad_(True)
+
+
+def thawed(kit: Kit) -> Facts:
+    return fit(kit, Thawed())
+
+
+class Freezing(Model):
+    """Freezes a layer for good from the second epoch on."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.layers[0].requires_grad_(False)
+
+
+def freezing(kit: Kit) -> Facts:
+    return fit(kit, Freezing())
+
+
+class Clipped(Manual):
+    """Bounds its weights by hand after every step, as the critic of a WGAN."""
+
+    def step(self, batch: Any) -> Tensor:
+        loss = super().step(batch)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.01, 0.01)
+        return loss
+
+
+def clipped_weights(kit: Kit) -> Facts:
+    """Weights are within the bounds at the end, as means of bounded weights are."""
+    module = Clipped()
+    facts = fit(kit, module)
+    largest = max(float(parameter.detach().abs().max()) for parameter in module.parameters())
+    return {**facts, "bounded": largest < 0.0101}
+
+
+# ---------------------------------------------------------------------------- misfortunes
+
+
+class NotANumber(Model):
+    """One worker's loss is NaN in one step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        bad = self.trainer.global_rank == 1 and self.calls["training_step"] == 3
+        return loss * float("nan") if bad else loss
+
+
+def nan_on_one(kit: Kit) -> Facts:
+    module, trainer = NotANumber(), kit.trainer()
+    trainer.fit(module, loader())
+    kit.must_agree(module)
+    return {}
+
+
+class Broken(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_rank == 1 and batch_idx == 2:
+            raise ArithmeticError("a mistake of worker 1")
+        return super().training_step(batch, batch_idx)
+
+
+def error_on_one(kit: Kit) -> Facts:
+    return fit(kit, Broken())
+
+
+def error_on_all(kit: Kit) -> Facts:
+    class BrokenEverywhere(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise ArithmeticError("a mistake of all workers")
+
+    return fit(kit, BrokenEverywhere())
+
+
+# ------------------------------------------------------------------------ other packages
+
+
+class Data(LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return loader()
+
+
+def lightning_cli(kit: Kit) -> Facts:
+    """The Trainer that LightningCLI makes from words and defaults."""
+    trainer = {
+        "strategy": make_strategy(kit.strategy_name, {}),
+        "plugins": [kit.environment],
+        "devices": kit.environment.world_size(),
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    cli = LightningCLI(
+        Model,
+        Data,
+        args=["--trainer.max_epochs=2", "--model.lr=0.05"],
+        run=False,
+        save_config_callback=None,
+        trainer_defaults=trainer,
+    )
+    cli.trainer.fit(cli.model, cli.datamodule)
+    return kit.facts(cli.trainer, cli.model)
+
+
+class HuggingFace(Model):
+    """A model of transformers with random weights; tokens are made of the inputs' signs.
+
+    Args:
+        kind: ``"gpt2"`` or ``"bert"``.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        super().__init__()
+
+    def make_layers(self) -> nn.Module:
+        import transformers
+
+        if self.kind == "gpt2":
+            small = transformers.GPT2Config(
+                vocab_size=16,
+                n_positions=8,
+                n_embd=8,
+                n_layer=1,
+                n_head=2,
+                bos_token_id=0,
+                eos_token_id=0,
+            )
+            return transformers.GPT2LMHeadModel(small)
+        small = transformers.BertConfig(
+            vocab_size=16,
+            hidden_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=16,
+            max_position_embeddings=8,
+        )
+        return transformers.BertForMaskedLM(small)
+
+    def loss(self, batch: Any) -> Tensor:
+        tokens = (batch[0] > 0).long() + 3
+        return self.layers(input_ids=tokens, labels=tokens).loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def gpt2(kit: Kit) -> Facts:
+    return fit(kit, HuggingFace("gpt2"))
+
+
+def bert(kit: Kit) -> Facts:
+    return fit(kit, HuggingFace("bert"))

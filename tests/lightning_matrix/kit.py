@@ -1,0 +1,265 @@
+"""What a row of the matrix is written with: a trainer, a model, data, and facts to compare."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.environments import ClusterEnvironment
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_loco.strategies import METHODS
+from tests.pool import PoolEnvironment, make_trainer
+from tests.strategies.remote_runs import all_ranks
+
+WORKERS = 2
+BATCHES = 4
+"""Of an epoch, for each worker."""
+
+EPOCHS = 2
+SYNC_EVERY = 2
+SAMPLES = WORKERS * BATCHES * 2
+
+Facts = dict[str, Any]
+"""What a row tells of a run; equal under DDP and under a strategy that does as DDP."""
+
+REMOTE = "remote_optimizer"
+SETTINGS: dict[str, dict[str, Any]] = {
+    "async_model_average": {"interval_s": 0.0},
+    "pairwise_gossip": {},
+    REMOTE: {"num_workers": WORKERS},
+}
+"""Arguments by strategy; those that are not named here make rounds every few steps."""
+
+
+def make_strategy(name: str, of_ddp: dict[str, Any]) -> Strategy:
+    """DDP, or a method under its registered name."""
+    if name == "ddp":
+        return DDPStrategy(**of_ddp)
+    return METHODS[name](timeout_s=10.0, **SETTINGS.get(name, {"sync_every": SYNC_EVERY}))  # type: ignore[call-arg]
+
+
+@dataclasses.dataclass
+class Kit:
+    """One run of a row under one strategy, on one rank.
+
+    Args:
+        strategy_name: A method's name, or ``"ddp"``.
+        rank: This rank.
+        folder: Where all ranks of this run may write.
+        environment: Who the ranks are.
+
+    Attributes:
+        models: The weights that a row wants to be equal on all workers.
+        written: What callbacks have written at the end, beside what is there after it.
+    """
+
+    strategy_name: str
+    rank: int
+    folder: Path
+    environment: ClusterEnvironment
+    models: list[Tensor] = dataclasses.field(default_factory=list)
+    written: list[tuple[Tensor, Tensor]] = dataclasses.field(default_factory=list)
+
+    @property
+    def serves(self) -> bool:
+        """Whether this rank trains nothing and has no facts."""
+        return self.rank >= WORKERS
+
+    def trainer(self, of_ddp: dict[str, Any] | None = None, **settings: Any) -> Trainer:
+        """A quiet trainer of two short epochs.
+
+        Args:
+            of_ddp: What DDP has to be told, and the others need not.
+            settings: Replace or add to the defaults.
+        """
+        defaults: dict[str, Any] = {
+            "devices": self.environment.world_size(),
+            "plugins": [self.environment],
+            "max_epochs": EPOCHS,
+            "log_every_n_steps": 1,
+            "default_root_dir": self.folder,
+        }
+        plugins = [self.environment, *settings.pop("plugins", [])]
+        strategy = make_strategy(self.strategy_name, of_ddp or {})
+        return make_trainer(strategy, **{**defaults, **settings, "plugins": plugins})
+
+    def facts(self, trainer: Trainer, module: Model, **more: Any) -> Facts:
+        """What every row compares; the weights must be equal on all workers, and finite.
+
+        Args:
+            trainer: After its last call.
+            module: What it has trained.
+            more: Facts of this row.
+        """
+        self.must_agree(module)
+        state = {"steps": trainer.global_step, "epochs": trainer.current_epoch}
+        return {**state, **module.calls, **more}
+
+    def files(self, pattern: str) -> list[str]:
+        """Names of the files of this run, on the rank that writes them."""
+        return sorted(path.name for path in self.folder.glob(pattern)) if self.rank == 0 else []
+
+    def must_agree(self, module: nn.Module) -> None:
+        """Expect this module to be equal on all workers now."""
+        self.models.append(weights(module))
+
+    def must_be_the_mean(self, module: nn.Module, written: Tensor) -> None:
+        """Expect this module to be the mean over the workers of what each has written into it."""
+        self.written.append((weights(module), written))
+
+
+class Model(LightningModule):
+    """Least squares with two layers; counts what is called.
+
+    Args:
+        lr: Of SGD; 0 leaves the weights alone, so that whoever moves them is found out.
+    """
+
+    def __init__(self, lr: float = 0.05) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = self.make_layers()
+        self.lr = lr
+        self.calls: Counter[str] = Counter()
+
+    def make_layers(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(inputs)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        inputs, targets = batch
+        return (self(inputs) - targets).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls["training_step"] += 1
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls["validation_step"] += 1
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls["test_step"] += 1
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.calls["predict_step"] += 1
+        return self(batch[0])
+
+    def on_train_epoch_end(self) -> None:
+        self.calls["on_train_epoch_end"] += 1
+
+    def on_validation_epoch_end(self) -> None:
+        self.calls["on_validation_epoch_end"] += 1
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def samples(number: int = SAMPLES, seed: int = 0) -> TensorDataset:
+    """Inputs and targets, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(number, 3, generator=generator)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+def loader(number: int = SAMPLES, seed: int = 0, **settings: Any) -> DataLoader[Any]:
+    """Batches of two samples; Lightning shares them among the workers."""
+    return DataLoader(samples(number, seed), batch_size=2, **settings)
+
+
+def weights(module: nn.Module) -> Tensor:
+    """All parameters in one vector of float64."""
+    return torch.cat([p.detach().reshape(-1).double() for p in module.parameters()])
+
+
+def fill(module: nn.Module, value: float) -> None:
+    """Change all parameters by hand."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(value)
+
+
+def are_all(module: nn.Module, value: float) -> bool:
+    """Whether all parameters are what they were filled with, to rounding."""
+    found = weights(module)
+    return torch.allclose(found, torch.full_like(found, value), atol=1e-5)
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What has become of a run on one rank.
+
+    Attributes:
+        facts: What the row tells; empty on ranks that serve.
+        models: Weights that all workers should have.
+        written: Weights that should be the mean over the workers of the others beside them.
+        error: Type and text of what was raised.
+    """
+
+    facts: Facts = dataclasses.field(default_factory=dict)
+    models: list[Tensor] = dataclasses.field(default_factory=list)
+    written: list[tuple[Tensor, Tensor]] = dataclasses.field(default_factory=list)
+    error: str = ""
+
+
+@contextmanager
+def lane_of(rank: int) -> Iterator[ClusterEnvironment]:
+    """Two ranks of the pool's call by themselves, so that others beside them go their own way."""
+    lane, worker = divmod(rank, WORKERS)
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    store = dist.PrefixStore(f"lane{lane}", store)
+    dist.init_process_group("gloo", store=store, rank=worker, world_size=WORKERS)
+    yield PoolEnvironment()
+
+
+def run(
+    rank: int, world: int, lanes: list[list[str]], row: Callable[[Kit], Facts], folder: str
+) -> dict[str, Outcome]:
+    """Run a row under some strategies; what came of it on this rank.
+
+    Args:
+        rank: Of the pool's call.
+        world: Two ranks for each lane, or all that a remote optimizer needs.
+        lanes: Strategies that run one after the other, beside those of the other lanes.
+        row: What to run.
+        folder: Where to write.
+    """
+    if lanes == [[REMOTE]]:
+        with all_ranks() as environment:
+            return {REMOTE: run_one(rank, REMOTE, row, Path(folder) / REMOTE, environment)}
+    worker, names = rank % WORKERS, lanes[rank // WORKERS]
+    with lane_of(rank) as environment:
+        return {
+            name: run_one(worker, name, row, Path(folder) / name, environment) for name in names
+        }
+
+
+def run_one(
+    rank: int,
+    name: str,
+    row: Callable[[Kit], Facts],
+    folder: Path,
+    environment: ClusterEnvironment,
+) -> Outcome:
+    """Run a row under one strategy."""
+    folder.mkdir(exist_ok=True)
+    kit = Kit(name, rank, folder, environment)
+    try:
+        facts = row(kit)
+    except Exception as error:
+        return Outcome(error=f"{type(error).__name__}: {error}")
+    return Outcome() if kit.serves else Outcome(facts, kit.models, kit.written)
