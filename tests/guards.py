@@ -12,9 +12,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-# Daemon threads of libraries that live as long as their process, and those that wait for what is
-# under way in a group of gloo after a failure.
-KNOWN_DAEMONS = ("TMonitor", "QueueFeederThread", "Dummy-", "loco-abandoned")
+# Daemon threads of libraries that live as long as their process.
+KNOWN_DAEMONS = ("TMonitor", "QueueFeederThread", "Dummy-")
+# They wait for what is under way in a group of gloo after a failure, until the group's timeout.
+KNOWN_WAITING = "loco-abandoned"
 # Caches of the tools, and folders that are made by working on the project, not by a test.
 KNOWN_FILES = {".git", ".venv", ".versions", "__pycache__"}
 KNOWN_FILES |= {".mypy_cache", ".pytest_cache", ".ruff_cache"}
@@ -86,6 +87,8 @@ def restore_environ(environ: dict[str, str]) -> None:
 
 def _is_known(thread: threading.Thread) -> bool:
     names = (thread.name, type(thread).__name__)
+    if thread.name == KNOWN_WAITING:
+        return True
     return thread.daemon and any(name.startswith(KNOWN_DAEMONS) for name in names)
 
 

@@ -25,6 +25,8 @@ from lightning_loco.comm.watchdog import Watchdog, WorkerFailure
 MARGIN_S = 60.0
 """By how much a backend whose failures end the process has more patience than we, in seconds."""
 
+_PARTING_S = 2.0
+
 
 @dataclasses.dataclass
 class WorkerGroup:
@@ -276,22 +278,22 @@ class WorkerGroup:
             self.failed = self.failed or self.watchdog.failure is not None
             self.watchdog.end()
             self.watchdog = None
-        groups = [group for group in (self.data, self.control) if group is not None]
+        groups = [g for g in (self.data, self.control) if g is not None and dist.is_initialized()]
         self.data = self.control = self.board = self.store = None
-        if not dist.is_initialized():
-            return
         if self.failed:
             _abandon(groups)
         else:
-            for group in groups:
-                dist.destroy_process_group(group)
+            list(map(dist.destroy_process_group, groups))
 
 
 def _abandon(groups: list[dist.ProcessGroup]) -> None:
-    """Abort the groups and empty the list, without waiting for what is under way.
+    """Abort the groups and empty the list, hardly waiting for what is under way.
 
-    gloo cannot be aborted: the last reference to its group waits, so it goes in a thread.
+    gloo cannot be aborted: the last reference to its group waits, so it goes in a thread. That is
+    no daemon: one that Python cuts off within a destructor ends the process by a signal.
     """
     abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
     list(map(abort, groups))  # no name here may hold a group
-    threading.Thread(target=groups.clear, name="loco-abandoned", daemon=True).start()
+    thread = threading.Thread(target=groups.clear, name="loco-abandoned")
+    thread.start()
+    thread.join(_PARTING_S)

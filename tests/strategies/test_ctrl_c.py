@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +36,14 @@ STRATEGIES: dict[str, Any] = {
 
 def own() -> frozenset[str]:
     """Native threads, threads of Python, and open sockets of this process."""
-    sockets = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    links = []
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            links.append(os.readlink(path))
     return frozenset(
         [f"native thread {path.name}" for path in Path("/proc/self/task").iterdir()]
         + [f"thread {thread.name} ({thread.ident})" for thread in threading.enumerate()]
-        + [link for link in sockets if link.startswith("socket:")]
+        + [link for link in links if link.startswith("socket:")]
     )
 
 
@@ -69,6 +74,7 @@ def fit(rank: int, world: int, name: str, ending: str) -> tuple[frozenset[str], 
         trainer.fit(TinyModule(), make_loader(rank, 10_000))
     deadline = time.monotonic() + 5
     while (left := own() - before) and time.monotonic() < deadline:
+        gc.collect()  # tracebacks hold what was under way
         time.sleep(0.01)
     return event.resources - before, left
 
