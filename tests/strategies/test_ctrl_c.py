@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 
 from lightning_loco import (
@@ -47,6 +48,16 @@ def own() -> frozenset[str]:
     )
 
 
+def wait_for_all(trainer: Trainer) -> None:
+    """Until all ranks are here; the slowest would see an error of the first otherwise."""
+    store = dist.distributed_c10d._get_default_store()
+    here = store.add("loco-test/here", 1)
+    deadline = time.monotonic() + 20
+    while here < trainer.world_size and time.monotonic() < deadline:
+        time.sleep(0.01)
+        here = store.add("loco-test/here", 0)
+
+
 class AllAtOnce(Callback):
     """Ctrl-C in a terminal reaches all ranks; an exception happens on all here."""
 
@@ -58,6 +69,7 @@ class AllAtOnce(Callback):
         time.sleep(0.01)
         if trainer.global_step == 20:
             self.resources = own()
+            wait_for_all(trainer)
             if self.ending == "exception":
                 raise ArithmeticError("a bad day")
             os.kill(os.getpid(), signal.SIGINT)
