@@ -146,10 +146,26 @@ class ServiceGroup:
         Raises:
             Exception: This rank's error, or else the first other one's type and text.
         """
-        self._agreements += 1
         kind = None if error is None else type(error).__name__
+        found = self.gather([kind, str(error)])
+        if error is not None:
+            raise error
+        for name, (kind, text) in zip(self._names, found, strict=True):
+            if kind is not None:
+                raise _ERRORS.get(kind, RuntimeError)(f"{name[0].upper()}{name[1:]}: {text}")
+
+    def gather(self, value: Any) -> list[Any]:
+        """Collect a value from every rank, in order.
+
+        Args:
+            value: What JSON can hold.
+
+        Raises:
+            RuntimeError: If a rank does not come; the message names it.
+        """
+        self._agreements += 1
         prefix = _agreement(self._agreements)
-        self._store.set(f"{prefix}/{self._rank}", json.dumps([kind, str(error)]))
+        self._store.set(f"{prefix}/{self._rank}", json.dumps(value))
         keys = [f"{prefix}/{rank}" for rank in range(len(self._names))]
         try:
             self._store.wait(keys, self._timeout)
@@ -164,12 +180,7 @@ class ServiceGroup:
                 f"{', '.join(missing)}. Check that all ranks run the same script, or raise "
                 "timeout_s."
             ) from late
-        found = [json.loads(self._store.get(key)) for key in keys]
-        if error is not None:
-            raise error
-        for name, (kind, text) in zip(self._names, found, strict=True):
-            if kind is not None:
-                raise _ERRORS.get(kind, RuntimeError)(f"{name[0].upper()}{name[1:]}: {text}")
+        return [json.loads(self._store.get(key)) for key in keys]
 
     def report_failure(self, error: BaseException) -> None:
         """Tell the other ranks that this one has failed, and whom it has not heard of lately."""
