@@ -134,7 +134,9 @@ class Worker:
 
     def check_trainable(self) -> None:
         """Raise RuntimeError if a parameter became trainable or was replaced after the start."""
-        self.replica.places.check()
+        places = self.replica.places
+        if any(getattr(module, name, None) is not p for module, name, p in places.found):
+            places.find()
         for name, parameter in self.replica.frozen:
             if parameter.requires_grad:
                 raise RuntimeError(
