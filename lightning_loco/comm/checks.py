@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch.nn.parameter import is_lazy
 from lightning_loco.comm.flat import FlatLayout
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.waiting import Works
+
+Gather = Callable[[Any, str], list[Any]]
 
 
 def check_model(model: nn.Module) -> None:
@@ -40,17 +42,32 @@ def check_model(model: nn.Module) -> None:
 
 def check_same_schema(layout: FlatLayout, group: WorkerGroup) -> None:
     """Raise ValueError on every worker if their parameters differ, naming the first difference."""
-    schema = layout.schema()
+    _compare(layout.schema(), "trainable parameters", group.gather_objects)
+
+
+def check_same_tensors(model: nn.Module, gather: Gather) -> None:
+    """Raise ValueError on every worker if any parameters or buffers differ in name, shape or dtype.
+
+    Args:
+        model: Of this worker.
+        gather: Collects a value of plain numbers and texts from every worker, in order; gets the
+            name of the place as well.
+    """
+    named = [*model.named_parameters(), *model.named_buffers()]
+    schema = [(name, tuple(t.shape), str(t.dtype), "") for name, t in named]
+    _compare(schema, "parameters and buffers", gather)
+
+
+def _compare(schema: Sequence[Sequence[object]], what: str, gather: Gather) -> None:
     place = "the comparison of the models"
-    if len(set(group.gather_objects(zlib.crc32(repr(schema).encode()), place))) == 1:
+    if len(set(gather(zlib.crc32(repr(schema).encode()), place))) == 1:
         return
-    texts = [[str(part) for part in entry] for entry in schema]
-    schemas = group.gather_objects(texts, place)
+    schemas = gather([[str(part) for part in entry] for entry in schema], place)
     for worker, other in enumerate(schemas):
         if other != schemas[0]:
             raise ValueError(
                 f"Worker {worker} holds a different model than worker 0: "
-                f"{first_difference(other, schemas[0])}. Build the same model on every rank."
+                f"{first_difference(other, schemas[0], what)}. Build the same model on every rank."
             )
 
 
@@ -66,7 +83,11 @@ def check_same_settings(settings: dict[str, Any], group: WorkerGroup) -> None:
                 )
 
 
-def first_difference(there: Sequence[Sequence[object]], here: Sequence[Sequence[object]]) -> str:
+def first_difference(
+    there: Sequence[Sequence[object]],
+    here: Sequence[Sequence[object]],
+    what_all: str = "trainable parameters",
+) -> str:
     """Say in words where the schema of another worker differs from that of worker 0."""
     for (name, *spec), (name_0, *spec_0) in zip(there, here, strict=False):
         if name != name_0:
@@ -77,7 +98,7 @@ def first_difference(there: Sequence[Sequence[object]], here: Sequence[Sequence[
     longer = there if len(there) > len(here) else here
     extra = longer[min(len(there), len(here))][0]
     return (
-        f"{len(there)} trainable parameters there and {len(here)} on worker 0; the first one more "
+        f"{len(there)} {what_all} there and {len(here)} on worker 0; the first one more "
         f"is {extra!r} on {'that worker' if longer is there else 'worker 0'}"
     )
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_loco.comm.flat import Chunk, Cuts, FlatLayout
 from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.places import Places
 from lightning_loco.comm.stand_in import StandIn
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.unexchanged import Unexchanged
@@ -39,7 +40,7 @@ class Replica:
         buffers: The floating-point buffers.
         frozen: Names and parameters that do not require gradients.
         left_out: Names and parameters that require gradients, but are not exchanged.
-        places: Module and attribute that hold each exchanged parameter, and the parameter.
+        places: Where the module holds the exchanged parameters.
         others: All that are not exchanged, compared between the workers.
         stand_in: Keeps the exchanged parameters as they are while gradients are computed.
 
@@ -70,27 +71,8 @@ class Replica:
         self.stand_in = StandIn(self.layout)
         self.model = model
         self._chunk_elements = cuts.chunk_elements
-        self.find_places()
+        self.places = Places(model, self.layout.names, self.layout.tensors)
         self._local: Local | None = None
-
-    def find_places(self) -> None:
-        """Look up which attribute of which module holds each exchanged parameter.
-
-        Raises:
-            RuntimeError: If none holds it any more, naming it.
-        """
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        places: list[tuple[nn.Module, str, Tensor]] = []
-        for old_name, tensor in zip(self.layout.names, self.layout.tensors, strict=True):
-            if id(tensor) not in names:
-                raise RuntimeError(
-                    f"Parameter {old_name!r} was replaced by another object during fit, but only "
-                    "the objects of its start are exchanged. Write into the parameter instead "
-                    "(parameter.data.copy_(values)), or call fit again after the replacement."
-                )
-            path, _, name = names[id(tensor)].rpartition(".")
-            places.append((self.model.get_submodule(path), name, tensor))
-        self.places = places
 
     @property
     def shows_consensus(self) -> bool:
@@ -130,7 +112,7 @@ class Replica:
     def keep_local(self) -> None:
         """Set the local values aside, until :meth:`show_local` brings them back."""
         self.stand_in.release()
-        self.find_places()
+        self.places.find()
         self.find_buffers()
         layouts = self.layout, self.buffers, self.others.differing
         self._local = Local(*(layout.set_aside() for layout in layouts))

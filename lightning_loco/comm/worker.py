@@ -15,6 +15,7 @@ from lightning_loco.comm.checks import (
     check_model,
     check_same_schema,
     check_same_settings,
+    check_same_tensors,
     share_from_worker_0,
 )
 from lightning_loco.comm.companions import Companions
@@ -128,12 +129,14 @@ class Worker:
             replica.layout.chunks()
         check_same_settings(settings.describe(), group)
         check_same_schema(replica.layout, group)
+        check_same_tensors(model, group.gather_objects)
         return cls(group, replica, share_from_worker_0(model, group)), settings
 
     def check_trainable(self) -> None:
         """Raise RuntimeError if a parameter became trainable or was replaced after the start."""
-        if any(getattr(module, name, None) is not p for module, name, p in self.replica.places):
-            self.replica.find_places()
+        places = self.replica.places
+        if any(getattr(module, name, None) is not p for module, name, p in places.found):
+            places.find()
         for name, parameter in self.replica.frozen:
             if parameter.requires_grad:
                 raise RuntimeError(

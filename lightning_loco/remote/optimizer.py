@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_loco.remote.all_servers import AllServers
 from lightning_loco.remote.calls import Call, Clip
+from lightning_loco.remote.exchanged import check_exchanged
 from lightning_loco.remote.optimizer_state import OptimizerState
 from lightning_loco.remote.replica_group import ReplicaGroup
 from lightning_loco.remote.transport import Transport
@@ -71,6 +72,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         replica_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(params, {})
+        self._are_groups_final = True
         ranks = [aggregator_rank] if isinstance(aggregator_rank, int) else list(aggregator_rank)
         self._replica = ReplicaGroup(replica_group)
         self._servers = AllServers(self.param_groups, ranks, transport or Transport())
@@ -83,6 +85,20 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self.present: list[int] | None = None
         self.has_left = False
         self.optimizer: torch.optim.Optimizer | None = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only as part of the constructor: the optimizer on the other rank gets no more groups.
+
+        Raises:
+            RuntimeError: At any later time.
+        """
+        if getattr(self, "_are_groups_final", False):
+            raise RuntimeError(
+                "A parameter group was added to the optimizer after the start, but only the "
+                "parameters that it has then are exchanged. Give it all of them in "
+                "configure_optimizers, or call fit again."
+            )
+        super().add_param_group(param_group)
 
     def stand_for(self, optimizer: torch.optim.Optimizer) -> None:
         """Let monitors of learning rates and the like see another optimizer of the same groups."""
@@ -142,7 +158,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_gradients()
+        check_exchanged(self.param_groups, self._servers.frozen)
         started = time.perf_counter()
         call = Call(clip=self._clip, stop=self._stop_reason)
         self._clip = None
@@ -268,21 +284,6 @@ class RemoteOptimizer(torch.optim.Optimizer):
             self._servers.take_over(self._replica.share)
         else:
             self._servers.follow(self._replica.share)
-
-    def _check_gradients(self) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None and param.grad.is_sparse:
-                    raise ValueError(
-                        "A parameter has a sparse gradient, which cannot be sent. Use "
-                        "Embedding(sparse=False)."
-                    )
-        if any(param.requires_grad for param in self._servers.frozen):
-            raise RuntimeError(
-                "A parameter became trainable after the start, but only parameters that require "
-                "gradients then are exchanged. Unfreeze before fit, or call fit again after "
-                "unfreezing."
-            )
 
 
 def _positive(name: str, value: float) -> float:

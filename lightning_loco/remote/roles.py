@@ -137,7 +137,7 @@ def optimizer(
     client = site.transport.wire(rank, tiers.name(rank))
     summed = [message._replace(dtype=site.accumulator.dtype) for message in site.messages]
     alone = (serving or Serving())._replace(min_workers=None)
-    return site.serve([client], summed, backend, alone)
+    return site.serve([client], summed, backend, alone, patience=3.0)
 
 
 def run_role(

@@ -100,19 +100,33 @@ class ServiceGroup:
             WorkerFailure: If a rank does not come; the message says which.
             Exception: This rank's error, or else the first other one's type and text.
         """
-        self._agreements += 1
         kind = None if error is None else type(error).__name__
-        keys = [agreement_key(self._agreements, rank) for rank in range(len(self._names))]
         try:
-            self._store.set(keys[self._rank], json.dumps([kind, str(error)]), self._timeout_s)
-            found = self._wait_for(keys)
+            found = self.gather([kind, str(error)])
         except RuntimeError as missing:
             raise (error or missing) from missing
         if error is not None:
             raise error
-        for name, (kind, text) in zip(self._names, map(json.loads, found), strict=True):
+        for name, (kind, text) in zip(self._names, found, strict=True):
             if kind is not None:
                 raise _ERRORS.get(kind, RuntimeError)(f"{name[0].upper()}{name[1:]}: {text}")
+
+    def gather(self, value: Any) -> list[Any]:
+        """Collect a value from every rank, in order.
+
+        Args:
+            value: What JSON can hold.
+
+        Raises:
+            WorkerFailure: If a rank does not come; the message says which.
+        """
+        self._agreements += 1
+        keys = [agreement_key(self._agreements, rank) for rank in range(len(self._names))]
+        try:
+            self._store.set(keys[self._rank], json.dumps(value), self._timeout_s)
+        except RuntimeError as error:
+            raise self._late(lost_store(self._names[0], error)) from error
+        return list(map(json.loads, self._wait_for(keys)))
 
     def _wait_for(self, keys: Sequence[str]) -> list[bytes]:
         """The values of all ranks, as soon as they are there."""
@@ -127,7 +141,10 @@ class ServiceGroup:
                 return self._store.get_all(keys, self._timeout_s)
         except RuntimeError as error:
             who = lost_store(self._names[0], error)
-        raise WorkerFailure(
+        raise self._late(who)
+
+    def _late(self, who: str) -> WorkerFailure:
+        return WorkerFailure(
             f"No word before the start after {self._timeout_s:g} s from {who}. Check that all "
             "ranks run the same script, or raise timeout_s."
         )

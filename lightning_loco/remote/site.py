@@ -96,15 +96,21 @@ class Site:
         messages: Sequence[Message],
         backend: Backend,
         serving: Serving,
+        patience: float = 1.0,
     ) -> dict[str, Any]:
-        """Serve until all clients have left; returns what they said then."""
+        """Serve until all clients have left; returns what they said then.
+
+        A client may be ``patience`` times as late as ``timeout_s`` says: one that waits for clients
+        of its own must be.
+        """
+        timeout_s = self.transport.timeout_s
         server = GradientServer(
             clients,
             messages,
             self.accumulator,
             backend,
             model_checksum(self.params, self.messages),
-            timeout_s=self.transport.timeout_s,
+            timeout_s=None if timeout_s is None else patience * timeout_s,
             min_workers=serving.min_workers,
             stop_reason=serving.stop_reason,
             look_around=self.transport.look_around,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,21 +16,21 @@ Surrounding = Callable[[], AbstractContextManager[object]]
 def add_hooks(
     trainer: pl.Trainer,
     *,
-    batches_end: Callable[[], None],
     end: Surrounding,
-    saving: Surrounding,
     meet: Callable[[str], None],
+    batches_end: Callable[[], None] | None = None,
+    saving: Surrounding = nullcontext,
 ) -> ExitStack:
     """Surround methods of a trainer; only the instance is touched.
 
     Args:
         trainer: Whose methods they are.
-        batches_end: When the batches of a training epoch have ended, before all hooks of its end.
         end: Around all hooks of the end of training. Those of the strategy come last there, so
             that what callbacks and the module write into the model could only be overwritten.
-        saving: From before a checkpoint is collected until it is written.
         meet: Waits for all workers, before a collective of foreign code in hooks of the start and
             the end of training epochs; gets the name of the place.
+        batches_end: When the batches of a training epoch have ended, before all hooks of its end.
+        saving: From before a checkpoint is collected until it is written.
 
     Returns:
         What gives the trainer its own methods back when it is closed.
@@ -46,7 +46,8 @@ def add_hooks(
 
     @contextmanager
     def epoch_end() -> Iterator[None]:
-        batches_end()
+        if batches_end is not None:
+            batches_end()
         with collectives:
             yield
 

@@ -153,6 +153,7 @@ class RemoteOptimizerStrategy(ServedStrategy):
         except Exception as found:
             error = found
         service.raise_together(error)
+        self.check_same_models(service)
         if self.serves:
             lightning_private.replace_loops(trainer, self._serve)
         else:
@@ -263,7 +264,6 @@ class RemoteOptimizerStrategy(ServedStrategy):
     def on_train_end(self) -> None:
         """Fetch the optimizer's state for checkpoints after ``fit``, and leave the servers."""
         assert self.remote is not None
-        self.meet("end of training")  # those with less data have old parameters
         self.checkpoints.end_fit(self.remote)
         self._finished = True
         self._leave(self.remote)

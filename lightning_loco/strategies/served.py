@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,12 +13,15 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_loco.comm.checks import check_same_tensors
 from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.places import Places
 from lightning_loco.remote import RemoteOptimizer, Tiers
 from lightning_loco.remote.all_ranks import AllRanks
 from lightning_loco.remote.replica_group import new_replica_group
 from lightning_loco.remote.service_group import ServiceGroup
 from lightning_loco.strategies import lightning_private
+from lightning_loco.strategies.added_hooks import add_hooks
 from lightning_loco.strategies.local_model import LocalModel
 from lightning_loco.strategies.meeting import MeetingStrategy
 
@@ -41,6 +46,8 @@ class ServedStrategy(MeetingStrategy):
     replica_group: dist.ProcessGroup | None = None
     _all_ranks: AllRanks | None = None
     _present: tuple[int, ...] = ()
+    _added = ExitStack()
+    _places: Places | None = None
 
     @property
     def meeting_place(self) -> RemoteOptimizer | None:
@@ -124,6 +131,9 @@ class ServedStrategy(MeetingStrategy):
         """Ranks that serve only make the model and its optimizer; outside ``fit``, nothing."""
         if not self.serves:
             super().setup(trainer)
+            if self.is_fitting:
+                self._added = add_hooks(trainer, end=self._all_at_the_end, meet=self.meet)
+                self._places = self._find_places()
         elif self.is_fitting:
             assert self.accelerator is not None
             assert self.lightning_module is not None
@@ -133,6 +143,26 @@ class ServedStrategy(MeetingStrategy):
             self.setup_optimizers(trainer)
         else:
             lightning_private.replace_loops(trainer, lambda: None)
+
+    def _find_places(self) -> Places:
+        """Where the parameters are that the optimizers have, of those that require gradients."""
+        assert self.lightning_module is not None
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        optimized = {id(p) for group in groups for p in group["params"] if p.requires_grad}
+        named = [(n, p) for n, p in self.lightning_module.named_parameters() if id(p) in optimized]
+        return Places(self.lightning_module, [n for n, _ in named], [p for _, p in named])
+
+    def check_same_models(self, service: ServiceGroup) -> None:
+        """Raise ValueError on all ranks if those that train have different models."""
+        assert self.lightning_module is not None
+        training = slice(self.tiers.num_training)
+        check_same_tensors(self.lightning_module, lambda value, _: service.gather(value)[training])
+
+    @contextmanager
+    def _all_at_the_end(self) -> Iterator[None]:
+        """Meet before all hooks of the end: those with less data have old parameters until then."""
+        self.meet("end of training")
+        yield
 
     def report_before_service(self, error: BaseException) -> None:
         """Tell the ranks that wait for this one before training why it does not come."""
@@ -148,7 +178,7 @@ class ServedStrategy(MeetingStrategy):
         self._all_ranks.report(error, hint)
 
     def configure_ddp(self) -> None:
-        """Put the model into a shell with DDP's names, or into DDP if a worker is several ranks."""
+        """Put the model into a shell with DDP's names; into DDP if a worker has several ranks."""
         assert self.lightning_module is not None
         if self.tiers.replica_size == 1:
             self.model = LocalModel(self.lightning_module)
@@ -159,12 +189,16 @@ class ServedStrategy(MeetingStrategy):
             super().configure_ddp()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """End soon when another rank has failed."""
+        """End soon when another rank has failed, or a parameter is another object."""
         assert self.service is not None
+        assert self._places is not None
         self.service.watchdog.raise_if_failed()
+        self._places.check()
 
     def teardown(self) -> None:
         """Close the connections."""
+        self._added.close()
+        self._places = None
         if self.service is not None:
             self.service.close()
             self.service = None

@@ -68,19 +68,6 @@ def test_some_parameters_only_are_exchanged() -> None:
     assert [name for name, _ in replica.left_out] == ["0.weight", "0.bias"]
 
 
-def test_a_parameter_that_moves_is_found_and_one_that_is_gone_is_named() -> None:
-    model = Mixed()
-    replica = Replica(model, Cuts())
-    weight = model.weight
-    del model.weight
-    model.other = weight
-    replica.find_places()
-    assert replica.places == [(model, "other", weight)]
-    del model.other
-    with pytest.raises(RuntimeError, match="Parameter 'weight' was replaced by another object"):
-        replica.find_places()
-
-
 def test_buffers_that_are_replaced_are_found_if_they_are_alike() -> None:
     model = Mixed()
     replica = Replica(model, Cuts())

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.lightning_matrix.judging import Runs, problem
-from tests.lightning_matrix.kit import REMOTE, Outcome
+from tests.lightning_matrix.kit import Outcome
 from tests.lightning_matrix.render import PAGE, page
 from tests.lightning_matrix.table import AS_DDP, ROWS, STRATEGIES, TABLE, Better, Refused
 from tests.pool import Pool
@@ -19,13 +19,7 @@ from tests.pool import Pool
 # What features of Lightning warn of is theirs; here it is told what comes of them.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-NOT_YET: dict[str, tuple[str, ...]] = {
-    "different numbers of batches, and torchmetrics": (REMOTE,),
-    "different numbers of batches, and a barrier": (REMOTE,),
-    "Parameter replaced in mid-fit": (REMOTE,),
-    "another model on one worker": (REMOTE,),
-    "BackboneFinetuning": (REMOTE,),
-}
+NOT_YET: dict[str, tuple[str, ...]] = {}
 """By feature: strategies with which it does not come true yet. One that does fails the test."""
 
 SHORT = {

@@ -257,6 +257,12 @@ def partly_frozen() -> nn.Module:
     return model
 
 
+def with_buffer(size: int) -> nn.Module:
+    model = make_model()
+    model.register_buffer("center", torch.zeros(size))
+    return model
+
+
 def with_complex() -> nn.Module:
     model = Net()
     model.register_parameter("phase", nn.Parameter(torch.zeros(2, dtype=torch.complex64)))
@@ -325,6 +331,14 @@ MAKE_MODEL: dict[str, tuple[Callable[[int], nn.Module], str]] = {
         lambda rank: make_model() if rank == 1 else nn.Sequential(*make_model(), nn.Linear(1, 1)),
         "4 trainable parameters there and 6 on worker 0; the first one more is 'model.3.weight' "
         "on worker 0",
+    ),
+    "another buffer": (
+        lambda rank: with_buffer(3 if rank == 1 else 2),
+        r"Worker 1 holds .* 'model.center' has shape \(3,\) there and \(2,\) on worker 0",
+    ),
+    "one more buffer": (
+        lambda rank: with_buffer(2) if rank == 2 else make_model(),
+        "Worker 2 holds .* 5 parameters and buffers there and 4 on worker 0; .* 'model.center' on",
     ),
     "frozen on one worker": (
         lambda rank: partly_frozen() if rank == 1 else make_model(),
