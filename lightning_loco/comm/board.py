@@ -15,7 +15,7 @@ from lightning_loco.comm import messages
 from lightning_loco.comm.store import PromptStore, StoreSilent
 from lightning_loco.comm.watchdog import Watchdog, WorkerFailure
 
-_PAUSE_FOR_EACH_S = 0.0002
+_PAUSE_FOR_EACH_S = 0.0001
 _LONGEST_PAUSE_S = 0.01
 _WITH_A_ROUND = 2**32
 _A_ROUND = b"round"
