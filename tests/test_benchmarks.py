@@ -67,6 +67,7 @@ def test_prints_ratio_and_bound(name: str, row: str, ratio: str) -> None:
     assert bound.startswith("<= ")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_fetch_prints_ratio_and_bound() -> None:
     output = run("fetch", "--quick")
@@ -74,6 +75,7 @@ def test_fetch_prints_ratio_and_bound() -> None:
     assert "fetch/socket" in output
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_memory_keeps_its_bounds() -> None:
     output = run("memory", "--quick")
@@ -111,6 +113,7 @@ def test_quality_keeps_finished_fits(tmp_path: Path) -> None:
     "name",
     sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "common"),
 )
+@pytest.mark.long
 @pytest.mark.slow
 def test_help_says_how_to_read_it(name: str) -> None:
     assert "How to read it" in run(name, "--help")

@@ -137,12 +137,16 @@ def test_an_example_is_short_and_says_how_to_run_it(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n.startswith("01_") else pytest.mark.long) for n in CHECKS],
+)
 def test_an_example_shows_what_it_claims(tmp_path: Path, name: str) -> None:
     CHECKS[name](run([sys.executable, str(EXAMPLES / name)], tmp_path))
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_plain_loop_under_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -206,6 +210,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_batch_script(tmp_path: Path, cluster: dict[str, str]) -> None:
     run(["bash", str(BATCH_SCRIPT)], tmp_path, **cluster, CHANGES=f"{TINY} trainer.max_steps=8")
@@ -214,6 +219,7 @@ def test_the_batch_script(tmp_path: Path, cluster: dict[str, str]) -> None:
     assert figures["rounds"] == 2
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_batch_script_goes_on_after_its_time_is_up(
     tmp_path: Path, cluster: dict[str, str]

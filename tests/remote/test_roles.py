@@ -112,7 +112,14 @@ def train_ddp(rank: int, world: int, server_rank: int, name: str, clip: bool) ->
     return torch.cat([p.detach().reshape(-1) for p in net.parameters()])
 
 
-@pytest.mark.parametrize(("name", "clip"), [("AdamW", True), ("SGD", False), ("Adagrad", False)])
+@pytest.mark.parametrize(
+    ("name", "clip"),
+    [
+        ("AdamW", True),
+        pytest.param("SGD", False, marks=pytest.mark.long),
+        pytest.param("Adagrad", False, marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize(("num_workers", "num_tiers"), [(2, 2), (2, 3), (3, 2)])
 def test_any_tiers_are_ddp(
     pool: Pool, num_workers: int, num_tiers: int, name: str, clip: bool

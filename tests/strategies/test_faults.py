@@ -110,6 +110,7 @@ def test_sigterm_stops_all_at_one_step_with_a_checkpoint(tmp_path: Path) -> None
     assert {torch.load(file)["engine"]["steps"] for file in files} == {step}
 
 
+@pytest.mark.long
 def test_interrupted_run_equals_unbroken_run(pool: Pool, tmp_path: Path) -> None:
     """A stop inside a round, somewhere; then the same losses as without it."""
     event = "if (trainer.global_rank, batch_idx) == (1, 13): os.kill(os.getpid(), signal.SIGTERM)"

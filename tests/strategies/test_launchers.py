@@ -46,9 +46,9 @@ def assert_trained(folder: Path, environment: str, launcher: str) -> None:
     ("start_method", "launcher"),
     [
         ("popen", "_SubprocessScriptLauncher"),
-        ("spawn", "_MultiProcessingLauncher"),
-        ("fork", "_MultiProcessingLauncher"),
-        ("forkserver", "_MultiProcessingLauncher"),
+        pytest.param("spawn", "_MultiProcessingLauncher", marks=pytest.mark.long),
+        pytest.param("fork", "_MultiProcessingLauncher", marks=pytest.mark.long),
+        pytest.param("forkserver", "_MultiProcessingLauncher", marks=pytest.mark.long),
     ],
 )
 def test_start_methods(tmp_path: Path, start_method: str, launcher: str) -> None:

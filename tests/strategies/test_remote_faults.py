@@ -233,7 +233,7 @@ def finish(programs: list[Program], limit_s: float = 60) -> tuple[list[int], lis
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [1, 2])
+@pytest.mark.parametrize("victim", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path, victim: int) -> None:
     with running(tmp_path, 4, 2000) as programs:
         programs[0].wait_for("five steps done")
@@ -301,6 +301,7 @@ def train_whole(rank: int, world: int, steps: int) -> list[float]:
         return module.losses
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_sigterm_stops_at_a_common_step_and_resumes(pool: Pool, tmp_path: Path) -> None:
     whole = pool.run(train_whole, 100, world=3)

@@ -27,6 +27,8 @@ TIMEOUT_S = 4.0
 LONGEST_S = TIMEOUT_S + 6
 STEPS = 40
 PHASES = ["set-up", "start", "round", "meeting", "validation", "checkpoint", "stop"]
+SHORT = ("round", "meeting")
+"""Phases that stand for the others in the short suite."""
 WORDS = {
     "frozen": "(no sign of life",
     "killed": "(no sign of life",
@@ -114,13 +116,18 @@ def diloco(phase: str) -> DiLoCoStrategy:
     return DiLoCoStrategy(sync_every=10_000 if phase == "stop" else 5, timeout_s=TIMEOUT_S)
 
 
-@pytest.mark.parametrize("phase", PHASES)
+def marked(phases: list[str]) -> list[Any]:
+    """With a mark at those that are not in the short suite."""
+    return [pytest.param(p, marks=[] if p in SHORT else pytest.mark.long) for p in phases]
+
+
+@pytest.mark.parametrize("phase", marked(PHASES))
 def test_worker_0_is_frozen_and_with_it_the_store(phase: str, tmp_path: Path) -> None:
     for error in survivors(diloco(phase), phase, "frozen", 0, tmp_path):
         assert "worker 0 is unreachable" in error, error
 
 
-@pytest.mark.parametrize("phase", PHASES[:-1])
+@pytest.mark.parametrize("phase", marked(PHASES[:-1]))
 @pytest.mark.parametrize("kind", WORDS)
 def test_another_worker_is_in_trouble(kind: str, phase: str, tmp_path: Path) -> None:
     who = "Worker 1 failed" if kind == "raises" else f"worker 1 {WORDS[kind]}"
