@@ -340,7 +340,7 @@ def test_content_that_cannot_be_written_leaves_the_old_file(tmp_path: Path) -> N
     path = tmp_path / "one.ckpt"
     io = WholeFileIO()
     io.save_checkpoint({"a": 1}, path)
-    with pytest.raises((AttributeError, TypeError), match="pickle"):
+    with pytest.raises((AttributeError, TypeError), match="pickle|local object"):
         io.save_checkpoint({"a": lambda: 1}, path)
     assert torch.load(path) == {"a": 1}
     assert os.listdir(tmp_path) == ["one.ckpt"]
