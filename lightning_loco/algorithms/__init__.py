@@ -39,7 +39,9 @@ def _all_algorithms() -> dict[str, type[Algorithm]]:
         name: value
         for module in modules
         for name, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, Algorithm) and not name.startswith("_")
+        # In Python 3.10 list[int] says of itself that it is an instance of type.
+        if type(value) is type(Algorithm) and issubclass(value, Algorithm)
+        if not name.startswith("_")
     }
 
 
