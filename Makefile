@@ -18,11 +18,13 @@ demo: .venv/.installed ## Train a small GPT with GASLoC on a ring of 4 CPU worke
 test: .venv/.installed ## Run the test suite on the CPU, doctests and slow tests included
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not long" --durations=10
 
-test-long: .venv/.installed ## Run the tests that take tens of seconds each
+test-long: .venv/.installed ## Run the tests that take tens of seconds each, and test-versions
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -m long --durations=10
+	$(MAKE) test-versions
 
 test-versions: .venv/.installed ## Run what depends on them with other versions of Lightning and Python
-	OMP_NUM_THREADS=1 $(RUN) -m tests.versions $(if $(INSTALL),--install)
+	OMP_NUM_THREADS=1 $(RUN) -m tests.versions $(if $(INSTALL),--install) $(if $(ALL),--all) \
+	    --only "$(ONLY)"
 
 check: .venv/.installed ## Lint, check the formatting and the types
 	$(RUN) -m ruff check .

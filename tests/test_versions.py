@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -25,10 +26,9 @@ def oldest(package: str) -> str:
 
 def test_lightning_is_tested_from_the_oldest_to_the_newest() -> None:
     constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    first, *last_of_minors = versions.LIGHTNING
-    assert first == f"{oldest('lightning')}.0"
-    assert f"lightning=={last_of_minors[-1]}" in constraints
-    minors = [release.rpartition(".")[0] for release in last_of_minors]
+    assert versions.LIGHTNING[0] == oldest("lightning")
+    assert f"lightning=={versions.LIGHTNING[-1]}" in constraints
+    minors = [release.rpartition(".")[0] for release in versions.LIGHTNING]
     assert minors == [f"2.{minor}" for minor in range(5, 5 + len(minors))]
 
 
@@ -36,6 +36,13 @@ def test_every_python_of_the_classifiers_is_in_the_workflow() -> None:
     told = tuple(re.findall(r"Python :: (3\.\d+)", PYPROJECT))
     assert told == versions.PYTHON
     assert tuple(WORKFLOW["jobs"]["test"]["strategy"]["matrix"]["python"]) == told
+
+
+def test_the_workflow_has_older_versions_of_lightning() -> None:
+    job = WORKFLOW["jobs"]["older-lightning"]
+    assert tuple(job["strategy"]["matrix"]["lightning"]) == versions.LIGHTNING[:-1]
+    command = job["steps"][-1]["run"]
+    assert command == 'make test-versions ALL=1 ONLY="Lightning ${{ matrix.lightning }}"'
 
 
 def test_the_workflow_has_the_oldest_torch() -> None:
@@ -59,6 +66,29 @@ def test_the_python_that_runs_is_found_and_one_that_is_missing_is_not() -> None:
     assert versions.try_python("3.99", install=False) == (
         "not run: there is no python3.99 on this machine"
     )
+
+
+def test_what_cannot_be_installed_is_not_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(versions, "FOLDER", tmp_path)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")  # as without a network
+    outcome = versions.try_lightning("2.5.0")
+    assert outcome.startswith("not run: pip could not install it (ERROR: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("tests", [versions.ALL, versions.CORE])
+def test_what_is_run_is_there(tests: tuple[str, ...]) -> None:
+    for path in tests:
+        assert (ROOT / path).exists()
+
+
+def test_test_long_runs_other_versions_too() -> None:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    recipe = re.search(r"^test-long:.*\n((?:\t.*\n)+)", text, re.MULTILINE)
+    assert recipe
+    assert "$(MAKE) test-versions" in recipe.group(1)
 
 
 @pytest.mark.parametrize("line", ["make test-versions", "make test-long"])

@@ -3,67 +3,105 @@
 Every other Lightning of :data:`LIGHTNING` is installed into a folder of its own below `.versions/`,
 which comes first on `PYTHONPATH`; PyTorch and all else are those of `.venv`. Every other Python
 of this machine runs in the environment `.versions/python3.12`, say. These are made only when asked
-for, with `make test-versions INSTALL=1`, because each brings a PyTorch of its own.
+for, with `make test-versions INSTALL=1`, because each brings a PyTorch of its own. What cannot be
+installed is not run, and the list at the end says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from shutil import which
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".versions"
 
-LIGHTNING = ("2.5.0", "2.5.6", "2.6.6")
-"""The oldest that pyproject.toml allows, the last of each minor version, and the newest."""
+LIGHTNING = ("2.5.6", "2.6.6")
+"""The oldest that pyproject.toml allows, the last of each minor version; the last is the newest."""
 
 PYTHON = ("3.10", "3.11", "3.12", "3.13")
 
 OLDER = {"JSONARGPARSE_DEPRECATION_WARNINGS": "off"}
 """The LightningCLI of older versions calls what newer versions of jsonargparse warn of."""
 
-TESTS = ("tests/strategies", "tests/callbacks", "tests/test_threads.py")
+ALL = ("tests/strategies", "tests/callbacks", "tests/test_cli.py", "tests/test_threads.py")
+"""With `make test-versions ALL=1`."""
+
+CORE = (
+    "tests/callbacks",
+    "tests/strategies/test_checkpoint.py",
+    "tests/strategies/test_contract.py",
+    "tests/strategies/test_ddp_idioms.py",
+    "tests/strategies/test_evaluation.py",
+    "tests/strategies/test_final_weights.py",
+    "tests/strategies/test_launchers.py",
+    "tests/strategies/test_lr_finder.py",
+    "tests/strategies/test_methods.py",
+    "tests/strategies/test_remote.py",
+    "tests/strategies/test_remote_callbacks.py",
+    "tests/strategies/test_remote_features.py",
+    "tests/strategies/test_resume.py",
+    "tests/strategies/test_saving.py",
+    "tests/strategies/test_training.py",
+    "tests/test_threads.py",
+)
+"""Loops, hooks, launchers, checkpoints and threads: where versions differ, in a few minutes."""
 
 Outcome = str
 """One line: passed, FAILED, or why it was not run."""
+
+
+class NotInstalled(Exception):
+    """pip could not; the message is its last line."""
 
 
 def main() -> int:
     """Run them all; the exit status is 1 if one has failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--install", action="store_true", help="make environments of other Pythons")
+    parser.add_argument("--all", action="store_true", help="run all tests of the strategies")
     parser.add_argument("--only", default="", help="part of the names of the runs to make")
     chosen = parser.parse_args()
+    tests = ALL if chosen.all else CORE
     outcomes = {}
     for release in LIGHTNING:
         if chosen.only in (name := f"Lightning {release}"):
-            outcomes[name] = try_lightning(release)
+            outcomes[name] = try_lightning(release, tests)
     for release in PYTHON:
         if chosen.only in (name := f"Python {release}"):
-            outcomes[name] = try_python(release, chosen.install)
+            outcomes[name] = try_python(release, chosen.install, tests)
     print("\n" + "\n".join(f"{name}: {outcome}" for name, outcome in outcomes.items()))
-    return int("FAILED" in outcomes.values())
+    return int(any(outcome.startswith("FAILED") for outcome in outcomes.values()))
 
 
-def try_lightning(release: str) -> Outcome:
+def try_lightning(release: str, tests: Sequence[str] = CORE) -> Outcome:
     """Run the tests with another version of Lightning."""
     if version("lightning") == release:
         return "that of .venv: make test and make test-long run everything with it"
     folder = FOLDER / f"lightning-{release}"
-    if not (folder / f"lightning-{release}.dist-info").is_dir():
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run(
-            [*pip, "--no-deps", "--target", str(folder), f"lightning=={release}"], check=True
-        )
-    return run_tests(f"Lightning {release}", sys.executable, PYTHONPATH=str(folder), **OLDER)
+    if not folder.is_dir():
+        try:
+            install_lightning(release, folder)
+        except NotInstalled as error:
+            return f"not run: pip could not install it ({error})"
+    return run_tests(f"Lightning {release}", sys.executable, tests, PYTHONPATH=str(folder), **OLDER)
 
 
-def try_python(release: str, install: bool) -> Outcome:
+def install_lightning(release: str, folder: Path) -> None:
+    """Put a version of Lightning, without what it needs, into a folder; all of it or nothing."""
+    part = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    pip(sys.executable, "--no-deps", "--target", str(part), f"lightning=={release}")
+    part.rename(folder)
+
+
+def try_python(release: str, install: bool, tests: Sequence[str] = CORE) -> Outcome:
     """Run the tests with another version of Python."""
     if release == "{}.{}".format(*sys.version_info):
         return "that of .venv: make test and make test-long run everything with it"
@@ -71,20 +109,38 @@ def try_python(release: str, install: bool) -> Outcome:
     if command is None:
         return f"not run: there is no python{release} on this machine"
     environment = FOLDER / f"python{release}"
-    python = environment / "bin" / "python"
-    if not python.exists():
+    if not environment.is_dir():
         if not install:
             return f"not run: make test-versions INSTALL=1 makes {environment.relative_to(ROOT)}"
-        subprocess.run([command, "-m", "venv", str(environment)], check=True)
-        wanted = ["-c", "constraints.txt", "-e", ".[dev]"]
-        subprocess.run([str(python), "-m", "pip", "install", *wanted], check=True, cwd=ROOT)
-    return run_tests(f"Python {release}", str(python))
+        try:
+            make_environment(command, environment)
+        except NotInstalled as error:
+            return f"not run: pip could not install what it needs ({error})"
+    return run_tests(f"Python {release}", str(environment / "bin" / "python"), tests)
+
+
+def make_environment(command: str, folder: Path) -> None:
+    """Make an environment of a Python with all that this project needs; all of it or nothing."""
+    subprocess.run([command, "-m", "venv", str(folder)], check=True)
+    try:
+        pip(str(folder / "bin" / "python"), "-c", "constraints.txt", "-e", ".[dev]")
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+
+
+def pip(python: str, *wanted: str) -> None:
+    """Install something; NotInstalled if that fails, without a network for instance."""
+    command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise NotInstalled((done.stderr.strip().splitlines() or ["it says nothing"])[-1])
 
 
 def find_python(release: str) -> str | None:
     """A Python of this machine: on the path, or one that pyenv keeps."""
     kept = sorted(Path.home().glob(f".pyenv/versions/{release}.*/bin/python"))
-    for command in [which(f"python{release}"), *map(str, kept)]:
+    for command in [shutil.which(f"python{release}"), *map(str, kept)]:
         if (
             command is not None
             and subprocess.run([command, "-V"], capture_output=True).returncode == 0
@@ -93,12 +149,14 @@ def find_python(release: str) -> str | None:
     return None
 
 
-def run_tests(name: str, python: str, **environ: str) -> Outcome:
+def run_tests(name: str, python: str, tests: Sequence[str], **environ: str) -> Outcome:
     """Run the tests in a process of their own."""
-    print(f"\n=== {name}", flush=True)
-    command = [python, "-m", "pytest", "-q", "-m", "not long", *TESTS]
+    print(f"\n=== {name}: {' '.join(tests)}", flush=True)
+    began = time.monotonic()
+    command = [python, "-m", "pytest", "-q", "-m", "not long", *tests]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environ})
-    return "passed" if done.returncode == 0 else "FAILED"
+    minutes = (time.monotonic() - began) / 60
+    return f"{'FAILED' if done.returncode else 'passed'} in {minutes:.1f} minutes"
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+from types import GenericAlias
 
 from lightning_loco.algorithms.base import Algorithm, State
 from lightning_loco.algorithms.diloco import DiLoCo
@@ -39,6 +40,7 @@ def _all_algorithms() -> dict[str, type[Algorithm]]:
         name: value
         for module in modules
         for name, value in vars(module).items()
+        if not isinstance(value, GenericAlias)  # list[int], which Python 3.10 takes for a type
         if isinstance(value, type) and issubclass(value, Algorithm) and not name.startswith("_")
     }
 

@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 NUM_BYTES = 256
@@ -179,7 +179,7 @@ class ByteGPT(LightningModule):
             batch_size=len(batch),
         )
 
-    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW with warm-up and cosine decay; vectors (norms, biases) are not decayed.
 
         Raises:

@@ -85,12 +85,13 @@ def fit(
     then: Callable[[pl.Trainer], None] | None = None,
     megabytes: float = 0.1,
     extra: int = 0,
-    plugin: CheckpointIO | None = None,
+    plugin: type[CheckpointIO] | None = None,
 ) -> int:
     """Save to one path after each step; how many steps were made."""
     if "FOR_TEMPORARY_FILES" in os.environ:
         tempfile.tempdir = os.environ["FOR_TEMPORARY_FILES"]
-    strategy = LocoStrategy(DiLoCo(), sync_every=2, timeout_s=30, checkpoint_io=plugin)
+    checkpoint_io = None if plugin is None else plugin()
+    strategy = LocoStrategy(DiLoCo(), sync_every=2, timeout_s=30, checkpoint_io=checkpoint_io)
     trainer = make_trainer(
         strategy, max_steps=max_steps, callbacks=[SaveEachStep(path, then)], max_epochs=-1
     )
@@ -288,8 +289,10 @@ class OldFormatIO(CheckpointIO):
         (shutil.rmtree if os.path.isdir(path) else os.remove)(path)
 
 
-@pytest.mark.parametrize("plugin", [OldFormatIO(), AsyncCheckpointIO(), WholeFileIO()])
-def test_own_ways_to_write_files_work(pool: Pool, tmp_path: Path, plugin: CheckpointIO) -> None:
+@pytest.mark.parametrize("plugin", [OldFormatIO, AsyncCheckpointIO, WholeFileIO])
+def test_own_ways_to_write_files_work(
+    pool: Pool, tmp_path: Path, plugin: type[CheckpointIO]
+) -> None:
     path = str(tmp_path / "same.ckpt")
     assert pool.run(fit, path, 5, False, None, 0.1, 0, plugin, world=WORLD) == [5, 5]
     assert 1 <= len(os.listdir(f"{path}.loco")) <= 3
@@ -340,7 +343,7 @@ def test_content_that_cannot_be_written_leaves_the_old_file(tmp_path: Path) -> N
     path = tmp_path / "one.ckpt"
     io = WholeFileIO()
     io.save_checkpoint({"a": 1}, path)
-    with pytest.raises((AttributeError, TypeError), match="pickle"):
+    with pytest.raises((AttributeError, TypeError), match="pickle|local object"):
         io.save_checkpoint({"a": lambda: 1}, path)
     assert torch.load(path) == {"a": 1}
     assert os.listdir(tmp_path) == ["one.ckpt"]
