@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,9 +13,19 @@ import torch
 
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.peers.keys import write_key_file
-from lightning_loco.peers.protocol import MAX_CHUNK_BYTES, Request, pack_request
+from lightning_loco.peers.protocol import EMPTY, MAX_CHUNK_BYTES, Request, pack_reply, pack_request
 from tests.peers.flooder import GREETING, READY, flooding, frame
-from tests.peers.helpers import CHECKSUM, fetch, open_files, two_nodes
+from tests.peers.helpers import (
+    CHECKSUM,
+    MODEL,
+    fetch,
+    make_node,
+    open_files,
+    peers,
+    right_reply,
+    serving,
+    two_nodes,
+)
 from tests.peers.test_hostile import MB, resident_bytes
 
 NUMEL = 2_000_000
@@ -27,6 +38,13 @@ FLOODS = {
     "messages": frame(b"x") * 20_000,
     "requests": frame(pack_request(REQUEST)) * 1000,
     "long_requests": frame(pack_request(REQUEST._replace(length=MAX_CHUNK_BYTES))) * 1000,
+}
+RIGHT = right_reply(REQUEST, 4 * NUMEL)
+EMPTY_REPLY = pack_reply(RIGHT._replace(kind=EMPTY, publication=0, length=0))
+REPLIES = {
+    **{kind: FLOODS[kind] for kind in ("tiny", "large", "huge", "messages")},
+    "replies": (frame(pack_reply(RIGHT), has_more=True) + frame(bytes(8))) * 1000,
+    "chunks": frame(pack_reply(RIGHT), has_more=True) + frame(bytes(768 * 1024)),
 }
 
 
@@ -53,6 +71,38 @@ def test_a_server_does_not_grow_and_goes_on_serving(kind: str, seconds: float) -
         received = fetch(here)
         assert received is not None
         assert torch.equal(received.params, flat)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_idle", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "seconds"), [*((kind, 2) for kind in REPLIES), ("tiny", 8), ("replies", 8)]
+)
+def test_a_reader_does_not_grow_whether_it_fetches_or_not(
+    kind: str, seconds: float, is_idle: bool
+) -> None:
+    nodes = peers(2)
+    role = "listen_idle" if is_idle else "listen"
+    with flooding(role, nodes[1].port, REPLIES[kind], seconds, reply=EMPTY_REPLY) as flooder:
+        here = make_node(nodes, 0, NUMEL, fetch_timeout_s=seconds)
+
+        def read() -> None:
+            while flooder.poll() is None:
+                here.start_fetch()
+                here.wait(0.2)
+                time.sleep(0.5 if is_idle else 0.0)
+
+        reading = threading.Thread(target=read)
+        reading.start()
+        assert largest_growth(flooder) < MOST_GROWTH
+        reading.join()
+        assert here.statistics.fetches == 0
+        assert (here.statistics.empty > 0) == is_idle
+        here.close()
+    with serving(nodes[1], 3.0, MODEL._replace(numel=NUMEL)):
+        here = make_node(nodes, 0, NUMEL)
+        assert fetch(here) is not None
+        here.close()
 
 
 IDLE = """

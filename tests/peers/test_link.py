@@ -10,8 +10,10 @@ import torch
 import zmq
 
 from lightning_loco.peers import NodeDirectory, Peer, StoreDirectory
-from lightning_loco.peers.link import Link, LinkBroken, Links
+from lightning_loco.peers.link import Link, LinkBroken
+from lightning_loco.peers.links import Links
 from lightning_loco.peers.protocol import DATA, MalformedMessage, Reply, Request
+from lightning_loco.peers.tcp_link import TcpLink
 from lightning_loco.peers.transfer import Assembly, Transfer
 from tests.peers.helpers import (
     MODEL,
@@ -66,7 +68,7 @@ def send_until_broken(link: Link) -> None:
 def test_a_chunk_comes_and_is_in_its_place(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     (peer,) = peers(1)
     with serving(peer, 3.0):
-        link = Link(context, peer, None)
+        link = TcpLink(peer)
         transfer, assembly = make_transfer()
         assert link.receive(transfer) is None
         for request in transfer.requests():
@@ -94,7 +96,7 @@ def test_a_reply_that_was_not_asked_for_is_dropped_and_the_next_one_is_read(
 
     (peer,) = peers(1)
     with answering(peer.port, answer):
-        link = Link(context, peer, None)
+        link = TcpLink(peer)
         transfer, assembly = make_transfer()
         for request in transfer.requests():
             link.send(request)
@@ -110,7 +112,7 @@ def test_a_peer_that_does_not_listen_breaks_the_link(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
     (peer,) = peers(1)
-    link = Link(context, peer, None)
+    link = TcpLink(peer)
     with pytest.raises(LinkBroken, match=f"at tcp://127.0.0.1:{peer.port}"):
         wait_until_broken(link)
     link.close()
@@ -122,7 +124,7 @@ def test_a_peer_that_goes_away_breaks_the_link_and_ends_a_wait(
     (peer,) = peers(1)
     transfer, _ = make_transfer()
     with serving(peer, 1.0):
-        link = Link(context, peer, None)
+        link = TcpLink(peer)
         for request in transfer.requests():
             link.send(request)
         next_reply(link, transfer)
@@ -138,7 +140,7 @@ def test_a_peer_that_goes_away_breaks_the_link_and_ends_a_wait(
 def test_a_wait_for_a_silent_peer_ends(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     (peer,) = peers(1)
     with silent(peer):
-        link = Link(context, peer, None)
+        link = TcpLink(peer)
         started = time.monotonic()
         link.wait(0.1)
         assert 0.05 < time.monotonic() - started < 2
