@@ -120,9 +120,8 @@ class Listener:
             return
         while len(self._clients) >= self._most:
             self._cut(self._idlest())
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _keep_alive(connection)
+        with suppress(OSError):  # it may have gone already, as reading from it will tell
+            _set_options(connection)
         client = _Client(connection, str(address[0]), next(self._count))
         self._clients[connection] = client
         self._selector.register(connection, client.events)
@@ -237,8 +236,10 @@ def _listen(host: str, port: int) -> socket.socket:
     )
 
 
-def _keep_alive(connection: socket.socket) -> None:
-    """Notice clients whose machine has gone."""
+def _set_options(connection: socket.socket) -> None:
+    """Send at once, and notice clients whose machine has gone."""
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
         if hasattr(socket, name):
