@@ -1,80 +1,25 @@
-"""Connections to peers: a socket each, and the events that tell that it is broken."""
+"""What the reader needs of a connection to a peer, however it is made."""
 
 from __future__ import annotations
 
-import time
-from contextlib import suppress
+from typing import Protocol
 
-import zmq
-from zmq.utils.monitor import parse_monitor_message
-
-from lightning_loco.peers.directory import Directory, Peer
-from lightning_loco.peers.held import Held
-from lightning_loco.peers.keys import Keys
-from lightning_loco.peers.protocol import (
-    DATA,
-    MAX_CHUNK_BYTES,
-    MalformedMessage,
-    Reply,
-    parse_reply,
-)
+from lightning_loco.peers.directory import Peer
+from lightning_loco.peers.protocol import Reply
 from lightning_loco.peers.transfer import Transfer
-
-_LOST = (
-    zmq.EVENT_CLOSED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CONNECT_RETRIED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
-_FRAMING_BYTES = 1024
-_STRAY_BYTES = 64 * 1024
-_MOST_FRAMES = 64
-_MOST_REPLIES_WAITING = 32
-_NEVER = -1
 
 
 class LinkBroken(ConnectionError):
-    """The peer refused the connection, or closed it."""
+    """The peer refused the connection, closed it, or sends what makes it useless."""
 
 
-class Link:
-    """A connection that is made once: when it breaks, a new link is needed.
+class Link(Protocol):
+    """A connection that is made once: when it breaks, a new link is needed."""
 
-    Args:
-        context: Of the thread that uses the link.
-        peer: Where to connect to.
-        keys: The job's keys, if it has any.
-        chunk_bytes: The longest chunk that is asked for.
-    """
-
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        peer: Peer,
-        keys: Keys | None,
-        chunk_bytes: int = MAX_CHUNK_BYTES,
-    ) -> None:
-        self.peer = peer
-        self._held: Held | None = None
-        self._loss: str | None = None
-        self._is_encrypted = keys is not None
-        # A reply that has not ended, and one that ZeroMQ is about to hand over.
-        self._most_held = 2 * (chunk_bytes + _FRAMING_BYTES) + _STRAY_BYTES
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.linger = 0
-        self._socket.rcvhwm = _MOST_REPLIES_WAITING
-        self._socket.maxmsgsize = chunk_bytes + _FRAMING_BYTES
-        self._socket.reconnect_ivl = _NEVER
-        self._socket.ipv6 = ":" in peer.host
-        if keys is not None:
-            keys.present(self._socket)
-        self._monitor = self._socket.get_monitor_socket(_LOST | zmq.EVENT_CONNECTED)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
-        self._socket.connect(peer.address)
+    @property
+    def peer(self) -> Peer:
+        """Whom it leads to."""
+        ...
 
     def check(self) -> None:
         """See whether the connection still stands, without waiting, while nothing is asked for.
@@ -82,23 +27,7 @@ class Link:
         Raises:
             LinkBroken: If it does not, or the peer sends what nobody has asked for.
         """
-        self._read_events()
-        self._raise_if_lost()
-        if self._held is not None and self._held.exceeds(_STRAY_BYTES):
-            raise LinkBroken(f"{self.peer.address} sends what nobody has asked for")
-
-    def _read_events(self) -> None:
-        while self._monitor.poll(0):
-            event = parse_monitor_message(self._monitor.recv_multipart())
-            if event["event"] & _LOST:
-                self._loss = zmq.Event(event["event"]).name
-            else:
-                with suppress(OSError):  # it has gone already, as the next event says
-                    self._held = Held(int(event["value"]), is_encrypted=self._is_encrypted)
-
-    def _raise_if_lost(self) -> None:
-        if self._loss is not None:
-            raise LinkBroken(f"{self._loss} at {self.peer.address}")
+        ...
 
     def wait(self, timeout_s: float) -> None:
         """Return when something has come, or after a while.
@@ -106,20 +35,7 @@ class Link:
         Raises:
             LinkBroken: If the link broke, and nothing has come, or what comes does not end.
         """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            left_s = deadline - time.monotonic()
-            ready = dict(self._poller.poll(max(1, int(1000 * left_s))))
-            if self._socket in ready:
-                return
-            self._read_events()
-            self._raise_if_lost()
-            # What was there when it was counted and is in no message by now, is in none at all.
-            too_much = self._held is not None and self._held.exceeds(self._most_held)
-            if too_much and not self._socket.poll(0):
-                raise LinkBroken(f"{self.peer.address} sends a message without end")
-            if self._monitor not in ready or left_s <= 0:
-                return
+        ...
 
     def send(self, request: bytes) -> None:
         """Send a request.
@@ -127,10 +43,7 @@ class Link:
         Raises:
             LinkBroken: If there is no connection that would take it.
         """
-        try:
-            self._socket.send(request, zmq.NOBLOCK)
-        except zmq.Again:
-            raise LinkBroken(f"no connection to {self.peer.address}") from None
+        ...
 
     def receive(self, transfer: Transfer) -> Reply | None:
         """Take one reply, and put its chunk into its place.
@@ -143,117 +56,10 @@ class Link:
 
         Raises:
             MalformedMessage: If what has come is none, or not expected; it is dropped.
-            LinkBroken: If it has far more frames than a reply.
+            LinkBroken: If the connection is of no use any more.
         """
-        try:
-            header = self._socket.recv(zmq.NOBLOCK)
-        except zmq.Again:
-            return None
-        self._take(len(header))
-        has_more = self._has_more()
-        try:
-            reply = parse_reply(header)
-            if not transfer.expects(reply):
-                raise MalformedMessage("it answers none of the requests under way")
-            if has_more != (reply.kind == DATA):
-                raise MalformedMessage("it has another number of frames than it says")
-            if has_more:
-                chunk = self._socket.recv(copy=False)
-                self._take(len(chunk))
-                has_more = chunk.more
-                if len(chunk) != reply.length or has_more:
-                    raise MalformedMessage(f"{len(chunk)} bytes instead of {reply.length}")
-                transfer.place(reply, chunk.buffer)
-        finally:
-            if has_more:
-                self._skip_frames()
-        return reply
-
-    def _skip_frames(self) -> None:
-        for _ in range(_MOST_FRAMES):
-            frame = self._socket.recv(copy=False)
-            self._take(len(frame))
-            if not frame.more:
-                return
-        raise LinkBroken(f"{self.peer.address} sends messages of too many frames")
-
-    def _take(self, length: int) -> None:
-        if self._held is None:
-            self._read_events()
-        if self._held is not None:
-            self._held.take(length)
-
-    def _has_more(self) -> bool:
-        return bool(self._socket.get(zmq.RCVMORE))
+        ...
 
     def close(self) -> None:
         """Close the connection; a second call does nothing."""
-        if self._held is not None:
-            self._held.close()
-        if not self._socket.closed:
-            self._socket.disable_monitor()
-            self._monitor.close(0)
-            self._socket.close(0)
-
-
-class Links:
-    """At most one link to each peer, made when it is first wanted; for one thread.
-
-    Args:
-        directory: Where the peers are.
-        keys: The job's keys, if it has any.
-        chunk_bytes: The longest chunk that is asked for.
-    """
-
-    def __init__(
-        self, directory: Directory, keys: Keys | None, chunk_bytes: int = MAX_CHUNK_BYTES
-    ) -> None:
-        self._directory = directory
-        self._chunk_bytes = chunk_bytes
-        self._keys = keys
-        self._zmq = zmq.Context()
-        self._links: dict[str, Link] = {}
-
-    def get(self, name: str) -> tuple[Link | None, bool]:
-        """The connection to a peer: the one from before if it still stands, else a new one.
-
-        Returns:
-            The link, or None while nobody knows where the peer is; and whether it is a new one.
-        """
-        link = self._links.get(name)
-        if link is not None:
-            try:
-                link.check()
-                return link, False
-            except LinkBroken:
-                self.drop(name)
-        peer = self._directory.find(name)
-        if peer is None:
-            return None, True
-        link = self._links[name] = Link(self._zmq, peer, self._keys, self._chunk_bytes)
-        return link, True
-
-    def __len__(self) -> int:
-        return len(self._links)
-
-    def look(self) -> None:
-        """Drop the links that broke, or over which comes what nobody has asked for."""
-        for name, link in list(self._links.items()):
-            try:
-                link.check()
-            except LinkBroken:
-                self.drop(name)
-
-    def drop(self, name: str) -> None:
-        """Close the connection to a peer, and look anew where it is the next time."""
-        link = self._links.pop(name, None)
-        if link is not None:
-            link.close()
-        self._directory.forget(name)
-
-    def close(self) -> None:
-        """Close all connections; a second call does nothing."""
-        for link in self._links.values():
-            link.close()
-        self._links.clear()
-        self._zmq.term()
+        ...

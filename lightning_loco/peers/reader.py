@@ -15,7 +15,8 @@ from lightning_loco.peers.counts import FetchCounts
 from lightning_loco.peers.directory import Directory
 from lightning_loco.peers.flow import FlowControl
 from lightning_loco.peers.keys import Keys
-from lightning_loco.peers.link import Link, LinkBroken, Links
+from lightning_loco.peers.link import Link, LinkBroken
+from lightning_loco.peers.links import Links
 from lightning_loco.peers.nearness import Nearness
 from lightning_loco.peers.protocol import EMPTY, GONE, OTHER_MODEL, MalformedMessage, Model
 from lightning_loco.peers.transfer import CHUNK_BYTES, WINDOW, Assembly, Transfer

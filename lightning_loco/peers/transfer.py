@@ -66,6 +66,10 @@ class Assembly:
         """Copy a chunk from the wire; NumPy lets other threads of Python run meanwhile."""
         np.copyto(self._bytes[offset : offset + len(chunk)], np.frombuffer(chunk, np.uint8))
 
+    def room(self, offset: int, length: int) -> memoryview:
+        """Where a chunk belongs, to be received there."""
+        return self._bytes.data[offset : offset + length]
+
     def convert(self, offset: int, length: int) -> None:
         """Convert a chunk that has just come, and measure it while the cache has it."""
         itemsize = self._wire.itemsize
@@ -169,6 +173,10 @@ class Transfer:
     def place(self, reply: Reply, chunk: memoryview) -> None:
         """Put the chunk of an expected reply into its place."""
         self._assembly.place(reply.offset, chunk)
+
+    def room(self, reply: Reply) -> memoryview:
+        """Where the chunk of an expected reply belongs, instead of :meth:`place`."""
+        return self._assembly.room(reply.offset, reply.length)
 
     def accept(self, reply: Reply) -> None:
         """The chunk of an expected reply is in its place."""

@@ -18,6 +18,7 @@ import zmq
 
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.peers import NodeDirectory, Peer, PeerNode, Received
+from lightning_loco.peers.keys import Keys
 from lightning_loco.peers.protocol import DATA, Model, Reply, Request, pack_reply, parse_request
 from lightning_loco.peers.publications import Publications
 from lightning_loco.peers.serving import ServingThread
@@ -80,13 +81,13 @@ def fetch_until(
 
 @contextlib.contextmanager
 def serving(
-    peer: Peer, value: float | None = None, model: Model = MODEL
+    peer: Peer, value: float | None = None, model: Model = MODEL, keys: Keys | None = None
 ) -> Iterator[tuple[ServingThread, Publications]]:
     """A thread that serves at the port of a peer: a vector of one value, or nothing yet."""
     publications = Publications(model)
     if value is not None:
         publications.publish(torch.full((model.numel,), value), Tag(value, value))
-    thread = ServingThread(model, publications, host=peer.host, port=peer.port)
+    thread = ServingThread(model, publications, host=peer.host, port=peer.port, keys=keys)
     thread.start()
     try:
         yield thread, publications
@@ -122,11 +123,13 @@ Answer = Callable[[Request], Iterable[list[bytes]]]
 
 
 @contextlib.contextmanager
-def answering(port: int, answer: Answer) -> Iterator[None]:
+def answering(port: int, answer: Answer, keys: Keys | None = None) -> Iterator[None]:
     """Somebody at a port who answers every request with what the test says."""
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.linger = 0
+    if keys is not None:
+        keys.guard(router)
     router.bind(f"tcp://{HOST}:{port}")
 
     def run() -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,89 +13,97 @@ import torch
 
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.peers.keys import write_key_file
-from lightning_loco.peers.protocol import (
-    Request,
-    pack_request,
-)
+from lightning_loco.peers.protocol import EMPTY, MAX_CHUNK_BYTES, Request, pack_reply, pack_request
+from tests.peers.flooder import GREETING, READY, flooding, frame
 from tests.peers.helpers import (
     CHECKSUM,
-    HOST,
+    MODEL,
     fetch,
+    make_node,
     open_files,
+    peers,
+    right_reply,
+    serving,
     two_nodes,
 )
 from tests.peers.test_hostile import MB, resident_bytes
 
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48)
-READY = b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\6"
-TINY = b"\x01\x01x" * 20_000
-LARGE = (b"\x03" + (1000).to_bytes(8, "big") + bytes(1000)) * 60
-REQUEST = pack_request(Request(CHECKSUM, 1, 7, 0, 0, 8))
-SECONDS = 2.0
-NUMEL = 500_000
+NUMEL = 2_000_000
+MOST_GROWTH = 16 * MB
+REQUEST = Request(CHECKSUM, 1, 7, 0, 0, 8)
+FLOODS = {
+    "tiny": frame(b"x", has_more=True) * 20_000,
+    "large": frame(bytes(1000), has_more=True) * 60,
+    "huge": frame(bytes(600_000), has_more=True) * 2,
+    "messages": frame(b"x") * 20_000,
+    "requests": frame(pack_request(REQUEST)) * 1000,
+    "long_requests": frame(pack_request(REQUEST._replace(length=MAX_CHUNK_BYTES))) * 1000,
+}
+RIGHT = right_reply(REQUEST, 4 * NUMEL)
+EMPTY_REPLY = pack_reply(RIGHT._replace(kind=EMPTY, publication=0, length=0))
+REPLIES = {
+    **{kind: FLOODS[kind] for kind in ("tiny", "large", "huge", "messages")},
+    "replies": (frame(pack_reply(RIGHT), has_more=True) + frame(bytes(8))) * 1000,
+    "chunks": frame(pack_reply(RIGHT), has_more=True) + frame(bytes(768 * 1024)),
+}
 
 
-def read(connection: socket.socket, count: int) -> bytes:
-    """So many bytes."""
-    found = b""
-    while len(found) < count:
-        part = connection.recv(count - len(found))
-        if not part:
-            raise ConnectionError("closed")
-        found += part
-    return found
-
-
-def pour(
-    connection: socket.socket,
-    kind: bytes,
-    flood: bytes,
-    until: float,
-    before: Callable[[socket.socket], None] | None = None,
-) -> None:
-    """Greet, and send the same again and again until the other side closes."""
-    connection.settimeout(0.5)
-    with contextlib.suppress(OSError):
-        connection.sendall(GREETING + READY + kind)
-        read(connection, 64)
-        read(connection, read(connection, 2)[1])  # the other side is ready, too
-        if before is not None:
-            before(connection)
-        while time.monotonic() < until:
-            connection.sendall(flood)
-
-
-def largest_growth(during: Callable[[], None]) -> int:
-    """By how many bytes this process grew at most."""
+def largest_growth(during: subprocess.Popen[str]) -> int:
+    """By how many bytes this process grew at most while another one ran."""
     before = largest = resident_bytes()
-    thread = threading.Thread(target=during)
-    thread.start()
-    while thread.is_alive():
+    while during.poll() is None:
         largest = max(largest, resident_bytes())
         time.sleep(0.01)
-    thread.join()
     return largest - before
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flood", [TINY, LARGE], ids=["tiny", "large"])
-def test_a_server_does_not_grow_and_goes_on_serving(flood: bytes) -> None:
+@pytest.mark.parametrize(
+    ("kind", "seconds"), [*((kind, 2) for kind in FLOODS), ("tiny", 8), ("requests", 8)]
+)
+def test_a_server_does_not_grow_and_goes_on_serving(kind: str, seconds: float) -> None:
     with two_nodes(NUMEL) as (here, there):
         flat = torch.randn(NUMEL)
         there.publish(flat, Tag(1, 2))
         assert fetch(here) is not None
-
-        def attack() -> None:
-            until = time.monotonic() + SECONDS
-            while time.monotonic() < until:
-                connection = socket.create_connection((HOST, there.port))
-                with contextlib.closing(connection):
-                    pour(connection, b"DEALER", flood, until)
-
-        assert largest_growth(attack) < 60 * MB
+        with flooding("connect", there.port, FLOODS[kind], seconds) as flooder:
+            assert largest_growth(flooder) < MOST_GROWTH
         received = fetch(here)
         assert received is not None
         assert torch.equal(received.params, flat)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_idle", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "seconds"), [*((kind, 2) for kind in REPLIES), ("tiny", 8), ("replies", 8)]
+)
+def test_a_reader_does_not_grow_whether_it_fetches_or_not(
+    kind: str, seconds: float, is_idle: bool
+) -> None:
+    nodes = peers(2)
+    role = "listen_idle" if is_idle else "listen"
+    with flooding(role, nodes[1].port, REPLIES[kind], seconds, reply=EMPTY_REPLY) as flooder:
+        here = make_node(nodes, 0, NUMEL, fetch_timeout_s=seconds)
+
+        def read() -> None:
+            while flooder.poll() is None:
+                here.start_fetch()
+                here.wait(0.2)
+                time.sleep(0.5 if is_idle else 0.0)
+
+        reading = threading.Thread(target=read)
+        reading.start()
+        growth = largest_growth(flooder)
+        reading.join()
+        here.close()
+        assert growth < MOST_GROWTH
+        assert here.statistics.fetches == 0
+        assert (here.statistics.empty > 0) == is_idle
+    with serving(nodes[1], 3.0, MODEL._replace(numel=NUMEL)):
+        here = make_node(nodes, 0, NUMEL)
+        assert fetch(here) is not None
+        here.close()
 
 
 IDLE = """

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import zmq
 
 from lightning_loco.peers import NodeDirectory, Peer, StoreDirectory
-from lightning_loco.peers.link import Link, LinkBroken, Links
+from lightning_loco.peers.curve_link import CurveLink
+from lightning_loco.peers.keys import Keys, write_key_file
+from lightning_loco.peers.link import Link, LinkBroken
+from lightning_loco.peers.links import Links
 from lightning_loco.peers.protocol import DATA, MalformedMessage, Reply, Request
+from lightning_loco.peers.tcp_link import TcpLink
 from lightning_loco.peers.transfer import Assembly, Transfer
 from tests.peers.helpers import (
     MODEL,
@@ -27,11 +32,17 @@ from tests.programs import free_ports
 PATIENCE_S = 5.0
 
 
+@pytest.fixture(params=[False, True], ids=["open", "keys"])
+def keys(request: pytest.FixtureRequest, tmp_path: Path) -> Keys | None:
+    return write_key_file(tmp_path / "keys") if request.param else None
+
+
 @pytest.fixture
-def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    made = zmq.Context()
-    yield made
-    made.term()
+def connect(keys: Keys | None) -> Iterator[Callable[[Peer], Link]]:
+    """Makes a link of the kind."""
+    context = zmq.Context()
+    yield lambda peer: CurveLink(context, peer, keys) if keys is not None else TcpLink(peer)
+    context.term()
 
 
 def make_transfer() -> tuple[Transfer, Assembly]:
@@ -63,10 +74,12 @@ def send_until_broken(link: Link) -> None:
         time.sleep(0.01)
 
 
-def test_a_chunk_comes_and_is_in_its_place(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+def test_a_chunk_comes_and_is_in_its_place(
+    connect: Callable[[Peer], Link], keys: Keys | None
+) -> None:
     (peer,) = peers(1)
-    with serving(peer, 3.0):
-        link = Link(context, peer, None)
+    with serving(peer, 3.0, keys=keys):
+        link = connect(peer)
         transfer, assembly = make_transfer()
         assert link.receive(transfer) is None
         for request in transfer.requests():
@@ -81,7 +94,8 @@ def test_a_chunk_comes_and_is_in_its_place(context: zmq.Context[zmq.Socket[bytes
 
 
 def test_a_reply_that_was_not_asked_for_is_dropped_and_the_next_one_is_read(
-    context: zmq.Context[zmq.Socket[bytes]],
+    connect: Callable[[Peer], Link],
+    keys: Keys | None,
 ) -> None:
     def answer(request: Request) -> Iterator[list[bytes]]:
         right = right_answer(request, MODEL.total_bytes, 1.0)
@@ -93,8 +107,8 @@ def test_a_reply_that_was_not_asked_for_is_dropped_and_the_next_one_is_read(
         yield right_answer(request, MODEL.total_bytes, 2.0)
 
     (peer,) = peers(1)
-    with answering(peer.port, answer):
-        link = Link(context, peer, None)
+    with answering(peer.port, answer, keys):
+        link = connect(peer)
         transfer, assembly = make_transfer()
         for request in transfer.requests():
             link.send(request)
@@ -107,22 +121,24 @@ def test_a_reply_that_was_not_asked_for_is_dropped_and_the_next_one_is_read(
 
 
 def test_a_peer_that_does_not_listen_breaks_the_link(
-    context: zmq.Context[zmq.Socket[bytes]],
+    connect: Callable[[Peer], Link],
+    keys: Keys | None,
 ) -> None:
     (peer,) = peers(1)
-    link = Link(context, peer, None)
+    link = connect(peer)
     with pytest.raises(LinkBroken, match=f"at tcp://127.0.0.1:{peer.port}"):
         wait_until_broken(link)
     link.close()
 
 
 def test_a_peer_that_goes_away_breaks_the_link_and_ends_a_wait(
-    context: zmq.Context[zmq.Socket[bytes]],
+    connect: Callable[[Peer], Link],
+    keys: Keys | None,
 ) -> None:
     (peer,) = peers(1)
     transfer, _ = make_transfer()
-    with serving(peer, 1.0):
-        link = Link(context, peer, None)
+    with serving(peer, 1.0, keys=keys):
+        link = connect(peer)
         for request in transfer.requests():
             link.send(request)
         next_reply(link, transfer)
@@ -135,10 +151,10 @@ def test_a_peer_that_goes_away_breaks_the_link_and_ends_a_wait(
     link.close()
 
 
-def test_a_wait_for_a_silent_peer_ends(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+def test_a_wait_for_a_silent_peer_ends(connect: Callable[[Peer], Link], keys: Keys | None) -> None:
     (peer,) = peers(1)
     with silent(peer):
-        link = Link(context, peer, None)
+        link = connect(peer)
         started = time.monotonic()
         link.wait(0.1)
         assert 0.05 < time.monotonic() - started < 2
