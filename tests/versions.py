@@ -150,13 +150,14 @@ def find_python(release: str) -> str | None:
 
 
 def run_tests(name: str, python: str, tests: Sequence[str], **environ: str) -> Outcome:
-    """Run the tests in a process of their own."""
+    """Run the tests in a process of their own; its exit status is said if it is not 0."""
     print(f"\n=== {name}: {' '.join(tests)}", flush=True)
     began = time.monotonic()
     command = [python, "-m", "pytest", "-q", "-m", "not long", *tests]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environ})
     minutes = (time.monotonic() - began) / 60
-    return f"{'FAILED' if done.returncode else 'passed'} in {minutes:.1f} minutes"
+    status = done.returncode
+    return f"{f'FAILED ({status})' if status else 'passed'} in {minutes:.1f} minutes"
 
 
 if __name__ == "__main__":
