@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_loco.strategies import METHODS
 from tests.pool import PoolEnvironment, make_trainer
-from tests.strategies.remote_runs import all_ranks
+from tests.strategies.remote_runs import all_ranks, take_group_away
 
 WORKERS = 2
 BATCHES = 4
@@ -220,7 +220,7 @@ def lane_of(rank: int) -> Iterator[ClusterEnvironment]:
     """Two ranks of the pool's call by themselves, so that others beside them go their own way."""
     lane, worker = divmod(rank, WORKERS)
     store = dist.distributed_c10d._get_default_store()
-    dist.destroy_process_group()
+    take_group_away()
     store = dist.PrefixStore(f"lane{lane}", store)
     dist.init_process_group("gloo", store=store, rank=worker, world_size=WORKERS)
     yield PoolEnvironment()

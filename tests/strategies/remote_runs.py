@@ -53,18 +53,27 @@ class PortEnvironment(PoolEnvironment):
         assert size == self._world
 
 
+def take_group_away() -> None:
+    """Destroy the pool's process group once all ranks have it.
+
+    By the store: who closes the group while others still use it, or connect, ends them.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"connected/{rank}", "")
+    store.wait([f"connected/{other}" for other in range(world)])
+    dist.destroy_process_group()
+
+
 @contextmanager
 def all_ranks() -> Iterator[PortEnvironment]:
     """Take the pool's process group away, and all that was made instead of it at the end."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    # By the store: who closes the group while others still use it, or connect, ends them.
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         store.set("port", str(free_ports()[0]))
-    store.set(f"connected/{rank}", "")
-    store.wait([f"connected/{other}" for other in range(world)])
+    take_group_away()
     port = int(store.get("port"))
-    dist.destroy_process_group()
     try:
         yield PortEnvironment(rank, world, port)
     finally:
