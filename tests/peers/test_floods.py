@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,10 +58,15 @@ def largest_growth(during: subprocess.Popen[str]) -> int:
     return largest - before
 
 
+def kinds(floods: dict[str, bytes], *long_ones: str) -> list[Any]:
+    """What is sent and for how many seconds; two kinds in the short suite."""
+    cases = [*((kind, 2) for kind in floods), *((kind, 8) for kind in long_ones)]
+    short = [("large", 2), (long_ones[-1], 2)]
+    return [pytest.param(*c, marks=[] if c in short else pytest.mark.long) for c in cases]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "seconds"), [*((kind, 2) for kind in FLOODS), ("tiny", 8), ("requests", 8)]
-)
+@pytest.mark.parametrize(("kind", "seconds"), kinds(FLOODS, "tiny", "requests"))
 def test_a_server_does_not_grow_and_goes_on_serving(kind: str, seconds: float) -> None:
     with two_nodes(NUMEL) as (here, there):
         flat = torch.randn(NUMEL)
@@ -75,9 +81,7 @@ def test_a_server_does_not_grow_and_goes_on_serving(kind: str, seconds: float) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_idle", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "seconds"), [*((kind, 2) for kind in REPLIES), ("tiny", 8), ("replies", 8)]
-)
+@pytest.mark.parametrize(("kind", "seconds"), kinds(REPLIES, "tiny", "replies"))
 def test_a_reader_does_not_grow_whether_it_fetches_or_not(
     kind: str, seconds: float, is_idle: bool
 ) -> None:
