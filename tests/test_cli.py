@@ -224,6 +224,7 @@ class TestCommand:
         )
         assert not {"torch", "lightning", "lightning_loco"} & set(done.stdout.split())
 
+    @pytest.mark.long
     def test_two_workers_share_one_folder(self, tmp_path: Path) -> None:
         done = command("experiment=smoke", "topology=ring", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
@@ -253,6 +254,7 @@ class TestCommand:
         assert two["bytes_sent"] == three["bytes_sent"] > 0
         assert two["num_workers"] == 2
 
+    @pytest.mark.long
     def test_torchrun_decides_the_number_of_workers(self, tmp_path: Path) -> None:
         done = subprocess.run(
             [

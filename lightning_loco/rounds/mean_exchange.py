@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.comm.groups import WorkerGroup
-from lightning_loco.comm.rows import ROUND, PendingRows, Row, start_rows, write_row
+from lightning_loco.comm.rows import ROUND, PendingRows, Row, note_place, start_rows, write_row
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Explained, Sum, Timed
 from lightning_loco.rounds.parcels import Parcel
@@ -71,7 +71,7 @@ class RidingRows:
         if board is None or watchdog is None:
             return start_rows(group, statistics, row, place)
         board.exchange += 1
-        group.come_to(place)
+        note_place(group, place)
         with Timed(statistics), Explained(group, place):
             found = board.meet(row.numbers, watchdog, place, group.timeout_s)
         self._is_known = found is None
@@ -84,7 +84,7 @@ class RidingRows:
         """Send the row with the first parcel; invite those at a meeting when it is late."""
         group, is_known = self._group, self._is_known or row.place != ROUND
         if not self._is_known:
-            group.come_to(place)
+            note_place(group, place)
             if group.board is not None:
                 group.board.exchange += 1
         self._is_known = False

@@ -108,6 +108,7 @@ made[1].start_fetch()
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["", "raise RuntimeError('end')"])
 def test_a_node_that_is_never_closed_does_not_keep_its_process_alive(ending: str) -> None:

@@ -127,7 +127,7 @@ time.sleep(60)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_keys", [False, True])
+@pytest.mark.parametrize("has_keys", [pytest.param(False, marks=pytest.mark.long), True])
 def test_thousands_of_idle_connections_leave_files_for_others(
     tmp_path: Path, has_keys: bool
 ) -> None:

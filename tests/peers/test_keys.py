@@ -130,6 +130,7 @@ def test_with_keys_there_is_no_warning(key_file: Path) -> None:
         make_node(nodes, 0, key_file=key_file).close()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_command_writes_a_file_once(tmp_path: Path) -> None:
     path = tmp_path / "job.keys"

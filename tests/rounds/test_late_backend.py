@@ -161,7 +161,14 @@ def test_a_worker_that_makes_no_round_is_named(pool: Pool, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["diloco", "gasloc", "clock"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "diloco",
+        pytest.param("gasloc", marks=pytest.mark.long),
+        pytest.param("clock", marks=pytest.mark.long),
+    ],
+)
 def test_a_killed_worker_is_named(pool: Pool, name: str) -> None:
     with pytest.raises(PoolError) as raised:
         pool.run(raise_what_is_said, name, world=3)

@@ -86,6 +86,7 @@ def test_slurm(tmp_path: Path) -> None:
     assert_trained(tmp_path, "SLURMEnvironment", "_SubprocessScriptLauncher")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("start_method", ["popen", "fork"])
 def test_a_mistake_ends_the_program(tmp_path: Path, start_method: str) -> None:
     started_s = time.monotonic()

@@ -281,6 +281,7 @@ def run(*words: str, cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_module_a_config_and_a_line_are_enough(checkout: Path) -> None:
     run("-c", USE, cwd=checkout)

@@ -386,6 +386,7 @@ def test_killed_stopped_late_and_restarted(nodes: Path, workers: dict[str, Worke
         assert worker.longest_pause_s(since) < 1.5
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_trainers_end_by_themselves(nodes: Path, workers: dict[str, Worker]) -> None:
     for name in ("w0", "w1"):

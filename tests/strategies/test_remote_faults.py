@@ -232,8 +232,9 @@ def finish(programs: list[Program], limit_s: float = 60) -> tuple[list[int], lis
     return [code for code, _ in ends], [text for _, text in ends]
 
 
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("victim", [1, 2])
 def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path, victim: int) -> None:
     with running(tmp_path, 4, 2000) as programs:
         programs[0].wait_for("five steps done")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,8 @@ TIMEOUT_S = 4.0
 LONGEST_S = TIMEOUT_S + 6
 STEPS = 40
 PHASES = ["set-up", "start", "round", "meeting", "validation", "checkpoint", "stop"]
-SHORT = ("round", "meeting")
-"""Phases that stand for the others in the short suite."""
+SHORT = [("frozen", "round"), ("killed", "meeting"), ("raises", "round")]
+"""What stands for the others in the short suite."""
 WORDS = {
     "frozen": "(no sign of life",
     "killed": "(no sign of life",
@@ -116,19 +118,19 @@ def diloco(phase: str) -> DiLoCoStrategy:
     return DiLoCoStrategy(sync_every=10_000 if phase == "stop" else 5, timeout_s=TIMEOUT_S)
 
 
-def marked(phases: list[str]) -> list[Any]:
-    """With a mark at those that are not in the short suite."""
-    return [pytest.param(p, marks=[] if p in SHORT else pytest.mark.long) for p in phases]
+def troubles(kinds: Iterable[str], phases: list[str]) -> list[Any]:
+    """Kinds in phases, with a mark at those that are not in the short suite."""
+    cases = itertools.product(kinds, phases)
+    return [pytest.param(*c, marks=[] if c in SHORT else pytest.mark.long) for c in cases]
 
 
-@pytest.mark.parametrize("phase", marked(PHASES))
-def test_worker_0_is_frozen_and_with_it_the_store(phase: str, tmp_path: Path) -> None:
-    for error in survivors(diloco(phase), phase, "frozen", 0, tmp_path):
+@pytest.mark.parametrize(("kind", "phase"), troubles(["frozen"], PHASES))
+def test_worker_0_is_frozen_and_with_it_the_store(kind: str, phase: str, tmp_path: Path) -> None:
+    for error in survivors(diloco(phase), phase, kind, 0, tmp_path):
         assert "worker 0 is unreachable" in error, error
 
 
-@pytest.mark.parametrize("phase", marked(PHASES[:-1]))
-@pytest.mark.parametrize("kind", WORDS)
+@pytest.mark.parametrize(("kind", "phase"), troubles(WORDS, PHASES[:-1]))
 def test_another_worker_is_in_trouble(kind: str, phase: str, tmp_path: Path) -> None:
     who = "Worker 1 failed" if kind == "raises" else f"worker 1 {WORDS[kind]}"
     for error in survivors(diloco(phase), phase, kind, 1, tmp_path):
