@@ -254,7 +254,7 @@ class EngineStrategy(MeetingStrategy):
             if not engine.worker.was_finite:
                 clear_non_finite(self.optimizers)
         if engine.worker.stop_agreed is not None:
-            lightning_private.raise_in_loop(self._trainer)
+            lightning_private.stop_after_batch(self._trainer)
 
     @contextmanager
     def _end_training(self) -> Iterator[None]:

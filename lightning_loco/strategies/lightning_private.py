@@ -26,6 +26,7 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities.data import _update_dataloader
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.data import DataLoader, Sampler
 
@@ -62,6 +63,28 @@ def remove_lockstep(trainer: pl.Trainer, request_stop: Callable[[str], None]) ->
 def raise_in_loop(trainer: pl.Trainer) -> None:
     """Make the training loop raise ``SIGTERMException`` at the end of the present batch."""
     trainer._signal_connector.received_sigterm = True
+
+
+def stop_after_batch(trainer: pl.Trainer) -> None:
+    """Make the training loop raise ``SIGTERMException`` right after the present batch.
+
+    A validation that is due there comes when the run is resumed: begun here, it would draw random
+    numbers and be cut off. Until then the batch counts as it does in ``on_train_batch_end``.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    if "on_advance_end" in vars(loop):
+        return
+
+    def on_advance_end(data_fetcher: Any) -> None:
+        del loop.on_advance_end
+        if loop._is_training_done:
+            loop.on_advance_end(data_fetcher)
+            return
+        for counts in (loop.batch_progress.current, loop.batch_progress.total):
+            counts.completed -= 1
+        raise SIGTERMException
+
+    loop.on_advance_end = on_advance_end  # type: ignore[method-assign]
 
 
 def requeue(trainer: pl.Trainer) -> None:

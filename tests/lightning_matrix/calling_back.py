@@ -58,7 +58,7 @@ def checkpoint_by_time(kit: Kit) -> Facts:
 
 def two_checkpoints(kit: Kit) -> Facts:
     second = ModelCheckpoint(kit.folder / "second", filename="{step}", every_n_train_steps=4)
-    first = ModelCheckpoint(kit.folder / "first", filename="{epoch}", monitor="val_loss")
+    first = ModelCheckpoint(kit.folder / "first", filename="{epoch}", monitor="epoch", mode="max")
     facts = fit(kit, callbacks=[first, second], enable_checkpointing=True)
     return {**facts, "files": kit.files("*/*.ckpt")}
 
