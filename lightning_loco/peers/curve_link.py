@@ -12,13 +12,7 @@ from lightning_loco.peers.directory import Peer
 from lightning_loco.peers.held import Held
 from lightning_loco.peers.keys import Keys
 from lightning_loco.peers.link import LinkBroken
-from lightning_loco.peers.protocol import (
-    DATA,
-    MAX_CHUNK_BYTES,
-    MalformedMessage,
-    Reply,
-    parse_reply,
-)
+from lightning_loco.peers.protocol import MAX_CHUNK_BYTES, MalformedMessage, Reply
 from lightning_loco.peers.transfer import WINDOW, Transfer
 from lightning_loco.peers.zmtp import MOST_FRAMES
 
@@ -157,11 +151,7 @@ class CurveLink:
         self._take(len(header))
         has_more = self._has_more()
         try:
-            reply = parse_reply(header)
-            if not transfer.expects(reply):
-                raise MalformedMessage("it answers none of the requests under way")
-            if has_more != (reply.kind == DATA):
-                raise MalformedMessage("it has another number of frames than it says")
+            reply = transfer.read(header, has_more)
             if has_more:
                 chunk = self._socket.recv(copy=False)
                 self._take(len(chunk))

@@ -19,7 +19,6 @@ from lightning_loco.peers.protocol import (
     MAX_CHUNK_BYTES,
     MalformedMessage,
     Reply,
-    parse_reply,
 )
 from lightning_loco.peers.transfer import Transfer
 from lightning_loco.peers.zmtp import (
@@ -231,15 +230,10 @@ class TcpLink:
         frame = bytes(self._data[head.size :])
         self._data.clear()
         try:
-            reply = parse_reply(frame)
-            if not transfer.expects(reply):
-                raise MalformedMessage("it answers none of the requests under way")
-            if head.has_more != (reply.kind == DATA):
-                raise MalformedMessage("it has another number of frames than it says")
+            return transfer.read(frame, head.has_more)
         except MalformedMessage:
             self._has_more = head.has_more
             raise
-        return reply
 
     def _begin_chunk(self, reply: Reply, transfer: Transfer) -> memoryview:
         """Where the second frame of a message belongs."""

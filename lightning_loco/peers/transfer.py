@@ -14,11 +14,13 @@ from lightning_loco.peers.protocol import (
     LATEST,
     MAX_CHUNK_BYTES,
     OTHER_MODEL,
+    MalformedMessage,
     Model,
     Reply,
     Request,
     dtype_code,
     pack_request,
+    parse_reply,
 )
 
 CHUNK_BYTES = 3 * 2**18  # benchmarks/fetch.py is fastest so, among 256 KiB to 4 MiB
@@ -169,6 +171,23 @@ class Transfer:
             and reply.publication != LATEST
             and self._publication in (LATEST, reply.publication)
         )
+
+    def read(self, header: bytes, has_more: bool) -> Reply:
+        """Read the first frame of a reply.
+
+        Args:
+            header: The frame.
+            has_more: Whether another one comes after it.
+
+        Raises:
+            MalformedMessage: If it is none, or not expected.
+        """
+        reply = parse_reply(header)
+        if not self.expects(reply):
+            raise MalformedMessage("it answers none of the requests under way")
+        if has_more != (reply.kind == DATA):
+            raise MalformedMessage("it has another number of frames than it says")
+        return reply
 
     def place(self, reply: Reply, chunk: memoryview) -> None:
         """Put the chunk of an expected reply into its place."""
