@@ -254,7 +254,7 @@ class EngineStrategy(MeetingStrategy):
             if not engine.worker.was_finite:
                 clear_non_finite(self.optimizers)
         if engine.worker.stop_agreed is not None:
-            lightning_private.stop_after_batch(self._trainer)
+            lightning_private.stop_after_batch(self._trainer, self._added)
 
     @contextmanager
     def _end_training(self) -> Iterator[None]:

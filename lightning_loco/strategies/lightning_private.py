@@ -12,6 +12,7 @@ import inspect
 import logging
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType
 from typing import Any, Literal
 
@@ -65,11 +66,15 @@ def raise_in_loop(trainer: pl.Trainer) -> None:
     trainer._signal_connector.received_sigterm = True
 
 
-def stop_after_batch(trainer: pl.Trainer) -> None:
+def stop_after_batch(trainer: pl.Trainer, at_teardown: ExitStack) -> None:
     """Make the training loop raise ``SIGTERMException`` right after the present batch.
 
     A validation that is due there comes when the run is resumed: begun here, it would draw random
     numbers and be cut off. Until then the batch counts as it does in ``on_train_batch_end``.
+
+    Args:
+        trainer: Whose loop it is.
+        at_teardown: Takes the stop back, if an error comes before it.
     """
     loop = trainer.fit_loop.epoch_loop
     if "on_advance_end" in vars(loop):
@@ -85,6 +90,7 @@ def stop_after_batch(trainer: pl.Trainer) -> None:
         raise SIGTERMException
 
     loop.on_advance_end = on_advance_end  # type: ignore[method-assign]
+    at_teardown.callback(vars(loop).pop, "on_advance_end", None)
 
 
 def requeue(trainer: pl.Trainer) -> None:

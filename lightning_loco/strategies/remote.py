@@ -235,7 +235,7 @@ class RemoteOptimizerStrategy(ServedStrategy):
         self.statistics.rounds += 1
         self.statistics.wait_s = remote.wait_s
         if remote.stop_agreed is not None:
-            lightning_private.stop_after_batch(self._trainer)
+            lightning_private.stop_after_batch(self._trainer, self._added)
         return output
 
     # ------------------------------------------------------------- checkpoints

@@ -18,6 +18,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning_loco import (
     AsyncDiLoCoStrategy,
     AsyncModelAverageStrategy,
+    DiLoCoStrategy,
     GASLoCStrategy,
     PairwiseGossipStrategy,
 )
@@ -98,3 +99,30 @@ def test_nothing_is_left(pool: Pool, name: str, ending: str) -> None:
     for used, left in pool.run(fit, name, ending, world=3):
         assert {"native", "socket"} <= {line[:6] for line in used}
         assert not left
+
+
+class Overtaken(Callback):
+    """Asks for a stop, and raises an error in the batch after which all would have stopped."""
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.strategy.request_stop("by hand")
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.strategy.engine.worker.stop_agreed is not None:
+            raise ArithmeticError("a bad day")
+
+
+def fit_after_an_error(rank: int, world: int) -> int:
+    trainer = make_trainer(DiLoCoStrategy(sync_every=2, timeout_s=20), max_steps=400)
+    event = Overtaken()
+    trainer.callbacks.append(event)
+    with pytest.raises(ArithmeticError):
+        trainer.fit(TinyModule(), make_loader(rank, 400))
+    trainer.callbacks.remove(event)
+    trainer.fit(TinyModule(), make_loader(rank, 400))
+    return trainer.global_step
+
+
+def test_a_stop_that_an_error_overtakes_does_not_stop_the_next_fit(pool: Pool) -> None:
+    assert pool.run(fit_after_an_error, world=1) == [400]
