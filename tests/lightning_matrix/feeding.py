@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -134,6 +135,9 @@ def drop_last(kit: Kit) -> Facts:
 
 
 def worker_processes(kit: Kit) -> Facts:
+    """A destroyed process group that an earlier run's trainer keeps until the next garbage
+    collection must not be collected in the forked process, where its threads are missing."""
+    gc.collect()
     return fit_on(kit, loader(num_workers=1, multiprocessing_context="fork"))
 
 

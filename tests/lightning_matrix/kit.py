@@ -261,5 +261,11 @@ def run_one(
     try:
         facts = row(kit)
     except Exception as error:
-        return Outcome(error=f"{type(error).__name__}: {error}")
+        return Outcome(error=said(error))
     return Outcome() if kit.serves else Outcome(facts, kit.models, kit.written)
+
+
+def said(error: BaseException) -> str:
+    """Type and text of an error, and of the one that caused it."""
+    text = f"{type(error).__name__}: {error}"
+    return text if error.__cause__ is None else f"{text}\ncaused by {said(error.__cause__)}"
