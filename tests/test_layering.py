@@ -18,7 +18,7 @@ FLOORS = (
     ("topology", "algorithms", "codecs", "schedules"),
     ("comm",),
     ("rounds", "peers", "remote"),
-    ("simulation",),
+    ("simulation", "elastic"),
     ("strategies", "callbacks", "demo"),
     ("",),
     ("cli",),
@@ -39,10 +39,11 @@ FOREIGN = {
     "codecs": {"torch"},
     "schedules": set(),
     "comm": {"torch"},
-    "rounds": {"torch"},
+    "rounds": {"torch", "typing_extensions"},
     "peers": {"torch", "yaml", "zmq"},
     "remote": {"torch"},
     "simulation": {"torch"},
+    "elastic": {"torch", "torchft"},
 }
 # Modules that may import more than their room, when it is installed.
 EXTRA = {

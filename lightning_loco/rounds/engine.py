@@ -1,18 +1,15 @@
-"""Counts the local steps of one worker and makes its rounds when the schedule says so.
-
-An engine holds lanes, each with rounds of its own: one for all parameters, or one for each part of
-them that the schedule exchanges by itself.
-"""
+"""Counts the local steps of one worker and makes its rounds when the schedule says so."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from lightning_loco.comm.devices import device_of
 from lightning_loco.comm.groups import WorkerGroup
@@ -21,8 +18,6 @@ from lightning_loco.rounds.flight import Flight
 from lightning_loco.rounds.settings import RoundSettings
 from lightning_loco.rounds.setup import set_up
 from lightning_loco.schedules import Now
-
-E = TypeVar("E", bound="Engine")
 
 
 class Engine:
@@ -36,12 +31,13 @@ class Engine:
 
     Attributes:
         worker: What is this worker's whatever its schedule: place, replica, meetings, consensus.
-        lanes: The rounds of each lane.
+        lanes: The rounds of each part of the parameters that the schedule exchanges by itself.
         settings: Checked against the number of workers, without ``"auto"``.
         statistics: What communication cost so far.
         paused: Set it to make no rounds for a while; the same on all workers.
         consensus_every: Measure the consensus distance every that many rounds; 0 for never.
         consensus_elements: How many elements to look at.
+        link: Connects with members that come and go; None if all ranks take part all the time.
         measure_outer_gradient: Whether rounds measure its norm (one more pass over memory).
 
     Raises:
@@ -57,15 +53,14 @@ class Engine:
     ) -> None:
         group = group if group is not None else WorkerGroup.create(device=device_of(model))
         made = set_up(model, make_settings, group, optimized)
-        self.worker, self.settings, self.lanes, self._carriers, exchange = made
+        self.worker, self.settings, self.lanes, self._carriers, exchange, self.link = made
         self.statistics = self.worker.statistics
         self.paused = self.measure_outer_gradient = False
         self.consensus_every, self.consensus_elements = 0, 65536
         self._schedule = self.settings.schedule.of_worker(group.worker)
         self._sync_every = self._schedule.sync_every_of(group.worker)
         self._is_weighted = exchange.is_weighted
-        self._landed_at = [-math.inf] * len(self.lanes)
-        self._began_at = [0] * len(self.lanes)
+        self._landed_at, self._began_at = [-math.inf] * len(self.lanes), [0] * len(self.lanes)
         self._takes_part = False
         self._unread: PendingRows | None = None
         self.statistics.staleness = int(self.settings.stays and self._sync_every is not None)
@@ -74,17 +69,22 @@ class Engine:
 
     @classmethod
     def from_settings(
-        cls: type[E],
+        cls,
         model: nn.Module,
         settings: RoundSettings,
         group: WorkerGroup | None = None,
         optimized: Iterable[Tensor] | None = None,
-    ) -> E:
+    ) -> Self:
         """An engine of settings that are made already."""
         Engine.__init__(engine := cls.__new__(cls), model, lambda: settings, group, optimized)
         return engine
 
     # ------------------------------------------------------------- local steps
+
+    def join(self) -> None:
+        """Where workers come and go: take part, before the first step, in the run's state."""
+        if self.link is not None:
+            self.link.join(self)
 
     def step(self) -> bool:
         """Count one local step and make the rounds that are due.
@@ -96,10 +96,9 @@ class Engine:
             RuntimeError: If a worker is missing or has failed, or no worker is finite.
         """
         self.count_step()
-        if not self.is_due:
-            return False
-        self.make_round()
-        return True
+        if due := self.is_due:
+            self.make_round()
+        return due
 
     def count_step(self) -> None:
         """Count one local step without making a round."""
@@ -144,6 +143,8 @@ class Engine:
         are under way already.
         """
         worker, turn = self.worker, self._turn
+        if self.link is not None and self.link.catch_up():
+            self._began_at[turn] = worker.steps
         lane = self.lanes[turn]
         worker.check_trainable()
         if unread is None:
@@ -209,8 +210,7 @@ class Engine:
         unread, self._unread = self._unread, None
         if unread is None:
             return
-        rows = unread.wait()
-        self.worker.note(rows)
+        self.worker.note(rows := unread.wait())
         spreads = [row.spread for row in rows if math.isfinite(row.spread)]
         if spreads and self._sync_every is None:
             self.statistics.consensus_distance = math.sqrt(sum(spreads) / len(spreads))
@@ -284,8 +284,7 @@ class Engine:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on from a state of :meth:`state_dict` of the same worker."""
         self.worker.load_state_dict(saved)
-        self._buffers_at_start = saved["buffers_at_start"]
-        self._began_at = list(saved["began_at"])
+        self._buffers_at_start, self._began_at = saved["buffers_at_start"], [*saved["began_at"]]
         for lane, shared, own in zip(self.lanes, saved["shared"], saved["lanes"], strict=True):
             lane.load_state_dict(shared, own)
 
@@ -294,6 +293,8 @@ class Engine:
         handles = [handle for lane in self.lanes for handle in lane.give_up()]
         self.worker.group.failed |= bool(handles)
         self._unread = self.worker.engine = None
+        if self.link is not None:
+            self.link.close()
         self.worker.group.close()
         for handle in handles:
             handle.release()

@@ -10,6 +10,7 @@ from typing import Any
 from lightning_loco.algorithms import Algorithm, Landing, Restart
 from lightning_loco.codecs import Codec, Identity
 from lightning_loco.comm.flat import CHUNK_ELEMENTS, Cuts
+from lightning_loco.rounds.membership import Membership
 from lightning_loco.schedules import EverySteps, Schedule
 from lightning_loco.topology import as_topology
 from lightning_loco.values import check_bytes, plain
@@ -34,6 +35,7 @@ class RoundSettings:
         bucket_bytes: Memory for messages under way, in bytes. Rounds that stay under way have as
             much as they need.
         num_workers: Set by :meth:`prepare`.
+        membership: Who takes part. Default: all ranks, from begin to end.
 
     Raises:
         TypeError: If a value has the wrong type.
@@ -47,6 +49,7 @@ class RoundSettings:
     landing: Landing | None = None
     bucket_bytes: int = BUCKET_BYTES
     num_workers: int = 1
+    membership: Membership | None = None
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
@@ -61,6 +64,8 @@ class RoundSettings:
                     f"{name} must be {article} {kind.__name__} such as {example}, got {value!r}."
                 )
         check_bytes("bucket_bytes", self.bucket_bytes)
+        if not isinstance(self.membership, Membership | None):
+            raise TypeError(f"membership must be Elastic(...) or None, got {self.membership!r}.")
         if self.stays:
             self.algorithm.check_overlap()
 
@@ -120,7 +125,7 @@ class RoundSettings:
 
     def parcel_elements(self, numel: int, itemsize: int) -> int:
         """Longest parcel, out of ``numel``, such that all parcels under way fit into the bucket."""
-        if self.granularity is None:
+        if self.granularity is None or self.membership is not None:
             return max(1, numel)
         topology, copies = self.topology, 1
         if topology is not None:

@@ -13,18 +13,23 @@ from lightning_loco.comm.worker import Worker
 from lightning_loco.rounds.exchange import Exchange, make_exchange
 from lightning_loco.rounds.lane import Lane
 from lightning_loco.rounds.mean_exchange import RidingRows
+from lightning_loco.rounds.membership import Link
 from lightning_loco.rounds.rounds import Rounds
 from lightning_loco.rounds.settings import RoundSettings
 
 
 class Made(NamedTuple):
-    """The parts of an engine: its lanes, how rows travel with each, and the exchange of all."""
+    """The parts of an engine: its lanes, how rows travel with each, and the exchange of all.
+
+    ``link`` connects it with members that come and go.
+    """
 
     worker: Worker
     settings: RoundSettings
     lanes: list[Rounds]
     carriers: list[RowCarrier]
     exchange: Exchange
+    link: Link | None
 
 
 def set_up(
@@ -44,14 +49,16 @@ def set_up(
 
 def make_lanes(
     worker: Worker, settings: RoundSettings
-) -> tuple[list[Rounds], list[RowCarrier], Exchange]:
-    """The rounds of each lane, how the rows travel with them, and the exchange of all.
+) -> tuple[list[Rounds], list[RowCarrier], Exchange, Link | None]:
+    """The last parts of :class:`Made`.
 
     Rows ride with a round's first parcel where the exchange can carry them and somebody attends to
     the round until it ends: those at a meeting must be called when it is late.
     """
     group, layout, algorithm = worker.group, worker.replica.layout, settings.algorithm
-    exchange = make_exchange(algorithm, group, worker.statistics, settings.topology)
+    membership = settings.membership
+    link = None if membership is None else membership.connect(settings, group)
+    exchange = link or make_exchange(algorithm, group, worker.statistics, settings.topology)
     is_attended = not settings.stays or settings.schedule.lands_at_meetings
     rides = exchange.can_carry_rows and is_attended
     width = Row.width(algorithm.num_scalars)
@@ -68,5 +75,5 @@ def make_lanes(
         lanes.append(rounds)
         table = lane.rows_memory.view(-1, width)
         rider = RidingRows(group, table, rounds.send_first, settings.stays) if rides else None
-        carriers.append(rider or TravellingRows(group))
-    return lanes, carriers, exchange
+        carriers.append(link or rider or TravellingRows(group))
+    return lanes, carriers, exchange, link

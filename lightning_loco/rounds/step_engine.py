@@ -10,6 +10,7 @@ from torch import nn
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.rounds.engine import Engine
+from lightning_loco.rounds.membership import Membership
 from lightning_loco.rounds.settings import BUCKET_BYTES, RoundSettings
 from lightning_loco.schedules import EverySteps
 
@@ -29,6 +30,8 @@ class StepEngine(Engine):
         topology: Who is whose neighbour. Default: the algorithm's own.
         bucket_bytes: Memory for messages under way, in bytes.
         group: The workers. Default: all ranks of the default process group, with groups of its own.
+        membership: Who takes part, if workers come and go: ``Elastic(...)``. This job is then one
+            worker; call :meth:`join` before the first step.
 
     Raises:
         ValueError: On every worker, if the model or the settings do not fit.
@@ -58,9 +61,12 @@ class StepEngine(Engine):
         topology: Any | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         group: WorkerGroup | None = None,
+        membership: Membership | None = None,
     ) -> None:
         def make_settings() -> RoundSettings:
             schedule = EverySteps(sync_every, overlap, warm_start)
-            return RoundSettings(algorithm, schedule, topology, bucket_bytes=bucket_bytes)
+            return RoundSettings(
+                algorithm, schedule, topology, bucket_bytes=bucket_bytes, membership=membership
+            )
 
         super().__init__(model, make_settings, group)

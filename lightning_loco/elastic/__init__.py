@@ -1,0 +1,5 @@
+"""Members that come and go; the only room that knows torchft."""
+
+from lightning_loco.elastic.elastic import Elastic
+
+__all__ = ["Elastic"]

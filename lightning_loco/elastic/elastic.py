@@ -1,0 +1,85 @@
+"""What a user says about members that come and go."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+
+from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.rounds.membership import Link
+from lightning_loco.rounds.settings import RoundSettings
+
+_NAME = re.compile(r"[\w.-]{1,100}")
+_ADDRESS = re.compile(r"(http://)?[^/\s]+:\d{1,5}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Elastic:
+    """Workers come and go, and the others go on: every job is one worker.
+
+    A lighthouse (of torchft) hears which workers are alive, and who of them takes part is settled
+    anew before every exchange. A worker that comes gets the state of the run from another one and
+    takes part in the very next exchange with weight 0. An exchange in which a worker is lost is
+    repeated by those that are left, with the same messages.
+
+    Args:
+        lighthouse: ``"host:port"`` of the lighthouse: ``torchft_lighthouse --min_replicas 2``.
+        min_workers: With fewer, the rounds wait. At least 1.
+        name: Of this worker in messages. Default: the host's name.
+        host: Name or address under which the other workers reach this machine. Default: its name.
+        timeout_s: Longest wait for a round to come about, in seconds.
+
+    Raises:
+        ValueError: If a value is out of range.
+
+    Example::
+
+        engine = StepEngine(model, DiLoCo(), membership=Elastic("10.0.0.1:29510"))
+        engine.join()
+    """
+
+    lighthouse: str
+    min_workers: int = 2
+    name: str | None = None
+    host: str | None = None
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        """Check types and ranges."""
+        if not (isinstance(self.lighthouse, str) and _ADDRESS.fullmatch(self.lighthouse)):
+            raise ValueError(
+                "lighthouse must be an address such as '10.0.0.1:29510', got "
+                f"{self.lighthouse!r}. Start one with `torchft_lighthouse --min_replicas 2`."
+            )
+        if type(self.min_workers) is not int or self.min_workers < 1:
+            raise ValueError(f"min_workers must be at least 1, got {self.min_workers!r}.")
+        if self.name is not None and not _NAME.fullmatch(self.name):
+            raise ValueError(
+                f"name must be of letters, digits, dots, dashes and underscores, got {self.name!r}."
+            )
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s is in seconds and must be positive, got {self.timeout_s}.")
+
+    def connect(self, settings: RoundSettings, group: WorkerGroup) -> Link:
+        """Connect an engine; see :class:`lightning_loco.rounds.membership.Membership`."""
+        algorithm = type(settings.algorithm).__name__
+        if settings.algorithm.exchange != "mean" or settings.algorithm.num_scalars:
+            raise ValueError(
+                f"membership=Elastic(...) needs an algorithm that averages over all workers, got "
+                f"{algorithm}. Use DiLoCo, Async DiLoCo or Local SGD."
+            )
+        if settings.schedule.sync_every_of(0) is None or settings.schedule.num_lanes > 1:
+            raise ValueError(f"membership=Elastic(...) cannot make {settings.schedule}.")
+        if group.num_workers > 1:
+            raise ValueError(
+                "With membership=Elastic(...) every job is one worker, but this one has "
+                f"{group.num_workers} ranks. Start {group.num_workers} jobs with devices=1 instead."
+            )
+        if importlib.util.find_spec("torchft") is None:
+            raise ValueError(
+                "membership=Elastic(...) needs torchft: pip install 'lightning-loco[elastic]'."
+            )
+        from lightning_loco.elastic.link import ElasticLink
+
+        return ElasticLink(self)

@@ -1,0 +1,105 @@
+"""The process group of the present members: torchft's, which can be made anew for others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
+from torchft.process_group import ProcessGroupGloo
+
+from lightning_loco.elastic.plan import Plan
+
+CONNECT_S = 20.0
+"""Longest wait for the members of a new group: one of them may have died meanwhile."""
+
+
+class Groups:
+    """This worker's part in the group of those who exchange at present.
+
+    Args:
+        host: Under which the other members reach this machine.
+        timeout_s: Longest wait for what another member sends, in seconds.
+
+    Attributes:
+        name: Of the open group; empty if there is none.
+        address: ``"host:port"`` of the store that this worker serves.
+    """
+
+    def __init__(self, host: str, timeout_s: float) -> None:
+        self.name = ""
+        self._timeout = timedelta(seconds=timeout_s)
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self.address = f"{host}:{self._store.port}"
+        self._group: ProcessGroupGloo | None = None
+        self._size = 1
+
+    def open(self, plan: Plan) -> None:
+        """Have the group of a plan; made anew if it is another one.
+
+        Raises:
+            RuntimeError: If a member does not come.
+        """
+        if not plan.is_new:
+            return
+        self.drop()
+        group = ProcessGroupGloo(timeout=timedelta(seconds=min(CONNECT_S, self._seconds)))
+        store = f"{plan.store}/{plan.group}"
+        group.configure(store, plan.names[plan.own], plan.own, len(plan.names))
+        self._group, self._size, self.name = group, len(plan.names), plan.group
+
+    @property
+    def _seconds(self) -> float:
+        return self._timeout.total_seconds()
+
+    def sum(self, flat: Tensor) -> None:
+        """Add a flat tensor up over all members, in place."""
+        options = AllreduceOptions()
+        options.timeout = self._timeout
+        self._open.allreduce([flat], options).wait()
+
+    def gather(self, row: Tensor) -> Tensor:
+        """The rows of all members, of shape ``(members, width)``."""
+        table = row.new_empty(self._size, len(row))
+        options = AllgatherOptions()
+        options.timeout = self._timeout
+        self._open.allgather([list(table)], [row], options).wait()
+        return table
+
+    def send(self, tensors: Sequence[Tensor], to: int) -> None:
+        """Send tensors to one member, one after the other; empty ones do not travel."""
+        for tag, tensor in enumerate(tensors):
+            if not tensor.numel():
+                continue
+            self._open.send([tensor.view(torch.uint8)], to, tag).wait(self._timeout)
+
+    def receive(self, tensors: Sequence[Tensor], source: int, first: int = 0) -> None:
+        """Receive what a member sends, into tensors; ``first`` is the number of the first one."""
+        for tag, tensor in enumerate(tensors, first):
+            if not tensor.numel():
+                continue
+            self._open.recv([tensor.view(torch.uint8)], source, tag).wait(self._timeout)
+
+    @property
+    def _open(self) -> ProcessGroupGloo:
+        if self._group is None:
+            raise RuntimeError("There is no open group.")
+        return self._group
+
+    def drop(self) -> None:
+        """Leave the open group without waiting for what is under way."""
+        group, self._group, self.name = self._group, None, ""
+        if group is not None:
+            last = [group]
+            del group
+            last[0].abort(errored=False)
+            threading.Thread(target=last.clear, name="loco-left-group").start()
+
+    def close(self) -> None:
+        """Leave the group, and stop serving the store."""
+        self.drop()
+        del self._store

@@ -1,0 +1,89 @@
+"""The state of a run on its way to a newcomer: raw tensors, and what they are in JSON."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_loco.comm import messages
+from lightning_loco.elastic.groups import Groups
+
+LONGEST_BYTES = 64 * 2**20
+"""The longest description."""
+
+_DTYPES = {str(d): d for d in (torch.float64, torch.float32, torch.float16, torch.bfloat16)} | {
+    str(d): d for d in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+}
+
+
+class Handover(NamedTuple):
+    """What a newcomer needs.
+
+    Attributes:
+        tensors: By name, in the host's memory.
+        values: Plain values: where the run is.
+    """
+
+    tensors: dict[str, Tensor]
+    values: dict[str, Any]
+
+
+def send(handover: Handover, groups: Groups, to: int) -> None:
+    """Send it to one member.
+
+    Raises:
+        RuntimeError: If the connection breaks.
+    """
+    kept = {name: tensor.contiguous() for name, tensor in handover.tensors.items()}
+    kinds = {name: [str(t.dtype), list(t.shape)] for name, t in kept.items()}
+    text = messages.write({"tensors": kinds, "values": handover.values})
+    head = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    groups.send([torch.tensor([len(text)]), head, *(t.reshape(-1) for t in kept.values())], to)
+
+
+def receive(groups: Groups, source: int, longest_bytes: int) -> Handover:
+    """Receive it from a member.
+
+    Args:
+        groups: With the open group.
+        source: Place of that member.
+        longest_bytes: The most that all tensors may take.
+
+    Raises:
+        RuntimeError: If the connection breaks, or brings something else.
+    """
+    length = torch.zeros(1, dtype=torch.int64)
+    groups.receive([length], source)
+    if not 0 < int(length) <= LONGEST_BYTES:
+        raise RuntimeError(f"The state of the run begins with {int(length)} bytes of description.")
+    head = torch.empty(int(length), dtype=torch.uint8)
+    groups.receive([head], source, 1)
+    described = messages.read(head.numpy().tobytes(), "The member that brings the state")
+    tensors = {
+        name: torch.empty(shape, dtype=_DTYPES[dtype])
+        for name, (dtype, shape) in _checked(described, longest_bytes).items()
+    }
+    groups.receive([tensor.reshape(-1) for tensor in tensors.values()], source, 2)
+    return Handover(tensors, described["values"])
+
+
+def _checked(described: Any, longest_bytes: int) -> dict[str, tuple[str, list[int]]]:
+    """Names, dtypes and shapes, if they are such and not too large."""
+    found: dict[str, tuple[str, list[int]]] = {}
+    total = 0
+    try:
+        for name, (dtype, shape) in described["tensors"].items():
+            elements = 1
+            for size in shape:
+                if type(size) is not int or size < 0:
+                    raise ValueError(f"a size of {size!r}")
+                elements *= size
+            total += elements * _DTYPES[dtype].itemsize
+            found[name] = (dtype, shape)
+        if total > longest_bytes or not isinstance(described["values"], dict):
+            raise ValueError(f"{total} bytes")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RuntimeError(f"What came as the state of the run is none: {error!r:.200}.") from error
+    return found

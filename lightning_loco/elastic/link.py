@@ -1,0 +1,223 @@
+"""An engine's connection with the members: the exchange and the rows of its rounds."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from lightning_loco.comm.rows import ROUND, PendingRows, Row
+from lightning_loco.comm.stats import Statistics
+from lightning_loco.comm.waiting import Timed
+from lightning_loco.elastic.elastic import Elastic
+from lightning_loco.elastic.flights import Flight, Flights
+from lightning_loco.elastic.groups import Groups
+from lightning_loco.elastic.lighthouse import Lighthouse
+from lightning_loco.elastic.plan import UNKNOWING
+from lightning_loco.elastic.state import adopt_state, copy_state
+from lightning_loco.rounds.engine import Engine
+from lightning_loco.rounds.flight import Flight as LaneFlight
+from lightning_loco.rounds.parcels import Parcel
+
+_OWN_AFFAIRS = ("sync_every", "bucket_bytes")
+
+
+def begin_flights(asked: Elastic, engine: Engine) -> Flights:
+    """Connect with the lighthouse; RuntimeError if it does not answer."""
+    name = f"{asked.name or socket.gethostname()}-{secrets.token_hex(4)}"
+    layout = engine.worker.replica.layout
+    flights = Flights(
+        Lighthouse(asked.lighthouse, name, asked.timeout_s),
+        Groups(asked.host or socket.gethostname(), asked.timeout_s),
+        describe(engine),
+        numel=layout.numel,
+        dtype=layout.dtype,
+        min_workers=asked.min_workers,
+        timeout_s=asked.timeout_s,
+        hand_over=lambda: copy_state(engine),
+    )
+    flights.start()
+    return flights
+
+
+def describe(engine: Engine) -> dict[str, Any]:
+    """What must be equal on all workers, as plain values."""
+    settings = engine.settings.describe()
+    told = {key: value for key, value in settings.items() if key not in _OWN_AFFAIRS}
+    told["parameters"] = engine.worker.replica.layout.schema()
+    return cast(dict[str, Any], json.loads(json.dumps(told, default=str)))
+
+
+class Carried:
+    """A handle of what a flight brings.
+
+    Args:
+        flight: It.
+        engine: Whose message it carries; takes the state of the run over if it was left behind.
+        note: Is told of the flight when it is over.
+    """
+
+    def __init__(self, flight: Flight, engine: Engine, note: Callable[[Flight], None]) -> None:
+        self.flight = flight
+        self._engine = engine
+        self._note = note
+
+    def has_arrived(self) -> bool:
+        """Whether :meth:`wait` would return or raise at once."""
+        return self.flight.is_over()
+
+    def wait(self) -> Tensor:
+        """The sum of the messages."""
+        statistics = self._engine.statistics
+        with Timed(statistics):
+            self.flight.wait()
+        if self.flight.state is not None and not self.flight.is_adopted:
+            adopt_state(self._engine, self.flight)
+        self._note(self.flight)
+        received, plan = self.flight.received, self.flight.plan
+        assert received is not None
+        assert plan is not None
+        count = len(plan.names)
+        statistics.bytes_sent += 2 * (count - 1) * received.nbytes // count
+        return received.to(self._engine.worker.replica.layout.device)
+
+    def release(self) -> None:
+        """The memory belongs to the flight."""
+
+
+class ElasticLink:
+    """Connects one engine; see :class:`lightning_loco.rounds.membership.Link`.
+
+    Args:
+        asked: What the user says.
+
+    Attributes:
+        last: The flight that has landed last, with the members' rows; None before the first one.
+    """
+
+    is_weighted = True
+    can_carry_rows = False
+
+    def __init__(self, asked: Elastic) -> None:
+        self._asked = asked
+        self._flights: Flights | None = None
+        self._engine: Engine | None = None
+        self._flight: Flight | None = None
+        self.last: Flight | None = None
+
+    def _note(self, flight: Flight) -> None:
+        self.last = flight
+
+    @property
+    def engine(self) -> Engine:
+        """Whose connection it is."""
+        assert self._engine is not None
+        return self._engine
+
+    def _carry(self, flight: Flight) -> Flight:
+        if self._flights is None:
+            raise RuntimeError("This worker does not take part: call join() before training.")
+        self._flights.carry(flight)
+        return flight
+
+    # ------------------------------------------------------------------ rounds
+
+    def meet(self, statistics: Statistics, row: Row, place: str) -> PendingRows:
+        """Nobody else comes to the meetings of this job."""
+        table = torch.tensor([row.numbers], dtype=torch.float64)
+        return PendingRows(lambda: table, place)
+
+    def carry(self, statistics: Statistics, row: Row, place: str) -> PendingRows:
+        """Begin a flight with the row; its message follows by :meth:`start`."""
+        flight = self._flight = self._carry(Flight(int(row.round_index), row))
+        return self._rows(flight, place)
+
+    def _rows(self, flight: Flight, place: str) -> PendingRows:
+        def receive() -> Tensor:
+            with Timed(self.engine.statistics):
+                flight.wait()
+            assert flight.rows is not None
+            return flight.rows
+
+        return PendingRows(receive, place, flight.is_over)
+
+    def start(self, parcel: Parcel, round_index: int) -> Carried:
+        """Give the flight its message."""
+        assert self._flight is not None
+        self._flight.message = parcel.wire
+        self._flight.is_sent.set()
+        return Carried(self._flight, self.engine, self._note)
+
+    def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
+        """The mean, to be divided by the weights already."""
+        mean = torch.stack(list(messages)).sum(0).div_(len(messages))
+        return [mean.clone() for _ in messages]
+
+    # ----------------------------------------------------------------- members
+
+    def join(self, engine: Engine) -> None:
+        """Take part from now on.
+
+        A worker that has made rounds, which it knows from a checkpoint, begins with its next one.
+        Any other gets the state of the run; a round that is under way is its own too, with weight
+        0.
+        """
+        self._engine = engine
+        self._flights = begin_flights(self._asked, engine)
+        if engine.worker.round_index > 0:
+            return
+        flight = Flight(UNKNOWING, Row(ROUND, UNKNOWING, 0, weight=0.0, finite=1.0))
+        flight.is_sent.set()
+        try:
+            self._carry(flight).wait()
+            if flight.state is not None:
+                adopt_state(engine, flight)
+            if flight.received is not None:
+                self._take_part_in(flight)
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_part_in(self, flight: Flight) -> None:
+        """Land the round that was under way when this worker came, when it lands for all."""
+        engine = self.engine
+        (rounds,), worker = engine.lanes, engine.worker
+        index = worker.round_index
+        place = f"round {index}"
+        late = LaneFlight(index, self._rows(flight, place), False, worker.steps)
+        late.handles = [Carried(flight, engine, self._note)]
+        late.stayed = engine.settings.schedule.stays(index)
+        for message in rounds.lane.messages():
+            message.zero_()
+        rounds.flight = late
+        worker.round_index += 1
+        if not late.stayed:
+            rounds.land()
+
+    def catch_up(self) -> bool:
+        """Wait for the round under way; whether this worker has been left behind by the others.
+
+        It then goes on from the state of the run, without what it has made alone.
+        """
+        (rounds,), flight = self.engine.lanes, self._flight
+        if rounds.flight is None or flight is None:
+            return False
+        with Timed(self.engine.statistics):
+            flight.wait()
+        if flight.state is None or flight.is_adopted:
+            return False
+        rounds.give_up()
+        adopt_state(self.engine, flight)
+        self._take_part_in(flight)
+        return True
+
+    def close(self) -> None:
+        """Take part no longer."""
+        if self._flights is not None:
+            self._flights.close()
+            self._flights = None

@@ -1,0 +1,125 @@
+"""What a quorum means: who exchanges with whom, and who brings the state to whom.
+
+Every member makes its plan of the same words of all members, and so all make the same one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from lightning_loco.elastic.lighthouse import Member, Quorum
+
+UNKNOWING = -1
+"""The round of a worker that knows nothing of the run, or whose knowledge is out of date."""
+
+
+class Told(NamedTuple):
+    """What a worker says of itself when it asks to take part.
+
+    Attributes:
+        round_index: The round that it begins; :data:`UNKNOWING` if it knows nothing.
+        group: The group that it has open; empty if it has none.
+        store: ``"host:port"`` of a key-value store that it serves.
+        run: Settings and schema, for a comparison.
+    """
+
+    round_index: int
+    group: str
+    store: str
+    run: dict[str, Any]
+
+
+class Plan(NamedTuple):
+    """What this worker does in one quorum.
+
+    Attributes:
+        group: Name of the group that carries the exchange.
+        names: Of all members, in order.
+        own: This worker's place among them.
+        store: Where the members of a new group find each other.
+        is_new: Whether the group has to be made.
+        donor: Place of the member that brings the state to those in ``newcomers``.
+        newcomers: Places of those who need it.
+        round_index: The round that is made; :data:`UNKNOWING` if the run only begins.
+    """
+
+    group: str
+    names: tuple[str, ...]
+    own: int
+    store: str
+    is_new: bool
+    donor: int
+    newcomers: tuple[int, ...]
+    round_index: int
+
+
+def read(member: Member) -> Told:
+    """What a member has said.
+
+    Raises:
+        RuntimeError: If it is not in the form of :class:`Told`.
+    """
+    try:
+        told = Told(**member.told)
+    except TypeError as error:
+        raise RuntimeError(f"{member.name} has told {member.told!r:.200}, not a place.") from error
+    kinds = (int, str, str, dict)
+    if not all(type(value) is kind for value, kind in zip(told, kinds, strict=True)):
+        raise RuntimeError(f"{member.name} has told {member.told!r:.200}, not a place.")
+    return told
+
+
+def make_plan(quorum: Quorum, own_name: str) -> Plan:
+    """What to do in a quorum.
+
+    Who is ahead knows the run, and the first of them brings the state to all others: they take part
+    without weight. If nobody knows anything, the run begins with the state of the first member.
+
+    Args:
+        quorum: Who has come, in the same order for all.
+        own_name: This worker's.
+
+    Raises:
+        ValueError: If this worker has another model or other settings than the one that brings the
+            state; the others go on without it.
+    """
+    told = {member.name: read(member) for member in quorum.members}
+    ahead = max(one.round_index for one in told.values())
+    donor = next(name for name, one in told.items() if one.round_index == ahead)
+    reference = told[donor].run
+    names = tuple(name for name, one in told.items() if one.run == reference)
+    if own_name not in names:
+        raise ValueError(difference(told[own_name].run, reference, donor))
+    open_groups = {told[name].group for name in names}
+    open_group = min(open_groups)
+    is_new = len(open_groups) > 1 or not is_group_of(open_group, len(names))
+    behind = [i for i, name in enumerate(names) if told[name].round_index != ahead]
+    if ahead == UNKNOWING:
+        behind = [i for i, name in enumerate(names) if name != donor]
+    return Plan(
+        group=f"{quorum.number}/{len(names)}" if is_new else open_group,
+        names=names,
+        own=names.index(own_name),
+        store=told[donor].store,
+        is_new=is_new,
+        donor=names.index(donor),
+        newcomers=tuple(behind),
+        round_index=ahead,
+    )
+
+
+def is_group_of(group: str, count: int) -> bool:
+    """Whether an open group holds so many members, and so exactly those who all have it open."""
+    return group.endswith(f"/{count}")
+
+
+def difference(own: dict[str, Any], other: dict[str, Any], who: str) -> str:
+    """The first thing in which this worker's settings differ from those of the run."""
+    for key in [*other, *own]:
+        if own.get(key) != other.get(key):
+            return (
+                f"This worker cannot join: {key} is {own.get(key)!r:.300} here and "
+                f"{other.get(key)!r:.300} in the run (as {who} has it). Start it with the same "
+                "model and settings."
+            )
+    return "This worker cannot join: its settings differ from those of the run."

@@ -1,0 +1,181 @@
+"""A real lighthouse and elastic workers, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from tests.elastic import worker
+from tests.pool import PRELOADED
+
+_processes = multiprocessing.get_context("forkserver")
+HEARTBEAT_TIMEOUT_S = 1.0
+PATIENCE_S = 60.0
+
+Line = dict[str, Any]
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
+
+
+class Lighthouse:
+    """The ``torchft_lighthouse`` program."""
+
+    def __init__(self, min_workers: int) -> None:
+        self.port = free_port()
+        self.address = f"127.0.0.1:{self.port}"
+        self._min_workers = min_workers
+        self.start()
+
+    def start(self) -> None:
+        """Start it, and wait until it listens."""
+        self.process = subprocess.Popen(
+            [
+                str(Path(sys.executable).parent / "torchft_lighthouse"),
+                f"--bind={self.address}",
+                f"--min_replicas={self._min_workers}",
+                f"--heartbeat_timeout_ms={HEARTBEAT_TIMEOUT_S * 1000:.0f}",
+                "--quorum_tick_ms=20",
+                "--join_timeout_ms=60000",
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        until(self._listens, "the lighthouse")
+
+    def _listens(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def stop(self) -> None:
+        """Kill it."""
+        self.process.kill()
+        self.process.wait()
+
+
+def until(is_so: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
+    """Wait for something."""
+    deadline = time.monotonic() + patience_s
+    while not is_so():
+        assert time.monotonic() < deadline, f"no {what} within {patience_s:g} s"
+        time.sleep(0.02)
+
+
+class Cluster:
+    """Workers of tests/elastic/worker.py that share a lighthouse.
+
+    Args:
+        lighthouse: Theirs.
+        folder: Where they write.
+        settings: Arguments of every worker.
+    """
+
+    def __init__(self, lighthouse: Lighthouse, folder: Path, settings: list[str]) -> None:
+        self.lighthouse = lighthouse
+        self.processes: dict[int, ForkServerProcess] = {}
+        self._folder = folder
+        self._settings = settings
+
+    def start(self, index: int, *settings: str) -> None:
+        """Start a worker; its log goes on if there was one of this index."""
+        arguments = [
+            f"--lighthouse={self.lighthouse.address}",
+            f"--index={index}",
+            f"--log={self._folder / f'{index}.jsonl'}",
+            *self._settings,
+            *settings,
+        ]
+        errors = str(self._folder / f"{index}.err")
+        _processes.set_forkserver_preload([*PRELOADED, "torchft"])
+        self.processes[index] = _processes.Process(target=work, args=(arguments, errors))
+        self.processes[index].start()
+
+    def lines(self, index: int) -> list[Line]:
+        """What a worker has written so far."""
+        path = self._folder / f"{index}.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def errors(self, index: int) -> str:
+        """What it has said."""
+        return (self._folder / f"{index}.err").read_text()
+
+    def reaches(self, index: int, round_index: int) -> None:
+        """Wait until a worker has made so many rounds."""
+
+        def is_there() -> bool:
+            assert not self.processes[index].exitcode, self.errors(index)
+            lines = self.lines(index)
+            return bool(lines) and lines[-1]["round"] >= round_index
+
+        until(is_there, f"round {round_index} of worker {index}")
+
+    def kill(self, index: int, number: signal.Signals = signal.SIGKILL) -> float:
+        """Send a signal; the time."""
+        process_id = self.processes[index].pid
+        assert process_id is not None
+        os.kill(process_id, number)
+        return time.time()
+
+    def ends(self, *indices: int) -> None:
+        """Wait until workers have ended well."""
+        for index in indices:
+            assert self.exit_status(index) == 0, self.errors(index)
+
+    def exit_status(self, index: int) -> int | None:
+        """Wait for the end of a worker."""
+        self.processes[index].join(PATIENCE_S)
+        return self.processes[index].exitcode
+
+    def agree(self) -> int:
+        """Check that all who have made a round ended it with the same state; how many rounds."""
+        states: dict[int, dict[int, int]] = {}
+        for index in self.processes:
+            for line in self.lines(index):
+                states.setdefault(line["round"], {})[index] = line["checksum"]
+        for round_index, found in states.items():
+            assert len(set(found.values())) == 1, (round_index, found)
+        assert sorted(states) == list(range(min(states), max(states) + 1))  # none is lost
+        return len(states)
+
+    def close(self) -> None:
+        """Kill what is left."""
+        for process in self.processes.values():
+            process.kill()
+            process.join()
+
+
+def work(arguments: list[str], errors: str) -> None:
+    """Be a worker, in a process of its own whose words go into a file."""
+    descriptor = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.close(descriptor)
+    worker.main(arguments)
+
+
+@contextmanager
+def cluster(folder: Path, *settings: str, min_workers: int = 2) -> Iterator[Cluster]:
+    """A lighthouse, and workers to start."""
+    lighthouse = Lighthouse(min_workers)
+    made = Cluster(lighthouse, folder, [*settings, f"--min-workers={min_workers}"])
+    try:
+        yield made
+    finally:
+        made.close()
+        lighthouse.stop()

@@ -1,0 +1,114 @@
+"""Real workers that come, die, sleep and come again, under a real lighthouse."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.elastic.cluster import HEARTBEAT_TIMEOUT_S, Cluster, cluster, until
+
+pytestmark = pytest.mark.slow
+
+SCHEDULES = [pytest.param((), id="blocking"), pytest.param(("--overlap",), id="overlap")]
+
+
+def first_members(made: Cluster, index: int, count: int) -> dict[str, object]:
+    """The first line of a worker with so many members."""
+    return next(line for line in made.lines(index) if len(line["members"]) == count)
+
+
+def weight_of(line: dict[str, object]) -> object:
+    weights, members = line["weights"], line["members"]
+    assert isinstance(weights, list)
+    assert isinstance(members, list)
+    return weights[members.index(line["own"])]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_one_joins_one_is_killed_and_the_others_go_on(
+    tmp_path: Path, schedule: tuple[str, ...]
+) -> None:
+    with cluster(tmp_path, "--rounds=60", "--step-s=0.04", *schedule) as made:
+        made.start(0)
+        made.start(1)
+        made.reaches(1, 3)
+        made.start(2)
+        until(lambda: len(made.lines(2)) > 5, "rounds of the newcomer")
+        killed_at = made.kill(0)
+        made.ends(1, 2)
+        assert made.agree() == 61
+        came = first_members(made, 2, 3)
+        assert weight_of(came) == 0
+        assert came["round"] == made.lines(2)[1]["round"] or came == made.lines(2)[0]
+        assert came["steps"] == first_members(made, 1, 3)["steps"]
+        others = [len(line["members"]) for line in made.lines(1)]
+        assert set(others) >= {2, 3}
+        after = min(line["time"] for line in made.lines(1) if line["time"] > killed_at + 0.05)
+        assert after - killed_at < HEARTBEAT_TIMEOUT_S + 3  # +1 on a quiet machine
+
+
+def test_a_sleeper_joins_anew(tmp_path: Path) -> None:
+    with cluster(tmp_path, "--rounds=80", "--step-s=0.04", "--timeout-s=4") as made:
+        for index in range(3):
+            made.start(index)
+        made.reaches(0, 3)
+        until(lambda: len(made.lines(2)) > 3, "rounds of worker 2")
+        made.kill(2, signal.SIGSTOP)
+        until(lambda: len(made.lines(0)[-1]["members"]) == 2, "a round of two")
+        time.sleep(1)
+        made.kill(2, signal.SIGCONT)
+        made.ends(0, 1, 2)
+        made.agree()
+        back = [line for line in made.lines(2) if line["weights"] and weight_of(line) == 0]
+        assert back
+        assert weight_of(made.lines(2)[-1]) == 1
+
+
+def test_below_the_minimum_they_wait_until_someone_comes(tmp_path: Path) -> None:
+    with cluster(tmp_path, "--rounds=40", "--step-s=0.02") as made:
+        made.start(0)
+        made.start(1)
+        made.reaches(0, 3)
+        made.kill(1)
+        time.sleep(2.5)
+        waited_in = len(made.lines(0))
+        time.sleep(1)
+        assert len(made.lines(0)) == waited_in
+        made.start(2)
+        made.ends(0, 2)
+        made.agree()
+
+
+def test_the_lighthouse_is_restarted(tmp_path: Path) -> None:
+    with cluster(tmp_path, "--rounds=40", "--step-s=0.04") as made:
+        made.start(0)
+        made.start(1)
+        made.reaches(0, 3)
+        made.lighthouse.stop()
+        time.sleep(1.5)
+        made.lighthouse.start()
+        made.ends(0, 1)
+        assert made.agree() == 41
+
+
+def test_another_model_is_refused_with_the_difference(tmp_path: Path) -> None:
+    with cluster(tmp_path, "--rounds=60", "--step-s=0.04") as made:
+        made.start(0)
+        made.start(1)
+        made.reaches(0, 3)
+        made.start(2, "--numel=1001")
+        assert made.exit_status(2) == 1
+        assert "This worker cannot join: parameters is [['weight', [1, 1001]" in made.errors(2)
+        made.ends(0, 1)
+        assert made.agree() == 61
+
+
+def test_without_a_lighthouse_there_is_a_clear_error(tmp_path: Path) -> None:
+    with cluster(tmp_path, "--timeout-s=2") as made:
+        made.lighthouse.stop()
+        made.start(0)
+        assert made.exit_status(0) == 1
+        assert f"The lighthouse at {made.lighthouse.address} does not answer" in made.errors(0)

@@ -1,0 +1,94 @@
+"""One elastic worker in a process of its own: a plain loop that writes down every round.
+
+Each line of its file: round, local steps, number of members, and a checksum of the outer state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import zlib
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lightning_loco.algorithms import DiLoCo, LocalSGD
+from lightning_loco.elastic import Elastic
+from lightning_loco.rounds import StepEngine
+
+
+def checksum(engine: StepEngine) -> int:
+    """Of all vectors of the outer state, or of the parameters where there are none."""
+    state = engine.lanes[0].lane.state
+    vectors = [v for _, v in sorted(state.items()) if isinstance(v, torch.Tensor)]
+    vectors = vectors or [engine.worker.replica.layout.new_flat()]
+    value = 0
+    for vector in vectors:
+        value = zlib.crc32(vector.numpy().tobytes(), value)
+    return value
+
+
+def main(arguments: list[str]) -> None:
+    """Train until so many rounds are made."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lighthouse", required=True)
+    parser.add_argument("--index", type=int, required=True)
+    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--algorithm", default="diloco")
+    parser.add_argument("--overlap", action="store_true")
+    parser.add_argument("--min-workers", type=int, default=1)
+    parser.add_argument("--sync-every", type=int, default=4)
+    parser.add_argument("--step-s", type=float, default=0.01)
+    parser.add_argument("--numel", type=int, default=1000)
+    parser.add_argument("--timeout-s", type=float, default=30)
+    asked = parser.parse_args(arguments)
+
+    torch.manual_seed(asked.index)
+    model = nn.Linear(asked.numel, 1, bias=False)
+    algorithm = {"diloco": DiLoCo(outer_momentum=0.0 if asked.overlap else 0.9)}.get(
+        asked.algorithm, LocalSGD()
+    )
+    elastic = Elastic(
+        asked.lighthouse,
+        min_workers=asked.min_workers,
+        name=f"w{asked.index}",
+        host="127.0.0.1",
+        timeout_s=asked.timeout_s,
+    )
+    engine = StepEngine(
+        model,
+        algorithm,
+        sync_every=asked.sync_every,
+        overlap=asked.overlap,
+        warm_start=False,
+        membership=elastic,
+    )
+
+    with open(asked.log, "a", buffering=1) as log:
+
+        def note() -> None:
+            last = engine.link.last
+            line = {
+                "round": engine.worker.round_index,
+                "steps": engine.worker.steps,
+                "members": [] if last is None else list(last.plan.names),
+                "own": "" if last is None else last.plan.names[last.plan.own],
+                "weights": [] if last is None else last.rows[:, 3].tolist(),
+                "checksum": checksum(engine),
+                "time": time.time(),
+            }
+            log.write(json.dumps(line) + "\n")
+
+        engine.join()
+        note()
+        target = torch.full((1, asked.numel), float(asked.index + 1))
+        while engine.worker.round_index < asked.rounds:
+            with torch.no_grad():
+                model.weight.lerp_(target, 0.05)
+            time.sleep(asked.step_s)
+            if engine.step():
+                note()
+    engine.close()
