@@ -25,6 +25,7 @@ from lightning_loco.callbacks import (
     StragglerSimulator,
     WorkerLogs,
 )
+from lightning_loco.elastic import Elastic
 from lightning_loco.peers import PairwiseEngine
 from lightning_loco.remote import RemoteOptimizer
 from lightning_loco.rounds import ClockEngine, StepEngine
@@ -52,6 +53,7 @@ __all__ = [
     "ConsensusMonitor",
     "DiLoCo",
     "DiLoCoStrategy",
+    "Elastic",
     "GASLoC",
     "GASLoCStrategy",
     "LocalSGD",

@@ -22,6 +22,7 @@ from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.handover import Handover, receive, send
 from lightning_loco.elastic.lighthouse import Lighthouse
 from lightning_loco.elastic.plan import UNKNOWING, Plan, Told, make_plan
+from lightning_loco.elastic.sharing import DataShare
 
 STATES = 8
 """The most vectors of the length of a message that a state is made of."""
@@ -39,6 +40,7 @@ class Flight:
         row: What it tells the others.
 
     Attributes:
+        values: Where the engine is as it begins, for newcomers.
         message: To be added up; None if this worker only joins. Stays as it is, since the exchange
             may have to be repeated.
         is_sent: Set it once the message is there, and the state will not change until the landing.
@@ -53,6 +55,7 @@ class Flight:
     def __init__(self, round_index: int, row: Row) -> None:
         self.round_index = round_index
         self.row = row
+        self.values: dict[str, Any] = {}
         self.message: Tensor | None = None
         self.is_sent = threading.Event()
         self.received: Tensor | None = None
@@ -88,6 +91,7 @@ class Flights(threading.Thread):
         run: Settings and schema, for a comparison with the others'.
         numel: Elements of a message.
         dtype: Of a message.
+        share: Dealt out anew when the members change.
         min_workers: With fewer, flights wait.
         timeout_s: Longest wait for enough members, in seconds.
         hand_over: Copies the state that newcomers need.
@@ -101,9 +105,10 @@ class Flights(threading.Thread):
         *,
         numel: int,
         dtype: torch.dtype,
+        share: DataShare,
         min_workers: int,
         timeout_s: float,
-        hand_over: Callable[[], Handover],
+        hand_over: Callable[[Flight], Handover],
     ) -> None:
         super().__init__(name="loco-flights", daemon=True)
         self._lighthouse = lighthouse
@@ -111,6 +116,7 @@ class Flights(threading.Thread):
         self._told = run
         self._numel, self._dtype = numel, dtype
         self._longest_state = STATES * numel * dtype.itemsize + 2**30
+        self._share = share
         self._min_workers = min_workers
         self._timeout_s = timeout_s
         self._hand_over = hand_over
@@ -137,8 +143,11 @@ class Flights(threading.Thread):
 
     def _carry(self, flight: Flight) -> None:
         began = time.monotonic()
+        self._share.begin_round()
         while flight.plan is None:
             plan = self._agree(flight, began)
+            if plan.is_new:
+                self._share.deal(plan.data, plan.own, len(plan.names))
             try:
                 self._groups.open(plan)
                 self._exchange(flight, plan)
@@ -154,7 +163,8 @@ class Flights(threading.Thread):
     def _agree(self, flight: Flight, began: float) -> Plan:
         """Who takes part; waits until they are enough."""
         while True:
-            told = Told(flight.round_index, self._groups.name, self._groups.address, self._told)
+            open_group, store = self._groups.name, self._groups.address
+            told = Told(flight.round_index, open_group, store, self._share.reach, self._told)
             left_s = began + self._timeout_s - time.monotonic()
             quorum = self._lighthouse.quorum(told._asdict(), left_s)
             if quorum is None:
@@ -175,7 +185,7 @@ class Flights(threading.Thread):
         state = None
         if brings:
             flight.is_sent.wait()
-            state = self._hand_over()
+            state = self._hand_over(flight)
         received, rows = None, None
         if plan.round_index != UNKNOWING:
             rows = self._gather_rows(flight, plan, is_newcomer)

@@ -19,15 +19,17 @@ from lightning_loco.elastic.flights import Flight, Flights
 from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.lighthouse import Lighthouse
 from lightning_loco.elastic.plan import UNKNOWING
+from lightning_loco.elastic.sharing import DataShare
 from lightning_loco.elastic.state import adopt_state, copy_state
 from lightning_loco.rounds.engine import Engine
 from lightning_loco.rounds.flight import Flight as LaneFlight
+from lightning_loco.rounds.membership import Host
 from lightning_loco.rounds.parcels import Parcel
 
 _OWN_AFFAIRS = ("sync_every", "bucket_bytes")
 
 
-def begin_flights(asked: Elastic, engine: Engine) -> Flights:
+def begin_flights(asked: Elastic, engine: Engine, share: DataShare) -> Flights:
     """Connect with the lighthouse; RuntimeError if it does not answer."""
     name = f"{asked.name or socket.gethostname()}-{secrets.token_hex(4)}"
     layout = engine.worker.replica.layout
@@ -37,9 +39,10 @@ def begin_flights(asked: Elastic, engine: Engine) -> Flights:
         describe(engine),
         numel=layout.numel,
         dtype=layout.dtype,
+        share=share,
         min_workers=asked.min_workers,
         timeout_s=asked.timeout_s,
-        hand_over=lambda: copy_state(engine),
+        hand_over=lambda flight: copy_state(engine, flight),
     )
     flights.start()
     return flights
@@ -58,14 +61,14 @@ class Carried:
 
     Args:
         flight: It.
-        engine: Whose message it carries; takes the state of the run over if it was left behind.
-        note: Is told of the flight when it is over.
+        engine: Whose message it carries.
+        land: Is told of the flight when it is over.
     """
 
-    def __init__(self, flight: Flight, engine: Engine, note: Callable[[Flight], None]) -> None:
+    def __init__(self, flight: Flight, engine: Engine, land: Callable[[Flight], None]) -> None:
         self.flight = flight
         self._engine = engine
-        self._note = note
+        self._land = land
 
     def has_arrived(self) -> bool:
         """Whether :meth:`wait` would return or raise at once."""
@@ -76,9 +79,7 @@ class Carried:
         statistics = self._engine.statistics
         with Timed(statistics):
             self.flight.wait()
-        if self.flight.state is not None and not self.flight.is_adopted:
-            adopt_state(self._engine, self.flight)
-        self._note(self.flight)
+        self._land(self.flight)
         received, plan = self.flight.received, self.flight.plan
         assert received is not None
         assert plan is not None
@@ -97,6 +98,9 @@ class ElasticLink:
         asked: What the user says.
 
     Attributes:
+        share: Of the data.
+        host: Reads the position of the program around the engine, as plain values, and goes on from
+            that of another worker.
         last: The flight that has landed last, with the members' rows; None before the first one.
     """
 
@@ -108,10 +112,19 @@ class ElasticLink:
         self._flights: Flights | None = None
         self._engine: Engine | None = None
         self._flight: Flight | None = None
+        self.share = DataShare()
+        self.host: Host | None = None
         self.last: Flight | None = None
 
-    def _note(self, flight: Flight) -> None:
+    def _land(self, flight: Flight) -> None:
         self.last = flight
+        if flight.state is not None and not flight.is_adopted:
+            self._adopt(flight)
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether this worker takes part."""
+        return self._flights is not None
 
     @property
     def engine(self) -> Engine:
@@ -149,14 +162,27 @@ class ElasticLink:
     def start(self, parcel: Parcel, round_index: int) -> Carried:
         """Give the flight its message."""
         assert self._flight is not None
+        self._flight.values = self._position(self._flight.round_index)
         self._flight.message = parcel.wire
         self._flight.is_sent.set()
-        return Carried(self._flight, self.engine, self._note)
+        return Carried(self._flight, self.engine, self._land)
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
         """The mean, to be divided by the weights already."""
         mean = torch.stack(list(messages)).sum(0).div_(len(messages))
         return [mean.clone() for _ in messages]
+
+    def _position(self, round_index: int) -> dict[str, Any]:
+        host = None if self.host is None else self.host.read()
+        return {"round_index": round_index, "steps": self.engine.worker.steps, "host": host}
+
+    def _adopt(self, flight: Flight, joins: bool = False) -> None:
+        """Go on from the state of the run."""
+        adopt_state(self.engine, flight)
+        if self.host is not None and flight.state is not None:
+            self.host.go_on(flight.state.values["host"])
+            if joins and flight.received is not None:
+                self.host.end_step()
 
     # ----------------------------------------------------------------- members
 
@@ -168,15 +194,16 @@ class ElasticLink:
         0.
         """
         self._engine = engine
-        self._flights = begin_flights(self._asked, engine)
+        self._flights = begin_flights(self._asked, engine, self.share)
         if engine.worker.round_index > 0:
             return
         flight = Flight(UNKNOWING, Row(ROUND, UNKNOWING, 0, weight=0.0, finite=1.0))
+        flight.values = self._position(0)
         flight.is_sent.set()
         try:
             self._carry(flight).wait()
             if flight.state is not None:
-                adopt_state(engine, flight)
+                self._adopt(flight, joins=True)
             if flight.received is not None:
                 self._take_part_in(flight)
         except BaseException:
@@ -190,7 +217,7 @@ class ElasticLink:
         index = worker.round_index
         place = f"round {index}"
         late = LaneFlight(index, self._rows(flight, place), False, worker.steps)
-        late.handles = [Carried(flight, engine, self._note)]
+        late.handles = [Carried(flight, engine, self._land)]
         late.stayed = engine.settings.schedule.stays(index)
         for message in rounds.lane.messages():
             message.zero_()
@@ -212,7 +239,7 @@ class ElasticLink:
         if flight.state is None or flight.is_adopted:
             return False
         rounds.give_up()
-        adopt_state(self.engine, flight)
+        self._adopt(flight)
         self._take_part_in(flight)
         return True
 

@@ -20,12 +20,14 @@ class Told(NamedTuple):
         round_index: The round that it begins; :data:`UNKNOWING` if it knows nothing.
         group: The group that it has open; empty if it has none.
         store: ``"host:port"`` of a key-value store that it serves.
+        data: The first position in the stream of samples that it cannot have taken.
         run: Settings and schema, for a comparison.
     """
 
     round_index: int
     group: str
     store: str
+    data: int
     run: dict[str, Any]
 
 
@@ -41,6 +43,7 @@ class Plan(NamedTuple):
         donor: Place of the member that brings the state to those in ``newcomers``.
         newcomers: Places of those who need it.
         round_index: The round that is made; :data:`UNKNOWING` if the run only begins.
+        data: Where the members of a new group go on in the stream of samples.
     """
 
     group: str
@@ -51,6 +54,7 @@ class Plan(NamedTuple):
     donor: int
     newcomers: tuple[int, ...]
     round_index: int
+    data: int
 
 
 def read(member: Member) -> Told:
@@ -63,7 +67,7 @@ def read(member: Member) -> Told:
         told = Told(**member.told)
     except TypeError as error:
         raise RuntimeError(f"{member.name} has told {member.told!r:.200}, not a place.") from error
-    kinds = (int, str, str, dict)
+    kinds = (int, str, str, int, dict)
     if not all(type(value) is kind for value, kind in zip(told, kinds, strict=True)):
         raise RuntimeError(f"{member.name} has told {member.told!r:.200}, not a place.")
     return told
@@ -105,6 +109,7 @@ def make_plan(quorum: Quorum, own_name: str) -> Plan:
         donor=names.index(donor),
         newcomers=tuple(behind),
         round_index=ahead,
+        data=max(told[name].data for name in names),
     )
 
 

@@ -15,14 +15,13 @@ _STATE, _PARAMS, _BUFFERS = "state/", "params", "buffers"
 
 
 @torch.no_grad()
-def copy_state(engine: Engine) -> Handover:
-    """Copy the state of the run into the host's memory, as it is until the next landing.
+def copy_state(engine: Engine, flight: Flight) -> Handover:
+    """Copy the state of the run into the host's memory, as it is until the flight lands.
 
     It may be called beside the local steps: outer parameters stand still meanwhile. Where the
     algorithm has none, the model's parameters are taken, and the round replaces them.
     """
-    (rounds,), worker = engine.lanes, engine.worker
-    lane, flight = rounds.lane, rounds.flight
+    lane, worker = engine.lanes[0].lane, engine.worker
     state = {**lane.state, **(lane.parts[0].state if lane.has_uncut_state else {})}
     state |= {key: lane.state[key] for key in state if _is_vector(lane.state[key], engine)}
     tensors = {f"{_STATE}{k}": _copied(v) for k, v in state.items() if isinstance(v, Tensor)}
@@ -31,8 +30,7 @@ def copy_state(engine: Engine) -> Handover:
     tensors[_BUFFERS] = worker.replica.buffers.set_aside()
     values: dict[str, Any] = {
         "numbers": {k: v for k, v in state.items() if not isinstance(v, Tensor)},
-        "steps": worker.steps if flight is None else flight.began_at,
-        "round_index": worker.round_index if flight is None else flight.index,
+        **flight.values,
     }
     return Handover(tensors, values)
 

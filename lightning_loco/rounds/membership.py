@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.rows import RowCarrier
@@ -13,8 +13,42 @@ if TYPE_CHECKING:
     from lightning_loco.rounds.settings import RoundSettings
 
 
+class Host(Protocol):
+    """The program around an engine, with a position of its own: schedules of learning rates."""
+
+    def read(self) -> Any:
+        """The present position, as plain values."""
+
+    def go_on(self, position: Any) -> None:
+        """Go on from the position of another worker, which has come with the state of the run."""
+
+    def end_step(self) -> None:
+        """Do what follows after a local step: the other worker was within one."""
+
+
+class Share(Protocol):
+    """This member's part of an endless stream of samples."""
+
+    def take(self) -> int:
+        """The next position of this member; no other one gets it."""
+
+
 class Link(RowCarrier, Exchange, Protocol):
-    """One engine's connection with those who take part at present; carries messages and rows."""
+    """One engine's connection with those who take part at present; carries messages and rows.
+
+    Attributes:
+        host: Whose position newcomers get; None if there is none.
+    """
+
+    host: Host | None
+
+    @property
+    def share(self) -> Share:
+        """This member's part of the data."""
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether this worker takes part."""
 
     def join(self, engine: Engine) -> None:
         """Take part from now on; a worker that knows nothing of the run gets its state."""
@@ -29,6 +63,10 @@ class Link(RowCarrier, Exchange, Protocol):
 @runtime_checkable
 class Membership(Protocol):
     """Where an engine learns who takes part; without one, all ranks do, from begin to end."""
+
+    @property
+    def min_workers(self) -> int:
+        """With fewer, rounds wait."""
 
     def connect(self, settings: RoundSettings, group: WorkerGroup) -> Link:
         """Connect an engine; it does not take part before :meth:`Link.join`.

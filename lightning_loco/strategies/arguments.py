@@ -14,6 +14,8 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from typing_extensions import get_type_hints
 
+from lightning_loco.rounds.membership import Membership
+
 _Constructor = TypeVar("_Constructor", bound=Callable[..., None])
 
 
@@ -33,9 +35,10 @@ class CommonArguments(TypedDict, total=False):
 
 
 class RoundArguments(CommonArguments, total=False):
-    """And what those take that send the model in parcels."""
+    """And what those take that make rounds after so many steps."""
 
     bucket_bytes: int
+    membership: Membership | None
 
 
 def spelled_out(source: Callable[..., None]) -> Callable[[_Constructor], _Constructor]:

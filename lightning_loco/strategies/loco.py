@@ -10,10 +10,12 @@ from typing_extensions import Unpack
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.comm import WorkerGroup
 from lightning_loco.rounds import Engine, RoundSettings, begin_anew
+from lightning_loco.rounds.membership import Link, Membership
 from lightning_loco.rounds.settings import BUCKET_BYTES
 from lightning_loco.schedules import EverySteps, Schedule
 from lightning_loco.strategies.arguments import CommonArguments, spelled_out
 from lightning_loco.strategies.engine_strategy import EngineStrategy
+from lightning_loco.strategies.membership import TrainerPosition, share_among_members
 from lightning_loco.strategies.user_optimizers import optimized_by
 
 
@@ -39,6 +41,8 @@ class LocoStrategy(EngineStrategy):
             worker's own parameters (until ``Trainer.validate``, which shares worker 0's).
         timeout_s: Longest wait for another worker, in seconds.
         bucket_bytes: Memory for messages under way, in bytes.
+        membership: Who takes part, if workers come and go: ``Elastic("host:port")``. Every job is
+            then one worker. Default: all ranks, from begin to end.
         accelerator: As in ``DDPStrategy``; usually set by the Trainer.
         parallel_devices: As in ``DDPStrategy``.
         cluster_environment: As in ``DDPStrategy``.
@@ -71,10 +75,13 @@ class LocoStrategy(EngineStrategy):
         warm_start: bool = True,
         topology: Any | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        membership: Membership | None = None,
         **common: Unpack[CommonArguments],
     ) -> None:
         schedule = EverySteps(sync_every, overlap, warm_start)
-        settings = RoundSettings(algorithm, schedule, topology, bucket_bytes=bucket_bytes)
+        settings = RoundSettings(
+            algorithm, schedule, topology, bucket_bytes=bucket_bytes, membership=membership
+        )
         self._init_with(settings, **common)
 
     @property
@@ -87,6 +94,34 @@ class LocoStrategy(EngineStrategy):
         assert self.lightning_module is not None
         optimized = optimized_by(self.optimizers)
         return Engine.from_settings(self.lightning_module, self.settings, group, optimized)
+
+    # ----------------------------------------------------------------- members
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Share the training data among the workers, or among the present members."""
+        link, membership = self._link, self.settings.membership
+        if link is None or membership is None or not self._trainer.training:
+            return super().process_dataloader(dataloader)
+        return share_among_members(dataloader, link.share, membership.min_workers, self._join)
+
+    @property
+    def _link(self) -> Link | None:
+        return self.engine.link if isinstance(self.engine, Engine) else None
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """End soon when another worker has failed."""
+        self._join()
+        super().on_train_batch_start(batch, batch_idx)
+
+    def _join(self) -> None:
+        """Where members come and go: take part from now on, the weights of all hooks being set."""
+        link, engine = self._link, self.engine
+        if link is None or link.has_joined or engine is None:
+            return
+        assert isinstance(engine, Engine)
+        self._weights.begin_batches()
+        link.host = TrainerPosition(self._trainer, lambda: engine.worker.steps)
+        engine.join()
 
     def begin_anew(self) -> None:
         """Rounds begin anew from what the model holds."""

@@ -77,19 +77,27 @@ def until(is_so: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) 
 
 
 class Cluster:
-    """Workers of tests/elastic/worker.py that share a lighthouse.
+    """Workers that share a lighthouse.
 
     Args:
         lighthouse: Theirs.
         folder: Where they write.
         settings: Arguments of every worker.
+        program: What every worker runs.
     """
 
-    def __init__(self, lighthouse: Lighthouse, folder: Path, settings: list[str]) -> None:
+    def __init__(
+        self,
+        lighthouse: Lighthouse,
+        folder: Path,
+        settings: list[str],
+        program: Callable[[list[str]], None],
+    ) -> None:
         self.lighthouse = lighthouse
         self.processes: dict[int, ForkServerProcess] = {}
         self._folder = folder
         self._settings = settings
+        self._program = program
 
     def start(self, index: int, *settings: str) -> None:
         """Start a worker; its log goes on if there was one of this index."""
@@ -102,7 +110,9 @@ class Cluster:
         ]
         errors = str(self._folder / f"{index}.err")
         _processes.set_forkserver_preload([*PRELOADED, "torchft"])
-        self.processes[index] = _processes.Process(target=work, args=(arguments, errors))
+        self.processes[index] = _processes.Process(
+            target=work, args=(self._program, arguments, errors)
+        )
         self.processes[index].start()
 
     def lines(self, index: int) -> list[Line]:
@@ -160,20 +170,25 @@ class Cluster:
             process.join()
 
 
-def work(arguments: list[str], errors: str) -> None:
+def work(program: Callable[[list[str]], None], arguments: list[str], errors: str) -> None:
     """Be a worker, in a process of its own whose words go into a file."""
     descriptor = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.close(descriptor)
-    worker.main(arguments)
+    program(arguments)
 
 
 @contextmanager
-def cluster(folder: Path, *settings: str, min_workers: int = 2) -> Iterator[Cluster]:
+def cluster(
+    folder: Path,
+    *settings: str,
+    min_workers: int = 2,
+    program: Callable[[list[str]], None] = worker.main,
+) -> Iterator[Cluster]:
     """A lighthouse, and workers to start."""
     lighthouse = Lighthouse(min_workers)
-    made = Cluster(lighthouse, folder, [*settings, f"--min-workers={min_workers}"])
+    made = Cluster(lighthouse, folder, [*settings, f"--min-workers={min_workers}"], program)
     try:
         yield made
     finally:

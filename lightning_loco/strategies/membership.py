@@ -1,0 +1,126 @@
+"""Members that come and go under Lightning: when a job joins, its data, and where its loops are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sized
+from typing import Any, cast
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_loco.elastic.sharing import MembersSampler
+from lightning_loco.rounds.membership import Share
+from lightning_loco.strategies import lightning_private
+
+
+class JoiningLoader:
+    """A data loader that is read only by a job that has joined: its samples depend on the others.
+
+    Args:
+        loader: Reads this member's samples.
+        join: Joins, if that is still to be done.
+    """
+
+    def __init__(self, loader: DataLoader[Any], join: Callable[[], None]) -> None:
+        self.loader = loader
+        self._join = join
+
+    def __len__(self) -> int:
+        """Batches of one walk over the data."""
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batches; the first one is read after joining."""
+        self._join()
+        yield from self.loader
+
+
+def share_among_members(
+    dataloader: object, share: Share, parts: int, join: Callable[[], None]
+) -> object:
+    """Give a job its part of the training data, whoever the other members are.
+
+    Args:
+        dataloader: With the sampler that Lightning puts in; others are left as they are.
+        share: Of this member.
+        parts: How many epochs make up the data.
+        join: Joins, if that is still to be done.
+    """
+    if isinstance(dataloader, DataLoader):
+        even = lightning_private.sampler_of(dataloader)
+        if isinstance(even, DistributedSampler):
+            data = cast(Sized, even.dataset)
+            sampler = MembersSampler(data, share, parts, shuffle=even.shuffle, seed=even.seed)
+            return JoiningLoader(lightning_private.with_sampler(dataloader, sampler), join)
+    rank_zero_warn(
+        "The members of this run cannot share data that are not read by index with a sampler of "
+        "Lightning's: every member reads all of them, unless the data see to that themselves. Use "
+        "elastic.MembersSampler with engine.link.share."
+    )
+    return dataloader
+
+
+class TrainerPosition:
+    """Where a trainer is, for newcomers: its learning rates and their schedules.
+
+    Args:
+        trainer: Whose position it is.
+        steps: Local steps of this worker.
+    """
+
+    def __init__(self, trainer: pl.Trainer, steps: Callable[[], int]) -> None:
+        self._trainer = trainer
+        self._steps = steps
+
+    def read(self) -> dict[str, Any]:
+        """The present position."""
+        return {
+            "optimizers": [
+                [_plain(group) for group in optimizer.param_groups]
+                for optimizer in self._trainer.optimizers
+            ],
+            "schedulers": [
+                _plain(config.scheduler.state_dict())
+                for config in self._trainer.lr_scheduler_configs
+            ],
+        }
+
+    def go_on(self, position: Any) -> None:
+        """Go on from the position of another member.
+
+        Raises:
+            RuntimeError: If its optimizers or schedulers are others.
+        """
+        optimizers, configs = self._trainer.optimizers, self._trainer.lr_scheduler_configs
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        found = [group for one in position["optimizers"] for group in one]
+        if len(found) != len(groups) or len(position["schedulers"]) != len(configs):
+            raise RuntimeError(
+                f"This worker has {len(groups)} parameter groups and {len(configs)} schedulers, "
+                f"the run {len(found)} and {len(position['schedulers'])}. Start it with the same "
+                "configure_optimizers."
+            )
+        for config, saved in zip(configs, position["schedulers"], strict=True):
+            config.scheduler.load_state_dict({**config.scheduler.state_dict(), **saved})
+        for group, values in zip(groups, found, strict=True):
+            group.update(values)
+        lightning_private.set_global_step(self._trainer, self._steps())
+
+    def end_step(self) -> None:
+        """Let the schedulers step that do so after every so many steps of the optimizer."""
+        for config in self._trainer.lr_scheduler_configs:
+            is_due = config.interval == "step" and self._steps() % config.frequency == 0
+            if is_due and not config.reduce_on_plateau:
+                config.scheduler.step()  # type: ignore[call-arg]
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Those entries that are numbers, texts, or lists of them."""
+    return {key: value for key, value in values.items() if _is_plain(value)}
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)

@@ -1,0 +1,61 @@
+"""Jobs under Lightning that come and go: data, learning rates, weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.elastic import trainer_worker
+from tests.elastic.cluster import Cluster, cluster, until
+
+pytestmark = pytest.mark.slow
+
+
+def check_samples(made: Cluster, *indices: int) -> None:
+    """No sample is given to two members of a round."""
+    rounds: dict[int, list[int]] = {}
+    for index in indices:
+        for line in made.lines(index):
+            rounds.setdefault(line["round"], []).extend(line["samples"])
+    for round_index, samples in rounds.items():
+        assert max(Counter(samples).values()) == 1, (round_index, sorted(samples))
+
+
+def by_round(made: Cluster, index: int) -> dict[int, dict[str, Any]]:
+    return {line["round"]: line for line in made.lines(index)}
+
+
+@pytest.mark.parametrize("schedule", [(), ("--overlap",)], ids=["blocking", "overlap"])
+def test_a_third_job_joins_and_the_first_is_killed(
+    tmp_path: Path, schedule: tuple[str, ...]
+) -> None:
+    program = trainer_worker.main
+    with cluster(tmp_path, "--max-steps=160", *schedule, program=program) as made:
+        made.start(0)
+        made.start(1)
+        made.reaches(1, 3)
+        made.start(2)
+        until(lambda: len(made.lines(2)) > 4, "rounds of the newcomer")
+        made.kill(0)
+        made.ends(1, 2)
+        made.agree()
+        check_samples(made, 0, 1, 2)
+        own, newcomer = by_round(made, 1), by_round(made, 2)
+        for round_index, line in newcomer.items():
+            assert line["lr"] == own[round_index]["lr"]
+            assert line["steps"] == own[round_index]["steps"]
+        assert {len(line["members"]) for line in own.values()} >= {2, 3}
+        assert own[max(own)]["steps"] == 160
+
+
+def test_loaders_with_processes_share_the_data(tmp_path: Path) -> None:
+    settings = ("--max-steps=60", "--num-loaders=1")
+    with cluster(tmp_path, *settings, program=trainer_worker.main) as made:
+        made.start(0)
+        made.start(1)
+        made.ends(0, 1)
+        assert made.agree() == 15
+        check_samples(made, 0, 1)

@@ -1,0 +1,103 @@
+"""One elastic worker in a process of its own: a fit with a schedule of learning rates."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_loco import AsyncDiLoCoStrategy, DiLoCoStrategy, Elastic
+from tests.elastic.worker import checksum
+from tests.tiny import TinyModule, quiet_trainer
+
+
+class Numbered(Dataset[tuple[int, Tensor]]):
+    """Samples that know their number."""
+
+    def __len__(self) -> int:
+        return 4000
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        return index, torch.full((3,), index / 4000, dtype=torch.float64)
+
+
+class Model(TinyModule):
+    """Least squares with a learning rate that falls in every step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        _, inputs = batch
+        return (self.model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Notes(Callback):
+    """Writes down every round, and which samples were used in it."""
+
+    def __init__(self, path: Path, step_s: float) -> None:
+        self._path = path
+        self._step_s = step_s
+        self._samples: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, out: Any, batch: Any, i: int) -> None:
+        time.sleep(self._step_s)
+        self._samples += batch[0].tolist()
+        engine = trainer.strategy.engine
+        if engine.worker.steps_since_round:
+            return
+        last = engine.link.last
+        line = {
+            "round": engine.worker.round_index,
+            "steps": trainer.global_step,
+            "lr": trainer.optimizers[0].param_groups[0]["lr"],
+            "members": [] if last is None else list(last.plan.names),
+            "own": "" if last is None else last.plan.names[last.plan.own],
+            "weights": [] if last is None else last.rows[:, 3].tolist(),
+            "checksum": checksum(engine),
+            "samples": self._samples,
+            "time": time.time(),
+        }
+        self._samples = []
+        with open(self._path, "a") as log:
+            log.write(json.dumps(line) + "\n")
+
+
+def main(arguments: list[str]) -> None:
+    """Fit."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lighthouse", required=True)
+    parser.add_argument("--index", type=int, required=True)
+    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--max-steps", type=int, default=100)
+    parser.add_argument("--overlap", action="store_true")
+    parser.add_argument("--min-workers", type=int, default=1)
+    parser.add_argument("--num-loaders", type=int, default=0)
+    asked = parser.parse_args(arguments)
+
+    torch.manual_seed(asked.index)
+    elastic = Elastic(
+        asked.lighthouse,
+        min_workers=asked.min_workers,
+        name=f"w{asked.index}",
+        host="127.0.0.1",
+        timeout_s=30,
+    )
+    kind = AsyncDiLoCoStrategy if asked.overlap else DiLoCoStrategy
+    trainer: Trainer = quiet_trainer(
+        strategy=kind(sync_every=4, membership=elastic),
+        max_steps=asked.max_steps,
+        callbacks=[Notes(asked.log, 0.03)],
+        default_root_dir=asked.log.parent,
+    )
+    loader = DataLoader(Numbered(), batch_size=2, shuffle=True, num_workers=asked.num_loaders)
+    trainer.fit(Model(), loader)
