@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from lightning_loco.doctor.findings import FAILED, WARNING, Finding
 from lightning_loco.doctor.messages import Facts
 from lightning_loco.doctor.place import Place
 
-_WIDTH = 14
+_CHECK = 14
+_STATUS = 9
+_FEWEST = 40  # characters of text in a line
 
 
-def report(place: Place, own: Facts, findings: Sequence[Finding], roads: Sequence[str]) -> str:
+def report(
+    place: Place,
+    own: Facts,
+    findings: Sequence[Finding],
+    roads: Sequence[str],
+    width: int | None = None,
+) -> str:
     """All findings, one a line, and the measurements.
 
     Args:
@@ -19,10 +28,24 @@ def report(place: Place, own: Facts, findings: Sequence[Finding], roads: Sequenc
         own: Its facts.
         findings: In the order in which they are shown.
         roads: Lines about round trips and throughput.
+        width: Of the terminal; longer lines are broken.
     """
     head = f"lightning-loco doctor: machine {place.rank} of {place.world} ({own.name}), meeting at "
     head += f"{place.host}:{place.port}"
-    rows = [f"{one.check:<{_WIDTH}}{one.status:<9}{one.text}" for one in findings]
+    rows = [f"{one.check:<{_CHECK}}{one.status:<{_STATUS}}{one.text}" for one in findings]
+    if width is not None:
+        room = max(width, _CHECK + _STATUS + _FEWEST)
+        indent = " " * (_CHECK + _STATUS)
+        rows = [
+            textwrap.fill(
+                row,
+                room,
+                subsequent_indent=indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            for row in rows
+        ]
     parts = [head, "", *rows, ""]
     if roads:
         parts += [*roads, ""]

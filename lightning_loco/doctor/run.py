@@ -6,7 +6,9 @@ import argparse
 import asyncio
 import dataclasses
 import os
+import shutil
 import socket
+import sys
 import time
 from contextlib import suppress
 
@@ -53,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         findings = judge(summary, visit.facts, place.world)
         roads = measured(summary, _MOST_ROADS)
-    print(report(place, visit.facts, findings, roads), flush=True)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print(report(place, visit.facts, findings, roads, width), flush=True)
     return int(any(one.status == FAILED for one in findings))
 
 

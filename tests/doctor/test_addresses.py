@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import pytest
 from lightning_loco.doctor.addresses import find_addresses, fits
 from lightning_loco.doctor.facts import resolve
 from lightning_loco.doctor.interfaces import Interface, interface_of, interfaces
+from tests.doctor.gloo_itself import gloo_listens_at
 
 LO = Interface("lo", "127.0.0.1")
 LO6 = Interface("lo", "::1")
@@ -21,23 +20,6 @@ ETH1 = Interface("eth1", "10.1.0.5")
 IB = Interface("ib0", "10.2.0.5")
 DOCKER = Interface("docker0", "172.17.0.1")
 HERE = [LO, DOCKER, ETH0, ETH1, LO6, ETH0_6]
-
-GLOO_LISTENS_AT = """
-import os, socket
-import torch.distributed as dist
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-own = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
-       if os.path.islink(f"/proc/self/fd/{fd}")}
-for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-    for line in open(f"/proc/self/net/{table}").readlines()[1:]:
-        words = line.split()
-        if words[3] == "0A" and f"socket:[{words[9]}]" in own:
-            raw = bytes.fromhex(words[1].partition(":")[0])
-            parts = [raw[i:i + 4][::-1] for i in range(0, len(raw), 4)]
-            print(socket.inet_ntop(family, b"".join(parts)))
-dist.destroy_process_group()
-"""
 
 
 def test_the_system_lists_loopback() -> None:
@@ -121,14 +103,7 @@ def test_nccl_takes_the_first_that_fits(
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("setting", ["", "lo"])
-def test_gloo_itself_listens_there(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", setting)
-    done = subprocess.run(
-        [sys.executable, "-c", GLOO_LISTENS_AT],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+def test_gloo_itself_listens_there(setting: str) -> None:
+    listens_at = gloo_listens_at(GLOO_SOCKET_IFNAME=setting)
     found = find_addresses(interfaces(), resolve(socket.gethostname()), setting, "", False)
-    assert set(done.stdout.split()) == {one.address for one in found.gloo}
+    assert {address for address, _ in listens_at} == {one.address for one in found.gloo}

@@ -10,6 +10,7 @@ import pytest
 from lightning_loco.doctor.findings import FAILED, OK, WARNING, Finding
 from lightning_loco.doctor.messages import Contact, Door, Facts, Results, Summary
 from lightning_loco.doctor.place import Place
+from lightning_loco.doctor.report import report
 from lightning_loco.doctor.roads import measured
 from lightning_loco.doctor.verdict import judge, judge_alone
 from lightning_loco.doctor.visit import MasterError
@@ -276,3 +277,24 @@ class TestSoundness:
     def test_of_what_should_not(self, wrong: Contact) -> None:
         assert not with_results(summary(), 0, contacts=(wrong,)).is_sound()
         assert not dataclasses.replace(summary(), results=()).is_sound()
+
+
+def test_the_report_fits_the_terminal() -> None:
+    place = Place(0, WORLD, "node-a", 29500, "", "", 10.0)
+    known = summary(failures={(2, 0): "silent"})
+    found, roads = judge(known, machine(0), WORLD), measured(known, 12)
+    whole = report(place, machine(0), found, roads)
+    head, _, first = whole.splitlines()[:3]
+    assert head == "lightning-loco doctor: machine 0 of 3 (node-0), meeting at node-a:29500"
+    assert first == "machines      ok       3 of 3 have come"
+    assert whole.endswith("\n\n1 failed")
+    narrow = report(place, machine(0), found, roads, width=72)
+    assert max(map(len, narrow.splitlines()[1:])) <= 72
+    assert narrow.split() == whole.split()
+
+
+def test_the_conclusion() -> None:
+    place = Place(0, WORLD, "node-a", 29500, "", "", 10.0)
+    known = summary(machine(1, open_files=10))
+    text = report(place, machine(0), judge(known, machine(0), WORLD), [])
+    assert text.endswith("\n\nall well, 1 warning")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.doctor.gloo_itself import gloo_listens_at
 from tests.doctor.machines import COMMAND, LIMIT_S, Said
 from tests.programs import Program
 
 PORT = 29500
-SECONDS = 20.0  # for a start of Python, and the 10 s of the doctor
 
 pytestmark = [
     pytest.mark.slow,
@@ -67,13 +68,18 @@ class Network:
             ip("-n", space, "addr", "add", f"{address(rank)}/24", "dev", "eth0")
             ip("-n", space, "link", "set", "lo", "up")
             ip("-n", space, "link", "set", "eth0", "up")
-            self.hosts(rank, address(rank))
+            self.hosts(rank, address(rank), *range(len(self.spaces)))
+            self.name_server(rank, "127.0.0.1")
 
-    def hosts(self, rank: int, own: str) -> None:
-        """Write a machine's /etc/hosts, with the address that its own name leads to."""
+    def hosts(self, rank: int, own: str, *others: int) -> None:
+        """Write a machine's /etc/hosts: where its own name leads, and the names of others."""
         lines = ["127.0.0.1 localhost", f"{own} node-{rank}"]
-        lines += [f"::ffff:{address(r)} node-{r}" for r in range(len(self.spaces))]
+        lines += [f"::ffff:{address(other)} node-{other}" for other in others]
         (self._folder / f"hosts-{rank}").write_text("\n".join(lines) + "\n")
+
+    def name_server(self, rank: int, at: str) -> None:
+        """Write a machine's /etc/resolv.conf."""
+        (self._folder / f"resolv-{rank}").write_text(f"nameserver {at}\n")
 
     def drop(self, rank: int, *selector: str) -> None:
         """Have a machine drop what it would send, without a word to anybody."""
@@ -84,8 +90,11 @@ class Network:
 
     def start(self, rank: int, *arguments: str, **environ: str) -> Program:
         """Run the doctor on a machine."""
-        hosts = self._folder / f"hosts-{rank}"
-        inside = f'hostname node-{rank} && mount --bind "{hosts}" /etc/hosts && exec "$@"'
+        mounts = [
+            f'mount --bind "{self._folder}/hosts-{rank}" /etc/hosts',
+            f'mount --bind "{self._folder}/resolv-{rank}" /etc/resolv.conf',
+        ]
+        inside = " && ".join([f"hostname node-{rank}", *mounts, 'exec "$@"'])
         words = ["ip", "netns", "exec", self.spaces[rank], "unshare", "--uts", "--mount"]
         words += ["sh", "-c", inside, "sh", *COMMAND, "--master", f"{address(0)}:{PORT}"]
         words += ["--rank", str(rank), "--world", str(len(self.spaces)), *arguments]
@@ -93,8 +102,9 @@ class Network:
 
     def examine(self, **environ: str) -> list[Said]:
         """What the doctor says on all machines."""
+        began = time.monotonic()
         programs = [self.start(rank, **environ) for rank in range(len(self.spaces))]
-        return [Said(*program.finish(LIMIT_S), 0.0) for program in programs]
+        return [Said(*program.finish(LIMIT_S), time.monotonic() - began) for program in programs]
 
     def close(self) -> None:
         """Take everything down."""
@@ -170,6 +180,19 @@ def test_the_masters_port_is_closed_to_one(network: Network) -> None:
     assert f"Open TCP port {PORT} of machine 0" in text
 
 
+def test_a_name_server_that_does_not_answer(network: Network) -> None:
+    """Machine 2 asks machine 1, where nobody listens and nothing tells it so."""
+    network.hosts(2, address(2))
+    network.name_server(2, address(1))
+    network.drop(1, "ipproto", "icmp")
+    for one in network.examine():
+        assert one.status == 0, one.text
+        assert one.seconds < 20
+        ((status, text),) = one.rows("name server")
+        assert status == "warning"
+        assert text.startswith(f"machine 2 (node-2): no name for ::ffff:{address(0)} within half")
+
+
 def test_doors_of_gloo_and_of_nccl(network: Network) -> None:
     """NCCL's rules lead to the network where the host name leads to loopback."""
     network.hosts(1, "127.0.1.1")
@@ -178,3 +201,11 @@ def test_doors_of_gloo_and_of_nccl(network: Network) -> None:
         assert (check, text.startswith("machine 1 (node-1)")) == ("host names", True)
         ways = [line for line in one.text.splitlines() if " -> " in line]
         assert len(ways) == 6
+
+
+def test_gloo_takes_ports_of_the_systems_range(network: Network) -> None:
+    confine = 'echo "40000 40009" > /proc/sys/net/ipv4/ip_local_port_range && exec "$@"'
+    inside = ("ip", "netns", "exec", network.spaces[0], "sh", "-c", confine, "sh")
+    ((address_of_gloo, port),) = gloo_listens_at(*inside, GLOO_SOCKET_IFNAME="eth0")
+    assert address_of_gloo == address(0)
+    assert 40000 <= port <= 40009
