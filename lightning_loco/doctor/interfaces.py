@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import os
 import socket
 import sys
@@ -51,7 +50,7 @@ def interfaces() -> list[Interface]:
     Raises:
         OSError: If the system does not tell.
     """
-    system = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)
+    system = ctypes.CDLL(None, use_errno=True)
     first = ctypes.POINTER(_Entry)()
     if system.getifaddrs(ctypes.byref(first)) != 0:
         raise OSError(ctypes.get_errno(), "getifaddrs has failed")

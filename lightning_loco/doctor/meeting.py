@@ -105,8 +105,8 @@ class Meeting:
             return
         finally:
             self._num_strangers -= 1
-        came_from = str((writer.get_extra_info("peername") or ("?",))[0])
-        reason = self._reason_against(hello, came_from.removeprefix("::ffff:"))
+        came_from = str((writer.get_extra_info("peername") or ("?",))[0]).removeprefix("::ffff:")
+        reason = self._reason_against(hello, came_from)
         if reason:
             if len(self._refused) < _MOST_REFUSED:
                 self._refused.append(reason)

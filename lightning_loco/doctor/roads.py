@@ -81,7 +81,7 @@ def measured(summary: Summary, most: int) -> list[str]:
         summary: Of all machines.
         most: How many lines at most.
     """
-    known = [one for one in all_contacts(summary) if not one.failure and one.round_trip_s]
+    known = [one for one in all_contacts(summary) if not one.failure and one.bytes_per_s]
     known.sort(key=lambda one: one.bytes_per_s)
     lines = [
         f"{f'{one.source} -> {one.target}':<12}{1000 * one.round_trip_s:>10.2f} ms"

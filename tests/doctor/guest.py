@@ -54,6 +54,7 @@ class Guest(threading.Thread):
         hangs: Whether it says nothing more from then on.
 
     Attributes:
+        is_in: Set when it is welcome.
         answer: The last record that it was sent, or None.
     """
 
@@ -70,6 +71,7 @@ class Guest(threading.Thread):
         self._leaves = leaves
         self._hangs = hangs
         self._hello = Hello(protocol, facts, LIMIT_S)
+        self.is_in = threading.Event()
         self.answer: Summary | Refusal | None = None
         self.start()
 
@@ -79,7 +81,9 @@ class Guest(threading.Thread):
             answer = read(lines.readline(), Welcome, Refusal)
             if isinstance(answer, Refusal):
                 self.answer = answer
-            if isinstance(answer, Refusal) or self._leaves:
+                return
+            self.is_in.set()
+            if self._leaves:
                 return
             read(lines.readline(), Roster)
             if not self._hangs:

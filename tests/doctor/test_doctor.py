@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from lightning_loco.doctor.facts import shared_host
-from lightning_loco.doctor.messages import Door, Refusal, Summary
+from lightning_loco.doctor.messages import PROTOCOL, Door, Refusal, Summary
 from tests.conftest import ROOT
 from tests.doctor.guest import Guest, facts_of
-from tests.doctor.machines import COMMAND, Machines, meet
+from tests.doctor.machines import COMMAND, LIMIT_S, Machines, meet
 from tests.programs import python_path
 
 pytestmark = pytest.mark.slow
@@ -215,31 +215,30 @@ class TestStrangers:
             said = machines.finish()
         assert [one.status for one in said.values()] == [0, 0], said
 
-    @pytest.mark.parametrize(
-        ("rank", "world", "protocol", "reason"),
-        [
-            (0, 2, 1, "there are two machines 0"),
-            (5, 2, 1, "has a number that does not exist: give --rank 0 to 1"),
-            (1, 3, 1, "expects 3 machines and machine 0 2: give all the same --world"),
-            (1, 2, 99, "runs another version of lightning-loco doctor"),
-        ],
-    )
-    def test_who_does_not_belong_here_is_told_why(
-        self, rank: int, world: int, protocol: int, reason: str
-    ) -> None:
-        with Machines(2) as machines:
+    def test_who_does_not_belong_here_is_told_why(self) -> None:
+        wrong = [
+            ("there are two machines 1: node-1 (127.0.0.1) and", facts_of(1, 3), PROTOCOL),
+            ("has a number that does not exist: give --rank 0 to 2", facts_of(5, 3), PROTOCOL),
+            ("expects 4 machines and machine 0 3: give all", facts_of(2, 4), PROTOCOL),
+            ("runs another version of lightning-loco doctor", facts_of(2, 3), PROTOCOL + 1),
+        ]
+        with Machines(3, timeout_s=30) as machines:
             machines.start(0)
-            connected(machines.port).close()
-            time.sleep(1)  # machine 0 itself is in
-            guest = Guest(machines.port, facts_of(rank, world), protocol)
-            guest.join()
-            machines.start(1)
+            right = Guest(machines.port, facts_of(1, 3, host=shared_host()))
+            assert right.is_in.wait(LIMIT_S)
+            told = []
+            for reason, facts, protocol in wrong:
+                guest = Guest(machines.port, facts, protocol)
+                guest.join()
+                assert isinstance(guest.answer, Refusal)
+                assert reason in guest.answer.reason
+                told.append(guest.answer.reason)
+            machines.start(2)
             said = machines.finish()
-        assert isinstance(guest.answer, Refusal)
-        assert reason in guest.answer.reason
+        right.join()
         for one in said.values():
             assert one.status == 1
-            assert [text for _, text in one.faults()] == [guest.answer.reason]
+            assert [text for check, text in one.faults() if check == "machines"] == told
 
     @pytest.mark.parametrize("fate", ["leaves", "hangs"])
     def test_a_machine_that_does_not_stay_is_named(self, fate: str) -> None:
@@ -259,9 +258,8 @@ class TestStrangers:
 class TestCommand:
     def test_it_does_not_import_torch(self) -> None:
         script = "import sys, command; status = command.main(); "
-        script += (
-            "sys.exit(status or sorted({'torch', 'lightning', 'numpy'} & {*sys.modules}) or None)"
-        )
+        script += "heavy = {'torch', 'lightning', 'numpy'} & set(sys.modules); "
+        script += "sys.exit(status or sorted(heavy) or None)"
         with Machines(1) as machines:
             master = f"127.0.0.1:{machines.port}"
             words = ["doctor", "--master", master, "--rank", "0", "--world", "1"]
@@ -283,6 +281,7 @@ class TestCommand:
         done = run(*COMMAND, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", **environ)
         assert (done.returncode, done.stdout) == (0, "")
 
+    @pytest.mark.long
     def test_under_torchrun(self) -> None:
         with Machines(1) as machines:
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]

@@ -203,6 +203,7 @@ def test_doors_of_gloo_and_of_nccl(network: Network) -> None:
         assert len(ways) == 6
 
 
+@pytest.mark.long
 def test_gloo_takes_ports_of_the_systems_range(network: Network) -> None:
     confine = 'echo "40000 40009" > /proc/sys/net/ipv4/ip_local_port_range && exec "$@"'
     inside = ("ip", "netns", "exec", network.spaces[0], "sh", "-c", confine, "sh")
