@@ -80,8 +80,8 @@ def _by_name(found: Addresses, own: Sequence[Interface], names: str) -> None:
             found.gloo.append(first)
         else:
             found.faults.append(
-                f"GLOO_SOCKET_IFNAME={names}: there is no interface {name} with an address here; "
-                f"set it to one of {_names(own)}"
+                f"GLOO_SOCKET_IFNAME={names}: there is no interface {name} here that is up and "
+                f"has an address; set it to one of {_names(own)}"
             )
 
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterable
 from lightning_loco.doctor.addresses import Addresses
 from lightning_loco.doctor.interfaces import Interface
 from lightning_loco.doctor.messages import Bulk, Counted, Door, Here, Knock, Ping
-from lightning_loco.doctor.records import GarbledError, receive, write
+from lightning_loco.doctor.records import GarbledError, printable, receive, write
 
 LONGEST_LINE_BYTES = 4096
 MOST_BULK_BYTES = 8 * 2**20
@@ -53,10 +53,11 @@ class Doors:
         try:
             listening = socket.create_server((one.address, 0), family=family)
         except OSError as error:
-            self.faults.append(
+            text = (
                 f"{use} cannot listen at {one.address} ({one.name}): {error.strerror}; choose "
                 "another interface with GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
             )
+            self.faults.append(printable(text))
             return
         self._sockets.append(listening)
         self.records.append(Door(use, one.name, one.address, listening.getsockname()[1]))

@@ -19,7 +19,7 @@ from lightning_loco.doctor.messages import (
     Summary,
     Welcome,
 )
-from lightning_loco.doctor.records import GarbledError, receive, write
+from lightning_loco.doctor.records import GarbledError, printable, receive, write
 
 HELLO_S = 2.0
 CHECKS_S = 5.0
@@ -106,7 +106,7 @@ class Meeting:
         finally:
             self._num_strangers -= 1
         came_from = str((writer.get_extra_info("peername") or ("?",))[0]).removeprefix("::ffff:")
-        reason = self._reason_against(hello, came_from)
+        reason = printable(self._reason_against(hello, came_from))
         if reason:
             if len(self._refused) < _MOST_REFUSED:
                 self._refused.append(reason)

@@ -91,8 +91,8 @@ def _text_of(place: Place, own: Facts, error: MasterError) -> str:
         "machine 0, or give --master an address of it that all reach",
         "unreachable": f"{cannot}{error.detail}. Give --master an address of machine 0 that all "
         "reach",
-        "stranger": f"{cannot}something else answers there, perhaps a run that has not ended, or "
-        "another version of the doctor. Choose another port, and install the same version on all",
+        "stranger": f"{cannot}what listens there is no doctor, perhaps a run that has not ended, "
+        "or another version. Choose another port, and install the same version on all",
         "turned_away": f"machine 0 has turned this one away: {error.detail}",
         "lost": f"{where} was there, and has gone before the end, or the way to it is broken",
         "taken": f"port {port} of machine 0 ({own.name}) is taken, perhaps by a run that has not "

@@ -55,6 +55,7 @@ class Guest(threading.Thread):
 
     Attributes:
         is_in: Set when it is welcome.
+        has_begun: Set when it has heard who is there.
         answer: The last record that it was sent, or None.
     """
 
@@ -72,6 +73,7 @@ class Guest(threading.Thread):
         self._hangs = hangs
         self._hello = Hello(protocol, facts, LIMIT_S)
         self.is_in = threading.Event()
+        self.has_begun = threading.Event()
         self.answer: Summary | Refusal | None = None
         self.start()
 
@@ -86,6 +88,7 @@ class Guest(threading.Thread):
             if self._leaves:
                 return
             read(lines.readline(), Roster)
+            self.has_begun.set()
             if not self._hangs:
                 connection.sendall(write(Results((), (), 0.0, 0.0)))
             self.answer = read(lines.readline(), Summary)

@@ -78,7 +78,7 @@ def test_an_interface_that_is_not_there_is_a_fault() -> None:
     found = find_addresses(HERE, ["10.0.0.5"], "eth7", "eth7", False)
     assert (found.gloo, found.nccl) == ([], [])
     gloo, nccl = found.faults
-    assert gloo.startswith("GLOO_SOCKET_IFNAME=eth7: there is no interface eth7")
+    assert gloo.startswith("GLOO_SOCKET_IFNAME=eth7: there is no interface eth7 here that is up")
     assert gloo.endswith("set it to one of docker0, eth0, eth1")
     assert nccl.startswith("NCCL_SOCKET_IFNAME=eth7 fits no interface here")
 

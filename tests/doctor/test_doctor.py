@@ -151,7 +151,7 @@ def test_a_port_that_is_taken() -> None:
     assert [one.status for one in said.values()] == [1, 1]
     assert f"port {machines.port} of machine 0" in said[0].faults()[0][1]
     assert said[0].seconds < START_S
-    assert "something else answers there" in said[1].faults()[0][1]
+    assert "what listens there is no doctor" in said[1].faults()[0][1]
     assert said[1].seconds < 6 + START_S
 
 
@@ -219,6 +219,7 @@ class TestStrangers:
         wrong = [
             ("there are two machines 1: node-1 (127.0.0.1) and", facts_of(1, 3), PROTOCOL),
             ("has a number that does not exist: give --rank 0 to 2", facts_of(5, 3), PROTOCOL),
+            ("machine 5 (nnnnnnn", facts_of(5, 3, name=500 * "n"), PROTOCOL),
             ("expects 4 machines and machine 0 3: give all", facts_of(2, 4), PROTOCOL),
             ("runs another version of lightning-loco doctor", facts_of(2, 3), PROTOCOL + 1),
         ]
@@ -239,6 +240,20 @@ class TestStrangers:
         for one in said.values():
             assert one.status == 1
             assert [text for check, text in one.faults() if check == "machines"] == told
+
+    @pytest.mark.long
+    def test_who_comes_too_late_is_told_so(self) -> None:
+        with Machines(3, timeout_s=4) as machines:
+            machines.start(0)
+            first = Guest(machines.port, facts_of(1, 3, host=shared_host()), hangs=True)
+            assert first.has_begun.wait(LIMIT_S)
+            late = Guest(machines.port, facts_of(2, 3))
+            late.join()
+            said = machines.finish()
+        first.join()
+        assert isinstance(late.answer, Refusal)
+        assert "has come after the others had begun" in late.answer.reason
+        assert any(text == late.answer.reason for _, text in said[0].faults())
 
     @pytest.mark.parametrize("fate", ["leaves", "hangs"])
     def test_a_machine_that_does_not_stay_is_named(self, fate: str) -> None:

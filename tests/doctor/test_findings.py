@@ -244,7 +244,7 @@ def test_open_files() -> None:
         ("refused", "cannot reach machine 0 at 10.0.0.1:29500: the connection is refused"),
         ("silent", "10.0.0.1:29500: no answer, as when a firewall drops packets. Open TCP port"),
         ("unreachable", "10.0.0.1:29500: no route. Give --master an address"),
-        ("stranger", "something else answers there, perhaps a run"),
+        ("stranger", "what listens there is no doctor, perhaps a run"),
         ("turned_away", "machine 0 has turned this one away: no route"),
         ("lost", "machine 0 at 10.0.0.1:29500 was there, and has gone"),
         ("taken", "port 29500 of machine 0 (node-1) is taken"),
