@@ -32,7 +32,12 @@ REACH_SHARE = 0.4
 MEASURE_SHARE = 0.3
 """Share of it for measuring all of them."""
 
+FIRST_S = 0.3
+"""Shortest time for the first one, enough to notice whether large packets are lost."""
+
 NUM_PINGS = 5
+_STALLED_S = 0.1
+_STALLED_ROUND_TRIPS = 4
 _PIECE = bytes(2**16)
 _GRACE_S = 0.4  # for the last answer
 
@@ -76,10 +81,11 @@ async def try_doors(own: Facts, roster: Roster) -> tuple[Contact, ...]:
         measure_s = MEASURE_SHARE * roster.checks_s
         turn_s = min(measure_s / max(len(visits), 1), MOST_BULK_S)
         ends_at = time.monotonic() + measure_s
-        for visit in visits:
+        open_ones = [visit for visit in visits if visit.reader is not None]
+        for number, visit in enumerate(open_ones):
             left_s = ends_at - time.monotonic()
-            if visit.reader is not None and left_s > 0:
-                await _measure(visit, min(turn_s, left_s))
+            if left_s > 0:
+                await _measure(visit, min(turn_s if number else max(turn_s, FIRST_S), left_s))
     finally:
         for visit in visits:
             visit.leave()
@@ -110,13 +116,17 @@ async def _reach(visit: _Visit, token: str, limit_s: float) -> None:
 
 
 async def _measure(visit: _Visit, limit_s: float) -> None:
-    """Round trips, then as many bytes as the time allows."""
+    """Round trips, then as many bytes as the time allows; nothing is known if that is too short."""
+    exchange = _exchange(visit, limit_s)
     try:
-        round_trip_s, counted = await asyncio.wait_for(
-            _exchange(visit, limit_s), limit_s + _GRACE_S
-        )
-    except (GarbledError, OSError, asyncio.TimeoutError):
+        round_trip_s, counted = await asyncio.wait_for(exchange, limit_s + _GRACE_S)
+    except (asyncio.TimeoutError, TimeoutError):
+        return visit.leave()
+    except (GarbledError, OSError):
         return visit.fail("broken")
+    if counted.count == 0:
+        is_stalled = counted.seconds > max(_STALLED_S, _STALLED_ROUND_TRIPS * round_trip_s)
+        return visit.fail("broken") if is_stalled else visit.leave()
     rate = counted.count / counted.seconds if counted.seconds > 0 else 0.0
     visit.contact = dataclasses.replace(
         visit.contact, round_trip_s=round_trip_s, bytes_per_s=max(rate, 0.0)

@@ -25,7 +25,7 @@ def judge_connections(summary: Summary) -> Iterator[Finding]:
     for one in contacts:
         if one.failure:
             groups[one.target, one.door, one.failure].append(facts_of[one.source])
-    for (target, number, failure), sources in groups.items():
+    for (target, number, failure), sources in sorted(groups.items(), key=lambda item: item[0]):
         there = facts_of[target]
         door = there.doors[number]
         if is_loopback(door.address) and any(one.host != there.host for one in sources):

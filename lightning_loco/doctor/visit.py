@@ -36,6 +36,7 @@ _WELCOME_S = 2.0
 _AGAIN_S = 0.2
 _GRACE_S = 0.5
 _BYTES_OF_A_CONTACT = 2**8
+_SMALL_BYTES = 500
 
 
 class MasterError(Exception):
@@ -117,8 +118,8 @@ class Visit:
         limit = longest_line_bytes(place.world) + _BYTES_OF_A_CONTACT * place.world**2 * 2
         for address in await self._addresses():
             limit_s = max(min(_CONNECT_S, self._met_by - time.monotonic()), _AGAIN_S)
+            connecting = _connect(address, place.port, limit)
             try:
-                connecting = asyncio.open_connection(address, place.port, limit=limit)
                 return await asyncio.wait_for(connecting, limit_s)
             except asyncio.TimeoutError:
                 failure = MasterError("silent", address)
@@ -169,6 +170,22 @@ class Visit:
         road = road_address.removeprefix("::ffff:")
         interface = interface_of(road, self._own)
         self.facts = dataclasses.replace(self.facts, road_interface=interface, road_address=road)
+
+
+async def _connect(
+    address: str, port: int, limit: int
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection that sends small packets both ways: it works where large ones are lost."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SMALL_BYTES)
+        await asyncio.get_running_loop().sock_connect(connection, (address, port))
+        return await asyncio.open_connection(sock=connection, limit=limit)
+    except BaseException:
+        connection.close()
+        raise
 
 
 async def _slow_lookups(addresses: list[str], limit_s: float) -> tuple[str, ...]:

@@ -48,6 +48,7 @@ class Network:
         self._folder = folder
         self._stack = ExitStack()
         self.spaces = [f"loco-{os.getpid()}-{rank}" for rank in range(world)]
+        self._switch = f"loco-{os.getpid()}-switch"
         try:
             self._wire()
         except BaseException:
@@ -55,7 +56,7 @@ class Network:
             raise
 
     def _wire(self) -> None:
-        switch = f"loco-{os.getpid()}-switch"
+        switch = self._switch
         for space in (switch, *self.spaces):
             ip("netns", "add", space)
             self._stack.callback(ip, "netns", "del", space)
@@ -87,6 +88,11 @@ class Network:
             ip("-n", self.spaces[rank], "rule", "add", "pref", "1", *selector, "blackhole")
         except subprocess.CalledProcessError as error:
             pytest.skip(f"no routing by ports here: {error.stderr.decode().strip()}")
+
+    def narrow(self, rank: int, mtu: int) -> None:
+        """Lose what a machine sends in packets above a size, which it does not know of."""
+        ip("-n", self.spaces[rank], "link", "set", "eth0", "gso_max_segs", "1")
+        ip("-n", self._switch, "link", "set", f"port{rank}", "mtu", str(mtu))
 
     def start(self, rank: int, *arguments: str, **environ: str) -> Program:
         """Run the doctor on a machine."""
@@ -178,6 +184,19 @@ def test_the_masters_port_is_closed_to_one(network: Network) -> None:
     assert check == "master port"
     assert f"machine 2 (node-2) cannot reach machine 0 at {address(0)}:{PORT}: no answer" in text
     assert f"Open TCP port {PORT} of machine 0" in text
+
+
+def test_a_link_that_loses_large_packets(network: Network) -> None:
+    """As a tunnel does whose MTU is set too high: what machine 1 sends is cut off at 600 bytes."""
+    network.narrow(1, 600)
+    for one in network.examine():
+        assert one.status == 1
+        ((check, first), *others) = one.faults()
+        assert check == "connections"
+        assert first.startswith("machine 1 (node-1) cannot reach machine 0 (node-0) at ")
+        assert "opens and then breaks or stalls, as when large packets are lost" in first
+        assert "Lower the MTU of eth0 on both" in first
+        assert all(text.startswith("machine 1 (node-1) cannot") for _, text in others)
 
 
 def test_a_name_server_that_does_not_answer(network: Network) -> None:
