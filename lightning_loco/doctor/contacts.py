@@ -12,7 +12,12 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from lightning_loco.doctor.doors import LONGEST_LINE_BYTES, MOST_BULK_BYTES, MOST_BULK_S
+from lightning_loco.doctor.doors import (
+    LONGEST_LINE_BYTES,
+    MOST_BULK_BYTES,
+    MOST_BULK_S,
+    VISIT_S,
+)
 from lightning_loco.doctor.messages import (
     Bulk,
     Contact,
@@ -26,20 +31,26 @@ from lightning_loco.doctor.messages import (
 )
 from lightning_loco.doctor.records import GarbledError, receive, write
 
-REACH_SHARE = 0.4
+REACH_SHARE = 0.35
 """Share of the time of all checks in which doors must open."""
 
 MEASURE_SHARE = 0.3
 """Share of it for measuring all of them."""
 
+WAIT_SHARE = 0.15
+"""Share of it for answers that are late, if doors have opened quickly."""
+
 FIRST_S = 0.3
 """Shortest time for the first one, enough to notice whether large packets are lost."""
+
+PATIENCE_S = 1.0
+"""Longest wait for an answer that is due, if there is time."""
 
 NUM_PINGS = 5
 _STALLED_S = 0.1
 _STALLED_ROUND_TRIPS = 4
 _PIECE = bytes(2**16)
-_GRACE_S = 0.4  # for the last answer
+_GRACE_S = 0.3  # for the last answer
 
 
 @dataclass
@@ -75,17 +86,20 @@ async def try_doors(own: Facts, roster: Roster) -> tuple[Contact, ...]:
         for facts in others
         for number, door in enumerate(facts.doors)
     ]
+    began = time.monotonic()
     try:
         reach_s = REACH_SHARE * roster.checks_s
         await asyncio.gather(*(_reach(visit, roster.token, reach_s) for visit in visits))
         measure_s = MEASURE_SHARE * roster.checks_s
         turn_s = min(measure_s / max(len(visits), 1), MOST_BULK_S)
-        ends_at = time.monotonic() + measure_s
+        wait_s = WAIT_SHARE * roster.checks_s
+        ends_at = min(began + reach_s, time.monotonic() + wait_s) + measure_s
         open_ones = [visit for visit in visits if visit.reader is not None]
         for number, visit in enumerate(open_ones):
             left_s = ends_at - time.monotonic()
             if left_s > 0:
-                await _measure(visit, min(turn_s if number else max(turn_s, FIRST_S), left_s))
+                limit_s = min(turn_s if number else max(turn_s, FIRST_S), left_s)
+                await _measure(visit, limit_s, min(left_s, limit_s + PATIENCE_S) + _GRACE_S)
     finally:
         for visit in visits:
             visit.leave()
@@ -115,11 +129,13 @@ async def _reach(visit: _Visit, token: str, limit_s: float) -> None:
     return None
 
 
-async def _measure(visit: _Visit, limit_s: float) -> None:
-    """Round trips, then as many bytes as the time allows; nothing is known if that is too short."""
-    exchange = _exchange(visit, limit_s)
+async def _measure(visit: _Visit, limit_s: float, patience_s: float) -> None:
+    """Round trips, then as many bytes as the time allows.
+
+    If not even the answer comes in time, as on a narrow road that others use, nothing is known.
+    """
     try:
-        round_trip_s, counted = await asyncio.wait_for(exchange, limit_s + _GRACE_S)
+        round_trip_s, counted = await asyncio.wait_for(_exchange(visit, limit_s), patience_s)
     except (asyncio.TimeoutError, TimeoutError):
         return visit.leave()
     except (GarbledError, OSError):
@@ -141,7 +157,7 @@ async def _exchange(visit: _Visit, limit_s: float) -> tuple[float, Counted]:
     for _ in range(NUM_PINGS):
         began = time.monotonic()
         visit.writer.write(write(Ping()))
-        await receive(visit.reader, limit_s + _GRACE_S, Ping)
+        await receive(visit.reader, VISIT_S, Ping)
         passed = time.monotonic() - began
         shortest = min(shortest or passed, passed)
         if time.monotonic() + passed > deadline:
@@ -150,7 +166,7 @@ async def _exchange(visit: _Visit, limit_s: float) -> tuple[float, Counted]:
     visit.writer.write(write(Bulk(seconds)))
     sending = asyncio.create_task(_send_pieces(visit.writer))
     try:
-        return shortest, await receive(visit.reader, seconds + _GRACE_S, Counted)
+        return shortest, await receive(visit.reader, VISIT_S, Counted)
     finally:
         sending.cancel()
         with suppress(asyncio.CancelledError, OSError):

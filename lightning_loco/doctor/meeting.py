@@ -25,7 +25,7 @@ HELLO_S = 2.0
 CHECKS_S = 5.0
 """Seconds for all checks, once the machines have met; half of the whole time if that is less."""
 
-SUMMARY_SHARE = 0.8
+SUMMARY_SHARE = 0.85
 """Share of them after which machine 0 waits for no more results."""
 
 _MOST_STRANGERS = 64

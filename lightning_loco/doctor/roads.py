@@ -81,14 +81,16 @@ def measured(summary: Summary, most: int) -> list[str]:
         summary: Of all machines.
         most: How many lines at most.
     """
-    known = [one for one in all_contacts(summary) if not one.failure and one.bytes_per_s]
-    known.sort(key=lambda one: one.bytes_per_s)
+    open_ones = [one for one in all_contacts(summary) if not one.failure]
+    known = sorted((one for one in open_ones if one.bytes_per_s), key=lambda one: one.bytes_per_s)
     lines = [
         f"{f'{one.source} -> {one.target}':<12}{1000 * one.round_trip_s:>10.2f} ms"
-        f"{one.bytes_per_s / 1e6:>12.1f} MB/s"
+        f"{one.bytes_per_s / 1e6:>12.2f} MB/s"
         for one in known[:most]
     ]
     if not lines:
         return []
     some = "" if len(known) <= most else f", the {most} slowest of {len(known)}"
+    if len(known) < len(open_ones):
+        some += f"; {len(open_ones) - len(known)} not measured in time"
     return [f"{'machines':<12}{'round trip':>13}{'throughput':>17}{some}", *lines]

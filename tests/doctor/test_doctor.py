@@ -165,6 +165,7 @@ class TestDoors:
         assert f"machine 1 (node-1) at 127.0.0.1:{door.port} (gloo): the connection is ref" in text
         assert "Open the TCP ports 32768-60999 of machine 1" in text
 
+    @pytest.mark.skipif(sys.platform != "linux", reason="others answer when a queue is full")
     def test_one_that_does_not_answer(self) -> None:
         with silent_socket() as silent:
             text = self.fault_of(door_at(silent))

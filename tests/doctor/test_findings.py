@@ -198,7 +198,13 @@ class TestConnections:
             ["2", "->", "1"],
             ["0", "->", "2"],
         ]
-        assert lines[0].split()[3:] == ["1.00", "ms", "2.0", "MB/s"]
+        assert lines[0].split()[3:] == ["1.00", "ms", "2.00", "MB/s"]
+
+    def test_roads_that_were_not_measured_are_counted(self) -> None:
+        unknown = dataclasses.replace(contact(0, 1), bytes_per_s=0.0)
+        head, *lines = measured(with_results(summary(), 0, contacts=(unknown,)), 12)
+        assert head.endswith("; 1 not measured in time")
+        assert len(lines) == 4
 
 
 def test_the_name_server() -> None:

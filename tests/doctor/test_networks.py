@@ -33,6 +33,16 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=30)
 
 
+def optional(*command: str) -> None:
+    """Do something to a network that not every kernel can."""
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=30)
+    except FileNotFoundError:
+        pytest.skip(f"there is no {command[0]} here")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"this kernel cannot do this: {error.stderr.decode().strip()}")
+
+
 class Network:
     """Machines node-0, node-1, ... with the addresses 10.77.0.1, 10.77.0.2, ... at a switch.
 
@@ -84,14 +94,18 @@ class Network:
 
     def drop(self, rank: int, *selector: str) -> None:
         """Have a machine drop what it would send, without a word to anybody."""
-        try:
-            ip("-n", self.spaces[rank], "rule", "add", "pref", "1", *selector, "blackhole")
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no routing by ports here: {error.stderr.decode().strip()}")
+        rule = ("rule", "add", "pref", "1", *selector, "blackhole")
+        optional("ip", "-n", self.spaces[rank], *rule)
+
+    def slow_down(self, rate: str) -> None:
+        """Let all machines send at a rate."""
+        shape = ["root", "tbf", "rate", rate, "burst", "32k", "latency", "500ms"]
+        for space in self.spaces:
+            optional("tc", "-n", space, "qdisc", "add", "dev", "eth0", *shape)
 
     def narrow(self, rank: int, mtu: int) -> None:
         """Lose what a machine sends in packets above a size, which it does not know of."""
-        ip("-n", self.spaces[rank], "link", "set", "eth0", "gso_max_segs", "1")
+        optional("ip", "-n", self.spaces[rank], "link", "set", "eth0", "gso_max_segs", "1")
         ip("-n", self._switch, "link", "set", f"port{rank}", "mtu", str(mtu))
 
     def start(self, rank: int, *arguments: str, **environ: str) -> Program:
@@ -184,6 +198,17 @@ def test_the_masters_port_is_closed_to_one(network: Network) -> None:
     assert check == "master port"
     assert f"machine 2 (node-2) cannot reach machine 0 at {address(0)}:{PORT}: no answer" in text
     assert f"Open TCP port {PORT} of machine 0" in text
+
+
+@pytest.mark.long
+def test_slow_links_are_measured_and_not_taken_for_broken_ones(network: Network) -> None:
+    network.slow_down("1mbit")
+    for one in network.examine():
+        assert one.status == 0, one.text
+        assert one.seconds < 15
+        rates = [line.split()[-2] for line in one.text.splitlines() if " -> " in line]
+        assert rates
+        assert all(0.02 < float(rate) < 0.5 for rate in rates)
 
 
 def test_a_link_that_loses_large_packets(network: Network) -> None:
