@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import logging
 import signal
@@ -105,13 +106,15 @@ def build_trainer(cfg: DictConfig, timer: Timer) -> Trainer:
 
 
 def build_strategy(cfg: DictConfig) -> Strategy:
-    """The strategy of the ``algorithm`` group, with the topology if one was chosen."""
+    """The strategy of the ``algorithm`` group, with topology and membership if chosen."""
     with settings_of("topology"):
         topology = hydra.utils.instantiate(cfg.topology) if cfg.topology._target_ else None
     with settings_of("algorithm"):
         # Partial, because Hydra would turn the topology, a dataclass, into a configuration.
         make: Callable[..., Strategy] = hydra.utils.instantiate(cfg.algorithm, _partial_=True)
         kind = hydra.utils.get_class(cfg.algorithm._target_)
+        if cfg.membership._target_:
+            make = with_membership(make, kind, cfg.membership)
         accepted = inspect.signature(kind).parameters.get("topology")
         if topology is not None and accepted is None:
             raise ValueError(
@@ -128,6 +131,18 @@ def build_strategy(cfg: DictConfig) -> Strategy:
         ):
             log.info("No topology chosen: %s uses that of its algorithm.", kind.__name__)
         return strategy
+
+
+def with_membership(
+    make: Callable[..., Strategy], kind: type, membership: DictConfig
+) -> Callable[..., Strategy]:
+    """A constructor of the strategy that lets workers come and go."""
+    if "membership" not in inspect.signature(kind).parameters:
+        raise ValueError(
+            f"{kind.__name__.removesuffix('Strategy')} cannot let workers come and go. Drop "
+            "membership=..., or choose algorithm=diloco, async_diloco or local_sgd."
+        )
+    return functools.partial(make, membership=hydra.utils.instantiate(membership))
 
 
 def build_callbacks(cfg: DictConfig) -> list[Callback]:

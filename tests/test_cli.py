@@ -276,15 +276,21 @@ class TestCommand:
         [
             (["algorithm.sync_every=0"], "error: algorithm: sync_every counts optimizer steps"),
             (["algorithm.sync_evry=1"], "Could not override 'algorithm.sync_evry'"),
-            (["algorithm=diloco", "topology=ring"], "error: algorithm: DiLoCo averages over"),
-            (
+            pytest.param(
+                ["algorithm=diloco", "topology=ring"],
+                "error: algorithm: DiLoCo averages over",
+                marks=pytest.mark.long,
+            ),
+            pytest.param(
                 ["algorithm=remote_optimizer", "algorithm.num_workers=2", "trainer.devices=5"],
                 "error: algorithm: 2 workers need 3 ranks (2 tiers:",
+                marks=pytest.mark.long,
             ),
-            (
+            pytest.param(
                 ["--multirun", "seed=1,2"],
                 "error: 2 ranks on one machine cannot be swept by --multirun: each child would"
                 " repeat the sweep. Use trainer.devices=1, or hydra/launcher=submitit_slurm.",
+                marks=pytest.mark.long,
             ),
             (
                 ["algorithm=async_diloco", "algorithm.sync_every=15"],

@@ -21,7 +21,7 @@ FLOORS = (
     ("simulation", "elastic"),
     ("strategies", "callbacks", "demo"),
     ("",),
-    ("cli",),
+    ("cli", "doctor"),
 )
 # Who may look at a neighbour on the same floor, one way only.
 NEIGHBORS = {
@@ -44,6 +44,7 @@ FOREIGN = {
     "remote": {"torch"},
     "simulation": {"torch"},
     "elastic": {"torch", "torchft"},
+    "doctor": set(),
 }
 # Modules that may import more than their room, when it is installed.
 EXTRA = {
@@ -208,6 +209,7 @@ def test_every_pair_of_neighbors_is_needed(monkeypatch: pytest.MonkeyPatch) -> N
         ("strategies.base", "from torch._utils import x", "private name _utils"),
         ("comm.flat", "import torch.distributed as dist\ndist._get()", "private name dist._get"),
         ("callbacks.a", "import torch\ntorch.cuda._sleep(1)", "private name torch.cuda._sleep"),
+        ("doctor.facts", "import torch", "doctor must not import torch"),
         ("helpers.a", "import torch", "no place"),
     ],
 )

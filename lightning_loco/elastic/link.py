@@ -35,7 +35,7 @@ def begin_flights(asked: Elastic, engine: Engine, share: DataShare) -> Flights:
     layout = engine.worker.replica.layout
     flights = Flights(
         Lighthouse(asked.lighthouse, name, asked.timeout_s),
-        Groups(asked.host or socket.gethostname(), asked.timeout_s),
+        Groups(asked.host or address_towards(asked.lighthouse), asked.timeout_s),
         describe(engine),
         numel=layout.numel,
         dtype=layout.dtype,
@@ -46,6 +46,21 @@ def begin_flights(asked: Elastic, engine: Engine, share: DataShare) -> Flights:
     )
     flights.start()
     return flights
+
+
+def address_towards(lighthouse: str) -> str:
+    """The address under which the lighthouse sees this machine; RuntimeError if there is none."""
+    host, _, port = lighthouse.removeprefix("http://").rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+        family, kind, _, _, address = found[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise RuntimeError(
+            f"This machine does not reach the lighthouse {lighthouse}: {error}."
+        ) from (error)
 
 
 def describe(engine: Engine) -> dict[str, Any]:

@@ -134,6 +134,7 @@ def fit_whole(rank: int, world: int) -> list[float]:
     return module.losses
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_all(tmp_path: Path) -> None:
     with running(tmp_path) as program:
         program.wait_for("five batches done")

@@ -1,0 +1,369 @@
+"""Whole runs of the doctor: processes, sockets, strangers, and what is said at the end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from lightning_loco.doctor.facts import shared_host
+from lightning_loco.doctor.messages import PROTOCOL, Door, Refusal, Summary
+from tests.conftest import ROOT
+from tests.doctor.guest import Guest, facts_of
+from tests.doctor.machines import COMMAND, LIMIT_S, Machines, meet
+from tests.programs import python_path
+
+pytestmark = pytest.mark.slow
+
+BOUND_S = 10.0
+START_S = 5.0
+"""What Python may take to start here, when other tests run beside these."""
+
+SHIFTED_CLOCK = """
+import time
+
+_right = time.time
+time.time = lambda: _right() + 5
+"""
+
+
+def test_all_well() -> None:
+    said = meet(3)
+    for rank, one in said.items():
+        assert one.status == 0, one.text
+        assert one.seconds < BOUND_S + START_S
+        assert f"machine {rank} of 3" in one.text
+        assert one.faults() == []
+        assert one.rows("machines") == [("ok", "3 of 3 have come")]
+        assert one.rows("connections") == [("ok", "all 6 are open")]
+        assert one.rows("clocks")[0][0] == "ok"
+        assert one.rows("versions")[0][0] == "ok"
+        assert len([line for line in one.text.splitlines() if " -> " in line]) == 6
+        assert "all well" in one.text
+
+
+def test_one_machine_alone() -> None:
+    (one,) = meet(1).values()
+    assert one.status == 0, one.text
+
+
+def test_whoever_is_missing_is_named_in_time() -> None:
+    with Machines(3) as machines:
+        machines.start(0)
+        machines.start(2)
+        said = machines.finish()
+    for one in said.values():
+        assert one.status == 1
+        assert one.seconds < BOUND_S + START_S
+        ((check, text),) = one.faults()
+        assert check == "machines"
+        assert text.startswith("machine 1 has not come: start lightning-loco doctor there")
+        assert one.rows("connections") == [("ok", "all 2 are open")]
+
+
+def test_machine_0_is_missing() -> None:
+    with Machines(2, timeout_s=4) as machines:
+        machines.start(1)
+        one = machines.finish()[1]
+    assert one.status == 1
+    assert one.seconds < 4 + START_S
+    ((check, text),) = one.faults()
+    assert check == "master port"
+    assert f"cannot reach machine 0 at 127.0.0.1:{machines.port}: the connection is refused" in text
+
+
+def test_machine_0_may_come_later() -> None:
+    with Machines(2) as machines:
+        machines.start(1)
+        time.sleep(1.5)
+        machines.start(0)
+        said = machines.finish()
+    assert [one.status for one in said.values()] == [0, 0], said
+
+
+def test_other_versions_are_named(tmp_path: Path) -> None:
+    dist_info = tmp_path / "torch-1.13.1.dist-info"
+    dist_info.mkdir()
+    (dist_info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.13.1\n")
+    with Machines(3) as machines:
+        machines.start(0)
+        machines.start(1, before=tmp_path)
+        machines.start(2)
+        said = machines.finish()
+    for one in said.values():
+        assert one.status == 1
+        ((check, text),) = one.faults()
+        assert check == "versions"
+        assert text.startswith("torch differs: ")
+        assert "on machines 0, 2; 1.13.1 on machine 1" in text
+
+
+def test_a_clock_that_is_wrong_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SHIFTED_CLOCK)
+    with Machines(2) as machines:
+        machines.start(0)
+        machines.start(1, before=tmp_path)
+        said = machines.finish()
+    for one in said.values():
+        assert one.status == 0, one.text
+        ((status, text),) = one.rows("clocks")
+        assert status == "warning"
+        assert text.startswith("the clock of machine 1 (")
+        assert "is 5.0 s ahead of machine 0's" in text
+
+
+def test_few_open_files(tmp_path: Path) -> None:
+    limited = "import resource\n_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+    limited += "resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))\n"
+    (tmp_path / "sitecustomize.py").write_text(limited)
+    with Machines(2) as machines:
+        machines.start(0, before=tmp_path)
+        machines.start(1)
+        said = machines.finish()
+    for one in said.values():
+        assert one.status == 0, one.text
+        assert "only 200 files open" in one.rows("open files")[0][1]
+
+
+def test_an_interface_that_is_not_there() -> None:
+    with Machines(2) as machines:
+        machines.start(0)
+        machines.start(1, "--interface", "nowhere0")
+        said = machines.finish()
+    for one in said.values():
+        assert one.status == 1
+        assert any("GLOO_SOCKET_IFNAME=nowhere0: there is no" in text for _, text in one.faults())
+
+
+def test_a_port_that_is_taken() -> None:
+    with Machines(2, timeout_s=6) as machines, socket.create_server(("", machines.port)):
+        machines.start(0)
+        machines.start(1)
+        said = machines.finish()
+    assert [one.status for one in said.values()] == [1, 1]
+    assert f"port {machines.port} of machine 0" in said[0].faults()[0][1]
+    assert said[0].seconds < START_S
+    assert "what listens there is no doctor" in said[1].faults()[0][1]
+    assert said[1].seconds < 6 + START_S
+
+
+class TestDoors:
+    """Machine 1 is a guest whose door the test chooses."""
+
+    def test_a_closed_one(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            door = door_at(closed)
+        text = self.fault_of(door)
+        assert f"machine 1 (node-1) at 127.0.0.1:{door.port} (gloo): the connection is ref" in text
+        assert "Open the TCP ports 32768-60999 of machine 1" in text
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="others answer when a queue is full")
+    def test_one_that_does_not_answer(self) -> None:
+        with silent_socket() as silent:
+            text = self.fault_of(door_at(silent))
+        assert "(gloo): no answer, as when a firewall drops packets" in text
+
+    @pytest.mark.parametrize("answer", [b"SSH-2.0-OpenSSH_9.6\r\n", b"", b"x" * 100_000])
+    def test_one_behind_which_another_program_lives(self, answer: bytes) -> None:
+        with other_program(answer) as stranger:
+            text = self.fault_of(door_at(stranger))
+        assert "something else answers there" in text
+
+    def test_one_that_leads_nowhere(self) -> None:
+        text = self.fault_of(Door("gloo", "eth0", "240.0.0.1", 40000), timeout_s=10)
+        assert "at 240.0.0.1:40000 (gloo): " in text
+
+    def fault_of(self, door: Door, timeout_s: float = 10) -> str:
+        """What machines 0 and 2 say of the door, and that they say it in time."""
+        with Machines(3, timeout_s) as machines:
+            host = socket.gethostname()
+            guest = Guest(machines.port, facts_of(1, 3, door, host=shared_host()))
+            machines.start(0)
+            machines.start(2)
+            said = machines.finish()
+        guest.join()
+        assert isinstance(guest.answer, Summary)
+        texts = set()
+        for one in said.values():
+            assert one.status == 1
+            assert one.seconds < timeout_s + START_S
+            found = [text for check, text in one.faults() if check == "connections"]
+            assert len(found) == 1, one.text
+            texts |= set(found)
+        (text,) = texts
+        assert text.startswith(f"machine 0 ({host}), machine 2 ({host}) cannot reach machine 1 (")
+        return text
+
+
+class TestStrangers:
+    def test_garbage_at_the_ports_changes_nothing(self) -> None:
+        garbage = [b"", b"\x80\x04K\x01.", b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b"x" * 10**6]
+        with Machines(2) as machines, ExitStack() as stack:
+            machines.start(0)
+            for data in garbage:
+                connection = stack.enter_context(connected(machines.port))
+                with suppress(OSError):  # hung up on, which is as good as ignored
+                    connection.sendall(data)
+            machines.start(1)
+            said = machines.finish()
+        assert [one.status for one in said.values()] == [0, 0], said
+
+    def test_who_does_not_belong_here_is_told_why(self) -> None:
+        wrong = [
+            ("there are two machines 1: node-1 (127.0.0.1) and", facts_of(1, 3), PROTOCOL),
+            ("has a number that does not exist: give --rank 0 to 2", facts_of(5, 3), PROTOCOL),
+            ("machine 5 (nnnnnnn", facts_of(5, 3, name=500 * "n"), PROTOCOL),
+            ("expects 4 machines and machine 0 3: give all", facts_of(2, 4), PROTOCOL),
+            ("runs another version of lightning-loco doctor", facts_of(2, 3), PROTOCOL + 1),
+        ]
+        with Machines(3, timeout_s=30) as machines:
+            machines.start(0)
+            right = Guest(machines.port, facts_of(1, 3, host=shared_host()))
+            assert right.is_in.wait(LIMIT_S)
+            told = []
+            for reason, facts, protocol in wrong:
+                guest = Guest(machines.port, facts, protocol)
+                guest.join()
+                assert isinstance(guest.answer, Refusal)
+                assert reason in guest.answer.reason
+                told.append(guest.answer.reason)
+            machines.start(2)
+            said = machines.finish()
+        right.join()
+        for one in said.values():
+            assert one.status == 1
+            assert [text for check, text in one.faults() if check == "machines"] == told
+
+    @pytest.mark.long
+    def test_who_comes_too_late_is_told_so(self) -> None:
+        with Machines(3, timeout_s=4) as machines:
+            machines.start(0)
+            first = Guest(machines.port, facts_of(1, 3, host=shared_host()), hangs=True)
+            assert first.has_begun.wait(LIMIT_S)
+            late = Guest(machines.port, facts_of(2, 3))
+            late.join()
+            said = machines.finish()
+        first.join()
+        assert isinstance(late.answer, Refusal)
+        assert "has come after the others had begun" in late.answer.reason
+        assert any(text == late.answer.reason for _, text in said[0].faults())
+
+    @pytest.mark.parametrize("fate", ["leaves", "hangs"])
+    def test_a_machine_that_does_not_stay_is_named(self, fate: str) -> None:
+        with Machines(3) as machines:
+            machines.start(0)
+            machines.start(2)
+            facts = facts_of(1, 3, host=shared_host())
+            guest = Guest(machines.port, facts, leaves=fate == "leaves", hangs=fate == "hangs")
+            said = machines.finish()
+        guest.join()
+        for one in said.values():
+            assert one.status == 1
+            assert one.seconds < BOUND_S + START_S
+            assert "machine 1 (node-1) came, and has told no results" in one.faults()[0][1]
+
+
+class TestCommand:
+    def test_it_does_not_import_torch(self) -> None:
+        script = "import sys, command; status = command.main(); "
+        script += "heavy = {'torch', 'lightning', 'numpy'} & set(sys.modules); "
+        script += "sys.exit(status or sorted(heavy) or None)"
+        with Machines(1) as machines:
+            master = f"127.0.0.1:{machines.port}"
+            words = ["doctor", "--master", master, "--rank", "0", "--world", "1"]
+            done = run(sys.executable, "-c", script, *words)
+        assert done.returncode == 0, done.stdout
+
+    def test_what_is_missing_is_said(self) -> None:
+        done = run(*COMMAND)
+        assert done.returncode == 2
+        assert "missing: --master --rank --world, which no launcher has set either" in done.stdout
+
+    def test_help(self) -> None:
+        done = run(*COMMAND, "--help")
+        assert done.returncode == 0
+        assert "--interface NAME" in done.stdout
+
+    def test_other_ranks_of_a_machine_have_nothing_to_do(self) -> None:
+        environ = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+        done = run(*COMMAND, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", **environ)
+        assert (done.returncode, done.stdout) == (0, "")
+
+    @pytest.mark.long
+    def test_under_torchrun(self) -> None:
+        with Machines(1) as machines:
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+            torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{machines.port}"]
+            done = run(*torchrun, str(ROOT / "command.py"), "doctor")
+        assert done.returncode == 0, done.stdout
+        assert done.stdout.count("all well") == 1
+
+
+def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def door_at(listening: socket.socket) -> Door:
+    return Door("gloo", "lo", *listening.getsockname())
+
+
+@contextmanager
+def silent_socket() -> Iterator[socket.socket]:
+    """A port whose queue is full: Linux drops what else comes, as a firewall does."""
+    with socket.socket() as listening, ExitStack() as stack:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(0)
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listening.getsockname())
+        yield listening
+
+
+@contextmanager
+def other_program(answer: bytes) -> Iterator[socket.socket]:
+    """A port at which somebody says something else, and hangs up on who listens to the end."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(60)
+
+        def talk() -> None:
+            for _ in range(2):
+                connection, _ = listening.accept()
+                with connection, suppress(OSError):
+                    connection.sendall(answer)
+
+        talking = threading.Thread(target=talk)
+        talking.start()
+        try:
+            yield listening
+        finally:
+            talking.join()
+
+
+def connected(port: int) -> socket.socket:
+    """A connection to a port of this machine, as soon as somebody listens there."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), 30)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
