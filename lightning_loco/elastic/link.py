@@ -58,9 +58,8 @@ def address_towards(lighthouse: str) -> str:
             probe.connect(address)  # sends nothing
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise RuntimeError(
-            f"This machine does not reach the lighthouse {lighthouse}: {error}."
-        ) from (error)
+        message = f"This machine does not reach the lighthouse at {lighthouse}: {error}."
+        raise RuntimeError(message) from error
 
 
 def describe(engine: Engine) -> dict[str, Any]:
@@ -167,6 +166,8 @@ class ElasticLink:
 
     def _rows(self, flight: Flight, place: str) -> PendingRows:
         def receive() -> Tensor:
+            if not flight.is_sent.is_set():
+                raise RuntimeError("Rows of members are known when the round is over.")
             with Timed(self.engine.statistics):
                 flight.wait()
             assert flight.rows is not None

@@ -153,7 +153,7 @@ class Engine:
             if self._is_weighted:
                 unread.complete = lambda: self.worker.tell(row, words).wait()
         self._unread = unread
-        every = self.consensus_every if self._sync_every is not None else 0
+        every = self.consensus_every if self._sync_every is not None and self.link is None else 0
         if every and worker.round_index % every == 0:
             unread.wait()
             self.statistics.consensus_distance = worker.measure_consensus(self.consensus_elements)
