@@ -7,6 +7,7 @@ learned is lost, and the mean moves on as it would have.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from lightning_loco.comm.saved import Saved, mean_of_saved
 from lightning_loco.rounds.anew import begin_anew
 from lightning_loco.rounds.engine import Engine
 from lightning_loco.rounds.late import land_late
+from lightning_loco.rounds.settings import RoundSettings
 
 
 @torch.no_grad()
@@ -110,29 +112,35 @@ def _lane(
     has_same_lanes = len(saved_state["lanes"]) == len(engine.lanes)
     former = index if has_same_lanes else 0
     shared, own = saved_state["shared"][former], dict(saved_state["lanes"][former])
-    is_same = saved.settings == settings.describe()
-    state = shared["state"] if is_same else _fitted(algorithm, shared["state"], params, notes)
-    if saved.settings.get("codec") != settings.describe()["codec"]:
+    described = settings.describe()
+    changed = {name for name, value in described.items() if saved.settings.get(name) != value}
+    state = shared["state"]
+    if changed & {field.name for field in dataclasses.fields(algorithm)}:
+        state = _fitted(algorithm, state, params, notes)
+    if "codec" in changed:
         if own["residual"]:
             notes.append("what the codec had left over is dropped")
         own["residual"] = settings.codec.init(params)
-    has_departure = own["departure"] is not None
-    if not has_departure:
+    flight = own.pop("flight")
+    if flight is not None:
+        flight = {**flight, "received": shared["received"], "departure": own["departure"]}
+    if own["departure"] is None:
         own["departure"] = params
-    flight, received, late = own.pop("flight"), shared["received"], None
     length = sum(map(len, lane.parts))
-    if flight is not None and not (has_same_lanes and received.numel() == length):
+    if flight is not None and not (has_same_lanes and flight["received"].numel() == length):
         notes.append("a round that was under way is dropped, because other parts are exchanged")
         flight = None
-    landing = settings.landing
-    keeps_departure = landing is not None and landing.keeps_departure
-    if flight is not None and not (settings.stays and (has_departure or not keeps_departure)):
-        notes.append("a round that was under way is landed at once")
-        departure = own["departure"] if has_departure else None
-        late = {**flight, "received": received, "departure": departure}
-        flight = None
-    received = received if flight is not None else None
-    return _Lane({"state": state, "received": received}, {**own, "flight": flight}, late)
+    if flight is None or _stays(settings, flight):
+        received = None if flight is None else flight["received"]
+        return _Lane({"state": state, "received": received}, {**own, "flight": flight}, None)
+    notes.append("a round that was under way is landed at once")
+    return _Lane({"state": state, "received": None}, {**own, "flight": None}, flight)
+
+
+def _stays(settings: RoundSettings, flight: dict[str, Any]) -> bool:
+    """Whether a flight of another run can stay under way in this one."""
+    keeps_departure = settings.landing is not None and settings.landing.keeps_departure
+    return settings.stays and (flight["departure"] is not None or not keeps_departure)
 
 
 def _fitted(algorithm: Algorithm, old: State, params: Tensor, notes: list[str]) -> State:

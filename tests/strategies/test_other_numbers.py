@@ -18,8 +18,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import lightning_loco as loco
 from lightning_loco import DiLoCo, GASLoC
 from lightning_loco.strategies.random_states import random_states
-from tests.cases import CASES, Case
+from tests.cases import CASES, Case, without_variants
 from tests.pool import Pool, make_trainer
+from tests.strategies import test_checkpoint
 from tests.tiny import TinyModule, WorkerData, flat, quiet_trainer
 
 SAVED_AT = 10
@@ -429,6 +430,34 @@ def test_rounds_become_pairs_and_pairs_rounds(
     for start in starts:
         near(start.consensus, saved.consensus)
     assert "all workers begin at the consensus" in starts[0].warnings[0]
+
+
+@pytest.mark.filterwarnings("ignore:The checkpoint was written by 3 workers")
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
+@pytest.mark.parametrize(
+    ("before", "now", "world"),
+    [
+        *((name, name, world) for name in without_variants() for world in (2, 4)),
+        ("local_sgd", "gasloc", 2),
+        ("async_diloco", "diloco_adamw", 4),
+        ("gasloc_overlap", "async_model_average", 2),
+        ("async_model_average", "async_diloco", 4),
+    ],
+)
+def test_statistics_and_schedules_go_on(
+    pool: Pool, tmp_path: Path, before: str, now: str, world: int
+) -> None:
+    """With BatchNorm, dropout, AdamW, a schedule and a sampler: all workers end with one model."""
+    folder = str(tmp_path)
+    pool.run(test_checkpoint.fit, CASES[before], folder, None, 10, 10, world=3)
+    path, more = f"{folder}/step=10.ckpt", 14
+    found = pool.run(test_checkpoint.fit, CASES[now], folder, path, more, 10, world=world)
+    for losses, final in found:
+        assert sorted(losses) == list(range(10, more))
+        assert torch.isfinite(final).all()
+        if before != "async_model_average" and now != "async_model_average":
+            assert torch.equal(final[:-1], found[0][1][:-1])  # the last one counts own batches
 
 
 # ------------------------------------------------------------------ plain Lightning
