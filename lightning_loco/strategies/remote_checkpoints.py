@@ -136,7 +136,8 @@ class RemoteCheckpoints:
                 raise ValueError(text) from missing
             if is_new:
                 position = position._replace(random=None)
-            self._resumed = ResumedPlace(position, len(positions), strategy.world_size)
+            shares = [1] * len(positions), [1] * strategy.world_size
+            self._resumed = ResumedPlace(position, *shares, worker)
             self._resumed.enter(loaded["loops"])
         return loaded
 

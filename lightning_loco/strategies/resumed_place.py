@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +12,7 @@ from lightning_loco.strategies.positions import Position, deals_out, train_loade
 
 
 class ResumedPlace:
-    """Takes up a position in the data that was saved by one of ``before`` workers.
+    """Takes up a position in the data that a worker has saved, perhaps one of other workers.
 
     Data that a sampler deals out among the workers have come as far as all of them together: the
     epoch is dealt out anew, and the batches that were trained on are read and left out. Data that
@@ -19,14 +20,18 @@ class ResumedPlace:
 
     Args:
         position: Where the worker was; where worker 0 was, if this one is new.
-        before: How many workers there were.
-        now: How many there are.
+        before: In what proportion the workers that there were shared the data, one number each.
+        now: In what proportion they share them now.
+        worker: This worker.
     """
 
-    def __init__(self, position: Position, before: int, now: int) -> None:
+    def __init__(
+        self, position: Position, before: Sequence[int], now: Sequence[int], worker: int
+    ) -> None:
         self._position = position
-        self._before = before
-        self._now = now
+        self._before = list(before)
+        self._now = list(now)
+        self._worker = worker
         self._loader_states: list[Any] = []
 
     def enter(self, loops: dict[str, Any]) -> None:
@@ -44,7 +49,7 @@ class ResumedPlace:
         notes = []
         if self._before != self._now and self._position.place not in ("next epoch", "stopped"):
             # one worker has no sampler that deals out
-            if deals_out(trainer) or (self._now == 1 and self._position.is_dealt):
+            if deals_out(trainer) or (len(self._now) == 1 and self._position.is_dealt):
                 notes = self._deal_out(trainer)
             else:
                 self._load_states(trainer)
@@ -57,7 +62,7 @@ class ResumedPlace:
         Args:
             own: What each worker has of its own, in words.
         """
-        before, now = self._before, self._now
+        before, now = len(self._before), len(self._now)
         if now < before:
             return [f"{own} of {_span(now, before)} are dropped"]
         if now > before:
@@ -69,7 +74,8 @@ class ResumedPlace:
 
     def numbers(self) -> tuple[str, str]:
         """How many workers there were and are, in words."""
-        before, now = ("1 worker" if n == 1 else f"{n} workers" for n in (self._before, self._now))
+        counts = len(self._before), len(self._now)
+        before, now = ("1 worker" if count == 1 else f"{count} workers" for count in counts)
         return before, now
 
     def _load_states(self, trainer: pl.Trainer) -> None:
@@ -85,12 +91,18 @@ class ResumedPlace:
         length = int(trainer.num_training_batches)
         count = length
         if not progress.is_last_batch:
-            count = min(progress.current.ready * self._before // self._now, length - 1)
+            count = min(self._rescaled(progress.current.ready), length - 1)
             count -= count % trainer.accumulate_grad_batches
             lightning_private.leave_out_batches(trainer, count)
         for name in ("ready", "started", "processed", "completed"):
             setattr(progress.current, name, count)
         return [f"the data of the epoch are dealt out anew, from batch {count} of {length} on"]
+
+    def _rescaled(self, batches: int) -> int:
+        """How many batches each share comes to, if all together have come as far as before."""
+        former = self._worker if self._worker < len(self._before) else 0
+        own, all_of_before = self._before[former], sum(self._before)
+        return batches * all_of_before * self._now[self._worker] // (own * sum(self._now))
 
 
 def _span(first: int, end: int) -> str:

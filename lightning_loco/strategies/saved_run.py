@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,13 @@ class SavedRun:
         """Where the worker goes on; a new one with its own random numbers."""
         found = Position(**self.own["position"])
         return found._replace(random=None) if self.is_new else found
+
+    def shares(self) -> list[int]:
+        """In what proportion its workers shared the data, one number each."""
+        every = self._entry.settings.get("sync_every")
+        if not isinstance(every, list):
+            return [1] * self.num_workers
+        return [steps // math.gcd(*every) for steps in every]
 
     def equals(self, engine: Engine) -> bool:
         """Whether the present run has the same settings and number of workers."""

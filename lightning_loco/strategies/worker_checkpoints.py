@@ -150,11 +150,19 @@ class WorkerCheckpoints:
         with group.errors_shared("reading the checkpoint"):
             files = SideFiles(self._strategy.checkpoint_io, path)
             run = SavedRun(loaded[KEY], files, path, self._strategy.worker, weights_only)
+            shares = self._shares()
         loaded.update(run.own["lightning"])
-        place = ResumedPlace(run.position(), run.num_workers, self._strategy.num_workers)
+        place = ResumedPlace(run.position(), run.shares(), shares, self._strategy.worker)
         place.enter(loaded["loops"])
         self._resumed = run, place
         return loaded
+
+    def _shares(self) -> list[int]:
+        schedule, num_workers = self._strategy.schedule, self._strategy.num_workers
+        if schedule is None:
+            return [1] * num_workers
+        schedule.check(num_workers)
+        return schedule.shares(num_workers)
 
     @property
     def is_resuming(self) -> bool:

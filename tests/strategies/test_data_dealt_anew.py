@@ -15,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_loco import DiLoCo, LocoStrategy
 from lightning_loco.demo.loading import ResumableDataLoader
-from tests.pool import Pool, make_trainer
+from tests.pool import Pool, PoolError, make_trainer
 
 SAMPLES = 48  # in an epoch: 12 batches of each of 4 workers
 LOADERS = {
@@ -57,14 +57,21 @@ class Saving(pl.Callback):
 
 
 def read(
-    rank: int, world: int, kind: str, path: str, save_at: int, resume: str | None
+    rank: int,
+    world: int,
+    kind: str,
+    path: str,
+    save_at: int,
+    resume: str | None,
+    sync_every: int | list[int] = 2,
 ) -> tuple[list[tuple[int, int]], list[str]]:
     """The samples that this worker trains on, and the warnings."""
     module = Reading()
+    at = save_at if isinstance(sync_every, int) else save_at * sync_every[rank % 2]
     trainer = make_trainer(
-        LocoStrategy(DiLoCo(), sync_every=2, timeout_s=30),
+        LocoStrategy(DiLoCo(), sync_every=sync_every, timeout_s=30),
         max_epochs=2,
-        callbacks=[Saving(path, save_at)],
+        callbacks=[Saving(path, at)],
     )
     data = TensorDataset(torch.arange(float(SAMPLES)))
     loader = LOADERS[kind](data, batch_size=1, shuffle=kind == "ordinary")
@@ -114,3 +121,24 @@ def test_a_run_that_was_dealt_anew_is_resumed_exactly(pool: Pool, tmp_path: Path
     for one, two, three in zip(whole, cut, rest, strict=True):
         assert one[0] == two[0] + three[0]
         assert three[1] == []
+
+
+@pytest.mark.parametrize("now", [[1, 1, 2], [2, 1], [1], [1, 2]])
+def test_unequal_shares_become_others(pool: Pool, tmp_path: Path, now: list[int]) -> None:
+    """4 of 16 rounds are made by workers that take 1 and 2 samples in each."""
+    path, end = str(tmp_path / "cut.ckpt"), str(tmp_path / "no.ckpt")
+    first = pool.run(read, "stateful", path, 4, None, [1, 2], world=2)
+    assert [len(seen) for seen, _ in first] == [4, 8]
+    then = pool.run(read, "stateful", end, -1, path, [9 * n for n in now], world=len(now))
+    for epoch in (0, 1):
+        seen = [sample for worker in (*first, *then) for at, sample in worker[0] if at == epoch]
+        assert sorted(seen) == list(range(SAMPLES))
+    assert bool(then[0][1]) == (now != [1, 2])
+
+
+def test_a_list_for_other_workers_is_refused(pool: Pool, tmp_path: Path) -> None:
+    path, end = str(tmp_path / "cut.ckpt"), str(tmp_path / "no.ckpt")
+    pool.run(read, "stateful", path, 4, None, [1, 2], world=2)
+    with pytest.raises(PoolError, match="sync_every lists 2 numbers for 3 workers") as error:
+        pool.run(read, "stateful", end, -1, path, [1, 2], world=3)
+    assert sorted(error.value.failures) == [0, 1, 2]
