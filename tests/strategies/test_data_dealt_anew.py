@@ -16,6 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_loco import DiLoCo, LocoStrategy
 from lightning_loco.demo.loading import ResumableDataLoader
 from tests.pool import Pool, PoolError, make_trainer
+from tests.strategies import test_resume
 
 SAMPLES = 48  # in an epoch: 12 batches of each of 4 workers
 LOADERS = {
@@ -142,3 +143,26 @@ def test_a_list_for_other_workers_is_refused(pool: Pool, tmp_path: Path) -> None
     with pytest.raises(PoolError, match="sync_every lists 2 numbers for 3 workers") as error:
         pool.run(read, "stateful", end, -1, path, [1, 2], world=3)
     assert sorted(error.value.failures) == [0, 1, 2]
+
+
+@pytest.mark.filterwarnings("ignore:The checkpoint was written by 2 workers")
+@pytest.mark.filterwarnings("ignore:Using `isinstance")
+@pytest.mark.parametrize(
+    ("validation", "places"),
+    [
+        ("every epoch", {"batch 8": [13, 19, 25], "batch 12": [12, 18, 24], "epoch 12": [18, 24]}),
+        ("every 4 steps", {"batch 8": [8, 12, 16, 20, 24], "validation 12": [16, 20, 24]}),
+    ],
+)
+def test_validations_come_where_they_are_due(
+    pool: Pool, tmp_path: Path, validation: str, places: dict[str, list[int]]
+) -> None:
+    """An epoch has 6 batches; 2 of 2 workers are 1 of 3, so that one more is left."""
+    run = "async_diloco", test_resume.VALIDATIONS[validation], 0.3, str(tmp_path)
+    save = test_resume.SaveAt(str(tmp_path), [*places])
+    pool.run(test_resume.fit, *run, None, [save], world=2)
+    for place, expected in places.items():
+        path = str(tmp_path / f"{place}.ckpt")
+        for losses, validated, _ in pool.run(test_resume.fit, *run, path, world=3):
+            assert sorted(losses) == list(range(int(place.split()[1]), test_resume.STEPS))
+            assert sorted(validated) == expected
