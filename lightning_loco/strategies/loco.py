@@ -9,7 +9,8 @@ from typing_extensions import Unpack
 
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.comm import WorkerGroup
-from lightning_loco.rounds import Engine, RoundSettings, begin_anew
+from lightning_loco.comm.saved import Saved
+from lightning_loco.rounds import Engine, RoundSettings, begin_anew, carry_over
 from lightning_loco.rounds.settings import BUCKET_BYTES
 from lightning_loco.schedules import EverySteps, Schedule
 from lightning_loco.strategies.arguments import CommonArguments, spelled_out
@@ -88,7 +89,10 @@ class LocoStrategy(EngineStrategy):
         optimized = optimized_by(self.optimizers)
         return Engine.from_settings(self.lightning_module, self.settings, group, optimized)
 
-    def begin_anew(self) -> None:
-        """Rounds begin anew from what the model holds."""
+    def begin_anew(self, saved: Saved | None = None) -> list[str]:
+        """Rounds begin anew from what the model holds, or go on from what another run has saved."""
         assert isinstance(self._engine, Engine)
+        if saved is not None:
+            return carry_over(self._engine, saved)
         begin_anew(self._engine)
+        return []
