@@ -275,10 +275,14 @@ class Worker:
     @torch.no_grad()
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on from a state of :meth:`state_dict` of the same worker."""
-        self.round_index = saved["round_index"]
-        self.steps = saved["steps"]
-        self.steps_since_round = saved["steps_since_round"]
+        self.go_on_counting(saved)
         self.replica.set_local(saved["params"], saved["buffers"])
         if "others" in saved:
             self.replica.others.load(*saved["others"])
+
+    def go_on_counting(self, saved: dict[str, Any]) -> None:
+        """Take the counters alone from a state of :meth:`state_dict`."""
+        self.round_index = saved["round_index"]
+        self.steps = saved["steps"]
+        self.steps_since_round = saved["steps_since_round"]
         self.statistics.load_state_dict(saved["statistics"])

@@ -1,6 +1,7 @@
 """Rounds by a schedule: how messages move, and what is done with results."""
 
 from lightning_loco.rounds.anew import begin_anew
+from lightning_loco.rounds.carried_over import carry_over
 from lightning_loco.rounds.clock_engine import ClockEngine
 from lightning_loco.rounds.engine import Engine
 from lightning_loco.rounds.settings import RoundSettings
@@ -12,4 +13,5 @@ __all__ = [
     "RoundSettings",
     "StepEngine",
     "begin_anew",
+    "carry_over",
 ]

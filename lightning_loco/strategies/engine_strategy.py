@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_loco.comm import Statistics, Worker, WorkerGroup
+from lightning_loco.comm.saved import Saved
 from lightning_loco.schedules import Schedule
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.added_hooks import add_hooks
@@ -68,8 +69,7 @@ class EngineStrategy(MeetingStrategy):
     ) -> None:
         """What the constructor of every strategy of workers ends with.
 
-        The engine of :meth:`make_engine` is made of ``settings``; the common arguments have their
-        defaults here.
+        :meth:`make_engine` makes one of ``settings``; the common arguments have defaults here.
         """
         check_choice("evaluate", evaluate, ("average", "local"))
         check_choice("finalize", finalize, ("average", "keep"))
@@ -107,8 +107,8 @@ class EngineStrategy(MeetingStrategy):
         """Decide when and with whom this worker exchanges; called on every worker."""
 
     @abstractmethod
-    def begin_anew(self) -> None:
-        """Make what the model holds now the start of the algorithm; called on every worker."""
+    def begin_anew(self, saved: Saved | None = None) -> list[str]:
+        """Start from the model, with what fits of another run, and say what does not fit."""
 
     @property
     def meeting_place(self) -> Worker | None:

@@ -142,6 +142,15 @@ def start_epoch_data(trainer: pl.Trainer) -> None:
     iter(loop._data_fetcher)  # type: ignore[arg-type]
 
 
+def leave_out_batches(trainer: pl.Trainer, count: int) -> None:
+    """Read the first batches of an epoch that has begun, without training on them."""
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    assert fetcher.iterator is not None
+    for _ in range(count):
+        next(fetcher.iterator)
+
+
 def load_validation_data(trainer: pl.Trainer) -> None:
     """Make the loaders of validation, if there is one, as the check before training does.
 

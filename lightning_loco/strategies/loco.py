@@ -9,7 +9,8 @@ from typing_extensions import Unpack
 
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.comm import WorkerGroup
-from lightning_loco.rounds import Engine, RoundSettings, begin_anew
+from lightning_loco.comm.saved import Saved
+from lightning_loco.rounds import Engine, RoundSettings, begin_anew, carry_over
 from lightning_loco.rounds.membership import Link, Membership
 from lightning_loco.rounds.settings import BUCKET_BYTES
 from lightning_loco.schedules import EverySteps, Schedule
@@ -123,7 +124,10 @@ class LocoStrategy(EngineStrategy):
         link.host = TrainerPosition(self._trainer, lambda: engine.worker.steps)
         engine.join()
 
-    def begin_anew(self) -> None:
-        """Rounds begin anew from what the model holds."""
+    def begin_anew(self, saved: Saved | None = None) -> list[str]:
+        """Rounds begin anew from what the model holds, or go on from what another run has saved."""
         assert isinstance(self._engine, Engine)
+        if saved is not None:
+            return carry_over(self._engine, saved)
         begin_anew(self._engine)
+        return []

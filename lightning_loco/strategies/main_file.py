@@ -7,12 +7,10 @@ import secrets
 import zipfile
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import fsspec
 from lightning.fabric.plugins import CheckpointIO
-
-from lightning_loco.algorithms import Algorithm
 
 if TYPE_CHECKING:
     from lightning_loco.strategies.driven import Engine
@@ -26,7 +24,7 @@ NEW_RUN = (
 )
 """What remains when side files cannot be used."""
 
-_FORMAT = 3
+_FORMAT = 4
 _STAMP = re.compile(rb"step\d+-[0-9a-f]{8}")
 
 
@@ -49,51 +47,66 @@ def steps_of(stamp: str) -> int:
     return int(stamp[4:].partition("-")[0]) if is_stamp(stamp) else 0
 
 
+class Entry(NamedTuple):
+    """What ties a main file to its side files, and says which run wrote them.
+
+    Attributes:
+        stamp: The name of the save.
+        num_workers: How many workers wrote it.
+        algorithm: The name of the algorithm's class.
+        settings: Of that run, as plain values.
+        has_shared: Whether there is a file of what all workers share.
+        consensus_key: The entry of the algorithm's state that is the consensus, or None.
+    """
+
+    stamp: str
+    num_workers: int
+    algorithm: str
+    settings: dict[str, Any]
+    has_shared: bool
+    consensus_key: str | None
+
+
 def entry_of(engine: Engine, stamp: str) -> dict[str, Any]:
     """The entry of the main file that ties it to its side files: plain values only."""
+    algorithm = engine.settings.algorithm
     return {
         "format": _FORMAT,
         "stamp": stamp,
         "num_workers": engine.worker.group.num_workers,
-        "algorithm": type(engine.settings.algorithm).__name__,
+        "algorithm": type(algorithm).__name__,
         "settings": engine.settings.describe(),
+        "has_shared": algorithm.replicated,
+        "consensus_key": algorithm.consensus_key,
         "round_index": engine.worker.round_index,
     }
 
 
-def check_entry(entry: Any, algorithm: Algorithm, num_workers: int, path: str | Path) -> str:
-    """Refuse the entry of another format, algorithm or number of workers, and what is none.
-
-    Returns:
-        The stamp of the side files.
+def read_entry(entry: Any, path: str | Path) -> Entry:
+    """Refuse the entry of another format, and what is none.
 
     Raises:
         ValueError: Naming the file.
     """
-    for name in ("format", "stamp", "algorithm", "num_workers"):
+    for name in ("format", *Entry._fields):
         if not isinstance(entry, dict) or name not in entry:
             raise ValueError(f"The entry {KEY!r} of {path} has no {name!r}. {NEW_RUN}")
-    if entry["format"] != _FORMAT:
+        if name == "format" and entry["format"] != _FORMAT:
+            raise ValueError(
+                f"The side files of {path} have format {entry['format']}, and this version of "
+                f"lightning_loco reads format {_FORMAT} only. {NEW_RUN}"
+            )
+    found = Entry(*(entry[name] for name in Entry._fields))
+    if not is_stamp(found.stamp):
         raise ValueError(
-            f"The side files of {path} have format {entry['format']}, and this version of "
-            f"lightning_loco reads format {_FORMAT} only. {NEW_RUN}"
-        )
-    if entry["algorithm"] != type(algorithm).__name__:
-        raise ValueError(
-            f"The checkpoint {path} was written by {entry['algorithm']} and cannot be resumed with "
-            f"{type(algorithm).__name__}. {NEW_RUN}"
-        )
-    if entry["num_workers"] != num_workers:
-        raise ValueError(
-            f"The checkpoint {path} was written by {entry['num_workers']} workers and this run has "
-            f"{num_workers}; each worker resumes from its own state. {NEW_RUN}"
-        )
-    if not is_stamp(entry["stamp"]):
-        raise ValueError(
-            f"The checkpoint {path} names its side files {entry['stamp']!r}, which is no name that "
+            f"The checkpoint {path} names its side files {found.stamp!r}, which is no name that "
             f"lightning_loco gives. {NEW_RUN}"
         )
-    return str(entry["stamp"])
+    if not isinstance(found.num_workers, int) or found.num_workers < 1:
+        raise ValueError(
+            f"The checkpoint {path} says that {found.num_workers!r} workers wrote it. {NEW_RUN}"
+        )
+    return found
 
 
 def stamps_in(path: str, io: CheckpointIO) -> set[str]:

@@ -17,7 +17,9 @@ from typing_extensions import Unpack
 from lightning_loco.algorithms import PairwiseAverage
 from lightning_loco.algorithms.pairwise import Interpolation
 from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.saved import Saved
 from lightning_loco.peers import Peer, read_nodes
+from lightning_loco.peers.carried_over import carry_over
 from lightning_loco.peers.engine import PairwiseEngine
 from lightning_loco.peers.nearness import MAX_PEER_DISTANCE
 from lightning_loco.peers.settings import PairwiseSettings
@@ -145,10 +147,12 @@ class PairwiseGossipStrategy(EngineStrategy):
         model, optimized = self.lightning_module, optimized_by(self.optimizers)
         return PairwiseEngine.from_settings(model, self.settings, seed, group, optimized)
 
-    def begin_anew(self) -> None:
-        """Serve what the model holds, and wait for the others to do the same."""
+    def begin_anew(self, saved: Saved | None = None) -> list[str]:
+        """Serve what the model holds, or what another run has saved; wait for all to do so."""
         assert isinstance(self._engine, PairwiseEngine)
+        notes = [] if saved is None else carry_over(self._engine, saved)
         self._engine.begin_anew()
+        return notes
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step; refuse one that tells no loss if the factor may depend on it."""

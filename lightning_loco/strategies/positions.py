@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.random_states import random_states, set_random_states
@@ -21,16 +23,19 @@ class Position(NamedTuple):
         place: Where in the loops it is.
         random: States of the random number generators; None to leave them as they are.
         has_validation_data: Whether the loaders of validation had been made.
+        is_dealt: Whether a sampler deals the training data out among the workers.
     """
 
     place: Place
     random: dict[str, Any] | None
     has_validation_data: bool
+    is_dealt: bool = False
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> Position:
         """Where the run is now."""
-        return cls(_place(trainer), random_states(), trainer.val_dataloaders is not None)
+        has_validation_data = trainer.val_dataloaders is not None
+        return cls(_place(trainer), random_states(), has_validation_data, deals_out(trainer))
 
     def enter(self, loops: dict[str, Any]) -> None:
         """Set counters that Lightning would take for another place.
@@ -62,6 +67,20 @@ class Position(NamedTuple):
             lightning_private.start_epoch_data(trainer)
         if self.place != "stopped":
             lightning_private.skip_to(trainer, self.place)
+
+
+def train_loaders(trainer: pl.Trainer) -> list[Any]:
+    """The loaders of the training data, as far as they have been made."""
+    loaders = trainer.train_dataloader
+    return [] if loaders is None else list(CombinedLoader(loaders).flattened)
+
+
+def deals_out(trainer: pl.Trainer) -> bool:
+    """Whether samplers deal all training data out among the workers."""
+    loaders = train_loaders(trainer)
+    samplers = [lightning_private.sampler_of(o) for o in loaders if isinstance(o, DataLoader)]
+    is_dealt = [isinstance(sampler, DistributedSampler) for sampler in samplers]
+    return bool(is_dealt) and len(is_dealt) == len(loaders) and all(is_dealt)
 
 
 def _place(trainer: pl.Trainer) -> Place:

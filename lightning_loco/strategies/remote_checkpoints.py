@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_loco.remote import RemoteOptimizer
 from lightning_loco.strategies.interrupted import save_where_stopped
 from lightning_loco.strategies.positions import Position
+from lightning_loco.strategies.resumed_place import ResumedPlace
 
 if TYPE_CHECKING:
     from lightning_loco.strategies.remote import RemoteOptimizerStrategy
@@ -28,7 +29,7 @@ class RemoteCheckpoints:
 
     def __init__(self, strategy: RemoteOptimizerStrategy) -> None:
         self._strategy = strategy
-        self._resumed: Position | None = None
+        self._resumed: ResumedPlace | None = None
         self._saved_on_stop = False
         self._final_state: dict[str, Any] = {}
 
@@ -109,7 +110,8 @@ class RemoteCheckpoints:
     ) -> dict[str, Any]:
         """Put this worker's loops where Lightning reads them, to resume training.
 
-        With another number of workers, all go on from worker 0's loops and new random numbers.
+        With another number of workers, new ones go on from worker 0's loops, with random numbers of
+        their own, and the data are dealt out anew.
 
         Args:
             loaded: What Lightning has read.
@@ -124,15 +126,18 @@ class RemoteCheckpoints:
             return loaded
         self._resumed = None
         if _KEY in loaded:
-            positions = loaded[_KEY]
-            is_same_size = len(positions) == strategy.world_size
+            positions, worker = loaded[_KEY], strategy.global_rank
+            is_new = worker >= len(positions)
             try:
-                own = positions[strategy.global_rank if is_same_size else 0]
+                own = positions[0 if is_new else worker]
                 loaded["loops"], position = own["loops"], Position(**own["position"])
             except (KeyError, TypeError) as missing:
                 text = f"{path} does not say where its workers were: {missing}."
                 raise ValueError(text) from missing
-            self._resumed = position if is_same_size else position._replace(random=None)
+            if is_new:
+                position = position._replace(random=None)
+            shares = [1] * len(positions), [1] * strategy.world_size
+            self._resumed = ResumedPlace(position, *shares, worker)
             self._resumed.enter(loaded["loops"])
         return loaded
 
@@ -152,9 +157,16 @@ class RemoteCheckpoints:
 
     def resume(self, trainer: pl.Trainer) -> None:
         """Go on from what :meth:`load` has read, if it has; right before training starts."""
-        if self._resumed is not None:
-            self._resumed.restore(trainer)
-            self._resumed = None
+        if self._resumed is None:
+            return
+        place, self._resumed = self._resumed, None
+        notes = place.restore(trainer) + place.other_workers("the positions")
+        if notes:
+            before, now = place.numbers()
+            rank_zero_warn(
+                f"The checkpoint was written by {before}, and {now} go on from it: "
+                f"{'; '.join(notes)}."
+            )
 
     def save_interrupted(self, trainer: pl.Trainer, reason: str) -> None:
         """Save once more after an agreed stop, unless that is done; all workers must call it."""

@@ -5,23 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_loco.algorithms import Algorithm
 from lightning_loco.strategies.interrupted import save_where_stopped
-from lightning_loco.strategies.main_file import KEY, NEW_RUN, check_entry, entry_of, new_stamp
+from lightning_loco.strategies.main_file import KEY, NEW_RUN, entry_of, new_stamp
 from lightning_loco.strategies.positions import Position
+from lightning_loco.strategies.resumed_place import ResumedPlace
+from lightning_loco.strategies.saved_run import SavedRun
 from lightning_loco.strategies.side_files import SideFiles
 
 if TYPE_CHECKING:
     from lightning_loco.strategies.driven import Engine
     from lightning_loco.strategies.engine_strategy import EngineStrategy
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 _CPU = torch.device("cpu")
 _OF_LIGHTNING = ("loops", "optimizer_states", "lr_schedulers", "MixedPrecision", "HalfPrecision")
@@ -39,7 +43,7 @@ class WorkerCheckpoints:
 
     def __init__(self, strategy: EngineStrategy) -> None:
         self._strategy = strategy
-        self._resumed: tuple[str, dict[str, Any], Position] | None = None
+        self._resumed: tuple[SavedRun, ResumedPlace] | None = None
         self._saved_on_stop = False
 
     def begin_fit(self) -> None:
@@ -130,8 +134,7 @@ class WorkerCheckpoints:
             weights_only: As it was read: False if other objects than tensors and numbers may be.
 
         Raises:
-            ValueError: On every worker, if the checkpoint does not fit this run, or side files are
-                missing.
+            ValueError: On every worker, if the side files are missing or damaged.
         """
         self._resumed = None
         if not self._strategy.is_fitting:
@@ -142,21 +145,24 @@ class WorkerCheckpoints:
                 "the common start of all workers."
             )
             return loaded
-        num_workers, group = self._strategy.num_workers, self._strategy.group
-        error: Exception | None = None
-        try:
-            algorithm = self._strategy.settings.algorithm
-            stamp = check_entry(loaded[KEY], algorithm, num_workers, path)
-            name, own = self._read(stamp, algorithm, path, weights_only)
-        except (ValueError, OSError) as found:
-            error = found
+        group = self._strategy.group
         assert group is not None
-        group.raise_together(error, "reading the checkpoint")
-        loaded.update(own["lightning"])
-        position = Position(**own["position"])
-        position.enter(loaded["loops"])
-        self._resumed = name, own["engine"], position
+        with group.errors_shared("reading the checkpoint"):
+            files = SideFiles(self._strategy.checkpoint_io, path)
+            run = SavedRun(loaded[KEY], files, path, self._strategy.worker, weights_only)
+            shares = self._shares()
+        loaded.update(run.own["lightning"])
+        place = ResumedPlace(run.position(), run.shares(), shares, self._strategy.worker)
+        place.enter(loaded["loops"])
+        self._resumed = run, place
         return loaded
+
+    def _shares(self) -> list[int]:
+        schedule, num_workers = self._strategy.schedule, self._strategy.num_workers
+        if schedule is None:
+            return [1] * num_workers
+        schedule.check(num_workers)
+        return schedule.shares(num_workers)
 
     @property
     def is_resuming(self) -> bool:
@@ -166,20 +172,37 @@ class WorkerCheckpoints:
     def resume(self, trainer: pl.Trainer) -> None:
         """Go on from what :meth:`load` has read, if it has; right before training starts.
 
+        With other settings or another number of workers, as much as fits is taken over, and one
+        warning on worker 0 says what becomes of the rest.
+
         Raises:
             ValueError: On every worker, if something is missing in a side file.
         """
         if self._resumed is None:
             return
-        name, engine_state, position = self._resumed
+        run, place = self._resumed
         self._resumed = None
-        assert self._engine is not None
-        with self._engine.worker.group.errors_shared("the start of training"):
-            try:
-                self._engine.load_state_dict(engine_state)
-            except KeyError as missing:
-                raise ValueError(f"{name} has no {missing} of the engine. {NEW_RUN}") from missing
-        position.restore(trainer)
+        engine, notes = self._engine, []
+        assert engine is not None
+        if run.equals(engine):
+            with engine.worker.group.errors_shared("the start of training"):
+                self._load(run, engine.load_state_dict, run.own["engine"])
+        else:
+            notes += self._load(run, self._strategy.begin_anew, run.saved())
+        notes += place.restore(trainer)
+        notes += place.other_workers("the optimizers, schedules and positions")
+        if notes:
+            before, now = place.numbers()
+            rank_zero_warn(
+                f"The checkpoint was written by {before} with {run.algorithm}, and {now} with "
+                f"{type(engine.settings.algorithm).__name__} go on from it: {'; '.join(notes)}."
+            )
+
+    def _load(self, run: SavedRun, load: Callable[[S], T], state: S) -> T:
+        try:
+            return load(state)
+        except KeyError as missing:
+            raise ValueError(f"{run.name} has no {missing} of the engine. {NEW_RUN}") from missing
 
     def save_interrupted(self, trainer: pl.Trainer, reason: str) -> None:
         """Save once more after an agreed stop, unless that is done; all workers must call it."""
@@ -194,29 +217,6 @@ class WorkerCheckpoints:
     @property
     def _engine(self) -> Engine | None:
         return self._strategy.engine if self._strategy.has_company else None
-
-    def _read(
-        self, stamp: str, algorithm: Algorithm, path: str | Path, weights_only: bool | None
-    ) -> tuple[str, Any]:
-        """The name of this worker's own file, and all that it needs."""
-        files = SideFiles(self._strategy.checkpoint_io, path)
-        try:
-            own, shared = files.load(
-                stamp, self._strategy.worker, algorithm.replicated, weights_only
-            )
-        except (FileNotFoundError, ValueError) as error:
-            raise ValueError(f"{error} {NEW_RUN}") from error
-        name = files.name_of(stamp, self._strategy.worker)
-        for key, entries in (
-            ("engine", ()),
-            ("lightning", ("loops",)),
-            ("position", Position._fields),
-        ):
-            for entry in ("", *entries):
-                if key not in own or (entry and entry not in own[key]):
-                    raise ValueError(f"{name} has no {entry or key!r}. {NEW_RUN}")
-        own["engine"].update(shared)
-        return name, own
 
     def _parts(
         self, engine: Engine, checkpoint: dict[str, Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -306,11 +307,25 @@ def cut(
     return flat(module)
 
 
+def cut_and_told(rank: int, world: int, *args: Any) -> tuple[Tensor, list[str]]:
+    """What a run comes to, and what its user is warned of."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        weights = cut(rank, world, *args)
+    texts = [str(warning.message) for warning in found]
+    return weights, [text for text in texts if "go on from it" in text]
+
+
 def test_a_cut_run_goes_on_with_another_number_of_workers(pool: Pool, tmp_path: Path) -> None:
     pool.run(cut, str(tmp_path), "first", 2, world=3)
-    *workers, server = pool.run(cut, str(tmp_path), "second", 2, 3, world=4)
-    assert all(torch.equal(weights, server) for weights in workers)
-    assert not torch.equal(server, flat(Noisy()))
+    *workers, server = pool.run(cut_and_told, str(tmp_path), "second", 2, 3, world=4)
+    assert all(torch.equal(weights, server[0]) for weights, _ in workers)
+    assert not torch.equal(server[0], flat(Noisy()))
+    assert workers[0][1] == [
+        "The checkpoint was written by 2 workers, and 3 workers go on from it: new are worker 2, "
+        "with the positions of worker 0 and random numbers from their own seed."
+    ]
+    assert workers[1][1] == workers[2][1] == []
 
 
 class Noisy(TinyModule):

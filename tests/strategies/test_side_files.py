@@ -171,7 +171,10 @@ def test_missing_entry_names_the_file(
     check_refused(pool, checkpoint, f"{folder}/worker_0000", message)
 
 
-@pytest.mark.parametrize("entry", ["format", "stamp", "algorithm", "num_workers"])
+@pytest.mark.parametrize(
+    "entry",
+    ["format", "stamp", "algorithm", "num_workers", "settings", "has_shared", "consensus_key"],
+)
 def test_missing_entry_of_the_main_file_names_it(pool: Pool, checkpoint: Path, entry: str) -> None:
     content = torch.load(checkpoint)
     del content["lightning_loco"][entry]
@@ -186,6 +189,22 @@ def test_stamp_of_another_form_is_refused(pool: Pool, checkpoint: Path, stamp: o
     entry = {**torch.load(checkpoint)["lightning_loco"], "stamp": stamp}
     change(checkpoint, lightning_loco=entry)
     check_refused(pool, checkpoint, f"names its side files {stamp!r}")
+
+
+@pytest.mark.parametrize("number", [0, -1, "2", None])
+def test_number_of_workers_that_is_none_is_refused(
+    pool: Pool, checkpoint: Path, number: object
+) -> None:
+    entry = {**torch.load(checkpoint)["lightning_loco"], "num_workers": number}
+    change(checkpoint, lightning_loco=entry)
+    check_refused(pool, checkpoint, f"says that {number!r} workers wrote it")
+
+
+def test_missing_file_of_a_worker_that_is_no_more_is_named(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "three.ckpt"
+    pool.run(fit, str(path), world=3)
+    (folder_of(path) / "worker_00002.pt").unlink()
+    check_refused(pool, path, "worker_00002.pt, which does not exist")
 
 
 def test_stamps_have_the_form_that_is_asked_for() -> None:

@@ -1,0 +1,108 @@
+"""The run that wrote a checkpoint, as a run reads it that is to go on from there."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from lightning_loco.comm.saved import Saved
+from lightning_loco.strategies.driven import Engine
+from lightning_loco.strategies.main_file import NEW_RUN, read_entry
+from lightning_loco.strategies.positions import Position
+from lightning_loco.strategies.side_files import SideFiles
+
+_NEEDED = (("engine", ()), ("lightning", ("loops",)), ("position", Position._fields))
+
+
+class SavedRun:
+    """A main file's entry and the side files that it names.
+
+    A worker that did not exist then reads those of worker 0.
+
+    Args:
+        entry: Of the main file.
+        files: Beside it.
+        path: The main file.
+        worker: Who reads.
+        weights_only: As the main file was read: False if any object may be in the files.
+
+    Attributes:
+        name: The file that the worker goes on from.
+        is_new: Whether the worker did not exist.
+        num_workers: How many workers wrote it.
+        algorithm: With what.
+        own: What the worker goes on from.
+
+    Raises:
+        ValueError: If a file is missing, damaged or another's, or something is missing in it.
+    """
+
+    def __init__(
+        self,
+        entry: Any,
+        files: SideFiles,
+        path: str | Path,
+        worker: int,
+        weights_only: bool | None = None,
+    ) -> None:
+        self._entry = read_entry(entry, path)
+        self._files = files
+        self._weights_only = weights_only
+        self.num_workers = self._entry.num_workers
+        self.algorithm = self._entry.algorithm
+        self.is_new = worker >= self.num_workers
+        number = 0 if self.is_new else worker
+        self.name = files.name_of(self._entry.stamp, number)
+        self.own = self._read(number)
+
+    def position(self) -> Position:
+        """Where the worker goes on; a new one with its own random numbers."""
+        found = Position(**self.own["position"])
+        return found._replace(random=None) if self.is_new else found
+
+    def shares(self) -> list[int]:
+        """In what proportion its workers shared the data, one number each."""
+        every = self._entry.settings.get("sync_every")
+        if not isinstance(every, list):
+            return [1] * self.num_workers
+        return [steps // math.gcd(*every) for steps in every]
+
+    def equals(self, engine: Engine) -> bool:
+        """Whether the present run has the same settings and number of workers."""
+        return (
+            self.num_workers == engine.worker.group.num_workers
+            and self.algorithm == type(engine.settings.algorithm).__name__
+            and self._entry.settings == engine.settings.describe()
+        )
+
+    def saved(self) -> Saved:
+        """What engines with other settings, or of another number of workers, go on from."""
+        state, entry = self.own["engine"], self._entry
+        if self.is_new:
+            state = {**state, "statistics": {**state["statistics"], "bytes_sent": 0, "wait_s": 0.0}}
+        return Saved(
+            state,
+            self.algorithm,
+            entry.settings,
+            self.num_workers,
+            entry.consensus_key,
+            entry.has_shared,
+            read=lambda worker: self._read(worker)["engine"],
+        )
+
+    def _read(self, worker: int) -> dict[str, Any]:
+        entry = self._entry
+        try:
+            own, shared = self._files.load(
+                entry.stamp, worker, entry.has_shared, self._weights_only
+            )
+        except (FileNotFoundError, ValueError) as error:
+            raise ValueError(f"{error} {NEW_RUN}") from error
+        for key, entries in _NEEDED:
+            for name in ("", *entries):
+                if key not in own or (name and name not in own[key]):
+                    file = self._files.name_of(entry.stamp, worker)
+                    raise ValueError(f"{file} has no {name or key!r}. {NEW_RUN}")
+        own["engine"].update(shared)
+        return own

@@ -1,0 +1,168 @@
+"""The data of an epoch, when another number of workers goes on with it."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_loco import DiLoCo, LocoStrategy
+from lightning_loco.demo.loading import ResumableDataLoader
+from tests.pool import Pool, PoolError, make_trainer
+from tests.strategies import test_resume
+
+SAMPLES = 48  # in an epoch: 12 batches of each of 4 workers
+LOADERS = {
+    "stateful": StatefulDataLoader,
+    "resumable": ResumableDataLoader,
+    "ordinary": DataLoader,
+}
+pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that")
+
+
+class Reading(pl.LightningModule):
+    """Notes the number of each sample, by epochs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.seen: list[tuple[int, int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (samples,) = batch
+        self.seen += [(self.current_epoch, int(sample)) for sample in samples]
+        return (self.weight - samples.mean()).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Saving(pl.Callback):
+    """Saves at a step, and ends there."""
+
+    def __init__(self, path: str, at: int) -> None:
+        self.path = path
+        self.at = at
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.at:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
+def read(
+    rank: int,
+    world: int,
+    kind: str,
+    path: str,
+    save_at: int,
+    resume: str | None,
+    sync_every: int | list[int] = 2,
+) -> tuple[list[tuple[int, int]], list[str]]:
+    """The samples that this worker trains on, and the warnings."""
+    module = Reading()
+    at = save_at if isinstance(sync_every, int) else save_at * sync_every[rank % 2]
+    trainer = make_trainer(
+        LocoStrategy(DiLoCo(), sync_every=sync_every, timeout_s=30),
+        max_epochs=2,
+        callbacks=[Saving(path, at)],
+    )
+    data = TensorDataset(torch.arange(float(SAMPLES)))
+    loader = LOADERS[kind](data, batch_size=1, shuffle=kind == "ordinary")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader, ckpt_path=resume)
+    texts = [str(warning.message) for warning in found]
+    return module.seen, [text for text in texts if "go on from it" in text]
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize(("before", "now"), [(4, 3), (2, 4), (3, 1), (1, 2)])
+def test_no_sample_is_left_out_or_repeated(
+    pool: Pool, tmp_path: Path, kind: str, before: int, now: int
+) -> None:
+    """24 of 48 samples are read by the one number of workers, the others by the other one."""
+    path, steps = str(tmp_path / "cut.ckpt"), SAMPLES // 2 // before
+    first = pool.run(read, kind, path, steps, None, world=before)
+    then = pool.run(read, kind, str(tmp_path / "no.ckpt"), -1, path, world=now)
+    assert all(len(seen) == steps for seen, _ in first)
+    of_epoch = [seen for worker in (*first, *then) for seen in worker[0] if seen[0] == 0]
+    if now > 1 and before > 1 or kind != "ordinary":  # alone, another shuffle is drawn
+        assert sorted(sample for _, sample in of_epoch) == list(range(SAMPLES))
+    assert len(of_epoch) == SAMPLES
+    later = [seen for worker in then for seen in worker[0] if seen[0] == 1]
+    assert sorted(sample for _, sample in later) == list(range(SAMPLES))
+    left = SAMPLES // 2 // now
+    words = f"the data of the epoch are dealt out anew, from batch {left} of {2 * left} on"
+    assert words in then[0][1][0]
+
+
+def test_an_epoch_that_had_ended_is_not_read_again(pool: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path / "cut.ckpt")
+    pool.run(read, "stateful", path, 12, None, world=4)
+    then = pool.run(read, "stateful", str(tmp_path / "no.ckpt"), -1, path, world=3)
+    for seen, _ in then:
+        assert [epoch for epoch, _ in seen] == [1] * 16
+
+
+def test_a_run_that_was_dealt_anew_is_resumed_exactly(pool: Pool, tmp_path: Path) -> None:
+    """Its own checkpoints know where they were."""
+    first, second = str(tmp_path / "first.ckpt"), str(tmp_path / "second.ckpt")
+    pool.run(read, "stateful", first, 6, None, world=4)
+    whole = pool.run(read, "stateful", str(tmp_path / "no.ckpt"), -1, first, world=3)
+    cut = pool.run(read, "stateful", second, 9, first, world=3)
+    rest = pool.run(read, "stateful", str(tmp_path / "no.ckpt"), -1, second, world=3)
+    for one, two, three in zip(whole, cut, rest, strict=True):
+        assert one[0] == two[0] + three[0]
+        assert three[1] == []
+
+
+@pytest.mark.parametrize("now", [[1, 1, 2], [2, 1], [1], [1, 2]])
+def test_unequal_shares_become_others(pool: Pool, tmp_path: Path, now: list[int]) -> None:
+    """4 of 16 rounds are made by workers that take 1 and 2 samples in each."""
+    path, end = str(tmp_path / "cut.ckpt"), str(tmp_path / "no.ckpt")
+    first = pool.run(read, "stateful", path, 4, None, [1, 2], world=2)
+    assert [len(seen) for seen, _ in first] == [4, 8]
+    then = pool.run(read, "stateful", end, -1, path, [9 * n for n in now], world=len(now))
+    for epoch in (0, 1):
+        seen = [sample for worker in (*first, *then) for at, sample in worker[0] if at == epoch]
+        assert sorted(seen) == list(range(SAMPLES))
+    assert bool(then[0][1]) == (now != [1, 2])
+
+
+def test_a_list_for_other_workers_is_refused(pool: Pool, tmp_path: Path) -> None:
+    path, end = str(tmp_path / "cut.ckpt"), str(tmp_path / "no.ckpt")
+    pool.run(read, "stateful", path, 4, None, [1, 2], world=2)
+    with pytest.raises(PoolError, match="sync_every lists 2 numbers for 3 workers") as error:
+        pool.run(read, "stateful", end, -1, path, [1, 2], world=3)
+    assert sorted(error.value.failures) == [0, 1, 2]
+
+
+@pytest.mark.filterwarnings("ignore:The checkpoint was written by 2 workers")
+@pytest.mark.filterwarnings("ignore:Using `isinstance")
+@pytest.mark.parametrize(
+    ("validation", "places"),
+    [
+        ("every epoch", {"batch 8": [13, 19, 25], "batch 12": [12, 18, 24], "epoch 12": [18, 24]}),
+        ("every 4 steps", {"batch 8": [8, 12, 16, 20, 24], "validation 12": [16, 20, 24]}),
+    ],
+)
+def test_validations_come_where_they_are_due(
+    pool: Pool, tmp_path: Path, validation: str, places: dict[str, list[int]]
+) -> None:
+    """An epoch has 6 batches; 2 of 2 workers are 1 of 3, so that one more is left."""
+    run = "async_diloco", test_resume.VALIDATIONS[validation], 0.3, str(tmp_path)
+    save = test_resume.SaveAt(str(tmp_path), [*places])
+    pool.run(test_resume.fit, *run, None, [save], world=2)
+    for place, expected in places.items():
+        path = str(tmp_path / f"{place}.ckpt")
+        for losses, validated, _ in pool.run(test_resume.fit, *run, path, world=3):
+            assert sorted(losses) == list(range(int(place.split()[1]), test_resume.STEPS))
+            assert sorted(validated) == expected
