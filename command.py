@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import subprocess
 import sys
 from importlib.util import find_spec, module_from_spec
+from pathlib import Path
 from types import ModuleType
 
 
@@ -26,10 +28,52 @@ def room(name: str) -> ModuleType:
     return importlib.import_module(f"lightning_loco.{name}")
 
 
+def add_lighthouse_arguments(parser: argparse.ArgumentParser) -> None:
+    """What a user may say of a lighthouse."""
+    parser.add_argument(
+        "--bind", default="[::]:29510", help="address and port; default %(default)s"
+    )
+    parser.add_argument(
+        "--min-workers", type=int, default=1, help="fewer make no round; default %(default)s"
+    )
+    parser.add_argument(
+        "--heartbeat-timeout",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="a worker that was not heard for so long is dead; default %(default)g",
+    )
+    parser.add_argument(
+        "--join-timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="longest wait for a worker that lives and does not come; default %(default)g",
+    )
+
+
+def serve_lighthouse(args: argparse.Namespace) -> int:
+    """Become the lighthouse of torchft; its exit status."""
+    program = Path(sys.executable).with_name("torchft_lighthouse")
+    if not program.exists():
+        print("There is no torchft here: pip install 'lightning-loco[elastic]'.", file=sys.stderr)
+        return 1
+    return subprocess.call(
+        [
+            str(program),
+            f"--bind={args.bind}",
+            f"--min_replicas={args.min_workers}",
+            f"--heartbeat_timeout_ms={args.heartbeat_timeout * 1000:.0f}",
+            f"--join_timeout_ms={args.join_timeout * 1000:.0f}",
+            "--quorum_tick_ms=20",
+        ]
+    )
+
+
 def main() -> int:
     """Run a command; its exit status."""
     parser = argparse.ArgumentParser(prog="lightning-loco", description="Tools beside training.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     doctor = commands.add_parser(
         "doctor",
         help="find out within seconds whether several machines can train together",
@@ -38,7 +82,17 @@ def main() -> int:
         "all is well, 1 if not.",
     )
     room("doctor.place").add_arguments(doctor)
+    lighthouse = commands.add_parser(
+        "lighthouse",
+        help="let the workers of a run come and go (membership=elastic)",
+        description="Hears which workers are alive, and says who takes part. It stays small, may "
+        "be restarted at any time, and must be reached by all workers; its page in a browser shows "
+        "them. Whoever reaches it can disturb the run: keep it inside your network.",
+    )
+    add_lighthouse_arguments(lighthouse)
     args = parser.parse_args()
+    if args.command == "lighthouse":
+        return serve_lighthouse(args)
     try:
         status: int = room("doctor.run").run(args)
     except ValueError as error:

@@ -24,10 +24,11 @@ class Elastic:
     repeated by those that are left, with the same messages.
 
     Args:
-        lighthouse: ``"host:port"`` of the lighthouse: ``torchft_lighthouse --min_replicas 2``.
+        lighthouse: ``"host:port"`` of the lighthouse: start ``lightning-loco lighthouse`` there.
         min_workers: With fewer, the rounds wait. At least 1.
         name: Of this worker in messages. Default: the host's name.
-        host: Name or address under which the other workers reach this machine. Default: its name.
+        host: Name or address under which the other workers reach this machine. Default: the address
+            under which the lighthouse sees it.
         timeout_s: Longest wait for a round to come about, in seconds.
 
     Raises:
@@ -50,7 +51,7 @@ class Elastic:
         if not (isinstance(self.lighthouse, str) and _ADDRESS.fullmatch(self.lighthouse)):
             raise ValueError(
                 "lighthouse must be an address such as '10.0.0.1:29510', got "
-                f"{self.lighthouse!r}. Start one with `torchft_lighthouse --min_replicas 2`."
+                f"{self.lighthouse!r}. Start one with `lightning-loco lighthouse`."
             )
         if type(self.min_workers) is not int or self.min_workers < 1:
             raise ValueError(f"min_workers must be at least 1, got {self.min_workers!r}.")

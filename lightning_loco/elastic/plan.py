@@ -57,20 +57,15 @@ class Plan(NamedTuple):
     data: int
 
 
-def read(member: Member) -> Told:
-    """What a member has said.
-
-    Raises:
-        RuntimeError: If it is not in the form of :class:`Told`.
-    """
+def read(member: Member) -> Told | None:
+    """What a member has said; None if it is not in the form of :class:`Told`."""
     try:
         told = Told(**member.told)
-    except TypeError as error:
-        raise RuntimeError(f"{member.name} has told {member.told!r:.200}, not a place.") from error
+    except TypeError:
+        return None
     kinds = (int, str, str, int, dict)
-    if not all(type(value) is kind for value, kind in zip(told, kinds, strict=True)):
-        raise RuntimeError(f"{member.name} has told {member.told!r:.200}, not a place.")
-    return told
+    is_told = all(type(value) is kind for value, kind in zip(told, kinds, strict=True))
+    return told if is_told else None
 
 
 def make_plan(quorum: Quorum, own_name: str) -> Plan:
@@ -78,16 +73,21 @@ def make_plan(quorum: Quorum, own_name: str) -> Plan:
 
     Who is ahead knows the run, and the first of them brings the state to all others: they take part
     without weight. If nobody knows anything, the run begins with the state of the first member.
+    Strangers, whose words are none, take no part.
 
     Args:
         quorum: Who has come, in the same order for all.
         own_name: This worker's.
 
     Raises:
+        RuntimeError: If this worker's own words are not among those of the members.
         ValueError: If this worker has another model or other settings than the one that brings the
             state; the others go on without it.
     """
-    told = {member.name: read(member) for member in quorum.members}
+    said = {member.name: read(member) for member in quorum.members}
+    told = {name: one for name, one in said.items() if one is not None}
+    if own_name not in told:
+        raise RuntimeError(f"The lighthouse does not say what this worker, {own_name}, has told.")
     ahead = max(one.round_index for one in told.values())
     donor = next(name for name, one in told.items() if one.round_index == ahead)
     reference = told[donor].run

@@ -114,16 +114,6 @@ def sampler_of(loader: DataLoader) -> object:
     return getattr(loader.batch_sampler, "sampler", loader.sampler)
 
 
-def set_global_step(trainer: pl.Trainer, steps: int) -> None:
-    """Let the loops count on from so many steps of the optimizer."""
-    loop = trainer.fit_loop.epoch_loop
-    for progress in (
-        loop.automatic_optimization.optim_progress.optimizer.step.total,
-        loop.manual_optimization.optim_step_progress.total,
-    ):
-        progress.ready = progress.completed = steps
-
-
 def set_present_epoch(trainer: pl.Trainer, dataloader: object) -> None:
     """Tell the sampler its epoch before the first iterator is made.
 

@@ -105,7 +105,15 @@ class TrainerPosition:
             config.scheduler.load_state_dict({**config.scheduler.state_dict(), **saved})
         for group, values in zip(groups, found, strict=True):
             group.update(values)
-        lightning_private.set_global_step(self._trainer, self._steps())
+        self._count_on()
+
+    def _count_on(self) -> None:
+        loop = self._trainer.fit_loop.epoch_loop
+        for total in (
+            loop.automatic_optimization.optim_progress.optimizer.step.total,
+            loop.manual_optimization.optim_step_progress.total,
+        ):
+            total.ready = total.completed = self._steps()
 
     def end_step(self) -> None:
         """Let the schedulers step that do so after every so many steps of the optimizer."""

@@ -1,0 +1,95 @@
+"""What a quorum means, step by step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_loco.elastic.lighthouse import Member, Quorum
+from lightning_loco.elastic.plan import UNKNOWING, Plan, make_plan
+
+RUN = {"algorithm": "DiLoCo", "outer_lr": 0.7}
+
+
+def told(round_index: int, group: str = "", data: int = 0, **run: Any) -> dict[str, Any]:
+    return {
+        "round_index": round_index,
+        "group": group,
+        "store": f"host:{round_index + 2}",
+        "data": data,
+        "run": {**RUN, **run},
+    }
+
+
+def plans(**members: dict[str, Any]) -> dict[str, Plan]:
+    quorum = Quorum("7.5", [Member(name, words) for name, words in members.items()])
+    return {name: make_plan(quorum, name) for name in members}
+
+
+def test_a_run_begins_with_the_state_of_the_first_member() -> None:
+    a, b = plans(a=told(UNKNOWING), b=told(UNKNOWING)).values()
+    assert (a.own, b.own) == (0, 1)
+    assert a.donor == b.donor == 0
+    assert a.newcomers == b.newcomers == (1,)
+    assert a.round_index == b.round_index == UNKNOWING
+    assert a.group == b.group == "7.5/2"
+    assert a.is_new
+    assert a._replace(own=1) == b
+
+
+def test_the_same_members_keep_their_group() -> None:
+    plan = plans(a=told(3, "1.0/2"), b=told(3, "1.0/2"))["b"]
+    assert not plan.is_new
+    assert plan.group == "1.0/2"
+    assert plan.newcomers == ()
+    assert plan.round_index == 3
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("1.0/2", ""), ("1.0/2", "2.0/2"), ("1.0/3", "1.0/3"), ("", "")],
+    ids=["one has failed", "two groups", "one is gone", "both have failed"],
+)
+def test_other_members_make_a_new_group(first: str, second: str) -> None:
+    plan = plans(a=told(3, first), b=told(3, second))["a"]
+    assert plan.is_new
+    assert plan.group == "7.5/2"
+
+
+def test_who_knows_nothing_gets_the_state_and_never_gives_it() -> None:
+    found = plans(a=told(UNKNOWING), b=told(5, "1.0/2"), c=told(5, "1.0/2"))
+    for plan in found.values():
+        assert plan.donor == 1
+        assert plan.newcomers == (0,)
+        assert plan.round_index == 5
+        assert plan.store == "host:7"
+
+
+def test_who_is_behind_gets_the_state() -> None:
+    plan = plans(a=told(4, "1.0/2"), b=told(5, "2.0/1"))["a"]
+    assert plan.newcomers == (0,)
+    assert plan.donor == 1
+    assert plan.round_index == 5
+
+
+def test_all_go_on_in_the_data_where_nobody_has_been() -> None:
+    found = plans(a=told(5, "", data=40), b=told(5, "", data=90), c=told(UNKNOWING))
+    assert {plan.data for plan in found.values()} == {90}
+
+
+def test_other_settings_are_refused_and_the_others_go_on() -> None:
+    members = {"a": told(5), "b": told(5), "c": told(UNKNOWING, outer_lr=0.5)}
+    quorum = Quorum("7.5", [Member(name, words) for name, words in members.items()])
+    assert make_plan(quorum, "a").names == ("a", "b")
+    with pytest.raises(ValueError, match=r"outer_lr is 0.5 here and 0.7 in the run \(as a has it"):
+        make_plan(quorum, "c")
+
+
+@pytest.mark.parametrize("words", [{}, {"round": 1}, {**told(1), "data": "x"}, {**told(1), "x": 1}])
+def test_strangers_take_no_part(words: dict[str, Any]) -> None:
+    quorum = Quorum("7.5", [Member("a", told(1, "1.0/1")), Member("stranger", words)])
+    assert make_plan(quorum, "a").names == ("a",)
+    assert not make_plan(quorum, "a").is_new
+    with pytest.raises(RuntimeError, match="does not say what this worker, stranger, has told"):
+        make_plan(quorum, "stranger")
