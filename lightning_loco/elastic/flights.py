@@ -7,6 +7,8 @@ the run as well.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import queue
 import threading
@@ -21,7 +23,7 @@ from lightning_loco.comm.rows import Row
 from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.handover import Handover, receive, send
 from lightning_loco.elastic.lighthouse import Lighthouse
-from lightning_loco.elastic.plan import UNKNOWING, Plan, Told, make_plan
+from lightning_loco.elastic.plan import UNKNOWING, OtherRun, Plan, Told, difference, make_plan
 from lightning_loco.elastic.sharing import DataShare
 
 STATES = 8
@@ -114,6 +116,9 @@ class Flights(threading.Thread):
         self._lighthouse = lighthouse
         self._groups = groups
         self._told = run
+        text = json.dumps(run)
+        self._fingerprint = hashlib.sha256(text.encode()).hexdigest()
+        groups.describe(text)
         self._numel, self._dtype = numel, dtype
         self._longest_state = STATES * numel * dtype.itemsize + 2**30
         self._share = share
@@ -164,7 +169,7 @@ class Flights(threading.Thread):
         """Who takes part; waits until they are enough."""
         while True:
             open_group, store = self._groups.name, self._groups.address
-            told = Told(flight.round_index, open_group, store, self._share.reach, self._told)
+            told = Told(flight.round_index, open_group, store, self._share.reach, self._fingerprint)
             left_s = began + self._timeout_s - time.monotonic()
             quorum = self._lighthouse.quorum(told._asdict(), left_s)
             if quorum is None:
@@ -173,7 +178,11 @@ class Flights(threading.Thread):
                     f"not come to round {flight.round_index}, for {self._timeout_s:g} s. The page "
                     "of the lighthouse (open its address in a browser) shows who is alive."
                 )
-            plan = make_plan(quorum, self._lighthouse.name)
+            try:
+                plan = make_plan(quorum, self._lighthouse.name)
+            except OtherRun as other:
+                theirs = json.loads(self._groups.ask(other.store))
+                raise ValueError(difference(self._told, theirs, other.who)) from None
             if len(plan.names) >= self._min_workers:
                 return plan
             time.sleep(_PAUSE_S)

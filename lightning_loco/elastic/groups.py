@@ -18,6 +18,9 @@ CONNECT_S = 20.0
 """Longest wait for the members of a new group: one of them may have died meanwhile."""
 
 
+_RUN = "run"
+
+
 class Groups:
     """This worker's part in the group of those who exchange at present.
 
@@ -37,6 +40,17 @@ class Groups:
         self.address = f"{host}:{self._store.port}"
         self._group: ProcessGroupGloo | None = None
         self._size = 1
+
+    def describe(self, run: str) -> None:
+        """Keep what this worker's run is, for those who want to know why theirs is another."""
+        self._store.set(_RUN, run)
+
+    def ask(self, store: str) -> str:
+        """What another worker's run is; RuntimeError if it does not say."""
+        host, _, port = store.rpartition(":")
+        patience = timedelta(seconds=min(CONNECT_S, self._seconds))
+        asked = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=patience)
+        return asked.get(_RUN).decode()
 
     def open(self, plan: Plan) -> None:
         """Have the group of a plan; made anew if it is another one.

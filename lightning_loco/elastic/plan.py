@@ -21,14 +21,14 @@ class Told(NamedTuple):
         group: The group that it has open; empty if it has none.
         store: ``"host:port"`` of a key-value store that it serves.
         data: The first position in the stream of samples that it cannot have taken.
-        run: Settings and schema, for a comparison.
+        run: Fingerprint of settings and schema.
     """
 
     round_index: int
     group: str
     store: str
     data: int
-    run: dict[str, Any]
+    run: str
 
 
 class Plan(NamedTuple):
@@ -57,13 +57,27 @@ class Plan(NamedTuple):
     data: int
 
 
+class OtherRun(Exception):
+    """The run is another one than this worker's.
+
+    Attributes:
+        who: A member of the run.
+        store: That member's key-value store.
+    """
+
+    def __init__(self, who: str, store: str) -> None:
+        super().__init__(who)
+        self.who = who
+        self.store = store
+
+
 def read(member: Member) -> Told | None:
     """What a member has said; None if it is not in the form of :class:`Told`."""
     try:
         told = Told(**member.told)
     except TypeError:
         return None
-    kinds = (int, str, str, int, dict)
+    kinds = (int, str, str, int, str)
     is_told = all(type(value) is kind for value, kind in zip(told, kinds, strict=True))
     return told if is_told else None
 
@@ -81,7 +95,7 @@ def make_plan(quorum: Quorum, own_name: str) -> Plan:
 
     Raises:
         RuntimeError: If this worker's own words are not among those of the members.
-        ValueError: If this worker has another model or other settings than the one that brings the
+        OtherRun: If this worker has another model or other settings than the one that brings the
             state; the others go on without it.
     """
     said = {member.name: read(member) for member in quorum.members}
@@ -93,7 +107,7 @@ def make_plan(quorum: Quorum, own_name: str) -> Plan:
     reference = told[donor].run
     names = tuple(name for name, one in told.items() if one.run == reference)
     if own_name not in names:
-        raise ValueError(difference(told[own_name].run, reference, donor))
+        raise OtherRun(donor, told[donor].store)
     open_groups = {told[name].group for name in names}
     open_group = min(open_groups)
     is_new = len(open_groups) > 1 or not is_group_of(open_group, len(names))

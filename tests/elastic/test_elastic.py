@@ -50,6 +50,7 @@ def test_one_joins_one_is_killed_and_the_others_go_on(
         assert after - killed_at < HEARTBEAT_TIMEOUT_S + 3  # +1 on a quiet machine
 
 
+@pytest.mark.long
 def test_a_sleeper_joins_anew(tmp_path: Path) -> None:
     with cluster(tmp_path, "--rounds=80", "--step-s=0.04", "--timeout-s=4") as made:
         for index in range(3):
@@ -67,6 +68,7 @@ def test_a_sleeper_joins_anew(tmp_path: Path) -> None:
         assert weight_of(made.lines(2)[-1]) == 1
 
 
+@pytest.mark.long
 def test_below_the_minimum_they_wait_until_someone_comes(tmp_path: Path) -> None:
     with cluster(tmp_path, "--rounds=40", "--step-s=0.02") as made:
         made.start(0)
@@ -82,6 +84,7 @@ def test_below_the_minimum_they_wait_until_someone_comes(tmp_path: Path) -> None
         made.agree()
 
 
+@pytest.mark.long
 def test_the_lighthouse_is_restarted(tmp_path: Path) -> None:
     with cluster(tmp_path, "--rounds=40", "--step-s=0.04") as made:
         made.start(0)

@@ -28,7 +28,13 @@ def by_round(made: Cluster, index: int) -> dict[int, dict[str, Any]]:
     return {line["round"]: line for line in made.lines(index)}
 
 
-@pytest.mark.parametrize("schedule", [(), ("--overlap",)], ids=["blocking", "overlap"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param((), id="blocking", marks=pytest.mark.long),
+        pytest.param(("--overlap",), id="overlap"),
+    ],
+)
 def test_a_third_job_joins_and_the_first_is_killed(
     tmp_path: Path, schedule: tuple[str, ...]
 ) -> None:
@@ -51,6 +57,7 @@ def test_a_third_job_joins_and_the_first_is_killed(
         assert own[max(own)]["steps"] == 160
 
 
+@pytest.mark.long
 def test_loaders_with_processes_share_the_data(tmp_path: Path) -> None:
     settings = ("--max-steps=60", "--num-loaders=1")
     with cluster(tmp_path, *settings, program=trainer_worker.main) as made:

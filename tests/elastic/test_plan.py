@@ -7,18 +7,16 @@ from typing import Any
 import pytest
 
 from lightning_loco.elastic.lighthouse import Member, Quorum
-from lightning_loco.elastic.plan import UNKNOWING, Plan, make_plan
-
-RUN = {"algorithm": "DiLoCo", "outer_lr": 0.7}
+from lightning_loco.elastic.plan import UNKNOWING, OtherRun, Plan, difference, make_plan
 
 
-def told(round_index: int, group: str = "", data: int = 0, **run: Any) -> dict[str, Any]:
+def told(round_index: int, group: str = "", data: int = 0, run: str = "ours") -> dict[str, Any]:
     return {
         "round_index": round_index,
         "group": group,
         "store": f"host:{round_index + 2}",
         "data": data,
-        "run": {**RUN, **run},
+        "run": run,
     }
 
 
@@ -79,11 +77,18 @@ def test_all_go_on_in_the_data_where_nobody_has_been() -> None:
 
 
 def test_other_settings_are_refused_and_the_others_go_on() -> None:
-    members = {"a": told(5), "b": told(5), "c": told(UNKNOWING, outer_lr=0.5)}
+    members = {"a": told(5), "b": told(5), "c": told(UNKNOWING, run="another")}
     quorum = Quorum("7.5", [Member(name, words) for name, words in members.items()])
     assert make_plan(quorum, "a").names == ("a", "b")
-    with pytest.raises(ValueError, match=r"outer_lr is 0.5 here and 0.7 in the run \(as a has it"):
+    with pytest.raises(OtherRun) as refused:
         make_plan(quorum, "c")
+    assert (refused.value.who, refused.value.store) == ("a", "host:7")
+
+
+def test_the_first_difference_is_told() -> None:
+    own, other = {"algorithm": "DiLoCo", "outer_lr": 0.5}, {"algorithm": "DiLoCo", "outer_lr": 0.7}
+    text = difference(own, other, "a")
+    assert "outer_lr is 0.5 here and 0.7 in the run (as a has it)" in text
 
 
 @pytest.mark.parametrize("words", [{}, {"round": 1}, {**told(1), "data": "x"}, {**told(1), "x": 1}])

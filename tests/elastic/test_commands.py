@@ -1,0 +1,83 @@
+"""The page on workers that come and go, done as it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.elastic.cluster import free_port, until
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SETTINGS = ("experiment=smoke", "trainer.max_steps=1500", "trainer.val_check_interval=500")
+
+
+def commands() -> list[str]:
+    text = (ROOT / "docs" / "elastic.md").read_text()
+    return re.findall(r"```bash\n(.*?)\n```", text, flags=re.DOTALL)
+
+
+@contextmanager
+def running(folder: Path, name: str, command: str, *more: str, **environ: str) -> Iterator[Path]:
+    """Run a line of the page; its output grows in a file. Its process id is in another one."""
+    program, *arguments = shlex.split(command)
+    paths = {"lightning-loco": ROOT / "command.py", "python": ROOT / "train.py"}
+    own = arguments if program == "lightning-loco" else arguments[1:]
+    line = [sys.executable, str(paths[program]), *own, *more]
+    place = folder / name
+    place.mkdir()
+    output = place / "output.txt"
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
+    with open(output, "wb") as stream:
+        process = subprocess.Popen(
+            line, cwd=place, env=settings, stdout=stream, stderr=stream, start_new_session=True
+        )
+    (place / "pid").write_text(str(process.pid))
+    try:
+        yield output
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_two_begin_a_third_joins_and_the_first_is_killed(tmp_path: Path) -> None:
+    lighthouse, train = commands()
+    port = free_port()
+    here = {"TORCHFT_LIGHTHOUSE": f"127.0.0.1:{port}"}
+    bind = (f"--bind=127.0.0.1:{port}", "--heartbeat-timeout=1")
+    with (
+        running(tmp_path, "lighthouse", lighthouse, *bind),
+        running(tmp_path, "first", train, *SETTINGS, **here) as first,
+        running(tmp_path, "second", train, *SETTINGS, **here) as second,
+    ):
+        until(lambda: rounds_in(second) > 2, "rounds of two")
+        with running(tmp_path, "third", train, *SETTINGS, **here) as third:
+            until(lambda: rounds_in(third) > 0, "the third")
+            os.kill(int((first.parent / "pid").read_text()), signal.SIGKILL)
+            for output in (second, third):
+                until(lambda output=output: "All files are in" in output.read_text(), "an end")
+        losses = [loss_in(output) for output in (second, third)]
+        assert losses[0] == losses[1]
+
+
+def rounds_in(output: Path) -> int:
+    """Lines of the table of metrics."""
+    tables = list(output.parent.glob("outputs/*/*/csv/**/metrics.csv"))
+    return len(tables[0].read_text().splitlines()) if tables else 0
+
+
+def loss_in(output: Path) -> str:
+    found = re.search(r"validation loss +([0-9.]+)", output.read_text())
+    assert found is not None
+    return found[1]
