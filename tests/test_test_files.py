@@ -16,6 +16,7 @@ ELSEWHERE = {
     "codecs/base.py": "codecs/test_codecs.py",
     "comm/arrivals.py": "comm/test_groups.py",
     "comm/consensus.py": "comm/test_worker.py",
+    "rounds/membership.py": "elastic/test_elastic.py",
     "rounds/mean_exchange.py": "rounds/test_exchange.py",
     "rounds/neighbor_exchange.py": "rounds/test_exchange.py",
     "rounds/step_engine.py": "rounds/test_engine.py",

@@ -43,7 +43,11 @@ def test_the_table_has_the_names_and_types_of_the_constructor() -> None:
     own = {"algorithm", "sync_every", "overlap", "warm_start", "topology"}
     assert shown.keys() - own == table.keys()
     common = inspect.signature(LocoStrategy._init_with).parameters.keys() - {"self", "settings"}
-    assert common == table.keys() - {"bucket_bytes"} == get_type_hints(CommonArguments).keys()
+    assert (
+        common
+        == table.keys() - {"bucket_bytes", "membership"}
+        == get_type_hints(CommonArguments).keys()
+    )
 
 
 @pytest.mark.parametrize("kind", WITH_WORKERS)
