@@ -26,6 +26,9 @@ from lightning_loco.elastic.lighthouse import Lighthouse
 from lightning_loco.elastic.plan import UNKNOWING, OtherRun, Plan, Told, difference, make_plan
 from lightning_loco.elastic.sharing import DataShare
 
+PATIENCE_S = 30.0
+"""How long a wait may be before something is said."""
+
 STATES = 8
 """The most vectors of the length of a message that a state is made of."""
 
@@ -78,8 +81,15 @@ class Flight:
         return self._is_over.is_set()
 
     def wait(self) -> None:
-        """Wait for its end; raises what has gone wrong."""
-        self._is_over.wait()
+        """Wait for its end, and say so when that takes long; raises what has gone wrong."""
+        if not self._is_over.wait(PATIENCE_S):
+            what = "A run" if self.round_index == UNKNOWING else f"Round {self.round_index}"
+            log.warning(
+                "%s waits for other workers. The page of the lighthouse (its address in a browser) "
+                "shows who is alive.",
+                what,
+            )
+            self._is_over.wait()
         if self.error is not None:
             raise self.error
 

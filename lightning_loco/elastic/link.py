@@ -142,13 +142,13 @@ class ElasticLink:
 
     @property
     def engine(self) -> Engine:
-        """Whose connection it is."""
-        assert self._engine is not None
+        """Whose connection it is; RuntimeError before it takes part."""
+        if self._engine is None:
+            raise RuntimeError("This worker does not take part: call join() before training.")
         return self._engine
 
     def _carry(self, flight: Flight) -> Flight:
-        if self._flights is None:
-            raise RuntimeError("This worker does not take part: call join() before training.")
+        assert self._flights is not None
         self._flights.carry(flight)
         return flight
 

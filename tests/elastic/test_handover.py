@@ -1,0 +1,88 @@
+"""The state of a run between two members of a real group, and what is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_loco.comm import messages
+from lightning_loco.elastic import handover
+from lightning_loco.elastic.groups import Groups
+from lightning_loco.elastic.handover import Handover
+from lightning_loco.elastic.plan import Plan
+from tests.pool import Pool
+
+STATE = Handover(
+    {
+        "state/outer": torch.arange(6.0),
+        "flags": torch.tensor([True, False]),
+        "count": torch.tensor(3),
+        "half": torch.ones(2, 3, dtype=torch.bfloat16),
+        "empty": torch.zeros(0),
+    },
+    {"round_index": 7, "host": {"lr": 0.1 + 0.2}},
+)
+
+
+def pair(rank: int) -> Groups:
+    """A group of two, that find each other at a store of the first one."""
+    groups = Groups("127.0.0.1", 10)
+    box: list[Any] = [groups.address]
+    torch.distributed.broadcast_object_list(box)
+    groups.open(Plan("test/2", ("a", "b"), rank, box[0], True, 0, (1,), 0, 0))
+    return groups
+
+
+def hand_over(rank: int, world: int) -> Handover | None:
+    groups = pair(rank)
+    try:
+        if rank == 0:
+            handover.send(STATE, groups, 1)
+            return None
+        return handover.receive(groups, 0, 1000)
+    finally:
+        torch.distributed.barrier()
+        groups.close()
+
+
+def test_it_arrives_as_it_was(pool: Pool) -> None:
+    _, found = pool.run(hand_over, world=2)
+    assert found.values == STATE.values
+    assert found.tensors.keys() == STATE.tensors.keys()
+    for name, tensor in STATE.tensors.items():
+        assert found.tensors[name].dtype == tensor.dtype
+        assert torch.equal(found.tensors[name], tensor)
+
+
+def send_garbage(rank: int, world: int, garbage: bytes) -> str:
+    groups = pair(rank)
+    try:
+        if rank == 0:
+            text = torch.frombuffer(bytearray(garbage), dtype=torch.uint8)
+            groups.send([torch.tensor([len(garbage)]), text], 1)
+            return ""
+        with pytest.raises(RuntimeError) as refused:
+            handover.receive(groups, 0, 1000)
+        return str(refused.value)
+    finally:
+        torch.distributed.barrier()
+        groups.close()
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\x80\x04no JSON",
+        messages.write([]),
+        messages.write({"tensors": {"a": ["float99", [3]]}, "values": {}}),
+        messages.write({"tensors": {"a": ["torch.float32", [-3]]}, "values": {}}),
+        messages.write({"tensors": {"a": ["torch.float32", [2.5]]}, "values": {}}),
+        messages.write({"tensors": {"a": ["torch.float32", [251]]}, "values": {}}),
+        messages.write({"tensors": {"a": ["torch.float32", [3]]}, "values": 5}),
+    ],
+)
+def test_what_is_no_state_is_refused(pool: Pool, garbage: bytes) -> None:
+    _, refused = pool.run(send_garbage, garbage, world=2)
+    assert "is none" in refused or "no message of this program" in refused
