@@ -12,6 +12,7 @@ from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 from torchft.process_group import ProcessGroupGloo
 
+from lightning_loco.elastic.gathering import assemble, connected
 from lightning_loco.elastic.plan import Plan
 
 CONNECT_S = 20.0
@@ -47,9 +48,7 @@ class Groups:
 
     def ask(self, store: str) -> str:
         """What another worker's run is; RuntimeError if it does not say."""
-        host, _, port = store.rpartition(":")
-        patience = timedelta(seconds=min(CONNECT_S, self._seconds))
-        asked = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=patience)
+        asked = connected(store, min(CONNECT_S, self._seconds))
         return asked.get(_RUN).decode()
 
     def open(self, plan: Plan) -> None:
@@ -61,8 +60,10 @@ class Groups:
         if not plan.is_new:
             return
         self.drop()
-        group = ProcessGroupGloo(timeout=timedelta(seconds=min(CONNECT_S, self._seconds)))
-        store = f"{plan.store}/{plan.group}"
+        patience_s = min(CONNECT_S, self._seconds)
+        assemble(plan, patience_s)
+        group = ProcessGroupGloo(timeout=timedelta(seconds=patience_s))
+        store = f"{plan.stores[plan.donor]}/{plan.group}"
         group.configure(store, plan.names[plan.own], plan.own, len(plan.names))
         self._group, self._size, self.name = group, len(plan.names), plan.group
 

@@ -38,7 +38,8 @@ class Plan(NamedTuple):
         group: Name of the group that carries the exchange.
         names: Of all members, in order.
         own: This worker's place among them.
-        store: Where the members of a new group find each other.
+        stores: ``"host:port"`` of the key-value store of each member; those of a new group find
+            each other at the donor's.
         is_new: Whether the group has to be made.
         donor: Place of the member that brings the state to those in ``newcomers``.
         newcomers: Places of those who need it.
@@ -49,7 +50,7 @@ class Plan(NamedTuple):
     group: str
     names: tuple[str, ...]
     own: int
-    store: str
+    stores: tuple[str, ...]
     is_new: bool
     donor: int
     newcomers: tuple[int, ...]
@@ -118,7 +119,7 @@ def make_plan(quorum: Quorum, own_name: str) -> Plan:
         group=f"{quorum.number}/{len(names)}" if is_new else open_group,
         names=names,
         own=names.index(own_name),
-        store=told[donor].store,
+        stores=tuple(told[name].store for name in names),
         is_new=is_new,
         donor=names.index(donor),
         newcomers=tuple(behind),

@@ -29,9 +29,9 @@ STATE = Handover(
 def pair(rank: int) -> Groups:
     """A group of two, that find each other at a store of the first one."""
     groups = Groups("127.0.0.1", 10)
-    box: list[Any] = [groups.address]
-    torch.distributed.broadcast_object_list(box)
-    groups.open(Plan("test/2", ("a", "b"), rank, box[0], True, 0, (1,), 0, 0))
+    stores: list[Any] = [None, None]
+    torch.distributed.all_gather_object(stores, groups.address)
+    groups.open(Plan("test/2", ("a", "b"), rank, tuple(stores), True, 0, (1,), 0, 0))
     return groups
 
 

@@ -61,7 +61,7 @@ def test_who_knows_nothing_gets_the_state_and_never_gives_it() -> None:
         assert plan.donor == 1
         assert plan.newcomers == (0,)
         assert plan.round_index == 5
-        assert plan.store == "host:7"
+        assert plan.stores == ("host:1", "host:7", "host:7")
 
 
 def test_who_is_behind_gets_the_state() -> None:

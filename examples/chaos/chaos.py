@@ -1,0 +1,264 @@
+"""Workers that are killed, stopped and started at random, and a lighthouse that is restarted.
+
+What it shows: a run under membership=Elastic(...) loses no round, all who made a round ended it
+with the same outer parameters and momentum, and its model is as good as that of as many workers
+that nobody disturbs, with as much data. The table at the end says so, and the exit status is 0.
+
+Run it: python examples/chaos/chaos.py --kills 20 --joins 20
+Or with rounds that travel during the next local steps: python examples/chaos/chaos.py --overlap
+"""
+
+import argparse
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+HEARTBEAT_S = 1.0
+MOST, FEWEST = 4, 2
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
+
+
+class Run:
+    """A lighthouse and its workers.
+
+    Args:
+        folder: Where they write.
+        asked: What the user says.
+    """
+
+    def __init__(self, folder: Path, asked: argparse.Namespace) -> None:
+        self.folder, self.asked, self.port = folder, asked, free_port()
+        self.workers: dict[int, subprocess.Popen[bytes]] = {}
+        self.absent: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        self.killed_at: list[float] = []
+        folder.mkdir()
+        self.start_lighthouse()
+
+    def start_lighthouse(self) -> None:
+        """Start it, at the same address as before."""
+        program = Path(sys.executable).with_name("torchft_lighthouse")
+        self.lighthouse = subprocess.Popen(
+            [
+                program,
+                f"--bind=127.0.0.1:{self.port}",
+                "--min_replicas=1",
+                "--quorum_tick_ms=20",
+                f"--heartbeat_timeout_ms={HEARTBEAT_S * 1000:.0f}",
+            ],
+            stderr=subprocess.DEVNULL,
+        )
+        time.sleep(0.3)
+
+    def start(self) -> int:
+        """Start a worker; its number."""
+        number = len(self.workers)
+        asked = self.asked
+        with open(self.folder / f"{number}.err", "wb") as errors:
+            self.workers[number] = subprocess.Popen(
+                [
+                    sys.executable,
+                    str(HERE / "worker.py"),
+                    f"--lighthouse=127.0.0.1:{self.port}",
+                    f"--log={self.folder / f'{number}.jsonl'}",
+                    f"--rounds={asked.rounds}",
+                    f"--sync-every={asked.sync_every}",
+                    f"--step-s={asked.step_s}",
+                    f"--min-workers={FEWEST}",
+                    *(["--overlap"] if asked.overlap else []),
+                ],
+                stderr=errors,
+            )
+        return number
+
+    def lines(self, number: int) -> list[dict]:
+        """What a worker has written."""
+        path = self.folder / f"{number}.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def alive(self) -> list[int]:
+        """Workers that run."""
+        return [number for number, process in self.workers.items() if process.poll() is None]
+
+    def taking_part(self) -> list[int]:
+        """Workers that have made a round."""
+        return [number for number in self.alive() if self.lines(number)]
+
+    @property
+    def round(self) -> int:
+        """Rounds made so far."""
+        last = [self.lines(number)[-1:] for number in self.workers]
+        return max((line[0].get("round", 0) for line in last if line), default=0)
+
+    def kill(self, number: int) -> None:
+        """SIGKILL."""
+        self.workers[number].kill()
+        self.workers[number].wait()
+        self.killed_at.append(time.time())
+
+    def sleep(self, number: int, seconds: float) -> None:
+        """SIGSTOP, and SIGCONT later."""
+        began = time.time()
+        self.workers[number].send_signal(signal.SIGSTOP)
+        time.sleep(seconds)
+        self.workers[number].send_signal(signal.SIGCONT)
+        self.absent[number].append((began, time.time() + 3 * HEARTBEAT_S))
+
+    def close(self) -> None:
+        """End all."""
+        for process in [*self.workers.values(), self.lighthouse]:
+            process.kill()
+            process.wait()
+
+
+def disturb(run: Run, asked: argparse.Namespace, chance: random.Random) -> dict[str, int]:
+    """Kill, start and stop workers until there was enough of it, or the run has ended."""
+    counts = {"kills": 0, "joins": 0, "sleeps": 0, "lighthouse restarts": 0}
+    while run.round < asked.rounds - 20:
+        time.sleep(chance.uniform(0.3, 1.0))
+        there, alive = run.taking_part(), run.alive()
+        wanted = chance.random()
+        if len(alive) < MOST and counts["joins"] < asked.joins:
+            run.start()
+            counts["joins"] += 1
+        elif len(there) > FEWEST and wanted < 0.7 and counts["kills"] < asked.kills:
+            run.kill(chance.choice(there))
+            counts["kills"] += 1
+        elif len(there) > FEWEST and wanted < 0.8 and counts["sleeps"] < asked.sleeps:
+            run.sleep(chance.choice(there), 2 * HEARTBEAT_S)
+            counts["sleeps"] += 1
+        elif wanted > 0.95 and counts["lighthouse restarts"] < asked.restarts:
+            run.lighthouse.kill()
+            run.lighthouse.wait()
+            time.sleep(0.5)
+            run.start_lighthouse()
+            counts["lighthouse restarts"] += 1
+        progress(run, counts)
+    return counts
+
+
+def progress(run: Run, counts: dict[str, int]) -> None:
+    """One line that is written again and again."""
+    told = ", ".join(f"{count} {name}" for name, count in counts.items())
+    line = f"round {run.round}, {len(run.taking_part())} workers, {told}"
+    print(f"\r{line:<78}", end="", file=sys.stderr, flush=True)
+
+
+def wait_for_end(run: Run, limit_s: float) -> bool:
+    """Whether all who are left end by themselves."""
+    deadline = time.monotonic() + limit_s
+    while run.alive() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return not run.alive()
+
+
+def judge(run: Run) -> dict[str, float]:
+    """What has become of the invariants."""
+    by_round: dict[int, dict[int, dict]] = defaultdict(dict)
+    spans = {}
+    for number in run.workers:
+        lines = [line for line in run.lines(number) if "round" in line]
+        for line in lines:
+            by_round[line["round"]][number] = line
+        if lines:
+            spans[number] = (lines[0], lines[-1])
+    took_part = live = different = 0
+    for made in by_round.values():
+        different += len({line["checksum"] for line in made.values()}) > 1
+        when = min(line["time"] for line in made.values())
+        for number, (first, last) in spans.items():
+            sleeps = any(began < when < ended for began, ended in run.absent[number])
+            if first["time"] <= when <= last["time"] and not sleeps:
+                live += 1
+                took_part += number in made
+    ends = sorted(min(line["time"] for line in made.values()) for made in by_round.values())
+    waits = [min((end - at for end in ends if end > at), default=0.0) for at in run.killed_at]
+    losses = [
+        line["loss"] for number in run.workers for line in run.lines(number) if "loss" in line
+    ]
+    return {
+        "rounds": len(by_round),
+        "lost": max(by_round) - min(by_round) + 1 - len(by_round),
+        "different": different,
+        "part": took_part / max(1, live),
+        "longest wait": max(waits, default=0.0),
+        "weight": sum(next(iter(made.values()))["weight"] for made in by_round.values()),
+        "loss": sum(losses) / len(losses) if losses else float("nan"),
+    }
+
+
+def undisturbed(folder: Path, asked: argparse.Namespace, found: dict[str, float]) -> float:
+    """Loss of as many workers that nobody disturbs, with as much data."""
+    workers = round(found["weight"] / found["rounds"])
+    rounds = round(found["weight"] / workers)
+    run = Run(folder, argparse.Namespace(**{**vars(asked), "rounds": rounds}))
+    try:
+        for _ in range(workers):
+            run.start()
+        wait_for_end(run, 600)
+        return judge(run)["loss"]
+    finally:
+        run.close()
+
+
+def main() -> int:
+    """Make the chaos and say what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--joins", type=int, default=20)
+    parser.add_argument("--sleeps", type=int, default=2)
+    parser.add_argument("--restarts", type=int, default=1, help="of the lighthouse")
+    parser.add_argument("--sync-every", type=int, default=10)
+    parser.add_argument("--step-s", type=float, default=0.02)
+    parser.add_argument("--overlap", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(Path(folder) / "chaos", asked)
+        try:
+            for _ in range(3):
+                run.start()
+            counts = disturb(run, asked, random.Random(asked.seed))
+            has_ended = wait_for_end(run, 120)
+            found = judge(run)
+        finally:
+            run.close()
+        print(file=sys.stderr)
+        calm = undisturbed(Path(folder) / "calm", asked, found)
+    ratio = found["loss"] / calm
+    rows = [
+        ("ended by itself", has_ended, "yes" if has_ended else "no"),
+        ("rounds", found["rounds"] >= asked.rounds - 1, f"{found['rounds']:.0f}"),
+        ("rounds lost", found["lost"] == 0, f"{found['lost']:.0f}"),
+        ("rounds with different states", found["different"] == 0, f"{found['different']:.0f}"),
+        ("live workers that took part", found["part"] >= 0.95, f"{found['part']:.1%}"),
+        (
+            "longest wait after a kill",
+            found["longest wait"] <= HEARTBEAT_S + 1,
+            f"{found['longest wait']:.2f} s",
+        ),
+        ("loss / undisturbed", abs(ratio - 1) <= 0.05, f"{found['loss']:.4f} / {calm:.4f}"),
+        *((name, True, str(count)) for name, count in counts.items()),
+    ]
+    for name, is_well, figure in rows:
+        print(f"{name:<30} {figure:>18}  {'ok' if is_well else 'MISSED'}")
+    return int(not all(is_well for _, is_well, _ in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""One worker of the chaos: a plain PyTorch loop that writes down every round it has made.
+
+chaos.py starts it, and kills it.
+"""
+
+import argparse
+import json
+import os
+import time
+import zlib
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import lightning_loco as loco
+from lightning_loco.elastic.sharing import MembersSampler
+
+FEATURES, SAMPLES, BATCH = 16, 20_000, 8
+
+
+def make_model() -> nn.Module:
+    """A small network."""
+    return nn.Sequential(nn.Linear(FEATURES, 64), nn.Tanh(), nn.Linear(64, 1))
+
+
+def make_data(seed: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What another network of that kind says of random inputs, with noise."""
+    torch.manual_seed(1)
+    teacher = make_model()
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(samples, FEATURES, generator=generator)
+    with torch.no_grad():
+        noise = 0.05 * torch.randn(samples, 1, generator=generator)
+        return inputs, 5 * teacher(inputs) + noise
+
+
+def checksum(engine: loco.StepEngine) -> int:
+    """Of outer parameters and momentum."""
+    value = 0
+    for _, tensor in sorted(engine.lanes[0].lane.state.items()):
+        value = zlib.crc32(tensor.numpy().tobytes(), value)
+    return value
+
+
+def main() -> None:
+    """Join, and train until the run has made so many rounds."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lighthouse", required=True)
+    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--sync-every", type=int, required=True)
+    parser.add_argument("--step-s", type=float, required=True)
+    parser.add_argument("--overlap", action="store_true")
+    parser.add_argument("--min-workers", type=int, required=True)
+    asked = parser.parse_args()
+
+    torch.manual_seed(os.getpid())
+    model = make_model()
+    membership = loco.Elastic(
+        asked.lighthouse,
+        min_workers=asked.min_workers,
+        name=asked.log.stem,
+        host="127.0.0.1",
+        timeout_s=60,
+    )
+    engine = loco.StepEngine(
+        model,
+        loco.DiLoCo(outer_momentum=0.0 if asked.overlap else 0.5),
+        sync_every=asked.sync_every,
+        overlap=asked.overlap,
+        membership=membership,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    inputs, targets = make_data(2, SAMPLES)
+    seen, expected = make_data(3, 2000)
+    engine.join()
+    link = engine.link
+    assert link is not None
+    samples = MembersSampler(range(SAMPLES), link.share, seed=4)
+    indices = iter(samples)
+    with open(asked.log, "w", buffering=1) as log:
+        while engine.worker.round_index < asked.rounds:
+            batch = []
+            while len(batch) < BATCH:
+                index = next(indices, None)
+                if index is None:
+                    indices = iter(samples)
+                else:
+                    batch.append(index)
+            loss = (model(inputs[batch]) - targets[batch]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            time.sleep(asked.step_s)
+            if engine.step():
+                last = link.last  # type: ignore[attr-defined]
+                line = {
+                    "round": engine.worker.round_index,
+                    "checksum": checksum(engine),
+                    "weight": 0.0 if last is None else float(last.rows[:, 3].sum()),
+                    "time": time.time(),
+                }
+                log.write(json.dumps(line) + "\n")
+        engine.finish()
+        with torch.no_grad():
+            loss = (model(seen) - expected).square().mean()
+        log.write(json.dumps({"loss": loss.item()}) + "\n")
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()
