@@ -33,7 +33,8 @@ def test_rows_ride_with_sums_that_somebody_attends_to(
     model = torch.nn.Linear(2, 3)
     group = WorkerGroup(0, 1)
     worker, settings = Worker.join(model, lambda: RoundSettings(algorithm, schedule), group)
-    (lane,), (made,), shared = make_lanes(worker, settings)
+    (lane,), (made,), shared, link = make_lanes(worker, settings)
+    assert link is None
     assert type(made) is carrier
     assert type(shared) is exchange
     room = Row.width(0) if carrier is RidingRows else 0
