@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -158,12 +159,12 @@ def progress(run: Run, counts: dict[str, int]) -> None:
     print(f"\r{line:<78}", end="", file=sys.stderr, flush=True)
 
 
-def wait_for_end(run: Run, limit_s: float) -> bool:
-    """Whether all who are left end by themselves."""
+def wait_while(some: Callable[[], list[int]], limit_s: float) -> bool:
+    """Whether some workers end by themselves in time."""
     deadline = time.monotonic() + limit_s
-    while run.alive() and time.monotonic() < deadline:
+    while some() and time.monotonic() < deadline:
         time.sleep(0.2)
-    return not run.alive()
+    return not some()
 
 
 def judge(run: Run) -> dict[str, float]:
@@ -209,7 +210,7 @@ def undisturbed(folder: Path, asked: argparse.Namespace, found: dict[str, float]
     try:
         for _ in range(workers):
             run.start()
-        wait_for_end(run, 600)
+        wait_while(run.alive, 600)
         return judge(run)["loss"]
     finally:
         run.close()
@@ -223,8 +224,8 @@ def main() -> int:
     parser.add_argument("--joins", type=int, default=20)
     parser.add_argument("--sleeps", type=int, default=2)
     parser.add_argument("--restarts", type=int, default=1, help="of the lighthouse")
-    parser.add_argument("--sync-every", type=int, default=10)
-    parser.add_argument("--step-s", type=float, default=0.02)
+    parser.add_argument("--sync-every", type=int, default=20)
+    parser.add_argument("--step-s", type=float, default=0.01)
     parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
@@ -234,7 +235,8 @@ def main() -> int:
             for _ in range(3):
                 run.start()
             counts = disturb(run, asked, random.Random(asked.seed))
-            has_ended = wait_for_end(run, 120)
+            # One that came too late to make a round has nobody left to join.
+            has_ended = wait_while(run.taking_part, 120)
             found = judge(run)
         finally:
             run.close()
