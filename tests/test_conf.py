@@ -50,8 +50,8 @@ def targets(node: object) -> Iterator[tuple[str, dict]]:
 
 def test_the_groups_are_known() -> None:
     assert GROUPS == [
-        "algorithm", "callbacks", "data", "experiment", "hydra", "logger", "membership", "model", "topology",
-        "trainer",
+        "algorithm", "callbacks", "data", "experiment", "hydra", "logger", "membership", "model",
+        "topology", "trainer",
     ]  # fmt: skip
     assert set(names("algorithm")) == {*METHODS, "ddp"}
     assert set(names("topology")) == {*TOPOLOGIES, "none", "file", "matrix"}
