@@ -12,7 +12,10 @@ from tests.elastic.cluster import HEARTBEAT_TIMEOUT_S, Cluster, cluster, until
 
 pytestmark = pytest.mark.slow
 
-SCHEDULES = [pytest.param((), id="blocking"), pytest.param(("--overlap",), id="overlap")]
+SCHEDULES = [
+    pytest.param((), id="blocking", marks=pytest.mark.long),
+    pytest.param(("--overlap",), id="overlap"),
+]
 
 
 def first_members(made: Cluster, index: int, count: int) -> dict[str, object]:
@@ -97,6 +100,7 @@ def test_the_lighthouse_is_restarted(tmp_path: Path) -> None:
         assert made.agree() == 41
 
 
+@pytest.mark.long
 def test_another_model_is_refused_with_the_difference(tmp_path: Path) -> None:
     with cluster(tmp_path, "--rounds=60", "--step-s=0.04") as made:
         made.start(0)

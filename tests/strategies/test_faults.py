@@ -71,7 +71,8 @@ def running(
     return Program(python_script(tmp_path, text), tmp_path)
 
 
-@pytest.mark.parametrize("worker", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("worker", [0, 1])
 def test_crash_on_one_worker_ends_all_with_its_traceback(tmp_path: Path, worker: int) -> None:
     event = f"assert (trainer.global_rank, batch_idx) != ({worker}, 7), 'the sky fell'"
     with running(tmp_path, event) as program:
