@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_loco.elastic.sharing import MembersSampler
+from lightning_loco.remote.hyperparameters import read_hyperparameters, write_hyperparameters
 from lightning_loco.rounds.membership import Share
 from lightning_loco.strategies import lightning_private
 
@@ -73,13 +74,14 @@ class TrainerPosition:
         self._trainer = trainer
         self._steps = steps
 
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for one in self._trainer.optimizers for group in one.param_groups]
+
     def read(self) -> dict[str, Any]:
         """The present position."""
         return {
-            "optimizers": [
-                [_plain(group) for group in optimizer.param_groups]
-                for optimizer in self._trainer.optimizers
-            ],
+            "groups": read_hyperparameters(self._groups),
             "schedulers": [
                 _plain(config.scheduler.state_dict())
                 for config in self._trainer.lr_scheduler_configs
@@ -92,9 +94,8 @@ class TrainerPosition:
         Raises:
             RuntimeError: If its optimizers or schedulers are others.
         """
-        optimizers, configs = self._trainer.optimizers, self._trainer.lr_scheduler_configs
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        found = [group for one in position["optimizers"] for group in one]
+        groups, configs = self._groups, self._trainer.lr_scheduler_configs
+        found = position["groups"]
         if len(found) != len(groups) or len(position["schedulers"]) != len(configs):
             raise RuntimeError(
                 f"This worker has {len(groups)} parameter groups and {len(configs)} schedulers, "
@@ -103,8 +104,7 @@ class TrainerPosition:
             )
         for config, saved in zip(configs, position["schedulers"], strict=True):
             config.scheduler.load_state_dict({**config.scheduler.state_dict(), **saved})
-        for group, values in zip(groups, found, strict=True):
-            group.update(values)
+        write_hyperparameters(groups, found)
         self._count_on()
 
     def _count_on(self) -> None:

@@ -52,6 +52,7 @@ def test_a_third_job_joins_and_the_first_is_killed(
         own, newcomer = by_round(made, 1), by_round(made, 2)
         for round_index, line in newcomer.items():
             assert line["lr"] == own[round_index]["lr"]
+            assert line["betas"] == own[round_index]["betas"]
             assert line["steps"] == own[round_index]["steps"]
         assert {len(line["members"]) for line in own.values()} >= {2, 3}
         assert own[max(own)]["steps"] == 160

@@ -29,15 +29,15 @@ class Numbered(Dataset[tuple[int, Tensor]]):
 
 
 class Model(TinyModule):
-    """Least squares with a learning rate that falls in every step."""
+    """Least squares with a learning rate and a momentum that change in every step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         _, inputs = batch
         return (self.model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=1000)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
@@ -60,6 +60,7 @@ class Notes(Callback):
             "round": engine.worker.round_index,
             "steps": trainer.global_step,
             "lr": trainer.optimizers[0].param_groups[0]["lr"],
+            "betas": trainer.optimizers[0].param_groups[0]["betas"],
             "members": [] if last is None else list(last.plan.names),
             "own": "" if last is None else last.plan.names[last.plan.own],
             "weights": [] if last is None else last.rows[:, 3].tolist(),
