@@ -51,10 +51,11 @@ BOUND_HIDDEN = 0.95
 
 
 class Turn:
-    """The rate of one worker in one turn, and how well its rounds were hidden."""
+    """The rate of one worker in one turn, its typical step, and how well its rounds were hidden."""
 
-    def __init__(self, rate: float, hidden: float | None, exchanges: int) -> None:
+    def __init__(self, rate: float, step_s: float, hidden: float | None, exchanges: int) -> None:
         self.rate = rate
+        self.step_s = step_s
         self.hidden = hidden
         self.exchanges = exchanges
 
@@ -76,10 +77,11 @@ def run_turn(
     began_round = 0.0
     at_boundary, in_rounds = 0.0, 0.0
     loss = torch.tensor(5.5)
-    steps = 0
+    durations: list[float] = []
     worker.wait_for_all()
     started = now = time.perf_counter()
     while now < started + seconds:
+        began_step = now
         if kind == "pairwise":
             engine.update_send(loss.item())
         logits = model(windows[:, :-1])
@@ -98,20 +100,21 @@ def run_turn(
                     in_rounds += after - began_round
                 else:
                     began_round = before
-        steps += 1
         now = time.perf_counter()
+        durations.append(now - began_step)
         if kind == "ddp":  # all stop in the same step
             over = torch.tensor([float(now >= started + seconds)])
             torch.distributed.all_reduce(over, op=torch.distributed.ReduceOp.MAX)
-            now = started + seconds if over else started
-    rate = steps / (time.perf_counter() - started)
+            if over:
+                break
+    rate = len(durations) / (time.perf_counter() - started)
     worker.wait_for_all()
     exchanges = 0 if engine is None else engine.statistics.rounds
     if engine is not None:
         engine.finish()
         engine.close()
     hidden = 1 - at_boundary / in_rounds if kind == "async" and in_rounds else None
-    return Turn(rate, hidden, exchanges)
+    return Turn(rate, statistics.median(durations), hidden, exchanges)
 
 
 def run_turns(
@@ -123,7 +126,7 @@ def run_turns(
         delay_s = 0.0
         first = run_turn(worker, "alone", sizes, seconds, 0.0)
         if straggling and worker.rank == 0:
-            delay_s = (SLOWDOWN - 1) / first.rate
+            delay_s = (SLOWDOWN - 1) * first.step_s
         order = random.Random(0)  # the same on all workers
         for _ in range(turns):
             for kind in order.sample(KINDS, len(KINDS)):
