@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import subprocess
+import os
 import sys
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 
 def room(name: str) -> ModuleType:
@@ -52,13 +53,13 @@ def add_lighthouse_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def serve_lighthouse(args: argparse.Namespace) -> int:
-    """Become the lighthouse of torchft; its exit status."""
+def become_lighthouse(args: argparse.Namespace) -> NoReturn:
+    """Go on as torchft's program, so that signals reach it."""
     program = Path(sys.executable).with_name("torchft_lighthouse")
     if not program.exists():
-        print("There is no torchft here: pip install 'lightning-loco[elastic]'.", file=sys.stderr)
-        return 1
-    return subprocess.call(
+        sys.exit("There is no torchft here: pip install 'lightning-loco[elastic]'.")
+    os.execv(
+        program,
         [
             str(program),
             f"--bind={args.bind}",
@@ -66,7 +67,7 @@ def serve_lighthouse(args: argparse.Namespace) -> int:
             f"--heartbeat_timeout_ms={args.heartbeat_timeout * 1000:.0f}",
             f"--join_timeout_ms={args.join_timeout * 1000:.0f}",
             "--quorum_tick_ms=20",
-        ]
+        ],
     )
 
 
@@ -92,7 +93,7 @@ def main() -> int:
     add_lighthouse_arguments(lighthouse)
     args = parser.parse_args()
     if args.command == "lighthouse":
-        return serve_lighthouse(args)
+        become_lighthouse(args)
     try:
         status: int = room("doctor.run").run(args)
     except ValueError as error:

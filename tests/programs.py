@@ -22,6 +22,11 @@ def python_path(checkout: Path = ROOT) -> str:
     return os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
+def environment(**more: str) -> dict[str, str]:
+    """That of this process, with this checkout, one thread, and variables beside."""
+    return {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", **more}
+
+
 class Program:
     """A command in a process group of its own; a context that kills what is left of it.
 
@@ -35,7 +40,7 @@ class Program:
         self.process = subprocess.Popen(
             command,
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", **environ},
+            env=environment(**environ),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

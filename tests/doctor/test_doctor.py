@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from lightning_loco.doctor.messages import PROTOCOL, Door, Refusal, Summary
 from tests.conftest import ROOT
 from tests.doctor.guest import Guest, facts_of
 from tests.doctor.machines import COMMAND, LIMIT_S, Machines, meet
-from tests.programs import python_path
+from tests.programs import environment
 
 pytestmark = pytest.mark.slow
 
@@ -311,7 +310,7 @@ def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", **environ},
+        env=environment(**environ),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -18,6 +18,7 @@ from typing import Any
 
 from tests.elastic import worker
 from tests.pool import PRELOADED
+from tests.programs import free_ports
 
 _processes = multiprocessing.get_context("forkserver")
 HEARTBEAT_TIMEOUT_S = 1.0
@@ -26,18 +27,11 @@ PATIENCE_S = 60.0
 Line = dict[str, Any]
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
-
-
 class Lighthouse:
     """The ``torchft_lighthouse`` program."""
 
     def __init__(self, min_workers: int) -> None:
-        self.port = free_port()
+        (self.port,) = free_ports()
         self.address = f"127.0.0.1:{self.port}"
         self._min_workers = min_workers
         self.start()

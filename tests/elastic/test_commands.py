@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.elastic.cluster import free_port, until
+from tests.elastic.cluster import until
+from tests.programs import Program, environment, free_ports
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SETTINGS = ("experiment=smoke", "trainer.max_steps=1500", "trainer.val_check_interval=500")
@@ -35,10 +37,14 @@ def running(folder: Path, name: str, command: str, *more: str, **environ: str) -
     place = folder / name
     place.mkdir()
     output = place / "output.txt"
-    settings = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
     with open(output, "wb") as stream:
         process = subprocess.Popen(
-            line, cwd=place, env=settings, stdout=stream, stderr=stream, start_new_session=True
+            line,
+            cwd=place,
+            env=environment(**environ),
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
         )
     (place / "pid").write_text(str(process.pid))
     try:
@@ -53,7 +59,7 @@ def running(folder: Path, name: str, command: str, *more: str, **environ: str) -
 @pytest.mark.long
 def test_two_begin_a_third_joins_and_the_first_is_killed(tmp_path: Path) -> None:
     lighthouse, train = commands()
-    port = free_port()
+    (port,) = free_ports()
     here = {"TORCHFT_LIGHTHOUSE": f"127.0.0.1:{port}"}
     bind = (f"--bind=127.0.0.1:{port}", "--heartbeat-timeout=1")
     with (
@@ -69,6 +75,20 @@ def test_two_begin_a_third_joins_and_the_first_is_killed(tmp_path: Path) -> None
                 until(lambda output=output: "All files are in" in output.read_text(), "an end")
         losses = [loss_in(output) for output in (second, third)]
         assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_the_lighthouse(number: signal.Signals) -> None:
+    (port,) = free_ports()
+    command = [sys.executable, str(ROOT / "command.py"), "lighthouse", f"--bind=127.0.0.1:{port}"]
+    with Program(command) as lighthouse:
+        lighthouse.wait_for("listening")
+        lighthouse.signal(number)
+        _, output = lighthouse.finish(limit_s=10)
+    assert "Traceback" not in output
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 def rounds_in(output: Path) -> int:
