@@ -11,6 +11,11 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 S = TypeVar("S", bound="Schedule")
 
 
+def proportion(counts: Sequence[int]) -> list[int]:
+    """The smallest whole numbers in the same proportion: 1, 2 for 50, 100."""
+    return [count // math.gcd(*counts) for count in counts]
+
+
 class UnderWay(Protocol):
     """A round that has begun and not ended."""
 
@@ -78,8 +83,7 @@ class Schedule(ABC):
 
     def shares(self, num_workers: int) -> list[int]:
         """In which proportion the workers share the data, so that epochs hold equal rounds."""
-        steps = [self.sync_every_of(worker) or 1 for worker in range(num_workers)]
-        return [count // math.gcd(*steps) for count in steps]
+        return proportion([self.sync_every_of(worker) or 1 for worker in range(num_workers)])
 
     def check(self, num_workers: int) -> None:  # noqa: B027
         """Raise ValueError if the settings do not fit so many workers."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 from lightning_loco.comm.saved import Saved
+from lightning_loco.schedules.base import proportion
 from lightning_loco.strategies.driven import Engine
 from lightning_loco.strategies.main_file import NEW_RUN, read_entry
 from lightning_loco.strategies.positions import Position
@@ -64,9 +64,7 @@ class SavedRun:
     def shares(self) -> list[int]:
         """In what proportion its workers shared the data, one number each."""
         every = self._entry.settings.get("sync_every")
-        if not isinstance(every, list):
-            return [1] * self.num_workers
-        return [steps // math.gcd(*every) for steps in every]
+        return proportion(every) if isinstance(every, list) else [1] * self.num_workers
 
     def equals(self, engine: Engine) -> bool:
         """Whether the present run has the same settings and number of workers."""
