@@ -12,10 +12,7 @@ from tests.elastic.cluster import HEARTBEAT_TIMEOUT_S, Cluster, cluster, until
 
 pytestmark = pytest.mark.slow
 
-SCHEDULES = [
-    pytest.param((), id="blocking", marks=pytest.mark.long),
-    pytest.param(("--overlap",), id="overlap"),
-]
+SCHEDULES = [pytest.param((), id="blocking"), pytest.param(("--overlap",), id="overlap")]
 
 
 def first_members(made: Cluster, index: int, count: int) -> dict[str, object]:
@@ -30,6 +27,7 @@ def weight_of(line: dict[str, object]) -> object:
     return weights[members.index(line["own"])]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_one_joins_one_is_killed_and_the_others_go_on(
     tmp_path: Path, schedule: tuple[str, ...]

@@ -17,6 +17,7 @@ from torch import nn
 from lightning_loco.algorithms import DiLoCo, LocalSGD
 from lightning_loco.elastic import Elastic
 from lightning_loco.rounds import StepEngine
+from tests.elastic.fault_points import die_at
 
 
 def checksum(engine: StepEngine) -> int:
@@ -28,6 +29,12 @@ def checksum(engine: StepEngine) -> int:
     for vector in vectors:
         value = zlib.crc32(vector.numpy().tobytes(), value)
     return value
+
+
+def first_of(engine: StepEngine) -> float:
+    """The first element of the outer parameters, or of the parameters where there are none."""
+    state = engine.lanes[0].lane.state
+    return float(state.get("outer", engine.worker.replica.layout.new_flat())[0])
 
 
 def main(arguments: list[str]) -> None:
@@ -44,6 +51,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--step-s", type=float, default=0.01)
     parser.add_argument("--numel", type=int, default=1000)
     parser.add_argument("--timeout-s", type=float, default=30)
+    parser.add_argument("--die-at", help="a point of fault_points.py")
+    parser.add_argument("--die-in", type=int, default=0, help="in this round or a later one")
+    parser.add_argument("--nan-in", type=int, default=-1, help="this round")
     asked = parser.parse_args(arguments)
 
     torch.manual_seed(asked.index)
@@ -67,6 +77,9 @@ def main(arguments: list[str]) -> None:
         membership=elastic,
     )
 
+    if asked.die_at:
+        die_at(asked.die_at, lambda: engine.worker.round_index >= asked.die_in)
+
     with open(asked.log, "a", buffering=1) as log:
 
         def note() -> None:
@@ -78,6 +91,7 @@ def main(arguments: list[str]) -> None:
                 "own": "" if last is None else last.plan.names[last.plan.own],
                 "weights": [] if last is None else last.rows[:, 3].tolist(),
                 "checksum": checksum(engine),
+                "outer": first_of(engine),
                 "time": time.time(),
             }
             log.write(json.dumps(line) + "\n")
@@ -88,6 +102,8 @@ def main(arguments: list[str]) -> None:
         while engine.worker.round_index < asked.rounds:
             with torch.no_grad():
                 model.weight.lerp_(target, 0.05)
+                if engine.worker.round_index == asked.nan_in:
+                    model.weight.fill_(torch.nan)
             time.sleep(asked.step_s)
             if engine.step():
                 note()

@@ -1,0 +1,67 @@
+"""Places in a round at which a worker can be made to die: SIGKILL, sent by itself."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from lightning_loco.elastic import flights, handover
+from lightning_loco.elastic.groups import Groups
+from lightning_loco.elastic.link import ElasticLink
+from lightning_loco.rounds import StepEngine
+from lightning_loco.rounds.rounds import Rounds
+
+
+class Point(NamedTuple):
+    """A call of something.
+
+    Attributes:
+        owner: What has it.
+        name: Of the function.
+        delay_s: How long after its begin death comes; 0 for before it.
+    """
+
+    owner: Any
+    name: str
+    delay_s: float = 0.0
+
+
+POINTS = {
+    "local step": Point(StepEngine, "step"),
+    "packing": Point(Rounds, "_propose_local"),
+    "before sending": Point(ElasticLink, "start"),
+    "making the group": Point(Groups, "open"),
+    "rows": Point(Groups, "gather"),
+    "exchange": Point(Groups, "sum"),
+    "within the exchange": Point(Groups, "sum", 0.002),
+    "outer step": Point(Rounds, "_commit"),
+    "copying the state": Point(flights.Flights, "_bring"),
+    "sending the state": Point(handover.Groups, "send", 0.002),
+    "receiving the state": Point(handover.Groups, "receive", 0.002),
+}
+
+
+def die_at(point: str, is_time: Callable[[], bool]) -> None:
+    """Die at the first call of a point when it is time."""
+    owner, name, delay_s = POINTS[point]
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def dying(*args: Any, **settings: Any) -> Any:
+        if is_time():
+            if delay_s:
+                threading.Timer(delay_s, die).start()
+            else:
+                die()
+        return original(*args, **settings)
+
+    setattr(owner, name, dying)
+
+
+def die() -> None:
+    """End at once."""
+    os.kill(os.getpid(), signal.SIGKILL)

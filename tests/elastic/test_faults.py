@@ -1,0 +1,90 @@
+"""A worker dies at every point of a round: the others go on, and no round is lost."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.elastic.cluster import Cluster, cluster, until
+from tests.elastic.fault_points import POINTS
+
+pytestmark = pytest.mark.slow
+
+OF_A_JOIN = ("copying the state", "sending the state", "receiving the state")
+QUICK = "within the exchange"
+OTHERS = [point for point in POINTS if point not in (QUICK, *OF_A_JOIN)]
+
+
+@pytest.mark.parametrize(
+    "point", [QUICK, *(pytest.param(point, marks=pytest.mark.long) for point in OTHERS)]
+)
+def test_one_of_three_dies(tmp_path: Path, point: str) -> None:
+    size = "--numel=2000000" if point == QUICK else "--numel=1000"
+    with cluster(tmp_path, "--rounds=24", "--step-s=0.02", size) as made:
+        made.start(0, f"--die-at={point}", "--die-in=8")
+        made.start(1)
+        made.start(2)
+        assert made.exit_status(0) == -signal.SIGKILL
+        made.ends(1, 2)
+        assert made.agree() == 25
+        assert len(made.lines(1)[-1]["members"]) == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("point", ["copying the state", "sending the state"])
+def test_the_one_that_brings_the_state_dies(tmp_path: Path, point: str) -> None:
+    with cluster(tmp_path, "--rounds=60", "--step-s=0.02", "--numel=2000000") as made:
+        made.start(0, f"--die-at={point}", "--die-in=3")
+        made.start(1)
+        made.reaches(1, 4)
+        made.start(2)
+        assert made.exit_status(0) == -signal.SIGKILL
+        made.ends(1, 2)
+        assert made.agree() == 61
+        assert len(made.lines(2)[-1]["members"]) == 2
+
+
+@pytest.mark.long
+def test_a_newcomer_dies_while_it_receives_the_state(tmp_path: Path) -> None:
+    with cluster(tmp_path, "--rounds=60", "--step-s=0.02", "--numel=2000000") as made:
+        made.start(0)
+        made.start(1)
+        made.reaches(1, 4)
+        made.start(2, "--die-at=receiving the state")
+        assert made.exit_status(2) == -signal.SIGKILL
+        made.ends(0, 1)
+        assert made.agree() == 61
+
+
+@pytest.mark.parametrize("overlap", [pytest.param((), marks=pytest.mark.long), ("--overlap",)])
+def test_a_member_without_valid_progress_has_no_weight(
+    tmp_path: Path, overlap: tuple[str, ...]
+) -> None:
+    with cluster(tmp_path, "--rounds=12", "--step-s=0.02", *overlap) as made:
+        made.start(0)
+        made.start(1, "--nan-in=5")
+        made.ends(0, 1)
+        assert made.agree() == 13
+        weights = [sorted(line["weights"]) for line in made.lines(0)]
+        assert weights.count([0, 1]) == 1
+        assert made.lines(0)[-1]["outer"] == pytest.approx(1.5, abs=1.5)
+
+
+@pytest.mark.long
+def test_workers_leave_one_by_one_down_to_one(tmp_path: Path) -> None:
+    with cluster(tmp_path, "--rounds=60", "--step-s=0.02", min_workers=1) as made:
+        for index in range(3):
+            made.start(index)
+        for index in (1, 2):
+            until(lambda index=index: members_now(made) == 4 - index, "all")
+            made.kill(index)
+        made.ends(0)
+        made.agree()
+        assert [len(line["members"]) for line in made.lines(0)][-1] == 1
+
+
+def members_now(made: Cluster) -> int:
+    lines = made.lines(0)
+    return len(lines[-1]["members"]) if lines else 0

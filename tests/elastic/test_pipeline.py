@@ -1,0 +1,59 @@
+"""A newcomer in the two-stage pipeline, against a plain loop that knows only who has come when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.elastic.cluster import Line, cluster, until
+
+pytestmark = pytest.mark.slow
+
+OUTER_LR, RATE, STEPS = 0.7, 0.05, 4
+
+
+def trained(start: float, index: int) -> float:
+    """Where a worker is after its local steps."""
+    for _ in range(STEPS):
+        start += RATE * (index + 1 - start)
+    return start
+
+
+def pipeline(first: float, members: list[list[int]]) -> list[float]:
+    """Outer parameters after every call that begins a round; those are the members with weight.
+
+    In each, the gradient of the round before is applied, and the next one leaves: it was made from
+    outer parameters that lack the one before.
+    """
+    outer, gradient, found = first, 0.0, []
+    for own in members:
+        next_gradient = sum(outer - trained(outer, index) for index in own) / len(own)
+        outer -= OUTER_LR * gradient
+        gradient = next_gradient
+        found.append(outer)
+    return found
+
+
+def members_of(line: Line) -> list[int]:
+    pairs = zip(line["members"], line["weights"], strict=True)
+    return [int(name[1]) for name, weight in pairs if weight]
+
+
+def test_a_newcomer_is_inserted_as_the_plain_loop_does(tmp_path: Path) -> None:
+    with cluster(tmp_path, "--rounds=40", "--step-s=0.02", "--overlap") as made:
+        made.start(0)
+        made.start(1)
+        made.reaches(1, 5)
+        made.start(2)
+        until(lambda: len(made.lines(2)) > 5, "rounds of the newcomer")
+        made.ends(0, 1, 2)
+        first, *lines = made.lines(0)
+        landed = [members_of(line) for line in lines[1:]]  # each line knows the flight before
+        expected = pipeline(first["outer"], landed)
+        assert [line["outer"] for line in lines[:-1]] == pytest.approx(expected, abs=1e-5)
+        own = {line["round"]: line["outer"] for line in made.lines(2)[1:]}
+        theirs = {line["round"]: line["outer"] for line in lines}
+        assert len(own) > 5
+        assert own == {round_index: theirs[round_index] for round_index in own}
+        assert {len(members) for members in landed} == {2, 3}
