@@ -276,3 +276,15 @@ def test_a_batch_script_asks_for_one_gpu_per_task(script: Path) -> None:
     settings = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", script.read_text(), re.MULTILINE))
     assert settings["gpus-per-node"] == settings["ntasks-per-node"]
     assert settings["signal"].startswith("SIGUSR1@")
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [[], ["--overlap"]])
+def test_chaos_ends_well(tmp_path: Path, schedule: list[str]) -> None:
+    pytest.importorskip("torchft")
+    chaos = [sys.executable, str(EXAMPLES / "chaos" / "chaos.py"), "--rounds=80"]
+    output = run([*chaos, "--kills=4", "--joins=4", "--sleeps=1", *schedule], tmp_path)
+    verdicts = dict(re.findall(r"^(.+?)  .* (ok|MISSED)$", output, re.MULTILINE))
+    for name in ("ended by itself", "rounds lost", "rounds with different states"):
+        assert verdicts[name] == "ok", output

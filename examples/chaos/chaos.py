@@ -1,4 +1,4 @@
-"""Workers that are killed, stopped and started at random, and a lighthouse that is restarted.
+"""Workers killed, stopped, cut off and started at random, and a lighthouse that is restarted.
 
 What it shows: a run under membership=Elastic(...) loses no round, all who made a round ended it
 with the same outer parameters and momentum, and its model is as good as that of as many workers
@@ -119,6 +119,10 @@ class Run:
         self.workers[number].send_signal(signal.SIGCONT)
         self.absent[number].append((began, time.time() + 3 * HEARTBEAT_S))
 
+    def cut(self, number: int) -> None:
+        """Let a worker lose all its connections."""
+        self.workers[number].send_signal(signal.SIGUSR1)
+
     def close(self) -> None:
         """End all."""
         for process in [*self.workers.values(), self.lighthouse]:
@@ -128,7 +132,7 @@ class Run:
 
 def disturb(run: Run, asked: argparse.Namespace, chance: random.Random) -> dict[str, int]:
     """Kill, start and stop workers until there was enough of it, or the run has ended."""
-    counts = {"kills": 0, "joins": 0, "sleeps": 0, "lighthouse restarts": 0}
+    counts = {"kills": 0, "joins": 0, "sleeps": 0, "cuts": 0, "lighthouse restarts": 0}
     while run.round < asked.rounds - 20:
         time.sleep(chance.uniform(0.3, 1.0))
         there, alive = run.taking_part(), run.alive()
@@ -142,6 +146,9 @@ def disturb(run: Run, asked: argparse.Namespace, chance: random.Random) -> dict[
         elif len(there) > FEWEST and wanted < 0.8 and counts["sleeps"] < asked.sleeps:
             run.sleep(chance.choice(there), 2 * HEARTBEAT_S)
             counts["sleeps"] += 1
+        elif len(there) > FEWEST and wanted < 0.9 and counts["cuts"] < asked.cuts:
+            run.cut(chance.choice(there))
+            counts["cuts"] += 1
         elif wanted > 0.95 and counts["lighthouse restarts"] < asked.restarts:
             run.lighthouse.kill()
             run.lighthouse.wait()
@@ -153,10 +160,11 @@ def disturb(run: Run, asked: argparse.Namespace, chance: random.Random) -> dict[
 
 
 def progress(run: Run, counts: dict[str, int]) -> None:
-    """One line that is written again and again."""
-    told = ", ".join(f"{count} {name}" for name, count in counts.items())
-    line = f"round {run.round}, {len(run.taking_part())} workers, {told}"
-    print(f"\r{line:<78}", end="", file=sys.stderr, flush=True)
+    """One line that is written again and again, where somebody looks."""
+    if sys.stderr.isatty():
+        told = ", ".join(f"{count} {name}" for name, count in counts.items())
+        line = f"round {run.round}, {len(run.taking_part())} workers, {told}"
+        print(f"\r{line:<78}", end="", file=sys.stderr, flush=True)
 
 
 def wait_while(some: Callable[[], list[int]], limit_s: float) -> bool:
@@ -223,6 +231,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--joins", type=int, default=20)
     parser.add_argument("--sleeps", type=int, default=2)
+    parser.add_argument("--cuts", type=int, default=3, help="of all connections of a worker")
     parser.add_argument("--restarts", type=int, default=1, help="of the lighthouse")
     parser.add_argument("--sync-every", type=int, default=20)
     parser.add_argument("--step-s", type=float, default=0.01)

@@ -5,9 +5,13 @@ chaos.py starts it, and kills it.
 
 import argparse
 import json
+import os
+import signal
+import socket
 import time
 import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,6 +46,18 @@ def checksum(engine: loco.StepEngine) -> int:
     return value
 
 
+def cut_connections(*_: Any) -> None:
+    """Cut every TCP connection of this process, as a network that fails does."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    connection.getpeername()
+                    connection.shutdown(socket.SHUT_RDWR)
+        except OSError:  # another kind of file, or a socket that only listens
+            continue
+
+
 def main() -> None:
     """Join, and train until the run has made so many rounds."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -54,6 +70,7 @@ def main() -> None:
     parser.add_argument("--min-workers", type=int, required=True)
     asked = parser.parse_args()
 
+    signal.signal(signal.SIGUSR1, cut_connections)
     torch.manual_seed(0)
     model = make_model()
     membership = loco.Elastic(
