@@ -292,9 +292,10 @@ class TestCommand:
                 " repeat the sweep. Use trainer.devices=1, or hydra/launcher=submitit_slurm.",
                 marks=pytest.mark.long,
             ),
-            (
+            pytest.param(
                 ["algorithm=async_diloco", "algorithm.sync_every=15"],
                 "error: overlap applies a round's result one round later",
+                marks=pytest.mark.long,
             ),
         ],
     )
@@ -306,11 +307,13 @@ class TestCommand:
         assert done.stderr.count(message) == 1
         assert "Traceback" not in done.stderr
 
+    @pytest.mark.long
     def test_the_place_of_an_error_is_shown_on_request(self, tmp_path: Path) -> None:
         done = command("algorithm.sync_every=0", cwd=tmp_path, HYDRA_FULL_ERROR="1")
         assert done.returncode == 1
         assert "Traceback" in done.stderr
 
+    @pytest.mark.long
     def test_a_sweep_of_single_workers(self, tmp_path: Path) -> None:
         done = command("--multirun", "algorithm=diloco,gasloc", *SMOKE, cwd=tmp_path)
         assert done.returncode == 0, done.stderr

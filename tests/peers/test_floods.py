@@ -126,8 +126,9 @@ time.sleep(60)
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("has_keys", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("has_keys", [False, True])
 def test_thousands_of_idle_connections_leave_files_for_others(
     tmp_path: Path, has_keys: bool
 ) -> None:

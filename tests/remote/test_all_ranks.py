@@ -87,7 +87,7 @@ def freeze_in(rank: int, world: int, port: int, phase: str, victim: int) -> tupl
 
 
 PHASES = ("default group", "arrival", "connection", "agreement")
-OFTEN = (("default group", 0), ("connection", 1), ("agreement", 0))
+OFTEN = (("agreement", 0),)
 SELDOM = [
     (phase, victim) for phase in PHASES for victim in range(3) if (phase, victim) not in OFTEN
 ]

@@ -120,7 +120,9 @@ def train_ddp(rank: int, world: int, server_rank: int, name: str, clip: bool) ->
         pytest.param("Adagrad", False, marks=pytest.mark.long),
     ],
 )
-@pytest.mark.parametrize(("num_workers", "num_tiers"), [(2, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize(
+    ("num_workers", "num_tiers"), [(2, 2), (2, 3), pytest.param(3, 2, marks=pytest.mark.long)]
+)
 def test_any_tiers_are_ddp(
     pool: Pool, num_workers: int, num_tiers: int, name: str, clip: bool
 ) -> None:

@@ -147,7 +147,7 @@ def lose_a_worker(rank: int, world: int, name: str, how: str) -> tuple[str, floa
     return error, lasted_s, time.monotonic() - began, data.was_aborted
 
 
-SHORT = ("late diloco", "clock ring")
+SHORT = ("late diloco",)
 
 
 @pytest.mark.slow

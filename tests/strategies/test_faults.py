@@ -97,6 +97,7 @@ def test_killed_worker_ends_all(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_sigterm_stops_all_at_one_step_with_a_checkpoint(tmp_path: Path) -> None:
     with running(tmp_path, max_steps=3000) as program:
         program.wait_for("five batches done")

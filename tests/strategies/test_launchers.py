@@ -42,13 +42,14 @@ def assert_trained(folder: Path, environment: str, launcher: str) -> None:
     assert torch.equal(torch.load(folder / "returned.pt"), results[0]["weights"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("start_method", "launcher"),
     [
         ("popen", "_SubprocessScriptLauncher"),
-        pytest.param("spawn", "_MultiProcessingLauncher", marks=pytest.mark.long),
-        pytest.param("fork", "_MultiProcessingLauncher", marks=pytest.mark.long),
-        pytest.param("forkserver", "_MultiProcessingLauncher", marks=pytest.mark.long),
+        ("spawn", "_MultiProcessingLauncher"),
+        ("fork", "_MultiProcessingLauncher"),
+        ("forkserver", "_MultiProcessingLauncher"),
     ],
 )
 def test_start_methods(tmp_path: Path, start_method: str, launcher: str) -> None:

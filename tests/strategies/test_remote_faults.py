@@ -126,7 +126,7 @@ class Fails(TinyModule):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("world", [3, pytest.param(4, marks=pytest.mark.long)])
 def test_an_exception_reaches_all_ranks(pool: Pool, world: int) -> None:
     with pytest.raises(PoolError) as caught:
         pool.run(fit, Fails, 2, world=world)

@@ -77,7 +77,7 @@ def run_slowly(rank: int, world: int) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_tiers", [2, 3])
+@pytest.mark.parametrize("num_tiers", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_worker_without_data_waits_longer_than_the_timeout(pool: Pool, num_tiers: int) -> None:
     first, second, *_, server = pool.run(run_slowly, world=1 + num_tiers)
     assert torch.equal(first, server)
@@ -214,6 +214,9 @@ def test_changes_by_hand_that_differ_are_refused(
         assert text in failure.message
 
 
+OTHER_SETTINGS: list[dict[str, Any]] = [{"overlap": False}, {"num_servers": 2}]
+
+
 class NaNOnce(TinyModule):
     """One worker's loss is no number."""
 
@@ -226,8 +229,10 @@ class NaNOnce(TinyModule):
         return loss * float("nan") if self.global_rank == self.broken and batch_idx == 2 else loss
 
 
-@pytest.mark.parametrize("settings", [{}, {"overlap": False}, {"num_servers": 2}])
-@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize(
+    "settings", [{}, *(pytest.param(one, marks=pytest.mark.long) for one in OTHER_SETTINGS)]
+)
+@pytest.mark.parametrize("broken", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_loss_that_is_no_number_ends_the_run_and_is_named(
     pool: Pool, settings: dict[str, Any], broken: int
 ) -> None:
