@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.comm.rows import Row
+from lightning_loco.elastic.consistency import Consistency
 from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.handover import Handover, receive, send
 from lightning_loco.elastic.lighthouse import Lighthouse
@@ -71,6 +72,11 @@ class Flight:
         self.error: BaseException | None = None
         self._is_over = threading.Event()
 
+    @property
+    def has_drifted(self) -> bool:
+        """Whether this worker got the state because its own was another one than the others'."""
+        return self.plan is not None and self.plan.own in self.plan.drifted
+
     def end(self, error: BaseException | None = None) -> None:
         """Nothing more will come."""
         self.error = error
@@ -107,6 +113,7 @@ class Flights(threading.Thread):
         min_workers: With fewer, flights wait.
         timeout_s: Longest wait for enough members, in seconds.
         hand_over: Copies the state that newcomers need.
+        consistency: Compares the members' states.
     """
 
     def __init__(
@@ -121,6 +128,7 @@ class Flights(threading.Thread):
         min_workers: int,
         timeout_s: float,
         hand_over: Callable[[Flight], Handover],
+        consistency: Consistency,
     ) -> None:
         super().__init__(name="loco-flights", daemon=True)
         self._lighthouse = lighthouse
@@ -135,6 +143,7 @@ class Flights(threading.Thread):
         self._min_workers = min_workers
         self._timeout_s = timeout_s
         self._hand_over = hand_over
+        self._consistency = consistency
         self._queue: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
 
     def carry(self, flight: Flight) -> None:
@@ -199,6 +208,9 @@ class Flights(threading.Thread):
 
     def _exchange(self, flight: Flight, plan: Plan) -> None:
         """Carry a flight once; where it is over for the training thread, it has ended."""
+        if self._consistency.is_due(plan):
+            flight.is_sent.wait()
+            plan = self._consistency.compare(plan, self._groups.gather)
         is_newcomer = plan.own in plan.newcomers
         brings = plan.own == plan.donor and bool(plan.newcomers)
         state = None
@@ -211,6 +223,13 @@ class Flights(threading.Thread):
             received = self._sum(flight, is_newcomer)
         if is_newcomer:
             flight.state = receive(self._groups, plan.donor, self._longest_state)
+        if plan.drifted:
+            log.warning(
+                "Round %d: the outer parameters or the outer state of %s were not those of the "
+                "other members. It goes on from theirs, and what it had made does not count.",
+                plan.round_index,
+                ", ".join(plan.names[place] for place in plan.drifted),
+            )
         flight.received, flight.rows, flight.plan = received, rows, plan
         flight.end()
         if state is not None:

@@ -14,13 +14,14 @@ from torch import Tensor
 from lightning_loco.comm.rows import ROUND, PendingRows, Row
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Timed
+from lightning_loco.elastic.consistency import Consistency, fingerprint
 from lightning_loco.elastic.elastic import Elastic
 from lightning_loco.elastic.flights import Flight, Flights
 from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.lighthouse import Lighthouse
 from lightning_loco.elastic.plan import UNKNOWING
 from lightning_loco.elastic.sharing import DataShare
-from lightning_loco.elastic.state import adopt_state, copy_state
+from lightning_loco.elastic.state import adopt_state, copy_state, outer_state
 from lightning_loco.rounds.engine import Engine
 from lightning_loco.rounds.flight import Flight as LaneFlight
 from lightning_loco.rounds.membership import Host
@@ -36,13 +37,17 @@ def begin_flights(asked: Elastic, engine: Engine, share: DataShare) -> Flights:
     flights = Flights(
         Lighthouse(asked.lighthouse, name, asked.timeout_s),
         Groups(asked.host or address_towards(asked.lighthouse), asked.timeout_s),
-        describe(engine),
+        {**describe(engine), "check_every": asked.check_every or 0},
         numel=layout.numel,
         dtype=layout.dtype,
         share=share,
         min_workers=asked.min_workers,
         timeout_s=asked.timeout_s,
         hand_over=lambda flight: copy_state(engine, flight),
+        consistency=Consistency(
+            engine.settings.algorithm.replicated and asked.check_every or 0,
+            lambda: fingerprint(outer_state(engine)),
+        ),
     )
     flights.start()
     return flights
@@ -132,8 +137,14 @@ class ElasticLink:
 
     def _land(self, flight: Flight) -> None:
         self.last = flight
+        worker, plan = self.engine.worker, flight.plan
+        assert plan is not None
+        worker.statistics.members = len(plan.names)
+        worker.statistics.repaired += len(plan.drifted)
         if flight.state is not None and not flight.is_adopted:
+            begun = worker.round_index - flight.round_index
             self._adopt(flight)
+            worker.round_index = plan.round_index + begun
 
     @property
     def has_joined(self) -> bool:
@@ -195,7 +206,7 @@ class ElasticLink:
     def _adopt(self, flight: Flight, joins: bool = False) -> None:
         """Go on from the state of the run."""
         adopt_state(self.engine, flight)
-        if self.host is not None and flight.state is not None:
+        if self.host is not None and flight.state is not None and not flight.has_drifted:
             self.host.go_on(flight.state.values["host"])
             if joins and flight.received is not None:
                 self.host.end_step()
@@ -254,8 +265,10 @@ class ElasticLink:
             flight.wait()
         if flight.state is None or flight.is_adopted:
             return False
+        assert flight.plan is not None
         rounds.give_up()
         self._adopt(flight)
+        self.engine.worker.round_index = flight.plan.round_index
         self._take_part_in(flight)
         return True
 

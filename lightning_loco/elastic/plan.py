@@ -45,6 +45,7 @@ class Plan(NamedTuple):
         newcomers: Places of those who need it.
         round_index: The round that is made; :data:`UNKNOWING` if the run only begins.
         data: Where the members of a new group go on in the stream of samples.
+        drifted: Places of those newcomers whose state was found to be another one than the others'.
     """
 
     group: str
@@ -56,6 +57,7 @@ class Plan(NamedTuple):
     newcomers: tuple[int, ...]
     round_index: int
     data: int
+    drifted: tuple[int, ...] = ()
 
 
 class OtherRun(Exception):

@@ -44,6 +44,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--step-s", type=float, default=0.01)
     parser.add_argument("--numel", type=int, default=1000)
     parser.add_argument("--timeout-s", type=float, default=30)
+    parser.add_argument("--check-every", type=int, default=10)
+    parser.add_argument("--flip-at", type=int, default=-1)
     asked = parser.parse_args(arguments)
 
     torch.manual_seed(asked.index)
@@ -57,6 +59,7 @@ def main(arguments: list[str]) -> None:
         name=f"w{asked.index}",
         host="127.0.0.1",
         timeout_s=asked.timeout_s,
+        check_every=asked.check_every,
     )
     engine = StepEngine(
         model,
@@ -78,6 +81,7 @@ def main(arguments: list[str]) -> None:
                 "own": "" if last is None else last.plan.names[last.plan.own],
                 "weights": [] if last is None else last.rows[:, 3].tolist(),
                 "checksum": checksum(engine),
+                "repaired": engine.statistics.repaired,
                 "time": time.time(),
             }
             log.write(json.dumps(line) + "\n")
@@ -91,4 +95,6 @@ def main(arguments: list[str]) -> None:
             time.sleep(asked.step_s)
             if engine.step():
                 note()
+                if engine.worker.round_index == asked.flip_at:
+                    engine.lanes[0].lane.state["outer"].view(torch.int32)[0] ^= 1
     engine.close()
