@@ -7,6 +7,7 @@ what it has. A flipped bit, or a hook that writes weights on one member only, wo
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_loco.elastic.plan import UNKNOWING, Plan
+
+log = logging.getLogger(__name__)
 
 _PIECE_BYTES = 2**24
 
@@ -59,14 +62,21 @@ class Consistency:
             gather: Collects the rows of all members.
 
         Returns:
-            The plan, with a donor that has the state of most members. If as many have another one,
-            that of the first of them counts.
+            The plan; a warning names them. Its donor has the state of most members. If as many have
+            another one, that of the first of them counts.
         """
         own = 0 if plan.own in plan.newcomers else self._look()
         found = gather(torch.tensor([own])).reshape(-1).tolist()
         known = {place: one for place, one in enumerate(found) if place not in plan.newcomers}
         right = Counter(known.values()).most_common(1)[0][0]
         drifted = tuple(place for place, one in known.items() if one != right)
+        for place in drifted:
+            log.warning(
+                "Round %d: the outer parameters or the outer state of %s are not those of the other "
+                "members. It goes on from theirs; what it brings to this round does not count.",
+                plan.round_index,
+                plan.names[place],
+            )
         return plan._replace(
             donor=next(place for place, one in known.items() if one == right),
             newcomers=tuple(sorted((*plan.newcomers, *drifted))),

@@ -110,10 +110,14 @@ class Flights(threading.Thread):
         numel: Elements of a message.
         dtype: Of a message.
         share: Dealt out anew when the members change.
-        min_workers: With fewer, flights wait.
+        min_workers: With fewer, flights wait; those that have finished count as if they were there.
         timeout_s: Longest wait for enough members, in seconds.
         hand_over: Copies the state that newcomers need.
         consistency: Compares the members' states.
+
+    Attributes:
+        are_last: Whether this worker leaves after them, and waits for no more members than there
+            are.
     """
 
     def __init__(
@@ -144,11 +148,32 @@ class Flights(threading.Thread):
         self._timeout_s = timeout_s
         self._hand_over = hand_over
         self._consistency = consistency
+        self.are_last = False
         self._queue: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
 
     def carry(self, flight: Flight) -> None:
         """Carry a flight after those before it."""
         self._queue.put(flight)
+
+    def leave(self, has_finished: bool) -> None:
+        """Carry what is under way to its end, then take part no longer.
+
+        Args:
+            has_finished: Whether the others are to go on without waiting for someone else instead.
+        """
+        self.are_last = True
+        self._queue.put(None)
+        self.join(_PARTING_S)
+        if self.is_alive():
+            log.warning(
+                "This worker leaves when its round under way is over: it waits for the others, "
+                "for %g s at the most.",
+                self._timeout_s,
+            )
+            self.join(self._timeout_s)
+        if has_finished:
+            self._groups.say_finished()
+        self.close()
 
     def close(self) -> None:
         """Take part no longer; whoever waits for a flight of this worker goes on without it."""
@@ -188,7 +213,9 @@ class Flights(threading.Thread):
         """Who takes part; waits until they are enough."""
         while True:
             open_group, store = self._groups.name, self._groups.address
-            told = Told(flight.round_index, open_group, store, self._share.reach, self._fingerprint)
+            enough = 1 if self.are_last else self._min_workers - self._groups.finished
+            reach, run = self._share.reach, self._fingerprint
+            told = Told(flight.round_index, open_group, store, reach, run, enough)
             left_s = began + self._timeout_s - time.monotonic()
             quorum = self._lighthouse.quorum(told._asdict(), left_s)
             if quorum is None:
@@ -202,7 +229,7 @@ class Flights(threading.Thread):
             except OtherRun as other:
                 theirs = json.loads(self._groups.ask(other.store))
                 raise ValueError(difference(self._told, theirs, other.who)) from None
-            if len(plan.names) >= self._min_workers:
+            if len(plan.names) >= plan.enough:
                 return plan
             time.sleep(_PAUSE_S)
 
@@ -223,13 +250,6 @@ class Flights(threading.Thread):
             received = self._sum(flight, is_newcomer)
         if is_newcomer:
             flight.state = receive(self._groups, plan.donor, self._longest_state)
-        if plan.drifted:
-            log.warning(
-                "Round %d: the outer parameters or the outer state of %s were not those of the "
-                "other members. It goes on from theirs, and what it had made does not count.",
-                plan.round_index,
-                ", ".join(plan.names[place] for place in plan.drifted),
-            )
         flight.received, flight.rows, flight.plan = received, rows, plan
         flight.end()
         if state is not None:

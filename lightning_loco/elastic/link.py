@@ -130,6 +130,7 @@ class ElasticLink:
         self._asked = asked
         self._flights: Flights | None = None
         self._engine: Engine | None = None
+        self._has_finished = False
         self._flight: Flight | None = None
         self.share = DataShare()
         self.host: Host | None = None
@@ -220,7 +221,7 @@ class ElasticLink:
         Any other gets the state of the run; a round that is under way is its own too, with weight
         0.
         """
-        self._engine = engine
+        self._engine, self._has_finished = engine, False
         self._flights = begin_flights(self._asked, engine, self.share)
         if engine.worker.round_index > 0:
             return
@@ -272,8 +273,22 @@ class ElasticLink:
         self._take_part_in(flight)
         return True
 
+    def finish(self) -> None:
+        """Wait for no more members than there are: what is under way, or begins, is the last."""
+        self._has_finished = True
+        if self._flights is not None:
+            self._flights.are_last = True
+
+    def leave(self) -> None:
+        """Take part no longer, when what is under way is over."""
+        flights, self._flights = self._flights, None
+        if flights is not None:
+            flights.leave(self._has_finished)
+
     def close(self) -> None:
         """Take part no longer."""
-        if self._flights is not None:
+        if self._has_finished:
+            self.leave()
+        elif self._flights is not None:
             self._flights.close()
             self._flights = None

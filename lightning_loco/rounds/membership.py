@@ -56,8 +56,14 @@ class Link(RowCarrier, Exchange, Protocol):
     def catch_up(self) -> bool:
         """Wait for the round under way; whether it shows this worker left behind by the others."""
 
+    def finish(self) -> None:
+        """The last rounds of this worker follow: they wait for no more workers than there are."""
+
+    def leave(self) -> None:
+        """Take part no longer, when the round under way is over."""
+
     def close(self) -> None:
-        """Take part no longer."""
+        """Take part no longer; at once, but after :meth:`finish`."""
 
 
 @runtime_checkable
