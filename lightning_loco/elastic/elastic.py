@@ -7,6 +7,7 @@ import importlib.util
 import re
 
 from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.elastic.quiet import quiet_torchft
 from lightning_loco.rounds.membership import Link
 from lightning_loco.rounds.settings import RoundSettings
 
@@ -92,6 +93,7 @@ class Elastic:
             raise ValueError(
                 "membership=Elastic(...) needs torchft: pip install 'lightning-loco[elastic]'."
             )
-        from lightning_loco.elastic.link import ElasticLink
+        with quiet_torchft():
+            from lightning_loco.elastic.link import ElasticLink
 
         return ElasticLink(self)

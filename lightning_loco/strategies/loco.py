@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import Unpack
 
 from lightning_loco.algorithms import Algorithm
@@ -125,6 +126,8 @@ class LocoStrategy(EngineStrategy):
         self._weights.begin_batches()
         link.host = TrainerPosition(self._trainer, lambda: engine.worker.steps)
         engine.join()
+        if (members := engine.statistics.members) is not None:
+            rank_zero_info(f"One of {members} members, from round {engine.worker.round_index} on.")
 
     @contextmanager
     def _end_training(self) -> Iterator[None]:
