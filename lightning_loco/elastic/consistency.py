@@ -24,15 +24,15 @@ _PIECE_BYTES = 2**24
 
 def fingerprint(state: Mapping[str, Any]) -> int:
     """64 bits, with a sign, of all names, tensors and numbers of a state."""
-    digest = hashlib.blake2b(digest_size=8)
+    digest = hashlib.sha256()
     for name, value in sorted(state.items()):
         digest.update(name.encode())
         if not isinstance(value, Tensor):
             digest.update(repr(value).encode())
             continue
-        for piece in value.detach().reshape(-1).view(torch.uint8).split(_PIECE_BYTES):
-            digest.update(piece.cpu().numpy())
-    return int.from_bytes(digest.digest(), "little", signed=True)
+        for piece in torch.split(value.detach().reshape(-1).view(torch.uint8), _PIECE_BYTES):
+            digest.update(piece.cpu().numpy().data)
+    return int.from_bytes(digest.digest()[:8], "little", signed=True)
 
 
 class Consistency:
@@ -62,8 +62,8 @@ class Consistency:
             gather: Collects the rows of all members.
 
         Returns:
-            The plan; a warning names them. Its donor has the state of most members. If as many have
-            another one, that of the first of them counts.
+            The plan, with a donor that has the state of most members, or with as many that of the
+            first of them. A warning names those that have drifted.
         """
         own = 0 if plan.own in plan.newcomers else self._look()
         found = gather(torch.tensor([own])).reshape(-1).tolist()
@@ -72,8 +72,8 @@ class Consistency:
         drifted = tuple(place for place, one in known.items() if one != right)
         for place in drifted:
             log.warning(
-                "Round %d: the outer parameters or the outer state of %s are not those of the other "
-                "members. It goes on from theirs; what it brings to this round does not count.",
+                "Round %d: the outer parameters or the outer state of %s are not those of the "
+                "other members. It goes on from theirs, and what it brings does not count.",
                 plan.round_index,
                 plan.names[place],
             )

@@ -31,12 +31,13 @@ def checksum(engine: StepEngine) -> int:
 
 
 def main(arguments: list[str]) -> None:
-    """Train until so many rounds are made."""
+    """Train until so many rounds or steps are made."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--lighthouse", required=True)
     parser.add_argument("--index", type=int, required=True)
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, help="instead of rounds")
     parser.add_argument("--algorithm", default="diloco")
     parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--min-workers", type=int, default=1)
@@ -89,12 +90,16 @@ def main(arguments: list[str]) -> None:
         engine.join()
         note()
         target = torch.full((1, asked.numel), float(asked.index + 1))
-        while engine.worker.round_index < asked.rounds:
+        worker = engine.worker
+        while worker.steps < asked.steps if asked.steps else worker.round_index < asked.rounds:
             with torch.no_grad():
                 model.weight.lerp_(target, 0.05)
             time.sleep(asked.step_s)
             if engine.step():
                 note()
-                if engine.worker.round_index == asked.flip_at:
-                    engine.lanes[0].lane.state["outer"].view(torch.int32)[0] ^= 1
+                if worker.round_index == asked.flip_at:
+                    engine.lanes[0].lane.state["outer"].view(torch.int32)[0] ^= 2**16
+        if asked.steps:
+            engine.finish()
+            note()
     engine.close()
