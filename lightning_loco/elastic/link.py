@@ -18,7 +18,7 @@ from lightning_loco.elastic.consistency import Consistency, fingerprint
 from lightning_loco.elastic.elastic import Elastic
 from lightning_loco.elastic.flights import Flight, Flights
 from lightning_loco.elastic.groups import Groups
-from lightning_loco.elastic.lighthouse import Lighthouse
+from lightning_loco.elastic.lighthouse import Lighthouse, address_towards
 from lightning_loco.elastic.plan import UNKNOWING
 from lightning_loco.elastic.sharing import DataShare
 from lightning_loco.elastic.state import adopt_state, copy_state, outer_state
@@ -51,20 +51,6 @@ def begin_flights(asked: Elastic, engine: Engine, share: DataShare) -> Flights:
     )
     flights.start()
     return flights
-
-
-def address_towards(lighthouse: str) -> str:
-    """The address under which the lighthouse sees this machine; RuntimeError if there is none."""
-    host, _, port = lighthouse.removeprefix("http://").rpartition(":")
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
-        family, kind, _, _, address = found[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        message = f"This machine does not reach the lighthouse at {lighthouse}: {error}."
-        raise RuntimeError(message) from error
 
 
 def describe(engine: Engine) -> dict[str, Any]:
@@ -201,16 +187,30 @@ class ElasticLink:
         return [mean.clone() for _ in messages]
 
     def _position(self, round_index: int) -> dict[str, Any]:
-        host = None if self.host is None else self.host.read()
-        return {"round_index": round_index, "steps": self.engine.worker.steps, "host": host}
+        host, schedule = self.host, self.engine.settings.schedule
+        return {
+            "round_index": round_index,
+            "steps": self.engine.worker.steps,
+            "phase": schedule.sync_every_of(0),
+            "host": None if host is None else host.read(),
+        }
 
-    def _adopt(self, flight: Flight, joins: bool = False) -> None:
-        """Go on from the state of the run."""
+    def _adopt(self, flight: Flight, joins: bool = False, missed: int = 0) -> None:
+        """Go on from the state of the run; the others have made ``missed`` local steps since."""
+        worker, host = self.engine.worker, self.host
         adopt_state(self.engine, flight)
-        if self.host is not None and flight.state is not None and not flight.has_drifted:
-            self.host.go_on(flight.state.values["host"])
+        if flight.has_drifted or flight.state is None:
+            return
+        if host is not None:
+            host.go_on(flight.state.values["host"])
+        for _ in range(missed):
+            if host is not None:
+                host.end_step()
+            worker.steps += 1
+        if host is not None:
             if joins and flight.received is not None:
-                self.host.end_step()
+                host.end_step()
+            host.count(in_step=not joins)
 
     # ----------------------------------------------------------------- members
 
@@ -230,6 +230,8 @@ class ElasticLink:
         flight.is_sent.set()
         try:
             self._carry(flight).wait()
+            assert flight.plan is not None
+            engine.statistics.members = len(flight.plan.names)
             if flight.state is not None:
                 self._adopt(flight, joins=True)
             if flight.received is not None:
@@ -268,7 +270,7 @@ class ElasticLink:
             return False
         assert flight.plan is not None
         rounds.give_up()
-        self._adopt(flight)
+        self._adopt(flight, missed=int(flight.state.values["phase"]))
         self.engine.worker.round_index = flight.plan.round_index
         self._take_part_in(flight)
         return True

@@ -23,7 +23,10 @@ class Host(Protocol):
         """Go on from the position of another worker, which has come with the state of the run."""
 
     def end_step(self) -> None:
-        """Do what follows after a local step: the other worker was within one."""
+        """Let schedules do what they do after a local step."""
+
+    def count(self, in_step: bool) -> None:
+        """Count as many local steps as the engine; the last one is still to end if ``in_step``."""
 
 
 class Share(Protocol):

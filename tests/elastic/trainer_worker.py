@@ -99,6 +99,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--num-loaders", type=int, default=0)
     parser.add_argument("--check-every", type=int, default=10)
     parser.add_argument("--epoch-steps", type=int)
+    parser.add_argument("--step-s", type=float, default=0.03)
+    parser.add_argument("--resume")
+    parser.add_argument("--dev-run", action="store_true")
     parser.add_argument("--writes-at", type=int, default=-1)
     asked = parser.parse_args(arguments)
 
@@ -116,9 +119,10 @@ def main(arguments: list[str]) -> None:
         strategy=kind(sync_every=4, membership=elastic),
         max_steps=asked.max_steps,
         limit_train_batches=asked.epoch_steps,
-        callbacks=[CommunicationMonitor(), Writer(asked.writes_at), Notes(asked.log, 0.03)],
+        callbacks=[CommunicationMonitor(), Writer(asked.writes_at), Notes(asked.log, asked.step_s)],
         log_every_n_steps=1,
+        fast_dev_run=asked.max_steps if asked.dev_run else False,
         default_root_dir=asked.log.with_suffix(""),
     )
     loader = DataLoader(Numbered(), batch_size=2, shuffle=True, num_workers=asked.num_loaders)
-    trainer.fit(Model(), loader)
+    trainer.fit(Model(), loader, ckpt_path=asked.resume)
