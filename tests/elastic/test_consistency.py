@@ -108,12 +108,17 @@ def column(made: Cluster, index: int, name: str) -> dict[int, Any]:
     [
         pytest.param((), 6, id="blocking", marks=pytest.mark.long),
         pytest.param(("--overlap",), 7, id="overlap"),
+        pytest.param(("--overlap", "--save-at=6"), 7, id="saved", marks=pytest.mark.long),
     ],
 )
 def test_a_worker_that_drifts_is_named_and_repaired(
     tmp_path: Path, schedule: tuple[str, ...], landed: int
 ) -> None:
-    """Compared is in round 5; ``landed`` counts the rounds begun when it has landed."""
+    """Compared is in round 5; ``landed`` counts the rounds begun when it has landed.
+
+    With overlap the local steps made meanwhile began at wrong parameters, so the next message does
+    not count either; but for a checkpoint in between, which makes them begin again.
+    """
     settings = ("--rounds=14", "--check-every=5", "--step-s=0.02", *schedule)
     with cluster(tmp_path, *settings, min_workers=3) as made:
         for index in range(3):
@@ -131,7 +136,7 @@ def test_a_worker_that_drifts_is_named_and_repaired(
         assert steps[0] == steps[1] == steps[2]
         lines = [line for line in made.lines(1) if line["weights"]]
         without = {line["round"] for line in lines if sum(line["weights"]) < 3}
-        assert without == ({landed} if not schedule else {landed, landed + 1})
+        assert without == ({landed, landed + 1} if schedule == ("--overlap",) else {landed})
 
 
 @pytest.mark.slow

@@ -45,17 +45,21 @@ def test_sigterm_leaves_after_the_flight(tmp_path: Path, schedule: tuple[str, ..
 
 @pytest.mark.long
 def test_sigterm_leaves_after_the_flight_also_where_nothing_is_saved(tmp_path: Path) -> None:
-    settings = ("--max-steps=40", "--step-s=0.1", "--overlap", "--dev-run")
+    settings = ("--max-steps=20", "--step-s=0.7", "--overlap", "--dev-run")
     with cluster(tmp_path, *settings, least=1, program=trainer_worker.main) as made:
         made.start(0, "--step-s=0.01")
         made.start(1)
         made.start(2)
-        made.reaches(0, 3)
+        made.reaches(0, 2)
         made.kill(0, signal.SIGTERM)
         made.ends(0, 1, 2)
         made.agree()
+        assert "This worker leaves when its round under way is over" in made.errors(0)
+        last = made.lines(0)[-1]["round"]
         for index in (1, 2):
             assert "is repeated" not in made.errors(index)
+            members = {line["round"]: line["members"] for line in made.lines(index)}
+            assert [len(members[last + i]) for i in (1, 2)] == [3, 2]
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--timeout-s", type=float, default=30)
     parser.add_argument("--check-every", type=int, default=10)
     parser.add_argument("--flip-at", type=int, default=-1)
+    parser.add_argument("--save-at", type=int, default=-1)
     asked = parser.parse_args(arguments)
 
     torch.manual_seed(asked.index)
@@ -97,6 +98,8 @@ def main(arguments: list[str]) -> None:
             time.sleep(asked.step_s)
             if engine.step():
                 note()
+                if worker.round_index == asked.save_at:
+                    engine.state_dict()
                 if worker.round_index == asked.flip_at:
                     engine.lanes[0].lane.state["outer"].view(torch.int32)[0] ^= 2**16
         if asked.steps:
