@@ -18,7 +18,8 @@ class CommunicationMonitor(RoundMonitor):
     Metrics: ``loco/round``, ``loco/bytes_sent`` (payload bytes since the start), ``loco/wait_s``
     (seconds blocked since the start), ``loco/staleness`` (rounds), ``loco/outer_grad_norm`` (of the
     last round) and ``loco/train_loss_mean`` (over the workers, at the last round). With a remote
-    optimizer a round is a step, and only the first three move.
+    optimizer a round is a step, and only the first three move. Where workers come and go there are
+    ``loco/members`` (of the last round) and ``loco/repaired`` (members that had drifted), too.
 
     Args:
         prog_bar: Show them in the progress bar, too.
@@ -48,6 +49,9 @@ class CommunicationMonitor(RoundMonitor):
         }
         if statistics.outer_grad_norm is not None:
             figures["loco/outer_grad_norm"] = statistics.outer_grad_norm
+        if statistics.members is not None:
+            figures["loco/members"] = float(statistics.members)
+            figures["loco/repaired"] = float(statistics.repaired)
         known = [loss for loss in statistics.losses if math.isfinite(loss)]
         if known:
             figures["loco/train_loss_mean"] = sum(known) / len(known)

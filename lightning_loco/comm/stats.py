@@ -20,6 +20,8 @@ class Statistics:
         consensus_distance: Root mean square distance of the workers' parameters to their mean
             right before the last measured round; None unless monitored.
         losses: The workers' last training losses at the last round, NaN where unknown.
+        members: Workers of the last round, where they come and go; None where they do not.
+        repaired: How often a member was found to have drifted, and got the others' state.
     """
 
     rounds: int = 0
@@ -29,6 +31,8 @@ class Statistics:
     outer_grad_norm: float | None = None
     consensus_distance: float | None = None
     losses: list[float] = dataclasses.field(default_factory=list)
+    members: int | None = None
+    repaired: int = 0
 
     def state_dict(self) -> dict[str, float]:
         """The counters that go on after a resume."""

@@ -27,7 +27,7 @@ class Report:
     Attributes:
         algorithm: Name of the algorithm.
         topology: Name of the topology; None for algorithms without one.
-        num_workers: Workers.
+        num_workers: Workers; where they come and go, those of the last round.
         val_loss: Validation loss of the final model, in nats per byte.
         tokens: Bytes trained on, all workers together.
         rounds: Exchanges between workers.
@@ -145,10 +145,11 @@ def measure(
     mine = [steps, statistics.bytes_sent, statistics.wait_s]
     figures = torch.tensor(mine, dtype=torch.float64, device=strategy.root_device)
     total_steps, total_bytes, total_wait_s = strategy.reduce(figures, reduce_op="sum").tolist()
+    is_elastic = statistics.members is not None  # what the others have done is not known here
     return replace(
         report,
-        num_workers=strategy.num_workers,
-        tokens=step_bytes and round(total_steps) * step_bytes,
+        num_workers=statistics.members or strategy.num_workers,
+        tokens=None if is_elastic else step_bytes and round(total_steps) * step_bytes,
         rounds=statistics.rounds,
         bytes_sent=round(total_bytes / trainer.world_size),
         wait_s=total_wait_s / trainer.world_size,

@@ -7,6 +7,7 @@ import importlib.util
 import re
 
 from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.elastic.quiet import quiet_torchft
 from lightning_loco.rounds.membership import Link
 from lightning_loco.rounds.settings import RoundSettings
 
@@ -30,6 +31,9 @@ class Elastic:
         host: Name or address under which the other workers reach this machine. Default: the address
             under which the lighthouse sees it.
         timeout_s: Longest wait for a round to come about, in seconds.
+        check_every: Compare the members' outer parameters and outer state in every that many
+            rounds, equal on all members; one that has drifted goes on from those of most. 0 or None
+            for never. Local SGD has none: after every round all models are equal.
 
     Raises:
         ValueError: If a value is out of range.
@@ -45,6 +49,7 @@ class Elastic:
     name: str | None = None
     host: str | None = None
     timeout_s: float = 600.0
+    check_every: int | None = 10
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
@@ -61,6 +66,13 @@ class Elastic:
             )
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s is in seconds and must be positive, got {self.timeout_s}.")
+        if self.check_every is not None and (
+            type(self.check_every) is not int or self.check_every < 0
+        ):
+            raise ValueError(
+                "check_every counts rounds and must be at least 1, or 0 for no comparison, got "
+                f"{self.check_every!r}."
+            )
 
     def connect(self, settings: RoundSettings, group: WorkerGroup) -> Link:
         """Connect an engine; see :class:`lightning_loco.rounds.membership.Membership`."""
@@ -81,6 +93,7 @@ class Elastic:
             raise ValueError(
                 "membership=Elastic(...) needs torchft: pip install 'lightning-loco[elastic]'."
             )
-        from lightning_loco.elastic.link import ElasticLink
+        with quiet_torchft():
+            from lightning_loco.elastic.link import ElasticLink
 
         return ElasticLink(self)

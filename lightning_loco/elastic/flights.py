@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.comm.rows import Row
+from lightning_loco.elastic.consistency import Consistency
 from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.handover import Handover, receive, send
 from lightning_loco.elastic.lighthouse import Lighthouse
@@ -71,6 +72,11 @@ class Flight:
         self.error: BaseException | None = None
         self._is_over = threading.Event()
 
+    @property
+    def has_drifted(self) -> bool:
+        """Whether this worker got the state because its own was another one than the others'."""
+        return self.plan is not None and self.plan.own in self.plan.drifted
+
     def end(self, error: BaseException | None = None) -> None:
         """Nothing more will come."""
         self.error = error
@@ -104,9 +110,14 @@ class Flights(threading.Thread):
         numel: Elements of a message.
         dtype: Of a message.
         share: Dealt out anew when the members change.
-        min_workers: With fewer, flights wait.
+        min_workers: With fewer, flights wait; those that have finished count as if they were there.
         timeout_s: Longest wait for enough members, in seconds.
         hand_over: Copies the state that newcomers need.
+        consistency: Compares the members' states.
+
+    Attributes:
+        are_last: Whether this worker leaves after them, and waits for no more members than there
+            are.
     """
 
     def __init__(
@@ -121,6 +132,7 @@ class Flights(threading.Thread):
         min_workers: int,
         timeout_s: float,
         hand_over: Callable[[Flight], Handover],
+        consistency: Consistency,
     ) -> None:
         super().__init__(name="loco-flights", daemon=True)
         self._lighthouse = lighthouse
@@ -135,11 +147,33 @@ class Flights(threading.Thread):
         self._min_workers = min_workers
         self._timeout_s = timeout_s
         self._hand_over = hand_over
+        self._consistency = consistency
+        self.are_last = False
         self._queue: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
 
     def carry(self, flight: Flight) -> None:
         """Carry a flight after those before it."""
         self._queue.put(flight)
+
+    def leave(self, has_finished: bool) -> None:
+        """Carry what is under way to its end, then take part no longer.
+
+        Args:
+            has_finished: Whether the others are to go on without waiting for someone else instead.
+        """
+        self.are_last = True
+        self._queue.put(None)
+        self.join(_PARTING_S)
+        if self.is_alive():
+            log.warning(
+                "This worker leaves when its round under way is over: it waits for the others, "
+                "for %g s at the most.",
+                self._timeout_s,
+            )
+            self.join(self._timeout_s)
+        if has_finished:
+            self._groups.say_finished()
+        self.close()
 
     def close(self) -> None:
         """Take part no longer; whoever waits for a flight of this worker goes on without it."""
@@ -179,7 +213,9 @@ class Flights(threading.Thread):
         """Who takes part; waits until they are enough."""
         while True:
             open_group, store = self._groups.name, self._groups.address
-            told = Told(flight.round_index, open_group, store, self._share.reach, self._fingerprint)
+            enough = 1 if self.are_last else self._min_workers - self._groups.finished
+            reach, run = self._share.reach, self._fingerprint
+            told = Told(flight.round_index, open_group, store, reach, run, enough)
             left_s = began + self._timeout_s - time.monotonic()
             quorum = self._lighthouse.quorum(told._asdict(), left_s)
             if quorum is None:
@@ -193,12 +229,15 @@ class Flights(threading.Thread):
             except OtherRun as other:
                 theirs = json.loads(self._groups.ask(other.store))
                 raise ValueError(difference(self._told, theirs, other.who)) from None
-            if len(plan.names) >= self._min_workers:
+            if len(plan.names) >= plan.enough:
                 return plan
             time.sleep(_PAUSE_S)
 
     def _exchange(self, flight: Flight, plan: Plan) -> None:
         """Carry a flight once; where it is over for the training thread, it has ended."""
+        if self._consistency.is_due(plan):
+            flight.is_sent.wait()
+            plan = self._consistency.compare(plan, self._groups.gather)
         is_newcomer = plan.own in plan.newcomers
         brings = plan.own == plan.donor and bool(plan.newcomers)
         state = None

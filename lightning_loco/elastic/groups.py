@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -12,14 +13,15 @@ from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 from torchft.process_group import ProcessGroupGloo
 
-from lightning_loco.elastic.gathering import assemble, connected
+from lightning_loco.elastic.gathering import assemble, check_alive, connected
 from lightning_loco.elastic.plan import Plan
 
 CONNECT_S = 20.0
 """Longest wait for the members of a new group: one of them may have died meanwhile."""
 
 
-_RUN = "run"
+_RUN, _FINISHED = "run", "finished"
+_GOODBYE_S = 1.0
 
 
 class Groups:
@@ -40,7 +42,7 @@ class Groups:
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self.address = f"{host}:{self._store.port}"
         self._group: ProcessGroupGloo | None = None
-        self._size = 1
+        self._plan: Plan | None = None
 
     def describe(self, run: str) -> None:
         """Keep what this worker's run is, for those who want to know why theirs is another."""
@@ -50,6 +52,20 @@ class Groups:
         """What another worker's run is; RuntimeError if it does not say."""
         asked = connected(store, min(CONNECT_S, self._seconds))
         return asked.get(_RUN).decode()
+
+    @property
+    def finished(self) -> int:
+        """How many of those who took part with this worker have finished since."""
+        return self._store.add(_FINISHED, 0)
+
+    def say_finished(self) -> None:
+        """Tell those who took part last that this worker has finished, if they are there still."""
+        plan = self._plan
+        for place, store in enumerate(plan.stores if plan is not None else ()):
+            if plan is not None and place != plan.own:
+                with suppress(RuntimeError):
+                    check_alive(plan, place)
+                    connected(store, _GOODBYE_S).add(_FINISHED, 1)
 
     def open(self, plan: Plan) -> None:
         """Have the group of a plan; made anew if it is another one.
@@ -65,7 +81,7 @@ class Groups:
         group = ProcessGroupGloo(timeout=timedelta(seconds=patience_s))
         store = f"{plan.stores[plan.donor]}/{plan.group}"
         group.configure(store, plan.names[plan.own], plan.own, len(plan.names))
-        self._group, self._size, self.name = group, len(plan.names), plan.group
+        self._group, self._plan, self.name = group, plan, plan.group
 
     @property
     def _seconds(self) -> float:
@@ -79,10 +95,11 @@ class Groups:
 
     def gather(self, row: Tensor) -> Tensor:
         """The rows of all members, of shape ``(members, width)``."""
-        table = row.new_empty(self._size, len(row))
+        group = self._open
+        table = row.new_empty(group.size(), len(row))
         options = AllgatherOptions()
         options.timeout = self._timeout
-        self._open.allgather([list(table)], [row], options).wait()
+        group.allgather([list(table)], [row], options).wait()
         return table
 
     def send(self, tensors: Sequence[Tensor], to: int) -> None:

@@ -40,6 +40,20 @@ class Quorum(NamedTuple):
     members: list[Member]
 
 
+def address_towards(lighthouse: str) -> str:
+    """The address under which the lighthouse sees this machine; RuntimeError if there is none."""
+    host, _, port = lighthouse.removeprefix("http://").rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+        family, kind, _, _, address = found[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        message = f"This machine does not reach the lighthouse at {lighthouse}: {error}."
+        raise RuntimeError(message) from error
+
+
 class Lighthouse:
     """This worker's line to the lighthouse.
 

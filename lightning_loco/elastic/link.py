@@ -14,13 +14,14 @@ from torch import Tensor
 from lightning_loco.comm.rows import ROUND, PendingRows, Row
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Timed
+from lightning_loco.elastic.consistency import Consistency, fingerprint
 from lightning_loco.elastic.elastic import Elastic
 from lightning_loco.elastic.flights import Flight, Flights
 from lightning_loco.elastic.groups import Groups
-from lightning_loco.elastic.lighthouse import Lighthouse
+from lightning_loco.elastic.lighthouse import Lighthouse, address_towards
 from lightning_loco.elastic.plan import UNKNOWING
 from lightning_loco.elastic.sharing import DataShare
-from lightning_loco.elastic.state import adopt_state, copy_state
+from lightning_loco.elastic.state import adopt_state, copy_state, outer_state
 from lightning_loco.rounds.engine import Engine
 from lightning_loco.rounds.flight import Flight as LaneFlight
 from lightning_loco.rounds.membership import Host
@@ -36,30 +37,20 @@ def begin_flights(asked: Elastic, engine: Engine, share: DataShare) -> Flights:
     flights = Flights(
         Lighthouse(asked.lighthouse, name, asked.timeout_s),
         Groups(asked.host or address_towards(asked.lighthouse), asked.timeout_s),
-        describe(engine),
+        {**describe(engine), "check_every": asked.check_every or 0},
         numel=layout.numel,
         dtype=layout.dtype,
         share=share,
         min_workers=asked.min_workers,
         timeout_s=asked.timeout_s,
         hand_over=lambda flight: copy_state(engine, flight),
+        consistency=Consistency(
+            engine.settings.algorithm.replicated and asked.check_every or 0,
+            lambda: fingerprint(outer_state(engine)),
+        ),
     )
     flights.start()
     return flights
-
-
-def address_towards(lighthouse: str) -> str:
-    """The address under which the lighthouse sees this machine; RuntimeError if there is none."""
-    host, _, port = lighthouse.removeprefix("http://").rpartition(":")
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
-        family, kind, _, _, address = found[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        message = f"This machine does not reach the lighthouse at {lighthouse}: {error}."
-        raise RuntimeError(message) from error
 
 
 def describe(engine: Engine) -> dict[str, Any]:
@@ -125,6 +116,7 @@ class ElasticLink:
         self._asked = asked
         self._flights: Flights | None = None
         self._engine: Engine | None = None
+        self._has_finished = False
         self._flight: Flight | None = None
         self.share = DataShare()
         self.host: Host | None = None
@@ -132,8 +124,14 @@ class ElasticLink:
 
     def _land(self, flight: Flight) -> None:
         self.last = flight
+        worker, plan = self.engine.worker, flight.plan
+        assert plan is not None
+        worker.statistics.members = len(plan.names)
+        worker.statistics.repaired += len(plan.drifted)
         if flight.state is not None and not flight.is_adopted:
+            begun = worker.round_index - flight.round_index
             self._adopt(flight)
+            worker.round_index = plan.round_index + begun
 
     @property
     def has_joined(self) -> bool:
@@ -189,16 +187,30 @@ class ElasticLink:
         return [mean.clone() for _ in messages]
 
     def _position(self, round_index: int) -> dict[str, Any]:
-        host = None if self.host is None else self.host.read()
-        return {"round_index": round_index, "steps": self.engine.worker.steps, "host": host}
+        host, schedule = self.host, self.engine.settings.schedule
+        return {
+            "round_index": round_index,
+            "steps": self.engine.worker.steps,
+            "phase": schedule.sync_every_of(0),
+            "host": None if host is None else host.read(),
+        }
 
-    def _adopt(self, flight: Flight, joins: bool = False) -> None:
-        """Go on from the state of the run."""
+    def _adopt(self, flight: Flight, joins: bool = False, missed: int = 0) -> None:
+        """Go on from the state of the run; the others have made ``missed`` local steps since."""
+        worker, host = self.engine.worker, self.host
         adopt_state(self.engine, flight)
-        if self.host is not None and flight.state is not None:
-            self.host.go_on(flight.state.values["host"])
+        if flight.has_drifted or flight.state is None:
+            return
+        if host is not None:
+            host.go_on(flight.state.values["host"])
+        for _ in range(missed):
+            if host is not None:
+                host.end_step()
+            worker.steps += 1
+        if host is not None:
             if joins and flight.received is not None:
-                self.host.end_step()
+                host.end_step()
+            host.count(in_step=not joins)
 
     # ----------------------------------------------------------------- members
 
@@ -209,7 +221,7 @@ class ElasticLink:
         Any other gets the state of the run; a round that is under way is its own too, with weight
         0.
         """
-        self._engine = engine
+        self._engine, self._has_finished = engine, False
         self._flights = begin_flights(self._asked, engine, self.share)
         if engine.worker.round_index > 0:
             return
@@ -218,6 +230,8 @@ class ElasticLink:
         flight.is_sent.set()
         try:
             self._carry(flight).wait()
+            assert flight.plan is not None
+            engine.statistics.members = len(flight.plan.names)
             if flight.state is not None:
                 self._adopt(flight, joins=True)
             if flight.received is not None:
@@ -254,13 +268,29 @@ class ElasticLink:
             flight.wait()
         if flight.state is None or flight.is_adopted:
             return False
+        assert flight.plan is not None
         rounds.give_up()
-        self._adopt(flight)
+        self._adopt(flight, missed=int(flight.state.values["phase"]))
+        self.engine.worker.round_index = flight.plan.round_index
         self._take_part_in(flight)
         return True
 
+    def finish(self) -> None:
+        """Wait for no more members than there are: what is under way, or begins, is the last."""
+        self._has_finished = True
+        if self._flights is not None:
+            self._flights.are_last = True
+
+    def leave(self) -> None:
+        """Take part no longer, when what is under way is over."""
+        flights, self._flights = self._flights, None
+        if flights is not None:
+            flights.leave(self._has_finished)
+
     def close(self) -> None:
         """Take part no longer."""
-        if self._flights is not None:
+        if self._has_finished:
+            self.leave()
+        elif self._flights is not None:
             self._flights.close()
             self._flights = None

@@ -22,6 +22,7 @@ class Told(NamedTuple):
         store: ``"host:port"`` of a key-value store that it serves.
         data: The first position in the stream of samples that it cannot have taken.
         run: Fingerprint of settings and schema.
+        enough: The least number of members with which it makes this round.
     """
 
     round_index: int
@@ -29,6 +30,7 @@ class Told(NamedTuple):
     store: str
     data: int
     run: str
+    enough: int
 
 
 class Plan(NamedTuple):
@@ -45,6 +47,8 @@ class Plan(NamedTuple):
         newcomers: Places of those who need it.
         round_index: The round that is made; :data:`UNKNOWING` if the run only begins.
         data: Where the members of a new group go on in the stream of samples.
+        enough: With fewer members the round waits: what the least demanding of them has told.
+        drifted: Places of those newcomers whose state was found to be another one than the others'.
     """
 
     group: str
@@ -56,6 +60,8 @@ class Plan(NamedTuple):
     newcomers: tuple[int, ...]
     round_index: int
     data: int
+    enough: int = 1
+    drifted: tuple[int, ...] = ()
 
 
 class OtherRun(Exception):
@@ -78,7 +84,7 @@ def read(member: Member) -> Told | None:
         told = Told(**member.told)
     except TypeError:
         return None
-    kinds = (int, str, str, int, str)
+    kinds = (int, str, str, int, str, int)
     is_told = all(type(value) is kind for value, kind in zip(told, kinds, strict=True))
     return told if is_told else None
 
@@ -125,6 +131,7 @@ def make_plan(quorum: Quorum, own_name: str) -> Plan:
         newcomers=tuple(behind),
         round_index=ahead,
         data=max(told[name].data for name in names),
+        enough=min(told[name].enough for name in names),
     )
 
 

@@ -14,6 +14,13 @@ from lightning_loco.rounds.engine import Engine
 _STATE, _PARAMS, _BUFFERS = "state/", "params", "buffers"
 
 
+def outer_state(engine: Engine) -> dict[str, Any]:
+    """What the algorithm remembers, as it is until the flight under way lands."""
+    lane = engine.lanes[0].lane
+    state = {**lane.state, **(lane.parts[0].state if lane.has_uncut_state else {})}
+    return state | {key: lane.state[key] for key in state if _is_vector(lane.state[key], engine)}
+
+
 @torch.no_grad()
 def copy_state(engine: Engine, flight: Flight) -> Handover:
     """Copy the state of the run into the host's memory, as it is until the flight lands.
@@ -21,9 +28,7 @@ def copy_state(engine: Engine, flight: Flight) -> Handover:
     It may be called beside the local steps: outer parameters stand still meanwhile. Where the
     algorithm has none, the model's parameters are taken, and the round replaces them.
     """
-    lane, worker = engine.lanes[0].lane, engine.worker
-    state = {**lane.state, **(lane.parts[0].state if lane.has_uncut_state else {})}
-    state |= {key: lane.state[key] for key in state if _is_vector(lane.state[key], engine)}
+    lane, worker, state = engine.lanes[0].lane, engine.worker, outer_state(engine)
     tensors = {f"{_STATE}{k}": _copied(v) for k, v in state.items() if isinstance(v, Tensor)}
     start = engine.settings.algorithm.restart(lane.state)
     tensors[_PARAMS] = worker.replica.layout.set_aside() if start is None else _copied(start)
@@ -66,6 +71,8 @@ def adopt_state(engine: Engine, flight: Flight) -> None:
     lane.load_state_dict({**tensors, **numbers}, {"residual": residual, "departure": params})
     worker.replica.layout.write(params)
     worker.replica.buffers.write(state.tensors[_BUFFERS])
+    if flight.has_drifted:
+        return  # it knows where it is
     worker.steps = int(state.values["steps"])
     worker.round_index = int(state.values["round_index"])
     worker.steps_since_round = 0

@@ -79,8 +79,6 @@ class Engine:
         Engine.__init__(engine := cls.__new__(cls), model, lambda: settings, group, optimized)
         return engine
 
-    # ------------------------------------------------------------- local steps
-
     def join(self) -> None:
         """Where workers come and go: take part, before the first step, in the run's state."""
         if self.link is not None:
@@ -252,6 +250,8 @@ class Engine:
         Raises:
             RuntimeError: If a worker is missing or has failed, or no worker is finite.
         """
+        if self.link is not None:
+            self.link.finish()
         for _ in self.lanes:
             rows = self.worker.meet(purpose)
             if self._sync_every is not None and any(row.steps > 0 for row in rows):

@@ -23,7 +23,10 @@ class Host(Protocol):
         """Go on from the position of another worker, which has come with the state of the run."""
 
     def end_step(self) -> None:
-        """Do what follows after a local step: the other worker was within one."""
+        """Let schedules do what they do after a local step."""
+
+    def count(self, in_step: bool) -> None:
+        """Count as many local steps as the engine; the last one is still to end if ``in_step``."""
 
 
 class Share(Protocol):
@@ -56,8 +59,14 @@ class Link(RowCarrier, Exchange, Protocol):
     def catch_up(self) -> bool:
         """Wait for the round under way; whether it shows this worker left behind by the others."""
 
+    def finish(self) -> None:
+        """The last rounds of this worker follow: they wait for no more workers than there are."""
+
+    def leave(self) -> None:
+        """Take part no longer, when the round under way is over."""
+
     def close(self) -> None:
-        """Take part no longer."""
+        """Take part no longer; at once, but after :meth:`finish`."""
 
 
 @runtime_checkable

@@ -41,9 +41,11 @@ class Engine(Protocol):
 def describe(engine: Engine, schedule: Schedule | None) -> str:
     """One line about a run: its algorithm, workers, parameters and rounds, and where it starts."""
     worker, settings = engine.worker, engine.settings
+    group, membership = worker.group, getattr(settings, "membership", None)
+    workers = f"{group.num_workers} workers" if membership is None else "workers that come and go"
     rounds = "" if schedule is None else f"{schedule}, topology {settings.topology}, "
     return (
-        f"{settings.algorithm} on {worker.group.num_workers} workers, "
+        f"{settings.algorithm} on {workers}, "
         f"{worker.replica.layout.numel:,} trainable parameters, {rounds}"
         f"start {worker.checksum:08x}."
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import Unpack
 
 from lightning_loco.algorithms import Algorithm
@@ -123,6 +126,21 @@ class LocoStrategy(EngineStrategy):
         self._weights.begin_batches()
         link.host = TrainerPosition(self._trainer, lambda: engine.worker.steps)
         engine.join()
+        if (members := engine.statistics.members) is not None:
+            rank_zero_info(f"One of {members} members, from round {engine.worker.round_index} on.")
+
+    @contextmanager
+    def _end_training(self) -> Iterator[None]:
+        with super()._end_training():
+            if self._link is not None:
+                self._link.leave()  # the hooks that follow may take long
+            yield
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Where members come and go, one that is asked to stop leaves after its flight."""
+        if self._link is not None and isinstance(exception, SIGTERMException):
+            self._link.leave()
+        super().on_exception(exception)
 
     def begin_anew(self, saved: Saved | None = None) -> list[str]:
         """Rounds begin anew from what the model holds, or go on from what another run has saved."""

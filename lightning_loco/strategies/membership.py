@@ -105,15 +105,17 @@ class TrainerPosition:
         for config, saved in zip(configs, position["schedulers"], strict=True):
             config.scheduler.load_state_dict({**config.scheduler.state_dict(), **saved})
         write_hyperparameters(groups, found)
-        self._count_on()
 
-    def _count_on(self) -> None:
-        loop = self._trainer.fit_loop.epoch_loop
-        for total in (
-            loop.automatic_optimization.optim_progress.optimizer.step.total,
-            loop.manual_optimization.optim_step_progress.total,
-        ):
-            total.ready = total.completed = self._steps()
+    def count(self, in_step: bool) -> None:
+        """Count as many steps as this worker; Lightning still counts the present one, if there is.
+
+        With manual optimization it has done so: rounds are made after the step.
+        """
+        loop, steps = self._trainer.fit_loop.epoch_loop, self._steps()
+        automatic = loop.automatic_optimization.optim_progress.optimizer.step.total
+        manual = loop.manual_optimization.optim_step_progress.total
+        automatic.ready = manual.ready = manual.completed = steps
+        automatic.completed = steps - in_step
 
     def end_step(self) -> None:
         """Let the schedulers step that do so after every so many steps of the optimizer."""

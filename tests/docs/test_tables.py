@@ -91,7 +91,8 @@ def test_callbacks_exist() -> None:
 
 def test_metrics_exist() -> None:
     strategy = loco.DiLoCoStrategy()
-    strategy.statistics = Statistics(outer_grad_norm=1.0, consensus_distance=1.0, losses=[1.0])
+    figures = {"outer_grad_norm": 1.0, "consensus_distance": 1.0, "losses": [1.0], "members": 2}
+    strategy.statistics = Statistics(**figures)
     logged: set[str] = set()
     for monitor in (loco.CommunicationMonitor(), loco.ConsensusMonitor()):
         logged |= set(monitor.figures(strategy))

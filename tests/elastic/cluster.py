@@ -178,10 +178,11 @@ def cluster(
     folder: Path,
     *settings: str,
     min_workers: int = 2,
+    least: int | None = None,
     program: Callable[[list[str]], None] = worker.main,
 ) -> Iterator[Cluster]:
-    """A lighthouse, and workers to start."""
-    lighthouse = Lighthouse(min_workers)
+    """A lighthouse, and workers to start; ``least`` is what the lighthouse wants, by itself."""
+    lighthouse = Lighthouse(least or min_workers)
     made = Cluster(lighthouse, folder, [*settings, f"--min-workers={min_workers}"], program)
     try:
         yield made

@@ -75,6 +75,9 @@ def test_two_begin_a_third_joins_and_the_first_is_killed(tmp_path: Path) -> None
                 until(lambda output=output: "All files are in" in output.read_text(), "an end")
         losses = [loss_in(output) for output in (second, third)]
         assert losses[0] == losses[1]
+        for output in (second, third):
+            assert re.search(r"workers +2\n", output.read_text())
+            assert "on workers that come and go" in output.read_text()
 
 
 @pytest.mark.slow

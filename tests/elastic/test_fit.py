@@ -56,6 +56,12 @@ def test_a_third_job_joins_and_the_first_is_killed(
             assert line["steps"] == own[round_index]["steps"]
         assert {len(line["members"]) for line in own.values()} >= {2, 3}
         assert own[max(own)]["steps"] == 160
+        for line in (*own.values(), *newcomer.values()):
+            if line["members"]:
+                assert line["logged"]["loco/members"] == len(line["members"])
+                assert line["logged"]["loco/repaired"] == 0
+        assert "on workers that come and go" in made.errors(2)
+        assert "One of 3 members, from round" in made.errors(2)
 
 
 @pytest.mark.long

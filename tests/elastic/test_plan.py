@@ -10,13 +10,16 @@ from lightning_loco.elastic.lighthouse import Member, Quorum
 from lightning_loco.elastic.plan import UNKNOWING, OtherRun, Plan, difference, make_plan
 
 
-def told(round_index: int, group: str = "", data: int = 0, run: str = "ours") -> dict[str, Any]:
+def told(
+    round_index: int, group: str = "", data: int = 0, run: str = "ours", enough: int = 2
+) -> dict[str, Any]:
     return {
         "round_index": round_index,
         "group": group,
         "store": f"host:{round_index + 2}",
         "data": data,
         "run": run,
+        "enough": enough,
     }
 
 
@@ -74,6 +77,11 @@ def test_who_is_behind_gets_the_state() -> None:
 def test_all_go_on_in_the_data_where_nobody_has_been() -> None:
     found = plans(a=told(5, "", data=40), b=told(5, "", data=90), c=told(UNKNOWING))
     assert {plan.data for plan in found.values()} == {90}
+
+
+def test_the_least_demanding_says_how_many_members_are_enough() -> None:
+    found = plans(a=told(5, "", enough=3), b=told(5, "", enough=1), c=told(UNKNOWING, enough=2))
+    assert {plan.enough for plan in found.values()} == {1}
 
 
 def test_other_settings_are_refused_and_the_others_go_on() -> None:

@@ -24,6 +24,8 @@ HERE = "127.0.0.1:29510"
         ({"min_workers": 2.0}, "min_workers must be at least 1, got 2.0"),
         ({"name": "a b"}, "name must be of letters"),
         ({"timeout_s": 0}, "timeout_s is in seconds and must be positive, got 0"),
+        ({"check_every": -1}, "check_every counts rounds and must be at least 1, or 0"),
+        ({"check_every": 2.5}, "check_every counts rounds and must be at least 1, or 0"),
     ],
 )
 def test_values_out_of_range(arguments: dict[str, Any], message: str) -> None:

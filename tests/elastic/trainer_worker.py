@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_loco import AsyncDiLoCoStrategy, DiLoCoStrategy, Elastic
+from lightning_loco import AsyncDiLoCoStrategy, CommunicationMonitor, DiLoCoStrategy, Elastic
 from tests.elastic.worker import checksum
 from tests.tiny import TinyModule, quiet_trainer
 
@@ -66,11 +66,25 @@ class Notes(Callback):
             "weights": [] if last is None else last.rows[:, 3].tolist(),
             "checksum": checksum(engine),
             "samples": self._samples,
+            "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "time": time.time(),
         }
         self._samples = []
         with open(self._path, "a") as log:
             log.write(json.dumps(line) + "\n")
+
+
+class Writer(Callback):
+    """Writes weights at the begin of an epoch."""
+
+    def __init__(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == self._epoch:
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.zero_()
 
 
 def main(arguments: list[str]) -> None:
@@ -83,6 +97,12 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--min-workers", type=int, default=1)
     parser.add_argument("--num-loaders", type=int, default=0)
+    parser.add_argument("--check-every", type=int, default=10)
+    parser.add_argument("--epoch-steps", type=int)
+    parser.add_argument("--step-s", type=float, default=0.03)
+    parser.add_argument("--resume")
+    parser.add_argument("--dev-run", action="store_true")
+    parser.add_argument("--writes-at", type=int, default=-1)
     asked = parser.parse_args(arguments)
 
     torch.manual_seed(asked.index)
@@ -92,13 +112,17 @@ def main(arguments: list[str]) -> None:
         name=f"w{asked.index}",
         host="127.0.0.1",
         timeout_s=30,
+        check_every=asked.check_every,
     )
     kind = AsyncDiLoCoStrategy if asked.overlap else DiLoCoStrategy
     trainer: Trainer = quiet_trainer(
         strategy=kind(sync_every=4, membership=elastic),
         max_steps=asked.max_steps,
-        callbacks=[Notes(asked.log, 0.03)],
-        default_root_dir=asked.log.parent,
+        limit_train_batches=asked.epoch_steps,
+        callbacks=[CommunicationMonitor(), Writer(asked.writes_at), Notes(asked.log, asked.step_s)],
+        log_every_n_steps=1,
+        fast_dev_run=asked.max_steps if asked.dev_run else False,
+        default_root_dir=asked.log.with_suffix(""),
     )
     loader = DataLoader(Numbered(), batch_size=2, shuffle=True, num_workers=asked.num_loaders)
-    trainer.fit(Model(), loader)
+    trainer.fit(Model(), loader, ckpt_path=asked.resume)

@@ -38,12 +38,13 @@ def first_of(engine: StepEngine) -> float:
 
 
 def main(arguments: list[str]) -> None:
-    """Train until so many rounds are made."""
+    """Train until so many rounds or steps are made."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--lighthouse", required=True)
     parser.add_argument("--index", type=int, required=True)
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, help="instead of rounds")
     parser.add_argument("--algorithm", default="diloco")
     parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--min-workers", type=int, default=1)
@@ -54,6 +55,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--die-at", help="a point of fault_points.py")
     parser.add_argument("--die-in", type=int, default=0, help="in this round or a later one")
     parser.add_argument("--nan-in", type=int, default=-1, help="this round")
+    parser.add_argument("--check-every", type=int, default=10)
+    parser.add_argument("--flip-at", type=int, default=-1)
+    parser.add_argument("--save-at", type=int, default=-1)
     asked = parser.parse_args(arguments)
 
     torch.manual_seed(asked.index)
@@ -67,6 +71,7 @@ def main(arguments: list[str]) -> None:
         name=f"w{asked.index}",
         host="127.0.0.1",
         timeout_s=asked.timeout_s,
+        check_every=asked.check_every,
     )
     engine = StepEngine(
         model,
@@ -92,6 +97,7 @@ def main(arguments: list[str]) -> None:
                 "weights": [] if last is None else last.rows[:, 3].tolist(),
                 "checksum": checksum(engine),
                 "outer": first_of(engine),
+                "repaired": engine.statistics.repaired,
                 "time": time.time(),
             }
             log.write(json.dumps(line) + "\n")
@@ -99,7 +105,8 @@ def main(arguments: list[str]) -> None:
         engine.join()
         note()
         target = torch.full((1, asked.numel), float(asked.index + 1))
-        while engine.worker.round_index < asked.rounds:
+        worker = engine.worker
+        while worker.steps < asked.steps if asked.steps else worker.round_index < asked.rounds:
             with torch.no_grad():
                 model.weight.lerp_(target, 0.05)
                 if engine.worker.round_index == asked.nan_in:
@@ -107,4 +114,11 @@ def main(arguments: list[str]) -> None:
             time.sleep(asked.step_s)
             if engine.step():
                 note()
+                if worker.round_index == asked.save_at:
+                    engine.state_dict()
+                if worker.round_index == asked.flip_at:
+                    engine.lanes[0].lane.state["outer"].view(torch.int32)[0] ^= 2**16
+        if asked.steps:
+            engine.finish()
+            note()
     engine.close()
