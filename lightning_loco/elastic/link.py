@@ -14,13 +14,14 @@ from torch import Tensor
 from lightning_loco.comm.rows import ROUND, PendingRows, Row
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Timed
+from lightning_loco.elastic.carriers import Summing
 from lightning_loco.elastic.elastic import Elastic
 from lightning_loco.elastic.flights import Flight, Flights
 from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.lighthouse import Lighthouse
 from lightning_loco.elastic.plan import UNKNOWING
 from lightning_loco.elastic.sharing import DataShare
-from lightning_loco.elastic.state import adopt_state, copy_state
+from lightning_loco.elastic.state import adopt_state
 from lightning_loco.rounds.engine import Engine
 from lightning_loco.rounds.flight import Flight as LaneFlight
 from lightning_loco.rounds.membership import Host
@@ -32,17 +33,16 @@ _OWN_AFFAIRS = ("sync_every", "bucket_bytes")
 def begin_flights(asked: Elastic, engine: Engine, share: DataShare) -> Flights:
     """Connect with the lighthouse; RuntimeError if it does not answer."""
     name = f"{asked.name or socket.gethostname()}-{secrets.token_hex(4)}"
-    layout = engine.worker.replica.layout
+    lighthouse = Lighthouse(asked.lighthouse, name, asked.timeout_s)
+    groups = Groups(asked.host or address_towards(asked.lighthouse), asked.timeout_s)
     flights = Flights(
-        Lighthouse(asked.lighthouse, name, asked.timeout_s),
-        Groups(asked.host or address_towards(asked.lighthouse), asked.timeout_s),
+        lighthouse,
+        groups,
+        Summing(groups, engine),
         describe(engine),
-        numel=layout.numel,
-        dtype=layout.dtype,
         share=share,
         min_workers=asked.min_workers,
         timeout_s=asked.timeout_s,
-        hand_over=lambda flight: copy_state(engine, flight),
     )
     flights.start()
     return flights
@@ -89,16 +89,14 @@ class Carried:
         return self.flight.is_over()
 
     def wait(self) -> Tensor:
-        """The sum of the messages."""
+        """What the messages have come to."""
         statistics = self._engine.statistics
         with Timed(statistics):
             self.flight.wait()
         self._land(self.flight)
-        received, plan = self.flight.received, self.flight.plan
+        received = self.flight.received
         assert received is not None
-        assert plan is not None
-        count = len(plan.names)
-        statistics.bytes_sent += 2 * (count - 1) * received.nbytes // count
+        statistics.bytes_sent += self.flight.bytes_sent
         return received.to(self._engine.worker.replica.layout.device)
 
     def release(self) -> None:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lightning_loco.elastic.flights import Flight
 from lightning_loco.elastic.handover import Handover
 from lightning_loco.rounds.engine import Engine
 
+if TYPE_CHECKING:
+    from lightning_loco.elastic.flights import Flight
+
+STATES = 8
+"""The most vectors of the length of a message that a state is made of."""
+
 _STATE, _PARAMS, _BUFFERS = "state/", "params", "buffers"
+
+
+def longest_state(engine: Engine) -> int:
+    """The most bytes that the state of a run may take."""
+    layout = engine.worker.replica.layout
+    return STATES * layout.numel * layout.dtype.itemsize + 2**30
 
 
 @torch.no_grad()
