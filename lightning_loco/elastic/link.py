@@ -14,9 +14,10 @@ from torch import Tensor
 from lightning_loco.comm.rows import ROUND, PendingRows, Row
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Timed
-from lightning_loco.elastic.carriers import Summing
+from lightning_loco.elastic.carriers import Carrier, Summing
 from lightning_loco.elastic.elastic import Elastic
 from lightning_loco.elastic.flights import Flight, Flights
+from lightning_loco.elastic.gossip import Mixing
 from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.lighthouse import Lighthouse
 from lightning_loco.elastic.plan import UNKNOWING
@@ -25,7 +26,10 @@ from lightning_loco.elastic.state import adopt_state
 from lightning_loco.rounds.engine import Engine
 from lightning_loco.rounds.flight import Flight as LaneFlight
 from lightning_loco.rounds.membership import Host
+from lightning_loco.rounds.mixing import mix_all
 from lightning_loco.rounds.parcels import Parcel
+from lightning_loco.rounds.settings import RoundSettings
+from lightning_loco.topology import Topology
 
 _OWN_AFFAIRS = ("sync_every", "bucket_bytes")
 
@@ -35,10 +39,12 @@ def begin_flights(asked: Elastic, engine: Engine, share: DataShare) -> Flights:
     name = f"{asked.name or socket.gethostname()}-{secrets.token_hex(4)}"
     lighthouse = Lighthouse(asked.lighthouse, name, asked.timeout_s)
     groups = Groups(asked.host or address_towards(asked.lighthouse), asked.timeout_s)
+    sums = engine.settings.algorithm.exchange == "mean"
+    carrier: Carrier = Summing(groups, engine) if sums else Mixing(groups, engine)
     flights = Flights(
         lighthouse,
         groups,
-        Summing(groups, engine),
+        carrier,
         describe(engine),
         share=share,
         min_workers=asked.min_workers,
@@ -108,19 +114,22 @@ class ElasticLink:
 
     Args:
         asked: What the user says.
+        settings: Of the engine.
 
     Attributes:
+        is_weighted: Whether messages are added up; otherwise they are mixed by a topology.
         share: Of the data.
         host: Reads the position of the program around the engine, as plain values, and goes on from
             that of another worker.
         last: The flight that has landed last, with the members' rows; None before the first one.
     """
 
-    is_weighted = True
     can_carry_rows = False
 
-    def __init__(self, asked: Elastic) -> None:
+    def __init__(self, asked: Elastic, settings: RoundSettings) -> None:
+        self.is_weighted = settings.algorithm.exchange == "mean"
         self._asked = asked
+        self._topology = settings.topology
         self._flights: Flights | None = None
         self._engine: Engine | None = None
         self._flight: Flight | None = None
@@ -182,7 +191,10 @@ class ElasticLink:
         return Carried(self._flight, self.engine, self._land)
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
-        """The mean, to be divided by the weights already."""
+        """The mean, to be divided by the weights already; or the mix of each."""
+        if not self.is_weighted:
+            assert isinstance(self._topology, Topology)
+            return mix_all(self._topology, messages, round_index)
         mean = torch.stack(list(messages)).sum(0).div_(len(messages))
         return [mean.clone() for _ in messages]
 
@@ -191,8 +203,13 @@ class ElasticLink:
         return {"round_index": round_index, "steps": self.engine.worker.steps, "host": host}
 
     def _adopt(self, flight: Flight, joins: bool = False) -> None:
-        """Go on from the state of the run."""
+        """Go on from the state of the run; of a round under way the message is nobody's own."""
         adopt_state(self.engine, flight)
+        for message in self.engine.lanes[0].lane.messages():
+            if self.is_weighted or flight.received is None:
+                message.zero_()
+            else:
+                message.copy_(flight.received)
         if self.host is not None and flight.state is not None:
             self.host.go_on(flight.state.values["host"])
             if joins and flight.received is not None:
@@ -233,8 +250,6 @@ class ElasticLink:
         late = LaneFlight(index, self._rows(flight, place), False, worker.steps)
         late.handles = [Carried(flight, engine, self._land)]
         late.stayed = engine.settings.schedule.stays(index)
-        for message in rounds.lane.messages():
-            message.zero_()
         rounds.flight = late
         worker.round_index += 1
         if not late.stayed:
