@@ -140,7 +140,7 @@ def with_membership(
     if "membership" not in inspect.signature(kind).parameters:
         raise ValueError(
             f"{kind.__name__.removesuffix('Strategy')} cannot let workers come and go. Drop "
-            "membership=..., or choose algorithm=diloco, async_diloco or local_sgd."
+            "membership=..., or choose algorithm=diloco, async_diloco, local_sgd, gasloc or noloco."
         )
     return functools.partial(make, membership=hydra.utils.instantiate(membership))
 

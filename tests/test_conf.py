@@ -12,6 +12,7 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 
 import train
+from lightning_loco import Elastic
 from lightning_loco.cli import SettingsError, build_strategy
 from lightning_loco.strategies import METHODS
 from lightning_loco.topology import TOPOLOGIES, Topology
@@ -98,6 +99,14 @@ def test_topologies_reach_the_strategy(name: str) -> None:
     else:
         assert isinstance(strategy.settings.topology, Topology)
         assert strategy.settings.topology.name == name
+
+
+@pytest.mark.parametrize("name", ["gasloc", "noloco"])
+def test_gossip_of_workers_that_come_and_go(name: str) -> None:
+    choice = [f"algorithm={name}", "membership=elastic", "topology=random_matching"]
+    settings = build_strategy(compose("train", choice)).settings
+    assert settings.membership == Elastic("localhost:29510")
+    assert settings.topology.name == "random_matching"
 
 
 def test_a_topology_from_a_file(tmp_path: Path) -> None:

@@ -6,10 +6,13 @@ import dataclasses
 import importlib.util
 import re
 
+from lightning_loco.algorithms import Algorithm
 from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.elastic.any_number import prepare_for_any_number
 from lightning_loco.elastic.quiet import quiet_torchft
 from lightning_loco.rounds.membership import Link
 from lightning_loco.rounds.settings import RoundSettings
+from lightning_loco.topology import Topology
 
 _NAME = re.compile(r"[\w.-]{1,100}")
 _ADDRESS = re.compile(r"(http://)?[^/\s]+:\d{1,5}")
@@ -74,13 +77,20 @@ class Elastic:
                 f"{self.check_every!r}."
             )
 
+    def prepare(self, algorithm: Algorithm, topology: Topology | None) -> Algorithm:
+        """Fill in ``"auto"``; see :class:`lightning_loco.rounds.membership.Membership`."""
+        if algorithm.exchange == "neighbors" and topology is not None:
+            return prepare_for_any_number(algorithm, topology)
+        return algorithm.prepare(1, topology)
+
     def connect(self, settings: RoundSettings, group: WorkerGroup) -> Link:
         """Connect an engine; see :class:`lightning_loco.rounds.membership.Membership`."""
-        algorithm = type(settings.algorithm).__name__
-        if settings.algorithm.exchange != "mean" or settings.algorithm.num_scalars:
+        algorithm = settings.algorithm
+        if algorithm.exchange not in ("mean", "neighbors") or algorithm.num_scalars:
             raise ValueError(
-                f"membership=Elastic(...) needs an algorithm that averages over all workers, got "
-                f"{algorithm}. Use DiLoCo, Async DiLoCo or Local SGD."
+                "membership=Elastic(...) needs an algorithm that averages over all workers or "
+                f"neighbours, and tells no numbers of its own, got {type(algorithm).__name__}. Use "
+                "DiLoCo, Async DiLoCo, Local SGD, NoLoCo or GASLoC."
             )
         if settings.schedule.sync_every_of(0) is None or settings.schedule.num_lanes > 1:
             raise ValueError(f"membership=Elastic(...) cannot make {settings.schedule}.")
@@ -96,4 +106,4 @@ class Elastic:
         with quiet_torchft():
             from lightning_loco.elastic.link import ElasticLink
 
-        return ElasticLink(self)
+        return ElasticLink(self, settings)

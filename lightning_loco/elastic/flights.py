@@ -1,8 +1,8 @@
 """Carries flights of one worker, in a thread: who takes part, the exchange, and again if it fails.
 
-Nothing here knows of engines. A flight brings its message and its row; it ends with the sum of all
-messages and the rows of all members. Whoever knows nothing, or is behind, ends with the state of
-the run as well.
+Nothing here knows of engines. A flight brings its message and its row; it ends with what a carrier
+has made of the messages, and the rows of all members. Whoever knows nothing, or is behind, ends
+with the state of the run as well.
 """
 
 from __future__ import annotations
@@ -13,25 +13,22 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_loco.comm.rows import Row
+from lightning_loco.elastic.carriers import Carrier
 from lightning_loco.elastic.consistency import Consistency
 from lightning_loco.elastic.groups import Groups
-from lightning_loco.elastic.handover import Handover, receive, send
+from lightning_loco.elastic.handover import Handover
 from lightning_loco.elastic.lighthouse import Lighthouse
 from lightning_loco.elastic.plan import UNKNOWING, OtherRun, Plan, Told, difference, make_plan
 from lightning_loco.elastic.sharing import DataShare
 
 PATIENCE_S = 30.0
 """How long a wait may be before something is said."""
-
-STATES = 8
-"""The most vectors of the length of a message that a state is made of."""
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +44,11 @@ class Flight:
 
     Attributes:
         values: Where the engine is as it begins, for newcomers.
-        message: To be added up; None if this worker only joins. Stays as it is, since the exchange
+        message: For the others; None if this worker only joins. Stays as it is, since the exchange
             may have to be repeated.
         is_sent: Set it once the message is there, and the state will not change until the landing.
-        received: The sum of all messages; None if the run has only begun.
+        received: What the messages have come to; None if the run has only begun.
+        bytes_sent: By this worker, for its message.
         rows: Of all members, of shape ``(members, width)``.
         plan: How it was carried in the end; None before that.
         state: The state of the run, if this worker needed it.
@@ -65,6 +63,7 @@ class Flight:
         self.message: Tensor | None = None
         self.is_sent = threading.Event()
         self.received: Tensor | None = None
+        self.bytes_sent = 0
         self.rows: Tensor | None = None
         self.plan: Plan | None = None
         self.state: Handover | None = None
@@ -105,14 +104,12 @@ class Flights(threading.Thread):
 
     Args:
         lighthouse: Says who takes part.
-        groups: Carry the exchange.
+        groups: The open group.
+        carrier: Carries the exchange in it.
         run: Settings and schema, for a comparison with the others'.
-        numel: Elements of a message.
-        dtype: Of a message.
         share: Dealt out anew when the members change.
         min_workers: With fewer, flights wait; those that have finished count as if they were there.
         timeout_s: Longest wait for enough members, in seconds.
-        hand_over: Copies the state that newcomers need.
         consistency: Compares the members' states.
 
     Attributes:
@@ -124,29 +121,25 @@ class Flights(threading.Thread):
         self,
         lighthouse: Lighthouse,
         groups: Groups,
+        carrier: Carrier,
         run: dict[str, Any],
         *,
-        numel: int,
-        dtype: torch.dtype,
         share: DataShare,
         min_workers: int,
         timeout_s: float,
-        hand_over: Callable[[Flight], Handover],
         consistency: Consistency,
     ) -> None:
         super().__init__(name="loco-flights", daemon=True)
         self._lighthouse = lighthouse
         self._groups = groups
+        self._carrier = carrier
         self._told = run
         text = json.dumps(run)
         self._fingerprint = hashlib.sha256(text.encode()).hexdigest()
         groups.describe(text)
-        self._numel, self._dtype = numel, dtype
-        self._longest_state = STATES * numel * dtype.itemsize + 2**30
         self._share = share
         self._min_workers = min_workers
         self._timeout_s = timeout_s
-        self._hand_over = hand_over
         self._consistency = consistency
         self.are_last = False
         self._queue: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
@@ -239,45 +232,21 @@ class Flights(threading.Thread):
             flight.is_sent.wait()
             plan = self._consistency.compare(plan, self._groups.gather)
         is_newcomer = plan.own in plan.newcomers
-        brings = plan.own == plan.donor and bool(plan.newcomers)
-        state = None
-        if brings:
-            flight.is_sent.wait()
-            state = self._hand_over(flight)
+        state = self._carrier.copy(flight, plan)
         received, rows = None, None
         if plan.round_index != UNKNOWING:
-            rows = self._gather_rows(flight, plan, is_newcomer)
-            received = self._sum(flight, is_newcomer)
+            received = self._carrier.exchange(flight, plan)
+            rows = self._gather_rows(flight, plan, is_newcomer)  # says that all have received
         if is_newcomer:
-            flight.state = receive(self._groups, plan.donor, self._longest_state)
+            flight.state, for_newcomers = self._carrier.fetch(plan)
+            received = received if for_newcomers is None else for_newcomers
         flight.received, flight.rows, flight.plan = received, rows, plan
         flight.end()
         if state is not None:
-            self._bring(state, plan)
+            self._carrier.bring(state, plan)
 
     def _gather_rows(self, flight: Flight, plan: Plan, is_newcomer: bool) -> Tensor:
         row = flight.row._replace(round_index=plan.round_index)
         if is_newcomer:
             row = row._replace(weight=0.0)
         return self._groups.gather(torch.tensor(row.numbers, dtype=torch.float64))
-
-    def _sum(self, flight: Flight, is_newcomer: bool) -> Tensor:
-        """The sum of the messages; that of a newcomer would not fit."""
-        if is_newcomer:
-            total = torch.zeros(self._numel, dtype=self._dtype)
-        else:
-            flight.is_sent.wait()
-            assert flight.message is not None
-            total = flight.message.cpu() if flight.message.is_cuda else flight.message.clone()
-        self._groups.sum(total)
-        return total
-
-    def _bring(self, state: Handover, plan: Plan) -> None:
-        """Send the state to the newcomers; one that is lost meanwhile asks again."""
-        for newcomer in plan.newcomers:
-            try:
-                send(state, self._groups, newcomer)
-            except RuntimeError as error:
-                self._groups.drop()
-                log.warning("%s was lost while it joined: %s", plan.names[newcomer], error)
-                return

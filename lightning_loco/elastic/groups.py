@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -115,6 +115,23 @@ class Groups:
             if not tensor.numel():
                 continue
             self._open.recv([tensor.view(torch.uint8)], source, tag).wait(self._timeout)
+
+    def swap(self, message: Tensor, receivers: Sequence[int], inbox: Mapping[int, Tensor]) -> None:
+        """Send one message to several members while theirs arrive, each in its place of an inbox.
+
+        Raises:
+            RuntimeError: If one of them is lost.
+        """
+        if not message.numel():
+            return
+        wire = [message.view(torch.uint8)]
+        works = [self._open.recv([inbox[one].view(torch.uint8)], one, 0) for one in inbox]
+        works += [self._open.send(wire, one, 0) for one in receivers]
+        try:
+            while works:
+                works.pop().wait(self._timeout)
+        finally:
+            works.clear()  # or those that have not ended would keep the group's connections open
 
     @property
     def _open(self) -> ProcessGroupGloo:

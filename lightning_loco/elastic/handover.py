@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +31,24 @@ class Handover(NamedTuple):
     values: dict[str, Any]
 
 
-def send(handover: Handover, groups: Groups, to: int) -> None:
+def all_of_them(tensor: Tensor) -> bool:
+    """Every tensor travels."""
+    return True
+
+
+def send(
+    handover: Handover,
+    groups: Groups,
+    to: int,
+    travels: Callable[[Tensor], bool] = all_of_them,
+) -> None:
     """Send it to one member.
+
+    Args:
+        handover: What to send.
+        groups: With the open group.
+        to: Place of that member.
+        travels: Which tensors to send; of the others the member learns dtype and shape.
 
     Raises:
         RuntimeError: If the connection breaks.
@@ -40,16 +57,23 @@ def send(handover: Handover, groups: Groups, to: int) -> None:
     kinds = {name: [str(t.dtype), list(t.shape)] for name, t in kept.items()}
     text = messages.write({"tensors": kinds, "values": handover.values})
     head = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    groups.send([torch.tensor([len(text)]), head, *(t.reshape(-1) for t in kept.values())], to)
+    sent = [tensor.reshape(-1) for tensor in kept.values() if travels(tensor)]
+    groups.send([torch.tensor([len(text)]), head, *sent], to)
 
 
-def receive(groups: Groups, source: int, longest_bytes: int) -> Handover:
+def receive(
+    groups: Groups,
+    source: int,
+    longest_bytes: int,
+    travels: Callable[[Tensor], bool] = all_of_them,
+) -> Handover:
     """Receive it from a member.
 
     Args:
         groups: With the open group.
         source: Place of that member.
         longest_bytes: The most that all tensors may take.
+        travels: Which tensors that member sends; the others are zero.
 
     Raises:
         RuntimeError: If the connection breaks, or brings something else.
@@ -62,10 +86,11 @@ def receive(groups: Groups, source: int, longest_bytes: int) -> Handover:
     groups.receive([head], source, 1)
     described = messages.read(head.numpy().tobytes(), "The member that brings the state")
     tensors = {
-        name: torch.empty(shape, dtype=_DTYPES[dtype])
+        name: torch.zeros(shape, dtype=_DTYPES[dtype])
         for name, (dtype, shape) in _checked(described, longest_bytes).items()
     }
-    groups.receive([tensor.reshape(-1) for tensor in tensors.values()], source, 2)
+    sent = [tensor.view(-1) for tensor in tensors.values() if travels(tensor)]
+    groups.receive(sent, source, 2)
     return Handover(tensors, described["values"])
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import secrets
-import socket
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,51 +11,20 @@ from torch import Tensor
 from lightning_loco.comm.rows import ROUND, PendingRows, Row
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Timed
-from lightning_loco.elastic.consistency import Consistency, fingerprint
 from lightning_loco.elastic.elastic import Elastic
 from lightning_loco.elastic.flights import Flight, Flights
-from lightning_loco.elastic.groups import Groups
-from lightning_loco.elastic.lighthouse import Lighthouse, address_towards
 from lightning_loco.elastic.plan import UNKNOWING
+from lightning_loco.elastic.setup import begin_flights
 from lightning_loco.elastic.sharing import DataShare
-from lightning_loco.elastic.state import adopt_state, copy_state, outer_state
+from lightning_loco.elastic.state import adopt_state
 from lightning_loco.rounds.engine import Engine
 from lightning_loco.rounds.flight import Flight as LaneFlight
+from lightning_loco.rounds.mean_exchange import mean_for_all
 from lightning_loco.rounds.membership import Host
+from lightning_loco.rounds.mixing import mix_all
 from lightning_loco.rounds.parcels import Parcel
-
-_OWN_AFFAIRS = ("sync_every", "bucket_bytes")
-
-
-def begin_flights(asked: Elastic, engine: Engine, share: DataShare) -> Flights:
-    """Connect with the lighthouse; RuntimeError if it does not answer."""
-    name = f"{asked.name or socket.gethostname()}-{secrets.token_hex(4)}"
-    layout = engine.worker.replica.layout
-    flights = Flights(
-        Lighthouse(asked.lighthouse, name, asked.timeout_s),
-        Groups(asked.host or address_towards(asked.lighthouse), asked.timeout_s),
-        {**describe(engine), "check_every": asked.check_every or 0},
-        numel=layout.numel,
-        dtype=layout.dtype,
-        share=share,
-        min_workers=asked.min_workers,
-        timeout_s=asked.timeout_s,
-        hand_over=lambda flight: copy_state(engine, flight),
-        consistency=Consistency(
-            engine.settings.algorithm.replicated and asked.check_every or 0,
-            lambda: fingerprint(outer_state(engine)),
-        ),
-    )
-    flights.start()
-    return flights
-
-
-def describe(engine: Engine) -> dict[str, Any]:
-    """What must be equal on all workers, as plain values."""
-    settings = engine.settings.describe()
-    told = {key: value for key, value in settings.items() if key not in _OWN_AFFAIRS}
-    told["parameters"] = engine.worker.replica.layout.schema()
-    return cast(dict[str, Any], json.loads(json.dumps(told, default=str)))
+from lightning_loco.rounds.settings import RoundSettings
+from lightning_loco.topology import Topology
 
 
 class Carried:
@@ -80,16 +46,14 @@ class Carried:
         return self.flight.is_over()
 
     def wait(self) -> Tensor:
-        """The sum of the messages."""
+        """What the messages have come to."""
         statistics = self._engine.statistics
         with Timed(statistics):
             self.flight.wait()
         self._land(self.flight)
-        received, plan = self.flight.received, self.flight.plan
+        received = self.flight.received
         assert received is not None
-        assert plan is not None
-        count = len(plan.names)
-        statistics.bytes_sent += 2 * (count - 1) * received.nbytes // count
+        statistics.bytes_sent += self.flight.bytes_sent
         return received.to(self._engine.worker.replica.layout.device)
 
     def release(self) -> None:
@@ -101,19 +65,22 @@ class ElasticLink:
 
     Args:
         asked: What the user says.
+        settings: Of the engine.
 
     Attributes:
+        is_weighted: Whether messages are added up; otherwise they are mixed by a topology.
         share: Of the data.
         host: Reads the position of the program around the engine, as plain values, and goes on from
             that of another worker.
         last: The flight that has landed last, with the members' rows; None before the first one.
     """
 
-    is_weighted = True
     can_carry_rows = False
 
-    def __init__(self, asked: Elastic) -> None:
+    def __init__(self, asked: Elastic, settings: RoundSettings) -> None:
+        self.is_weighted = settings.algorithm.exchange == "mean"
         self._asked = asked
+        self._topology = settings.topology
         self._flights: Flights | None = None
         self._engine: Engine | None = None
         self._has_finished = False
@@ -182,9 +149,11 @@ class ElasticLink:
         return Carried(self._flight, self.engine, self._land)
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
-        """The mean, to be divided by the weights already."""
-        mean = torch.stack(list(messages)).sum(0).div_(len(messages))
-        return [mean.clone() for _ in messages]
+        """The mean, to be divided by the weights already; or the mix of each."""
+        if not self.is_weighted:
+            assert isinstance(self._topology, Topology)
+            return mix_all(self._topology, messages, round_index)
+        return mean_for_all(messages)
 
     def _position(self, round_index: int) -> dict[str, Any]:
         host, schedule = self.host, self.engine.settings.schedule
@@ -196,9 +165,17 @@ class ElasticLink:
         }
 
     def _adopt(self, flight: Flight, joins: bool = False, missed: int = 0) -> None:
-        """Go on from the state of the run; the others have made ``missed`` local steps since."""
+        """Go on from the state of the run; the others have made ``missed`` local steps since.
+
+        Of a round under way the message is nobody's own.
+        """
         worker, host = self.engine.worker, self.host
         adopt_state(self.engine, flight)
+        for message in self.engine.lanes[0].lane.messages():
+            if self.is_weighted or flight.received is None:
+                message.zero_()
+            else:
+                message.copy_(flight.received)
         if flight.has_drifted or flight.state is None:
             return
         if host is not None:
@@ -249,8 +226,6 @@ class ElasticLink:
         late = LaneFlight(index, self._rows(flight, place), False, worker.steps)
         late.handles = [Carried(flight, engine, self._land)]
         late.stayed = engine.settings.schedule.stays(index)
-        for message in rounds.lane.messages():
-            message.zero_()
         rounds.flight = late
         worker.round_index += 1
         if not late.stayed:

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lightning_loco.elastic.flights import Flight
 from lightning_loco.elastic.handover import Handover
 from lightning_loco.rounds.engine import Engine
 
+if TYPE_CHECKING:
+    from lightning_loco.elastic.flights import Flight
+
+STATES = 8
+"""The most vectors of the length of a message that a state is made of."""
+
 _STATE, _PARAMS, _BUFFERS = "state/", "params", "buffers"
+
+
+def longest_state(engine: Engine) -> int:
+    """The most bytes that the state of a run may take."""
+    layout = engine.worker.replica.layout
+    return STATES * layout.numel * layout.dtype.itemsize + 2**30
 
 
 def outer_state(engine: Engine) -> dict[str, Any]:
     """What the algorithm remembers, as it is until the flight under way lands."""
     lane = engine.lanes[0].lane
     state = {**lane.state, **(lane.parts[0].state if lane.has_uncut_state else {})}
-    return state | {key: lane.state[key] for key in state if _is_vector(lane.state[key], engine)}
+    return state | {key: lane.state[key] for key in state if lane.is_cut(lane.state[key])}
 
 
 @torch.no_grad()
@@ -38,10 +49,6 @@ def copy_state(engine: Engine, flight: Flight) -> Handover:
         **flight.values,
     }
     return Handover(tensors, values)
-
-
-def _is_vector(value: object, engine: Engine) -> bool:
-    return isinstance(value, Tensor) and value.shape == (engine.worker.replica.layout.numel,)
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class Lane:
         self._is_whole = settings.algorithm.granularity is None
         self._parcel_elements = parcel_elements
         self._rows_elements = rows_elements
-        uncut = {} if self._is_whole else {k: v for k, v in state.items() if not self._is_cut(v)}
+        uncut = {} if self._is_whole else {k: v for k, v in state.items() if not self.is_cut(v)}
         self.has_uncut_state = bool(uncut)
         self.state = {**state, **copy.deepcopy(uncut)}
         self.residual = residual
@@ -72,7 +72,8 @@ class Lane:
                 self._departure = layout.new_flat()
         self.tie()
 
-    def _is_cut(self, value: object) -> bool:
+    def is_cut(self, value: object) -> bool:
+        """Whether an entry of the state has a value for each parameter, and every part a slice."""
         return isinstance(value, Tensor) and value.shape == (self.layout.numel,)
 
     def _empty(self, length: int) -> Tensor:
@@ -118,7 +119,7 @@ class Lane:
                 f"{type(self._algorithm).__name__} has made or dropped the state entry {new} in a "
                 "round. Make all entries in init, or set granularity to None."
             )
-        self.state.update({k: v for k, v in seen.items() if not self._is_cut(self.state[k])})
+        self.state.update({k: v for k, v in seen.items() if not self.is_cut(self.state[k])})
 
     def gather(self, received: Sequence[Tensor]) -> Tensor:
         """One vector of what belongs to the parcels, in order, in the host's memory."""

@@ -39,8 +39,13 @@ class MeanExchange:
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
         """Sum in the order of the workers, then divide."""
-        mean = torch.stack(list(messages)).sum(0).div_(len(messages))
-        return [mean.clone() for _ in messages]
+        return mean_for_all(messages)
+
+
+def mean_for_all(messages: Sequence[Tensor]) -> list[Tensor]:
+    """The mean of the messages, a copy for each worker."""
+    mean = torch.stack(list(messages)).sum(0).div_(len(messages))
+    return [mean.clone() for _ in messages]
 
 
 class RidingRows:

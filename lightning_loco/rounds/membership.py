@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from lightning_loco.algorithms import Algorithm
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.rows import RowCarrier
 from lightning_loco.rounds.exchange import Exchange
+from lightning_loco.topology import Topology
 
 if TYPE_CHECKING:
     from lightning_loco.rounds.engine import Engine
@@ -76,6 +78,15 @@ class Membership(Protocol):
     @property
     def min_workers(self) -> int:
         """With fewer, rounds wait."""
+
+    def prepare(self, algorithm: Algorithm, topology: Topology | None) -> Algorithm:
+        """Check and fill in ``"auto"`` settings, as :meth:`Algorithm.prepare` does.
+
+        The result must not depend on how many workers there are at present.
+
+        Raises:
+            ValueError: If the settings do not work with every number of workers.
+        """
 
     def connect(self, settings: RoundSettings, group: WorkerGroup) -> Link:
         """Connect an engine; it does not take part before :meth:`Link.join`.

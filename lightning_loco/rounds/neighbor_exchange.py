@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Explained, Timed, Works
+from lightning_loco.rounds.mixing import Mix, mix_all
 from lightning_loco.rounds.parcels import Parcel
 from lightning_loco.topology import Topology
 
@@ -33,11 +34,10 @@ class NeighborExchange:
     def start(self, parcel: Parcel, round_index: int) -> NeighborHandle:
         """Post all sends and receives of one parcel; its message is not changed."""
         group, message, place = self._group, parcel.wire, f"round {round_index}"
-        weights = dict(self._topology.weights(group.worker, group.num_workers, round_index))
-        own_weight = weights.pop(group.worker, 0.0)
+        row = Mix.of(self._topology, group.worker, group.num_workers, round_index)
         receivers = self._topology.receivers(group.worker, group.num_workers, round_index)
-        memory = [self._take(message) for _ in weights]
-        inbox = {peer: m[: message.numel()] for peer, m in zip(weights, memory, strict=True)}
+        memory = [self._take(message) for _ in row.others]
+        inbox = {peer: m[: message.numel()] for peer, m in zip(row.others, memory, strict=True)}
         wire = message
         if receivers and self._is_staged(message):
             memory.append(self._take(message))
@@ -53,22 +53,14 @@ class NeighborExchange:
         works = Works(group, place, under_way)
 
         def mix() -> Tensor:
-            here = {peer: m.to(message.device) for peer, m in inbox.items()}
-            return _mix(message, own_weight, weights, here)
+            return row.apply(message, {peer: m.to(message.device) for peer, m in inbox.items()})
 
         arrival = _Arrival(works) if group.host_waits else works
         return NeighborHandle(arrival, mix, self._statistics, lambda: self._spare.extend(memory))
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
         """Apply the rows of the mixing matrix of this round."""
-        n = len(messages)
-        mixed = []
-        for worker in range(n):
-            weights = dict(self._topology.weights(worker, n, round_index))
-            own_weight = weights.pop(worker, 0.0)
-            inbox = {peer: messages[peer].clone() for peer in weights}
-            mixed.append(_mix(messages[worker].clone(), own_weight, weights, inbox))
-        return mixed
+        return mix_all(self._topology, messages, round_index)
 
     def _take(self, message: Tensor) -> Tensor:
         for index, spare in enumerate(self._spare):
@@ -161,16 +153,3 @@ class NeighborHandle:
             self._works.end()
         self._give_back()
         self._mix = None
-
-
-def _mix(
-    message: Tensor, own_weight: float, weights: Mapping[int, float], inbox: Mapping[int, Tensor]
-) -> Tensor:
-    """Sum the weighted messages in place of the first received one."""
-    if not weights:
-        return message
-    first, *others = weights
-    mixed = inbox[first].mul_(weights[first]).add_(message, alpha=own_weight)
-    for peer in others:
-        mixed.add_(inbox[peer], alpha=weights[peer])
-    return mixed

@@ -79,16 +79,20 @@ class RoundSettings:
 
         Args:
             num_workers: Number of workers N.
-            seed: Of the run, equal on all workers: for a topology that is drawn by default.
+            seed: Of the run, equal on all workers: for a topology that is drawn by default. Workers
+                that come and go have seeds of their own, and take 0.
 
         Raises:
             ValueError: If something does not fit; before training starts.
         """
         topology = None if self.topology is None else as_topology(self.topology)
         if topology is None:
-            topology = self.algorithm.default_topology(seed)
+            topology = self.algorithm.default_topology(seed if self.membership is None else 0)
         self.schedule.check(num_workers)
-        algorithm = self.algorithm.prepare(num_workers, topology)
+        if self.membership is None:
+            algorithm = self.algorithm.prepare(num_workers, topology)
+        else:
+            algorithm = self.membership.prepare(self.algorithm, topology)
         if algorithm.granularity is None and self.schedule.num_lanes > 1:
             raise ValueError(
                 f"{type(algorithm).__name__} needs the whole vector of parameters at once and "

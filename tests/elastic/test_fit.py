@@ -73,3 +73,24 @@ def test_loaders_with_processes_share_the_data(tmp_path: Path) -> None:
         made.ends(0, 1)
         assert made.agree() == 15
         check_samples(made, 0, 1)
+
+
+def test_gossiping_jobs_go_on_when_one_joins_and_one_is_killed(tmp_path: Path) -> None:
+    settings = ("--max-steps=120", "--gossip")
+    with cluster(tmp_path, *settings, program=trainer_worker.main) as made:
+        made.start(0)
+        made.start(1)
+        made.reaches(1, 3)
+        made.start(2)
+        until(lambda: len(made.lines(2)) > 4, "rounds of the newcomer")
+        made.kill(0)
+        made.ends(1, 2)
+        check_samples(made, 0, 1, 2)
+        lines = [by_round(made, index) for index in range(3)]
+        for round_index, line in lines[2].items():
+            assert line["lr"] == lines[1][round_index]["lr"]
+            assert line["steps"] == lines[1][round_index]["steps"]
+        assert {len(line["members"]) for line in made.lines(1)} >= {2, 3}
+        ends = [line[max(line)] for line in lines[1:]]
+        assert [end["steps"] for end in ends] == [120, 120]
+        assert ends[0]["checksum"] != ends[1]["checksum"]

@@ -9,7 +9,17 @@ import torch
 from torch import nn
 
 from lightning_loco import AsyncModelAverageStrategy, DiLoCoStrategy, Elastic, StepEngine
-from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC, NeighborAverage
+from lightning_loco.algorithms import (
+    Algorithm,
+    DiLoCo,
+    GASLoC,
+    NeighborAverage,
+    NoLoCo,
+    PairwiseAverage,
+)
+from lightning_loco.elastic.any_number import for_any_number
+from lightning_loco.topology import Torus, get_topology
+from lightning_loco.values import plain
 from tests.pool import Pool
 
 HERE = "127.0.0.1:29510"
@@ -33,10 +43,51 @@ def test_values_out_of_range(arguments: dict[str, Any], message: str) -> None:
         Elastic(**{"lighthouse": HERE, **arguments})
 
 
-@pytest.mark.parametrize("algorithm", [GASLoC(), NeighborAverage()])
-def test_gossip_is_refused(algorithm: Algorithm) -> None:
-    with pytest.raises(ValueError, match="needs an algorithm that averages over all workers"):
-        StepEngine(nn.Linear(1, 1), algorithm, membership=Elastic(HERE))
+def test_pulls_are_refused() -> None:
+    with pytest.raises(ValueError, match="averages over all workers or neighbours"):
+        StepEngine(nn.Linear(1, 1), PairwiseAverage(), membership=Elastic(HERE))
+
+
+@pytest.mark.parametrize("topology", ["hypercube", "xor", Torus(rows=2), [[0.5, 0.5], [0.5, 0.5]]])
+def test_topologies_of_some_numbers_only_are_refused(topology: Any) -> None:
+    alternatives = "Those that do: ring, .* random_matching"
+    with pytest.raises(ValueError, match=f"exist for any number of them.*{alternatives}"):
+        StepEngine(nn.Linear(1, 1), GASLoC(), topology=topology, membership=Elastic(HERE))
+
+
+@pytest.mark.parametrize("topology", for_any_number())
+@pytest.mark.parametrize("algorithm", [GASLoC(), NoLoCo(), NeighborAverage()])
+def test_all_other_topologies_work(topology: str, algorithm: Algorithm) -> None:
+    model = nn.Linear(1, 1)
+    engine = StepEngine(model, algorithm, topology=topology, membership=Elastic(HERE))
+    described = engine.settings.describe()
+    assert described["topology"] == plain(get_topology(topology))
+    assert described.get("momentum") != "auto"
+    engine.close()
+
+
+def test_gossip_that_diverges_with_some_number_is_refused() -> None:
+    algorithm = GASLoC(gossip_step=1.45, momentum=0.0)
+    algorithm.prepare(2, Torus())
+    with pytest.raises(ValueError, match="makes gossip on this topology of .* workers diverge"):
+        StepEngine(nn.Linear(1, 1), algorithm, topology="torus", membership=Elastic(HERE))
+
+
+def test_random_topologies_of_their_own_agree_whatever_the_seed() -> None:
+    seeds = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        engine = StepEngine(nn.Linear(1, 1), NoLoCo(), membership=Elastic(HERE))
+        seeds.append(engine.settings.topology.seed)
+        engine.close()
+    assert seeds == [0, 0]
+
+
+def test_a_warning_about_random_pairs_comes_once() -> None:
+    with pytest.warns(UserWarning, match="makes gossip of 8 workers diverge") as said:
+        engine = StepEngine(nn.Linear(1, 1), NoLoCo(0.9), membership=Elastic(HERE))
+    engine.close()
+    assert len(said) == 1
 
 
 def engine_of_two(rank: int, world: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,14 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_loco import AsyncDiLoCoStrategy, CommunicationMonitor, DiLoCoStrategy, Elastic
+from lightning_loco import (
+    AsyncDiLoCoStrategy,
+    CommunicationMonitor,
+    DiLoCoStrategy,
+    Elastic,
+    GASLoCStrategy,
+    LocoStrategy,
+)
 from tests.elastic.worker import checksum
 from tests.tiny import TinyModule, quiet_trainer
 
@@ -95,6 +103,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--max-steps", type=int, default=100)
     parser.add_argument("--overlap", action="store_true")
+    parser.add_argument("--gossip", action="store_true")
     parser.add_argument("--min-workers", type=int, default=1)
     parser.add_argument("--num-loaders", type=int, default=0)
     parser.add_argument("--check-every", type=int, default=10)
@@ -114,7 +123,9 @@ def main(arguments: list[str]) -> None:
         timeout_s=30,
         check_every=asked.check_every,
     )
-    kind = AsyncDiLoCoStrategy if asked.overlap else DiLoCoStrategy
+    kind: Callable[..., LocoStrategy] = AsyncDiLoCoStrategy if asked.overlap else DiLoCoStrategy
+    if asked.gossip:
+        kind = GASLoCStrategy
     trainer: Trainer = quiet_trainer(
         strategy=kind(sync_every=4, membership=elastic),
         max_steps=asked.max_steps,

@@ -14,10 +14,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lightning_loco.algorithms import DiLoCo, LocalSGD
+from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC, LocalSGD, NoLoCo
 from lightning_loco.elastic import Elastic
 from lightning_loco.rounds import StepEngine
 from tests.elastic.fault_points import die_at
+
+TOPOLOGIES = {"gasloc": "ring", "noloco": "random_matching"}
+PULL = 0.05
+"""How far a local step goes to the target of its worker, index + 1."""
 
 
 def checksum(engine: StepEngine) -> int:
@@ -35,6 +39,21 @@ def first_of(engine: StepEngine) -> float:
     """The first element of the outer parameters, or of the parameters where there are none."""
     state = engine.lanes[0].lane.state
     return float(state.get("outer", engine.worker.replica.layout.new_flat())[0])
+
+
+def algorithm_of(name: str, overlap: bool) -> Algorithm:
+    """One of the algorithms that workers run here."""
+    return {
+        "diloco": DiLoCo(outer_momentum=0.0 if overlap else 0.9),
+        "local_sgd": LocalSGD(),
+        "gasloc": GASLoC(momentum=0.3),
+        "noloco": NoLoCo(),
+    }[name]
+
+
+def vectors(engine: StepEngine) -> dict[str, list[float]]:
+    """The vectors of the outer state."""
+    return {key: value.tolist() for key, value in engine.lanes[0].lane.state.items()}
 
 
 def main(arguments: list[str]) -> None:
@@ -58,13 +77,12 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--check-every", type=int, default=10)
     parser.add_argument("--flip-at", type=int, default=-1)
     parser.add_argument("--save-at", type=int, default=-1)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--vectors", action="store_true")
     asked = parser.parse_args(arguments)
 
     torch.manual_seed(asked.index)
-    model = nn.Linear(asked.numel, 1, bias=False)
-    algorithm = {"diloco": DiLoCo(outer_momentum=0.0 if asked.overlap else 0.9)}.get(
-        asked.algorithm, LocalSGD()
-    )
+    model = nn.Linear(asked.numel, 1, bias=False, dtype=getattr(torch, asked.dtype))
     elastic = Elastic(
         asked.lighthouse,
         min_workers=asked.min_workers,
@@ -75,10 +93,11 @@ def main(arguments: list[str]) -> None:
     )
     engine = StepEngine(
         model,
-        algorithm,
+        algorithm_of(asked.algorithm, asked.overlap),
         sync_every=asked.sync_every,
         overlap=asked.overlap,
         warm_start=False,
+        topology=TOPOLOGIES.get(asked.algorithm),
         membership=elastic,
     )
 
@@ -99,16 +118,17 @@ def main(arguments: list[str]) -> None:
                 "outer": first_of(engine),
                 "repaired": engine.statistics.repaired,
                 "time": time.time(),
+                "vectors": vectors(engine) if asked.vectors else {},
             }
             log.write(json.dumps(line) + "\n")
 
         engine.join()
         note()
-        target = torch.full((1, asked.numel), float(asked.index + 1))
+        target = torch.full_like(model.weight, asked.index + 1)
         worker = engine.worker
         while worker.steps < asked.steps if asked.steps else worker.round_index < asked.rounds:
             with torch.no_grad():
-                model.weight.lerp_(target, 0.05)
+                model.weight.lerp_(target, PULL)
                 if engine.worker.round_index == asked.nan_in:
                     model.weight.fill_(torch.nan)
             time.sleep(asked.step_s)

@@ -1,0 +1,57 @@
+"""Gossip among any number of workers: whether a topology and an algorithm are made for it."""
+
+from __future__ import annotations
+
+import warnings
+
+from lightning_loco.algorithms import Algorithm
+from lightning_loco.topology import TOPOLOGIES, Topology, get_topology
+
+TYPICAL = 8
+"""The number of workers that ``"auto"`` settings are chosen for."""
+
+LARGEST = 32
+"""Up to so many workers are checked; there may be more."""
+
+
+def prepare_for_any_number(algorithm: Algorithm, topology: Topology) -> Algorithm:
+    """Check an algorithm for 1 to 32 workers; ``"auto"`` becomes what suits 8 of them.
+
+    Args:
+        algorithm: One that exchanges with neighbours.
+        topology: Built anew whenever the number of members changes.
+
+    Raises:
+        ValueError: If the topology does not exist for one of these numbers, with those that do, or
+            if the algorithm does not work with one of them.
+    """
+    for count in range(1, LARGEST + 1):
+        try:
+            topology.check_num_workers(count)
+        except ValueError as error:
+            raise ValueError(
+                "Where workers come and go, the topology must exist for any number of them. "
+                f"{error} Those that do: {', '.join(for_any_number())}."
+            ) from error
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ready = algorithm.prepare(TYPICAL, topology)
+        for count in range(1, LARGEST + 1):
+            ready.prepare(count, topology)
+    if said:
+        warnings.warn(said[0].message, stacklevel=2)
+    return ready
+
+
+def for_any_number() -> list[str]:
+    """The names of the topologies that exist for any number of workers."""
+    return [name for name in TOPOLOGIES if _exists_always(get_topology(name))]
+
+
+def _exists_always(topology: Topology) -> bool:
+    try:
+        for count in range(1, LARGEST + 1):
+            topology.check_num_workers(count)
+    except ValueError:
+        return False
+    return True

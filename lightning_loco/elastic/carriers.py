@@ -1,0 +1,90 @@
+"""How the messages of a flight, and the state that newcomers need, travel among the members."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_loco.elastic.groups import Groups
+from lightning_loco.elastic.handover import Handover, receive, send
+from lightning_loco.elastic.plan import Plan
+from lightning_loco.elastic.state import copy_state, longest_state
+from lightning_loco.rounds.engine import Engine
+
+if TYPE_CHECKING:
+    from lightning_loco.elastic.flights import Flight
+
+log = logging.getLogger(__name__)
+
+
+class Carrier(Protocol):
+    """One way of moving messages and states; every call belongs to a plan whose group is open.
+
+    All raise RuntimeError if a connection breaks, but :meth:`bring`.
+    """
+
+    def exchange(self, flight: Flight, plan: Plan) -> Tensor | None:
+        """What this worker receives of a round; None if it comes with the state of the run."""
+
+    def copy(self, flight: Flight, plan: Plan) -> Handover | None:
+        """What newcomers need of this worker, copied before its flight ends; None if nothing."""
+
+    def bring(self, state: Handover, plan: Plan) -> None:
+        """Send to the newcomers what :meth:`copy` has given, beside the local steps.
+
+        Who is lost meanwhile asks again.
+        """
+
+    def fetch(self, plan: Plan) -> tuple[Handover, Tensor | None]:
+        """The state of the run for a newcomer, and what it receives of the round if that is new."""
+
+
+class Summing:
+    """Messages are added up over all members; the donor brings its state to newcomers.
+
+    Args:
+        groups: The open group.
+        engine: Whose messages and state travel.
+    """
+
+    def __init__(self, groups: Groups, engine: Engine) -> None:
+        self._groups = groups
+        self._engine = engine
+
+    def exchange(self, flight: Flight, plan: Plan) -> Tensor:
+        """The sum of the messages; that of a newcomer would not fit."""
+        if plan.own in plan.newcomers:
+            layout = self._engine.worker.replica.layout
+            total = torch.zeros(layout.numel, dtype=layout.dtype)
+        else:
+            flight.is_sent.wait()
+            assert flight.message is not None
+            total = flight.message.cpu() if flight.message.is_cuda else flight.message.clone()
+        self._groups.sum(total)
+        count = len(plan.names)
+        flight.bytes_sent = 2 * (count - 1) * total.nbytes // count
+        return total
+
+    def copy(self, flight: Flight, plan: Plan) -> Handover | None:
+        """The state of the donor."""
+        if plan.own != plan.donor or not plan.newcomers:
+            return None
+        flight.is_sent.wait()
+        return copy_state(self._engine, flight)
+
+    def bring(self, state: Handover, plan: Plan) -> None:
+        """Send it to one newcomer after the other."""
+        for newcomer in plan.newcomers:
+            try:
+                send(state, self._groups, newcomer)
+            except RuntimeError as error:
+                self._groups.drop()
+                log.warning("%s was lost while it joined: %s", plan.names[newcomer], error)
+                return
+
+    def fetch(self, plan: Plan) -> tuple[Handover, None]:
+        """What the donor sends."""
+        return receive(self._groups, plan.donor, longest_state(self._engine)), None

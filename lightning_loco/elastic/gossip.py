@@ -1,0 +1,109 @@
+"""Gossip among the present members: messages go to neighbours, newcomers begin at the mean."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_loco.elastic.groups import Groups
+from lightning_loco.elastic.handover import Handover, receive, send
+from lightning_loco.elastic.plan import UNKNOWING, Plan
+from lightning_loco.elastic.state import copy_state, longest_state
+from lightning_loco.rounds.engine import Engine
+from lightning_loco.rounds.mixing import Mix
+from lightning_loco.topology import Topology
+
+if TYPE_CHECKING:
+    from lightning_loco.elastic.flights import Flight
+
+_MESSAGE = "message"
+
+log = logging.getLogger(__name__)
+
+
+class Mixing:
+    """Messages go to the neighbours of a topology; newcomers get the mean of all other members.
+
+    The topology is that of so many workers as there are members, without the newcomers, in the
+    order of the plan. What a newcomer receives of the round, and its own message, are the mean of
+    the others' messages: algorithms that land linearly then bring it to the mean of what the others
+    land at, so that the mean over all members stays where it is.
+
+    Args:
+        groups: The open group.
+        engine: Whose messages and state travel.
+    """
+
+    def __init__(self, groups: Groups, engine: Engine) -> None:
+        topology = engine.settings.topology
+        assert isinstance(topology, Topology)
+        self._groups = groups
+        self._engine = engine
+        self._topology = topology
+
+    def exchange(self, flight: Flight, plan: Plan) -> Tensor | None:
+        """The mix of this worker and its neighbours."""
+        if plan.own in plan.newcomers:
+            return None
+        flight.is_sent.wait()
+        assert flight.message is not None
+        message = flight.message.cpu()
+        members = [place for place in range(len(plan.names)) if place not in plan.newcomers]
+        place_here = members.index(plan.own), len(members), plan.round_index
+        mix = Mix.of(self._topology, *place_here)
+        receivers = self._topology.receivers(*place_here)
+        inbox = {peer: torch.empty_like(message) for peer in mix.others}
+        self._groups.swap(
+            message,
+            [members[peer] for peer in receivers],
+            {members[peer]: memory for peer, memory in inbox.items()},
+        )
+        flight.bytes_sent = len(receivers) * message.nbytes
+        return mix.apply(message, inbox)
+
+    def copy(self, flight: Flight, plan: Plan) -> Handover | None:
+        """The state of every member, and its message; both change when the flight lands."""
+        if not plan.newcomers or plan.own in plan.newcomers:
+            return None
+        flight.is_sent.wait()
+        state = copy_state(self._engine, flight)
+        if plan.round_index != UNKNOWING:
+            assert flight.message is not None
+            state.tensors[_MESSAGE] = flight.message.to("cpu", copy=True)
+        return state
+
+    def bring(self, state: Handover, plan: Plan) -> None:
+        """Say what the state is made of, and add this member's part of it."""
+        try:
+            if plan.own == plan.donor:
+                for newcomer in plan.newcomers:
+                    send(state, self._groups, newcomer, travels=_is_the_donors)
+            self._average(state, plan)
+        except RuntimeError as error:
+            self._groups.drop()
+            names = ", ".join(plan.names[newcomer] for newcomer in plan.newcomers)
+            log.warning("A member was lost while %s joined: %s", names, error)
+
+    def fetch(self, plan: Plan) -> tuple[Handover, Tensor | None]:
+        """The mean of the members' states, and of their messages."""
+        longest = longest_state(self._engine)
+        state = receive(self._groups, plan.donor, longest, travels=_is_the_donors)
+        self._average(state, plan)
+        return state, state.tensors.pop(_MESSAGE, None)
+
+    def _average(self, state: Handover, plan: Plan) -> None:
+        """Take the mean over the members, one tensor after the other; newcomers have zeros."""
+        count = len(plan.names) - len(plan.newcomers)
+        for name, tensor in sorted(state.tensors.items()):
+            if not _is_the_donors(tensor):
+                total = tensor.reshape(-1)
+                self._groups.sum(total)
+                state.tensors[name] = total.div_(count).view(tensor.shape)
+
+
+def _is_the_donors(tensor: Tensor) -> bool:
+    """Whether there is no mean of such a tensor, so that newcomers get that of the donor."""
+    return not tensor.is_floating_point()

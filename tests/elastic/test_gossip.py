@@ -1,0 +1,165 @@
+"""Gossip of real workers that come and die: every round is that of a plain loop over the members.
+
+Who takes part in a round without weight has come in it, and is at the mean of the others.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_loco.topology import get_topology
+from tests.elastic.cluster import Cluster, Line, cluster, until
+from tests.elastic.worker import PULL, TOPOLOGIES, algorithm_of
+
+pytestmark = pytest.mark.slow
+
+SYNC_EVERY = 4
+BASE = ("--dtype=float64", "--numel=5", "--vectors", f"--sync-every={SYNC_EVERY}")
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def state_of(line: Line) -> dict[str, Tensor]:
+    return {k: torch.tensor(v, dtype=torch.float64) for k, v in line["vectors"].items()}
+
+
+def mean_of(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {key: torch.stack([state[key] for state in states]).mean(0) for key in states[0]}
+
+
+def by_round(made: Cluster) -> dict[int, dict[int, Line]]:
+    """The lines of each round, by the indices of the workers."""
+    found: dict[int, dict[int, Line]] = {}
+    for index in made.processes:
+        for line in made.lines(index):
+            found.setdefault(line["round"], {})[index] = line
+    return found
+
+
+def full_members(line: Line) -> list[str]:
+    """Those who had weight in the round that a line tells of."""
+    pairs = zip(line["members"], line["weights"], strict=True)
+    return [name for name, weight in pairs if weight]
+
+
+def index_of(name: str) -> int:
+    """The index of a worker, from its name in the group."""
+    return int(name.removeprefix("w").partition("-")[0])
+
+
+def plain_round(
+    algorithm: str, indices: list[int], states: list[dict[str, Tensor]], round_index: int
+) -> list[dict[str, Tensor]]:
+    """A blocking round of these workers as a plain loop, with the whole mixing matrix."""
+    method, topology = algorithm_of(algorithm, False), get_topology(TOPOLOGIES[algorithm])
+    method = method.prepare(len(indices), topology)
+    messages = []
+    for index, state in zip(indices, states, strict=True):
+        local = state["start"].clone()
+        for _ in range(SYNC_EVERY):
+            local.lerp_(torch.full_like(local, index + 1), PULL)
+        messages.append(method.propose(local, state))
+    mixed = topology.mixing_matrix(len(indices), round_index) @ torch.stack(messages)
+    for message, received, state in zip(messages, mixed, states, strict=True):
+        method.apply(message.clone(), received.clone(), state)
+    return states
+
+
+def check_rounds(made: Cluster, algorithm: str) -> set[int]:
+    """Compare all rounds with the plain loop; how many members they had."""
+    rounds = by_round(made)
+    sizes = set()
+    for round_index in sorted(rounds)[:-1]:
+        before, after = rounds[round_index], rounds[round_index + 1]
+        some_line = next(line for line in after.values() if line["own"] in full_members(line))
+        indices = [index_of(name) for name in full_members(some_line)]
+        states = [state_of(before[index]) for index in indices]
+        expected = plain_round(algorithm, indices, states, round_index)
+        sizes.add(len(indices))
+        for index, line in after.items():
+            is_new = index not in indices
+            state = mean_of(expected) if is_new else expected[indices.index(index)]
+            torch.testing.assert_close(state_of(line), state, **EXACT)
+    return sizes
+
+
+@pytest.mark.parametrize("algorithm", ["gasloc", pytest.param("noloco", marks=pytest.mark.long)])
+def test_one_joins_one_is_killed_and_all_rounds_are_those_of_the_members(
+    tmp_path: Path, algorithm: str
+) -> None:
+    settings = (*BASE, "--rounds=40", "--step-s=0.02", f"--algorithm={algorithm}")
+    with cluster(tmp_path, *settings) as made:
+        for index in range(3):
+            made.start(index)
+        made.reaches(1, 5)
+        made.start(3)
+        until(lambda: len(made.lines(3)) > 5, "rounds of the newcomer")
+        made.kill(0)
+        made.ends(1, 2, 3)
+        assert check_rounds(made, algorithm) >= {3, 4}
+        assert len(full_members(made.lines(3)[-1])) == 3
+
+
+@pytest.mark.long
+def test_who_is_left_alone_goes_on_and_two_join_at_once(tmp_path: Path) -> None:
+    settings = (*BASE, "--rounds=120", "--step-s=0.02", "--algorithm=noloco")
+    with cluster(tmp_path, *settings, min_workers=1) as made:
+        made.start(0)
+        made.start(1)
+        made.reaches(0, 5)
+        made.kill(1)
+        until(lambda: len(made.lines(0)[-1]["members"]) == 1, "a round alone")
+        made.start(2)
+        made.start(3)
+        made.ends(0, 2, 3)
+        assert check_rounds(made, "noloco") >= {1, 3}
+
+
+@pytest.mark.long
+def test_a_sleeper_comes_back_at_the_mean(tmp_path: Path) -> None:
+    settings = (*BASE, "--rounds=80", "--step-s=0.03", "--algorithm=gasloc", "--timeout-s=4")
+    with cluster(tmp_path, *settings) as made:
+        for index in range(3):
+            made.start(index)
+        made.reaches(0, 3)
+        until(lambda: len(made.lines(2)) > 3, "rounds of worker 2")
+        made.kill(2, signal.SIGSTOP)
+        until(lambda: len(made.lines(0)[-1]["members"]) == 2, "a round of two")
+        time.sleep(1)
+        made.kill(2, signal.SIGCONT)
+        made.ends(0, 1, 2)
+        check_rounds(made, "gasloc")
+        assert len(full_members(made.lines(0)[-1])) == 3
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "dtype", "tolerance"),
+    [
+        ("noloco", "float64", 1e-12),
+        pytest.param("gasloc", "float32", 1e-6, marks=pytest.mark.long),
+    ],
+)
+def test_with_overlap_the_mean_is_kept_when_one_joins(
+    tmp_path: Path, algorithm: str, dtype: str, tolerance: float
+) -> None:
+    own = ("--rounds=30", "--step-s=0.02", "--overlap", f"--algorithm={algorithm}")
+    with cluster(tmp_path, *BASE, f"--dtype={dtype}", *own) as made:
+        for index in range(3):
+            made.start(index)
+        made.reaches(1, 5)
+        made.start(3)
+        made.ends(0, 1, 2, 3)
+        rounds, first = by_round(made), made.lines(3)[0]["round"]
+        for round_index in (first, first + 1):  # under way, and landed
+            newcomer, *others = (state_of(rounds[round_index][i]) for i in (3, 0, 1, 2))
+            close = {"rtol": tolerance, "atol": tolerance}
+            torch.testing.assert_close(newcomer, mean_of(others), **close)
+            torch.testing.assert_close(mean_of([newcomer, *others]), mean_of(others), **close)
+        assert not torch.equal(others[0]["start"], others[1]["start"])
+        later = [state_of(rounds[first + 4][i])["start"] for i in range(4)]
+        assert not torch.allclose(later[3], torch.stack(later[:3]).mean(0), rtol=1e-9)
