@@ -69,6 +69,19 @@ def test_prints_ratio_and_bound(name: str, row: str, ratio: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
+def test_elastic_prints_what_is_more() -> None:
+    pytest.importorskip("torchft")
+    output = run("elastic", "--quick")
+    for kind in ("blocking", "overlap"):
+        ranks, elastic = cells(output, f"0.3M, 2 workers, {kind}")[1:3]
+        assert 0 < float(ranks.split()[0]) < 10_000
+        assert 0 < float(elastic.split()[0]) < 10_000
+    usual, longest = cells(output, "0.3M, 2 workers and one more")[1:3]
+    assert 0 < float(usual) <= float(longest)
+
+
+@pytest.mark.long
+@pytest.mark.slow
 def test_fetch_prints_ratio_and_bound() -> None:
     output = run("fetch", "--quick")
     assert ">= 0.80" in output
