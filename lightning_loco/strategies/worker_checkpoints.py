@@ -25,6 +25,7 @@ from lightning_loco.strategies.resumed_place import ResumedPlace
 from lightning_loco.strategies.save import Save, save_apart, save_main_apart, save_together
 from lightning_loco.strategies.saved_run import SavedRun
 from lightning_loco.strategies.side_files import SideFiles
+from lightning_loco.strategies.stream import go_on_in_stream, link_of, stream_position
 
 if TYPE_CHECKING:
     from lightning_loco.strategies.driven import Engine
@@ -227,7 +228,9 @@ class WorkerCheckpoints:
                 self._load(run, engine.load_state_dict, run.own["engine"])
         else:
             notes += self._load(run, self._strategy.begin_anew, run.saved())
-        notes += place.restore(trainer)
+        link = link_of(engine)
+        notes += place.restore(trainer, deals=link is None)
+        notes += [] if link is None else go_on_in_stream(link, run.own.get("stream"))
         notes += place.other_workers("the optimizers, schedules and positions") + run.lost()
         if notes:
             before, now = place.numbers()
@@ -266,9 +269,11 @@ class WorkerCheckpoints:
         state, shared = engine.state_dict(), None
         if engine.settings.algorithm.replicated:
             shared = {"shared": state.pop("shared")}
+        position = Position.of(module.trainer)
         own = {
             "engine": state,
-            "position": Position.of(module.trainer)._asdict(),
+            "position": position._asdict(),
+            "stream": stream_position(engine, module.trainer, position.place, self._shares()),
             "lightning": {key: checkpoint[key] for key in _OF_LIGHTNING if key in checkpoint},
         }
         return move_data_to_device(own, _CPU), move_data_to_device(shared, _CPU)
