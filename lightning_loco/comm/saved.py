@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ class Saved:
             the mean of the local parameters.
         is_shared: Whether what stands under ``"shared"`` was equal on all workers.
         read: Reads the state of any worker that wrote it.
+        readers: Who reads whose state for a mean; by default, each worker reads its share. A state
+            that nobody reads is left out.
     """
 
     state: dict[str, Any]
@@ -37,6 +39,18 @@ class Saved:
     consensus_key: str | None
     is_shared: bool
     read: Callable[[int], dict[str, Any]]
+    readers: dict[int, int] | None = None
+
+    def fits(self, num_workers: int) -> bool:
+        """Whether each of so many workers has a state of its own in it."""
+        is_whole = self.readers is None or len(self.readers) >= self.num_workers
+        return is_whole and self.num_workers == num_workers
+
+    def share_of(self, worker: int, num_workers: int) -> Sequence[int]:
+        """Whose states a worker reads for a mean."""
+        if self.readers is None:
+            return range(worker, self.num_workers, num_workers)
+        return [writer for writer, reader in self.readers.items() if reader == worker]
 
     def is_of(self, algorithm: object) -> bool:
         """Whether it was written by an algorithm of the same class."""
@@ -76,7 +90,7 @@ def mean_of_saved(worker: Worker, saved: Saved, names: Iterable[str]) -> dict[st
     sums = [torch.zeros_like(vector) for vector in _vectors(template)]
     counts = [0] * len(sums)
     with group.errors_shared(_PLACE):
-        for number in range(group.worker, saved.num_workers, group.num_workers):
+        for number in saved.share_of(group.worker, group.num_workers):
             state = saved.state if number == group.worker else saved.read(number)
             found = _vectors({name: state[name] for name in template})
             for index, (total, vector) in enumerate(zip(sums, found, strict=True)):

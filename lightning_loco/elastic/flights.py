@@ -88,7 +88,7 @@ class Flight:
     def wait(self) -> None:
         """Wait for its end, and say so when that takes long; raises what has gone wrong."""
         if not self._is_over.wait(PATIENCE_S):
-            what = "A run" if self.round_index == UNKNOWING else f"Round {self.round_index}"
+            what = "A run" if self.round_index <= UNKNOWING else f"Round {self.round_index}"
             log.warning(
                 "%s waits for other workers. The page of the lighthouse (its address in a browser) "
                 "shows who is alive.",

@@ -13,7 +13,8 @@ from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Timed
 from lightning_loco.elastic.elastic import Elastic
 from lightning_loco.elastic.flights import Flight, Flights
-from lightning_loco.elastic.plan import UNKNOWING
+from lightning_loco.elastic.plan import UNKNOWING, resumed
+from lightning_loco.elastic.resumed import is_ahead, land_saved_round
 from lightning_loco.elastic.setup import begin_flights
 from lightning_loco.elastic.sharing import DataShare
 from lightning_loco.elastic.state import adopt_state
@@ -194,21 +195,24 @@ class ElasticLink:
     def join(self, engine: Engine) -> None:
         """Take part from now on.
 
-        A worker that has made rounds, which it knows from a checkpoint, begins with its next one.
-        Any other gets the state of the run; a round that is under way is its own too, with weight
-        0.
+        It gets the state of the run; a round that is under way is its own too, with weight 0. A
+        worker that knows a later round from a checkpoint begins with that one instead.
         """
         self._engine, self._has_finished = engine, False
         self._flights = begin_flights(self._asked, engine, self.share)
-        if engine.worker.round_index > 0:
-            return
-        flight = Flight(UNKNOWING, Row(ROUND, UNKNOWING, 0, weight=0.0, finite=1.0))
-        flight.values = self._position(0)
+        worker = engine.worker
+        land_saved_round(engine)
+        told = resumed(worker.round_index) if worker.steps else UNKNOWING
+        flight = Flight(told, Row(ROUND, UNKNOWING, 0, weight=0.0, finite=1.0))
+        flight.values = self._position(worker.round_index)
+        flight.values["steps_since_round"] = worker.steps_since_round
         flight.is_sent.set()
         try:
             self._carry(flight).wait()
             assert flight.plan is not None
             engine.statistics.members = len(flight.plan.names)
+            if is_ahead(engine, flight):
+                return
             if flight.state is not None:
                 self._adopt(flight, joins=True)
             if flight.received is not None:

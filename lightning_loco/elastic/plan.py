@@ -13,11 +13,20 @@ UNKNOWING = -1
 """The round of a worker that knows nothing of the run, or whose knowledge is out of date."""
 
 
+def resumed(round_index: int) -> int:
+    """What a worker tells in place of its round, that knows the run from a checkpoint and joins it.
+
+    Those that make rounds are ahead of it, whatever they have made: it has no message for them.
+    """
+    return UNKNOWING - 1 - round_index
+
+
 class Told(NamedTuple):
     """What a worker says of itself when it asks to take part.
 
     Attributes:
-        round_index: The round that it begins; :data:`UNKNOWING` if it knows nothing.
+        round_index: The round that it begins; :data:`UNKNOWING` if it knows nothing, and
+            :func:`resumed` if it only joins, with a state from a checkpoint.
         group: The group that it has open; empty if it has none.
         store: ``"host:port"`` of a key-value store that it serves.
         data: The first position in the stream of samples that it cannot have taken.
@@ -45,7 +54,7 @@ class Plan(NamedTuple):
         is_new: Whether the group has to be made.
         donor: Place of the member that brings the state to those in ``newcomers``.
         newcomers: Places of those who need it.
-        round_index: The round that is made; :data:`UNKNOWING` if the run only begins.
+        round_index: The round that is made; :data:`UNKNOWING` if none is: a run begins or goes on.
         data: Where the members of a new group go on in the stream of samples.
         enough: With fewer members the round waits: what the least demanding of them has told.
         drifted: Places of those newcomers whose state was found to be another one than the others'.
@@ -93,7 +102,8 @@ def make_plan(quorum: Quorum, own_name: str) -> Plan:
     """What to do in a quorum.
 
     Who is ahead knows the run, and the first of them brings the state to all others: they take part
-    without weight. If nobody knows anything, the run begins with the state of the first member.
+    without weight. If nobody makes a round, the run begins with the state of the first of those who
+    have made most, or of the first member if nobody knows anything.
     Strangers, whose words are none, take no part.
 
     Args:
@@ -109,7 +119,8 @@ def make_plan(quorum: Quorum, own_name: str) -> Plan:
     told = {name: one for name, one in said.items() if one is not None}
     if own_name not in told:
         raise RuntimeError(f"The lighthouse does not say what this worker, {own_name}, has told.")
-    ahead = max(one.round_index for one in told.values())
+    rounds = [one.round_index for one in told.values()]
+    ahead = max(rounds) if max(rounds) > UNKNOWING else min(rounds)
     donor = next(name for name, one in told.items() if one.round_index == ahead)
     reference = told[donor].run
     names = tuple(name for name, one in told.items() if one.run == reference)
@@ -129,7 +140,7 @@ def make_plan(quorum: Quorum, own_name: str) -> Plan:
         is_new=is_new,
         donor=names.index(donor),
         newcomers=tuple(behind),
-        round_index=ahead,
+        round_index=max(ahead, UNKNOWING),
         data=max(told[name].data for name in names),
         enough=min(told[name].enough for name in names),
     )

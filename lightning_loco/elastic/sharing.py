@@ -43,6 +43,10 @@ class DataShare:
         with self._lock:
             return self._base + self._count * (self._taken + self._taken_in_round + 1)
 
+    def begin_at(self, position: int) -> None:
+        """Go on from a position, when a run is resumed."""
+        self.deal(position, 0, 1)
+
     def deal(self, base: int, place: int, count: int) -> None:
         """Go on from a new base, as one of so many members."""
         with self._lock:

@@ -82,4 +82,4 @@ def adopt_state(engine: Engine, flight: Flight) -> None:
         return  # it knows where it is
     worker.steps = int(state.values["steps"])
     worker.round_index = int(state.values["round_index"])
-    worker.steps_since_round = 0
+    worker.steps_since_round = int(state.values.get("steps_since_round", 0))

@@ -26,7 +26,7 @@ def carry_over(engine: PairwiseEngine, saved: Saved) -> list[str]:
     """
     state, replica = saved.state, engine.worker.replica
     is_of_pairs = saved.is_of(engine.algorithm)
-    if is_of_pairs and saved.num_workers == engine.worker.group.num_workers:
+    if is_of_pairs and saved.fits(engine.worker.group.num_workers):
         engine.load_state_dict(state)
         return []
     at_consensus = {

@@ -40,7 +40,7 @@ def carry_over(engine: Engine, saved: Saved) -> list[str]:
         return _begin_at_consensus(engine, saved)
     notes: list[str] = []
     state = saved.state
-    if saved.num_workers != engine.worker.group.num_workers:
+    if not saved.fits(engine.worker.group.num_workers):
         state = _with_means(engine, saved, notes)
     lanes = [_lane(engine, index, state, saved, notes) for index in range(len(engine.lanes))]
     began_at = state["began_at"]

@@ -37,6 +37,13 @@ class Share(Protocol):
     def take(self) -> int:
         """The next position of this member; no other one gets it."""
 
+    @property
+    def reach(self) -> int:
+        """The first position that nobody reaches before the next round."""
+
+    def begin_at(self, position: int) -> None:
+        """Go on from a position, when a run is resumed."""
+
 
 class Link(RowCarrier, Exchange, Protocol):
     """One engine's connection with those who take part at present; carries messages and rows.

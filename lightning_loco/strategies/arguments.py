@@ -24,6 +24,7 @@ class CommonArguments(TypedDict, total=False):
 
     evaluate: Literal["average", "local"]
     finalize: Literal["average", "keep"]
+    checkpoint_folder: Literal["shared", "private"]
     timeout_s: float
     accelerator: Accelerator | None
     parallel_devices: list[torch.device] | None

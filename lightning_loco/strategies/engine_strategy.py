@@ -58,6 +58,7 @@ class EngineStrategy(MeetingStrategy):
         *,
         evaluate: Literal["average", "local"] = "average",
         finalize: Literal["average", "keep"] = "average",
+        checkpoint_folder: Literal["shared", "private"] = "shared",
         timeout_s: float = 600.0,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -85,8 +86,7 @@ class EngineStrategy(MeetingStrategy):
             start_method=start_method,
         )
         self.settings = settings
-        self.evaluate = evaluate
-        self.finalize = finalize
+        self.evaluate, self.finalize = evaluate, finalize
         self.timeout_s = timeout_s
         self.statistics = Statistics()
         self._steps = LocalSteps()
@@ -94,7 +94,7 @@ class EngineStrategy(MeetingStrategy):
         self._added = ExitStack()
         self._loss: Any = math.nan
         self.engine: Engine | None = None
-        self.checkpoints = WorkerCheckpoints(self)
+        self.checkpoints = WorkerCheckpoints(self, checkpoint_folder)
         self._weights = WrittenWeights(self)
 
     @property
@@ -135,6 +135,7 @@ class EngineStrategy(MeetingStrategy):
         if self.is_fitting:
             self._finished = False
             self.group = WorkerGroup.begin(timeout_s=self.timeout_s)
+            self.checkpoints.begin_fit()
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Make the engine: check the model on all workers and give them the same start."""
@@ -151,7 +152,6 @@ class EngineStrategy(MeetingStrategy):
         self.engine = self.make_engine(self.group)
         self.statistics = self.engine.statistics
         self._steps = LocalSteps()
-        self.checkpoints.begin_fit()
         if self.schedule is not None:
             self._pace = Pace(trainer, self.schedule, self.worker, self.num_workers)
         self._weights.begin_fit()

@@ -51,7 +51,7 @@ def remove_lockstep(trainer: pl.Trainer, request_stop: Callable[[str], None]) ->
     """
     loop = trainer.fit_loop.epoch_loop
     if hasattr(loop, "_broadcast_sigterm_tensor"):
-        loop._broadcast_sigterm_tensor = _do_nothing  # type: ignore[method-assign]
+        loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     signals = trainer._signal_connector
     signals._sigterm_notifier_fn = functools.partial(  # type: ignore[method-assign]
         _on_sigterm, trainer, request_stop
@@ -177,6 +177,17 @@ def skip_to(
     loop.advance = advance  # type: ignore[method-assign]
 
 
+def choose_checkpoint(trainer: pl.Trainer, choose: Callable[[Any], Any]) -> None:
+    """Let ``choose`` say what the coming run resumes from, once; it gets Lightning's choice."""
+    connector = trainer._checkpoint_connector
+
+    def resume_start(path: Any = None, **options: Any) -> None:
+        del connector.resume_start
+        connector.resume_start(choose(path), **options)
+
+    connector.resume_start = resume_start  # type: ignore[assignment, method-assign]
+
+
 def is_logging_step(trainer: pl.Trainer) -> bool:
     """Whether ``log_every_n_steps`` lets this batch write to the loggers."""
     return trainer._logger_connector.should_update_logs
@@ -224,12 +235,8 @@ def found_inf(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) ->
 def load_checkpoint(io: CheckpointIO, path: str, weights_only: bool) -> dict[str, Any]:
     """Read a file with a ``CheckpointIO``, whether it can be told ``weights_only`` or not.
 
-    Those of Lightning know it since 2.6; before, they read everything that pickle can read.
-
-    Args:
-        io: Reads the file.
-        path: Where it is.
-        weights_only: Read tensors and plain values only, where the ``CheckpointIO`` knows how.
+    Those of Lightning know it since 2.6; before, they read everything that pickle can read. With
+    ``weights_only``, they read tensors and plain values only.
     """
     innermost: CheckpointIO | None = io
     while isinstance(innermost, _WrappingCheckpointIO):
@@ -273,10 +280,6 @@ def average_gradients_in(strategy: DDPStrategy, group: dist.ProcessGroup | None)
 def only_measures(trainer: pl.Trainer) -> bool:
     """Whether the present epoch trains nothing: it renews statistics for averaged weights."""
     return trainer.fit_loop._skip_backward
-
-
-def _do_nothing() -> None:
-    return None
 
 
 def _on_sigterm(

@@ -43,6 +43,8 @@ class LocoStrategy(EngineStrategy):
         evaluate: ``"average"`` validates the consensus, ``"local"`` each worker its own model.
         finalize: ``"average"`` leaves the consensus in the model after fit, ``"keep"`` each
             worker's own parameters (until ``Trainer.validate``, which shares worker 0's).
+        checkpoint_folder: ``"private"`` if each worker writes checkpoints to a disk of its own,
+            ``"shared"`` if all see the same folder.
         timeout_s: Longest wait for another worker, in seconds.
         bucket_bytes: Memory for messages under way, in bytes.
         membership: Who takes part, if workers come and go: ``Elastic("host:port")``. Every job is

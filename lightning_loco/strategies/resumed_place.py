@@ -40,14 +40,22 @@ class ResumedPlace:
             self._loader_states = loops["fit_loop"]["state_dict"].pop("combined_loader", [])
         self._position.enter(loops)
 
-    def restore(self, trainer: pl.Trainer) -> list[str]:
+    def restore(self, trainer: pl.Trainer, deals: bool = True) -> list[str]:
         """Take the position up, once Lightning has restored its loops.
+
+        Args:
+            trainer: Whose loops they are.
+            deals: Whether data are to be dealt out anew; members that come and go do so themselves.
 
         Returns:
             What is begun anew, in words.
         """
         notes = []
-        if self._before != self._now and self._position.place not in ("next epoch", "stopped"):
+        if (
+            deals
+            and self._before != self._now
+            and self._position.place not in ("next epoch", "stopped")
+        ):
             # one worker has no sampler that deals out
             if deals_out(trainer) or (len(self._now) == 1 and self._position.is_dealt):
                 notes = self._deal_out(trainer)

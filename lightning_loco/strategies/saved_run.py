@@ -18,7 +18,7 @@ _NEEDED = (("engine", ()), ("lightning", ("loops",)), ("position", Position._fie
 class SavedRun:
     """A main file's entry and the side files that it names.
 
-    A worker that did not exist then reads those of worker 0.
+    A worker that did not exist then reads those of worker 0, and so does one whose own are lost.
 
     Args:
         entry: Of the main file.
@@ -26,10 +26,11 @@ class SavedRun:
         path: The main file.
         worker: Who reads.
         weights_only: As the main file was read: False if any object may be in the files.
+        readers: For each side file, who can read it; None if all can read all.
 
     Attributes:
         name: The file that the worker goes on from.
-        is_new: Whether the worker did not exist.
+        is_new: Whether the worker has none of its own.
         num_workers: How many workers wrote it.
         algorithm: With what.
         own: What the worker goes on from.
@@ -45,13 +46,15 @@ class SavedRun:
         path: str | Path,
         worker: int,
         weights_only: bool | None = None,
+        readers: dict[int, int] | None = None,
     ) -> None:
         self._entry = read_entry(entry, path)
         self._files = files
         self._weights_only = weights_only
+        self._readers = readers
         self.num_workers = self._entry.num_workers
         self.algorithm = self._entry.algorithm
-        self.is_new = worker >= self.num_workers
+        self.is_new = worker >= self.num_workers or worker in self._lost
         number = 0 if self.is_new else worker
         self.name = files.name_of(self._entry.stamp, number)
         self.own = self._read(number)
@@ -70,6 +73,7 @@ class SavedRun:
         """Whether the present run has the same settings and number of workers."""
         return (
             self.num_workers == engine.worker.group.num_workers
+            and not self._lost
             and self.algorithm == type(engine.settings.algorithm).__name__
             and self._entry.settings == engine.settings.describe()
         )
@@ -87,7 +91,18 @@ class SavedRun:
             entry.consensus_key,
             entry.has_shared,
             read=lambda worker: self._read(worker)["engine"],
+            readers=self._readers,
         )
+
+    @property
+    def _lost(self) -> list[int]:
+        readers = self._readers
+        return [] if readers is None else [n for n in range(self.num_workers) if n not in readers]
+
+    def lost(self) -> list[str]:
+        """What is missing, in words."""
+        names = ", ".join(map(str, self._lost))
+        return [f"what worker {names} had, which is on no disk, is left out"] if names else []
 
     def _read(self, worker: int) -> dict[str, Any]:
         entry = self._entry

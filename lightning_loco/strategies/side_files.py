@@ -4,11 +4,16 @@
 ``worker_00000.pt`` and so on, and ``shared.pt``. The main file is written last and names its stamp;
 only when that has been read back, the files of other stamps are deleted. So an interrupted save
 never spoils the checkpoint that was there before.
+
+Where the workers have disks of their own, the next main file waits in ``<stamp>/main.ckpt`` until
+the save is complete on all of them.
 """
 
 from __future__ import annotations
 
 import os
+import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +23,9 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.main_file import stamps_in, steps_of
 from lightning_loco.strategies.sealed import seal, unseal
-from lightning_loco.strategies.whole_files import local_path
+from lightning_loco.strategies.whole_files import local_path, move_file
+
+_MAIN, _FILE = "main.ckpt", re.compile(r"worker_(\d{5})\.pt")
 
 
 class SideFiles:
@@ -27,33 +34,31 @@ class SideFiles:
     Args:
         io: How files are written and read.
         path: The main file.
+
+    Attributes:
+        path: The same.
     """
 
     def __init__(self, io: CheckpointIO, path: str | Path) -> None:
         self._io = io
-        self._path = str(path)
+        self.path = str(path)
         self._folder = f"{path}.loco"
 
-    def save(
-        self, stamp: str, worker: int, own: dict[str, Any], shared: dict[str, Any] | None
-    ) -> None:
-        """Write one worker's part of a save.
+    def save(self, stamp: str, worker: int | None, content: dict[str, Any]) -> None:
+        """Write a file of a save.
 
         Args:
             stamp: The name of this save.
-            worker: Who writes.
-            own: What is this worker's alone.
-            shared: What all workers share, which worker 0 writes; None if there is nothing.
+            worker: Whose it is; None for what all workers share.
+            content: Plain values and tensors.
 
         Raises:
-            OSError: If a file cannot be written.
+            OSError: If the file cannot be written.
             ValueError: If the folder is a symbolic link.
         """
         folder = f"{self._folder}/{stamp}"
         _refuse_links(folder)
-        self._io.save_checkpoint(seal(own, stamp, worker), f"{folder}/{_file_of(worker)}")
-        if shared is not None and worker == 0:
-            self._io.save_checkpoint(seal(shared, stamp, None), f"{folder}/{_file_of(None)}")
+        self._io.save_checkpoint(seal(content, stamp, worker), f"{folder}/{_file_of(worker)}")
 
     def load(
         self, stamp: str, worker: int, has_shared: bool, weights_only: bool | None = None
@@ -82,8 +87,34 @@ class SideFiles:
 
         The main file may be a link: the side files are beside the file that it leads to.
         """
-        path = self._path if local_path(self._path) is None else os.path.realpath(self._path)
+        path = self.path if local_path(self.path) is None else os.path.realpath(self.path)
         return f"{path}.loco/{stamp}/{_file_of(worker)}"
+
+    # ------------------------------------------------------------- disks of one's own
+
+    def waiting_main(self, stamp: str) -> str:
+        """Where the main file of a save waits until the save is complete on all disks."""
+        return f"{self._folder}/{stamp}/{_MAIN}"
+
+    def put_main(self, stamp: str) -> None:
+        """Put the waiting main file of a save into its place, if no other worker has done so."""
+        with suppress(FileNotFoundError):
+            move_file(Path(self.waiting_main(stamp)), Path(self.path))
+
+    def workers_of(self, stamp: str) -> list[int]:
+        """Whose files of a save are on this disk."""
+        files = get_filesystem(self._folder)
+        folder = f"{self._folder}/{stamp}"
+        entries = files.ls(folder, detail=False) if files.exists(folder) else []
+        found = [_FILE.fullmatch(Path(entry).name) for entry in entries]
+        return sorted(int(match[1]) for match in found if match)
+
+    def saves(self) -> set[str]:
+        """The saves on this disk that have a main file, be it in its place or waiting."""
+        waiting = {s for s in self._stamps() if os.path.exists(self.waiting_main(s))}
+        return waiting | stamps_in(self.path, self._io)
+
+    # -------------------------------------------------------------------- the end of a save
 
     def settle(self, stamp: str) -> None:
         """Delete the other saves, unless the main file still needs them.
@@ -94,24 +125,28 @@ class SideFiles:
         Raises:
             OSError: If the main file was to be replaced and still names another save.
         """
-        named = stamps_in(self._path, self._io)
+        named = stamps_in(self.path, self._io)
         if stamp not in named and isinstance(self._io, TorchCheckpointIO):
             raise OSError(
-                f"The checkpoint {self._path} could not be replaced. What it was before is still "
+                f"The checkpoint {self.path} could not be replaced. What it was before is still "
                 "complete."
             )
         # Another's way to write may be late: then what is older than the main file can go.
         first = min(map(steps_of, named), default=0)
         for found in self._stamps():
             if found != stamp and (stamp in named or steps_of(found) < first):
-                self._remove(f"{self._folder}/{found}")
+                self.remove_save(found)
 
     def drop(self, stamp: str) -> None:
         """Delete a save that has failed, unless the main file has come to need it."""
-        if stamp not in stamps_in(self._path, self._io):
-            self._remove(f"{self._folder}/{stamp}")
+        if stamp not in stamps_in(self.path, self._io):
+            self.remove_save(stamp)
             if not self._stamps():
                 self.remove()
+
+    def remove_save(self, stamp: str) -> None:
+        """Delete a save."""
+        self._remove(f"{self._folder}/{stamp}")
 
     def remove(self) -> None:
         """Delete all saves."""
@@ -127,7 +162,7 @@ class SideFiles:
         _refuse_links(os.path.dirname(name))
         if not get_filesystem(name).exists(name):
             raise FileNotFoundError(
-                f"The checkpoint {self._path} needs {name}, which does not exist. "
+                f"The checkpoint {self.path} needs {name}, which does not exist. "
                 f"Keep the folder {Path(name).parents[1].name} beside the checkpoint, on a file "
                 "system that all machines share."
             )

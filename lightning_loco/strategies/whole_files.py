@@ -49,6 +49,13 @@ def local_path(path: str | Path) -> Path | None:
     return Path(name) if isinstance(files, LocalFileSystem) else None
 
 
+def move_file(source: Path, target: Path) -> None:
+    """Put a whole file into the place of another one; FileNotFoundError if it is not there."""
+    source.replace(target)
+    _sync_folder(target.parent)
+    _sync_folder(source.parent)
+
+
 def _replace(target: Path, content: Any) -> None:
     _make_folder(target.parent)
     # One name for each target: what a killed process has left is overwritten by the next one.

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_loco.strategies import lightning_private
+from lightning_loco.strategies.arguments import check_choice
+from lightning_loco.strategies.chosen_save import choose_save, path_on_own_disk
 from lightning_loco.strategies.interrupted import save_where_stopped
 from lightning_loco.strategies.main_file import KEY, NEW_RUN, entry_of, new_stamp
 from lightning_loco.strategies.positions import Position
 from lightning_loco.strategies.resumed_place import ResumedPlace
+from lightning_loco.strategies.save import Save, save_apart, save_main_apart, save_together
 from lightning_loco.strategies.saved_run import SavedRun
 from lightning_loco.strategies.side_files import SideFiles
+from lightning_loco.strategies.stream import go_on_in_stream, link_of, stream_position
 
 if TYPE_CHECKING:
     from lightning_loco.strategies.driven import Engine
@@ -39,16 +46,50 @@ class WorkerCheckpoints:
 
     Args:
         strategy: Whose checkpoints they are; its engine, workers and files are used.
+        folder: ``"shared"`` if all workers see the same files, ``"private"`` if each may have a
+            disk of its own.
+
+    Raises:
+        ValueError: If ``folder`` is something else.
     """
 
-    def __init__(self, strategy: EngineStrategy) -> None:
+    def __init__(self, strategy: EngineStrategy, folder: str = "shared") -> None:
+        check_choice("checkpoint_folder", folder, ("shared", "private"))
         self._strategy = strategy
+        self._is_private = folder == "private"
+        self._writes_main: bool | None = None
+        self._readers: dict[int, int] | None = None
         self._resumed: tuple[SavedRun, ResumedPlace] | None = None
         self._saved_on_stop = False
 
     def begin_fit(self) -> None:
-        """Forget that an earlier fit was stopped."""
+        """Forget an earlier fit; on disks of their own, the workers will agree on a checkpoint.
+
+        Raises:
+            ValueError: If files are written in a way that does not work on such disks.
+        """
         self._saved_on_stop = False
+        self._readers = None
+        if self._is_private:
+            if not isinstance(self._strategy.checkpoint_io, TorchCheckpointIO):
+                raise ValueError(
+                    "checkpoint_folder='private' needs a CheckpointIO that has written a file when "
+                    f"it returns, as TorchCheckpointIO does, got {self._strategy.checkpoint_io}. "
+                    "Use checkpoint_folder='shared', or leave checkpoint_io out."
+                )
+            module = self._strategy.lightning_module
+            assert module is not None
+            lightning_private.choose_checkpoint(module.trainer, self._choose)
+
+    def _choose(self, path: str | Path | None) -> str | Path | None:
+        """The checkpoint on this worker's disk that all go on from; None if there is none."""
+        group = self._strategy.group
+        assert group is not None
+        chosen = choose_save(group, self._strategy.checkpoint_io, path)
+        if chosen is None:
+            return None
+        self._readers = chosen.readers()
+        return chosen.path
 
     def model_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The consensus, for the main file; during ``fit`` all workers must call it.
@@ -98,30 +139,27 @@ class WorkerCheckpoints:
                 is still complete.
             ValueError: On every worker, if the side folder is a symbolic link.
         """
-        io, writes_main = self._strategy.checkpoint_io, self._strategy.is_global_zero
-        engine = self._engine
-        if engine is None or "optimizer_states" not in checkpoint:
-            if writes_main:
-                io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+        io, engine = self._strategy.checkpoint_io, self._engine
+        write_main = partial(io.save_checkpoint, checkpoint, storage_options=storage_options)
+        is_whole = "optimizer_states" in checkpoint
+        if engine is None or not (is_whole or self._is_private):
+            if self._strategy.is_global_zero:
+                write_main(path)
             return
-        self._saved_on_stop = engine.worker.stop_agreed is not None
         group = engine.worker.group
         names = [str(path), new_stamp(engine.worker.steps)]
         path, stamp = group.gather_objects(names, "a checkpoint")[0]
-        files = SideFiles(io, path)
+        if self._is_private:
+            path = path_on_own_disk(path)
+        save = Save(SideFiles(io, path), stamp, {}, None, write_main)
+        if not is_whole:
+            self._writes_main = save_main_apart(group, save)
+            return
+        self._saved_on_stop = engine.worker.stop_agreed is not None
+        checkpoint[KEY] = entry_of(engine, stamp)
         own, shared = self._parts(engine, checkpoint)
-        try:
-            with group.errors_shared("writing a checkpoint"):
-                files.save(stamp, group.worker, own, shared)
-            with group.errors_shared("writing a checkpoint"):
-                if writes_main:
-                    checkpoint[KEY] = entry_of(engine, stamp)
-                    io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-                    files.settle(stamp)
-        except Exception:
-            if writes_main:
-                files.drop(stamp)
-            raise
+        write = save_apart if self._is_private else save_together
+        self._writes_main = write(group, save._replace(own=own, shared=shared))
 
     def load(
         self, loaded: dict[str, Any], path: str | Path, weights_only: bool | None = None
@@ -149,7 +187,8 @@ class WorkerCheckpoints:
         assert group is not None
         with group.errors_shared("reading the checkpoint"):
             files = SideFiles(self._strategy.checkpoint_io, path)
-            run = SavedRun(loaded[KEY], files, path, self._strategy.worker, weights_only)
+            worker, readers = self._strategy.worker, self._readers
+            run = SavedRun(loaded[KEY], files, path, worker, weights_only, readers)
             shares = self._shares()
         loaded.update(run.own["lightning"])
         place = ResumedPlace(run.position(), run.shares(), shares, self._strategy.worker)
@@ -189,8 +228,10 @@ class WorkerCheckpoints:
                 self._load(run, engine.load_state_dict, run.own["engine"])
         else:
             notes += self._load(run, self._strategy.begin_anew, run.saved())
-        notes += place.restore(trainer)
-        notes += place.other_workers("the optimizers, schedules and positions")
+        link = link_of(engine)
+        notes += place.restore(trainer, deals=link is None)
+        notes += [] if link is None else go_on_in_stream(link, run.own.get("stream"))
+        notes += place.other_workers("the optimizers, schedules and positions") + run.lost()
         if notes:
             before, now = place.numbers()
             rank_zero_warn(
@@ -210,7 +251,8 @@ class WorkerCheckpoints:
 
     def remove(self, path: str | Path) -> None:
         """Delete a checkpoint and its side files."""
-        if self._strategy.is_global_zero:
+        writes_main = self._writes_main
+        if self._strategy.is_global_zero if writes_main is None else writes_main:
             self._strategy.checkpoint_io.remove_checkpoint(path)
             SideFiles(self._strategy.checkpoint_io, path).remove()
 
@@ -227,9 +269,11 @@ class WorkerCheckpoints:
         state, shared = engine.state_dict(), None
         if engine.settings.algorithm.replicated:
             shared = {"shared": state.pop("shared")}
+        position = Position.of(module.trainer)
         own = {
             "engine": state,
-            "position": Position.of(module.trainer)._asdict(),
+            "position": position._asdict(),
+            "stream": stream_position(engine, module.trainer, position.place, self._shares()),
             "lightning": {key: checkpoint[key] for key in _OF_LIGHTNING if key in checkpoint},
         }
         return move_data_to_device(own, _CPU), move_data_to_device(shared, _CPU)

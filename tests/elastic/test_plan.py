@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_loco.elastic.lighthouse import Member, Quorum
-from lightning_loco.elastic.plan import UNKNOWING, OtherRun, Plan, difference, make_plan
+from lightning_loco.elastic.plan import UNKNOWING, OtherRun, Plan, difference, make_plan, resumed
 
 
 def told(
@@ -106,3 +106,22 @@ def test_strangers_take_no_part(words: dict[str, Any]) -> None:
     assert not make_plan(quorum, "a").is_new
     with pytest.raises(RuntimeError, match="does not say what this worker, stranger, has told"):
         make_plan(quorum, "stranger")
+
+
+def test_a_run_is_resumed_from_the_newest_checkpoint() -> None:
+    words = {"a": told(UNKNOWING), "b": told(resumed(3)), "c": told(resumed(5), data=40)}
+    for plan in plans(**words, d=told(resumed(5))).values():
+        assert plan.donor == 2
+        assert plan.newcomers == (0, 1)
+        assert plan.round_index == UNKNOWING
+        assert plan.data == 40
+
+
+def test_a_checkpoint_of_the_first_round_is_worth_more_than_nothing() -> None:
+    plan = plans(a=told(UNKNOWING), b=told(resumed(0)))["a"]
+    assert (plan.donor, plan.newcomers) == (1, (0,))
+
+
+def test_a_resumed_worker_joins_those_who_make_rounds_whatever_it_knows() -> None:
+    plan = plans(a=told(resumed(7)), b=told(4, "1.0/2"), c=told(4, "1.0/2"))["a"]
+    assert (plan.donor, plan.newcomers, plan.round_index) == (1, (0,), 4)

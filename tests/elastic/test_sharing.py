@@ -39,6 +39,16 @@ def test_after_a_change_nobody_takes_what_was_taken() -> None:
     assert len(set(taken)) == len(taken)
 
 
+def test_a_resumed_member_begins_where_nobody_has_been() -> None:
+    shares = dealt(10, 3)
+    taken = [share.take() for _ in range(4) for share in shares]
+    again = DataShare()
+    again.begin_at(max(share.reach for share in shares))
+    assert again.reach > max(taken)
+    again.deal(again.reach, 0, 1)
+    assert again.take() > max(taken)
+
+
 def test_one_member_alone_sees_all_samples_once_in_an_epoch() -> None:
     sampler = MembersSampler(range(7), DataShare(), seed=3)
     first, second = list(sampler), list(sampler)

@@ -1,0 +1,31 @@
+"""A worker that comes with what it knows from a checkpoint."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_loco.elastic.flights import Flight
+from lightning_loco.rounds.engine import Engine
+from lightning_loco.rounds.late import land_late
+
+
+@torch.no_grad()
+def land_saved_round(engine: Engine) -> None:
+    """Land a round that was under way when it was saved, of which newcomers could not learn.
+
+    The local steps made meanwhile stay, and are in the message of the next round.
+    """
+    (rounds,) = engine.lanes
+    if rounds.flight is None:
+        return
+    shared, own = rounds.state_dict()
+    flight = {**own["flight"], "received": shared["received"], "departure": own["departure"]}
+    for handle in rounds.give_up():
+        handle.release()
+    land_late(rounds.lane, engine.settings.algorithm, flight)
+
+
+def is_ahead(engine: Engine, flight: Flight) -> bool:
+    """Whether the run that this worker has come to has made fewer rounds than it knows of."""
+    state = flight.state
+    return state is not None and int(state.values["round_index"]) < engine.worker.round_index

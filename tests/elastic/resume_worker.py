@@ -1,0 +1,85 @@
+"""One elastic worker in a process of its own that saves often, and may go on from what it saved."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch.utils.data import DataLoader
+
+from lightning_loco import AsyncDiLoCoStrategy, DiLoCoStrategy, Elastic
+from tests.elastic.trainer_worker import Model, Notes, Numbered
+from tests.elastic.worker import checksum
+from tests.tiny import quiet_trainer
+
+SYNC_EVERY = 4
+
+
+class SaveOften(Callback):
+    """Overwrites one checkpoint every few steps, within rounds too; writes down where it began."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._has_begun = False
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            engine = trainer.strategy.engine
+            start = {
+                "checksum": checksum(engine),
+                "round": engine.worker.round_index,
+                "steps": trainer.global_step,
+                "lr": trainer.optimizers[0].param_groups[0]["lr"],
+            }
+            (self._folder / "start.json").write_text(json.dumps(start))
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step % 3 == 0:
+            trainer.save_checkpoint(self._folder / "often.ckpt")
+
+
+def main(arguments: list[str]) -> None:
+    """Fit."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lighthouse", required=True)
+    parser.add_argument("--index", type=int, required=True)
+    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--max-steps", type=int, default=100)
+    parser.add_argument("--overlap", action="store_true")
+    parser.add_argument("--min-workers", type=int, default=1)
+    parser.add_argument("--resume")
+    asked = parser.parse_args(arguments)
+
+    logging.captureWarnings(False)
+    warnings.simplefilter("always")
+    torch.manual_seed(asked.index)
+    elastic = Elastic(
+        asked.lighthouse,
+        min_workers=asked.min_workers,
+        name=f"w{asked.index}",
+        host="127.0.0.1",
+        timeout_s=60,
+    )
+    folder = asked.log.parent / str(asked.index)
+    folder.mkdir(parents=True, exist_ok=True)
+    if asked.overlap:
+        strategy = AsyncDiLoCoStrategy(
+            sync_every=SYNC_EVERY, outer_momentum=0.3, membership=elastic
+        )
+    else:
+        strategy = DiLoCoStrategy(sync_every=SYNC_EVERY, membership=elastic)
+    trainer: Trainer = quiet_trainer(
+        strategy=strategy,
+        max_steps=asked.max_steps,
+        callbacks=[Notes(asked.log, 0.03), SaveOften(folder)],
+        default_root_dir=folder,
+    )
+    loader = DataLoader(Numbered(), batch_size=2, shuffle=True)
+    trainer.fit(Model(), loader, ckpt_path=asked.resume)

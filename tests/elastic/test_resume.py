@@ -1,0 +1,230 @@
+"""Fleets that go on from what their jobs have saved, with other numbers of jobs."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from signal import SIGKILL, SIGTERM
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_loco import DiLoCoStrategy
+from tests.elastic import resume_worker
+from tests.elastic.cluster import Cluster, cluster, until
+from tests.elastic.resume_worker import SYNC_EVERY
+from tests.elastic.test_fit import check_samples
+from tests.elastic.trainer_worker import Model, Numbered
+from tests.pool import Pool, make_trainer
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:You're resuming from a")]
+
+
+def saved_round(path: Path) -> int:
+    return int(torch.load(path, weights_only=False)["lightning_loco"]["round_index"])
+
+
+def newest(folder: Path, index: int) -> Path:
+    """What a job has saved last: regularly, or when it was told to stop."""
+    return max((folder / str(index)).glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+
+
+def start_of(folder: Path, index: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / str(index) / "start.json").read_text())
+    return found
+
+
+def checksum_of(state: dict[str, Any]) -> int:
+    value = 0
+    for _, vector in sorted(state.items()):
+        value = zlib.crc32(vector.numpy().tobytes(), value)
+    return value
+
+
+def samples_of(made: Cluster, indices: range, first: int = 0, last: int = 10**9) -> set[int]:
+    """What jobs have trained on, as far as it is in rounds of these numbers."""
+    lines = [line for index in indices for line in made.lines(index)]
+    return {s for line in lines if first <= line["round"] <= last for s in line["samples"]}
+
+
+def learning_rates(steps: int) -> list[float]:
+    """After each number of steps."""
+    (optimizer,), (config,) = Model().configure_optimizers()
+    rates = []
+    for _ in range(steps + 1):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        config["scheduler"].step()
+    return rates
+
+
+def check_positions(made: Cluster, indices: range) -> None:
+    """Steps and learning rates are those of the rounds, on all."""
+    rates = learning_rates(400)
+    steps: dict[int, int] = {}
+    for index in indices:
+        for line in made.lines(index):
+            assert line["lr"] == pytest.approx(rates[line["steps"]], rel=1e-12)
+            assert steps.setdefault(line["round"], line["steps"]) == line["steps"]
+
+
+def end_four_jobs(folder: Path, *schedule: str) -> tuple[list[Path], Cluster]:
+    """Jobs that end one after the other; what three of them have saved."""
+    folder.mkdir()
+    with cluster(folder, "--max-steps=4000", *schedule, program=resume_worker.main) as made:
+        for index in range(4):
+            made.start(index)
+        made.reaches(0, 3)
+        made.kill(3)
+        made.reaches(0, 5)
+        made.kill(0, SIGTERM)
+        made.exit_status(0)
+        made.reaches(1, len(made.lines(0)) + 4)
+        made.kill(1, SIGKILL)
+        made.kill(2, SIGKILL)
+    return [newest(folder, index) for index in range(3)], made
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param((), id="blocking"), pytest.param(("--overlap",), id="overlap")],
+)
+@pytest.mark.long
+def test_four_jobs_go_on_as_three_and_then_as_five(
+    tmp_path: Path, schedule: tuple[str, ...]
+) -> None:
+    paths, before = end_four_jobs(tmp_path / "first", *schedule)
+    rounds = [saved_round(path) for path in paths]
+    assert rounds[0] + 2 < max(rounds)
+    folder = tmp_path / "second"
+    folder.mkdir()
+    steps = SYNC_EVERY * (max(rounds) + 25)
+    with cluster(folder, f"--max-steps={steps}", *schedule, program=resume_worker.main) as made:
+        order = sorted(range(3), key=lambda index: -rounds[index])
+        for index in order:
+            made.start(index, f"--resume={paths[index]}")
+        for index in range(3):
+            made.reaches(index, max(rounds) + 5)
+        made.start(3)
+        made.start(4)
+        until(lambda: len(made.lines(3)) > 3 and len(made.lines(4)) > 3, "rounds of newcomers")
+        made.ends(*range(5))
+        made.agree()
+        check_samples(made, *range(5))
+        check_positions(made, range(5))
+        for index in range(5):
+            lines = made.lines(index)
+            assert lines[0]["round"] >= max(rounds)
+            assert lines[-1]["steps"] == steps
+        assert {len(line["members"]) for line in made.lines(order[0])} >= {3, 5}
+        trained = samples_of(before, range(4), last=max(rounds))
+        assert len(trained) > 50
+        assert not trained & samples_of(made, range(5))
+        assert min(start_of(folder, index)["round"] for index in range(3)) == max(rounds)
+
+
+@pytest.mark.long
+def test_a_job_that_is_ahead_of_those_that_train_already_is_followed(tmp_path: Path) -> None:
+    paths, _ = end_four_jobs(tmp_path / "first")
+    rounds = [saved_round(path) for path in paths]
+    last = rounds.index(max(rounds))
+    folder = tmp_path / "second"
+    folder.mkdir()
+    steps = SYNC_EVERY * (max(rounds) + 20)
+    with cluster(folder, f"--max-steps={steps}", program=resume_worker.main) as made:
+        for index in (3, 4):
+            made.start(index, f"--resume={paths[0]}")
+        made.reaches(3, rounds[0] + 1)
+        made.start(last, f"--resume={paths[last]}")
+        made.ends(last, 3, 4)
+        own = {line["round"]: line["checksum"] for line in made.lines(last)}
+        assert min(own) > max(rounds)
+        for index in (3, 4):
+            found = {line["round"]: line["checksum"] for line in made.lines(index)}
+            common = found.keys() & own.keys()
+            assert len(common) >= 15
+            assert all(found[round_index] == own[round_index] for round_index in common)
+
+
+# ----------------------------------------------------------------------- static runs
+
+
+def fit_static(
+    rank: int, world: int, path: str, max_steps: int, resume: str | None = None
+) -> tuple[set[int], list[str], int]:
+    """Samples, warnings, and a checksum of the outer state where training began."""
+    import warnings
+
+    from lightning.pytorch import Callback
+
+    from tests.elastic.worker import checksum
+
+    samples: set[int] = set()
+    sums: list[int] = []
+
+    class Note(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, i: int) -> None:
+            sums.append(checksum(trainer.strategy.engine))
+            samples.update(batch[0].tolist())
+
+    strategy = DiLoCoStrategy(sync_every=SYNC_EVERY, timeout_s=30)
+    trainer = make_trainer(strategy, max_steps=max_steps, callbacks=[Note()])
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer.fit(Model(), DataLoader(Numbered(), batch_size=2, shuffle=True), ckpt_path=resume)
+        told = [str(one.message) for one in found if "go on from it" in str(one.message)]
+    return samples, told, sums[0]
+
+
+def fit_and_save(rank: int, world: int, path: str) -> set[int]:
+    """Samples of a static run that saves within a round, at its end."""
+    strategy = DiLoCoStrategy(sync_every=SYNC_EVERY, timeout_s=30)
+    samples: set[int] = set()
+    module = Model()
+
+    def on_train_batch_end(out: Any, batch: Any, index: int) -> None:
+        samples.update(batch[0].tolist())
+        if module.trainer.global_step == 10:
+            module.trainer.save_checkpoint(path)
+
+    module.on_train_batch_end = on_train_batch_end  # type: ignore[method-assign]
+    trainer = make_trainer(strategy, max_steps=10)
+    trainer.fit(module, DataLoader(Numbered(), batch_size=2, shuffle=True))
+    return samples
+
+
+def test_a_static_run_goes_on_as_jobs_and_these_as_a_static_run(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "static.ckpt"
+    trained = set().union(*pool.run(fit_and_save, str(path), world=4))
+    assert len(trained) == 4 * 2 * 10
+    (stamp,) = Path(f"{path}.loco").iterdir()
+    (lane,) = torch.load(stamp / "shared.pt")["shared"]
+    folder = tmp_path / "jobs"
+    folder.mkdir()
+    with cluster(folder, "--max-steps=41", program=resume_worker.main) as made:
+        for index in range(3):
+            made.start(index, f"--resume={path}")
+        made.ends(0, 1, 2)
+        made.agree()
+        check_samples(made, 0, 1, 2)
+        check_positions(made, range(3))
+        for index in range(3):
+            start = start_of(folder, index)
+            assert start["checksum"] == checksum_of(lane["state"]) or start["round"] > 2
+            text = made.errors(index)
+            assert text.count("The checkpoint was written by 4 workers with DiLoCo") == 1
+            assert "and positions of workers 1 to 3 are dropped" in text
+            assert "all workers begin at the mean of the 4 workers' parameters" in text
+        assert start_of(folder, 0)["steps"] == 10
+        assert not trained & samples_of(made, range(3))
+    back = folder / "0" / "often.ckpt"
+    (stamp,) = Path(f"{back}.loco").iterdir()
+    (lane,) = torch.load(stamp / "shared.pt")["shared"]
+    results = pool.run(fit_static, str(path), 50, str(back), world=2)
+    assert [first for _, _, first in results] == [checksum_of(lane["state"])] * 2
+    assert [len(told) for _, told, _ in results] == [1, 0]
+    assert "was written by 1 worker with DiLoCo, and 2 workers with DiLoCo" in results[0][1][0]
+    assert "new are worker 1, with the optimizers" in results[0][1][0]
