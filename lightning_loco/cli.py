@@ -36,6 +36,7 @@ from lightning_loco.demo.model import ByteGPT
 from lightning_loco.demo.report import Report, draw_run, measure
 from lightning_loco.strategies import RemoteOptimizerStrategy
 from lightning_loco.strategies.engine_strategy import EngineStrategy
+from lightning_loco.strategies.lightning_private import choose_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ def run(cfg: DictConfig) -> float | None:
     report = measure(trainer, model, data, timer.time_elapsed("train"))
     report = dataclasses.replace(report, val_loss=validate(trainer, model, data))
     if cfg.test:
+        choose_checkpoint(trainer, lambda _: None)
         trainer.test(model, datamodule=data)
     if trainer.is_global_zero:
         present(cfg, report, trainer, model)
@@ -206,8 +208,10 @@ def check_validation(strategy: EngineStrategy, trainer: Trainer) -> None:
 def validate(trainer: Trainer, model: LightningModule, data: LightningDataModule) -> float | None:
     """Validation loss of the model as training left it; every rank must call it.
 
-    The last validation of ``fit`` may come before the end of the last overlapped round.
+    The last validation of ``fit`` may come before the end of the last overlapped round. Under SLURM
+    Lightning would take the model of the last requeue instead.
     """
+    choose_checkpoint(trainer, lambda _: None)
     with warnings.catch_warnings():
         # The validation windows are a multiple of the number of workers: none counts twice.
         warnings.filterwarnings("ignore", message="Using `DistributedSampler` with")

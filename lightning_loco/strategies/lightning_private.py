@@ -157,11 +157,9 @@ def skip_to(
     trainer: pl.Trainer,
     place: Literal["batch end", "validation end", "next batch", "next epoch"],
 ) -> None:
-    """Let a resumed loop go on from this place, once, instead of where Lightning guesses it was.
+    """Let a resumed loop go on from where this was done last, once, instead of where it guesses.
 
-    Args:
-        trainer: Whose loops have been restored, with the last batch counted as completed.
-        place: What was done last.
+    The loops must have been restored, with the last batch counted as completed.
     """
     loop = trainer.fit_loop.epoch_loop
     loop.val_loop._has_run = False  # or an epoch at its last batch counts as over
@@ -191,6 +189,16 @@ def choose_checkpoint(trainer: pl.Trainer, choose: Callable[[Any], Any]) -> None
 def is_logging_step(trainer: pl.Trainer) -> bool:
     """Whether ``log_every_n_steps`` lets this batch write to the loggers."""
     return trainer._logger_connector.should_update_logs
+
+
+def logged_step(trainer: pl.Trainer) -> int:
+    """The step that loggers are told."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def log_from(trainer: pl.Trainer, step: int) -> None:
+    """Let loggers be told this step from now on."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped = step
 
 
 def metrics_of_this_loop(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
@@ -233,11 +241,7 @@ def found_inf(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) ->
 
 
 def load_checkpoint(io: CheckpointIO, path: str, weights_only: bool) -> dict[str, Any]:
-    """Read a file with a ``CheckpointIO``, whether it can be told ``weights_only`` or not.
-
-    Those of Lightning know it since 2.6; before, they read everything that pickle can read. With
-    ``weights_only``, they read tensors and plain values only.
-    """
+    """Read a file with a ``CheckpointIO``; before 2.6 Lightning's do not know ``weights_only``."""
     innermost: CheckpointIO | None = io
     while isinstance(innermost, _WrappingCheckpointIO):
         innermost = innermost.checkpoint_io
@@ -286,8 +290,7 @@ def _on_sigterm(
     trainer: pl.Trainer, request_stop: Callable[[str], None], signum: int, _: FrameType | None
 ) -> None:
     log.info("Received signal %s: stopping all workers at the next common step.", signum)
-    launcher = trainer.strategy.launcher
-    if launcher is not None:
+    if (launcher := trainer.strategy.launcher) is not None:
         launcher.kill(signum)
     request_stop(TERMINATE)
 

@@ -63,7 +63,7 @@ def share_among_members(
 
 
 class TrainerPosition:
-    """Where a trainer is, for newcomers: its learning rates and their schedules.
+    """Where a trainer is, for newcomers: learning rates, their schedules, and the logged step.
 
     Args:
         trainer: Whose position it is.
@@ -81,6 +81,7 @@ class TrainerPosition:
     def read(self) -> dict[str, Any]:
         """The present position."""
         return {
+            "logged_step": lightning_private.logged_step(self._trainer),
             "groups": read_hyperparameters(self._groups),
             "schedulers": [
                 _plain(config.scheduler.state_dict())
@@ -105,6 +106,7 @@ class TrainerPosition:
         for config, saved in zip(configs, position["schedulers"], strict=True):
             config.scheduler.load_state_dict({**config.scheduler.state_dict(), **saved})
         write_hyperparameters(groups, found)
+        lightning_private.log_from(self._trainer, position["logged_step"])
 
     def count(self, in_step: bool) -> None:
         """Count as many steps as this worker; Lightning still counts the present one, if there is.
@@ -119,6 +121,7 @@ class TrainerPosition:
 
     def end_step(self) -> None:
         """Let the schedulers step that do so after every so many steps of the optimizer."""
+        lightning_private.log_from(self._trainer, lightning_private.logged_step(self._trainer) + 1)
         for config in self._trainer.lr_scheduler_configs:
             is_due = config.interval == "step" and self._steps() % config.frequency == 0
             if is_due and not config.reduce_on_plateau:

@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from lightning_loco.elastic import flights, handover
+from lightning_loco.elastic import handover
+from lightning_loco.elastic.carriers import Summing
 from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.link import ElasticLink
 from lightning_loco.rounds import StepEngine
@@ -39,7 +40,7 @@ POINTS = {
     "exchange": Point(Groups, "sum"),
     "within the exchange": Point(Groups, "sum", 0.002),
     "outer step": Point(Rounds, "_commit"),
-    "copying the state": Point(flights.Flights, "_bring"),
+    "copying the state": Point(Summing, "bring"),
     "sending the state": Point(handover.Groups, "send", 0.002),
     "receiving the state": Point(handover.Groups, "receive", 0.002),
 }

@@ -52,6 +52,7 @@ def test_a_third_job_joins_and_the_first_is_killed(
         own, newcomer = by_round(made, 1), by_round(made, 2)
         for round_index, line in newcomer.items():
             assert line["lr"] == own[round_index]["lr"]
+            assert line["logged_step"] == own[round_index]["logged_step"]
             assert line["betas"] == own[round_index]["betas"]
             assert line["steps"] == own[round_index]["steps"]
         assert {len(line["members"]) for line in own.values()} >= {2, 3}
@@ -89,6 +90,7 @@ def test_gossiping_jobs_go_on_when_one_joins_and_one_is_killed(tmp_path: Path) -
         lines = [by_round(made, index) for index in range(3)]
         for round_index, line in lines[2].items():
             assert line["lr"] == lines[1][round_index]["lr"]
+            assert line["logged_step"] == lines[1][round_index]["logged_step"]
             assert line["steps"] == lines[1][round_index]["steps"]
         assert {len(line["members"]) for line in made.lines(1)} >= {2, 3}
         ends = [line[max(line)] for line in lines[1:]]

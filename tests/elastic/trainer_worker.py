@@ -22,6 +22,7 @@ from lightning_loco import (
     GASLoCStrategy,
     LocoStrategy,
 )
+from lightning_loco.strategies import lightning_private
 from tests.elastic.worker import checksum
 from tests.tiny import TinyModule, quiet_trainer
 
@@ -67,6 +68,7 @@ class Notes(Callback):
         line = {
             "round": engine.worker.round_index,
             "steps": trainer.global_step,
+            "logged_step": lightning_private.logged_step(trainer),
             "lr": trainer.optimizers[0].param_groups[0]["lr"],
             "betas": trainer.optimizers[0].param_groups[0]["betas"],
             "members": [] if last is None else list(last.plan.names),
