@@ -268,7 +268,8 @@ class ElasticLink:
 
     def close(self) -> None:
         """Take part no longer."""
-        if self._has_finished:
+        is_idle = self._flight is None or self._flight.is_over()
+        if self._has_finished and is_idle:
             self.leave()
         elif self._flights is not None:
             self._flights.close()

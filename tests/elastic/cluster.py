@@ -117,7 +117,8 @@ class Cluster:
 
     def errors(self, index: int) -> str:
         """What it has said."""
-        return (self._folder / f"{index}.err").read_text()
+        path = self._folder / f"{index}.err"
+        return path.read_text() if path.exists() else ""
 
     def reaches(self, index: int, round_index: int) -> None:
         """Wait until a worker has made so many rounds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,16 @@ def test_the_last_round_waits_for_nobody(tmp_path: Path) -> None:
         made.kill(1)
         made.ends(0)
         assert [len(line["members"]) for line in made.lines(0)][-2:] == [2, 1]
+
+
+@pytest.mark.long
+def test_ctrl_c_in_the_last_round_ends_at_once(tmp_path: Path) -> None:
+    with cluster(tmp_path, "--max-steps=2", program=trainer_worker.main) as made:
+        made.start(0, "--step-s=0")
+        made.start(1, "--step-s=8")
+        until(lambda: "One of 2 members" in made.errors(0), "two members")
+        time.sleep(1)
+        interrupted_at = made.kill(0, signal.SIGINT)
+        assert made.exit_status(0) == 1
+        assert time.time() - interrupted_at < 8
+        assert "Detected KeyboardInterrupt" in made.errors(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -115,6 +116,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--dev-run", action="store_true")
     parser.add_argument("--writes-at", type=int, default=-1)
     asked = parser.parse_args(arguments)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs inherit it ignored
 
     torch.manual_seed(asked.index)
     elastic = Elastic(
