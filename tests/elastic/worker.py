@@ -69,6 +69,7 @@ def main(arguments: list[str]) -> None:
 
     torch.manual_seed(asked.index)
     model = nn.Linear(asked.numel, 1, bias=False, dtype=getattr(torch, asked.dtype))
+    model.register_buffer("mark", torch.zeros(1))
     elastic = Elastic(
         asked.lighthouse,
         min_workers=asked.min_workers,
@@ -98,12 +99,14 @@ def main(arguments: list[str]) -> None:
                 "weights": [] if last is None else last.rows[:, 3].tolist(),
                 "checksum": checksum(engine),
                 "time": time.time(),
+                "mark": model.mark.item(),
                 "vectors": vectors(engine) if asked.vectors else {},
             }
             log.write(json.dumps(line) + "\n")
 
         engine.join()
         note()
+        model.mark.fill_(asked.index)
         target = torch.full_like(model.weight, asked.index + 1)
         while engine.worker.round_index < asked.rounds:
             with torch.no_grad():
