@@ -23,9 +23,10 @@ class Elastic:
     """Workers come and go, and the others go on: every job is one worker.
 
     A lighthouse (of torchft) hears which workers are alive, and who of them takes part is settled
-    anew before every exchange. A worker that comes gets the state of the run from another one and
-    takes part in the very next exchange with weight 0. An exchange in which a worker is lost is
-    repeated by those that are left, with the same messages.
+    anew before every exchange. A worker that comes gets the state of the run from another one, or
+    with gossip the mean of the others' states, and takes part in the very next exchange with weight
+    0. An exchange in which a worker is lost is repeated by those that are left, with the same
+    messages.
 
     Args:
         lighthouse: ``"host:port"`` of the lighthouse: start ``lightning-loco lighthouse`` there.

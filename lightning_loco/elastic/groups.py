@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore, Work
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 from torchft.process_group import ProcessGroupGloo
 
@@ -19,9 +19,9 @@ from lightning_loco.elastic.plan import Plan
 CONNECT_S = 20.0
 """Longest wait for the members of a new group: one of them may have died meanwhile."""
 
-
 _RUN, _FINISHED = "run", "finished"
 _GOODBYE_S = 1.0
+_END, _CAME = 2**20, 2**20 + 1  # tags of single bytes
 
 
 class Groups:
@@ -103,18 +103,16 @@ class Groups:
         return table
 
     def send(self, tensors: Sequence[Tensor], to: int) -> None:
-        """Send tensors to one member, one after the other; empty ones do not travel."""
-        for tag, tensor in enumerate(tensors):
-            if not tensor.numel():
-                continue
-            self._open.send([tensor.view(torch.uint8)], to, tag).wait(self._timeout)
+        """Send tensors to one member, which receives as many; empty ones do not travel.
 
-    def receive(self, tensors: Sequence[Tensor], source: int, first: int = 0) -> None:
-        """Receive what a member sends, into tensors; ``first`` is the number of the first one."""
-        for tag, tensor in enumerate(tensors, first):
-            if not tensor.numel():
-                continue
-            self._open.recv([tensor.view(torch.uint8)], source, tag).wait(self._timeout)
+        Raises:
+            RuntimeError: If that member is lost.
+        """
+        self._move({to: tensors}, {})
+
+    def receive(self, tensors: Sequence[Tensor], source: int) -> None:
+        """Receive what a member sends, into tensors; RuntimeError if it is lost."""
+        self._move({}, {source: tensors})
 
     def swap(self, message: Tensor, receivers: Sequence[int], inbox: Mapping[int, Tensor]) -> None:
         """Send one message to several members while theirs arrive, each in its place of an inbox.
@@ -122,16 +120,46 @@ class Groups:
         Raises:
             RuntimeError: If one of them is lost.
         """
-        if not message.numel():
-            return
-        wire = [message.view(torch.uint8)]
-        works = [self._open.recv([inbox[one].view(torch.uint8)], one, 0) for one in inbox]
-        works += [self._open.send(wire, one, 0) for one in receivers]
+        sent = dict.fromkeys(receivers, [message])
+        self._move(sent, {source: [memory] for source, memory in inbox.items()})
+
+    def _move(
+        self, sent: Mapping[int, Sequence[Tensor]], received: Mapping[int, Sequence[Tensor]]
+    ) -> None:
+        """Send and receive several tensors from and to several members, by their places.
+
+        Gloo leaves those waiting whose messages are cut off in the middle by the death of the other
+        end, but not those who wait for a message that has not begun. So two single bytes are waited
+        for: one follows the tensors, and one comes back once all of them are there.
+        """
+        moved: list[Work] = []
+        ends: list[Work] = []
+        came: list[Work] = []
         try:
-            while works:
-                works.pop().wait(self._timeout)
+            for source, tensors in received.items():
+                moved += self._start(self._open.recv, tensors, source)
+                ends.append(self._open.recv([_byte()], source, _END))
+            came += [self._open.recv([_byte()], receiver, _CAME) for receiver in sent]
+            for receiver, tensors in sent.items():
+                moved += self._start(self._open.send, tensors, receiver)
+                moved.append(self._open.send([_byte()], receiver, _END))
+            self._wait(ends)
+            moved += [self._open.send([_byte()], source, _CAME) for source in received]
+            self._wait(came)
+            self._wait(moved)
         finally:
-            works.clear()  # or those that have not ended would keep the group's connections open
+            for works in (moved, ends, came):
+                works.clear()  # or they would keep the group's connections open after a failure
+
+    def _start(
+        self, start: Callable[[list[Tensor], int, int], Work], tensors: Sequence[Tensor], peer: int
+    ) -> list[Work]:
+        full = (tensor for tensor in tensors if tensor.numel())
+        return [start([tensor.view(torch.uint8)], peer, tag) for tag, tensor in enumerate(full)]
+
+    def _wait(self, works: list[Work]) -> None:
+        while works:
+            works.pop(0).wait(self._timeout)
 
     @property
     def _open(self) -> ProcessGroupGloo:
@@ -152,3 +180,7 @@ class Groups:
         """Leave the group, and stop serving the store."""
         self.drop()
         del self._store
+
+
+def _byte() -> Tensor:
+    return torch.zeros(1, dtype=torch.uint8)

@@ -58,7 +58,8 @@ def send(
     text = messages.write({"tensors": kinds, "values": handover.values})
     head = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     sent = [tensor.reshape(-1) for tensor in kept.values() if travels(tensor)]
-    groups.send([torch.tensor([len(text)]), head, *sent], to)
+    for tensors in ([torch.tensor([len(text)])], [head], sent):
+        groups.send(tensors, to)
 
 
 def receive(
@@ -83,14 +84,14 @@ def receive(
     if not 0 < int(length) <= LONGEST_BYTES:
         raise RuntimeError(f"The state of the run begins with {int(length)} bytes of description.")
     head = torch.empty(int(length), dtype=torch.uint8)
-    groups.receive([head], source, 1)
+    groups.receive([head], source)
     described = messages.read(head.numpy().tobytes(), "The member that brings the state")
     tensors = {
         name: torch.zeros(shape, dtype=_DTYPES[dtype])
         for name, (dtype, shape) in _checked(described, longest_bytes).items()
     }
     sent = [tensor.view(-1) for tensor in tensors.values() if travels(tensor)]
-    groups.receive(sent, source, 2)
+    groups.receive(sent, source)
     return Handover(tensors, described["values"])
 
 

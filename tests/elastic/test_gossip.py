@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.topology import get_topology
-from tests.elastic.cluster import Cluster, Line, cluster, until
+from tests.elastic.cluster import HEARTBEAT_TIMEOUT_S, Cluster, Line, cluster, until
 from tests.elastic.worker import PULL, TOPOLOGIES, algorithm_of
 
 pytestmark = pytest.mark.slow
@@ -99,8 +99,10 @@ def test_one_joins_one_is_killed_and_all_rounds_are_those_of_the_members(
         made.reaches(1, 5)
         made.start(3)
         until(lambda: len(made.lines(3)) > 5, "rounds of the newcomer")
-        made.kill(0)
+        killed_at = made.kill(0)
         made.ends(1, 2, 3)
+        times = [line["time"] for line in made.lines(2) if line["time"] > killed_at + 0.05]
+        assert min(times) - killed_at < HEARTBEAT_TIMEOUT_S + 3  # no neighbour in the ring
         assert check_rounds(made, algorithm) >= {3, 4}
         assert len(full_members(made.lines(3)[-1])) == 3
 
@@ -160,6 +162,7 @@ def test_with_overlap_the_mean_is_kept_when_one_joins(
             close = {"rtol": tolerance, "atol": tolerance}
             torch.testing.assert_close(newcomer, mean_of(others), **close)
             torch.testing.assert_close(mean_of([newcomer, *others]), mean_of(others), **close)
+        assert made.lines(3)[0]["mark"] == 1.0  # a buffer, which holds their indices
         assert not torch.equal(others[0]["start"], others[1]["start"])
         later = [state_of(rounds[first + 4][i])["start"] for i in range(4)]
         assert not torch.allclose(later[3], torch.stack(later[:3]).mean(0), rtol=1e-9)

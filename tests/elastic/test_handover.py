@@ -61,7 +61,8 @@ def send_garbage(rank: int, world: int, garbage: bytes) -> str:
     try:
         if rank == 0:
             text = torch.frombuffer(bytearray(garbage), dtype=torch.uint8)
-            groups.send([torch.tensor([len(garbage)]), text], 1)
+            groups.send([torch.tensor([len(garbage)])], 1)
+            groups.send([text], 1)
             return ""
         with pytest.raises(RuntimeError) as refused:
             handover.receive(groups, 0, 1000)

@@ -83,6 +83,7 @@ def main(arguments: list[str]) -> None:
 
     torch.manual_seed(asked.index)
     model = nn.Linear(asked.numel, 1, bias=False, dtype=getattr(torch, asked.dtype))
+    model.register_buffer("mark", torch.zeros(1))
     elastic = Elastic(
         asked.lighthouse,
         min_workers=asked.min_workers,
@@ -118,12 +119,14 @@ def main(arguments: list[str]) -> None:
                 "outer": first_of(engine),
                 "repaired": engine.statistics.repaired,
                 "time": time.time(),
+                "mark": model.mark.item(),
                 "vectors": vectors(engine) if asked.vectors else {},
             }
             log.write(json.dumps(line) + "\n")
 
         engine.join()
         note()
+        model.mark.fill_(asked.index)
         target = torch.full_like(model.weight, asked.index + 1)
         worker = engine.worker
         while worker.steps < asked.steps if asked.steps else worker.round_index < asked.rounds:
