@@ -173,8 +173,8 @@ def check_before_launch(
             f"{trainer.num_devices} ranks on one machine cannot be swept by --multirun: each child"
             " would repeat the sweep. Use trainer.devices=1, or hydra/launcher=submitit_slurm."
         )
-    path = cfg.ckpt_path
-    if path and path not in CHECKPOINT_WORDS and not Path(path).exists():
+    path, is_private = cfg.ckpt_path, cfg.algorithm.get("checkpoint_folder") == "private"
+    if path and path not in CHECKPOINT_WORDS and not (is_private or Path(path).exists()):
         raise SettingsError(f"ckpt_path: there is no checkpoint at {Path(path).absolute()}.")
     if cfg.sample and not isinstance(model, ByteGPT):
         raise SettingsError(f"sample=true needs a ByteGPT, got {type(model).__name__}.")

@@ -126,6 +126,11 @@ class TestRun:
             cli.run(config(tmp_path, override))
         assert "\n" not in str(caught.value)
 
+    def test_workers_say_together_what_is_on_their_own_disks(self, tmp_path: Path) -> None:
+        private = ("algorithm.checkpoint_folder=private", "ckpt_path=nowhere.ckpt")
+        with pytest.raises(ValueError, match="nowhere.ckpt that all .* disks: worker 0 has none"):
+            cli.run(config(tmp_path, *private))
+
     def test_the_number_of_workers_is_checked_before_others_are_started(
         self, tmp_path: Path
     ) -> None:

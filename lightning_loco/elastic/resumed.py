@@ -26,6 +26,10 @@ def land_saved_round(engine: Engine) -> None:
 
 
 def is_ahead(engine: Engine, flight: Flight) -> bool:
-    """Whether the run that this worker has come to has made fewer rounds than it knows of."""
+    """Whether this worker knows a later round than the next one of those that it has come to.
+
+    It then begins with that round, and the others follow. With the very next one it would meet them
+    in the same round, but with another state.
+    """
     state = flight.state
-    return state is not None and int(state.values["round_index"]) < engine.worker.round_index
+    return state is not None and int(state.values["round_index"]) + 1 < engine.worker.round_index

@@ -71,8 +71,8 @@ def check_positions(made: Cluster, indices: range) -> None:
             assert steps.setdefault(line["round"], line["steps"]) == line["steps"]
 
 
-def end_four_jobs(folder: Path, *schedule: str) -> tuple[list[Path], Cluster]:
-    """Jobs that end one after the other; what three of them have saved."""
+def end_four_jobs(folder: Path, *schedule: str, more: int = 4) -> tuple[list[Path], Cluster]:
+    """Jobs that end one after the other, the last ones some rounds later; what three have saved."""
     folder.mkdir()
     with cluster(folder, "--max-steps=4000", *schedule, program=resume_worker.main) as made:
         for index in range(4):
@@ -82,7 +82,7 @@ def end_four_jobs(folder: Path, *schedule: str) -> tuple[list[Path], Cluster]:
         made.reaches(0, 5)
         made.kill(0, SIGTERM)
         made.exit_status(0)
-        made.reaches(1, len(made.lines(0)) + 4)
+        made.reaches(1, made.lines(0)[-1]["round"] + more)
         made.kill(1, SIGKILL)
         made.kill(2, SIGKILL)
     return [newest(folder, index) for index in range(3)], made
@@ -128,7 +128,7 @@ def test_four_jobs_go_on_as_three_and_then_as_five(
 
 @pytest.mark.long
 def test_a_job_that_is_ahead_of_those_that_train_already_is_followed(tmp_path: Path) -> None:
-    paths, _ = end_four_jobs(tmp_path / "first")
+    paths, _ = end_four_jobs(tmp_path / "first", more=40)
     rounds = [saved_round(path) for path in paths]
     last = rounds.index(max(rounds))
     folder = tmp_path / "second"
@@ -146,6 +146,7 @@ def test_a_job_that_is_ahead_of_those_that_train_already_is_followed(tmp_path: P
             found = {line["round"]: line["checksum"] for line in made.lines(index)}
             common = found.keys() & own.keys()
             assert len(common) >= 15
+            assert max(rounds) not in found  # they have left it out
             assert all(found[round_index] == own[round_index] for round_index in common)
 
 

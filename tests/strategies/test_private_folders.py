@@ -194,7 +194,7 @@ KILLS = {
 }
 
 
-SHORT = ("before its main file", "before its main file takes its place")
+SHORT = ("before its main file",)
 
 
 @pytest.mark.parametrize(
@@ -217,11 +217,10 @@ def test_run_killed_while_saving_goes_on_from_the_newest_save_of_all(
     with pytest.raises(PoolError) as error:
         pool.run(fit, CASES[name], disks, None, callbacks, STEPS, io, world=WORLD)
     assert len(error.value.missing) >= 1
-    again = pool.run(fit, CASES[name], disks, "folder/one.ckpt", [], world=WORLD)
+    again = pool.run(fit, CASES[name], disks, "folder/one.ckpt", [SaveEvery(1)], world=WORLD)
     assert [min(losses) for (losses, _, _), _, _ in again] == [step] * WORLD
     check_resumed(outcomes(whole), outcomes(again), f"{name}, killed {place}")
-    last = pool.run(fit, CASES[name], disks, "folder/one.ckpt", [SaveEvery(1)], world=WORLD)
-    for worker, (_, _, files) in enumerate(last):  # what the kill has left is gone
+    for worker, (_, _, files) in enumerate(again):  # what the kill has left is gone
         assert [file for file in files if "worker" in file] == [
             f"folder/one.ckpt.loco/S/worker_{worker:05d}.pt"
         ]

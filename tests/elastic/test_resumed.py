@@ -1,0 +1,60 @@
+"""A worker that comes with what it knows from a checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_loco.algorithms import DiLoCo
+from lightning_loco.comm.rows import ROUND, Row
+from lightning_loco.elastic.flights import Flight
+from lightning_loco.elastic.handover import Handover
+from lightning_loco.elastic.plan import resumed
+from lightning_loco.elastic.resumed import is_ahead, land_saved_round
+from lightning_loco.rounds import StepEngine
+
+
+def trained(steps: int) -> StepEngine:
+    """A worker with overlap, after so many local steps of its own."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 1)
+    engine = StepEngine(model, DiLoCo(0.7, 0.3), sync_every=3, overlap=True, warm_start=False)
+    for _ in range(steps):
+        with torch.no_grad():
+            model.weight.add_(0.1)
+        engine.step()
+    return engine
+
+
+@pytest.mark.parametrize(("round_of_others", "ahead"), [(1, True), (2, False), (3, False)])
+def test_who_is_ahead(round_of_others: int, ahead: bool) -> None:
+    """Those in round 2 will be in round 3 when this worker is."""
+    engine = trained(9)
+    assert engine.worker.round_index == 3
+    flight = Flight(resumed(3), Row(ROUND, -1, 0))
+    assert not is_ahead(engine, flight)
+    flight.state = Handover({}, {"round_index": round_of_others})
+    assert is_ahead(engine, flight) is ahead
+    engine.close()
+
+
+def test_a_round_that_was_saved_lands_once() -> None:
+    engine, model = trained(7), nn.Linear(5, 1)
+    again = StepEngine(model, DiLoCo(0.7, 0.3), sync_every=3, overlap=True, warm_start=False)
+    again.load_state_dict(engine.state_dict())
+    (rounds,) = again.lanes
+    before = {name: value.clone() for name, value in rounds.lane.state.items()}
+    received = again.state_dict()["shared"][0]["received"].clone()
+    progress = again.worker.replica.layout.new_flat() - before["outer"]
+    land_saved_round(again)
+    DiLoCo(0.7, 0.3).update(received, received.clone(), before)
+    for name, value in before.items():
+        torch.testing.assert_close(rounds.lane.state[name], value)
+    moved = again.worker.replica.layout.new_flat() - before["outer"]
+    torch.testing.assert_close(moved, progress)
+    assert rounds.flight is None
+    land_saved_round(again)
+    assert torch.equal(again.worker.replica.layout.new_flat() - before["outer"], moved)
+    engine.close()
+    again.close()
