@@ -8,9 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from lightning_loco.remote.meanwhile import Meanwhile
-from lightning_loco.remote.wire import Kind, Note, Wire
-
-_LAST_WORDS = (Kind.LEAVE, Kind.FAIL)
+from lightning_loco.remote.wire import LAST_WORDS, Kind, Note, Wire
 
 
 class Requests:
@@ -33,7 +31,7 @@ class Requests:
 
     def _listen(self, client: Wire) -> None:
         kind = None
-        while kind not in _LAST_WORDS:
+        while kind not in LAST_WORDS:
             try:
                 note = client.next_request()
             except Exception as error:
@@ -49,7 +47,7 @@ class Requests:
         """Clients with a request that has arrived and that nobody has looked at yet."""
         with self._arrived.mutex:
             arrived = list(self._arrived.queue)
-        return [c for c, note in arrived if isinstance(note, Note) and note.kind not in _LAST_WORDS]
+        return [c for c, note in arrived if isinstance(note, Note) and note.kind not in LAST_WORDS]
 
     def next(
         self, timeout_s: float | None, last_sign: Callable[[], float]

@@ -56,6 +56,9 @@ class Kind(enum.IntEnum):
     WAITING = 13  # nothing: what is to come is late because this client waits, too
 
 
+LAST_WORDS = (Kind.LEAVE, Kind.FAIL)
+
+
 class Note(NamedTuple):
     """A short message.
 
@@ -144,11 +147,12 @@ class Wire:
             raise Unreachable(late(self.name, what), self.rank) from error
 
     def ask(self, note: Note) -> None:
-        """Send a request to a server."""
+        """Send a request to a server, and wait until it has it if nothing follows."""
         with self._explained("a note"):
             sending = self._post(note, Lane.REQUESTS)
-        for work, _ in sending:
-            self.wait(work, "a note")
+        if self._waiter is None or note.kind in LAST_WORDS:
+            for work, _ in sending:
+                self.wait(work, "a note")
 
     def next_request(self) -> Note:
         """Wait for a client's next request in this thread, however long it takes."""
