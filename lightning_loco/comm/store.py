@@ -6,6 +6,7 @@ nothing. So one thread makes the calls, and those who want something wait for th
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ PATIENCE_S = 5.0
 """How long a call may take, in seconds, unless its caller says otherwise."""
 
 _FAREWELL_S = 0.2
+_YOUNG_S = 0.7
 
 
 class StoreSilent(RuntimeError):
@@ -184,10 +186,16 @@ class _Line(threading.Thread):
         return result
 
     def end(self) -> None:
-        """Make no more calls; one that hangs is left alone with its thread."""
+        """Make no more calls; one that hangs is left alone with its thread.
+
+        One that has begun just now is waited for: a thread that comes back from the store when
+        Python is about to end ends the process with an error.
+        """
         self._has_ended = True
+        asked_at = self.asked_at
         self._calls.put(None)
         if threading.current_thread() is not self:
-            self.join(_FAREWELL_S)
+            age_s = math.inf if asked_at is None else time.monotonic() - asked_at
+            self.join(max(_FAREWELL_S, _YOUNG_S - age_s))
         if (current := self._current) is not None:
             current.withdraw()

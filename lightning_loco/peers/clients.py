@@ -37,9 +37,8 @@ class Clients:
 
     Args:
         context: That of the socket.
-        server: A ROUTER that is not bound yet.
+        server: A ROUTER with keys that is not bound yet.
         most: Connections that are held at once, at least 1.
-        is_encrypted: Whether clients need keys.
 
     Attributes:
         events: To be polled.
@@ -51,13 +50,10 @@ class Clients:
         context: zmq.Context[zmq.Socket[bytes]],
         server: zmq.Socket[bytes],
         most: int,
-        *,
-        is_encrypted: bool,
     ) -> None:
         self.closed = 0
         self._server = server
         self._most = most
-        self._is_encrypted = is_encrypted
         self._port: int | None = None
         self._clients: dict[int, _Client] = {}
         self._count = itertools.count()
@@ -83,7 +79,7 @@ class Clients:
         while len(self._clients) >= self._most:
             self._cut(self._idlest())
         try:
-            held = Held(descriptor, is_encrypted=self._is_encrypted)
+            held = Held(descriptor)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE) and self._clients:
                 self._cut(self._idlest())

@@ -91,7 +91,7 @@ class CurveLink:
                 self._loss = zmq.Event(event["event"]).name
             else:
                 with suppress(OSError):  # it has gone already, as the next event says
-                    self._held = Held(int(event["value"]), is_encrypted=True)
+                    self._held = Held(int(event["value"]))
 
     def _raise_if_lost(self) -> None:
         if self._loss is not None:

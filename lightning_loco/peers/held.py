@@ -21,35 +21,34 @@ _CAN_COUNT = sys.platform == "linux"
 _TCP_INFO_BYTES = 136
 _BYTES_RECEIVED_AT = 128  # tcpi_bytes_received of struct tcp_info, since Linux 4.1
 _SHORT = 255
-_CURVE_BYTES = 33  # command name, nonce, authentication and flags of an encrypted frame
+_CURVE_BYTES = (
+    33  # of every frame: command name, nonce, authentication and flags of an encrypted frame
+)
 
 
-def wire_bytes(length: int, *, is_encrypted: bool) -> int:
-    """What a frame of so many bytes takes on a connection.
+def wire_bytes(length: int) -> int:
+    """What a frame of so many bytes takes on a connection, encrypted.
 
     Example:
-        >>> wire_bytes(48, is_encrypted=False), wire_bytes(48, is_encrypted=True)
-        (50, 83)
+        >>> wire_bytes(48), wire_bytes(300)
+        (83, 342)
     """
-    if is_encrypted:
-        length += _CURVE_BYTES
+    length += _CURVE_BYTES
     return length + (2 if length <= _SHORT else 9)
 
 
 class Held:
-    """Count what one connection of a ZeroMQ socket holds back, and close it if that is too much.
+    """Count what one connection with keys holds back, and close it if that is too much.
 
     Args:
         descriptor: That of the connection, as the events of its socket tell it. A duplicate is
             kept, since the number may soon mean another file.
-        is_encrypted: Whether the connection has keys.
 
     Raises:
         OSError: If it is no connection any more, or there are too many open files.
     """
 
-    def __init__(self, descriptor: int, *, is_encrypted: bool) -> None:
-        self._is_encrypted = is_encrypted
+    def __init__(self, descriptor: int) -> None:
         self._taken = 0
         duplicate = os.dup(descriptor)
         try:
@@ -66,7 +65,7 @@ class Held:
 
     def take(self, length: int) -> None:
         """A frame was handed over."""
-        self._taken += wire_bytes(length, is_encrypted=self._is_encrypted)
+        self._taken += wire_bytes(length)
 
     @property
     def received_bytes(self) -> int:

@@ -50,7 +50,7 @@ class Router:
         self._zmq = zmq.Context()
         self._doorkeeper = Doorkeeper(self._zmq, keys)
         self._socket = self._make_socket(keys)
-        self._clients = Clients(self._zmq, self._socket, most, is_encrypted=True)
+        self._clients = Clients(self._zmq, self._socket, most)
         try:
             self._socket.ipv6 = ":" in host
             address = f"[{host}]" if ":" in host else host

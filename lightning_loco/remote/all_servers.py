@@ -61,6 +61,9 @@ class AllServers:
             wire = transport.wire(rank, f"the aggregator (rank {rank})")
             self._channels.append(Channel(shared, groups, messages, wire, checksum))
             self._shares.append([trainable[index] for index in share])
+        for channel in self._channels:
+            others = [other.wire for other in self._channels if other is not channel]
+            channel.wire.waiting_too = others
         self._is_expecting = False
         self._handles: list[Any] = []
 
@@ -131,7 +134,9 @@ class AllServers:
 
     def meet(self, purpose: str, stop: str | None) -> Meeting:
         """Wait until no worker makes steps."""
-        answers = [channel.meet(purpose, stop) for channel in self._channels]
+        for channel in self._channels:
+            channel.ask_to_meet(purpose, stop)
+        answers = [channel.meet() for channel in self._channels]
         present = [
             rank
             for rank in answers[0]["present"]

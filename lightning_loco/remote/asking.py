@@ -74,7 +74,9 @@ def check_answer(wire: Wire) -> dict[str, Any]:
         RuntimeError: If the server tells of a failure; it need not listen to this rank any more.
     """
     answer = wire.answered()
-    while "waiting" in answer:  # it is alive, and waits for another client
+    while "waiting" in answer:  # it is alive, and waits for another rank
+        for server in wire.waiting_too:
+            server.reassure_server()
         answer = wire.answered()
     if "failure" in answer:
         with suppress(RuntimeError):

@@ -129,11 +129,9 @@ def adopt_changes(clients: Clients, digests: Mapping[Wire, str | None], backend:
     for client in digests:
         clients.answer(client, {"give": not given})
         if not given and client in clients.left:
-            try:
+            with clients.losing(client):
                 backend.load_parameters(receive_parameters(client, backend.shapes))
                 given = True
-            except RuntimeError as error:
-                clients.lose(client, error)
 
 
 def _names(names: Sequence[str]) -> str:

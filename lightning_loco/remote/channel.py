@@ -182,10 +182,13 @@ class Channel:
         self.wire.ask(Note(Kind.FINITE, {"finite": here}))
         return bool(check_answer(self.wire)["finite"])
 
-    def meet(self, purpose: str, stop: str | None) -> dict[str, Any]:
-        """Wait until no worker makes steps; returns the server's answer."""
+    def ask_to_meet(self, purpose: str, stop: str | None) -> None:
+        """Say that this worker waits until no worker makes steps; :meth:`meet` waits."""
         content = {"purpose": purpose, "stop": stop, "changed": self._watch.digest()}
         self.wire.ask(Note(Kind.MEET, content))
+
+    def meet(self) -> dict[str, Any]:
+        """Wait until no worker makes steps; returns the server's answer."""
         answer = check_answer(self.wire)
         if "give" in answer:
             self._give(answer)

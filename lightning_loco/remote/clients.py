@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_loco.remote.calls import Call
+from lightning_loco.remote.meanwhile import Meanwhile
 from lightning_loco.remote.requests import Requests
-from lightning_loco.remote.waiter import Waiter
-from lightning_loco.remote.wire import Kind, Note, Sending, Wire
+from lightning_loco.remote.unreachable import Unreachable
+from lightning_loco.remote.wire import Kind, Lane, Note, Wire
 
 log = logging.getLogger(__name__)
 
 _FAILURE_CHARACTERS = 300
 _FAILURE_S = 2.0
-_REASSURANCES = 1000
+_NO_STEP = "step {:g} s after another worker's"
+_NO_MEETING = "meeting {:g} s after another worker's"
+_NO_SIGN = "sign of life for {:g} s"
 
 
 class Clients:
@@ -33,14 +37,16 @@ class Clients:
     Args:
         wires: The ranks that ask, in the order of the sum.
         answer_alone: Answers a request that concerns its client alone; says whether it did.
-        timeout_s: How much later than the first one a client may make a step, in seconds.
+        meanwhile: What to do while nothing happens. Its ``timeout_s`` is how much later than the
+            first one a client may make a step, in seconds.
         min_left: With how many to go on when some fail. Default: all.
-        look_around: Called while nothing happens; may raise.
+        are_heard: Whether the clients ask for patience whenever they wait, as servers do: one that
+            has done so and then is silent is too late, whatever it was to do.
 
     Attributes:
         left: Those that have neither left nor failed, in the order of the sum.
         wanted: What each of them asks for that concerns all.
-        stepping: Those that wait for the end of the step that is made now.
+        served: Those whose wishes are being met now.
         farewell: What those said that have left.
     """
 
@@ -48,24 +54,22 @@ class Clients:
         self,
         wires: Sequence[Wire],
         answer_alone: Callable[[Wire, Note], bool],
+        meanwhile: Meanwhile,
         *,
-        timeout_s: float | None = None,
         min_left: int | None = None,
-        look_around: Callable[[], object] = lambda: None,
+        are_heard: bool = False,
     ) -> None:
         self.left = list(wires)
         self.wanted: dict[Wire, Note] = {}
-        self.stepping: list[Wire] = []
+        self.served: list[Wire] = []
         self.farewell: dict[str, Any] = {}
         self._answer_alone = answer_alone
-        self._timeout_s = timeout_s
+        self._timeout_s = meanwhile.timeout_s
         self._min_left = len(wires) if min_left is None else min_left
-        self._look_around = look_around
-        self._requests = Requests(wires, self._look_and_reassure)
+        self._are_heard = are_heard
+        self._requests = Requests(wires, meanwhile)
         self._calls: dict[Wire, Call] = {}
-        self._waiters: dict[Wire, Waiter] = {}
-        self._reassured_s = time.monotonic()
-        self._told: deque[Sending] = deque(maxlen=_REASSURANCES)
+        meanwhile.reassure(self._reassure)
 
     # ---------------------------------------------------------------- requests
 
@@ -76,9 +80,12 @@ class Clients:
             RuntimeError: If a client is gone or too late, and too few are left.
         """
         while missing := [client for client in self.left if client not in self.wanted]:
-            meets = all(note.kind == Kind.MEET for note in self.wanted.values())
-            what = "meeting" if meets else "step"
-            self._hear(missing, what, self._timeout_s if self.wanted else None)
+            if self.wanted:
+                meets = all(note.kind == Kind.MEET for note in self.wanted.values())
+                self._hear(missing, _NO_MEETING if meets else _NO_STEP, self._timeout_s)
+            else:
+                is_heard = self._are_heard and all(c.last_sign_s > -math.inf for c in missing)
+                self._hear(missing, _NO_SIGN, self._timeout_s if is_heard else None)
 
     def hear_calls(self, streaming: Sequence[Wire]) -> dict[Wire, Call]:
         """Wait for the wishes of clients that have sent gradients while they were computed.
@@ -87,19 +94,22 @@ class Clients:
             Those of the clients that are left, in the order of the sum.
         """
         while missing := [c for c in streaming if c in self.left and c not in self._calls]:
-            self._hear(missing, "step", self._timeout_s)
+            self._hear(missing, _NO_STEP, self._timeout_s)
         return {client: self._calls.pop(client) for client in streaming if client in self._calls}
 
     def _hear(self, missing: Sequence[Wire], what: str, timeout_s: float | None) -> None:
         """Take in the next request, or lose those who are too late."""
-        self._look_and_reassure()
-        arrived = self._requests.next(timeout_s)
+        arrived = self._requests.next(
+            timeout_s, lambda: max(client.last_sign_s for client in missing)
+        )
         if arrived is not None:
             self._take_in(*arrived)
             return
+        assert timeout_s is not None
         for client in missing:
-            late = f"{client.name}: no {what} {self._timeout_s:g} s after another worker's."
-            self.lose(client, RuntimeError(f"{late} Look at where it is, or raise timeout_s."))
+            if time.monotonic() > client.last_sign_s + timeout_s:
+                late = f"{client.name}: no {what.format(timeout_s)}."
+                self.lose(client, RuntimeError(f"{late} Look at where it is, or raise timeout_s."))
 
     def _take_in(self, client: Wire, note: Note | Exception) -> None:
         if client not in self.left:
@@ -113,61 +123,54 @@ class Clients:
             self.lose(client, RuntimeError(f"{client.name} failed: {note.content['text']}"))
         elif note.kind == Kind.CALL:
             self._calls[client] = Call.read(note.content)
-        elif not self._answer_alone(client, note):
-            self.wanted[client] = note
+        else:
+            self.served.append(client)
+            with self.losing(client):
+                if not self._answer_alone(client, note):
+                    self.wanted[client] = note
+            self.served = [other for other in self.served if other is not client]
+
+    def _reassure(self) -> None:
+        for client in {*self.wanted, *self.served, *self._requests.waiting()}:
+            client.reassure_client()
 
     # ----------------------------------------------------------------- answers
 
     def answer(self, client: Wire, content: dict[str, Any]) -> None:
-        """Answer a client, if it is left."""
+        """Answer a client, if it is left; nobody waits until it has the answer."""
         if client in self.left:
-            try:
-                for work, _ in client.answer_later(content):
-                    self.wait(client, work, "a note")
-            except RuntimeError as error:
-                self.lose(client, error)
+            with self.losing(client):
+                client.answer(content)
+
+    def send(
+        self, clients: Iterable[Wire], tensor: Tensor, lane: Lane
+    ) -> list[tuple[Wire, dist.Work]]:
+        """Begin to send the same to clients that are left."""
+        sending = []
+        for client in clients:
+            if client in self.left:
+                with self.losing(client):
+                    sending.append((client, client.send(tensor, lane)))
+        return sending
 
     def finish_sending(self, sending: Iterable[tuple[Wire, dist.Work]]) -> None:
         """Wait until clients have what was sent to them."""
         for client, work in sending:
             if client in self.left:
-                try:
-                    self.wait(client, work, "the parameters")
-                except RuntimeError as error:
-                    self.lose(client, error)
-
-    def wait(self, client: Wire, work: dist.Work, what: str) -> None:
-        """Wait for a message to or from a client; one that is late can be lost alone.
-
-        Raises:
-            RuntimeError: If it is gone or too late.
-        """
-        timeout_s = self._timeout_s
-        if timeout_s is None or len(self.left) <= self._min_left:
-            client.wait(work, what)
-            return
-        if client not in self._waiters:
-            self._waiters[client] = Waiter(client.name)
-        try:
-            self._waiters[client].wait(work, timeout_s, self._look_and_reassure)
-        except RuntimeError as error:
-            raise RuntimeError(f"{client.name}: {what} could not be exchanged.") from error
-
-    def _look_and_reassure(self) -> None:
-        self._look_around()
-        if self._timeout_s is None or time.monotonic() < self._reassured_s + self._timeout_s / 4:
-            return
-        self._reassured_s = time.monotonic()
-        for client in [*self.wanted, *self.stepping]:
-            with suppress(RuntimeError):
-                self._told += client.answer_later({"waiting": True})
-
-    def end(self) -> None:
-        """End the threads that wait for clients, as soon as they can."""
-        for waiter in self._waiters.values():
-            waiter.end()
+                with self.losing(client):
+                    client.wait(work, "the parameters")
 
     # ------------------------------------------------------------------ faults
+
+    @contextmanager
+    def losing(self, client: Wire) -> Iterator[None]:
+        """Go on without a client that turns out to be unreachable inside, if enough are left."""
+        try:
+            yield
+        except Unreachable as error:
+            if error.rank != client.rank:
+                raise
+            self.lose(client, error)
 
     def lose(self, client: Wire, error: Exception) -> None:
         """Go on without a client, if enough are left.
@@ -179,21 +182,17 @@ class Clients:
             return
         self.left.remove(client)
         self.wanted.pop(client, None)
-        self.stepping = [other for other in self.stepping if other is not client]
+        self.served = [other for other in self.served if other is not client]
         if len(self.left) < self._min_left:
             raise error
         log.warning("%s is gone; going on with the mean over %d.", client.name, len(self.left))
-        with suppress(RuntimeError):  # it may only have slept
-            self._told += client.answer_later({"failure": "The others went on without this rank."})
+        client.last_answer({"failure": "The others went on without this rank."})  # it may wake up
 
     def tell_failure(self, error: Exception) -> None:
         """Tell those who wait for an answer, or soon will, why none comes."""
         lines = str(error).strip().split("\n")
         text = " ".join([lines[0], *lines[1:][-1:]])[:_FAILURE_CHARACTERS]
-        sending: list[Sending] = []
-        for client in self.left:
-            with suppress(RuntimeError):
-                sending += client.answer_later({"failure": text})
+        sending = [last for c in self.left for last in c.last_answer({"failure": text})]
         for work, _ in sending:
             with suppress(RuntimeError):
                 work.wait(timedelta(seconds=_FAILURE_S))

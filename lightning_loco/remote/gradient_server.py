@@ -16,6 +16,7 @@ from lightning_loco.remote.calls import Call
 from lightning_loco.remote.changes import adopt_changes
 from lightning_loco.remote.clients import Clients
 from lightning_loco.remote.mean_gradient import MeanGradient
+from lightning_loco.remote.meanwhile import Meanwhile
 from lightning_loco.remote.plan import Message
 from lightning_loco.remote.wire import Kind, Lane, Note, Wire
 
@@ -32,10 +33,11 @@ class GradientServer:
         accumulator: Where they are summed.
         backend: Where the mean goes.
         checksum: Tells the model.
-        timeout_s: How much later than the first one a client may make a step, in seconds.
+        meanwhile: What to do while nothing happens. Its ``timeout_s`` is how much later than the
+            first one a client may make a step, in seconds.
         min_workers: With how many clients to go on when some fail. Default: all.
+        are_heard: Whether clients ask for patience whenever they wait, as other servers do.
         stop_reason: Says why all should stop, if this rank was asked to.
-        look_around: Called while nothing happens; may raise.
     """
 
     def __init__(
@@ -45,18 +47,15 @@ class GradientServer:
         accumulator: Accumulator,
         backend: Backend,
         checksum: int,
+        meanwhile: Meanwhile,
         *,
-        timeout_s: float | None = None,
         min_workers: int | None = None,
+        are_heard: bool = False,
         stop_reason: Callable[[], str | None] = lambda: None,
-        look_around: Callable[[], object] = lambda: None,
     ) -> None:
+        answers = functools.partial(answer_alone, backend=backend)
         self._clients = Clients(
-            clients,
-            functools.partial(answer_alone, backend=backend),
-            timeout_s=timeout_s,
-            min_left=min_workers,
-            look_around=look_around,
+            clients, answers, meanwhile, min_left=min_workers, are_heard=are_heard
         )
         self._num_messages = len(messages)
         self._mean = MeanGradient(self._clients, messages, accumulator)
@@ -83,8 +82,6 @@ class GradientServer:
         except Exception as error:
             self._clients.tell_failure(error)
             raise
-        finally:
-            self._clients.end()
         self._backend.end(self._clients.farewell)
         return self._clients.farewell
 
@@ -105,6 +102,7 @@ class GradientServer:
             return
         for client in wanted:
             del self._clients.wanted[client]
+        self._clients.served = list(wanted)
         if kinds == {Kind.WEIGHTS}:
             self._hand_out(wanted)
         elif kinds == {Kind.FINITE}:
@@ -113,6 +111,7 @@ class GradientServer:
                 self._clients.answer(client, {"finite": finite})
         else:
             self._make_step(wanted)
+        self._clients.served = []
 
     # ---------------------------------------------------------------- meetings
 
@@ -151,16 +150,19 @@ class GradientServer:
             names = ", ".join(client.name for client in others)
             raise ValueError(f"Another model on: {names}. Build the same on all ranks.")
         answer = self._backend.join(self._checksum)
+        sending = self._send(wanted, range(self._num_messages))
         for client in wanted:
             self._clients.answer(client, answer)
-        self._clients.finish_sending(self._send(wanted, range(self._num_messages)))
+        self._clients.finish_sending(sending)
         self._mean.expect(wanted)
 
     def _make_step(self, wanted: dict[Wire, Note]) -> None:
-        """Sum, step and send back message by message; what can begin early does."""
+        """Sum, step and send back message by message; what can begin early does.
+
+        All answers come last: who has one waits for no other rank any more.
+        """
         streaming = [client for client, note in wanted.items() if note.kind == Kind.STREAM]
         calls = {c: Call.read(n.content) for c, n in wanted.items() if n.kind == Kind.STEP}
-        self._clients.stepping = list(wanted)
         is_late = streaming or any(call.changed for call in calls.values())
         self._backend.begin(None if is_late else Call.merge(list(calls.values())))
         sending: list[tuple[Wire, dist.Work]] = []
@@ -174,13 +176,13 @@ class GradientServer:
         call = Call.merge(list(calls.values()))
         answer = self._backend.finish(call)
         answer["stop"] = call.stop or answer.get("stop") or self._stop_reason()
-        self._clients.stepping = []
+        sending += self._send(wanted, self._backend.remaining())
         self._behind.update(client for client in self._clients.left if client not in wanted)
         for client in wanted:
             self._clients.answer(client, answer)
         if answer["stop"]:
             self._release(answer["stop"])
-        sending += self._send(wanted, self._backend.remaining())
+        self._clients.served = []
         self._clients.finish_sending(sending)
         self._mean.expect(wanted)
 
@@ -188,10 +190,8 @@ class GradientServer:
         self, clients: Iterable[Wire], indices: Iterable[int]
     ) -> list[tuple[Wire, dist.Work]]:
         """Begin to send the parameters of messages as they become known."""
-        sending = []
-        for index in indices:
-            weights = self._backend.weights(index)
-            for client in clients:
-                if client in self._clients.left:
-                    sending.append((client, client.send(weights, Lane.WEIGHTS)))
-        return sending
+        return [
+            begun
+            for index in indices
+            for begun in self._clients.send(clients, self._backend.weights(index), Lane.WEIGHTS)
+        ]

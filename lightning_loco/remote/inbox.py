@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_loco.remote.accumulator import Accumulator
 from lightning_loco.remote.plan import Message
+from lightning_loco.remote.unreachable import Unreachable
 from lightning_loco.remote.wire import Lane, Wire
 
 AHEAD_BYTES = 8 * 2**20
@@ -27,7 +28,6 @@ class Inbox:
         messages: How gradients are cut, and their dtype on the wire.
         accumulator: Where they are summed.
         is_first: Whether the sum begins with this client.
-        wait: Waits for a message of a client; raises RuntimeError if it is gone or too late.
     """
 
     def __init__(
@@ -36,9 +36,7 @@ class Inbox:
         messages: Sequence[Message],
         accumulator: Accumulator,
         is_first: bool,
-        wait: Callable[[Wire, dist.Work, str], None],
     ) -> None:
-        self._wait = wait
         self._client = client
         self._messages = messages
         self._accumulator = accumulator
@@ -46,11 +44,11 @@ class Inbox:
         self._longest = max(message.numel * message.dtype.itemsize for message in messages)
         self._places = min(len(messages), max(2, AHEAD_BYTES // self._longest))
         self._memory: Tensor | None = None
-        self._coming: deque[tuple[Tensor, dist.Work]] = deque()
+        self._coming: deque[tuple[Tensor, dist.Work | Unreachable]] = deque()
         self._next = len(messages)
 
     def open(self) -> None:
-        """Begin to receive the messages of the next step."""
+        """Begin to receive the messages of the next step, if the client will make one."""
         self._next = 0
         self._receive_ahead()
 
@@ -58,10 +56,12 @@ class Inbox:
         """Wait for the next message of this step; valid until the next one is asked for.
 
         Raises:
-            RuntimeError: If the client is gone or too late.
+            Unreachable: If the client is gone or too late.
         """
         memory, work = self._coming.popleft()
-        self._wait(self._client, work, "its gradients")
+        if isinstance(work, Unreachable):
+            raise work
+        self._client.wait(work, "its gradients")
         self._receive_ahead()
         return memory
 
@@ -70,8 +70,12 @@ class Inbox:
             self._is_direct or len(self._coming) < self._places - 1 or self._places == 1
         ):
             memory = self._place(self._next)
-            self._coming.append((memory, self._client.receive(memory, Lane.GRADIENTS)))
             self._next += 1
+            try:
+                self._coming.append((memory, self._client.receive(memory, Lane.GRADIENTS)))
+            except Unreachable as error:
+                self._coming.append((memory, error))
+                self._next = len(self._messages)
 
     def _place(self, index: int) -> Tensor:
         if self._is_direct:

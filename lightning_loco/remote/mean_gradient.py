@@ -28,7 +28,7 @@ class MeanGradient:
         self._clients = clients
         self._accumulator = accumulator
         self._inboxes = {
-            client: Inbox(client, messages, accumulator, number == 0, clients.wait)
+            client: Inbox(client, messages, accumulator, number == 0)
             for number, client in enumerate(clients.left)
         }
 
@@ -48,16 +48,13 @@ class MeanGradient:
         for client in senders:
             if client not in self._clients.left:
                 continue
-            try:
+            with self._clients.losing(client):
                 memory = self._inboxes[client].next()
-            except RuntimeError as error:
-                self._clients.lose(client, error)
-                continue
-            arrived.append((client, memory))
-            if len(arrived) > 1:
-                target.add_(memory)
-            elif memory is not target:
-                target.copy_(memory)
+                arrived.append((client, memory))
+                if len(arrived) > 1:
+                    target.add_(memory)
+                elif memory is not target:
+                    target.copy_(memory)
         if not arrived:
             raise RuntimeError("All workers that were making a step are gone.")
         if len(arrived) > 1:

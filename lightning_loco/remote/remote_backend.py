@@ -82,10 +82,8 @@ class RemoteBackend:
         return check_answer(self._wire)
 
     def remaining(self) -> Iterable[int]:
-        """Wait for the parameters that have not come yet."""
+        """Wait for the parameters that have not come yet; the gradients are there by then."""
         yield from self._arrivals(len(self._memory))
-        for work in self._sending:
-            self._wire.wait(work, "the gradients")
         self._sending, self._receiving = [], []
 
     def _arrivals(self, stop: int) -> Iterable[int]:

@@ -4,56 +4,66 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 
-from lightning_loco.remote.wire import Kind, Note, Wire
-
-_LOOK_AROUND_S = 0.5
+from lightning_loco.remote.meanwhile import Meanwhile
+from lightning_loco.remote.wire import LAST_WORDS, Kind, Note, Wire
 
 
 class Requests:
     """The clients' requests in the order of their arrival.
 
     Threads wait, so that the server's main thread can be interrupted and learns at once of a client
-    that is gone.
+    that is gone, or that is alive and waits itself.
 
     Args:
         clients: Who may ask.
-        look_around: Called while nothing comes; may raise.
+        meanwhile: What to do while nothing comes.
     """
 
-    def __init__(self, clients: Sequence[Wire], look_around: Callable[[], object]) -> None:
+    def __init__(self, clients: Sequence[Wire], meanwhile: Meanwhile) -> None:
         self._arrived: queue.Queue[tuple[Wire, Note | Exception]] = queue.Queue()
-        self._look_around = look_around
+        self._meanwhile = meanwhile
         for client in clients:
             name = f"loco-requests-{client.name}"
             threading.Thread(target=self._listen, args=(client,), name=name, daemon=True).start()
 
     def _listen(self, client: Wire) -> None:
         kind = None
-        while kind not in (Kind.LEAVE, Kind.FAIL):
+        while kind not in LAST_WORDS:
             try:
                 note = client.next_request()
             except Exception as error:
                 self._arrived.put((client, error))
                 return
             kind = note.kind
-            self._arrived.put((client, note))
+            if kind == Kind.WAITING:
+                client.last_sign_s = time.monotonic()
+            else:
+                self._arrived.put((client, note))
 
-    def next(self, timeout_s: float | None) -> tuple[Wire, Note | Exception] | None:
+    def waiting(self) -> list[Wire]:
+        """Clients with a request that has arrived and that nobody has looked at yet."""
+        with self._arrived.mutex:
+            arrived = list(self._arrived.queue)
+        return [c for c, note in arrived if isinstance(note, Note) and note.kind not in LAST_WORDS]
+
+    def next(
+        self, timeout_s: float | None, last_sign: Callable[[], float]
+    ) -> tuple[Wire, Note | Exception] | None:
         """Wait for the next request, or for the news that a client is gone.
 
         Args:
             timeout_s: Longest wait, in seconds; None to wait on.
+            last_sign: When a client has last asked for patience.
 
         Returns:
             Who, and what or why it is gone; None when the time is over.
         """
-        remaining = float("inf") if timeout_s is None else timeout_s
-        while remaining > 0:
+        for pause_s in self._meanwhile.pauses(timeout_s, last_sign):
             try:
-                return self._arrived.get(timeout=min(_LOOK_AROUND_S, remaining))
+                return self._arrived.get(timeout=pause_s)
             except queue.Empty:
-                remaining -= _LOOK_AROUND_S
-                self._look_around()
+                continue
         return None

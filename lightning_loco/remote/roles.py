@@ -104,7 +104,8 @@ def aggregator(
     """
     site = Site.of(torch.optim.Optimizer(params, {}).param_groups, tiers, transport)
     rank = tiers.optimizers[site.number]
-    wire = site.transport.wire(rank, tiers.name(rank))
+    wire = site.wire(rank)
+    site.meanwhile.reassure(wire.reassure_server)
     backend = RemoteBackend(wire, site.params, site.messages, site.accumulator)
     return site.serve(site.workers(), site.messages, backend, serving or Serving())
 
@@ -134,10 +135,10 @@ def optimizer(
     site = Site.of(optimizer.param_groups, tiers, transport)
     backend = site.local_backend(optimizer, serving or Serving())
     rank = tiers.aggregators[site.number]
-    client = site.transport.wire(rank, tiers.name(rank))
+    client = site.wire(rank)
     summed = [message._replace(dtype=site.accumulator.dtype) for message in site.messages]
     alone = (serving or Serving())._replace(min_workers=None)
-    return site.serve([client], summed, backend, alone, patience=3.0)
+    return site.serve([client], summed, backend, alone, are_heard=True)
 
 
 def run_role(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +15,7 @@ from lightning_loco.remote.accumulator import Accumulator
 from lightning_loco.remote.backend import Backend
 from lightning_loco.remote.gradient_server import GradientServer
 from lightning_loco.remote.local_backend import LocalBackend
+from lightning_loco.remote.meanwhile import Meanwhile
 from lightning_loco.remote.plan import (
     Message,
     model_checksum,
@@ -51,6 +54,16 @@ class Site:
         number: Which share is this rank's.
         tiers: The roles of all ranks.
         transport: How the ranks are connected.
+
+    Attributes:
+        params: This rank's share.
+        shares: The numbers of the parameters of each share.
+        number: As given.
+        tiers: As given.
+        transport: As given.
+        messages: How the share is cut.
+        accumulator: Memory for its gradients.
+        meanwhile: What this rank does while it waits for another one.
     """
 
     def __init__(
@@ -64,6 +77,8 @@ class Site:
         self.transport = transport
         self.messages = plan_messages(self.params, transport.bucket_bytes, transport.wire_dtype)
         self.accumulator = Accumulator(self.params, self.messages)
+        self.meanwhile = Meanwhile(transport.timeout_s, transport.look_around)
+        self._wires: list[Wire] = []
 
     @classmethod
     def of(cls, groups: Any, tiers: Tiers, transport: Transport | None) -> Site:
@@ -76,10 +91,33 @@ class Site:
 
     def workers(self) -> list[Wire]:
         """Connections to the ranks that speak for the workers."""
-        return [self.transport.wire(rank, self.tiers.name(rank)) for rank in self.tiers.leaders]
+        return [self.wire(rank) for rank in self.tiers.leaders]
+
+    def wire(self, rank: int) -> Wire:
+        """A connection to another rank; who waits for this one is reassured meanwhile."""
+        return self._wire(rank, self.transport)
+
+    def _wire(self, rank: int, transport: Transport) -> Wire:
+        wire = transport.wire(rank, self.tiers.name(rank), self.meanwhile)
+        self._wires.append(wire)
+        return wire
+
+    def _other_optimizers(self) -> dict[int, Wire]:
+        """Connections to the optimizers of the other shares, by share.
+
+        Nobody reassures these ranks while another one loses its workers, one after another.
+        """
+        timeout_s, num_workers = self.transport.timeout_s, self.tiers.num_workers
+        longest_s = None if timeout_s is None else (1 + num_workers) * timeout_s
+        patient = dataclasses.replace(self.transport, timeout_s=longest_s)
+        ranks = enumerate(self.tiers.optimizers)
+        return {share: self._wire(rank, patient) for share, rank in ranks if share != self.number}
 
     def local_backend(self, optimizer: torch.optim.Optimizer, serving: Serving) -> LocalBackend:
         """Make the steps with an optimizer of this process."""
+        share_norms = None
+        if self.tiers.num_servers > 1:
+            share_norms = functools.partial(self._share_norms, self._other_optimizers())
         return LocalBackend(
             optimizer,
             self.params,
@@ -87,7 +125,7 @@ class Site:
             self.accumulator,
             serving.before_step,
             serving.after_step,
-            self._share_norms if self.tiers.num_servers > 1 else None,
+            share_norms,
         )
 
     def serve(
@@ -96,43 +134,43 @@ class Site:
         messages: Sequence[Message],
         backend: Backend,
         serving: Serving,
-        patience: float = 1.0,
+        are_heard: bool = False,
     ) -> dict[str, Any]:
         """Serve until all clients have left; returns what they said then.
 
-        A client may be ``patience`` times as late as ``timeout_s`` says: one that waits for clients
-        of its own must be.
+        Args:
+            clients: Who asks.
+            messages: How their gradients are cut.
+            backend: What makes the steps.
+            serving: What happens around the steps.
+            are_heard: Whether the clients are servers, which ask for patience whenever they wait.
         """
-        timeout_s = self.transport.timeout_s
         server = GradientServer(
             clients,
             messages,
             self.accumulator,
             backend,
             model_checksum(self.params, self.messages),
-            timeout_s=None if timeout_s is None else patience * timeout_s,
+            self.meanwhile,
             min_workers=serving.min_workers,
+            are_heard=are_heard,
             stop_reason=serving.stop_reason,
-            look_around=self.transport.look_around,
         )
-        return server.serve()
+        try:
+            return server.serve()
+        finally:
+            for wire in self._wires:
+                wire.end()
 
-    def _share_norms(self, norms: list[Tensor]) -> list[Tensor]:
+    def _share_norms(self, others: Mapping[int, Wire], norms: list[Tensor]) -> list[Tensor]:
         """Exchange norms of gradients with the other servers' optimizers; returns all, in order."""
         own = torch.stack(norms).double()
-        peers = [
-            (share, self.transport.wire(rank, self.tiers.name(rank)))
-            for number, (share, rank) in enumerate(
-                zip(self.shares, self.tiers.optimizers, strict=True)
-            )
-            if number != self.number
-        ]
-        sending = [(wire, wire.send(own, Lane.STATE)) for _, wire in peers]
+        sending = [(wire, wire.send(own, Lane.STATE)) for wire in others.values()]
         norm_of = dict(zip(self.shares[self.number], own, strict=True))
-        for share, wire in peers:
-            theirs = torch.zeros(len(share), dtype=torch.float64)
+        for number, wire in others.items():
+            theirs = torch.zeros(len(self.shares[number]), dtype=torch.float64)
             wire.wait(wire.receive(theirs, Lane.STATE), "the norms of gradients")
-            norm_of.update(zip(share, theirs, strict=True))
+            norm_of.update(zip(self.shares[number], theirs, strict=True))
         for wire, work in sending:
             wire.wait(work, "the norms of gradients")
         return [norm_of[index].to(norms[0].dtype) for index in sorted(norm_of)]

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_loco.comm.watchdog import Watchdog
+from lightning_loco.remote.meanwhile import Meanwhile
 from lightning_loco.remote.plan import BUCKET_BYTES
 from lightning_loco.remote.wire import Wire
 
@@ -31,9 +32,16 @@ class Transport:
     timeout_s: float | None = None
     watchdog: Watchdog | None = None
 
-    def wire(self, rank: int, name: str) -> Wire:
-        """A connection to another rank."""
-        return Wire(rank, name[0].upper() + name[1:], self.group, self.timeout_s, self.watchdog)
+    def wire(self, rank: int, name: str, meanwhile: Meanwhile | None = None) -> Wire:
+        """A connection to another rank; a server says what to do while it waits for that."""
+        return Wire(
+            rank,
+            name[0].upper() + name[1:],
+            self.group,
+            self.timeout_s,
+            self.watchdog,
+            meanwhile,
+        )
 
     def look_around(self) -> None:
         """Raise what another rank has reported before it ended.

@@ -1,67 +1,73 @@
-"""Waiting for one client without risk for the others."""
+"""Waiting for one rank without risk for the others."""
 
 from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable
-from datetime import timedelta
 
-import torch.distributed as dist
-
-_FOREVER = timedelta(days=3650)
-_LOOK_AROUND_S = 0.5
+from lightning_loco.remote.meanwhile import Meanwhile
 
 
 class Waiter:
-    """Waits for a client's messages in a thread, so that the server can give up on that client.
+    """Waits for a rank's messages in a thread, so that a server can give up on that rank.
 
     A wait of gloo that is too late closes the connections to all ranks; here it goes on.
 
     Args:
-        name: The client's.
+        name: The rank's.
+        meanwhile: What to do until a message comes.
     """
 
-    def __init__(self, name: str) -> None:
-        self._works: queue.SimpleQueue[tuple[dist.Work, _Outcome] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"loco-waiter-{name}", daemon=True)
-        self._thread.start()
+    def __init__(self, name: str, meanwhile: Meanwhile) -> None:
+        self._name = name
+        self._meanwhile = meanwhile
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], object], _Outcome] | None]
+        self._tasks = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
 
-    def wait(self, work: dist.Work, timeout_s: float, look_around: Callable[[], object]) -> None:
+    def wait(
+        self,
+        finish: Callable[[], object],
+        timeout_s: float | None,
+        last_sign: Callable[[], float],
+    ) -> None:
         """Wait for what was begun; what is given up may still come to its end.
 
         Args:
-            work: What to wait for.
-            timeout_s: Longest wait, in seconds.
-            look_around: Called while nothing happens; may raise.
+            finish: Waits for it, however long it takes.
+            timeout_s: Longest wait, in seconds; None to wait on.
+            last_sign: When the rank has last asked for patience.
 
         Raises:
-            RuntimeError: If the client is gone or too late.
+            TimeoutError: If it does not come in time.
+            Exception: What ``finish`` raises.
         """
+        if self._thread is None:
+            name = f"loco-waiter-{self._name}"
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
         outcome: _Outcome = queue.SimpleQueue()
-        self._works.put((work, outcome))
-        deadline = time.monotonic() + timeout_s
-        while (remaining := deadline - time.monotonic()) > 0:
+        self._tasks.put((finish, outcome))
+        for pause_s in self._meanwhile.pauses(timeout_s, last_sign):
             try:
-                error = outcome.get(timeout=min(_LOOK_AROUND_S, remaining))
+                error = outcome.get(timeout=pause_s)
             except queue.Empty:
-                look_around()
-            else:
-                if error is not None:
-                    raise error
-                return
-        raise RuntimeError(f"Nothing came for {timeout_s:g} s.")
+                continue
+            if error is not None:
+                raise error
+            return
+        raise TimeoutError(f"Nothing came for {timeout_s:g} s.")
 
     def end(self) -> None:
         """End the thread once it waits for nothing."""
-        self._works.put(None)
+        self._tasks.put(None)
 
     def _run(self) -> None:
-        while (task := self._works.get()) is not None:
-            work, outcome = task
+        while (task := self._tasks.get()) is not None:
+            finish, outcome = task
             try:
-                work.wait(_FOREVER)
+                finish()
             except Exception as error:
                 outcome.put(error)
             else:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import enum
+import functools
 import json
+import math
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_loco.comm.watchdog import Watchdog
+from lightning_loco.remote.meanwhile import Meanwhile
+from lightning_loco.remote.unreachable import Explained, Unreachable, late
+from lightning_loco.remote.waiter import Waiter
 
 FRAME_BYTES = 512
 _FOREVER_S = 10 * 365 * 24 * 3600.0
+_POSTED = 64
 
 
 class Lane(enum.IntEnum):
@@ -44,6 +53,10 @@ class Kind(enum.IntEnum):
     LOAD_PARAMETERS = 10  # other parameters follow, in full precision
     LEAVE = 11
     FAIL = 12  # leave because of an error
+    WAITING = 13  # nothing: what is to come is late because this client waits, too
+
+
+LAST_WORDS = (Kind.LEAVE, Kind.FAIL)
 
 
 class Note(NamedTuple):
@@ -71,6 +84,14 @@ class Wire:
         group: Default: the default process group.
         timeout_s: Longest wait, in seconds. Default: that of the group.
         watchdog: Knows who has failed.
+        meanwhile: What a server does while it waits; the connections to other ranks then outlive a
+            wait that is too late.
+
+    Attributes:
+        bytes_sent: All that has left for the other rank.
+        bytes_received: All that has come or will.
+        last_sign_s: When the other rank has last asked for patience, on the monotonic clock.
+        waiting_too: Servers that wait for this rank while it waits for the other one.
     """
 
     def __init__(
@@ -80,16 +101,22 @@ class Wire:
         group: dist.ProcessGroup | None = None,
         timeout_s: float | None = None,
         watchdog: Watchdog | None = None,
+        meanwhile: Meanwhile | None = None,
     ) -> None:
         self.name = name
         self.rank = rank
         chosen = group if group is not None else dist.group.WORLD
         assert chosen is not None
         self._group = chosen
-        self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        self._timeout_s = timeout_s
         self._watchdog = watchdog
+        self._waiter = None if meanwhile is None else Waiter(name, meanwhile)
+        self._posting = threading.Lock()
+        self._posted: deque[Sending] = deque(maxlen=_POSTED)
         self.bytes_sent = 0
         self.bytes_received = 0
+        self.last_sign_s = -math.inf
+        self.waiting_too: list[Wire] = []
 
     def send(self, tensor: Tensor, lane: Lane) -> dist.Work:
         """Begin to send; ``tensor`` must stay as it is until the work is done."""
@@ -107,88 +134,103 @@ class Wire:
         """Wait for what was begun.
 
         Raises:
-            RuntimeError: That names the other rank, if it is gone or too late.
+            Unreachable: With the name of the other rank, if it is gone or too late.
         """
-        with self._explained(what):
-            work.wait() if self._timeout is None else work.wait(self._timeout)
+        if self._waiter is None:
+            self._finish(work, what, self._timeout_s)
+            return
+        forever_s = None if self._timeout_s is None else _FOREVER_S
+        finish = functools.partial(self._finish, work, what, forever_s)
+        try:
+            self._waiter.wait(finish, self._timeout_s, lambda: self.last_sign_s)
+        except TimeoutError as error:
+            raise Unreachable(late(self.name, what), self.rank) from error
 
     def ask(self, note: Note) -> None:
-        """Send a request to a server."""
-        self._send_note(note, Lane.REQUESTS)
+        """Send a request to a server, and wait until it has it if nothing follows."""
+        with self._explained("a note"):
+            sending = self._post(note, Lane.REQUESTS)
+        if self._waiter is None or note.kind in LAST_WORDS:
+            for work, _ in sending:
+                self.wait(work, "a note")
 
     def next_request(self) -> Note:
-        """Wait for a client's next request, however long it takes."""
-        return self._receive_note(Lane.REQUESTS, timedelta(seconds=_FOREVER_S))
+        """Wait for a client's next request in this thread, however long it takes."""
+
+        def wait(work: dist.Work) -> None:
+            self._finish(work, "a note", _FOREVER_S)
+
+        return self._receive_note(Lane.REQUESTS, wait)
 
     def answer(self, content: dict[str, Any]) -> None:
-        """Send an answer to a client."""
-        self._send_note(Note(Kind.ANSWER, content), Lane.ANSWERS)
+        """Begin to send an answer to a client that may not wait for one yet.
 
-    def answer_later(self, content: dict[str, Any]) -> list[Sending]:
-        """Begin to send an answer to a client that may not wait for one yet."""
-        frames = _frames(Note(Kind.ANSWER, content))
-        return [self._begin_frame(frame, Lane.ANSWERS) for frame in frames]
+        Raises:
+            Unreachable: If the client is gone.
+        """
+        with self._explained("a note"):
+            self._post(Note(Kind.ANSWER, content), Lane.ANSWERS)
+
+    def last_answer(self, content: dict[str, Any]) -> list[Sending]:
+        """As :meth:`answer`, without a word if the client is gone, to wait for it."""
+        with suppress(RuntimeError):
+            return self._post(Note(Kind.ANSWER, content), Lane.ANSWERS)
+        return []
 
     def answered(self) -> dict[str, Any]:
         """Wait for a server's answer."""
-        return self._receive_note(Lane.ANSWERS, self._timeout).content
+        return self._receive_note(Lane.ANSWERS, lambda work: self.wait(work, "a note")).content
 
-    def _send_note(self, note: Note, lane: Lane) -> None:
-        for frame in _frames(note):
-            work, _ = self._begin_frame(frame, lane)
-            self.wait(work, "a note")
+    def reassure_client(self) -> None:
+        """Tell a client that its answer is late because this server waits, too."""
+        with suppress(RuntimeError):
+            self._post(Note(Kind.ANSWER, {"waiting": True}), Lane.ANSWERS)
+
+    def reassure_server(self) -> None:
+        """Tell a server that what it waits for is late because this rank waits, too."""
+        with suppress(RuntimeError):
+            self._post(Note(Kind.WAITING, {}), Lane.REQUESTS)
+
+    def end(self) -> None:
+        """End the thread that waits for the other rank, if there is one, as soon as it can."""
+        if self._waiter is not None:
+            self._waiter.end()
+
+    def _post(self, note: Note, lane: Lane) -> list[Sending]:
+        """Begin to send a note; its frames follow each other, whichever thread sends others."""
+        with self._posting:
+            sending = [self._begin_frame(frame, lane) for frame in _frames(note)]
+        self._posted += sending
+        return sending
 
     def _begin_frame(self, frame: bytes, lane: Lane) -> Sending:
         self.bytes_sent += len(frame)
         tensor = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
-        with self._explained("a note"):
-            return self._group.send([tensor], self.rank, lane), tensor
+        return self._group.send([tensor], self.rank, lane), tensor
 
-    def _receive_note(self, lane: Lane, timeout: timedelta | None) -> Note:
-        first = self._receive_frame(FRAME_BYTES, lane, timeout)
+    def _receive_note(self, lane: Lane, wait: Callable[[dist.Work], object]) -> Note:
+        first = self._receive_frame(FRAME_BYTES, lane, wait)
         size, text = int.from_bytes(first[:8], "little"), first[8:]
         if size > len(text):
-            text += self._receive_frame(size - len(text), lane, self._timeout)
+            text += self._receive_frame(size - len(text), lane, wait)
         kind, content = json.loads(text[:size])
         return Note(Kind(kind), content)
 
-    def _receive_frame(self, size: int, lane: Lane, timeout: timedelta | None) -> bytes:
+    def _receive_frame(self, size: int, lane: Lane, wait: Callable[[dist.Work], object]) -> bytes:
         self.bytes_received += size
         memory = bytearray(size)
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
         with self._explained("a note"):
             work = self._group.recv([tensor], self.rank, lane)
-            work.wait() if timeout is None else work.wait(timeout)
+        wait(work)
         return bytes(memory)
 
-    def _explained(self, what: str) -> _Explained:
-        return _Explained(self.name, what, self._watchdog)
+    def _finish(self, work: dist.Work, what: str, timeout_s: float | None) -> None:
+        with self._explained(what):
+            work.wait() if timeout_s is None else work.wait(timedelta(seconds=timeout_s))
 
-
-class _Explained:
-    """Turns a backend's error into one that names the other rank, or whoever has failed."""
-
-    def __init__(self, name: str, what: str, watchdog: Watchdog | None) -> None:
-        self._name = name
-        self._what = what
-        self._watchdog = watchdog
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if not isinstance(error, RuntimeError):
-            return
-        failure = None if self._watchdog is None else self._watchdog.wait_for_failure()
-        raise RuntimeError(
-            failure
-            or f"{self._name}: {self._what} could not be exchanged. It has ended, or is later than "
-            "the timeout. Look into its output first."
-        ) from error
+    def _explained(self, what: str) -> Explained:
+        return Explained(self.name, self.rank, what, self._watchdog)
 
 
 def _frames(note: Note) -> list[bytes]:

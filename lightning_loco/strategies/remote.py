@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -126,6 +127,7 @@ class RemoteOptimizerStrategy(ServedStrategy):
         self.timeout_s = timeout_s
         self.bucket_bytes = bucket_bytes
         self.statistics = Statistics()
+        self._added = ExitStack()
         self._stop_reason: str | None = None
         self._precision: RemotePrecision | None = None
         self._can_stream = False
@@ -160,11 +162,9 @@ class RemoteOptimizerStrategy(ServedStrategy):
             self._connect(trainer)
 
     def _transport(self) -> Transport:
-        service = self.service
-        assert service is not None
-        return Transport(
-            service.group, self.bucket_bytes, self.wire_dtype, self.timeout_s, service.watchdog
-        )
+        assert self.service is not None
+        group, watchdog = self.service.group, self.service.watchdog
+        return Transport(group, self.bucket_bytes, self.wire_dtype, self.timeout_s, watchdog)
 
     def _connect(self, trainer: pl.Trainer) -> None:
         """Replace the optimizer of this worker by a connection to the real one."""
@@ -278,12 +278,11 @@ class RemoteOptimizerStrategy(ServedStrategy):
             return
         if self._finished:
             return
-        agreed = None if self.remote is None else self.remote.stop_agreed
-        if agreed is not None and isinstance(exception, SIGTERMException):
-            self.checkpoints.save_interrupted(self._trainer, agreed)
-            assert self.remote is not None
+        remote, is_stop = self.remote, isinstance(exception, SIGTERMException)
+        if is_stop and remote is not None and remote.stop_agreed is not None:
+            self.checkpoints.save_interrupted(self._trainer, remote.stop_agreed)
             self._finished = True
-            self._leave(self.remote)
+            self._leave(remote)
         elif self.min_workers is None or self.serves:
             self.service.report_failure(exception)
 

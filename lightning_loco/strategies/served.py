@@ -46,7 +46,7 @@ class ServedStrategy(MeetingStrategy):
     replica_group: dist.ProcessGroup | None = None
     _all_ranks: AllRanks | None = None
     _present: tuple[int, ...] = ()
-    _added = ExitStack()
+    _added: ExitStack
     _places: Places | None = None
 
     @property

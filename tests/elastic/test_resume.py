@@ -219,7 +219,7 @@ def test_a_static_run_goes_on_as_jobs_and_these_as_a_static_run(pool: Pool, tmp_
             assert text.count("The checkpoint was written by 4 workers with DiLoCo") == 1
             assert "and positions of workers 1 to 3 are dropped" in text
             assert "all workers begin at the mean of the 4 workers' parameters" in text
-        assert start_of(folder, 0)["steps"] == 10
+        assert min(start_of(folder, index)["steps"] for index in range(3)) == 10
         assert not trained & samples_of(made, range(3))
     back = folder / "0" / "often.ckpt"
     (stamp,) = Path(f"{back}.loco").iterdir()

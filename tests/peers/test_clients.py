@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import zmq
 
 from lightning_loco.peers.clients import MOST_HELD_BYTES, Clients, bound_port
+from lightning_loco.peers.keys import Keys, write_key_file
 from tests.peers.helpers import HOST, open_files
 
 MOST = 5
@@ -19,10 +23,12 @@ MOST = 5
 class Server:
     """A ROUTER with its clients, driven by the test."""
 
-    def __init__(self) -> None:
+    def __init__(self, keys: Keys) -> None:
+        self.keys = keys
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
-        self.clients = Clients(self.context, self.socket, MOST, is_encrypted=False)
+        keys.guard(self.socket)
+        self.clients = Clients(self.context, self.socket, MOST)
         self.socket.bind(f"tcp://{HOST}:*")
         self.port = bound_port(self.socket)
 
@@ -51,23 +57,27 @@ class Server:
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
+def server(tmp_path: Path) -> Iterator[Server]:
     before = open_files()
-    made = Server()
+    made = Server(write_key_file(tmp_path / "keys"))
     yield made
     made.close()
     assert open_files() <= before
 
 
 @contextlib.contextmanager
-def dealers(server: Server, count: int) -> Iterator[list[zmq.Socket[bytes]]]:
+def dealers(
+    server: Server, count: int, port: int | None = None
+) -> Iterator[list[zmq.Socket[bytes]]]:
+    """Clients with the server's keys that connect to it, or to who passes on what they send."""
     context = zmq.Context()
     made = [context.socket(zmq.DEALER) for _ in range(count)]
     for each in made:
         before = server.num_seen
         each.linger = 0
         each.reconnect_ivl = -1
-        each.connect(f"tcp://{HOST}:{server.port}")
+        server.keys.present(each)
+        each.connect(f"tcp://{HOST}:{port or server.port}")
         server.take_note(before + 1)
     yield made
     for each in made:
@@ -78,7 +88,7 @@ def dealers(server: Server, count: int) -> Iterator[list[zmq.Socket[bytes]]]:
 def is_connected(server: Server, dealer: zmq.Socket[bytes]) -> bool:
     with contextlib.suppress(zmq.Again):
         dealer.send(b"are you there?", zmq.NOBLOCK)
-        if server.socket.poll(300):
+        if server.socket.poll(1000):
             server.take_request()
             return True
     return False
@@ -106,26 +116,49 @@ def test_of_too_many_the_ones_that_never_asked_go_first_and_the_oldest_of_them(
                 assert [is_connected(server, first[index]) for index in (0, 2)] == [False, True]
 
 
+class Relay:
+    """Passes on what one client sends, up to so many bytes, and all that the server returns."""
+
+    def __init__(self, port: int) -> None:
+        self.most = 0
+        self._ends = threading.Event()
+        self._listening = socket.create_server((HOST, 0))
+        self.port = self._listening.getsockname()[1]
+        self._thread = threading.Thread(target=self._run, args=(port,))
+        self._thread.start()
+
+    def _run(self, port: int) -> None:
+        there, sent = socket.create_connection((HOST, port)), 0
+        here, _ = self._listening.accept()
+        with here, there, contextlib.suppress(ConnectionError):
+            while not self._ends.wait(0.001):
+                senders = [there, here] if sent < self.most else [there]
+                ready, _, _ = select.select(senders, [], [], 0.01)
+                if there in ready:
+                    here.sendall(there.recv(1000))
+                if here in ready:
+                    part = here.recv(self.most - sent)
+                    there.sendall(part)
+                    sent += len(part)
+
+    def close(self) -> None:
+        self._ends.set()
+        self._thread.join()
+        self._listening.close()
+
+
 def test_a_message_without_end_costs_the_connection_and_no_other(server: Server) -> None:
-    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48)
-    ready = b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\6DEALER"
-    with dealers(server, 1) as (honest,), socket.create_connection((HOST, server.port)) as raw:
-        server.take_note(2)
-        raw.settimeout(5)
-        raw.sendall(greeting + ready)
-        assert raw.recv(64, socket.MSG_WAITALL)
-        assert raw.recv(1000)  # it is ready, too
-        raw.sendall(b"\x01\x01x" * (MOST_HELD_BYTES // 4))
-        time.sleep(0.1)
-        server.clients.look()
-        assert server.clients.closed == 0
-        raw.sendall(b"\x01\x01x" * (MOST_HELD_BYTES // 4))
-        deadline = time.monotonic() + 5
-        while not server.clients.closed and time.monotonic() < deadline:
-            time.sleep(0.01)
+    with dealers(server, 1) as (honest,), contextlib.closing(Relay(server.port)) as relay:
+        relay.most = MOST_HELD_BYTES // 2
+        with dealers(server, 1, relay.port) as (endless,):
+            endless.send_multipart([b"x"] * MOST_HELD_BYTES)
+            time.sleep(0.3)
             server.clients.look()
-        assert server.clients.closed == 1
-        with contextlib.suppress(ConnectionError):
-            while raw.recv(1000):
-                pass
-        assert is_connected(server, honest)
+            assert server.clients.closed == 0
+            relay.most = 2 * MOST_HELD_BYTES
+            deadline = time.monotonic() + 5
+            while not server.clients.closed and time.monotonic() < deadline:
+                time.sleep(0.01)
+                server.clients.look()
+            assert server.clients.closed == 1
+            assert is_connected(server, honest)

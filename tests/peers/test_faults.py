@@ -15,6 +15,7 @@ import torch
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.peers import Received
 from tests.peers.helpers import NodeProcess, fetch, fetch_until, make_node, peers
+from tests.programs import LIMIT_S
 
 TIMEOUT_S = 0.8
 SLACK_S = 0.3  # the machine is shared
@@ -118,7 +119,7 @@ def test_a_node_that_is_never_closed_does_not_keep_its_process_alive(ending: str
         [sys.executable, "-W", "ignore", "-c", script],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT_S,
         env=os.environ,
     )
     assert ended.returncode == (1 if ending else 0), ended.stderr

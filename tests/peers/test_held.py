@@ -1,4 +1,4 @@
-"""Held: bytes that came and were not handed over are counted exactly, with keys and without."""
+"""Held: bytes that came and were not handed over are counted exactly."""
 
 from __future__ import annotations
 
@@ -20,24 +20,23 @@ from tests.peers.helpers import HOST, open_files
 HANDSHAKE_BYTES = 1000
 
 
-@pytest.fixture(params=[False, True], ids=["open", "keys"])
-def keys(request: pytest.FixtureRequest, tmp_path: Path) -> Keys | None:
-    return write_key_file(tmp_path / "keys") if request.param else None
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    return write_key_file(tmp_path / "keys")
 
 
 @contextlib.contextmanager
-def pair(keys: Keys | None) -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes], Held]]:
+def pair(keys: Keys) -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes], Held]]:
     """A connected pair of sockets, and what the second holds back."""
     context = zmq.Context()
     sender, receiver = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
-    if keys is not None:
-        keys.guard(receiver)
-        keys.present(sender)
+    keys.guard(receiver)
+    keys.present(sender)
     monitor = receiver.get_monitor_socket(zmq.EVENT_ACCEPTED)
     port = receiver.bind_to_random_port(f"tcp://{HOST}")
     sender.connect(f"tcp://{HOST}:{port}")
     event = parse_monitor_message(monitor.recv_multipart())
-    held = Held(int(event["value"]), is_encrypted=keys is not None)
+    held = Held(int(event["value"]))
     try:
         yield sender, receiver, held
     finally:
@@ -53,7 +52,7 @@ def take(receiver: zmq.Socket[bytes], held: Held) -> None:
         held.take(len(frame))
 
 
-def test_what_is_taken_is_no_longer_held_whatever_its_length(keys: Keys | None) -> None:
+def test_what_is_taken_is_no_longer_held_whatever_its_length(keys: Keys) -> None:
     with pair(keys) as (sender, receiver, held):
         sender.send(b"first")
         take(receiver, held)
@@ -69,7 +68,7 @@ def test_what_is_taken_is_no_longer_held_whatever_its_length(keys: Keys | None) 
         assert held.received_bytes == held.bytes == handshake
 
 
-def test_messages_that_are_not_taken_are_held(keys: Keys | None) -> None:
+def test_messages_that_are_not_taken_are_held(keys: Keys) -> None:
     with pair(keys) as (sender, _, held):
         sender.send(bytes(100_000))
         deadline = time.monotonic() + 5
@@ -84,7 +83,7 @@ def test_what_nobody_has_read_is_not_held_by_zeromq() -> None:
         socket.create_connection(server.getsockname()) as sender,
         server.accept()[0] as here,
     ):
-        held = Held(here.fileno(), is_encrypted=False)
+        held = Held(here.fileno())
         assert held.own_port == server.getsockname()[1]
         sender.sendall(bytes(1000))
         assert held.received_bytes == 1000
@@ -99,9 +98,9 @@ def test_what_nobody_has_read_is_not_held_by_zeromq() -> None:
 def test_a_number_that_is_no_connection_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
     before = open_files()
     with (tmp_path / "file").open("w") as file, pytest.raises(OSError, match="non-socket"):
-        Held(file.fileno(), is_encrypted=False)
+        Held(file.fileno())
     unused = os.open("/dev/null", os.O_RDONLY)
     os.close(unused)
     with pytest.raises(OSError, match="Bad file"):
-        Held(unused, is_encrypted=False)
+        Held(unused)
     assert open_files() == before

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_loco import RemoteOptimizerStrategy
 from tests.pool import Pool, PoolError
-from tests.programs import Program, free_ports, python_script
+from tests.programs import LIMIT_S, Program, free_ports, python_script
 from tests.strategies.remote_runs import all_ranks, remote_trainer
 from tests.tiny import TinyModule, ValidatedModule, make_loader
 
@@ -225,7 +225,7 @@ def running(
         ]
 
 
-def finish(programs: list[Program], limit_s: float = 60) -> tuple[list[int], list[str]]:
+def finish(programs: list[Program], limit_s: float = LIMIT_S) -> tuple[list[int], list[str]]:
     """Exit codes and outputs."""
     deadline = time.monotonic() + limit_s
     ends = [program.finish(max(deadline - time.monotonic(), 1)) for program in programs]

@@ -57,6 +57,19 @@ def test_a_worker_without_data_catches_up(
         assert torch.equal(first["validated"][0], server["final"])
 
 
+def run_uneven_with_two_servers(rank: int, world: int) -> Tensor:
+    module = ValidatedModule()
+    strategy = RemoteOptimizerStrategy(2, num_servers=2, timeout_s=5)
+    data = make_loader(rank, STEPS if rank == 0 else STEPS + 3), make_loader(9, 2)
+    fit_with(strategy, module, *data)
+    return flat(module)
+
+
+def test_a_worker_without_data_waits_at_all_servers_at_once(pool: Pool) -> None:
+    first, second, *_ = pool.run(run_uneven_with_two_servers, world=4)
+    assert torch.equal(first, second)
+
+
 class Slow(Callback):
     """Takes a while for a batch."""
 

@@ -1,0 +1,38 @@
+"""Ports for tests: nobody else gets them before they are used, however many tests run at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+
+from tests.peers.helpers import open_files
+from tests.programs import free_ports
+
+SYSTEM_FIRST = 32768
+"""The first port that Linux gives to connections, as it comes."""
+
+
+def test_ports_are_free_and_none_of_those_that_the_system_gives_away() -> None:
+    ports = free_ports(10)
+    assert len(set(ports)) == 10
+    assert max(ports) < SYSTEM_FIRST
+    with socket.create_server(("127.0.0.1", ports[0])):
+        assert ports[0] not in [port for _ in range(6) for port in free_ports(10)]
+
+
+def test_no_files_are_left_open() -> None:
+    free_ports()
+    before = open_files()
+    free_ports(5)
+    assert open_files() == before
+
+
+def test_other_processes_have_other_ports() -> None:
+    processes = multiprocessing.get_context("fork")
+    ours, theirs = processes.Pipe()
+    other = processes.Process(target=lambda: theirs.send(free_ports(50)))
+    other.start()
+    assert not set(ours.recv()) & set(free_ports(50))
+    other.join()
+    ours.close()
+    theirs.close()
