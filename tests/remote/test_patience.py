@@ -151,7 +151,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("num_tiers", [2, 3])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["backward", pytest.param("answer", marks=pytest.mark.long)])
 def test_two_frozen_workers_one_after_the_other_are_waited_for(place: str, num_tiers: int) -> None:
     ended = outcomes(PLACES[place], num_tiers, lost=FROZEN)
     for rank, outcome in ended.items():
