@@ -19,7 +19,7 @@ from tests.conftest import ROOT
 LIMIT_S = 240.0
 _SYSTEM_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT = 20_000
-_BLOCK = 50
+_BLOCK = 200
 
 
 def python_path(checkout: Path = ROOT) -> str:
@@ -148,6 +148,7 @@ def _own_ports(process: int) -> Iterator[int]:
 
 def _is_free(port: int) -> bool:
     with socket.socket() as here:
+        here.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # whatever was there before
         try:
             here.bind(("", port))
         except OSError:

@@ -20,6 +20,15 @@ def test_ports_are_free_and_none_of_those_that_the_system_gives_away() -> None:
         assert ports[0] not in [port for _ in range(6) for port in free_ports(10)]
 
 
+def test_a_port_is_free_again_after_its_connections() -> None:
+    (port,) = free_ports()
+    for _ in range(2):
+        address = ("127.0.0.1", port)
+        with socket.create_server(address) as server, socket.create_connection(address):
+            server.accept()[0].close()  # who closes first keeps the port for a minute
+        assert port in [one for _ in range(20) for one in free_ports(10)]
+
+
 def test_no_files_are_left_open() -> None:
     free_ports()
     before = open_files()

@@ -34,7 +34,7 @@ def make_data(seed: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(samples, FEATURES, generator=generator)
     with torch.no_grad():
-        noise = 0.05 * torch.randn(samples, 1, generator=generator)
+        noise = 0.5 * torch.randn(samples, 1, generator=generator)
         return inputs, 5 * teacher(inputs) + noise
 
 

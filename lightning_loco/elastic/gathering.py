@@ -1,46 +1,103 @@
-"""The members of a new group find each other, or find that one has died meanwhile.
+"""The members of a new group find each other, or find that one is lost meanwhile.
 
 The lighthouse takes a worker for alive until it has not heard of it for some time, and a process
 group waits long for whoever does not come. But the store of a dead worker refuses connections at
-once.
+once, and who gives up a group says so to those who still wait in it.
 """
 
 from __future__ import annotations
 
 import socket
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore
+from torchft.process_group import ProcessGroupGloo
 
 from lightning_loco.elastic.plan import Plan
 
-_PAUSE_S = 0.02
+_LEFT = "left"
+_PAUSE_S, _LOOK_S = 0.02, 0.2
 _LONGEST_PROBE_S = 1.0
 
 
-def assemble(plan: Plan, patience_s: float) -> None:
-    """Wait until all members of a plan have come to the donor's store.
+class Gathering:
+    """The way of all members of a plan into its group.
 
     Args:
         plan: Of a new group.
         patience_s: Longest wait, in seconds.
 
     Raises:
-        RuntimeError: If a member has died, or does not come.
+        RuntimeError: If the member whose store they meet at has died.
     """
-    deadline = time.monotonic() + patience_s
-    check_alive(plan, plan.donor)
-    store = PrefixStore(plan.group, connected(plan.stores[plan.donor], patience_s))
-    store.set(f"came/{plan.own}", "")
-    missing = [place for place in range(len(plan.names)) if place != plan.own]
-    while missing := [place for place in missing if not store.check([f"came/{place}"])]:
-        for place in missing:
-            check_alive(plan, place)
-        if time.monotonic() > deadline:
-            names = ", ".join(plan.names[place] for place in missing)
-            raise RuntimeError(f"{names} did not come within {patience_s:g} s.")
-        time.sleep(_PAUSE_S)
+
+    def __init__(self, plan: Plan, patience_s: float) -> None:
+        self._plan = plan
+        self._patience_s = patience_s
+        self._deadline = time.monotonic() + patience_s
+        self._others = [place for place in range(len(plan.names)) if place != plan.own]
+        check_alive(plan, plan.donor)
+        store = connected(plan.stores[plan.donor], patience_s)
+        self._store = PrefixStore(plan.group, store)
+
+    def assemble(self) -> None:
+        """Wait until all members have come.
+
+        Raises:
+            RuntimeError: If one of them has died, has given up, or does not come.
+        """
+        self._store.set(f"came/{self._plan.own}", "")
+        missing = self._others
+        while missing := [place for place in missing if not self._store.check([f"came/{place}"])]:
+            self._check(missing)
+            if time.monotonic() > self._deadline:
+                names = ", ".join(self._plan.names[place] for place in missing)
+                raise RuntimeError(f"{names} did not come within {self._patience_s:g} s.")
+            time.sleep(_PAUSE_S)
+
+    def enter(self, connect: Callable[[], ProcessGroupGloo]) -> ProcessGroupGloo:
+        """The group, made by all members at the same time; RuntimeError if one is lost meanwhile.
+
+        The call that makes it cannot be ended: it then ends by itself, beside what follows.
+        """
+        future: Future[ProcessGroupGloo] = Future()
+        threading.Thread(target=_fulfil, args=(future, connect), daemon=True).start()
+        while not wait([future], _LOOK_S).done:
+            try:
+                self._check(self._others)
+            except RuntimeError:
+                future.add_done_callback(_discard)
+                raise
+        return future.result()
+
+    def leave(self) -> None:
+        """Tell the others that this member does not come."""
+        with suppress(RuntimeError):
+            check_alive(self._plan, self._plan.donor)
+            self._store.set(_LEFT, self._plan.names[self._plan.own])
+
+    def _check(self, places: list[int]) -> None:
+        if self._store.check([_LEFT]):
+            raise RuntimeError(f"{self._store.get(_LEFT).decode()} has given up.")
+        for place in places:
+            check_alive(self._plan, place)
+
+
+def _fulfil(future: Future[ProcessGroupGloo], connect: Callable[[], ProcessGroupGloo]) -> None:
+    try:
+        future.set_result(connect())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def _discard(future: Future[ProcessGroupGloo]) -> None:
+    if future.exception() is None:
+        future.result().abort(errored=False)
 
 
 def check_alive(plan: Plan, place: int) -> None:

@@ -13,7 +13,7 @@ from torch.distributed import TCPStore, Work
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 from torchft.process_group import ProcessGroupGloo
 
-from lightning_loco.elastic.gathering import assemble, check_alive, connected
+from lightning_loco.elastic.gathering import Gathering, check_alive, connected
 from lightning_loco.elastic.plan import Plan
 
 CONNECT_S = 20.0
@@ -50,7 +50,7 @@ class Groups:
 
     def ask(self, store: str) -> str:
         """What another worker's run is; RuntimeError if it does not say."""
-        asked = connected(store, min(CONNECT_S, self._seconds))
+        asked = connected(store, self._connect_s)
         return asked.get(_RUN).decode()
 
     @property
@@ -76,16 +76,24 @@ class Groups:
         if not plan.is_new:
             return
         self.drop()
-        patience_s = min(CONNECT_S, self._seconds)
-        assemble(plan, patience_s)
-        group = ProcessGroupGloo(timeout=timedelta(seconds=patience_s))
-        store = f"{plan.stores[plan.donor]}/{plan.group}"
-        group.configure(store, plan.names[plan.own], plan.own, len(plan.names))
+        gathering = Gathering(plan, self._connect_s)
+        try:
+            gathering.assemble()
+            group = gathering.enter(lambda: self._connect(plan))
+        except RuntimeError:
+            gathering.leave()
+            raise
         self._group, self._plan, self.name = group, plan, plan.group
 
+    def _connect(self, plan: Plan) -> ProcessGroupGloo:
+        group = ProcessGroupGloo(timeout=timedelta(seconds=self._connect_s))
+        store = f"{plan.stores[plan.donor]}/{plan.group}"
+        group.configure(store, plan.names[plan.own], plan.own, len(plan.names))
+        return group
+
     @property
-    def _seconds(self) -> float:
-        return self._timeout.total_seconds()
+    def _connect_s(self) -> float:
+        return min(CONNECT_S, self._timeout.total_seconds())
 
     def sum(self, flat: Tensor) -> None:
         """Add a flat tensor up over all members, in place."""

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from torchft.process_group import ProcessGroupGloo
+
 from lightning_loco.elastic import handover
 from lightning_loco.elastic.carriers import Summing
 from lightning_loco.elastic.groups import Groups
@@ -35,7 +37,8 @@ POINTS = {
     "local step": Point(StepEngine, "step"),
     "packing": Point(Rounds, "_propose_local"),
     "before sending": Point(ElasticLink, "start"),
-    "making the group": Point(Groups, "open"),
+    "before the group": Point(Groups, "open"),
+    "making the group": Point(ProcessGroupGloo, "configure"),
     "rows": Point(Groups, "gather"),
     "exchange": Point(Groups, "sum"),
     "within the exchange": Point(Groups, "sum", 0.002),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 from pathlib import Path
 
 import pytest
 
-from tests.elastic.cluster import Cluster, cluster, until
+from tests.elastic.cluster import HEARTBEAT_TIMEOUT_S, Cluster, cluster, until
 from tests.elastic.fault_points import POINTS
 
 pytestmark = pytest.mark.slow
@@ -30,6 +31,9 @@ def test_one_of_three_dies(tmp_path: Path, point: str) -> None:
         made.ends(1, 2)
         assert made.agree() == 25
         assert len(made.lines(1)[-1]["members"]) == 2
+        ends = [line["time"] for line in made.lines(1)]
+        waits = [after - before for before, after in itertools.pairwise(ends)]
+        assert max(waits) < HEARTBEAT_TIMEOUT_S + 6  # +1 on a quiet machine
 
 
 @pytest.mark.long

@@ -71,6 +71,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--step-s", type=float, default=0.01)
     parser.add_argument("--numel", type=int, default=1000)
     parser.add_argument("--timeout-s", type=float, default=30)
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--die-at", help="a point of fault_points.py")
     parser.add_argument("--die-in", type=int, default=0, help="in this round or a later one")
     parser.add_argument("--nan-in", type=int, default=-1, help="this round")
@@ -88,7 +89,7 @@ def main(arguments: list[str]) -> None:
         asked.lighthouse,
         min_workers=asked.min_workers,
         name=f"w{asked.index}",
-        host="127.0.0.1",
+        host=asked.host,
         timeout_s=asked.timeout_s,
         check_every=asked.check_every,
     )

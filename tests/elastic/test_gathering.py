@@ -1,0 +1,60 @@
+"""Members on their way into a group, one of which is lost before it is made."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from lightning_loco.elastic.gathering import Gathering
+from lightning_loco.elastic.groups import Groups
+from lightning_loco.elastic.plan import Plan
+
+PATIENCE_S = 20.0
+SOON_S = 5.0
+
+
+def plans(*members: Groups) -> list[Plan]:
+    """One for each member; the first one's store is where they meet."""
+    stores = tuple(member.address for member in members)
+    names = tuple(f"m{place}" for place in range(len(stores)))
+    group = f"{time.monotonic()}/{len(names)}"
+    return [Plan(group, names, own, stores, True, 0, (), 0, 0) for own in range(len(names))]
+
+
+def test_who_gives_up_is_not_waited_for() -> None:
+    first, second = Groups("127.0.0.1", PATIENCE_S), Groups("127.0.0.1", PATIENCE_S)
+    here, there = plans(first, second)
+    began = time.monotonic()
+    threading.Timer(0.3, Gathering(there, PATIENCE_S).leave).start()
+    with pytest.raises(RuntimeError, match="m1 has given up"):
+        first.open(here)
+    assert time.monotonic() - began < SOON_S
+    first.close()
+    second.close()
+
+
+def test_who_ends_while_the_group_is_made_is_not_waited_for() -> None:
+    first, second = Groups("127.0.0.1", PATIENCE_S), Groups("127.0.0.1", PATIENCE_S)
+    here, there = plans(first, second)
+    began = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        opening = pool.submit(first.open, here)
+        Gathering(there, PATIENCE_S).assemble()
+        second.close()
+        with pytest.raises(RuntimeError, match="m1 has ended"):
+            opening.result()
+    assert time.monotonic() - began < SOON_S
+    first.close()
+
+
+def test_members_find_each_other() -> None:
+    groups = [Groups("127.0.0.1", PATIENCE_S) for _ in range(3)]
+    made = plans(*groups)
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(Groups.open, groups, made))
+    assert [group.name for group in groups] == [made[0].group] * 3
+    for group in groups:
+        group.close()
