@@ -3,7 +3,7 @@
 Measured: the seconds at the end of a local phase, of DiLoCo with ``membership=Elastic(...)`` and of
 DiLoCo in a process group, in turns of several rounds each, with the same model; blocking, and with
 a round that travels during the next local steps. Then one more worker joins, and the longest round
-from its coming until it takes part is compared with the median of the others. A local step is a
+from its coming until it takes part is compared with the median of those after it. A local step is a
 sleep: a stand-in for a GPU that computes while the CPU is free to communicate.
 
 How to read it: the difference should be at most 25 ms for blocking rounds of 5M parameters, and 1
@@ -40,6 +40,7 @@ BOUNDS_MS = {"blocking": 25.0, "overlap": 1.0}
 BOUND_JOIN = 1.5
 SYNC_EVERY = 5
 JOINS_AFTER_S = 3.0
+ROUNDS = 30
 
 
 @contextlib.contextmanager
@@ -104,8 +105,8 @@ def time_turns(
     return found
 
 
-def time_join(worker: Worker, address: str, width: int, seconds: float) -> list[float]:
-    """The longest round during the join, and the median of the others, in milliseconds."""
+def time_join(worker: Worker, address: str, width: int) -> list[float]:
+    """The longest round during the join, and the median of those after it, in milliseconds."""
     newcomer = worker.rank == worker.num_workers - 1
     engine = make_engine(
         width, Elastic(address, min_workers=worker.num_workers - 1, host=HOST), False
@@ -114,18 +115,17 @@ def time_join(worker: Worker, address: str, width: int, seconds: float) -> list[
     if newcomer:
         time.sleep(JOINS_AFTER_S)
     engine.join()
-    began = time.perf_counter()
     found = []
-    while time.perf_counter() < began + seconds - (JOINS_AFTER_S if newcomer else 0):
+    while engine.worker.round_index < ROUNDS:
         took = make_round(engine, 0.25)
         found.append((engine.statistics.members, 1000 * took))
+    engine.finish()
     engine.close()
     if newcomer:
         return []
-    others = [took for members, took in found if members < worker.num_workers]
-    first = len(others)
-    joining = [took for _, took in found[max(0, first - 2) : first + 3]]
-    return [max(joining), statistics.median(others[2:])]
+    first = sum(members < worker.num_workers for members, _ in found)
+    seconds = [took for _, took in found]
+    return [max(seconds[max(0, first - 2) : first + 3]), statistics.median(seconds[first + 3 :])]
 
 
 def main() -> None:
@@ -163,7 +163,7 @@ def main() -> None:
                     ]
                 )
                 print(f"done: {rows[-1][0]}", flush=True)
-            results = run_workers(time_join, count + 1, address, options.width, 8.0)
+            results = run_workers(time_join, count + 1, address, options.width)
             longest = max(result[0] for result in results if result)
             usual = statistics.median(result[1] for result in results if result)
             joins.append(

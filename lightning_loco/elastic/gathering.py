@@ -21,7 +21,7 @@ from torchft.process_group import ProcessGroupGloo
 from lightning_loco.elastic.plan import Plan
 
 _LEFT = "left"
-_PAUSE_S, _LOOK_S = 0.02, 0.2
+_PAUSE_S, _LOOK_S = 0.005, 0.2
 _LONGEST_PROBE_S = 1.0
 
 

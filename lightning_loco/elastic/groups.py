@@ -177,17 +177,22 @@ class Groups:
 
     def drop(self) -> None:
         """Leave the open group without waiting for what is under way."""
-        group, self._group, self.name = self._group, None, ""
-        if group is not None:
-            last = [group]
-            del group
-            last[0].abort(errored=False)
-            threading.Thread(target=last.clear, name="loco-left-group").start()
+        groups = [self._group]
+        self._group, self.name = None, ""
+        if groups[0] is not None:
+            threading.Thread(target=_abort, args=(groups,), name="loco-left-group").start()
 
     def close(self) -> None:
         """Leave the group, and stop serving the store."""
         self.drop()
         del self._store
+
+
+def _abort(groups: list[ProcessGroupGloo | None]) -> None:
+    """End what is under way in the only group of a list, and the group: both may take a while."""
+    if groups[0] is not None:
+        groups[0].abort(errored=False)
+    groups.clear()
 
 
 def _byte() -> Tensor:
