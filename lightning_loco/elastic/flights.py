@@ -44,8 +44,9 @@ class Flight:
 
     Attributes:
         values: Where the engine is as it begins, for newcomers.
-        message: For the others; None if this worker only joins. Stays as it is, since the exchange
-            may have to be repeated.
+        message: For the others; None if this worker only joins. Stays as it is until the end of the
+            flight, since the exchange may have to be repeated.
+        stays: Whether local steps are made while it is under way.
         is_sent: Set it once the message is there, and the state will not change until the landing.
         received: What the messages have come to; None if the run has only begun.
         bytes_sent: By this worker, for its message.
@@ -61,6 +62,7 @@ class Flight:
         self.row = row
         self.values: dict[str, Any] = {}
         self.message: Tensor | None = None
+        self.stays = False
         self.is_sent = threading.Event()
         self.received: Tensor | None = None
         self.bytes_sent = 0
@@ -240,6 +242,8 @@ class Flights(threading.Thread):
         if is_newcomer:
             flight.state, for_newcomers = self._carrier.fetch(plan)
             received = received if for_newcomers is None else for_newcomers
+        if received is not None and not is_newcomer:
+            received = self._carrier.settle(flight, received)
         flight.received, flight.rows, flight.plan = received, rows, plan
         flight.end()
         if state is not None:

@@ -64,6 +64,10 @@ class Mixing:
         flight.bytes_sent = len(receivers) * message.nbytes
         return mix.apply(message, inbox)
 
+    def settle(self, flight: Flight, received: Tensor) -> Tensor:
+        """What was received: algorithms land with their message beside it."""
+        return received
+
     def copy(self, flight: Flight, plan: Plan) -> Handover | None:
         """The state of every member, and its message; both change when the flight lands."""
         if not plan.newcomers or plan.own in plan.newcomers:

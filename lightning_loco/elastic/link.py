@@ -146,6 +146,7 @@ class ElasticLink:
         assert self._flight is not None
         self._flight.values = self._position(self._flight.round_index)
         self._flight.message = parcel.wire
+        self._flight.stays = self.engine.settings.schedule.stays(round_index)
         self._flight.is_sent.set()
         return Carried(self._flight, self.engine, self._land)
 

@@ -76,6 +76,7 @@ def test_loaders_with_processes_share_the_data(tmp_path: Path) -> None:
         check_samples(made, 0, 1)
 
 
+@pytest.mark.long
 def test_gossiping_jobs_go_on_when_one_joins_and_one_is_killed(tmp_path: Path) -> None:
     settings = ("--max-steps=120", "--gossip")
     with cluster(tmp_path, *settings, program=trainer_worker.main) as made:

@@ -57,6 +57,7 @@ def test_start_methods(tmp_path: Path, start_method: str, launcher: str) -> None
     assert_trained(tmp_path, "LightningEnvironment", launcher)
 
 
+@pytest.mark.long
 def test_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     Program([*torchrun, "--nproc-per-node=2", *script(tmp_path)]).succeed()

@@ -124,6 +124,7 @@ def troubles(kinds: Iterable[str], phases: list[str]) -> list[Any]:
     return [pytest.param(*c, marks=[] if c in SHORT else pytest.mark.long) for c in cases]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "phase"), troubles(["frozen"], PHASES))
 def test_worker_0_is_frozen_and_with_it_the_store(kind: str, phase: str, tmp_path: Path) -> None:
     for error in survivors(diloco(phase), phase, kind, 0, tmp_path):
