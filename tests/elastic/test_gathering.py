@@ -13,7 +13,7 @@ from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.plan import Plan
 
 PATIENCE_S = 20.0
-SOON_S = 5.0
+SOON_S = 12.0
 
 
 def plans(*members: Groups) -> list[Plan]:
