@@ -48,7 +48,7 @@ def test_one_joins_one_is_killed_and_the_others_go_on(
         others = [len(line["members"]) for line in made.lines(1)]
         assert set(others) >= {2, 3}
         after = min(line["time"] for line in made.lines(1) if line["time"] > killed_at + 0.05)
-        assert after - killed_at < HEARTBEAT_TIMEOUT_S + 3  # +1 on a quiet machine
+        assert after - killed_at < HEARTBEAT_TIMEOUT_S + 6  # +1 on a quiet machine
 
 
 @pytest.mark.long
