@@ -88,7 +88,7 @@ def run(cfg: DictConfig) -> float | None:
     report = measure(trainer, model, data, timer.time_elapsed("train"))
     report = dataclasses.replace(report, val_loss=validate(trainer, model, data))
     if cfg.test:
-        choose_checkpoint(trainer, lambda _: None)
+        keep_model(trainer)
         trainer.test(model, datamodule=data)
     if trainer.is_global_zero:
         present(cfg, report, trainer, model)
@@ -208,15 +208,22 @@ def check_validation(strategy: EngineStrategy, trainer: Trainer) -> None:
 def validate(trainer: Trainer, model: LightningModule, data: LightningDataModule) -> float | None:
     """Validation loss of the model as training left it; every rank must call it.
 
-    The last validation of ``fit`` may come before the end of the last overlapped round. Under SLURM
-    Lightning would take the model of the last requeue instead.
+    The last validation of ``fit`` may come before the end of the last overlapped round.
     """
-    choose_checkpoint(trainer, lambda _: None)
+    keep_model(trainer)
     with warnings.catch_warnings():
         # The validation windows are a multiple of the number of workers: none counts twice.
         warnings.filterwarnings("ignore", message="Using `DistributedSampler` with")
         metrics = trainer.validate(model, datamodule=data, verbose=False)
     return metrics[0].get("val/loss") if metrics else None
+
+
+def keep_model(trainer: Trainer) -> None:
+    """Let the next validation or test take the model as it is.
+
+    Under SLURM Lightning would load the checkpoint at which the job was last queued again.
+    """
+    choose_checkpoint(trainer, lambda _: None)
 
 
 def present(cfg: DictConfig, report: Report, trainer: Trainer, model: LightningModule) -> None:

@@ -25,14 +25,11 @@ def prepare_for_any_number(algorithm: Algorithm, topology: Topology) -> Algorith
         ValueError: If the topology does not exist for one of these numbers, with those that do, or
             if the algorithm does not work with one of them.
     """
-    for count in range(1, LARGEST + 1):
-        try:
-            topology.check_num_workers(count)
-        except ValueError as error:
-            raise ValueError(
-                "Where workers come and go, the topology must exist for any number of them. "
-                f"{error} Those that do: {', '.join(for_any_number())}."
-            ) from error
+    if (missing := _why_not_always(topology)) is not None:
+        raise ValueError(
+            "Where workers come and go, the topology must exist for any number of them. "
+            f"{missing} Those that do: {', '.join(for_any_number())}."
+        ) from missing
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         ready = algorithm.prepare(TYPICAL, topology)
@@ -45,13 +42,14 @@ def prepare_for_any_number(algorithm: Algorithm, topology: Topology) -> Algorith
 
 def for_any_number() -> list[str]:
     """The names of the topologies that exist for any number of workers."""
-    return [name for name in TOPOLOGIES if _exists_always(get_topology(name))]
+    return [name for name in TOPOLOGIES if _why_not_always(get_topology(name)) is None]
 
 
-def _exists_always(topology: Topology) -> bool:
+def _why_not_always(topology: Topology) -> ValueError | None:
+    """What is wrong with the first number of workers that a topology does not exist for."""
     try:
         for count in range(1, LARGEST + 1):
             topology.check_num_workers(count)
-    except ValueError:
-        return False
-    return True
+    except ValueError as error:
+        return error
+    return None

@@ -21,9 +21,7 @@ _CAN_COUNT = sys.platform == "linux"
 _TCP_INFO_BYTES = 136
 _BYTES_RECEIVED_AT = 128  # tcpi_bytes_received of struct tcp_info, since Linux 4.1
 _SHORT = 255
-_CURVE_BYTES = (
-    33  # of every frame: command name, nonce, authentication and flags of an encrypted frame
-)
+_CURVE_BYTES = 33  # of every encrypted frame: command name, nonce, authentication and flags
 
 
 def wire_bytes(length: int) -> int:
