@@ -23,6 +23,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 HEARTBEAT_S = 1.0
+LONGEST_ROUND_S = 60.0
 MOST, FEWEST = 4, 2
 
 
@@ -105,6 +106,13 @@ class Run:
         last = [self.lines(number)[-1:] for number in self.workers]
         return max((line[0].get("round", 0) for line in last if line), default=0)
 
+    def errors(self) -> list[str]:
+        """The last words of workers that have failed."""
+        well = (None, 0, -signal.SIGKILL)
+        failed = [number for number, process in self.workers.items() if process.poll() not in well]
+        texts = {number: (self.folder / f"{number}.err").read_text() for number in failed}
+        return [f"worker {n}: {(text.splitlines() or ['killed'])[-1]}" for n, text in texts.items()]
+
     def kill(self, number: int) -> None:
         """SIGKILL."""
         self.workers[number].kill()
@@ -133,8 +141,11 @@ class Run:
 def disturb(run: Run, asked: argparse.Namespace, chance: random.Random) -> dict[str, int]:
     """Kill, start and stop workers until there was enough of it, or the run has ended."""
     counts = {"kills": 0, "joins": 0, "sleeps": 0, "cuts": 0, "lighthouse restarts": 0}
-    while run.round < asked.rounds - 20:
+    made, since = 0, time.monotonic()
+    while made < asked.rounds - 20 and time.monotonic() < since + LONGEST_ROUND_S:
         time.sleep(chance.uniform(0.3, 1.0))
+        if made != (made := run.round):
+            since = time.monotonic()
         there, alive = run.taking_part(), run.alive()
         wanted = chance.random()
         if len(alive) < MOST and counts["joins"] < asked.joins:
@@ -246,6 +257,7 @@ def main() -> int:
             counts = disturb(run, asked, random.Random(asked.seed))
             # One that came too late to make a round has nobody left to join.
             has_ended = wait_while(run.taking_part, 120)
+            errors = run.errors()
             found = judge(run)
         finally:
             run.close()
@@ -266,8 +278,11 @@ def main() -> int:
         ("loss / undisturbed", abs(ratio - 1) <= 0.05, f"{found['loss']:.4f} / {calm:.4f}"),
         *((name, True, str(count)) for name, count in counts.items()),
     ]
+    rows.append(("workers that failed", not errors, str(len(errors))))
     for name, is_well, figure in rows:
         print(f"{name:<30} {figure:>18}  {'ok' if is_well else 'MISSED'}")
+    for text in errors:
+        print(text)
     return int(not all(is_well for _, is_well, _ in rows))
 
 

@@ -20,6 +20,8 @@ import lightning_loco as loco
 from lightning_loco.elastic.sharing import MembersSampler
 
 FEATURES, SAMPLES, BATCH = 16, 20_000, 8
+LEARNING_RATE = 5e-3
+"""At the beginning; it falls to 0, so that the loss at the end hardly depends on who is there."""
 
 
 def make_model() -> nn.Module:
@@ -87,7 +89,7 @@ def main() -> None:
         overlap=asked.overlap,
         membership=membership,
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     inputs, targets = make_data(2, SAMPLES)
     seen, expected = make_data(3, 2000)
     engine.join()
@@ -97,6 +99,8 @@ def main() -> None:
     indices = iter(samples)
     with open(asked.log, "w", buffering=1) as log:
         while engine.worker.round_index < asked.rounds:
+            left = 1 - engine.worker.round_index / asked.rounds
+            optimizer.param_groups[0]["lr"] = LEARNING_RATE * left
             batch = []
             while len(batch) < BATCH:
                 index = next(indices, None)

@@ -41,6 +41,7 @@ class Groups:
         self._timeout = timedelta(seconds=timeout_s)
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self.address = f"{host}:{self._store.port}"
+        self._own_words = self._store
         self._group: ProcessGroupGloo | None = None
         self._plan: Plan | None = None
 
@@ -56,7 +57,11 @@ class Groups:
     @property
     def finished(self) -> int:
         """How many of those who took part with this worker have finished since."""
-        return self._store.add(_FINISHED, 0)
+        try:
+            return self._own_words.add(_FINISHED, 0)
+        except RuntimeError:  # something has cut the connection to this worker's own store
+            self._own_words = connected(self.address, self._connect_s)
+            return self._own_words.add(_FINISHED, 0)
 
     def say_finished(self) -> None:
         """Tell those who took part last that this worker has finished, if they are there still."""
@@ -185,7 +190,7 @@ class Groups:
     def close(self) -> None:
         """Leave the group, and stop serving the store."""
         self.drop()
-        del self._store
+        del self._store, self._own_words
 
 
 def _abort(groups: list[ProcessGroupGloo | None]) -> None:

@@ -188,6 +188,10 @@ class Clients:
         log.warning("%s is gone; going on with the mean over %d.", client.name, len(self.left))
         client.last_answer({"failure": "The others went on without this rank."})  # it may wake up
 
+    def end(self) -> None:
+        """Listen to nobody any more."""
+        self._requests.end()
+
     def tell_failure(self, error: Exception) -> None:
         """Tell those who wait for an answer, or soon will, why none comes."""
         lines = str(error).strip().split("\n")

@@ -82,6 +82,8 @@ class GradientServer:
         except Exception as error:
             self._clients.tell_failure(error)
             raise
+        finally:
+            self._clients.end()
         self._backend.end(self._clients.farewell)
         return self._clients.farewell
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from lightning_loco.remote.meanwhile import Meanwhile
+from lightning_loco.remote.waiter import PARTING_S
 from lightning_loco.remote.wire import LAST_WORDS, Kind, Note, Wire
 
 
@@ -25,9 +26,14 @@ class Requests:
     def __init__(self, clients: Sequence[Wire], meanwhile: Meanwhile) -> None:
         self._arrived: queue.Queue[tuple[Wire, Note | Exception]] = queue.Queue()
         self._meanwhile = meanwhile
-        for client in clients:
-            name = f"loco-requests-{client.name}"
-            threading.Thread(target=self._listen, args=(client,), name=name, daemon=True).start()
+        self._threads = [
+            threading.Thread(
+                target=self._listen, args=(c,), name=f"loco-requests-{c.name}", daemon=True
+            )
+            for c in clients
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def _listen(self, client: Wire) -> None:
         kind = None
@@ -42,6 +48,12 @@ class Requests:
                 client.last_sign_s = time.monotonic()
             else:
                 self._arrived.put((client, note))
+
+    def end(self) -> None:
+        """Wait for the threads, but not long for those that listen to a rank that is lost."""
+        deadline = time.monotonic() + PARTING_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def waiting(self) -> list[Wire]:
         """Clients with a request that has arrived and that nobody has looked at yet."""

@@ -8,6 +8,9 @@ from collections.abc import Callable
 
 from lightning_loco.remote.meanwhile import Meanwhile
 
+PARTING_S = 0.5
+"""Longest wait for a thread that is to end: one that waits for a rank that is lost does not."""
+
 
 class Waiter:
     """Waits for a rank's messages in a thread, so that a server can give up on that rank.
@@ -60,18 +63,26 @@ class Waiter:
         raise TimeoutError(f"Nothing came for {timeout_s:g} s.")
 
     def end(self) -> None:
-        """End the thread once it waits for nothing."""
+        """End the thread once it waits for nothing.
+
+        It is waited for, unless it waits for a rank that was given up: a thread that lets go of
+        work while Python ends aborts the process.
+        """
         self._tasks.put(None)
+        if self._thread is not None:
+            self._thread.join(PARTING_S)
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             finish, outcome = task
+            error: Exception | None = None
             try:
                 finish()
-            except Exception as error:
-                outcome.put(error)
-            else:
-                outcome.put(None)
+            except Exception as found:
+                error = found
+            del task, finish
+            outcome.put(error)
+            del error, outcome
 
 
 _Outcome = queue.SimpleQueue[Exception | None]

@@ -109,6 +109,24 @@ class Cluster:
         )
         self.processes[index].start()
 
+    def begin(self, count: int, rounds: int = 3) -> None:
+        """Start so many workers, and wait for some rounds of theirs."""
+        for index in range(count):
+            self.start(index)
+        self.reaches(count - 1, rounds)
+
+    def join(self, index: int, rounds: int) -> None:
+        """Start one more, and wait until it has made more than so many rounds."""
+        self.start(index)
+        until(lambda: len(self.lines(index)) > rounds, "rounds of the newcomer")
+
+    def sleep_through_a_round(self, index: int, seen_by: int) -> None:
+        """Stop one of three workers until the other two have made a round without it."""
+        self.kill(index, signal.SIGSTOP)
+        until(lambda: len(self.lines(seen_by)[-1]["members"]) == 2, "a round of two")
+        time.sleep(1)
+        self.kill(index, signal.SIGCONT)
+
     def lines(self, index: int) -> list[Line]:
         """What a worker has written so far."""
         path = self._folder / f"{index}.jsonl"

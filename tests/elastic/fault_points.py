@@ -17,6 +17,8 @@ from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.link import ElasticLink
 from lightning_loco.rounds import StepEngine
 from lightning_loco.rounds.rounds import Rounds
+from lightning_loco.strategies import whole_files
+from lightning_loco.strategies.side_files import SideFiles
 
 
 class Point(NamedTuple):
@@ -46,6 +48,8 @@ POINTS = {
     "copying the state": Point(Summing, "bring"),
     "sending the state": Point(handover.Groups, "send", 0.002),
     "receiving the state": Point(handover.Groups, "receive", 0.002),
+    "writing a checkpoint": Point(whole_files, "_replace", 0.002),
+    "before the last checkpoint is deleted": Point(SideFiles, "settle"),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import warnings
@@ -13,7 +12,9 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
-from lightning_loco import AsyncDiLoCoStrategy, DiLoCoStrategy, Elastic
+from lightning_loco import AsyncDiLoCoStrategy, DiLoCoStrategy
+from tests.elastic.arguments import elastic_of, make_parser
+from tests.elastic.fault_points import die_at
 from tests.elastic.trainer_worker import Model, Notes, Numbered
 from tests.elastic.worker import checksum
 from tests.tiny import quiet_trainer
@@ -47,39 +48,31 @@ class SaveOften(Callback):
 
 def main(arguments: list[str]) -> None:
     """Fit."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--lighthouse", required=True)
-    parser.add_argument("--index", type=int, required=True)
-    parser.add_argument("--log", type=Path, required=True)
+    parser = make_parser(timeout_s=60)
     parser.add_argument("--max-steps", type=int, default=100)
-    parser.add_argument("--overlap", action="store_true")
-    parser.add_argument("--min-workers", type=int, default=1)
     parser.add_argument("--resume")
+    parser.add_argument("--die-at", help="a point of fault_points.py")
+    parser.add_argument("--die-in", type=int, default=0, help="in this round or a later one")
     asked = parser.parse_args(arguments)
 
     logging.captureWarnings(False)
     warnings.simplefilter("always")
     torch.manual_seed(asked.index)
-    elastic = Elastic(
-        asked.lighthouse,
-        min_workers=asked.min_workers,
-        name=f"w{asked.index}",
-        host="127.0.0.1",
-        timeout_s=60,
-    )
     folder = asked.log.parent / str(asked.index)
     folder.mkdir(parents=True, exist_ok=True)
     if asked.overlap:
         strategy = AsyncDiLoCoStrategy(
-            sync_every=SYNC_EVERY, outer_momentum=0.3, membership=elastic
+            sync_every=SYNC_EVERY, outer_momentum=0.3, membership=elastic_of(asked)
         )
     else:
-        strategy = DiLoCoStrategy(sync_every=SYNC_EVERY, membership=elastic)
+        strategy = DiLoCoStrategy(sync_every=SYNC_EVERY, membership=elastic_of(asked))
     trainer: Trainer = quiet_trainer(
         strategy=strategy,
         max_steps=asked.max_steps,
         callbacks=[Notes(asked.log, 0.03), SaveOften(folder)],
         default_root_dir=folder,
     )
+    if asked.die_at:
+        die_at(asked.die_at, lambda: strategy.engine.worker.round_index >= asked.die_in)
     loader = DataLoader(Numbered(), batch_size=2, shuffle=True)
     trainer.fit(Model(), loader, ckpt_path=asked.resume)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from pathlib import Path
 
@@ -33,11 +32,8 @@ def test_one_joins_one_is_killed_and_the_others_go_on(
     tmp_path: Path, schedule: tuple[str, ...]
 ) -> None:
     with cluster(tmp_path, "--rounds=60", "--step-s=0.04", *schedule) as made:
-        made.start(0)
-        made.start(1)
-        made.reaches(1, 3)
-        made.start(2)
-        until(lambda: len(made.lines(2)) > 5, "rounds of the newcomer")
+        made.begin(2)
+        made.join(2, rounds=5)
         killed_at = made.kill(0)
         made.ends(1, 2)
         assert made.agree() == 61
@@ -58,10 +54,7 @@ def test_a_sleeper_joins_anew(tmp_path: Path) -> None:
             made.start(index)
         made.reaches(0, 3)
         until(lambda: len(made.lines(2)) > 3, "rounds of worker 2")
-        made.kill(2, signal.SIGSTOP)
-        until(lambda: len(made.lines(0)[-1]["members"]) == 2, "a round of two")
-        time.sleep(1)
-        made.kill(2, signal.SIGCONT)
+        made.sleep_through_a_round(2, seen_by=0)
         made.ends(0, 1, 2)
         made.agree()
         back = [line for line in made.lines(2) if line["weights"] and weight_of(line) == 0]

@@ -7,7 +7,9 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.elastic import resume_worker
 from tests.elastic.cluster import HEARTBEAT_TIMEOUT_S, Cluster, cluster, until
 from tests.elastic.fault_points import POINTS
 
@@ -15,8 +17,9 @@ pytestmark = pytest.mark.slow
 
 AT_A_JOIN = ("making the group", "copying the state", "sending the state")
 OF_A_JOIN = (*AT_A_JOIN, "receiving the state")
+OF_A_CHECKPOINT = ("writing a checkpoint", "before the last checkpoint is deleted")
 QUICK = "within the exchange"
-OTHERS = [point for point in POINTS if point not in (QUICK, *OF_A_JOIN)]
+OTHERS = [point for point in POINTS if point not in (QUICK, *OF_A_JOIN, *OF_A_CHECKPOINT)]
 
 
 @pytest.mark.parametrize(
@@ -60,6 +63,25 @@ def test_a_newcomer_dies_while_it_receives_the_state(tmp_path: Path) -> None:
         assert made.exit_status(2) == -signal.SIGKILL
         made.ends(0, 1)
         assert made.agree() == 61
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("point", OF_A_CHECKPOINT)
+def test_a_job_that_dies_while_it_saves_comes_back_with_what_it_has_saved(
+    tmp_path: Path, point: str
+) -> None:
+    with cluster(tmp_path, "--max-steps=240", program=resume_worker.main) as made:
+        made.start(0, f"--die-at={point}", "--die-in=6")
+        made.start(1)
+        made.start(2)
+        assert made.exit_status(0) == -signal.SIGKILL
+        saved = tmp_path / "0" / "often.ckpt"
+        assert torch.load(saved, weights_only=False)["global_step"] in (21, 24, 27)
+        made.start(0, f"--resume={saved}")
+        made.ends(0, 1, 2)
+        assert made.agree() == 60
+        assert len(made.lines(0)[-1]["members"]) == 3
+        assert longest_wait(made) < HEARTBEAT_TIMEOUT_S + 6
 
 
 @pytest.mark.parametrize("overlap", [pytest.param((), marks=pytest.mark.long), ("--overlap",)])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.elastic import trainer_worker
-from tests.elastic.cluster import Cluster, cluster, until
+from tests.elastic.cluster import Cluster, cluster
 
 pytestmark = pytest.mark.slow
 
@@ -40,11 +40,8 @@ def test_a_third_job_joins_and_the_first_is_killed(
 ) -> None:
     program = trainer_worker.main
     with cluster(tmp_path, "--max-steps=160", *schedule, program=program) as made:
-        made.start(0)
-        made.start(1)
-        made.reaches(1, 3)
-        made.start(2)
-        until(lambda: len(made.lines(2)) > 4, "rounds of the newcomer")
+        made.begin(2)
+        made.join(2, rounds=4)
         made.kill(0)
         made.ends(1, 2)
         made.agree()
@@ -80,11 +77,8 @@ def test_loaders_with_processes_share_the_data(tmp_path: Path) -> None:
 def test_gossiping_jobs_go_on_when_one_joins_and_one_is_killed(tmp_path: Path) -> None:
     settings = ("--max-steps=120", "--gossip")
     with cluster(tmp_path, *settings, program=trainer_worker.main) as made:
-        made.start(0)
-        made.start(1)
-        made.reaches(1, 3)
-        made.start(2)
-        until(lambda: len(made.lines(2)) > 4, "rounds of the newcomer")
+        made.begin(2)
+        made.join(2, rounds=4)
         made.kill(0)
         made.ends(1, 2)
         check_samples(made, 0, 1, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -58,3 +60,30 @@ def test_members_find_each_other() -> None:
     assert [group.name for group in groups] == [made[0].group] * 3
     for group in groups:
         group.close()
+
+
+def cut_connections_to(port: int) -> int:
+    """End those of this process, as a network that fails does; how many."""
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                if connection.getpeername()[1] == port:
+                    connection.shutdown(socket.SHUT_RDWR)
+                    count += 1
+        except OSError:  # another kind of file, or a socket that only listens
+            continue
+    return count
+
+
+def test_members_that_have_finished_are_counted_over_a_cut_connection() -> None:
+    groups, other = Groups("127.0.0.1", PATIENCE_S), Groups("127.0.0.1", PATIENCE_S)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(Groups.open, (groups, other), plans(groups, other)))
+    assert groups.finished == 0
+    assert cut_connections_to(int(groups.address.rpartition(":")[2]))
+    assert groups.finished == 0
+    other.say_finished()
+    assert groups.finished == 1
+    groups.close()
+    other.close()

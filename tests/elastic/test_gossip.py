@@ -5,8 +5,6 @@ Who takes part in a round without weight has come in it, and is at the mean of t
 
 from __future__ import annotations
 
-import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -130,10 +128,7 @@ def test_a_sleeper_comes_back_at_the_mean(tmp_path: Path) -> None:
             made.start(index)
         made.reaches(0, 3)
         until(lambda: len(made.lines(2)) > 3, "rounds of worker 2")
-        made.kill(2, signal.SIGSTOP)
-        until(lambda: len(made.lines(0)[-1]["members"]) == 2, "a round of two")
-        time.sleep(1)
-        made.kill(2, signal.SIGCONT)
+        made.sleep_through_a_round(2, seen_by=0)
         made.ends(0, 1, 2)
         check_rounds(made, "gasloc")
         assert len(full_members(made.lines(0)[-1])) == 3

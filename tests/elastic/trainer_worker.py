@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import time
@@ -19,11 +18,11 @@ from lightning_loco import (
     AsyncDiLoCoStrategy,
     CommunicationMonitor,
     DiLoCoStrategy,
-    Elastic,
     GASLoCStrategy,
     LocoStrategy,
 )
 from lightning_loco.strategies import lightning_private
+from tests.elastic.arguments import elastic_of, make_parser
 from tests.elastic.worker import checksum
 from tests.tiny import TinyModule, quiet_trainer
 
@@ -100,16 +99,10 @@ class Writer(Callback):
 
 def main(arguments: list[str]) -> None:
     """Fit."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--lighthouse", required=True)
-    parser.add_argument("--index", type=int, required=True)
-    parser.add_argument("--log", type=Path, required=True)
+    parser = make_parser()
     parser.add_argument("--max-steps", type=int, default=100)
-    parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--gossip", action="store_true")
-    parser.add_argument("--min-workers", type=int, default=1)
     parser.add_argument("--num-loaders", type=int, default=0)
-    parser.add_argument("--check-every", type=int, default=10)
     parser.add_argument("--epoch-steps", type=int)
     parser.add_argument("--step-s", type=float, default=0.03)
     parser.add_argument("--resume")
@@ -119,19 +112,11 @@ def main(arguments: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs inherit it ignored
 
     torch.manual_seed(asked.index)
-    elastic = Elastic(
-        asked.lighthouse,
-        min_workers=asked.min_workers,
-        name=f"w{asked.index}",
-        host="127.0.0.1",
-        timeout_s=30,
-        check_every=asked.check_every,
-    )
     kind: Callable[..., LocoStrategy] = AsyncDiLoCoStrategy if asked.overlap else DiLoCoStrategy
     if asked.gossip:
         kind = GASLoCStrategy
     trainer: Trainer = quiet_trainer(
-        strategy=kind(sync_every=4, membership=elastic),
+        strategy=kind(sync_every=4, membership=elastic_of(asked)),
         max_steps=asked.max_steps,
         limit_train_batches=asked.epoch_steps,
         callbacks=[CommunicationMonitor(), Writer(asked.writes_at), Notes(asked.log, asked.step_s)],

@@ -5,18 +5,16 @@ Each line of its file: round, local steps, number of members, and a checksum of 
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 import zlib
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC, LocalSGD, NoLoCo
-from lightning_loco.elastic import Elastic
 from lightning_loco.rounds import StepEngine
+from tests.elastic.arguments import elastic_of, make_parser
 from tests.elastic.fault_points import die_at
 
 TOPOLOGIES = {"gasloc": "ring", "noloco": "random_matching"}
@@ -58,24 +56,16 @@ def vectors(engine: StepEngine) -> dict[str, list[float]]:
 
 def main(arguments: list[str]) -> None:
     """Train until so many rounds or steps are made."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--lighthouse", required=True)
-    parser.add_argument("--index", type=int, required=True)
-    parser.add_argument("--log", type=Path, required=True)
+    parser = make_parser()
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, help="instead of rounds")
     parser.add_argument("--algorithm", default="diloco")
-    parser.add_argument("--overlap", action="store_true")
-    parser.add_argument("--min-workers", type=int, default=1)
     parser.add_argument("--sync-every", type=int, default=4)
     parser.add_argument("--step-s", type=float, default=0.01)
     parser.add_argument("--numel", type=int, default=1000)
-    parser.add_argument("--timeout-s", type=float, default=30)
-    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--die-at", help="a point of fault_points.py")
     parser.add_argument("--die-in", type=int, default=0, help="in this round or a later one")
     parser.add_argument("--nan-in", type=int, default=-1, help="this round")
-    parser.add_argument("--check-every", type=int, default=10)
     parser.add_argument("--flip-at", type=int, default=-1)
     parser.add_argument("--save-at", type=int, default=-1)
     parser.add_argument("--dtype", default="float32")
@@ -85,14 +75,6 @@ def main(arguments: list[str]) -> None:
     torch.manual_seed(asked.index)
     model = nn.Linear(asked.numel, 1, bias=False, dtype=getattr(torch, asked.dtype))
     model.register_buffer("mark", torch.zeros(1))
-    elastic = Elastic(
-        asked.lighthouse,
-        min_workers=asked.min_workers,
-        name=f"w{asked.index}",
-        host=asked.host,
-        timeout_s=asked.timeout_s,
-        check_every=asked.check_every,
-    )
     engine = StepEngine(
         model,
         algorithm_of(asked.algorithm, asked.overlap),
@@ -100,7 +82,7 @@ def main(arguments: list[str]) -> None:
         overlap=asked.overlap,
         warm_start=False,
         topology=TOPOLOGIES.get(asked.algorithm),
-        membership=elastic,
+        membership=elastic_of(asked),
     )
 
     if asked.die_at:
