@@ -7,18 +7,21 @@ with the state of the run as well.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
 import queue
 import threading
 import time
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_loco.comm.rows import Row
+from lightning_loco.elastic.background import begin
 from lightning_loco.elastic.carriers import Carrier
 from lightning_loco.elastic.consistency import Consistency
 from lightning_loco.elastic.groups import Groups
@@ -33,6 +36,9 @@ PATIENCE_S = 30.0
 log = logging.getLogger(__name__)
 
 _PAUSE_S, _PARTING_S = 0.2, 2.0
+
+Copied = Future[Handover | None]
+"""The state for newcomers, copied beside the making of their group."""
 
 
 class Flight:
@@ -192,9 +198,11 @@ class Flights(threading.Thread):
             plan = self._agree(flight, began)
             if plan.is_new:
                 self._share.deal(plan.data, plan.own, len(plan.names))
+            copy = functools.partial(self._carrier.copy, flight, plan)
+            copied = begin(copy) if plan.newcomers else None
             try:
                 self._groups.open(plan)
-                self._exchange(flight, plan)
+                self._exchange(flight, plan, copied)
             except RuntimeError as error:
                 self._groups.drop()
                 if time.monotonic() - began > self._timeout_s:
@@ -228,13 +236,16 @@ class Flights(threading.Thread):
                 return plan
             time.sleep(_PAUSE_S)
 
-    def _exchange(self, flight: Flight, plan: Plan) -> None:
+    def _exchange(self, flight: Flight, plan: Plan, copied: Copied | None) -> None:
         """Carry a flight once; where it is over for the training thread, it has ended."""
         if self._consistency.is_due(plan):
             flight.is_sent.wait()
             plan = self._consistency.compare(plan, self._groups.gather)
         is_newcomer = plan.own in plan.newcomers
-        state = self._carrier.copy(flight, plan)
+        if copied is None or plan.drifted:
+            state = self._carrier.copy(flight, plan)
+        else:
+            state = copied.result()
         received, rows = None, None
         if plan.round_index != UNKNOWING:
             received = self._carrier.exchange(flight, plan)

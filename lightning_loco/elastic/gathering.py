@@ -8,7 +8,6 @@ once, and who gives up a group says so to those who still wait in it.
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -18,6 +17,7 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, TCPStore
 from torchft.process_group import ProcessGroupGloo
 
+from lightning_loco.elastic.background import begin
 from lightning_loco.elastic.plan import Plan
 
 _LEFT = "left"
@@ -65,8 +65,7 @@ class Gathering:
 
         The call that makes it cannot be ended: it then ends by itself, beside what follows.
         """
-        future: Future[ProcessGroupGloo] = Future()
-        threading.Thread(target=_fulfil, args=(future, connect), daemon=True).start()
+        future = begin(connect)
         while not wait([future], _LOOK_S).done:
             try:
                 self._check(self._others)
@@ -86,13 +85,6 @@ class Gathering:
             raise RuntimeError(f"{self._store.get(_LEFT).decode()} has given up.")
         for place in places:
             check_alive(self._plan, place)
-
-
-def _fulfil(future: Future[ProcessGroupGloo], connect: Callable[[], ProcessGroupGloo]) -> None:
-    try:
-        future.set_result(connect())
-    except BaseException as error:
-        future.set_exception(error)
 
 
 def _discard(future: Future[ProcessGroupGloo]) -> None:

@@ -41,8 +41,8 @@ def copy_state(engine: Engine, flight: Flight) -> Handover:
     """
     lane, worker, state = engine.lanes[0].lane, engine.worker, outer_state(engine)
     tensors = {f"{_STATE}{k}": _copied(v) for k, v in state.items() if isinstance(v, Tensor)}
-    start = engine.settings.algorithm.restart(lane.state)
-    tensors[_PARAMS] = worker.replica.layout.set_aside() if start is None else _copied(start)
+    if engine.settings.algorithm.restart(lane.state) is None:
+        tensors[_PARAMS] = worker.replica.layout.set_aside()
     tensors[_BUFFERS] = worker.replica.buffers.set_aside()
     values: dict[str, Any] = {
         "numbers": {k: v for k, v in state.items() if not isinstance(v, Tensor)},
@@ -67,13 +67,14 @@ def adopt_state(engine: Engine, flight: Flight) -> None:
     flight.is_adopted = True
     tensors = {k.removeprefix(_STATE): t for k, t in state.tensors.items() if k.startswith(_STATE)}
     own = {key: value for key, value in lane.state.items() if isinstance(value, Tensor)}
-    params = state.tensors.get(_PARAMS)
-    if params is None or params.shape != (worker.replica.layout.numel,):
-        raise RuntimeError("The state of the run has parameters of another size than this model.")
     for key, value in own.items():
         if key not in tensors or tensors[key].shape != value.shape:
             raise RuntimeError(f"The state of the run does not fit this worker's: {key!r} differs.")
     numbers = dict(state.values["numbers"])
+    start = engine.settings.algorithm.restart({**tensors, **numbers})
+    params = state.tensors.get(_PARAMS) if start is None else start
+    if params is None or params.shape != (worker.replica.layout.numel,):
+        raise RuntimeError("The state of the run has parameters of another size than this model.")
     residual = engine.settings.codec.init(params)
     lane.load_state_dict({**tensors, **numbers}, {"residual": residual, "departure": params})
     worker.replica.layout.write(params)

@@ -12,12 +12,12 @@ import zlib
 import torch
 from torch import nn
 
-from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC, LocalSGD, NoLoCo
+from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC, LocalSGD, NeighborAverage, NoLoCo
 from lightning_loco.rounds import StepEngine
 from tests.elastic.arguments import elastic_of, make_parser
 from tests.elastic.fault_points import die_at
 
-TOPOLOGIES = {"gasloc": "ring", "noloco": "random_matching"}
+TOPOLOGIES = {"gasloc": "ring", "noloco": "random_matching", "neighbor_average": "ring"}
 PULL = 0.05
 """How far a local step goes to the target of its worker, index + 1."""
 
@@ -46,6 +46,7 @@ def algorithm_of(name: str, overlap: bool) -> Algorithm:
         "local_sgd": LocalSGD(),
         "gasloc": GASLoC(momentum=0.3),
         "noloco": NoLoCo(),
+        "neighbor_average": NeighborAverage(),
     }[name]
 
 
