@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from common import (
     HOST,
     Worker,
@@ -32,13 +31,12 @@ from common import (
     run_workers,
     spread,
 )
-from torch import nn
+from local_phase import SYNC_EVERY, make_model, make_round
 
 from lightning_loco import DiLoCo, Elastic, StepEngine
 
 BOUNDS_MS = {"blocking": 25.0, "overlap": 1.0}
 BOUND_JOIN = 1.5
-SYNC_EVERY = 5
 JOINS_AFTER_S = 3.0
 ROUNDS = 30
 
@@ -64,23 +62,13 @@ def lighthouse() -> Iterator[str]:
 
 def make_engine(width: int, membership: Elastic | None, overlap: bool) -> StepEngine:
     """An engine of a new model."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(20)))
-    algorithm = DiLoCo(outer_momentum=0.0)
     return StepEngine(
-        model, algorithm, sync_every=SYNC_EVERY, overlap=overlap, membership=membership
+        make_model(width),
+        DiLoCo(outer_momentum=0.0),
+        sync_every=SYNC_EVERY,
+        overlap=overlap,
+        membership=membership,
     )
-
-
-def make_round(engine: StepEngine, phase_s: float) -> float:
-    """Local steps, and then the seconds of a round."""
-    for _ in range(SYNC_EVERY - 1):
-        time.sleep(phase_s / SYNC_EVERY)
-        engine.step()
-    time.sleep(phase_s / SYNC_EVERY)
-    started = time.perf_counter()
-    engine.step()
-    return time.perf_counter() - started
 
 
 def time_turns(

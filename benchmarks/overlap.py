@@ -14,16 +14,14 @@ hides on a CPU.
 from __future__ import annotations
 
 import statistics
-import time
 
 import torch
 from common import Worker, against, make_parser, print_machine, print_table, run_workers, spread
-from torch import nn
+from local_phase import SYNC_EVERY, make_model, make_round
 
 from lightning_loco import DiLoCo, StepEngine
 
 BOUND = 0.10
-SYNC_EVERY = 5
 PHASE_IN_ROUNDS = 5.0
 SHORTEST_PHASE_S = 0.05
 KINDS = ("blocking", "overlap")
@@ -58,23 +56,18 @@ def run_turn(
     worker: Worker, kind: str, width: int, rounds: int, phase_s: float
 ) -> list[tuple[float, float]]:
     """Several rounds of one kind, from a new engine on."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(20)))
-    algorithm = DiLoCo(outer_momentum=0.0)
-    engine = StepEngine(model, algorithm, sync_every=SYNC_EVERY, overlap=kind == "overlap")
+    engine = StepEngine(
+        make_model(width),
+        DiLoCo(outer_momentum=0.0),
+        sync_every=SYNC_EVERY,
+        overlap=kind == "overlap",
+    )
     found = []
     worker.wait_for_all()
     for _ in range(rounds + 2):
         waited_s = engine.statistics.wait_s
-        for _ in range(SYNC_EVERY - 1):
-            time.sleep(phase_s / SYNC_EVERY)
-            engine.step()
-        time.sleep(phase_s / SYNC_EVERY)
-        started = time.perf_counter()
-        engine.step()
-        found.append(
-            (engine.statistics.wait_s - waited_s, time.perf_counter() - started),
-        )
+        boundary_s = make_round(engine, phase_s)
+        found.append((engine.statistics.wait_s - waited_s, boundary_s))
     engine.finish()
     engine.close()
     return found[2:]
