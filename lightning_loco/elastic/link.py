@@ -126,8 +126,14 @@ class ElasticLink:
         return PendingRows(lambda: table, place)
 
     def carry(self, statistics: Statistics, row: Row, place: str) -> PendingRows:
-        """Begin a flight with the row; its message follows by :meth:`start`."""
-        flight = self._flight = self._carry(Flight(int(row.round_index), row))
+        """Begin a flight with the row; its message follows by :meth:`start`.
+
+        A flight that stays begins then, not to take the processor from those who make messages.
+        """
+        flight = self._flight = Flight(int(row.round_index), row)
+        flight.stays = self.engine.settings.schedule.stays(flight.round_index)
+        if not flight.stays:
+            self._carry(flight)
         return self._rows(flight, place)
 
     def _rows(self, flight: Flight, place: str) -> PendingRows:
@@ -143,12 +149,14 @@ class ElasticLink:
 
     def start(self, parcel: Parcel, round_index: int) -> Carried:
         """Give the flight its message."""
-        assert self._flight is not None
-        self._flight.values = self._position(self._flight.round_index)
-        self._flight.message = parcel.wire
-        self._flight.stays = self.engine.settings.schedule.stays(round_index)
-        self._flight.is_sent.set()
-        return Carried(self._flight, self.engine, self._land)
+        flight = self._flight
+        assert flight is not None
+        flight.values = self._position(flight.round_index)
+        flight.message = parcel.wire
+        flight.is_sent.set()
+        if flight.stays:
+            self._carry(flight)
+        return Carried(flight, self.engine, self._land)
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
         """The mean, to be divided by the weights already; or the mix of each."""
