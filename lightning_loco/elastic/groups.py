@@ -20,7 +20,7 @@ CONNECT_S = 20.0
 """Longest wait for the members of a new group: one of them may have died meanwhile."""
 
 _RUN, _FINISHED = "run", "finished"
-_GOODBYE_S = 1.0
+_GOODBYE_S = 6.0
 _END, _CAME = 2**20, 2**20 + 1  # tags of single bytes
 
 

@@ -43,7 +43,7 @@ class Flight:
 
     def has_arrived(self) -> bool:
         """Whether everything is here; never waits, and calls others who may not know of it."""
-        return all(handle.has_arrived() for handle in self.handles) and self.rows.has_arrived()
+        return self.rows.has_arrived() and all(handle.has_arrived() for handle in self.handles)
 
     def state_dict(self) -> dict[str, Any]:
         """What to know of it besides what it brings."""

@@ -68,6 +68,8 @@ def cut_connections_to(port: int) -> int:
     for name in os.listdir("/proc/self/fd"):
         try:
             with socket.socket(fileno=os.dup(int(name))) as connection:
+                if connection.family == socket.AF_UNIX:
+                    continue
                 if connection.getpeername()[1] == port:
                     connection.shutdown(socket.SHUT_RDWR)
                     count += 1

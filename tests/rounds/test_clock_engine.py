@@ -156,11 +156,14 @@ def test_a_straggler_slows_nobody(pool: Pool, topology: str | None) -> None:
 
 
 def uneven(rank: int, world: int, topology: str | None) -> tuple[Tensor, int]:
+    """The last worker goes on until there were some rounds, without a change of its values."""
     model, engine = start(rank, topology)
-    for _ in range(10 + 40 * rank):
-        model.values.data.add_(1.0)
+    moves = 10 + 40 * rank
+    while moves > 0 or (rank == world - 1 and engine.statistics.rounds < 4):
+        model.values.data.add_(float(moves > 0))
         engine.step()
         time.sleep(0.001)
+        moves -= 1
     engine.finish()
     engine.close()
     return model.values.detach().clone(), engine.statistics.rounds
