@@ -162,7 +162,11 @@ def come_late_or_not(rank: int, world: int, what: str) -> float:
     [
         ("dies", r"No message in the gathering .* from worker 1 \(no sign of life"),
         ("raises", r"(?s)Worker 1 failed:.*LookupError: no such thing"),
-        ("hangs", r"from worker 1 \(alive, last exchange: the beginning\)"),
+        pytest.param(
+            "hangs",
+            r"from worker 1 \(alive, last exchange: the beginning\)",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_gathering_names_who_does_not_come(what: str, words: str) -> None:

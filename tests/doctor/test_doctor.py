@@ -255,7 +255,7 @@ class TestStrangers:
         assert "has come after the others had begun" in late.answer.reason
         assert any(text == late.answer.reason for _, text in said[0].faults())
 
-    @pytest.mark.parametrize("fate", ["leaves", "hangs"])
+    @pytest.mark.parametrize("fate", ["leaves", pytest.param("hangs", marks=pytest.mark.long)])
     def test_a_machine_that_does_not_stay_is_named(self, fate: str) -> None:
         with Machines(3) as machines:
             machines.start(0)

@@ -77,6 +77,7 @@ def test_ports_that_a_firewall_closes(network: Network) -> None:
         assert not any("machine 0 (node-0)" in text for text in faults)
 
 
+@pytest.mark.long
 def test_the_masters_port_is_closed_to_one(network: Network) -> None:
     network.drop(0, "ipproto", "tcp", "sport", str(PORT), "to", address(2))
     first, second, third = examine(network)

@@ -141,12 +141,10 @@ def test_a_sleeper_comes_back_at_the_mean(tmp_path: Path) -> None:
         assert len(full_members(made.lines(0)[-1])) == 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("algorithm", "dtype", "tolerance"),
-    [
-        ("noloco", "float64", 1e-12),
-        pytest.param("gasloc", "float32", 1e-6, marks=pytest.mark.long),
-    ],
+    [("noloco", "float64", 1e-12), ("gasloc", "float32", 1e-6)],
 )
 def test_with_overlap_the_mean_is_kept_when_one_joins(
     tmp_path: Path, algorithm: str, dtype: str, tolerance: float

@@ -63,12 +63,9 @@ def test_sigterm_leaves_after_the_flight_also_where_nothing_is_saved(tmp_path: P
             assert [len(members[last + i]) for i in (1, 2)] == [3, 2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "schedule",
-    [
-        pytest.param((), id="blocking", marks=pytest.mark.long),
-        pytest.param(("--overlap",), id="overlap"),
-    ],
+    "schedule", [pytest.param((), id="blocking"), pytest.param(("--overlap",), id="overlap")]
 )
 def test_who_has_finished_is_not_waited_for(tmp_path: Path, schedule: tuple[str, ...]) -> None:
     """The second worker needs half as many rounds as the first one."""

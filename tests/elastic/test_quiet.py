@@ -32,9 +32,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    ("given", "is_loud"), [(None, False), pytest.param("info", True, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("given", "is_loud"), [(None, False), ("info", True)])
 def test_lines_of_torchft(tmp_path: Path, given: str | None, is_loud: bool) -> None:
     lighthouse = Lighthouse(1)
     environ = {} if given is None else {"RUST_LOG": given}

@@ -45,9 +45,9 @@ def run_of_ranks(rank: int, world: int, algorithm: str, overlap: bool) -> list[i
     ("algorithm", "workers", "overlap"),
     [
         ("diloco", 2, False),
-        ("diloco", 2, True),
+        pytest.param("diloco", 2, True, marks=pytest.mark.long),
         ("gasloc", 3, True),
-        ("noloco", 3, False),
+        pytest.param("noloco", 3, False, marks=pytest.mark.long),
         pytest.param("gasloc", 4, False, marks=pytest.mark.long),
         pytest.param("noloco", 4, True, marks=pytest.mark.long),
     ],

@@ -59,10 +59,9 @@ def largest_growth(during: subprocess.Popen[str]) -> int:
 
 
 def kinds(floods: dict[str, bytes], *long_ones: str) -> list[Any]:
-    """What is sent and for how many seconds; two kinds in the short suite."""
+    """What is sent and for how many seconds; one kind in the short suite."""
     cases = [*((kind, 2) for kind in floods), *((kind, 8) for kind in long_ones)]
-    short = [("large", 2), (long_ones[-1], 2)]
-    return [pytest.param(*c, marks=[] if c in short else pytest.mark.long) for c in cases]
+    return [pytest.param(*c, marks=[] if c == ("large", 2) else pytest.mark.long) for c in cases]
 
 
 @pytest.mark.slow

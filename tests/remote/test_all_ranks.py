@@ -87,17 +87,12 @@ def freeze_in(rank: int, world: int, port: int, phase: str, victim: int) -> tupl
 
 
 PHASES = ("default group", "arrival", "connection", "agreement")
-OFTEN = (("agreement", 0),)
-SELDOM = [
-    (phase, victim) for phase in PHASES for victim in range(3) if (phase, victim) not in OFTEN
-]
 
 
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("phase", "victim"),
-    [*OFTEN, *(pytest.param(*case, marks=pytest.mark.long) for case in SELDOM)],
-)
+@pytest.mark.parametrize("victim", range(3))
+@pytest.mark.parametrize("phase", PHASES)
 def test_a_frozen_rank_is_named_in_time(phase: str, victim: int) -> None:
     (port,) = free_ports()
     others = [rank for rank in range(3) if rank != victim]

@@ -159,7 +159,8 @@ def test_two_frozen_workers_one_after_the_other_are_waited_for(place: str, num_t
         assert outcome.result == (STEPS if rank < 2 else None)
 
 
-@pytest.mark.parametrize("num_tiers", [pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.long
+@pytest.mark.parametrize("num_tiers", [2, 3])
 def test_a_server_waits_for_the_norms_of_one_that_loses_workers(num_tiers: int) -> None:
     run = Run(4, 2, between_servers=freeze, num_troubled=2, num_servers=2)
     ended = outcomes(run, num_tiers, lost=FROZEN)

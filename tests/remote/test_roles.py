@@ -121,7 +121,12 @@ def train_ddp(rank: int, world: int, server_rank: int, name: str, clip: bool) ->
     ],
 )
 @pytest.mark.parametrize(
-    ("num_workers", "num_tiers"), [(2, 2), (2, 3), pytest.param(3, 2, marks=pytest.mark.long)]
+    ("num_workers", "num_tiers"),
+    [
+        pytest.param(2, 2, marks=pytest.mark.long),
+        (2, 3),
+        pytest.param(3, 2, marks=pytest.mark.long),
+    ],
 )
 def test_any_tiers_are_ddp(
     pool: Pool, num_workers: int, num_tiers: int, name: str, clip: bool

@@ -147,14 +147,9 @@ def lose_a_worker(rank: int, world: int, name: str, how: str) -> tuple[str, floa
     return error, lasted_s, time.monotonic() - began, data.was_aborted
 
 
-SHORT = ("late diloco",)
-
-
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in SHORT else pytest.mark.long) for n in ENGINES],
-)
+@pytest.mark.parametrize("name", ENGINES)
 def test_a_worker_that_makes_no_round_is_named(pool: Pool, name: str) -> None:
     (error, lasted_s, closing_s, was_aborted), _, _ = pool.run(
         lose_a_worker, name, "asleep", world=3

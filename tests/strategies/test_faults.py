@@ -86,6 +86,7 @@ def test_crash_on_one_worker_ends_all_with_its_traceback(tmp_path: Path, worker:
         assert "WorkerFailure: Worker 0 failed:" in output
 
 
+@pytest.mark.long
 def test_killed_worker_ends_all(tmp_path: Path) -> None:
     event = "if (trainer.global_rank, batch_idx) == (2, 7): os.kill(os.getpid(), signal.SIGKILL)"
     with running(tmp_path, event, sync_every=10) as program:

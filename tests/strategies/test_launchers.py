@@ -80,6 +80,7 @@ def slurm_variables(rank: int, port: int) -> dict[str, str]:
     }
 
 
+@pytest.mark.long
 def test_slurm(tmp_path: Path) -> None:
     (port,) = free_ports()
     command = [sys.executable, *script(tmp_path)]

@@ -175,9 +175,13 @@ def near(found: Tensor, expected: Tensor) -> None:
 
 
 NUMBERS = ("local_sgd", "diloco", "async_diloco_momentum", "gasloc", "gasloc_overlap", "noloco")
+SHORT = ("diloco", "gasloc_overlap")
 
 
-@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in SHORT else pytest.mark.long) for name in NUMBERS],
+)
 def test_four_workers_go_on_as_three_and_then_as_five(
     five: Pool, tmp_path: Path, name: str
 ) -> None:

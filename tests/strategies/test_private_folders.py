@@ -194,16 +194,13 @@ KILLS = {
 }
 
 
-SHORT = ("before its main file",)
-
-
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "place"),
     [
-        pytest.param(name, place, marks=[] if is_short else [pytest.mark.long])
+        (name, place)
         for name in ("diloco", "gasloc", "local_sgd")
         for place in KILLS
-        for is_short in [name == "diloco" and place in SHORT]
         if CASES[name].algorithm.replicated or place != "before what is shared"
     ],
 )

@@ -215,7 +215,10 @@ def run_module(rank: int, world: int, module: TinyModule, settings: dict[str, An
 
 @pytest.mark.parametrize(
     ("which", "text"),
-    [((1,), "on worker 1 but not on worker 0"), ((0, 1), "but not to the same values")],
+    [
+        ((1,), "on worker 1 but not on worker 0"),
+        pytest.param((0, 1), "but not to the same values", marks=pytest.mark.long),
+    ],
 )
 def test_changes_by_hand_that_differ_are_refused(
     pool: Pool, which: tuple[int, ...], text: str

@@ -196,9 +196,9 @@ def check_places(
 @pytest.mark.parametrize(
     ("validation", "algorithm"),
     [
-        ("every 2 epochs", "local_sgd"),
+        pytest.param("every 2 epochs", "local_sgd", marks=pytest.mark.long),
         ("every 4 steps", "async_diloco"),
-        ("every 2 steps of 2nd epochs", "gasloc"),
+        pytest.param("every 2 steps of 2nd epochs", "gasloc", marks=pytest.mark.long),
         ("no check before training", "local_sgd"),
     ],
 )
@@ -219,7 +219,7 @@ def test_resumed_run_equals_unbroken_run_everywhere(
     check_places(pool, tmp_path, algorithm, validation, dropout)
 
 
-@pytest.mark.parametrize("kind", ["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("kind", [pytest.param("SIGTERM", marks=pytest.mark.long), "SIGKILL"])
 @pytest.mark.parametrize("count", [2, pytest.param(30, marks=pytest.mark.long)])
 def test_interrupted_run_equals_unbroken_run(
     pool: Pool, tmp_path: Path, kind: str, count: int

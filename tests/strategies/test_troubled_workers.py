@@ -29,7 +29,7 @@ TIMEOUT_S = 4.0
 LONGEST_S = TIMEOUT_S + 6
 STEPS = 40
 PHASES = ["set-up", "start", "round", "meeting", "validation", "checkpoint", "stop"]
-SHORT = [("frozen", "round"), ("raises", "round")]
+SHORT = [("raises", "round")]
 """What stands for the others in the short suite."""
 WORDS = {
     "frozen": "(no sign of life",
