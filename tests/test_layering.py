@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "lightning_loco"
 # From the bottom to the top; "" is lightning_loco/__init__.py. A room may import from itself and
 # from the floors below; rooms on one floor do not know each other.
 FLOORS = (
-    ("__about__", "values"),
+    ("__about__", "background", "values"),
     ("topology", "algorithms", "codecs", "schedules"),
     ("comm",),
     ("rounds", "peers", "remote"),
@@ -33,6 +33,7 @@ NEIGHBORS = {
 # What each room may import besides the standard library; rooms not named here are free.
 FOREIGN = {
     "__about__": set(),
+    "background": set(),
     "values": set(),
     "topology": {"networkx", "numpy", "torch"},
     "algorithms": {"torch"},

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TypeVar
+
+from lightning_loco.background import begin
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ def within(limit_s: float, call: Callable[[], T]) -> T:
         TimeoutError: If it does not come back within ``limit_s`` seconds.
     """
     try:
-        return _begin(call).result(max(limit_s, 0))
+        return begin(call).result(max(limit_s, 0))
     except FutureTimeoutError as error:
         raise TimeoutError(f"no answer within {limit_s:g} s") from error
 
@@ -29,23 +29,6 @@ def within(limit_s: float, call: Callable[[], T]) -> T:
 async def awaited(limit_s: float, call: Callable[[], T]) -> T:
     """The same as :func:`within`, while other tasks go on."""
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(_begin(call)), max(limit_s, 0))
+        return await asyncio.wait_for(asyncio.wrap_future(begin(call)), max(limit_s, 0))
     except asyncio.TimeoutError as error:
         raise TimeoutError(f"no answer within {limit_s:g} s") from error
-
-
-def _begin(call: Callable[[], T]) -> Future[T]:
-    future: Future[T] = Future()
-
-    def run() -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            result = call()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    threading.Thread(target=run, name="doctor-call", daemon=True).start()
-    return future

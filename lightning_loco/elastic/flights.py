@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_loco.background import begin
 from lightning_loco.comm.rows import Row
-from lightning_loco.elastic.background import begin
 from lightning_loco.elastic.carriers import Carrier
 from lightning_loco.elastic.consistency import Consistency
 from lightning_loco.elastic.groups import Groups

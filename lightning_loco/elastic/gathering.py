@@ -17,7 +17,7 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, TCPStore
 from torchft.process_group import ProcessGroupGloo
 
-from lightning_loco.elastic.background import begin
+from lightning_loco.background import begin
 from lightning_loco.elastic.plan import Plan
 
 _LEFT = "left"

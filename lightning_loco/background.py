@@ -15,10 +15,14 @@ def begin(work: Callable[[], T]) -> Future[T]:
     future: Future[T] = Future()
 
     def fulfil() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
         try:
-            future.set_result(work())
+            result = work()
         except BaseException as error:
             future.set_exception(error)
+        else:
+            future.set_result(result)
 
     threading.Thread(target=fulfil, name="loco-background", daemon=True).start()
     return future
