@@ -43,7 +43,8 @@ class Flight:
 
     def has_arrived(self) -> bool:
         """Whether everything is here; never waits, and calls others who may not know of it."""
-        return self.rows.has_arrived() and all(handle.has_arrived() for handle in self.handles)
+        are_rows_here = self.rows.has_arrived()  # whatever the handles say: this is the call
+        return all(handle.has_arrived() for handle in self.handles) and are_rows_here
 
     def state_dict(self) -> dict[str, Any]:
         """What to know of it besides what it brings."""
