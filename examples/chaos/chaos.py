@@ -277,8 +277,8 @@ def main() -> int:
         ),
         ("loss / undisturbed", abs(ratio - 1) <= 0.05, f"{found['loss']:.4f} / {calm:.4f}"),
         *((name, True, str(count)) for name, count in counts.items()),
+        ("workers that failed", not errors, str(len(errors))),
     ]
-    rows.append(("workers that failed", not errors, str(len(errors))))
     for name, is_well, figure in rows:
         print(f"{name:<30} {figure:>18}  {'ok' if is_well else 'MISSED'}")
     for text in errors:

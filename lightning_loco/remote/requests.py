@@ -26,14 +26,12 @@ class Requests:
     def __init__(self, clients: Sequence[Wire], meanwhile: Meanwhile) -> None:
         self._arrived: queue.Queue[tuple[Wire, Note | Exception]] = queue.Queue()
         self._meanwhile = meanwhile
-        self._threads = [
-            threading.Thread(
-                target=self._listen, args=(c,), name=f"loco-requests-{c.name}", daemon=True
-            )
-            for c in clients
-        ]
-        for thread in self._threads:
+        self._threads: list[threading.Thread] = []
+        for client in clients:
+            name = f"loco-requests-{client.name}"
+            thread = threading.Thread(target=self._listen, args=(client,), name=name, daemon=True)
             thread.start()
+            self._threads.append(thread)
 
     def _listen(self, client: Wire) -> None:
         kind = None

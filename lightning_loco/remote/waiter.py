@@ -80,7 +80,7 @@ class Waiter:
                 finish()
             except Exception as found:
                 error = found
-            del task, finish
+            del task, finish  # before the main thread goes on, maybe to the end of the process
             outcome.put(error)
             del error, outcome
 

@@ -102,8 +102,7 @@ def test_one_joins_one_is_killed_and_all_rounds_are_those_of_the_members(
         for index in range(3):
             made.start(index)
         made.reaches(1, 5)
-        made.start(3)
-        until(lambda: len(made.lines(3)) > 5, "rounds of the newcomer")
+        made.join(3, rounds=5)
         killed_at = made.kill(0)
         made.ends(1, 2, 3)
         times = [line["time"] for line in made.lines(2) if line["time"] > killed_at + 0.05]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.elastic.cluster import Line, cluster, until
+from tests.elastic.cluster import Line, cluster
 
 pytestmark = pytest.mark.slow
 
@@ -42,11 +42,8 @@ def members_of(line: Line) -> list[int]:
 
 def test_a_newcomer_is_inserted_as_the_plain_loop_does(tmp_path: Path) -> None:
     with cluster(tmp_path, "--rounds=40", "--step-s=0.02", "--overlap") as made:
-        made.start(0)
-        made.start(1)
-        made.reaches(1, 5)
-        made.start(2)
-        until(lambda: len(made.lines(2)) > 5, "rounds of the newcomer")
+        made.begin(2, rounds=5)
+        made.join(2, rounds=5)
         made.ends(0, 1, 2)
         first, *lines = made.lines(0)
         landed = [members_of(line) for line in lines[1:]]  # each line knows the flight before
