@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import inspect
 import logging
 import signal
 import time
@@ -15,16 +13,14 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, ProgressBar, Timer
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_loco.callbacks import WorkerLogs
+from lightning_loco.chosen_strategy import SettingsError, build_strategy, one_line, settings_of
 from lightning_loco.demo.data import ByteTextData
 from lightning_loco.demo.launch import (
     follow_launcher,
@@ -43,19 +39,6 @@ log = logging.getLogger(__name__)
 # How long a rank lets rank 0 speak first about a setting; it is ended meanwhile if rank 0 does.
 SILENCE_S = 10
 CHECKPOINT_WORDS = ("last", "best", "hpc", "registry")
-SETTING_FAULTS = (
-    ValueError,
-    TypeError,
-    ImportError,
-    OSError,
-    MisconfigurationException,
-    HydraException,
-    OmegaConfBaseException,
-)
-
-
-class SettingsError(ValueError):
-    """A setting that cannot work. The text is one line for the user."""
 
 
 def run(cfg: DictConfig) -> float | None:
@@ -105,46 +88,6 @@ def build_trainer(cfg: DictConfig, timer: Timer) -> Trainer:
     with settings_of("trainer"):
         make: Callable[..., Trainer] = hydra.utils.instantiate(cfg.trainer, _partial_=True)
         return make(strategy=strategy, callbacks=callbacks, logger=loggers or False)
-
-
-def build_strategy(cfg: DictConfig) -> Strategy:
-    """The strategy of the ``algorithm`` group, with topology and membership if chosen."""
-    with settings_of("topology"):
-        topology = hydra.utils.instantiate(cfg.topology) if cfg.topology._target_ else None
-    with settings_of("algorithm"):
-        # Partial, because Hydra would turn the topology, a dataclass, into a configuration.
-        make: Callable[..., Strategy] = hydra.utils.instantiate(cfg.algorithm, _partial_=True)
-        kind = hydra.utils.get_class(cfg.algorithm._target_)
-        if cfg.membership._target_:
-            make = with_membership(make, kind, cfg.membership)
-        accepted = inspect.signature(kind).parameters.get("topology")
-        if topology is not None and accepted is None:
-            raise ValueError(
-                f"{kind.__name__.removesuffix('Strategy')} averages over all workers and takes no"
-                f" topology, got {topology.name!r}. Drop topology=..., or choose algorithm=gasloc."
-            )
-        if topology is not None:
-            return make(topology=topology)
-        strategy = make()
-        if accepted is not None and isinstance(accepted.default, str):
-            log.info("No topology chosen: %s uses a %s.", kind.__name__, accepted.default)
-        elif isinstance(strategy, EngineStrategy) and (
-            strategy.settings.algorithm.exchange == "neighbors"
-        ):
-            log.info("No topology chosen: %s uses that of its algorithm.", kind.__name__)
-        return strategy
-
-
-def with_membership(
-    make: Callable[..., Strategy], kind: type, membership: DictConfig
-) -> Callable[..., Strategy]:
-    """A constructor of the strategy that lets workers come and go."""
-    if "membership" not in inspect.signature(kind).parameters:
-        raise ValueError(
-            f"{kind.__name__.removesuffix('Strategy')} cannot let workers come and go. Drop "
-            "membership=..., or choose algorithm=diloco, async_diloco, local_sgd, gasloc or noloco."
-        )
-    return functools.partial(make, membership=hydra.utils.instantiate(membership))
 
 
 def build_callbacks(cfg: DictConfig) -> list[Callback]:
@@ -244,18 +187,6 @@ def present(cfg: DictConfig, report: Report, trainer: Trainer, model: LightningM
 
 
 @contextlib.contextmanager
-def settings_of(key: str) -> Iterator[None]:
-    """Turn what goes wrong while ``key`` is being built into one line that names it."""
-    try:
-        yield
-    except MissingMandatoryValue as error:
-        missing = error.full_key or key
-        raise SettingsError(f"{missing} has no value. Add {missing}=VALUE.") from error
-    except SETTING_FAULTS as error:
-        raise SettingsError(f"{key}: {one_line(error)}") from error
-
-
-@contextlib.contextmanager
 def settings_found_late(trainer: Trainer) -> Iterator[None]:
     """Turn errors that this package or Lightning raises about a setting into one line.
 
@@ -281,10 +212,3 @@ def raised_here(error: BaseException) -> bool:
         trace = trace.tb_next
     raised_in = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
     return raised_in.startswith(("lightning_loco.", "lightning.fabric.plugins.environments."))
-
-
-def one_line(error: BaseException) -> str:
-    """The text of an error, or of its cause where Hydra has wrapped it, on one line."""
-    if isinstance(error, HydraException) and error.__cause__ is not None:
-        return one_line(error.__cause__)
-    return " ".join(str(error).split()) or type(error).__name__

@@ -13,7 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 
 import train
 from lightning_loco import Elastic
-from lightning_loco.cli import SettingsError, build_strategy
+from lightning_loco.chosen_strategy import SettingsError, build_strategy
+from lightning_loco.codecs import ErrorFeedback, Int8, as_compression
 from lightning_loco.strategies import METHODS
 from lightning_loco.topology import TOPOLOGIES, Topology
 
@@ -51,8 +52,8 @@ def targets(node: object) -> Iterator[tuple[str, dict]]:
 
 def test_the_groups_are_known() -> None:
     assert GROUPS == [
-        "algorithm", "callbacks", "data", "experiment", "hydra", "logger", "membership", "model",
-        "topology", "trainer",
+        "algorithm", "callbacks", "compression", "data", "experiment", "hydra", "logger",
+        "membership", "model", "topology", "trainer",
     ]  # fmt: skip
     assert set(names("algorithm")) == {*METHODS, "ddp"}
     assert set(names("topology")) == {*TOPOLOGIES, "none", "file", "matrix"}
@@ -99,6 +100,24 @@ def test_topologies_reach_the_strategy(name: str) -> None:
     else:
         assert isinstance(strategy.settings.topology, Topology)
         assert strategy.settings.topology.name == name
+
+
+@pytest.mark.parametrize("name", names("compression"))
+def test_compressions_reach_the_strategy(name: str) -> None:
+    strategy = build_strategy(config("algorithm=diloco", f"compression={name}"))
+    expected = as_compression(name, "mean", sends_parameters=False)
+    assert strategy.settings.prepare(2).compression == expected
+
+
+def test_an_error_feedback_by_hand() -> None:
+    choice = ["algorithm=diloco", "compression=int8", "compression.error_feedback=0.5"]
+    settings = build_strategy(config(*choice, "compression.block=64")).settings
+    assert settings.compression == ErrorFeedback(Int8(64), 0.5)
+
+
+def test_what_has_no_rounds_has_nothing_to_compress() -> None:
+    with pytest.raises(SettingsError, match="no messages of rounds to compress"):
+        build_strategy(config("algorithm=ddp", "compression=int8"))
 
 
 @pytest.mark.parametrize("name", ["gasloc", "noloco"])

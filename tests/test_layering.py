@@ -21,6 +21,7 @@ FLOORS = (
     ("simulation", "elastic"),
     ("strategies", "callbacks", "demo"),
     ("",),
+    ("chosen_strategy",),
     ("cli", "doctor"),
 )
 # Who may look at a neighbour on the same floor, one way only.

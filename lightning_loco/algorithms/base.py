@@ -45,6 +45,10 @@ class Algorithm(ABC):
     """``"mean"``: the mean of the messages; ``"neighbors"``: row i of ``W @ messages``; ``"pull"``:
     the parameters of one peer at a time, without rounds."""
 
+    sends_parameters: ClassVar[bool] = False
+    """Whether messages are parameters, of which a codec writes the difference to something that is
+    known to all; otherwise they are differences themselves."""
+
     consensus_key: ClassVar[str | None] = None
     """The state entry that is the consensus; None when it is the mean of the local parameters."""
 

@@ -32,6 +32,7 @@ class LocalSGD(Algorithm):
     """
 
     exchange = "mean"
+    sends_parameters = True
 
     def init(self, params: Tensor) -> State:
         """No state is needed."""

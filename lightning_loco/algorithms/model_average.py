@@ -42,6 +42,7 @@ class ModelAverage(Algorithm):
     """
 
     exchange: ClassVar[Literal["mean", "neighbors"]] = "mean"
+    sends_parameters = True
     late_landing = KeepProgress()
 
     def init(self, params: Tensor) -> State:

@@ -1,5 +1,31 @@
 """How messages are written on the wire: flat tensors, no process group and no Lightning."""
 
-from lightning_loco.codecs.base import Codec, Identity
+from lightning_loco.codecs.base import Codec
+from lightning_loco.codecs.compression import (
+    CODECS,
+    Compression,
+    ErrorFeedback,
+    as_compression,
+    check_compression,
+    shared_part,
+)
+from lightning_loco.codecs.floats import BFloat16, Float16
+from lightning_loco.codecs.four_bits import E3M0, Int4
+from lightning_loco.codecs.int8 import Int8
+from lightning_loco.codecs.sparse import Sparse
 
-__all__ = ["Codec", "Identity"]
+__all__ = [
+    "CODECS",
+    "E3M0",
+    "BFloat16",
+    "Codec",
+    "Compression",
+    "ErrorFeedback",
+    "Float16",
+    "Int4",
+    "Int8",
+    "Sparse",
+    "as_compression",
+    "check_compression",
+    "shared_part",
+]

@@ -1,61 +1,140 @@
-"""The contract of every codec, between what an algorithm proposes and what an exchange sends."""
+"""The contract of every codec: flat tensors become bytes, block by block, and bytes tensors."""
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from lightning_loco.algorithms import State
+_AT_ONCE = 2**16  # elements that stay in the processor's cache from one operation to the next
 
 
-@dataclasses.dataclass(frozen=True)
 class Codec(ABC):
-    """How a message is written on the wire, and what of it is lost there.
+    """How values are written on the wire, and what of them is lost there.
 
-    Subclasses are frozen dataclasses of settings. What a codec remembers, such as the residual of
-    an error feedback, is a state of each worker: tensors of shape ``(P,)``, cut along with the
-    parameters and kept in the worker's own checkpoint file.
-    """
-
-    @property
-    def granularity(self) -> int:
-        """What the length of a slice must be a multiple of (the last one may be shorter)."""
-        return 1
-
-    def init(self, params: Tensor) -> State:
-        """Make the state of a worker.
-
-        Args:
-            params: Start parameters ``(P,)``; only shape, dtype and device matter.
-        """
-        return {}
-
-    @abstractmethod
-    def encode(self, message: Tensor, state: State) -> State:
-        """Replace a message by what the others will read of it.
-
-        Args:
-            message: Flat ``(P,)`` or a slice; overwritten.
-            state: The same slice of the state; only read, since the round may fail.
-
-        Returns:
-            The state once the round has landed: new tensors for the entries that change.
-        """
-
-
-@dataclasses.dataclass(frozen=True)
-class Identity(Codec):
-    """Every message arrives as it is.
+    Values are written in blocks of equal length, each into a row of bytes of its own: whoever cuts
+    bytes between two rows cuts values between two blocks. The last block is filled up with zeros.
+    The same bytes become the same values everywhere. A NaN or an infinity may make all of its block
+    NaN or infinite, and nothing else. Subclasses are frozen dataclasses of settings.
 
     Example:
         >>> import torch
-        >>> message = torch.tensor([1.5])
-        >>> Identity().encode(message, {}), message
-        ({}, tensor([1.5000]))
+        >>> from lightning_loco.codecs import Int8
+        >>> codec = Int8(block=4)
+        >>> values = torch.tensor([1.0, -0.5, 0.0, 127.0, 3.0])
+        >>> wire = codec.encode(values)
+        >>> wire.dtype, len(wire)
+        (torch.uint8, 16)
+        >>> codec.decode(wire, torch.empty(5))
+        tensor([  1.,   0.,   0., 127.,   3.])
     """
 
-    def encode(self, message: Tensor, state: State) -> State:
-        """Change nothing."""
-        return {}
+    is_sparse: ClassVar[bool] = False
+    """Whether most values of a message are left out, so that sums of messages are no such ones."""
+
+    is_rough: ClassVar[bool] = False
+    """Whether so much is lost that it must go with the next message, or training suffers."""
+
+    @property
+    @abstractmethod
+    def block(self) -> int:
+        """Values in a block."""
+
+    @property
+    @abstractmethod
+    def row_bytes(self) -> int:
+        """Bytes of an encoded block."""
+
+    @abstractmethod
+    def encode_blocks(self, values: Tensor, rows: Tensor) -> None:
+        """Write blocks.
+
+        Args:
+            values: Float32 or float64, of shape ``(blocks, block)``; only read.
+            rows: Uint8, of shape ``(blocks, row_bytes)``.
+        """
+
+    @abstractmethod
+    def decode_blocks(self, rows: Tensor, values: Tensor) -> None:
+        """Read blocks, whatever bytes they hold; the other way round than :meth:`encode_blocks`."""
+
+    def num_blocks(self, numel: int) -> int:
+        """How many blocks so many values are."""
+        return -(-numel // self.block)
+
+    def num_bytes(self, numel: int) -> int:
+        """How many bytes so many values become."""
+        return self.num_blocks(numel) * self.row_bytes
+
+    def encode(self, values: Tensor, wire: Tensor | None = None) -> Tensor:
+        """Write values.
+
+        Args:
+            values: Flat, float32 or float64; only read.
+            wire: Where to; flat uint8 of :meth:`num_bytes`. Default: new memory.
+
+        Returns:
+            The bytes.
+        """
+        if wire is None:
+            size = self.num_bytes(values.numel())
+            wire = torch.empty(size, dtype=torch.uint8, device=values.device)
+        for part, rows in self._pieces(values, wire):
+            whole, rest = self._blocks(part)
+            if len(whole):
+                self.encode_blocks(whole, rows[: len(whole)])
+            if rest.numel():
+                last = whole.new_zeros(1, self.block)
+                last[0, : rest.numel()] = rest
+                self.encode_blocks(last, rows[len(whole) :])
+        return wire
+
+    def decode(self, wire: Tensor, values: Tensor) -> Tensor:
+        """Read values.
+
+        Args:
+            wire: What :meth:`encode` has written, or any other bytes of that number.
+            values: Where to; flat, float32 or float64.
+
+        Returns:
+            The values.
+        """
+        for part, rows in self._pieces(values, wire):
+            whole, rest = self._blocks(part)
+            if len(whole):
+                self.decode_blocks(rows[: len(whole)], whole)
+            if rest.numel():
+                last = whole.new_empty(1, self.block)
+                self.decode_blocks(rows[len(whole) :], last)
+                rest.copy_(last[0, : rest.numel()])
+        return values
+
+    def _pieces(self, values: Tensor, wire: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Values and their rows, a piece that fits the cache after the other."""
+        rows = wire.view(-1, self.row_bytes)
+        at_once = max(1, _AT_ONCE // self.block) if values.device.type == "cpu" else len(rows)
+        for first in range(0, len(rows), max(1, at_once)):
+            start, stop = first * self.block, (first + at_once) * self.block
+            yield values[start:stop], rows[first : first + at_once]
+
+    def _blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The whole blocks, and what is left."""
+        whole = values.numel() - values.numel() % self.block
+        return values[:whole].view(-1, self.block), values[whole:]
+
+
+def check_block(block: int, multiple: int = 1) -> None:
+    """Refuse what cannot be the length of a block.
+
+    Raises:
+        TypeError: If it is not an integer.
+        ValueError: If it is not positive, or no multiple of what the codec needs.
+    """
+    if isinstance(block, bool) or not isinstance(block, int):
+        raise TypeError(f"block counts values and must be an integer, got {block!r}.")
+    if block < 1 or block % multiple:
+        rule = "at least 1" if multiple == 1 else f"a positive multiple of {multiple}"
+        raise ValueError(f"block counts values that share a scale and must be {rule}, got {block}.")

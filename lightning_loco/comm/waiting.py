@@ -148,6 +148,8 @@ class Sum:
         place: What it is for, e.g. ``"round 12"``.
     """
 
+    lost = None
+
     def __init__(
         self, group: WorkerGroup, statistics: Statistics, flat: Tensor, place: str
     ) -> None:

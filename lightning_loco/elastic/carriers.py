@@ -12,6 +12,7 @@ from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.handover import Handover, receive, send
 from lightning_loco.elastic.plan import Plan
 from lightning_loco.elastic.state import copy_state, longest_state
+from lightning_loco.rounds.compressed_sum import CompressedSum
 from lightning_loco.rounds.engine import Engine
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Summing:
     def __init__(self, groups: Groups, engine: Engine) -> None:
         self._groups = groups
         self._engine = engine
+        self._compression = engine.settings.compression
 
     def exchange(self, flight: Flight, plan: Plan) -> Tensor:
         """The sum of the messages; that of a newcomer would not fit."""
@@ -66,9 +68,24 @@ class Summing:
             flight.is_sent.wait()
             assert flight.message is not None
             total = flight.message.cpu() if flight.message.is_cuda else flight.message.clone()
+        if self._compression is not None:
+            return self._add_compressed(flight, plan, total)
         self._groups.sum(total)
         count = len(plan.names)
         flight.bytes_sent = 2 * (count - 1) * total.nbytes // count
+        return total
+
+    def _add_compressed(self, flight: Flight, plan: Plan, message: Tensor) -> Tensor:
+        """The sum of what all have written; what is lost of the message takes its place."""
+        compression, count = self._compression, len(plan.names)
+        assert compression is not None
+        flight.lost = message if compression.has_feedback else None
+        memory = torch.empty_like(message) if compression.has_feedback else None
+        if count == 1:
+            return message if memory is None else _moved(message, memory)
+        under_way = CompressedSum(compression, message, plan.own, count, memory)
+        total = under_way.run(self._groups.swap)
+        flight.bytes_sent = under_way.bytes_sent
         return total
 
     def settle(self, flight: Flight, received: Tensor) -> Tensor:
@@ -100,3 +117,10 @@ class Summing:
     def fetch(self, plan: Plan) -> tuple[Handover, None]:
         """What the donor sends."""
         return receive(self._groups, plan.donor, longest_state(self._engine)), None
+
+
+def _moved(message: Tensor, memory: Tensor) -> Tensor:
+    """The message in other memory; nothing of it is left in its own."""
+    memory.copy_(message)
+    message.zero_()
+    return memory

@@ -55,6 +55,7 @@ class Flight:
         stays: Whether local steps are made while it is under way.
         is_sent: Set it once the message is there, and the state will not change until the landing.
         received: What the messages have come to; None if the run has only begun.
+        lost: What was lost of this worker's message on the wire, if it is fed back.
         bytes_sent: By this worker, for its message.
         rows: Of all members, of shape ``(members, width)``.
         plan: How it was carried in the end; None before that.
@@ -71,6 +72,7 @@ class Flight:
         self.stays = False
         self.is_sent = threading.Event()
         self.received: Tensor | None = None
+        self.lost: Tensor | None = None
         self.bytes_sent = 0
         self.rows: Tensor | None = None
         self.plan: Plan | None = None

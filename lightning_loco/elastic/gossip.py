@@ -12,6 +12,7 @@ from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.handover import Handover, receive, send
 from lightning_loco.elastic.plan import UNKNOWING, Plan
 from lightning_loco.elastic.state import copy_state, longest_state
+from lightning_loco.rounds.compressed_mixing import mix_compressed
 from lightning_loco.rounds.engine import Engine
 from lightning_loco.rounds.mixing import Mix
 from lightning_loco.topology import Topology
@@ -43,6 +44,8 @@ class Mixing:
         self._groups = groups
         self._engine = engine
         self._topology = topology
+        compression = engine.settings.compression
+        self._codec = None if compression is None else compression.codec
 
     def exchange(self, flight: Flight, plan: Plan) -> Tensor | None:
         """The mix of this worker and its neighbours."""
@@ -55,14 +58,16 @@ class Mixing:
         place_here = members.index(plan.own), len(members), plan.round_index
         mix = Mix.of(self._topology, *place_here)
         receivers = self._topology.receivers(*place_here)
-        inbox = {peer: torch.empty_like(message) for peer in mix.others}
+        written = message if self._codec is None else self._codec.encode(message)
+        inbox = {peer: torch.empty_like(written) for peer in mix.others}
         self._groups.swap(
-            message,
-            [members[peer] for peer in receivers],
+            {members[peer]: written for peer in receivers},
             {members[peer]: memory for peer, memory in inbox.items()},
         )
-        flight.bytes_sent = len(receivers) * message.nbytes
-        return mix.apply(message, inbox)
+        flight.bytes_sent = len(receivers) * written.nbytes
+        if self._codec is None:
+            return mix.apply(message, inbox)
+        return mix_compressed(self._codec, mix, message, written, inbox)
 
     def settle(self, flight: Flight, received: Tensor) -> Tensor:
         """What was received: algorithms land with their message beside it."""

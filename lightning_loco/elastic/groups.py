@@ -127,14 +127,16 @@ class Groups:
         """Receive what a member sends, into tensors; RuntimeError if it is lost."""
         self._move({}, {source: tensors})
 
-    def swap(self, message: Tensor, receivers: Sequence[int], inbox: Mapping[int, Tensor]) -> None:
-        """Send one message to several members while theirs arrive, each in its place of an inbox.
+    def swap(self, sent: Mapping[int, Tensor], inbox: Mapping[int, Tensor]) -> None:
+        """Send each member its message, while those of others arrive in their places of an inbox.
 
         Raises:
             RuntimeError: If one of them is lost.
         """
-        sent = dict.fromkeys(receivers, [message])
-        self._move(sent, {source: [memory] for source, memory in inbox.items()})
+        self._move(
+            {to: [message] for to, message in sent.items()},
+            {source: [memory] for source, memory in inbox.items()},
+        )
 
     def _move(
         self, sent: Mapping[int, Sequence[Tensor]], received: Mapping[int, Sequence[Tensor]]

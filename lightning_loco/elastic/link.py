@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.rows import ROUND, PendingRows, Row
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Timed
@@ -19,13 +20,11 @@ from lightning_loco.elastic.setup import begin_flights
 from lightning_loco.elastic.sharing import DataShare
 from lightning_loco.elastic.state import adopt_state
 from lightning_loco.rounds.engine import Engine
+from lightning_loco.rounds.exchange import make_exchange
 from lightning_loco.rounds.flight import Flight as LaneFlight
-from lightning_loco.rounds.mean_exchange import mean_for_all
 from lightning_loco.rounds.membership import Host
-from lightning_loco.rounds.mixing import mix_all
 from lightning_loco.rounds.parcels import Parcel
 from lightning_loco.rounds.settings import RoundSettings
-from lightning_loco.topology import Topology
 
 
 class Carried:
@@ -41,6 +40,12 @@ class Carried:
         self.flight = flight
         self._engine = engine
         self._land = land
+
+    @property
+    def lost(self) -> Tensor | None:
+        """What was lost of the message."""
+        lost = self.flight.lost
+        return None if lost is None else lost.to(self._engine.worker.replica.layout.device)
 
     def has_arrived(self) -> bool:
         """Whether :meth:`wait` would return or raise at once."""
@@ -81,7 +86,7 @@ class ElasticLink:
     def __init__(self, asked: Elastic, settings: RoundSettings) -> None:
         self.is_weighted = settings.algorithm.exchange == "mean"
         self._asked = asked
-        self._topology = settings.topology
+        self._settings = settings
         self._flights: Flights | None = None
         self._engine: Engine | None = None
         self._has_finished = False
@@ -159,11 +164,12 @@ class ElasticLink:
         return Carried(flight, self.engine, self._land)
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
-        """The mean, to be divided by the weights already; or the mix of each."""
-        if not self.is_weighted:
-            assert isinstance(self._topology, Topology)
-            return mix_all(self._topology, messages, round_index)
-        return mean_for_all(messages)
+        """The mean, divided by the weights already; or the mix of each."""
+        settings, alone = self._settings, WorkerGroup(0, 1)
+        exchange = make_exchange(
+            settings.algorithm, alone, Statistics(), settings.topology, settings.compression
+        )
+        return exchange.simulate(messages, round_index)
 
     def _position(self, round_index: int) -> dict[str, Any]:
         host, schedule = self.host, self.engine.settings.schedule

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_loco.codecs import shared_part
 from lightning_loco.elastic.handover import Handover
 from lightning_loco.rounds.engine import Engine
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 STATES = 8
 """The most vectors of the length of a message that a state is made of."""
 
-_STATE, _PARAMS, _BUFFERS = "state/", "params", "buffers"
+_STATE, _PARAMS, _BUFFERS, _KNOWN = "state/", "params", "buffers", "known"
 
 
 def longest_state(engine: Engine) -> int:
@@ -43,6 +44,8 @@ def copy_state(engine: Engine, flight: Flight) -> Handover:
     tensors = {f"{_STATE}{k}": _copied(v) for k, v in state.items() if isinstance(v, Tensor)}
     if engine.settings.algorithm.restart(lane.state) is None:
         tensors[_PARAMS] = worker.replica.layout.set_aside()
+    if (known := shared_part(lane.residual)) is not None:
+        tensors[_KNOWN] = _copied(known)
     tensors[_BUFFERS] = worker.replica.buffers.set_aside()
     values: dict[str, Any] = {
         "numbers": {k: v for k, v in state.items() if not isinstance(v, Tensor)},
@@ -75,7 +78,7 @@ def adopt_state(engine: Engine, flight: Flight) -> None:
     params = state.tensors.get(_PARAMS) if start is None else start
     if params is None or params.shape != (worker.replica.layout.numel,):
         raise RuntimeError("The state of the run has parameters of another size than this model.")
-    residual = engine.settings.codec.init(params)
+    residual = engine.settings.init_residual(state.tensors.get(_KNOWN, params))
     lane.load_state_dict({**tensors, **numbers}, {"residual": residual, "departure": params})
     worker.replica.layout.write(params)
     worker.replica.buffers.write(state.tensors[_BUFFERS])

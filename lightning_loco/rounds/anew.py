@@ -19,7 +19,7 @@ def begin_anew(engine: Engine) -> None:
     shared = [
         {"state": settings.algorithm.init(start.clone()), "received": None} for _ in engine.lanes
     ]
-    own = {"flight": None, "residual": settings.codec.init(start), "departure": start}
+    own = {"flight": None, "residual": settings.init_residual(start), "departure": start}
     engine.load_state_dict(
         {
             **worker.state_dict(),

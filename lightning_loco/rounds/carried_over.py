@@ -117,10 +117,10 @@ def _lane(
     state = shared["state"]
     if changed & {field.name for field in dataclasses.fields(algorithm)}:
         state = _fitted(algorithm, state, params, notes)
-    if "codec" in changed:
+    if "compression" in changed:
         if own["residual"]:
-            notes.append("what the codec had left over is dropped")
-        own["residual"] = settings.codec.init(params)
+            notes.append("what compression had left over is dropped")
+        own["residual"] = settings.init_residual(engine.worker.replica.layout.new_flat())
     flight = own.pop("flight")
     if flight is not None:
         flight = {**flight, "received": shared["received"], "departure": own["departure"]}

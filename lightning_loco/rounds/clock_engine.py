@@ -16,11 +16,13 @@ from lightning_loco.rounds.settings import WHOLE_MODEL_BYTES, RoundSettings
 from lightning_loco.schedules import EveryInterval
 
 
-def clock_settings(interval_s: float, warmup_steps: int, topology: Any | None) -> RoundSettings:
+def clock_settings(
+    interval_s: float, warmup_steps: int, topology: Any | None, compression: Any | None = None
+) -> RoundSettings:
     """Settings for averaging over all workers, or with the neighbours of a topology."""
     algorithm = ModelAverage() if topology is None else NeighborAverage()
     schedule = EveryInterval(interval_s, warmup_steps)
-    return RoundSettings(algorithm, schedule, topology, bucket_bytes=WHOLE_MODEL_BYTES)
+    return RoundSettings(algorithm, schedule, topology, compression, bucket_bytes=WHOLE_MODEL_BYTES)
 
 
 class ClockEngine(Engine):
@@ -39,6 +41,7 @@ class ClockEngine(Engine):
         warmup_steps: Local steps at the start in which :meth:`average_gradients` is to be called
             before the optimizer's step, which makes them steps of DDP.
         topology: Average with the neighbours of a topology only. Default: with all workers.
+        compression: How messages are written on the wire, ``"int8"`` say. Default: as they are.
         group: The workers. Default: all ranks of the default process group, with groups of its own.
 
     Raises:
@@ -65,9 +68,13 @@ class ClockEngine(Engine):
         interval_s: float = 0.5,
         warmup_steps: int = 0,
         topology: Any | None = None,
+        compression: Any | None = None,
         group: WorkerGroup | None = None,
     ) -> None:
-        super().__init__(model, lambda: clock_settings(interval_s, warmup_steps, topology), group)
+        def settings() -> RoundSettings:
+            return clock_settings(interval_s, warmup_steps, topology, compression)
+
+        super().__init__(model, settings, group)
 
     @property
     def is_warming_up(self) -> bool:

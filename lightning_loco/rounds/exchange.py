@@ -12,8 +12,10 @@ from typing import Protocol
 from torch import Tensor
 
 from lightning_loco.algorithms import Algorithm
+from lightning_loco.codecs import Compression
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.stats import Statistics
+from lightning_loco.rounds.compressed_mean import CompressedMean
 from lightning_loco.rounds.mean_exchange import MeanExchange
 from lightning_loco.rounds.neighbor_exchange import NeighborExchange
 from lightning_loco.rounds.parcels import Parcel
@@ -22,6 +24,10 @@ from lightning_loco.topology import Topology
 
 class Handle(Protocol):
     """A parcel under way."""
+
+    @property
+    def lost(self) -> Tensor | None:
+        """Once it is here, what was lost of the own message, in its place; None if nobody asks."""
 
     def has_arrived(self) -> bool:
         """Whether :meth:`wait` would return at once; never waits."""
@@ -49,13 +55,30 @@ class Exchange(Protocol):
         """Send a parcel; its memory must stay untouched until :meth:`Handle.wait` has returned."""
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
-        """What each worker would receive, given all messages in order of the workers."""
+        """What each worker would receive, given all messages in order of the workers.
+
+        What is lost of them is left in their place, if it is fed back.
+        """
 
 
 def make_exchange(
-    algorithm: Algorithm, group: WorkerGroup, statistics: Statistics, topology: Topology | None
+    algorithm: Algorithm,
+    group: WorkerGroup,
+    statistics: Statistics,
+    topology: Topology | None,
+    compression: Compression | None = None,
+    stays: bool = False,
 ) -> Exchange:
-    """The exchange that the algorithm names; ValueError if it has none that makes rounds."""
+    """The exchange that the algorithm names; ValueError if it has none that makes rounds.
+
+    Args:
+        algorithm: Prepared.
+        group: The workers.
+        statistics: Where bytes and seconds are counted.
+        topology: Who exchanges with whom, for gossip.
+        compression: How messages are written. Default: as they are.
+        stays: Whether local steps are made while rounds are under way.
+    """
     name = type(algorithm).__name__
     if algorithm.exchange == "pull":
         raise ValueError(
@@ -63,7 +86,10 @@ def make_exchange(
             "PairwiseGossipStrategy (algorithm=pairwise_gossip)."
         )
     if algorithm.exchange == "mean":
-        return MeanExchange(group, statistics)
+        if compression is None:
+            return MeanExchange(group, statistics)
+        return CompressedMean(group, statistics, compression, stays)
     if topology is None:
         raise ValueError(f"{name} needs a topology to know its neighbours.")
-    return NeighborExchange(group, statistics, topology)
+    codec = None if compression is None else compression.codec
+    return NeighborExchange(group, statistics, topology, codec)

@@ -26,7 +26,7 @@ class Lane:
         stretches: The lane's part of the flat vector.
         settings: Prepared.
         state: The algorithm's state; entries of shape ``(P,)`` are shared between lanes.
-        residual: The codec's state, likewise.
+        residual: What compression remembers, likewise.
         parcel_elements: Longest parcel.
         rows_elements: Room for the workers' rows behind the first parcel: ``rows_memory``.
 
@@ -50,6 +50,7 @@ class Lane:
         self.layout = layout
         self._stretches = stretches
         self._algorithm = settings.algorithm
+        self._compression = settings.compression
         self._is_whole = settings.algorithm.granularity is None
         self._parcel_elements = parcel_elements
         self._rows_elements = rows_elements
@@ -106,7 +107,16 @@ class Lane:
         residual = slice_state(self.residual, numel, chunk)
         if departure is not None:
             departure = departure[chunk.start : chunk.stop]
-        return Part(chunk, message, self._algorithm, state, departure, self._scratch, residual)
+        return Part(
+            chunk,
+            message,
+            self._algorithm,
+            state,
+            departure,
+            self._scratch,
+            self._compression,
+            residual,
+        )
 
     def take_back_state(self) -> None:
         """Learn from the first part what has become of entries that are not cut."""
@@ -131,7 +141,7 @@ class Lane:
         return [parcel.wire[: len(parcel)] for parcel in self.parcels]
 
     def state_dict(self) -> dict[str, Any]:
-        """The codec's state, and the parameters that left last."""
+        """What compression remembers, and the parameters that left last."""
         return {"residual": dict(self.residual), "departure": self._departure}
 
     def load_state_dict(self, state: State, saved: dict[str, Any]) -> None:

@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_loco.codecs import Codec
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Explained, Timed, Works
+from lightning_loco.rounds.compressed_mixing import mix_all_compressed, mix_compressed
 from lightning_loco.rounds.mixing import Mix, mix_all
 from lightning_loco.rounds.parcels import Parcel
 from lightning_loco.topology import Topology
@@ -20,15 +22,25 @@ _LONGEST_JOIN_S = 5.0
 
 
 class NeighborExchange:
-    r"""Send the message to the neighbours of a topology and mix: :math:`\sum_j W_{ij} m_j`."""
+    r"""Send the message to the neighbours of a topology and mix: :math:`\sum_j W_{ij} m_j`.
+
+    With a codec, :func:`~lightning_loco.rounds.compressed_mixing.mix_compressed` mixes.
+    """
 
     is_weighted = False
     can_carry_rows = False
 
-    def __init__(self, group: WorkerGroup, statistics: Statistics, topology: Topology) -> None:
+    def __init__(
+        self,
+        group: WorkerGroup,
+        statistics: Statistics,
+        topology: Topology,
+        codec: Codec | None = None,
+    ) -> None:
         self._group = group
         self._statistics = statistics
         self._topology = topology
+        self._codec = codec
         self._spare: list[Tensor] = []
 
     def start(self, parcel: Parcel, round_index: int) -> NeighborHandle:
@@ -36,12 +48,13 @@ class NeighborExchange:
         group, message, place = self._group, parcel.wire, f"round {round_index}"
         row = Mix.of(self._topology, group.worker, group.num_workers, round_index)
         receivers = self._topology.receivers(group.worker, group.num_workers, round_index)
-        memory = [self._take(message) for _ in row.others]
-        inbox = {peer: m[: message.numel()] for peer, m in zip(row.others, memory, strict=True)}
-        wire = message
-        if receivers and self._is_staged(message):
-            memory.append(self._take(message))
-            wire = memory[-1][: message.numel()].copy_(message)
+        written = message if self._codec is None else self._codec.encode(message)
+        memory = [self._take(written) for _ in row.others]
+        inbox = {peer: m[: written.numel()] for peer, m in zip(row.others, memory, strict=True)}
+        wire = written
+        if receivers and self._is_staged(written):
+            memory.append(self._take(written))
+            wire = memory[-1][: written.numel()].copy_(written)
         operations = [dist.P2POp(dist.irecv, inbox[peer], peer, group.data) for peer in inbox] + [
             dist.P2POp(dist.isend, wire, peer, group.data) for peer in receivers
         ]
@@ -49,17 +62,22 @@ class NeighborExchange:
         if operations:
             with Explained(group, place):
                 under_way = dist.batch_isend_irecv(operations)
-        self._statistics.bytes_sent += message.nbytes * len(receivers)
+        self._statistics.bytes_sent += written.nbytes * len(receivers)
         works = Works(group, place, under_way)
 
         def mix() -> Tensor:
-            return row.apply(message, {peer: m.to(message.device) for peer, m in inbox.items()})
+            found = {peer: m.to(message.device) for peer, m in inbox.items()}
+            if self._codec is None:
+                return row.apply(message, found)
+            return mix_compressed(self._codec, row, message, written, found)
 
         arrival = _Arrival(works) if group.host_waits else works
         return NeighborHandle(arrival, mix, self._statistics, lambda: self._spare.extend(memory))
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
         """Apply the rows of the mixing matrix of this round."""
+        if self._codec is not None:
+            return mix_all_compressed(self._codec, self._topology, messages, round_index)
         return mix_all(self._topology, messages, round_index)
 
     def _take(self, message: Tensor) -> Tensor:
@@ -122,6 +140,8 @@ class NeighborHandle:
     ``works`` bring them, ``mix`` mixes them, in the thread that calls :meth:`wait`, and
     ``give_back`` gives the memory of what was received back.
     """
+
+    lost = None
 
     def __init__(
         self,

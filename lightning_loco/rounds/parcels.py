@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.algorithms import Algorithm, State
+from lightning_loco.codecs import Compression
 from lightning_loco.comm.flat import Chunk
 
 
@@ -37,10 +38,8 @@ class Part:
         state: The algorithm's slice.
         departure: Where the parameters that left are kept, if they are.
         scratch: Memory of the same length or longer. Default: the message's.
-        residual: The codec's slice.
-
-    Attributes:
-        encoded: What becomes of the residual once the message that was made last has landed.
+        compression: How messages are compressed.
+        residual: What that remembers, likewise.
     """
 
     def __init__(
@@ -51,16 +50,17 @@ class Part:
         state: State,
         departure: Tensor | None = None,
         scratch: Tensor | None = None,
+        compression: Compression | None = None,
         residual: State | None = None,
     ) -> None:
         self.chunk = chunk
         self.message = message
         self.state = state
         self.residual = residual or {}
-        self.encoded: State = {}
         self.departure = departure
         self.scratch = message if scratch is None else scratch[: len(chunk)]
         self._algorithm = algorithm
+        self._compression = compression
         self._is_rounded = chunk.is_rounded(message.dtype)
         kept = [message, self.scratch, departure, *self.state.values()]
         self._kept = [v for v in kept if isinstance(v, Tensor) and v.shape == message.shape]
@@ -99,12 +99,23 @@ class Part:
         message = self._algorithm.propose(params, self.state)
         if message is not params:
             params.copy_(message)
+        if self._compression is not None:
+            self._compression.prepare(params, self.residual)
 
-    def commit_residual(self) -> None:
-        """Let the codec's state be that after the message."""
-        for key, value in self.encoded.items():
-            self.residual[key].copy_(value)
-        self.encoded = {}
+    def keep(self, lost: Tensor, was_prepared: bool) -> None:
+        """Remember what was lost of a message; see :meth:`Compression.keep`."""
+        if self._compression is not None:
+            self._compression.keep(lost, self.residual, was_prepared)
+
+    def make_absolute(self, received: Tensor) -> None:
+        """Make of what was received what it would be without compression."""
+        if self._compression is not None:
+            self._compression.make_absolute(received, self.residual)
+
+    def note_received(self, received: Tensor) -> None:
+        """Remember what the algorithm is about to get, if compression needs to know."""
+        if self._compression is not None:
+            self._compression.land(received, self.residual)
 
 
 class Parcel:
@@ -128,6 +139,11 @@ class Parcel:
     def slices(self) -> list[range]:
         """Which elements of the flat vector it carries."""
         return [range(part.chunk.start, part.chunk.stop) for part in self.parts]
+
+    def keep(self, lost: Tensor | None, was_prepared: bool) -> None:
+        """Have each part remember its share of what was lost, if somebody asks."""
+        for part, share in self.split(lost) if lost is not None else ():
+            part.keep(share, was_prepared)
 
     def split(self, received: Tensor) -> Iterator[tuple[Part, Tensor]]:
         """Each part with its share of what was received, of shape ``(len(self),)`` or longer."""

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from lightning_loco.algorithms import Restart
-from lightning_loco.codecs import Identity
 from lightning_loco.comm.flat import are_finite
 from lightning_loco.comm.waiting import labelled
 from lightning_loco.rounds.exchange import Exchange, Handle
@@ -50,7 +49,6 @@ class Rounds:
         self.gradient_norm: float | None = None
         self.is_torn = False
         self._algorithm = settings.algorithm
-        self._codec = None if isinstance(settings.codec, Identity) else settings.codec
         self._landing = settings.landing or Restart()
         self._exchange = exchange
         self._squares: list[Tensor] = []
@@ -89,8 +87,6 @@ class Rounds:
         if part.departure is not None:
             part.departure.copy_(into)
         part.propose(into)
-        if self._codec is not None:
-            part.encoded = self._codec.encode(into, part.residual)
 
     def _propose(self, part: Part, into: Tensor, valid: bool) -> None:
         """Make the message of a part; without valid parameters, that of where the round began."""
@@ -98,7 +94,6 @@ class Rounds:
         if valid or (self._is_finite and not is_weighted):
             self._propose_local(part, into)
             return
-        part.encoded = {}
         if part.departure is not None and self._is_finite:
             part.read_local(part.departure)
         if is_weighted:
@@ -167,6 +162,7 @@ class Rounds:
         """Apply all of a flight; the message of a successor is made right before, part by part."""
         received, weight = self._receive(flight)
         self._commit(flight, self.lane.parts)
+        flight.keep_lost(self.lane.parcels)
         for parcel, whole in zip(self.lane.parcels, received, strict=True):
             with labelled("loco/apply"):
                 for part, share in parcel.split(whole):
@@ -187,6 +183,7 @@ class Rounds:
         with labelled("loco/exchange"):
             received = handle.wait()
         self._commit(flight, parcel.parts)
+        parcel.keep(handle.lost, flight.valid)
         with labelled("loco/apply"):
             for part, share in parcel.split(received):
                 self._land_part(flight, part, share, weight, True)
@@ -211,14 +208,15 @@ class Rounds:
         self.is_torn = True
         for part in parts if flight.told is not None else ():
             self._algorithm.hear(flight.told or (), part.state)
-        for part in parts if self._codec is not None else ():
-            part.commit_residual()
 
     def _land_part(
         self, flight: Flight, part: Part, received: Tensor, weight: float, valid: bool
     ) -> None:
         if weight != 1:
             received.div_(weight)
+        if not flight.is_divided:
+            part.make_absolute(received)
+        part.note_received(received)
         if self.measure_gradient:
             gradient = self._algorithm.outer_gradient(part.message, received, part.state)
             if gradient is None and part.departure is not None:
@@ -263,9 +261,10 @@ class Rounds:
         received, weight = self._receive(flight)
         for parcel, whole in zip(self.lane.parcels, received, strict=True):
             whole[: len(parcel)].div_(weight)
+            for part, share in parcel.split(whole):
+                part.make_absolute(share)
         flight.is_divided = True
-        for part in self.lane.parts:
-            part.commit_residual()
+        flight.keep_lost(self.lane.parcels)
         return self.lane.gather(received)
 
     def give_up(self) -> list[Handle]:

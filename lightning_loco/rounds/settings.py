@@ -7,8 +7,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_loco.algorithms import Algorithm, Landing, Restart
-from lightning_loco.codecs import Codec, Identity
+from torch import Tensor
+
+from lightning_loco.algorithms import Algorithm, Landing, Restart, State
+from lightning_loco.codecs import Compression, as_compression, check_compression
 from lightning_loco.comm.flat import CHUNK_ELEMENTS, Cuts
 from lightning_loco.rounds.membership import Membership
 from lightning_loco.schedules import EverySteps, Schedule
@@ -30,7 +32,8 @@ class RoundSettings:
         algorithm: What a round computes.
         schedule: When rounds begin and end.
         topology: Who exchanges with whom. Default: the algorithm's own.
-        codec: How messages are written on the wire.
+        compression: How messages are written on the wire: a codec, its name, or an
+            ``ErrorFeedback``. Default: as they are.
         landing: What becomes of late results. Default: what the algorithm names.
         bucket_bytes: Memory for messages under way, in bytes. Rounds that stay under way have as
             much as they need.
@@ -45,7 +48,7 @@ class RoundSettings:
     algorithm: Algorithm
     schedule: Schedule = EverySteps()
     topology: Any | None = None
-    codec: Codec = Identity()
+    compression: Any | None = None
     landing: Landing | None = None
     bucket_bytes: int = BUCKET_BYTES
     num_workers: int = 1
@@ -56,13 +59,14 @@ class RoundSettings:
         for name, kind, example in (
             ("algorithm", Algorithm, "DiLoCo()"),
             ("schedule", Schedule, "EverySteps(100)"),
-            ("codec", Codec, "Identity()"),
         ):
             if not isinstance(value := getattr(self, name), kind):
                 article = "an" if kind is Algorithm else "a"
                 raise TypeError(
                     f"{name} must be {article} {kind.__name__} such as {example}, got {value!r}."
                 )
+        if not isinstance(self.compression, Compression):
+            check_compression(self.compression)
         check_bytes("bucket_bytes", self.bucket_bytes)
         if not isinstance(self.membership, Membership | None):
             raise TypeError(f"membership must be Elastic(...) or None, got {self.membership!r}.")
@@ -104,8 +108,23 @@ class RoundSettings:
         if self.stays and isinstance(landing, Restart):
             algorithm.warn_overlap()
         return dataclasses.replace(
-            self, algorithm=algorithm, topology=topology, landing=landing, num_workers=num_workers
+            self,
+            algorithm=algorithm,
+            topology=topology,
+            compression=self._prepared_compression(),
+            landing=landing,
+            num_workers=num_workers,
         )
+
+    def _prepared_compression(self) -> Compression | None:
+        if isinstance(self.compression, Compression):
+            return self.compression
+        algorithm = self.algorithm
+        return as_compression(self.compression, algorithm.exchange, algorithm.sends_parameters)
+
+    def init_residual(self, params: Tensor) -> State:
+        """What a worker remembers because of compression; ``params`` ``(P,)`` are equal on all."""
+        return {} if self.compression is None else self.compression.init(params)
 
     def describe(self) -> dict[str, Any]:
         """Everything as plain values, for a comparison between workers and for checkpoints."""
@@ -116,7 +135,7 @@ class RoundSettings:
             "schedule": type(self.schedule).__name__,
             **self.schedule.describe(),
             "topology": plain(self.topology),
-            "codec": plain(self.codec),
+            "compression": plain(self.compression),
             "landing": plain(self.landing),
             "bucket_bytes": self.bucket_bytes,
         }
@@ -125,7 +144,9 @@ class RoundSettings:
     def granularity(self) -> int | None:
         """What the length of a slice must be a multiple of; None for the whole vector."""
         own = self.algorithm.granularity
-        return None if own is None else math.lcm(own, self.codec.granularity)
+        if own is None or self.compression is None:
+            return own
+        return math.lcm(own, self.compression.codec.block)
 
     def parcel_elements(self, numel: int, itemsize: int) -> int:
         """Longest parcel, out of ``numel``, such that all parcels under way fit into the bucket."""
@@ -158,9 +179,10 @@ class RoundSettings:
         starts, ends = [s for s, _ in stretches], [e for _, e in stretches]
         if [0, *ends] != [*starts, sum(sizes)] or not all(any(lane) for lane in lanes):
             raise ValueError(f"The lanes of {self.schedule} do not cover each parameter once.")
-        if any(start % (self.granularity or 1) for start in starts):
+        granularity = self.algorithm.granularity or 1
+        if any(start % granularity for start in starts):
             raise ValueError(
-                f"The lanes of {self.schedule} must begin at multiples of {self.granularity}, "
+                f"The lanes of {self.schedule} must begin at multiples of {granularity}, "
                 f"which {type(self.algorithm).__name__} is made of, and begin at {starts}."
             )
         return tuple(starts[1:])

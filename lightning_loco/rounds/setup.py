@@ -58,14 +58,21 @@ def make_lanes(
     group, layout, algorithm = worker.group, worker.replica.layout, settings.algorithm
     membership = settings.membership
     link = None if membership is None else membership.connect(settings, group)
-    exchange = link or make_exchange(algorithm, group, worker.statistics, settings.topology)
+    exchange = link or make_exchange(
+        algorithm,
+        group,
+        worker.statistics,
+        settings.topology,
+        settings.compression,
+        settings.stays,
+    )
     is_attended = not settings.stays or settings.schedule.lands_at_meetings
     rides = exchange.can_carry_rows and is_attended
     width = Row.width(algorithm.num_scalars)
     rows_elements = group.num_workers * width if rides else 0
     longest = settings.parcel_elements(layout.numel, layout.dtype.itemsize)
     start = layout.new_flat()
-    residual = settings.codec.init(start)
+    residual = settings.init_residual(start)
     state = algorithm.init(start)
     lanes: list[Rounds] = []
     carriers: list[RowCarrier] = []

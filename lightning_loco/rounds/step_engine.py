@@ -29,6 +29,9 @@ class StepEngine(Engine):
         warm_start: With overlap, make the first round a blocking one.
         topology: Who is whose neighbour. Default: the algorithm's own.
         bucket_bytes: Memory for messages under way, in bytes.
+        compression: How messages are written on the wire: ``"int8"``, another name of
+            :data:`~lightning_loco.codecs.CODECS`, a codec or an ``ErrorFeedback``. Default: as they
+            are.
         group: The workers. Default: all ranks of the default process group, with groups of its own.
         membership: Who takes part, if workers come and go: ``Elastic(...)``. This job is then one
             worker; call :meth:`join` before the first step.
@@ -60,13 +63,19 @@ class StepEngine(Engine):
         warm_start: bool = True,
         topology: Any | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        compression: Any | None = None,
         group: WorkerGroup | None = None,
         membership: Membership | None = None,
     ) -> None:
         def make_settings() -> RoundSettings:
             schedule = EverySteps(sync_every, overlap, warm_start)
             return RoundSettings(
-                algorithm, schedule, topology, bucket_bytes=bucket_bytes, membership=membership
+                algorithm,
+                schedule,
+                topology,
+                compression,
+                bucket_bytes=bucket_bytes,
+                membership=membership,
             )
 
         super().__init__(model, make_settings, group)

@@ -16,11 +16,13 @@ class Hub:
     Args:
         exchange: Its ``simulate`` says what each worker receives.
         num_workers: Number of workers N.
+        has_feedback: Whether what is lost of messages is fed back.
     """
 
-    def __init__(self, exchange: Exchange, num_workers: int) -> None:
+    def __init__(self, exchange: Exchange, num_workers: int, has_feedback: bool = False) -> None:
         self._exchange = exchange
         self._num_workers = num_workers
+        self.has_feedback = has_feedback
         self._rounds: dict[tuple[int, int], HubRound] = {}
 
     def of_worker(self, worker: int) -> HubExchange:
@@ -78,6 +80,10 @@ class HubRound:
             self._received = self._hub.simulate(messages, self._index)
         return self._received[worker]
 
+    def lost(self, worker: int) -> Tensor | None:
+        """What is lost of a worker's message, if it is fed back."""
+        return self._messages[worker] if self._hub.has_feedback else None
+
 
 class HubExchange:
     """One worker's access to the hub; what it receives is divided by the weights already.
@@ -116,6 +122,11 @@ class HubHandle:
     def __init__(self, hub_round: HubRound, worker: int) -> None:
         self._round = hub_round
         self._worker = worker
+
+    @property
+    def lost(self) -> Tensor | None:
+        """What is lost of the worker's message."""
+        return self._round.lost(self._worker)
 
     def has_arrived(self) -> bool:
         """Whether all workers have left their messages."""

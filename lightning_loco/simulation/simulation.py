@@ -38,6 +38,7 @@ class Simulation:
         overlap: Apply a round's result one round later.
         warm_start: With overlap, make the first round a blocking one.
         topology: Neighbours, for gossip: a topology, a name, a graph or a matrix.
+        compression: How messages are written on the wire, as in ``LocoStrategy``.
 
     Attributes:
         states: The algorithm's state of each worker.
@@ -67,9 +68,10 @@ class Simulation:
         overlap: bool = False,
         warm_start: bool = True,
         topology: Any | None = None,
+        compression: Any | None = None,
     ) -> None:
         schedule = EverySteps(sync_every, overlap, warm_start)
-        self._set_up(models, RoundSettings(algorithm, schedule, topology))
+        self._set_up(models, RoundSettings(algorithm, schedule, topology, compression))
 
     @classmethod
     def from_settings(cls, models: Sequence[nn.Module], settings: RoundSettings) -> Simulation:
@@ -115,13 +117,17 @@ class Simulation:
     def _make_lanes(self) -> list[list[Rounds]]:
         """By lane and worker; all workers of a lane exchange through one hub."""
         settings, layouts = self.settings, self._layouts
-        exchange = make_exchange(self.algorithm, WorkerGroup(0, 1), Statistics(), settings.topology)
+        alone, statistics = WorkerGroup(0, 1), Statistics()
+        exchange = make_exchange(
+            self.algorithm, alone, statistics, settings.topology, settings.compression
+        )
+        has_feedback = settings.compression is not None and settings.compression.has_feedback
         start = layouts[0].new_flat()
         states = [self.algorithm.init(start.clone()) for _ in layouts]
-        residuals = [settings.codec.init(start) for _ in layouts]
+        residuals = [settings.init_residual(start) for _ in layouts]
         lanes = []
         for stretches in settings.schedule.lanes([t.numel() for t in layouts[0].tensors]):
-            hub = Hub(exchange, self.num_workers)
+            hub = Hub(exchange, self.num_workers, has_feedback)
             lane = []
             for worker, layout in enumerate(layouts):
                 state, residual = states[worker], residuals[worker]

@@ -14,6 +14,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from typing_extensions import get_type_hints
 
+from lightning_loco.codecs import Codec, ErrorFeedback
 from lightning_loco.rounds.membership import Membership
 
 _Constructor = TypeVar("_Constructor", bound=Callable[..., None])
@@ -39,6 +40,7 @@ class RoundArguments(CommonArguments, total=False):
     """And what those take that make rounds after so many steps."""
 
     bucket_bytes: int
+    compression: Codec | ErrorFeedback | str | None
     membership: Membership | None
 
 

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import Unpack
 
 from lightning_loco.algorithms import Algorithm
+from lightning_loco.codecs import Codec, ErrorFeedback
 from lightning_loco.comm import WorkerGroup
 from lightning_loco.comm.saved import Saved
 from lightning_loco.rounds import Engine, RoundSettings, begin_anew, carry_over
@@ -47,6 +48,9 @@ class LocoStrategy(EngineStrategy):
             ``"shared"`` if all see the same folder.
         timeout_s: Longest wait for another worker, in seconds.
         bucket_bytes: Memory for messages under way, in bytes.
+        compression: How messages are written on the wire: ``"bf16"``, ``"fp16"``, ``"int8"``,
+            ``"int4"``, ``"e3m0"``, ``"sparse"``, or a codec such as ``Int8(block=128)`` or
+            ``ErrorFeedback(Sparse(k=32))``. Default: as they are.
         membership: Who takes part, if workers come and go: ``Elastic("host:port")``. Every job is
             then one worker. Default: all ranks, from begin to end.
         accelerator: As in ``DDPStrategy``; usually set by the Trainer.
@@ -81,12 +85,18 @@ class LocoStrategy(EngineStrategy):
         warm_start: bool = True,
         topology: Any | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        compression: Codec | ErrorFeedback | str | None = None,
         membership: Membership | None = None,
         **common: Unpack[CommonArguments],
     ) -> None:
         schedule = EverySteps(sync_every, overlap, warm_start)
         settings = RoundSettings(
-            algorithm, schedule, topology, bucket_bytes=bucket_bytes, membership=membership
+            algorithm,
+            schedule,
+            topology,
+            compression,
+            bucket_bytes=bucket_bytes,
+            membership=membership,
         )
         self._init_with(settings, **common)
 

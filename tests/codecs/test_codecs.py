@@ -1,148 +1,187 @@
-"""A codec with a residual goes through every schedule, the simulation and a checkpoint.
-
-The package ships none; this one is written against the contract alone (tests/rounds/toys.py).
-"""
+"""What is read is what was written, up to the error that each codec promises, block by block."""
 
 from __future__ import annotations
 
-import time
-from typing import Any
+import pickle
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC, LocalSGD, ModelAverage
-from lightning_loco.codecs import Codec, Identity
-from lightning_loco.rounds import Engine, RoundSettings
-from lightning_loco.schedules import EveryInterval, EverySteps
-from tests.algorithms.toys import Point, assert_close, randn
-from tests.pool import Pool
-from tests.rounds.toys import (
-    LARGE,
-    SMALL_BUCKET,
-    Halves,
-    Rounding,
-    approach,
-    flat,
-    saved_and_loaded,
-    simulate,
-    train,
-    zeros,
-)
+from lightning_loco.codecs import CODECS, E3M0, BFloat16, Codec, Float16, Int4, Int8, Sparse
+from lightning_loco.codecs.sums import add_up, shards, subtract_written
 
-ROUNDS = 5
-WAYS = [
-    pytest.param(DiLoCo(), EverySteps(2), id="diloco"),
-    pytest.param(DiLoCo(0.7, 0.3), EverySteps(2, overlap=True), id="late diloco"),
-    pytest.param(DiLoCo(), Halves(2), id="diloco by halves"),
-    pytest.param(GASLoC(), EverySteps(2), id="gasloc"),
-    pytest.param(GASLoC(), EverySteps(2, overlap=True), id="late gasloc"),
-    pytest.param(GASLoC(), Halves(2, overlap=True), id="late gasloc by halves"),
-    pytest.param(ModelAverage(), EverySteps(2, overlap=True), id="late average"),
-]
+SMALL = [BFloat16(), Float16(), Int8(8), Int4(8), E3M0(8), Sparse(4, 16)]
+LENGTHS = [1, 3, 8, 15, 16, 17, 64, 100, 4096, 5000]
 
 
-@pytest.mark.parametrize(("algorithm", "schedule"), WAYS)
-def test_same_numbers_in_processes_in_the_simulation_and_after_a_resume(
-    pool: Pool, algorithm: Algorithm, schedule: EverySteps
+def randn(numel: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(numel, generator=generator, dtype=dtype)
+
+
+def read(codec: Codec, values: Tensor) -> Tensor:
+    return codec.decode(codec.encode(values), torch.full_like(values, torch.nan))
+
+
+def scales(values: Tensor, block: int) -> Tensor:
+    """The largest magnitude of its block, for each value."""
+    padded = torch.zeros(-(-len(values) // block) * block, dtype=values.dtype)
+    padded[: len(values)] = values
+    largest = padded.view(-1, block).abs().amax(1, keepdim=True)
+    return largest.expand(-1, block).reshape(-1)[: len(values)]
+
+
+@pytest.mark.parametrize("codec", [*SMALL, Int8(), Int4(), E3M0(), Sparse()], ids=str)
+@pytest.mark.parametrize("numel", LENGTHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_errors_are_within_the_promised_bounds(
+    codec: Codec, numel: int, dtype: torch.dtype
 ) -> None:
-    settings = RoundSettings(algorithm, schedule, codec=Rounding())
-    expected = simulate(settings, 3, ROUNDS)
-    unbroken = torch.stack(pool.run(train, settings, ROUNDS, world=3), dim=1)
-    # float64 sums differ in their last bits, and what lies between two bfloat16 may go either way
-    torch.testing.assert_close(unbroken, expected, rtol=0, atol=1e-2)
-    near = (unbroken - expected).abs() < 1e-12
-    assert near.double().mean() > 0.99
-    resumed = torch.stack(pool.run(train, settings, ROUNDS, zeros, 3, world=3), dim=1)
-    assert torch.equal(resumed, unbroken)
-    exact = simulate(RoundSettings(algorithm, schedule), 3, ROUNDS)
-    assert (exact - expected).abs().max() > 1e-6
+    values = randn(numel, numel, dtype) * torch.logspace(-2, 2, numel, dtype=dtype)
+    before = values.clone()
+    wire = codec.encode(values)
+    assert torch.equal(values, before)
+    assert wire.dtype == torch.uint8
+    assert len(wire) == codec.num_bytes(numel)
+    found = codec.decode(wire, torch.full_like(values, torch.nan))
+    error, size = (found - values).abs(), values.abs()
+    largest = scales(values, codec.block)
+    slack = 1 + 1e-5
+    if isinstance(codec, BFloat16):
+        assert (error <= size * 2**-8 * slack).all()
+    elif isinstance(codec, Float16):
+        assert (error <= size * 2**-11 * slack + 2**-25).all()
+    elif isinstance(codec, Int8):
+        assert (error <= largest / 254 * slack).all()
+    elif isinstance(codec, Int4):
+        assert (error <= largest / 14 * slack).all()
+    elif isinstance(codec, E3M0):
+        is_seen = size >= 0.75 * 2**-6 * largest
+        assert (error[is_seen] <= size[is_seen] / 3 * slack).all()
+        assert (found[~is_seen].abs() <= 2**-6 * largest[~is_seen]).all()
+    else:
+        assert (error <= largest * slack).all()
 
 
-def by_hand(rounds: int) -> Tensor:
-    """Local SGD of two workers with rounded messages: q = round(m + e), e <- m + e - q."""
-    models = [Point(torch.zeros(LARGE, dtype=torch.float64)) for _ in range(2)]
-    errors = [torch.zeros(LARGE, dtype=torch.float64) for _ in models]
-    for _ in range(rounds):
-        sent = []
-        for worker, model in enumerate(models):
-            for _ in range(2):
-                approach(worker, model)
-            wanted = flat(model) + errors[worker]
-            sent.append(wanted.bfloat16().double())
-            errors[worker] = wanted - sent[-1]
-        for model in models:
-            model.value.data.copy_((sent[0] + sent[1]) / 2)
-    return flat(models[0])
+@pytest.mark.parametrize("codec", SMALL, ids=str)
+def test_the_same_bytes_wherever_a_message_is_cut_between_blocks(codec: Codec) -> None:
+    values = randn(100)
+    wire = codec.encode(values)
+    cut = 3 * codec.block if codec.block * 3 < 100 else codec.block
+    row = cut // codec.block * codec.row_bytes
+    assert torch.equal(codec.encode(values[:cut]), wire[:row])
+    assert torch.equal(codec.encode(values[cut:]), wire[row:])
+    whole = codec.decode(wire, torch.empty(100))
+    assert torch.equal(codec.decode(wire[row:], torch.empty(100 - cut)), whole[cut:])
 
 
-def test_a_rounded_message_carries_what_was_lost_before(pool: Pool) -> None:
-    expected = by_hand(ROUNDS)
-    settings = RoundSettings(LocalSGD(), EverySteps(2), codec=Rounding())
-    for history in pool.run(train, settings, ROUNDS, world=2):
-        assert torch.equal(history[-1], expected)
+@pytest.mark.parametrize("codec", SMALL, ids=str)
+def test_zeros_are_exact_and_what_was_read_stays_as_it_is(codec: Codec) -> None:
+    assert torch.equal(read(codec, torch.zeros(40)), torch.zeros(40))
+    once = read(codec, randn(40))
+    torch.testing.assert_close(read(codec, once), once, rtol=1e-6, atol=0)
 
 
-def race(rank: int, world: int, algorithm: Algorithm) -> dict[str, Any]:
-    """Rounds by the clock with constant progress; a checkpoint in between."""
-    settings = RoundSettings(
-        algorithm, EveryInterval(0.0), codec=Rounding(), bucket_bytes=SMALL_BUCKET
-    )
-    model = Point(randn(LARGE, seed=99))
-    engine = Engine.from_settings(model, settings)
-    model.value.data.copy_(randn(LARGE, seed=rank))
-    steps = 0
-    for part in range(2):
-        goal = 4 * (part + 1)
-        while engine.statistics.rounds < goal:
-            model.value.data.add_(0.01 * (rank + 1))
-            steps += 1
-            engine.step()
-            time.sleep(1e-4)
-        engine.worker.meet("a checkpoint")
-        saved = saved_and_loaded(engine.state_dict())
-        before = flat(model)
-        residual = engine.lanes[0].lane.residual["residual"].clone()
-        engine.close()
-        model = Point(randn(LARGE, seed=99))
-        engine = Engine.from_settings(model, settings)
-        engine.load_state_dict(saved)
-        assert torch.equal(flat(model), before)
-        assert torch.equal(engine.lanes[0].lane.residual["residual"], residual)
-    engine.close()
-    return {"model": flat(model), "residual": residual, "steps": steps}
+@pytest.mark.parametrize("codec", SMALL, ids=str)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_stays_in_its_block_and_is_seen_there(codec: Codec, bad: float) -> None:
+    values = randn(200)
+    values[70] = bad
+    block = slice(70 // codec.block * codec.block, (70 // codec.block + 1) * codec.block)
+    found = read(codec, values)
+    assert not torch.isfinite(found[block]).all()
+    found[block] = 0
+    values[block] = 0
+    assert torch.equal(found, read(codec, values))
 
 
-def test_by_the_clock_nothing_is_lost_but_what_the_residuals_hold(pool: Pool) -> None:
-    """The sum of models and residuals moves by the local steps alone."""
-    results = pool.run(race, ModelAverage(), world=2)
-    total = sum(result["model"] + result["residual"] for result in results)
-    start = sum(randn(LARGE, seed=rank) for rank in range(2))
-    progress = sum(0.01 * (rank + 1) * r["steps"] for rank, r in enumerate(results))
-    assert_close(total, start + progress)
-    assert all(result["residual"].abs().max() > 0 for result in results)
+@pytest.mark.parametrize("codec", SMALL, ids=str)
+def test_tiny_and_huge_values_stay_finite(codec: Codec) -> None:
+    for size in (1e-45, 1e-38, 1e-20, 1e30, 3e38):
+        found = read(codec, randn(64).clamp(-1, 1) * size)
+        assert torch.isfinite(found).all()
 
 
-def test_a_residual_is_each_workers_own(pool: Pool) -> None:
-    first, second = (result["residual"] for result in pool.run(race, ModelAverage(), world=2))
-    assert not torch.equal(first, second)
+@pytest.mark.parametrize("codec", SMALL, ids=str)
+def test_any_bytes_can_be_read(codec: Codec) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for numel in LENGTHS:
+        size = (codec.num_bytes(numel),)
+        for _ in range(20):
+            wire = torch.randint(0, 256, size, generator=generator, dtype=torch.uint8)
+            assert codec.decode(wire, torch.empty(numel)).shape == (numel,)
 
 
-@pytest.mark.parametrize("codec", [Identity(), Rounding()], ids=str)
-def test_a_codec_reads_its_state_only(codec: Codec) -> None:
-    """A round may fail after a message was made."""
-    state = codec.init(torch.zeros(6))
-    before = {key: value.clone() for key, value in state.items()}
-    message = torch.randn(6)
-    after = codec.encode(message, state)
-    assert after.keys() == state.keys()
-    assert all(torch.equal(state[key], before[key]) for key in state)
+@pytest.mark.parametrize(("name", "at_most"), [("int8", 0.27), ("int4", 0.145), ("e3m0", 0.145)])
+def test_bytes_against_float32(name: str, at_most: float) -> None:
+    assert CODECS[name]().num_bytes(5_000_000) / 20_000_000 <= at_most
 
 
-def test_identity_sends_what_it_is_given() -> None:
-    message = torch.randn(5)
-    before = message.clone()
-    assert Identity().encode(message, Identity().init(message)) == {}
-    assert torch.equal(message, before)
-    assert Identity().granularity == 1
+def test_sparse_messages_of_two_workers_are_a_fiftieth() -> None:
+    assert Sparse().num_bytes(5_000_000) / 20_000_000 <= 0.02
+
+
+def test_sparse_keeps_the_largest() -> None:
+    values = randn(4096)
+    found = read(Sparse(64), values)
+    kept = found != 0
+    assert kept.sum() == 64
+    assert values[kept].abs().min() >= values[~kept].abs().max()
+    assert torch.equal(found[kept].sign(), values[kept].sign())
+    upper = values[kept].abs() > values[kept].abs().mean()
+    for level in (upper, ~upper):
+        mean = values[kept][level].abs().mean()
+        torch.testing.assert_close(found[kept][level].abs(), mean.expand(int(level.sum())))
+
+
+@pytest.mark.parametrize("codec", SMALL, ids=str)
+@pytest.mark.parametrize("num_workers", range(1, 6))
+def test_shards_cover_every_element_once(codec: Codec, num_workers: int) -> None:
+    for numel in range(1, 70):
+        parts = shards(codec, numel, num_workers)
+        values = [i for part in parts for i in range(numel)[part.values]]
+        assert values == list(range(numel))
+        size = codec.num_bytes(numel)
+        assert [i for part in parts for i in range(size)[part.wire]] == list(range(size))
+        for part in parts:
+            length = len(range(numel)[part.values])
+            assert codec.num_bytes(length) == len(range(size)[part.wire])
+
+
+@pytest.mark.parametrize("codec", SMALL, ids=str)
+def test_sums_are_those_of_what_is_read(codec: Codec) -> None:
+    messages = [randn(5000, seed) for seed in range(3)]
+    expected = read(codec, messages[0])
+    for message in messages[1:]:
+        expected = expected + read(codec, message)
+    wires = [codec.encode(message) for message in messages]
+    assert torch.equal(add_up(codec, wires, torch.empty(5000)), expected)
+    lost = messages[0].clone()
+    subtract_written(codec, wires[0], lost)
+    assert torch.equal(lost, messages[0] - read(codec, messages[0]))
+
+
+@pytest.mark.parametrize("codec", SMALL, ids=str)
+def test_codecs_are_values(codec: Codec) -> None:
+    assert pickle.loads(pickle.dumps(codec)) == codec
+    assert hash(codec) == hash(pickle.loads(pickle.dumps(codec)))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: Int8(0), ValueError, "positive multiple of 4, got 0"),
+        (lambda: Int8(6), ValueError, "positive multiple of 4, got 6"),
+        (lambda: Int4(4), ValueError, "positive multiple of 8, got 4"),
+        (lambda: E3M0(8.0), TypeError, "must be an integer, got 8.0"),
+        (lambda: Sparse(0), ValueError, "between 4 and 4096, got 0"),
+        (lambda: Sparse(6), ValueError, "multiple of 4 between 4 and 4096, got 6"),
+        (lambda: Sparse(64, 32), ValueError, "between 4 and 32, got 64"),
+        (lambda: Sparse(64, 8192), ValueError, "at most 4096, got 8192"),
+        (lambda: Sparse(True), TypeError, "k counts values"),
+    ],
+)
+def test_bad_settings(make: type[Codec], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        make()

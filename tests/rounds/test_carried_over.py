@@ -17,10 +17,10 @@ from tests.rounds.toys import (
     SMALL_BUCKET,
     Counting,
     Halves,
-    Rounding,
     Talking,
     approach,
     flat,
+    rounding,
     saved_and_loaded,
     zeros,
 )
@@ -119,8 +119,8 @@ def test_counters_and_shared_vectors_are_exact(
             assert one["received"] is None or torch.equal(one["received"], other["received"])
 
 
-def test_what_a_codec_had_left_over_becomes_the_mean(pool: Pool) -> None:
-    settings = settings_of(DiLoCo(), EverySteps(2), codec=Rounding())
+def test_what_compression_had_left_over_becomes_the_mean(pool: Pool) -> None:
+    settings = settings_of(DiLoCo(), EverySteps(2), compression=rounding(DiLoCo()))
     states, found = carried(pool, settings, settings, (3, 2))
     left = torch.stack([state["lanes"][0]["residual"]["residual"] for state in states])
     assert left.abs().max() > 0
@@ -151,11 +151,11 @@ def test_a_flight_of_other_parts_is_dropped(
                 assert torch.equal(shared["state"][name], states[0]["shared"][0]["state"][name])
 
 
-def test_a_codec_that_is_no_more_is_named(pool: Pool) -> None:
-    with_codec = settings_of(GASLoC(), EverySteps(2), codec=Rounding())
-    plain = dataclasses.replace(with_codec, codec=settings_of(GASLoC(), EverySteps(2)).codec)
+def test_a_compression_that_is_no_more_is_named(pool: Pool) -> None:
+    with_codec = settings_of(DiLoCo(), EverySteps(2), compression=rounding(DiLoCo()))
+    plain = dataclasses.replace(with_codec, compression=None)
     _, found = carried(pool, with_codec, plain, (2, 2))
-    assert [notes for notes, _ in found] == [["what the codec had left over is dropped"]] * 2
+    assert [notes for notes, _ in found] == [["what compression had left over is dropped"]] * 2
     _, found = carried(pool, plain, with_codec, (2, 2))
     assert [notes for notes, _ in found] == [[], []]
 

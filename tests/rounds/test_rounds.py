@@ -14,17 +14,17 @@ from lightning_loco.comm import Statistics, WorkerGroup
 from lightning_loco.comm.flat import FlatLayout
 from lightning_loco.comm.rows import PendingRows, Row
 from lightning_loco.rounds import Engine, RoundSettings
+from lightning_loco.rounds.compressed_mean import CompressedMean
 from lightning_loco.rounds.exchange import Handle, make_exchange
 from lightning_loco.rounds.flight import Flight
 from lightning_loco.rounds.lane import Lane
-from lightning_loco.rounds.mean_exchange import MeanExchange
 from lightning_loco.rounds.neighbor_exchange import NeighborExchange
 from lightning_loco.rounds.parcels import Parcel
 from lightning_loco.rounds.rounds import Rounds
 from lightning_loco.schedules import EveryInterval, EverySteps, Schedule
 from tests.algorithms.toys import Point, randn
 from tests.pool import Pool
-from tests.rounds.toys import SMALL_BUCKET, Counting, Rounding, approach
+from tests.rounds.toys import SMALL_BUCKET, Counting, approach, rounding
 
 FITS = 2000
 """Elements that two parcels of the smallest bucket hold."""
@@ -34,6 +34,8 @@ FITS = 2000
 
 class Lost:
     """A parcel that never comes."""
+
+    lost = None
 
     def has_arrived(self) -> bool:
         return True
@@ -48,7 +50,7 @@ class Lost:
 def lose(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Let the parcel of that number not come, counted from now on; the others do."""
     sent = 0
-    for exchange in (MeanExchange, NeighborExchange):
+    for exchange in (CompressedMean, NeighborExchange):
 
         def start(self: Any, parcel: Parcel, index: int, send: Any = exchange.start) -> Any:
             nonlocal sent
@@ -134,7 +136,9 @@ def test_a_round_that_loses_its_second_parcel_changes_nothing(
 ) -> None:
     """Neither parameters nor state nor residuals, at once, late and by the clock."""
     bucket_bytes = SMALL_BUCKET * (8 if isinstance(algorithm, GASLoC) else 4)
-    settings = RoundSettings(algorithm, schedule, codec=Rounding(), bucket_bytes=bucket_bytes)
+    settings = RoundSettings(
+        algorithm, schedule, compression=rounding(algorithm), bucket_bytes=bucket_bytes
+    )
     for result in pool.run(fail_in_round, settings, FITS, 2, world=2):
         assert result == {
             "error": "the parcel is lost",
@@ -146,7 +150,9 @@ def test_a_round_that_loses_its_second_parcel_changes_nothing(
 
 def test_a_round_larger_than_the_bucket_that_fails_is_torn_and_not_saved(pool: Pool) -> None:
     """With two parcels under way, the first has landed when the fourth does not come."""
-    settings = RoundSettings(DiLoCo(), STEPS, codec=Rounding(), bucket_bytes=SMALL_BUCKET)
+    settings = RoundSettings(
+        DiLoCo(), STEPS, compression=rounding(DiLoCo()), bucket_bytes=SMALL_BUCKET
+    )
     for result in pool.run(fail_in_round, settings, 5000, 4, world=2):
         assert result == {"error": "the parcel is lost", "same": False, "torn": True, "parcels": 5}
 

@@ -18,7 +18,7 @@ from lightning_loco.schedules import EverySteps
 from lightning_loco.topology import RandomMatching, Ring
 from tests.algorithms.toys import Point, assert_close, randn
 from tests.pool import Pool, PoolError, make_trainer
-from tests.rounds.toys import Counting, Halves, Lonely, RandomPairs, Rounding, SignBlocks, flat
+from tests.rounds.toys import Counting, Halves, Lonely, RandomPairs, SignBlocks, flat
 from tests.tiny import TinyModule, make_loader
 
 ROUNDS = 5
@@ -135,7 +135,8 @@ def test_settings_of_equal_value_are_accepted(pool: Pool) -> None:
     [
         ({"algorithm": "diloco"}, TypeError, "algorithm must be an Algorithm such as DiLoCo"),
         ({"schedule": 100}, TypeError, "schedule must be a Schedule such as EverySteps"),
-        ({"codec": "int8"}, TypeError, "codec must be a Codec such as Identity"),
+        ({"compression": "zip"}, ValueError, "compression must be one of none, bf16"),
+        ({"compression": 8}, TypeError, "compression must be a name, a codec such as Int8"),
         ({"bucket_bytes": 1.5}, TypeError, "bucket_bytes must be an integer, got 1.5"),
         ({"bucket_bytes": True}, TypeError, "bucket_bytes must be an integer"),
         ({"bucket_bytes": 0}, ValueError, "bucket_bytes must be positive"),
@@ -200,7 +201,8 @@ def test_chunks_are_for_the_cache_and_end_where_lanes_do() -> None:
 
 def test_what_is_described_tells_codecs_and_schedules_apart() -> None:
     plain = RoundSettings(LocalSGD(), EverySteps(2)).describe()
-    assert plain["codec"] != RoundSettings(LocalSGD(), codec=Rounding()).describe()["codec"]
+    with_codec = RoundSettings(LocalSGD(), compression="int8").describe()
+    assert plain["compression"] != with_codec["compression"]
     halves = RoundSettings(LocalSGD(), Halves(2)).describe()
     assert (plain["schedule"], halves["schedule"]) == ("EverySteps", "Halves")
     assert halves["granularity"] == 4

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_loco import NeighborAverage, Simulation
 from lightning_loco.algorithms import Algorithm, KeepProgress, Landing, Restart, State
-from lightning_loco.codecs import Codec
+from lightning_loco.codecs import Codec, ErrorFeedback, Int4, Int8
 from lightning_loco.rounds import Engine, RoundSettings
 from lightning_loco.schedules import EverySteps, Now
 from lightning_loco.topology import RandomMatching, Ring, Topology
@@ -180,16 +180,25 @@ class Lonely(NeighborAverage):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rounding(Codec):
-    """bfloat16 on the wire; what is rounded off goes with the next message."""
+class Exact(Codec):
+    """All of a float64: nothing is lost."""
 
-    def init(self, params: Tensor) -> State:
-        return {"residual": torch.zeros_like(params)}
+    block: int = 8
 
-    def encode(self, message: Tensor, state: State) -> State:
-        wanted = message + state["residual"]
-        message.copy_(wanted.bfloat16())
-        return {"residual": wanted.sub_(message)}
+    @property
+    def row_bytes(self) -> int:
+        return 8 * self.block
+
+    def encode_blocks(self, values: Tensor, rows: Tensor) -> None:
+        rows.view(torch.float64).copy_(values)
+
+    def decode_blocks(self, rows: Tensor, values: Tensor) -> None:
+        values.copy_(rows.view(torch.float64))
+
+
+def rounding(algorithm: Algorithm) -> Codec | ErrorFeedback:
+    """A rough codec with an error feedback, where the algorithm averages over all workers."""
+    return ErrorFeedback(Int4(8)) if algorithm.exchange == "mean" else Int8(8)
 
 
 @dataclasses.dataclass(frozen=True)

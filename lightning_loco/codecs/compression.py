@@ -1,0 +1,190 @@
+"""What a user asks for, ``compression="int8"``, and what a worker remembers because of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_loco.algorithms import State
+from lightning_loco.codecs.base import Codec
+from lightning_loco.codecs.floats import BFloat16, Float16
+from lightning_loco.codecs.four_bits import E3M0, Int4
+from lightning_loco.codecs.int8 import Int8
+from lightning_loco.codecs.sparse import Sparse
+
+CODECS: dict[str, type[Codec]] = {
+    "bf16": BFloat16,
+    "fp16": Float16,
+    "int8": Int8,
+    "int4": Int4,
+    "e3m0": E3M0,
+    "sparse": Sparse,
+}
+"""The codecs by their names."""
+
+_RESIDUAL, _REFERENCE = "residual", "reference"
+
+
+@dataclasses.dataclass(frozen=True)
+class ErrorFeedback:
+    r"""What a codec loses of a message goes with the next one.
+
+    .. math::
+        u_t = m_t + \beta e_{t-1}, \quad e_t = u_t - Q(u_t)
+
+    It costs one more vector ``(P,)``, which is each worker's own and is kept in checkpoints. For
+    means only: gossip keeps the mean without it.
+
+    Args:
+        codec: What is fed back.
+        decay: :math:`\beta` in [0, 1]; 0 for no feedback at all.
+
+    Raises:
+        TypeError: If ``codec`` is no codec or ``decay`` no number.
+        ValueError: If ``decay`` is out of range.
+
+    Example:
+        >>> from lightning_loco.codecs import E3M0
+        >>> ErrorFeedback(E3M0())
+        ErrorFeedback(codec=E3M0(block=128), decay=1.0)
+    """
+
+    codec: Codec
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check types and ranges."""
+        if not isinstance(self.codec, Codec):
+            raise TypeError(f"ErrorFeedback needs a codec such as E3M0(), got {self.codec!r}.")
+        if isinstance(self.decay, bool) or not isinstance(self.decay, (int, float)):
+            raise TypeError(f"decay must be a number, got {self.decay!r}.")
+        if not 0 <= self.decay <= 1:
+            raise ValueError(
+                f"decay says how much of what was lost is sent again and must be in [0, 1], got "
+                f"{self.decay}. Use 1 to lose nothing."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Compression:
+    """How the messages of one algorithm are compressed, and what a worker remembers of it.
+
+    Args:
+        codec: How values are written.
+        decay: Of the error feedback; None for none.
+        is_relative: Whether messages are parameters, and only their difference to what the last
+            round has brought, which is equal on all workers, is sent.
+    """
+
+    codec: Codec
+    decay: float | None = None
+    is_relative: bool = False
+
+    @property
+    def has_feedback(self) -> bool:
+        """Whether what is lost is remembered."""
+        return self.decay is not None
+
+    def init(self, params: Tensor) -> State:
+        """The state of a worker: tensors of shape ``(P,)``, cut along with the parameters.
+
+        Args:
+            params: Start parameters ``(P,)``, equal on all workers.
+        """
+        state: State = {_RESIDUAL: torch.zeros_like(params)} if self.has_feedback else {}
+        return {**state, _REFERENCE: params.clone()} if self.is_relative else state
+
+    def prepare(self, message: Tensor, state: State) -> None:
+        """Replace a message by what is to be written of it; the state is only read."""
+        if self.is_relative:
+            message.sub_(state[_REFERENCE])
+        if self.decay is not None:
+            message.add_(state[_RESIDUAL], alpha=self.decay)
+
+    def keep(self, lost: Tensor, state: State, was_prepared: bool) -> None:
+        """Remember what was lost, once the round counts.
+
+        Args:
+            lost: What was to be written, without what was written.
+            state: Changed in place.
+            was_prepared: Whether the message held what was remembered before. A worker without
+                valid progress sends zeros, and keeps its own.
+        """
+        if self.decay is None:
+            return
+        residual: Tensor = state[_RESIDUAL]
+        residual.copy_(lost) if was_prepared else residual.add_(lost)
+
+    def make_absolute(self, received: Tensor, state: State) -> None:
+        """Make of what was received what the algorithm expects; the state is only read."""
+        if self.is_relative:
+            received.add_(state[_REFERENCE])
+
+    def land(self, received: Tensor, state: State) -> None:
+        """Remember what the algorithm is about to get."""
+        if self.is_relative:
+            reference: Tensor = state[_REFERENCE]
+            reference.copy_(received)
+
+
+def shared_part(state: State) -> Tensor | None:
+    """What of the state of :meth:`Compression.init` is equal on all workers, if anything is."""
+    return state.get(_REFERENCE)
+
+
+def as_compression(
+    given: Any, exchange: Literal["mean", "neighbors", "pull"], sends_parameters: bool
+) -> Compression | None:
+    """What a user has asked for, as it suits an algorithm.
+
+    Args:
+        given: None or ``"none"``, the name of a codec, a codec, or an :class:`ErrorFeedback`. Rough
+            codecs get one for means by themselves.
+        exchange: Of the algorithm.
+        sends_parameters: Whether its messages are parameters instead of differences.
+
+    Raises:
+        TypeError: If it is none of these.
+        ValueError: If the name is unknown, or the codec does not work with that exchange.
+    """
+    check_compression(given)
+    if given is None or given == "none":
+        return None
+    if isinstance(given, str):
+        given = CODECS[given]()
+    codec = given.codec if isinstance(given, ErrorFeedback) else given
+    if exchange == "mean":
+        decay = given.decay if isinstance(given, ErrorFeedback) else float(codec.is_rough)
+        return Compression(codec, decay or None, is_relative=sends_parameters)
+    if isinstance(given, ErrorFeedback):
+        raise ValueError(
+            "Gossip keeps the mean of compressed messages without an error feedback. Give the codec"
+            f" alone: compression={codec}."
+        )
+    if codec.is_rough:
+        raise ValueError(
+            f"{codec} writes parameters too roughly for gossip: neighbours would not come closer "
+            'than a third of each value. Use compression="int8" or "bf16", or an algorithm that '
+            "averages over all workers."
+        )
+    return Compression(codec)
+
+
+def check_compression(given: Any) -> None:
+    """Refuse what no algorithm can use; see :func:`as_compression`.
+
+    Raises:
+        TypeError: If it is nothing of the kind.
+        ValueError: If the name is unknown.
+    """
+    if isinstance(given, str) and given not in ("none", *CODECS):
+        names = ", ".join(["none", *CODECS])
+        raise ValueError(f"compression must be one of {names}, or a codec; got {given!r}.")
+    if given is not None and not isinstance(given, (str, Codec, ErrorFeedback)):
+        raise TypeError(
+            "compression must be a name, a codec such as Int8(), or ErrorFeedback(...), got "
+            f"{given!r}."
+        )

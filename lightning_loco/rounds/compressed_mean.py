@@ -1,0 +1,196 @@
+"""The mean over all workers, of compressed messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_loco.background import begin
+from lightning_loco.codecs import Compression
+from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.stats import Statistics
+from lightning_loco.comm.waiting import Explained, Timed, Works
+from lightning_loco.rounds.compressed_sum import CompressedSum, simulate_sum
+from lightning_loco.rounds.parcels import Parcel
+
+_LONGEST_JOIN_S = 5.0
+
+
+class CompressedMean:
+    """Everyone receives the sum of the messages, to be divided by the total weight.
+
+    Between its two swaps of bytes a worker has to add up. If rounds stay under way, a thread does
+    it beside the local steps, parcel after parcel, so that all workers make their calls in one
+    order; otherwise whoever waits for the parcel does.
+
+    Args:
+        group: The workers.
+        statistics: Where bytes and seconds are counted.
+        compression: How messages are written.
+        stays: Whether local steps are made while rounds are under way.
+    """
+
+    is_weighted = True
+    can_carry_rows = False
+
+    def __init__(
+        self, group: WorkerGroup, statistics: Statistics, compression: Compression, stays: bool
+    ) -> None:
+        self._group = group
+        self._statistics = statistics
+        self._compression = compression
+        self._stays = stays
+        self._spare: list[Tensor] = []
+        self._last: Future[Tensor] | None = None  # of the parcel that was sent last
+
+    def start(self, parcel: Parcel, round_index: int) -> CompressedHandle | Alone:
+        """Write the message; a worker of weight 0 must send zeros."""
+        group, message = self._group, parcel.wire
+        if group.num_workers == 1:
+            return Alone(message, self._compression.has_feedback)
+        memory = self._take(message) if self._compression.has_feedback else None
+        under_way = CompressedSum(
+            self._compression, message, group.worker, group.num_workers, memory
+        )
+        place, statistics = f"round {round_index}", self._statistics
+
+        def swap(sent: dict[int, Tensor], inbox: dict[int, Tensor]) -> None:
+            self._swap(place, sent, inbox)
+
+        def run() -> Tensor:
+            total = under_way.run(swap)
+            statistics.bytes_sent += under_way.bytes_sent
+            return total
+
+        if self._stays:
+            self._last = begin(_in_turn(self._last, run, message.device))
+        lost = message if self._compression.has_feedback else None
+        coming = self._last if self._stays else None
+        return CompressedHandle(run, coming, lost, statistics, lambda: self._give_back(memory))
+
+    def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
+        """Read the sum, then divide; what is lost is left in the messages, if it is fed back."""
+        if len(messages) == 1:
+            mean = messages[0].clone()
+            messages[0].zero_()
+            return [mean]
+        mean = simulate_sum(self._compression, messages).div_(len(messages))
+        return [mean.clone() for _ in messages]
+
+    def _swap(self, place: str, sent: dict[int, Tensor], inbox: dict[int, Tensor]) -> None:
+        group = self._group
+        wires = {peer: tensor for peer, tensor in sent.items() if tensor.numel()}
+        staged = group.host_waits and any(tensor.is_cuda for tensor in inbox.values())
+        if staged:
+            wires = {peer: tensor.cpu() for peer, tensor in wires.items()}
+        places = {p: t.cpu() if staged else t for p, t in inbox.items() if t.numel()}
+        operations = [dist.P2POp(dist.irecv, places[peer], peer, group.data) for peer in places] + [
+            dist.P2POp(dist.isend, wires[peer], peer, group.data) for peer in wires
+        ]
+        if not operations:
+            return
+        with Explained(group, place):
+            works = dist.batch_isend_irecv(operations)
+        Works(group, place, works).wait()
+        for peer in places if staged else ():
+            inbox[peer].copy_(places[peer])
+
+    def _take(self, message: Tensor) -> Tensor:
+        for index, spare in enumerate(self._spare):
+            if spare.numel() == message.numel():
+                return self._spare.pop(index)
+        return torch.empty_like(message)
+
+    def _give_back(self, memory: Tensor | None) -> None:
+        if memory is not None:
+            self._spare.append(memory)
+
+
+def _in_turn(
+    before: Future[Tensor] | None, run: Callable[[], Tensor], device: torch.device
+) -> Callable[[], Tensor]:
+    """Run after what was begun before; on a GPU in a stream of its own, to the end."""
+    is_cuda = device.type == "cuda"
+    ready = torch.cuda.current_stream(device).record_event() if is_cuda else None
+
+    def in_turn() -> Tensor:
+        if before is not None:
+            wait([before])
+        if ready is None:
+            return run()
+        with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+            ready.wait()
+            total = run()
+            torch.cuda.current_stream(device).synchronize()
+        return total
+
+    return in_turn
+
+
+class CompressedHandle:
+    """The sum of a parcel's messages, under way.
+
+    Args:
+        run: Exchanges, and returns the sum.
+        coming: What comes of it, if a thread runs it.
+        lost: Where it leaves what is lost of the own message; None if nobody asks.
+        statistics: Where seconds are counted.
+        give_back: Gives memory back.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[], Tensor],
+        coming: Future[Tensor] | None,
+        lost: Tensor | None,
+        statistics: Statistics,
+        give_back: Callable[[], None],
+    ) -> None:
+        self._run = run
+        self._coming = coming
+        self._statistics = statistics
+        self._give_back = give_back
+        self.lost = lost
+
+    def has_arrived(self) -> bool:
+        """Whether :meth:`wait` would return or raise at once; never, unless a thread runs it."""
+        return self._coming is not None and self._coming.done()
+
+    def wait(self) -> Tensor:
+        """Return the sum; raises RuntimeError if a worker is missing or has failed."""
+        with Timed(self._statistics):
+            return self._run() if self._coming is None else self._coming.result()
+
+    def release(self) -> None:
+        """Let the memory serve again; a thread gets a moment to end once its works have failed."""
+        if self._coming is not None:
+            wait([self._coming], _LONGEST_JOIN_S)
+        self._give_back()
+
+
+class Alone:
+    """The message of a single worker, which nobody has to write or read.
+
+    Args:
+        message: What :meth:`wait` returns.
+        has_feedback: Whether somebody asks what is lost: nothing.
+    """
+
+    def __init__(self, message: Tensor, has_feedback: bool) -> None:
+        self._message = message
+        self.lost = torch.zeros_like(message) if has_feedback else None
+
+    def has_arrived(self) -> bool:
+        """Yes."""
+        return True
+
+    def wait(self) -> Tensor:
+        """The message."""
+        return self._message
+
+    def release(self) -> None:
+        """The memory belongs to the caller."""
