@@ -14,8 +14,17 @@ TESTS = Path(__file__).parent
 ROOMS = ("codecs", "comm", "rounds", "schedules", "simulation")
 ELSEWHERE = {
     "codecs/base.py": "codecs/test_codecs.py",
+    "codecs/floats.py": "codecs/test_codecs.py",
+    "codecs/four_bits.py": "codecs/test_codecs.py",
+    "codecs/int8.py": "codecs/test_codecs.py",
+    "codecs/scales.py": "codecs/test_codecs.py",
+    "codecs/sparse.py": "codecs/test_codecs.py",
+    "codecs/sums.py": "codecs/test_codecs.py",
     "comm/arrivals.py": "comm/test_groups.py",
     "comm/consensus.py": "comm/test_worker.py",
+    "rounds/compressed_mean.py": "rounds/test_compression.py",
+    "rounds/compressed_mixing.py": "rounds/test_compression.py",
+    "rounds/compressed_sum.py": "rounds/test_compression.py",
     "rounds/membership.py": "elastic/test_elastic.py",
     "rounds/mean_exchange.py": "rounds/test_exchange.py",
     "rounds/neighbor_exchange.py": "rounds/test_exchange.py",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightning_loco.comm.rows import PendingRows, Row
 from lightning_loco.rounds.exchange import Handle
-from lightning_loco.rounds.parcels import Parcel
 
 
 @dataclasses.dataclass
@@ -28,9 +27,8 @@ class Flight:
         received: What they have brought; None before it is here.
         stayed: Whether local steps were made while it was under way.
         told: The algorithm's own numbers of all workers; None before they are known.
-        is_divided: Whether what has arrived is divided by the total weight already, and means what
-            it meant before it was compressed.
-        is_kept: Whether what was lost of the message is remembered.
+        is_divided: Whether what has arrived is divided by the total weight already, and what was
+            lost on the wire is taken care of.
     """
 
     index: int
@@ -42,19 +40,12 @@ class Flight:
     stayed: bool = False
     told: list[tuple[float, ...]] | None = None
     is_divided: bool = False
-    is_kept: bool = False
     finite: bool = True
 
     def has_arrived(self) -> bool:
         """Whether everything is here; never waits, and calls others who may not know of it."""
         are_rows_here = self.rows.has_arrived()  # whatever the handles say: this is the call
         return all(handle.has_arrived() for handle in self.handles) and are_rows_here
-
-    def keep_lost(self, parcels: Iterable[Parcel]) -> None:
-        """Have the parcels remember, once, what was lost of their messages."""
-        for parcel, handle in zip(parcels, self.handles, strict=True) if not self.is_kept else ():
-            parcel.keep(handle.lost, self.valid)
-        self.is_kept = True
 
     def state_dict(self) -> dict[str, Any]:
         """What to know of it besides what it brings."""

@@ -62,8 +62,8 @@ class Rounds:
         Messages that have a place which is free are made here: then a look at the packed values,
         still in the cache, replaces one at the parameters.
         """
-        lane, sums = self.lane, [math.nan]
         self._make_ready()
+        lane, sums = self.lane, [math.nan]
         self._is_proposed = lane.holds and self.flight is None
         if self._is_proposed:
             with labelled("loco/propose"):
@@ -162,7 +162,7 @@ class Rounds:
         """Apply all of a flight; the message of a successor is made right before, part by part."""
         received, weight = self._receive(flight)
         self._commit(flight, self.lane.parts)
-        flight.keep_lost(self.lane.parcels)
+        self._keep_lost(flight)
         for parcel, whole in zip(self.lane.parcels, received, strict=True):
             with labelled("loco/apply"):
                 for part, share in parcel.split(whole):
@@ -208,6 +208,10 @@ class Rounds:
         self.is_torn = True
         for part in parts if flight.told is not None else ():
             self._algorithm.hear(flight.told or (), part.state)
+
+    def _keep_lost(self, flight: Flight) -> None:
+        for parcel, handle in zip(self.lane.parcels, flight.handles, strict=True):
+            parcel.keep(None if flight.is_divided else handle.lost, flight.valid)
 
     def _land_part(
         self, flight: Flight, part: Part, received: Tensor, weight: float, valid: bool
@@ -259,12 +263,12 @@ class Rounds:
     def _arrived(self, flight: Flight) -> Tensor:
         """All that a flight has brought, once it is here, as it is applied later."""
         received, weight = self._receive(flight)
+        self._keep_lost(flight)
         for parcel, whole in zip(self.lane.parcels, received, strict=True):
             whole[: len(parcel)].div_(weight)
-            for part, share in parcel.split(whole):
+            for part, share in parcel.split(whole) if not flight.is_divided else ():
                 part.make_absolute(share)
         flight.is_divided = True
-        flight.keep_lost(self.lane.parcels)
         return self.lane.gather(received)
 
     def give_up(self) -> list[Handle]:
@@ -284,8 +288,7 @@ class Rounds:
             return
         if not lane.holds:
             raise ValueError("The checkpoint holds a round under way, but overlap is off.")
-        messages = lane.messages()
-        lengths = [message.numel() for message in messages]
+        lengths = [message.numel() for message in (messages := lane.messages())]
         received = list(shared["received"].split(lengths))
         if "messages" in flight:
             torch._foreach_copy_(messages, list(flight["messages"].split(lengths)))

@@ -15,6 +15,7 @@ def make_parser(timeout_s: float = 30) -> argparse.ArgumentParser:
     parser.add_argument("--index", type=int, required=True)
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--overlap", action="store_true")
+    parser.add_argument("--compression")
     parser.add_argument("--min-workers", type=int, default=1)
     parser.add_argument("--timeout-s", type=float, default=timeout_s)
     parser.add_argument("--host", default="127.0.0.1")

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.slow
 ROUNDS = 12
 
 
-def run_of_ranks(rank: int, world: int, algorithm: str, overlap: bool) -> list[int]:
+def run_of_ranks(
+    rank: int, world: int, algorithm: str, overlap: bool, compression: str | None
+) -> list[int]:
     """What tests/elastic/worker.py does, on ranks of one job."""
     torch.manual_seed(rank)
     model = nn.Linear(1000, 1, bias=False)
@@ -30,6 +32,7 @@ def run_of_ranks(rank: int, world: int, algorithm: str, overlap: bool) -> list[i
         overlap=overlap,
         warm_start=False,
         topology=TOPOLOGIES.get(algorithm),
+        compression=compression,
     )
     found = [checksum(engine)]
     while engine.worker.round_index < ROUNDS:
@@ -42,23 +45,33 @@ def run_of_ranks(rank: int, world: int, algorithm: str, overlap: bool) -> list[i
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "workers", "overlap"),
+    ("algorithm", "workers", "overlap", "compression"),
     [
-        ("diloco", 2, False),
-        pytest.param("diloco", 2, True, marks=pytest.mark.long),
-        ("gasloc", 3, True),
-        pytest.param("noloco", 3, False, marks=pytest.mark.long),
-        pytest.param("gasloc", 4, False, marks=pytest.mark.long),
-        pytest.param("noloco", 4, True, marks=pytest.mark.long),
+        ("diloco", 2, False, None),
+        pytest.param("diloco", 2, True, None, marks=pytest.mark.long),
+        ("gasloc", 3, True, None),
+        pytest.param("noloco", 3, False, None, marks=pytest.mark.long),
+        pytest.param("gasloc", 4, False, None, marks=pytest.mark.long),
+        pytest.param("noloco", 4, True, None, marks=pytest.mark.long),
+        ("diloco", 3, True, "e3m0"),
+        pytest.param("diloco", 3, False, "sparse", marks=pytest.mark.long),
+        pytest.param("local_sgd", 3, False, "int8", marks=pytest.mark.long),
+        pytest.param("gasloc", 3, False, "int8", marks=pytest.mark.long),
     ],
 )
 def test_it_equals_a_run_of_ranks(
-    pool: Pool, tmp_path: Path, algorithm: str, workers: int, overlap: bool
+    pool: Pool,
+    tmp_path: Path,
+    algorithm: str,
+    workers: int,
+    overlap: bool,
+    compression: str | None,
 ) -> None:
-    expected = pool.run(run_of_ranks, algorithm, overlap, world=workers)
+    expected = pool.run(run_of_ranks, algorithm, overlap, compression, world=workers)
     settings = (f"--rounds={ROUNDS}", "--step-s=0", f"--algorithm={algorithm}")
     schedule = ("--overlap",) if overlap else ()
-    with cluster(tmp_path, *settings, *schedule, min_workers=workers) as made:
+    codec = (f"--compression={compression}",) if compression else ()
+    with cluster(tmp_path, *settings, *schedule, *codec, min_workers=workers) as made:
         for index in range(workers):
             made.start(index)
             time.sleep(0.5 if index == 0 else 0)

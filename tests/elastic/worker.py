@@ -83,6 +83,7 @@ def main(arguments: list[str]) -> None:
         overlap=asked.overlap,
         warm_start=False,
         topology=TOPOLOGIES.get(asked.algorithm),
+        compression=asked.compression,
         membership=elastic_of(asked),
     )
 

@@ -45,7 +45,7 @@ def test_the_table_has_the_names_and_types_of_the_constructor() -> None:
     common = inspect.signature(LocoStrategy._init_with).parameters.keys() - {"self", "settings"}
     assert (
         common
-        == table.keys() - {"bucket_bytes", "membership"}
+        == table.keys() - {"bucket_bytes", "compression", "membership"}
         == get_type_hints(CommonArguments).keys()
     )
 
