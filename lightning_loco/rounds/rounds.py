@@ -288,7 +288,8 @@ class Rounds:
             return
         if not lane.holds:
             raise ValueError("The checkpoint holds a round under way, but overlap is off.")
-        lengths = [message.numel() for message in (messages := lane.messages())]
+        messages = lane.messages()
+        lengths = [message.numel() for message in messages]
         received = list(shared["received"].split(lengths))
         if "messages" in flight:
             torch._foreach_copy_(messages, list(flight["messages"].split(lengths)))
