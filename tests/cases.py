@@ -108,6 +108,7 @@ CASES = {
     "local_sgd": Case(LocalSGD()),
     "diloco": Case(DiLoCo()),
     "async_diloco": Case(DiLoCo(outer_momentum=0.0), overlap=True),
+    "delayed_nesterov": Case(loco.DelayedNesterov()),
     "gasloc": Case(GASLoC(), "ring"),
     "noloco": Case(loco.NoLoCo()),
     "async_model_average": Case(ModelAverage(), not_in=CLOCK),
@@ -125,6 +126,10 @@ CASES = {
     "async_diloco_cold": Case(
         DiLoCo(outer_momentum=0.0), overlap=True, warm_start=False, variant_of="async_diloco"
     ),
+    "delayed_nesterov_between": Case(
+        loco.DelayedNesterov(2.1, 0.5, every=3, between=0.2), variant_of="delayed_nesterov"
+    ),
+    "async_delayed_nesterov": Case(loco.DelayedNesterov(1.4, 0.3, every=2), overlap=True),
     "gasloc_plain": Case(GASLoC(momentum=0.0), "star", variant_of="gasloc"),
     "gasloc_gossiped": Case(GASLoC(momentum_on="gossiped"), "ring", variant_of="gasloc"),
     "gasloc_directed": Case(GASLoC(), "exponential", variant_of="gasloc"),

@@ -5,6 +5,7 @@ import pkgutil
 from types import GenericAlias
 
 from lightning_loco.algorithms.base import Algorithm, State
+from lightning_loco.algorithms.delayed_nesterov import DelayedNesterov
 from lightning_loco.algorithms.diloco import DiLoCo
 from lightning_loco.algorithms.gasloc import GASLoC
 from lightning_loco.algorithms.landing import KeepProgress, Landing, Restart
@@ -15,6 +16,7 @@ from lightning_loco.algorithms.stability import largest_stable_contraction
 
 __all__ = [
     "Algorithm",
+    "DelayedNesterov",
     "DiLoCo",
     "GASLoC",
     "KeepProgress",

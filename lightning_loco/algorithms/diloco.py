@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.optim.sgd import sgd
 
 from lightning_loco.algorithms.base import Algorithm, State
 from lightning_loco.algorithms.landing import Restart
 from lightning_loco.algorithms.outer import check_outer_optimizer, step_outer_optimizer
+from lightning_loco.algorithms.outer_sgd import check_outer_sgd, step_outer_sgd
 from lightning_loco.algorithms.stability import largest_stable_contraction
 
 if TYPE_CHECKING:
@@ -78,15 +77,7 @@ class DiLoCo(Algorithm):
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        if not (math.isfinite(self.outer_lr) and self.outer_lr > 0):
-            raise ValueError(
-                f"outer_lr must be positive, got {self.outer_lr}. A common value is 0.7."
-            )
-        if not 0 <= self.outer_momentum < 1:
-            raise ValueError(
-                f"outer_momentum must be in [0, 1), got {self.outer_momentum}. "
-                "Common values are 0.9 for hundreds of local steps, 0.5 for ten, 0 for none."
-            )
+        check_outer_sgd(self.outer_lr, self.outer_momentum)
         if self.outer_optimizer is not None and not callable(self.outer_optimizer):
             raise TypeError(
                 "outer_optimizer must be a callable from parameters to a torch optimizer, got "
@@ -134,21 +125,10 @@ class DiLoCo(Algorithm):
         outer: Tensor = state["outer"]
         if self.outer_optimizer is not None:
             step_outer_optimizer(self.outer_optimizer, outer, received, state)
-        elif self.outer_momentum > 0:
-            sgd(
-                [outer],
-                [received],
-                [state["momentum"]],
-                fused=True,
-                weight_decay=0.0,
-                momentum=self.outer_momentum,
-                lr=self.outer_lr,
-                dampening=0.0,
-                nesterov=self.nesterov,
-                maximize=False,
-            )
         else:
-            outer.add_(received, alpha=-self.outer_lr)
+            buffer = state.get("momentum")
+            rate, momentum = self.outer_lr, self.outer_momentum
+            step_outer_sgd(outer, received, buffer, rate, momentum, self.nesterov)
         return outer
 
     def restart(self, state: State) -> Tensor:

@@ -23,6 +23,9 @@ METHODS: dict[str, type[DDPStrategy]] = {
     "local_sgd": LocalSGDStrategy,
     "diloco": DiLoCoStrategy,
     "async_diloco": AsyncDiLoCoStrategy,
+    "delayed_nesterov": of_algorithm(
+        "lightning_loco.algorithms.delayed_nesterov", "DelayedNesterov"
+    ),
     "gasloc": GASLoCStrategy,
     "noloco": of_algorithm("lightning_loco.algorithms.noloco", "NoLoCo"),
     "async_model_average": AsyncModelAverageStrategy,
