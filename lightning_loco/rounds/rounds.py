@@ -53,6 +53,7 @@ class Rounds:
         self._codec = None if isinstance(settings.codec, Identity) else settings.codec
         self._landing = settings.landing or Restart()
         self._exchange = exchange
+        self._stays = settings.schedule.stays
         self._squares: list[Tensor] = []
         self._is_proposed = False
         self._is_finite = True
@@ -116,6 +117,9 @@ class Rounds:
             with labelled("loco/propose"):
                 for part in parcel.parts:
                     self._propose(part, part.message, valid)
+        goes_on = self.flight is not None or (self._landing.keeps_progress and self._is_finite)
+        for part in parcel.parts if self._stays(index) and not goes_on else ():
+            part.begin_again()
         return self._exchange.start(parcel, index)
 
     def send_first(self, index: int, valid: bool) -> Handle:
@@ -151,10 +155,8 @@ class Rounds:
         if before is not None:
             self._land(before, flight.finite)
         flight.handles = [self._send_next(parcel, flight) for parcel in self.lane.parcels]
-        goes_on = self._landing.keeps_progress and flight.finite
-        for part in self.lane.parts if stays and before is None and not goes_on else ():
-            if (start := part.start()) is not None:
-                part.unpack(start)
+        if self.lane.has_uncut_state:
+            self.lane.take_back_state()
         self.flight = flight
 
     def land(self) -> None:
@@ -169,10 +171,11 @@ class Rounds:
         self._commit(flight, self.lane.parts)
         for parcel, whole in zip(self.lane.parcels, received, strict=True):
             with labelled("loco/apply"):
-                for part, share in parcel.split(whole):
+                for part, share in parcel.split(whole, weight):
                     if successor is not None:
                         self._propose(part, part.scratch, successor.valid)
-                    self._land_part(flight, part, share, weight, valid)
+                    leaving = None if successor is None else part.scratch
+                    self._land_part(flight, part, share, valid, leaving)
                     if successor is not None:
                         part.message.copy_(part.scratch)
             if successor is not None:
@@ -188,8 +191,8 @@ class Rounds:
             received = handle.wait()
         self._commit(flight, parcel.parts)
         with labelled("loco/apply"):
-            for part, share in parcel.split(received):
-                self._land_part(flight, part, share, weight, True)
+            for part, share in parcel.split(received, weight):
+                self._land_part(flight, part, share, True, None)
         handle.release()
 
     def _receive(self, flight: Flight) -> tuple[list[Tensor], float]:
@@ -215,17 +218,15 @@ class Rounds:
             part.commit_residual()
 
     def _land_part(
-        self, flight: Flight, part: Part, received: Tensor, weight: float, valid: bool
+        self, flight: Flight, part: Part, received: Tensor, valid: bool, leaving: Tensor | None
     ) -> None:
-        if weight != 1:
-            received.div_(weight)
         if self.measure_gradient:
             gradient = self._algorithm.outer_gradient(part.message, received, part.state)
             if gradient is None and part.departure is not None:
                 gradient = received - part.departure
             if gradient is not None:
                 self._squares.append(torch.linalg.vector_norm(gradient))
-        result = self._algorithm.update(part.message, received, part.state)
+        result = part.end(received, leaving)
         if flight.stayed and valid and flight.finite and self._landing.keeps_progress:
             part.read_local(part.scratch)
             result = self._landing.land(result, part.scratch, part.departure)
