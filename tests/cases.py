@@ -5,6 +5,7 @@
   (tests/strategies/test_same_numbers.py);
 - "resume": a resumed run equals an unbroken one (tests/strategies/test_checkpoint.py);
 - "uneven": workers with different numbers of batches (tests/strategies/test_uneven.py);
+- "alone": one worker computes what many workers that do the same compute;
 - "nan": a worker with NaN is left out (tests/strategies/test_nan.py).
 
 tests/test_cases.py checks that no method, no algorithm and no row is forgotten.
@@ -102,12 +103,14 @@ def adagrad(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 CLOCK = dict.fromkeys(("same numbers", "resume", "nan by hand"), BY_CLOCK)
+COUNTS_WORKERS = {"alone": "the more workers, the smaller the share that comes without delay"}
 
 CASES = {
     # Each method under its registered name, with its own defaults.
     "local_sgd": Case(LocalSGD()),
     "diloco": Case(DiLoCo()),
     "async_diloco": Case(DiLoCo(outer_momentum=0.0), overlap=True),
+    "eager_diloco": Case(loco.EagerDiLoCo(), overlap=True, not_in=COUNTS_WORKERS),
     "delayed_nesterov": Case(loco.DelayedNesterov()),
     "gasloc": Case(GASLoC(), "ring"),
     "noloco": Case(loco.NoLoCo()),
@@ -130,6 +133,16 @@ CASES = {
         loco.DelayedNesterov(2.1, 0.5, every=3, between=0.2), variant_of="delayed_nesterov"
     ),
     "async_delayed_nesterov": Case(loco.DelayedNesterov(1.4, 0.3, every=2), overlap=True),
+    "eager_diloco_momentum": Case(
+        loco.EagerDiLoCo(0.4, 0.5), overlap=True, variant_of="eager_diloco", not_in=COUNTS_WORKERS
+    ),
+    "eager_diloco_cold": Case(
+        loco.EagerDiLoCo(0.4, 0.5, nesterov=False),
+        overlap=True,
+        warm_start=False,
+        variant_of="eager_diloco",
+        not_in=COUNTS_WORKERS,
+    ),
     "gasloc_plain": Case(GASLoC(momentum=0.0), "star", variant_of="gasloc"),
     "gasloc_gossiped": Case(GASLoC(momentum_on="gossiped"), "ring", variant_of="gasloc"),
     "gasloc_directed": Case(GASLoC(), "exponential", variant_of="gasloc"),

@@ -7,6 +7,7 @@ from types import GenericAlias
 from lightning_loco.algorithms.base import Algorithm, State
 from lightning_loco.algorithms.delayed_nesterov import DelayedNesterov
 from lightning_loco.algorithms.diloco import DiLoCo
+from lightning_loco.algorithms.eager_diloco import EagerDiLoCo
 from lightning_loco.algorithms.gasloc import GASLoC
 from lightning_loco.algorithms.landing import KeepProgress, Landing, Restart
 from lightning_loco.algorithms.local_sgd import LocalSGD
@@ -18,6 +19,7 @@ __all__ = [
     "Algorithm",
     "DelayedNesterov",
     "DiLoCo",
+    "EagerDiLoCo",
     "GASLoC",
     "KeepProgress",
     "Landing",

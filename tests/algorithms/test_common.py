@@ -201,7 +201,7 @@ def test_without_progress_a_round_begins_where_it_began(case: Case) -> None:
         assert torch.equal(start, params)
 
 
-@every_case
+@rows("alone")
 def test_a_worker_alone_keeps_to_the_same_formulas(case: Case) -> None:
     """One worker is as many workers that all do the same."""
     histories = []
