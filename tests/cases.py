@@ -30,7 +30,7 @@ from lightning_loco import (
     ModelAverage,
     NeighborAverage,
 )
-from lightning_loco.algorithms import Algorithm
+from lightning_loco.algorithms import Algorithm, Cosine, Linear, Piecewise
 from lightning_loco.rounds import RoundSettings
 from lightning_loco.topology import Topology, get_topology
 
@@ -116,6 +116,20 @@ CASES = {
     "noloco": Case(loco.NoLoCo()),
     "async_model_average": Case(ModelAverage(), not_in=CLOCK),
     # Other settings of them.
+    "diloco_schedule": Case(DiLoCo(Cosine(0.9, 0.2, rounds=5), 0.5), variant_of="diloco"),
+    "delayed_nesterov_schedule": Case(
+        loco.DelayedNesterov(Linear(0.5, 1.4, rounds=3), 0.5), variant_of="delayed_nesterov"
+    ),
+    "eager_diloco_schedule": Case(
+        loco.EagerDiLoCo(Piecewise({0: 0.7, 2: 0.4}), 0.3),
+        overlap=True,
+        variant_of="eager_diloco",
+        not_in=COUNTS_WORKERS,
+    ),
+    "gasloc_schedule": Case(GASLoC(Cosine(0.9, 0.5, rounds=5)), "ring", variant_of="gasloc"),
+    "gasloc_overlap_schedule": Case(
+        GASLoC(Cosine(0.9, 0.5, rounds=5)), "ring", overlap=True, variant_of="gasloc_overlap"
+    ),
     "diloco_plain": Case(DiLoCo(0.7, 0.0), variant_of="diloco"),
     "diloco_heavy_ball": Case(DiLoCo(0.7, 0.5, nesterov=False), variant_of="diloco"),
     "diloco_adam": Case(DiLoCo(outer_optimizer=adam), accuracy=1e-2, variant_of="diloco_adamw"),

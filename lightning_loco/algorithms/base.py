@@ -198,6 +198,10 @@ class Algorithm(ABC):
             state: Updated in place.
         """
 
+    def figures(self, state: State) -> dict[str, float]:
+        """What is logged of the last round beside what all algorithms log, by name."""
+        return {}
+
     def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
         """The tensor whose norm is ``loco/outer_grad_norm``; called right before :meth:`update`.
 

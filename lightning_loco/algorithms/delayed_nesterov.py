@@ -10,6 +10,14 @@ from torch import Tensor
 
 from lightning_loco.algorithms.base import Algorithm, State
 from lightning_loco.algorithms.landing import Restart
+from lightning_loco.algorithms.outer_lr import (
+    ROUNDS,
+    OuterLR,
+    highest_rate,
+    new_counter,
+    next_rate,
+    rate_figures,
+)
 from lightning_loco.algorithms.outer_sgd import check_outer_sgd, step_outer_sgd
 from lightning_loco.algorithms.stability import largest_stable_contraction
 
@@ -33,7 +41,8 @@ class DelayedNesterov(Algorithm):
     divided by n: for the pace of DiLoCo take ``outer_lr`` n times as large.
 
     Args:
-        outer_lr: Outer learning rate :math:`\eta` of a whole block, positive.
+        outer_lr: Outer learning rate :math:`\eta` of a whole block, positive; or a schedule, from
+            the number of a round to its rate.
         outer_momentum: Momentum :math:`\mu` in [0, 1), of a block from the one before.
         every: Rounds of a block, n, at least 1.
         between: The share of the momentum, c, in each step between, in [0, 1/n].
@@ -57,7 +66,7 @@ class DelayedNesterov(Algorithm):
         3.0
     """
 
-    outer_lr: float = 1.4
+    outer_lr: OuterLR = 1.4
     outer_momentum: float = 0.5
     every: int = 2
     between: float = 0.0
@@ -84,7 +93,8 @@ class DelayedNesterov(Algorithm):
 
     def warn_overlap(self) -> None:
         """Warn when the settings are unstable one round late."""
-        limit = largest_stable_contraction(self.outer_lr, self.outer_momentum, every=self.every)
+        rate = highest_rate(self.outer_lr)
+        limit = largest_stable_contraction(rate, self.outer_momentum, every=self.every)
         if limit < 1 - 1e-6:
             warnings.warn(
                 f"outer_lr={self.outer_lr} with outer_momentum={self.outer_momentum} and "
@@ -95,12 +105,12 @@ class DelayedNesterov(Algorithm):
 
     def init(self, params: Tensor) -> State:
         """Outer parameters; momentum, the sum of the block and a counter if there is momentum."""
-        state: State = {"outer": params}
+        state: State = {"outer": params, **new_counter(self.outer_lr)}
         if self.outer_momentum > 0:
             state["momentum"] = torch.zeros_like(params)
             if self.every > 1:
                 state["block_sum"] = torch.zeros_like(params)
-                state["rounds"] = 0
+                state[ROUNDS] = 0
         return state
 
     def propose(self, params: Tensor, state: State) -> Tensor:
@@ -110,15 +120,14 @@ class DelayedNesterov(Algorithm):
     def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
         """A step along the mean pseudo-gradient, at the end of a block with momentum."""
         outer: Tensor = state["outer"]
-        rate, n = self.outer_lr, self.every
+        rate, n = next_rate(self.outer_lr, state), self.every
         if n == 1 or self.outer_momentum == 0:
             momentum = state.get("momentum")
             step_outer_sgd(outer, received, momentum, rate / n, self.outer_momentum, True)
             return outer
         momentum, block_sum, share = state["momentum"], state["block_sum"], self.between
-        state["rounds"] += 1
         block_sum.add_(received)
-        if state["rounds"] % n == 0:
+        if state[ROUNDS] % n == 0:
             momentum.mul_(self.outer_momentum).add_(block_sum, alpha=1 / n)
             block_sum.zero_()
             share += 1 - n * self.between
@@ -130,6 +139,10 @@ class DelayedNesterov(Algorithm):
         """The round begins at the outer parameters."""
         outer: Tensor = state["outer"]
         return outer
+
+    def figures(self, state: State) -> dict[str, float]:
+        """The outer learning rate, if it changes."""
+        return rate_figures(self.outer_lr, state)
 
     def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
         """The mean pseudo-gradient."""

@@ -13,6 +13,13 @@ from torch import Tensor
 from lightning_loco.algorithms.base import Algorithm, State
 from lightning_loco.algorithms.landing import Restart
 from lightning_loco.algorithms.outer import check_outer_optimizer, step_outer_optimizer
+from lightning_loco.algorithms.outer_lr import (
+    OuterLR,
+    highest_rate,
+    new_counter,
+    next_rate,
+    rate_figures,
+)
 from lightning_loco.algorithms.outer_sgd import check_outer_sgd, step_outer_sgd
 from lightning_loco.algorithms.stability import largest_stable_contraction
 
@@ -34,7 +41,8 @@ class DiLoCo(Algorithm):
     inner optimizer is arbitrary, and its state stays local.
 
     Args:
-        outer_lr: Outer learning rate :math:`\eta`, positive.
+        outer_lr: Outer learning rate :math:`\eta`, positive; or a schedule, from the number of a
+            round to its rate: ``Cosine(0.9, 0.1, rounds=200)``, say, or a function.
         outer_momentum: Momentum :math:`\mu` in [0, 1). Lower it when there are few local steps
             between rounds: 0.9 suits hundreds, 0.5 suits about ten.
         nesterov: Nesterov momentum as in ``torch.optim.SGD``; False is heavy ball.
@@ -46,7 +54,7 @@ class DiLoCo(Algorithm):
 
     Raises:
         ValueError: If a number is out of range.
-        TypeError: If ``outer_optimizer`` is not callable.
+        TypeError: If ``outer_optimizer`` is not callable, or ``outer_lr`` no rate.
 
     Source:
         Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
@@ -65,7 +73,7 @@ class DiLoCo(Algorithm):
         tensor([1., 2.])
     """
 
-    outer_lr: float = 0.7
+    outer_lr: OuterLR = 0.7
     outer_momentum: float = 0.9
     nesterov: bool = True
     outer_optimizer: OuterOptimizer | None = None
@@ -82,6 +90,11 @@ class DiLoCo(Algorithm):
             raise TypeError(
                 "outer_optimizer must be a callable from parameters to a torch optimizer, got "
                 f"{self.outer_optimizer!r}. Pass functools.partial(torch.optim.AdamW, lr=0.1), say."
+            )
+        if self.outer_optimizer is not None and callable(self.outer_lr):
+            raise ValueError(
+                f"outer_optimizer has a rate of its own, and outer_lr={self.outer_lr!r} would be "
+                "unused. Leave one of them out."
             )
 
     @property
@@ -100,7 +113,8 @@ class DiLoCo(Algorithm):
         """Warn when (outer_lr, outer_momentum) is unstable one round late."""
         if self.outer_optimizer is not None:
             return
-        limit = largest_stable_contraction(self.outer_lr, self.outer_momentum, self.nesterov)
+        rate = highest_rate(self.outer_lr)
+        limit = largest_stable_contraction(rate, self.outer_momentum, self.nesterov)
         if limit < 1 - 1e-6:
             warnings.warn(
                 f"outer_lr={self.outer_lr} with outer_momentum={self.outer_momentum} is unstable "
@@ -110,8 +124,8 @@ class DiLoCo(Algorithm):
             )
 
     def init(self, params: Tensor) -> State:
-        """Outer parameters, and the momentum buffer if there is momentum."""
-        state = {"outer": params}
+        """Outer parameters, a buffer if there is momentum, a counter if the rate changes."""
+        state: State = {"outer": params, **new_counter(self.outer_lr)}
         if self.outer_optimizer is None and self.outer_momentum > 0:
             state["momentum"] = torch.zeros_like(params)
         return state
@@ -127,7 +141,7 @@ class DiLoCo(Algorithm):
             step_outer_optimizer(self.outer_optimizer, outer, received, state)
         else:
             buffer = state.get("momentum")
-            rate, momentum = self.outer_lr, self.outer_momentum
+            rate, momentum = next_rate(self.outer_lr, state), self.outer_momentum
             step_outer_sgd(outer, received, buffer, rate, momentum, self.nesterov)
         return outer
 
@@ -135,6 +149,10 @@ class DiLoCo(Algorithm):
         """The round begins at the outer parameters."""
         outer: Tensor = state["outer"]
         return outer
+
+    def figures(self, state: State) -> dict[str, float]:
+        """The outer learning rate, if it changes."""
+        return rate_figures(self.outer_lr, state)
 
     def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
         """The mean pseudo-gradient."""

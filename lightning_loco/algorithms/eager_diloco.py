@@ -11,6 +11,15 @@ from torch import Tensor
 
 from lightning_loco.algorithms.base import Algorithm, State
 from lightning_loco.algorithms.landing import Restart
+from lightning_loco.algorithms.outer_lr import (
+    ROUNDS,
+    OuterLR,
+    highest_rate,
+    new_counter,
+    next_rate,
+    rate_at,
+    rate_figures,
+)
 from lightning_loco.algorithms.outer_sgd import check_outer_sgd, step_outer_sgd
 from lightning_loco.algorithms.stability import largest_stable_contraction
 
@@ -38,7 +47,8 @@ class EagerDiLoCo(Algorithm):
     outer parameters become what they would be, had the mean been known then.
 
     Args:
-        outer_lr: Outer learning rate, positive.
+        outer_lr: Outer learning rate, positive; or a schedule, from the number of an outer step to
+            its rate.
         outer_momentum: Momentum in [0, 1).
         nesterov: Nesterov momentum as in ``torch.optim.SGD``; False is heavy ball.
         share: What a worker does not wait for, 1/N; set by :meth:`prepare`.
@@ -60,7 +70,7 @@ class EagerDiLoCo(Algorithm):
         tensor([3.])
     """
 
-    outer_lr: float = 0.7
+    outer_lr: OuterLR = 0.7
     outer_momentum: float = 0.0
     nesterov: bool = True
     share: float = dataclasses.field(default=1.0, metadata={"prepared": True})
@@ -79,7 +89,7 @@ class EagerDiLoCo(Algorithm):
 
     def warn_overlap(self) -> None:
         """Warn when (outer_lr, outer_momentum) is unstable one round late."""
-        rate, momentum = self.outer_lr, self.outer_momentum
+        rate, momentum = highest_rate(self.outer_lr), self.outer_momentum
         limit = largest_stable_contraction(rate, momentum, self.nesterov, share=self.share)
         if limit < 1 - 1e-6:
             warnings.warn(
@@ -92,6 +102,7 @@ class EagerDiLoCo(Algorithm):
     def init(self, params: Tensor) -> State:
         """Outer parameters of this worker, momentum, and its share of the round under way."""
         state: State = {"outer": params, "own": torch.zeros_like(params), "under_way": 0}
+        state |= new_counter(self.outer_lr)
         if self.outer_momentum > 0:
             state["momentum"] = torch.zeros_like(params)
         return state
@@ -117,7 +128,8 @@ class EagerDiLoCo(Algorithm):
         if not state["under_way"]:
             return self._step(received, state)
         state["under_way"] = 0
-        late, rate = received.sub_(state["own"]), self.outer_lr
+        late = received.sub_(state["own"])
+        rate = rate_at(self.outer_lr, max(0, state.get(ROUNDS, 0) - 1))
         if self.outer_momentum > 0:
             state["momentum"].add_(late)
             rate *= 1 + self.outer_momentum if self.nesterov else 1.0
@@ -126,7 +138,7 @@ class EagerDiLoCo(Algorithm):
 
     def _step(self, gradient: Tensor, state: State) -> Tensor:
         outer: Tensor = state["outer"]
-        rate, momentum = self.outer_lr, self.outer_momentum
+        rate, momentum = next_rate(self.outer_lr, state), self.outer_momentum
         step_outer_sgd(outer, gradient, state.get("momentum"), rate, momentum, self.nesterov)
         return outer
 
@@ -134,6 +146,10 @@ class EagerDiLoCo(Algorithm):
         """The round begins at this worker's outer parameters."""
         outer: Tensor = state["outer"]
         return outer
+
+    def figures(self, state: State) -> dict[str, float]:
+        """The outer learning rate, if it changes."""
+        return rate_figures(self.outer_lr, state)
 
     def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
         """The mean pseudo-gradient."""

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 from torch.optim.sgd import sgd
 
+from lightning_loco.algorithms.outer_lr import OuterLR, check_outer_lr
 
-def check_outer_sgd(outer_lr: float, outer_momentum: float) -> None:
+
+def check_outer_sgd(outer_lr: OuterLR, outer_momentum: float) -> None:
     """Refuse numbers out of range.
 
     Raises:
+        TypeError: If the rate is neither a number nor a schedule.
         ValueError: If the rate is not positive and finite, or the momentum not in [0, 1).
     """
-    if not (math.isfinite(outer_lr) and outer_lr > 0):
-        raise ValueError(f"outer_lr must be positive, got {outer_lr}. A common value is 0.7.")
+    check_outer_lr(outer_lr)
     if not 0 <= outer_momentum < 1:
         raise ValueError(
             f"outer_momentum must be in [0, 1), got {outer_momentum}. "

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing_extensions import Unpack
 
 from lightning_loco.algorithms import EagerDiLoCo
+from lightning_loco.algorithms.outer_lr import OuterLR
 from lightning_loco.strategies.arguments import RoundArguments, spelled_out
 from lightning_loco.strategies.loco import LocoStrategy
 
@@ -19,7 +20,7 @@ class EagerDiLoCoStrategy(LocoStrategy):
 
     Args:
         sync_every: Local steps between rounds, or one number per worker.
-        outer_lr: Outer learning rate.
+        outer_lr: Outer learning rate, or a schedule of rates.
         outer_momentum: Outer momentum.
         nesterov: Nesterov momentum.
         warm_start: Make the first round a blocking one.
@@ -34,7 +35,7 @@ class EagerDiLoCoStrategy(LocoStrategy):
     def __init__(
         self,
         sync_every: int | Sequence[int] = 100,
-        outer_lr: float = 0.7,
+        outer_lr: OuterLR = 0.7,
         outer_momentum: float = 0.0,
         nesterov: bool = True,
         warm_start: bool = True,

@@ -60,7 +60,7 @@ def by_the_book(
         gradients = fresh / world
         if before is not None:
             gradients = gradients + before.mean(0) - before / world
-        elif warm:
+        elif warm and phase == 0:
             gradients = fresh.mean(0).expand_as(fresh)
         for outer, gradient, optimizer in zip(outers, gradients, outer_optimizers, strict=True):
             outer.grad = gradient.clone()
