@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from typing_extensions import Unpack
 
 from lightning_loco.algorithms import EagerDiLoCo
 from lightning_loco.algorithms.outer_lr import OuterLR
+from lightning_loco.schedules import SyncEvery
 from lightning_loco.strategies.arguments import RoundArguments, spelled_out
 from lightning_loco.strategies.loco import LocoStrategy
 
@@ -34,7 +33,7 @@ class EagerDiLoCoStrategy(LocoStrategy):
     @spelled_out(LocoStrategy.__init__)
     def __init__(
         self,
-        sync_every: int | Sequence[int] = 100,
+        sync_every: SyncEvery = 100,
         outer_lr: OuterLR = 0.7,
         outer_momentum: float = 0.0,
         nesterov: bool = True,

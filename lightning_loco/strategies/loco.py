@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from lightning_loco.comm.saved import Saved
 from lightning_loco.rounds import Engine, RoundSettings, begin_anew, carry_over
 from lightning_loco.rounds.membership import Link, Membership
 from lightning_loco.rounds.settings import BUCKET_BYTES
-from lightning_loco.schedules import EverySteps, Schedule
+from lightning_loco.schedules import Schedule, SyncEvery, by_steps
 from lightning_loco.strategies.arguments import CommonArguments, spelled_out
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.strategies.membership import TrainerPosition, share_among_members
@@ -33,7 +33,8 @@ class LocoStrategy(EngineStrategy):
     Args:
         algorithm: What a round computes: ``LocalSGD()``, ``DiLoCo()``, ``GASLoC()`` or your own.
         sync_every: Local (optimizer) steps between rounds, at least 1; or a list with one number
-            per worker, whose share of the data and of ``max_steps`` is then in proportion.
+            per worker, whose share of the data and of ``max_steps`` is then in proportion. Or as it
+            changes: ``{0: 10, 1000: 50}`` is 10 up to step 1000, then 50.
         overlap: Apply a round's result one round later and hide its communication. With DiLoCo the
             local steps made meanwhile begin again at the result; with GASLoC, ModelAverage and
             NeighborAverage the result moves under them.
@@ -76,7 +77,7 @@ class LocoStrategy(EngineStrategy):
         self,
         algorithm: Algorithm,
         *,
-        sync_every: int | Sequence[int] = 100,
+        sync_every: SyncEvery = 100,
         overlap: bool = False,
         warm_start: bool = True,
         topology: Any | None = None,
@@ -84,7 +85,7 @@ class LocoStrategy(EngineStrategy):
         membership: Membership | None = None,
         **common: Unpack[CommonArguments],
     ) -> None:
-        schedule = EverySteps(sync_every, overlap, warm_start)
+        schedule = by_steps(sync_every, overlap, warm_start)
         settings = RoundSettings(
             algorithm, schedule, topology, bucket_bytes=bucket_bytes, membership=membership
         )

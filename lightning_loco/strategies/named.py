@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 from typing_extensions import Unpack
@@ -10,6 +9,7 @@ from typing_extensions import Unpack
 from lightning_loco.algorithms import DiLoCo, GASLoC, LocalSGD
 from lightning_loco.algorithms.diloco import OuterOptimizer
 from lightning_loco.algorithms.outer_lr import OuterLR
+from lightning_loco.schedules import SyncEvery
 from lightning_loco.strategies.arguments import RoundArguments, spelled_out
 from lightning_loco.strategies.loco import LocoStrategy
 from lightning_loco.topology import Topology
@@ -29,7 +29,7 @@ class LocalSGDStrategy(LocoStrategy):
     @spelled_out(LocoStrategy.__init__)
     def __init__(
         self,
-        sync_every: int | Sequence[int] = 100,
+        sync_every: SyncEvery = 100,
         **common: Unpack[RoundArguments],
     ) -> None:
         super().__init__(LocalSGD(), sync_every=sync_every, **common)
@@ -49,7 +49,7 @@ class DiLoCoStrategy(LocoStrategy):
     @spelled_out(LocoStrategy.__init__)
     def __init__(
         self,
-        sync_every: int | Sequence[int] = 100,
+        sync_every: SyncEvery = 100,
         outer_lr: OuterLR = 0.7,
         outer_momentum: float = 0.9,
         nesterov: bool = True,
@@ -88,7 +88,7 @@ class AsyncDiLoCoStrategy(LocoStrategy):
     @spelled_out(LocoStrategy.__init__)
     def __init__(
         self,
-        sync_every: int | Sequence[int] = 100,
+        sync_every: SyncEvery = 100,
         outer_lr: OuterLR = 0.7,
         outer_momentum: float = 0.0,
         nesterov: bool = True,
@@ -131,7 +131,7 @@ class GASLoCStrategy(LocoStrategy):
     def __init__(
         self,
         topology: Topology | str | Any = "ring",
-        sync_every: int | Sequence[int] = 100,
+        sync_every: SyncEvery = 100,
         outer_lr: OuterLR = 0.7,
         gossip_step: float | Literal["auto"] = "auto",
         momentum: float | Literal["auto"] = "auto",

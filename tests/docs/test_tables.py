@@ -96,7 +96,7 @@ def test_metrics_exist() -> None:
     figures = {"outer_grad_norm": 1.0, "consensus_distance": 1.0, "losses": [1.0], "members": 2}
     strategy.statistics = Statistics(**figures)
     algorithm = loco.DiLoCo(Linear(0.1, 0.7, rounds=10))
-    strategy.engine = engine = StepEngine(nn.Linear(1, 1), algorithm)
+    strategy.engine = engine = StepEngine(nn.Linear(1, 1), algorithm, sync_every={0: 1})
     logged: set[str] = set()
     for monitor in (loco.CommunicationMonitor(), loco.ConsensusMonitor()):
         logged |= set(monitor.figures(strategy))
