@@ -5,6 +5,7 @@
   (tests/strategies/test_same_numbers.py);
 - "resume": a resumed run equals an unbroken one (tests/strategies/test_checkpoint.py);
 - "uneven": workers with different numbers of batches (tests/strategies/test_uneven.py);
+- "alone": one worker computes what many workers that do the same compute;
 - "nan": a worker with NaN is left out (tests/strategies/test_nan.py).
 
 tests/test_cases.py checks that no method, no algorithm and no row is forgotten.
@@ -29,7 +30,7 @@ from lightning_loco import (
     ModelAverage,
     NeighborAverage,
 )
-from lightning_loco.algorithms import Algorithm
+from lightning_loco.algorithms import Algorithm, Cosine, Linear, Piecewise
 from lightning_loco.rounds import RoundSettings
 from lightning_loco.topology import Topology, get_topology
 
@@ -102,16 +103,33 @@ def adagrad(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 CLOCK = dict.fromkeys(("same numbers", "resume", "nan by hand"), BY_CLOCK)
+COUNTS_WORKERS = {"alone": "the more workers, the smaller the share that comes without delay"}
 
 CASES = {
     # Each method under its registered name, with its own defaults.
     "local_sgd": Case(LocalSGD()),
     "diloco": Case(DiLoCo()),
     "async_diloco": Case(DiLoCo(outer_momentum=0.0), overlap=True),
+    "eager_diloco": Case(loco.EagerDiLoCo(), overlap=True, not_in=COUNTS_WORKERS),
+    "delayed_nesterov": Case(loco.DelayedNesterov()),
     "gasloc": Case(GASLoC(), "ring"),
     "noloco": Case(loco.NoLoCo()),
     "async_model_average": Case(ModelAverage(), not_in=CLOCK),
     # Other settings of them.
+    "diloco_schedule": Case(DiLoCo(Cosine(0.9, 0.2, rounds=5), 0.5), variant_of="diloco"),
+    "delayed_nesterov_schedule": Case(
+        loco.DelayedNesterov(Linear(0.5, 1.4, rounds=3), 0.5), variant_of="delayed_nesterov"
+    ),
+    "eager_diloco_schedule": Case(
+        loco.EagerDiLoCo(Piecewise({0: 0.7, 2: 0.4}), 0.3),
+        overlap=True,
+        variant_of="eager_diloco",
+        not_in=COUNTS_WORKERS,
+    ),
+    "gasloc_schedule": Case(GASLoC(Cosine(0.9, 0.5, rounds=5)), "ring", variant_of="gasloc"),
+    "gasloc_overlap_schedule": Case(
+        GASLoC(Cosine(0.9, 0.5, rounds=5)), "ring", overlap=True, variant_of="gasloc_overlap"
+    ),
     "diloco_plain": Case(DiLoCo(0.7, 0.0), variant_of="diloco"),
     "diloco_heavy_ball": Case(DiLoCo(0.7, 0.5, nesterov=False), variant_of="diloco"),
     "diloco_adam": Case(DiLoCo(outer_optimizer=adam), accuracy=1e-2, variant_of="diloco_adamw"),
@@ -124,6 +142,20 @@ CASES = {
     "async_diloco_momentum": Case(DiLoCo(0.7, 0.3), overlap=True),
     "async_diloco_cold": Case(
         DiLoCo(outer_momentum=0.0), overlap=True, warm_start=False, variant_of="async_diloco"
+    ),
+    "delayed_nesterov_between": Case(
+        loco.DelayedNesterov(2.1, 0.5, every=3, between=0.2), variant_of="delayed_nesterov"
+    ),
+    "async_delayed_nesterov": Case(loco.DelayedNesterov(1.4, 0.3, every=2), overlap=True),
+    "eager_diloco_momentum": Case(
+        loco.EagerDiLoCo(0.4, 0.5), overlap=True, variant_of="eager_diloco", not_in=COUNTS_WORKERS
+    ),
+    "eager_diloco_cold": Case(
+        loco.EagerDiLoCo(0.4, 0.5, nesterov=False),
+        overlap=True,
+        warm_start=False,
+        variant_of="eager_diloco",
+        not_in=COUNTS_WORKERS,
     ),
     "gasloc_plain": Case(GASLoC(momentum=0.0), "star", variant_of="gasloc"),
     "gasloc_gossiped": Case(GASLoC(momentum_on="gossiped"), "ring", variant_of="gasloc"),

@@ -13,8 +13,10 @@ from omegaconf import DictConfig, OmegaConf
 
 import train
 from lightning_loco import Elastic
+from lightning_loco.algorithms import Cosine
 from lightning_loco.chosen_strategy import SettingsError, build_strategy
 from lightning_loco.codecs import ErrorFeedback, Int8, as_compression
+from lightning_loco.schedules import VaryingSteps
 from lightning_loco.strategies import METHODS
 from lightning_loco.topology import TOPOLOGIES, Topology
 
@@ -150,9 +152,23 @@ def test_one_number_per_worker() -> None:
     assert strategy.settings.schedule.sync_every == [10, 20]
 
 
+def test_a_number_that_changes() -> None:
+    strategy = build_strategy(compose("train", ["algorithm.sync_every={0:10,1000:50}"]))
+    assert strategy.settings.schedule == VaryingSteps({0: 10, 1000: 50})
+
+
+def test_outer_rates_that_change() -> None:
+    schedule = "{_target_:lightning_loco.algorithms.Cosine,start:0.9,end:0.3,rounds:60}"
+    strategy = build_strategy(
+        compose("train", ["algorithm=diloco", f"algorithm.outer_lr={schedule}"])
+    )
+    assert strategy.settings.algorithm.outer_lr == Cosine(0.9, 0.3, rounds=60)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (["algorithm.sync_every={5:10}"], "algorithm: sync_every must begin at step 0"),
         (["algorithm.sync_every=0"], "algorithm: sync_every counts .* at least 1, got 0"),
         (["algorithm.sync_every=1.5"], "algorithm: .* an integer .*, got 1.5"),
         (["algorithm.outer_lr=-1"], "algorithm: outer_lr must be positive, got -1"),

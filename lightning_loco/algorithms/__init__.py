@@ -5,24 +5,32 @@ import pkgutil
 from types import GenericAlias
 
 from lightning_loco.algorithms.base import Algorithm, State
+from lightning_loco.algorithms.delayed_nesterov import DelayedNesterov
 from lightning_loco.algorithms.diloco import DiLoCo
+from lightning_loco.algorithms.eager_diloco import EagerDiLoCo
 from lightning_loco.algorithms.gasloc import GASLoC
 from lightning_loco.algorithms.landing import KeepProgress, Landing, Restart
 from lightning_loco.algorithms.local_sgd import LocalSGD
 from lightning_loco.algorithms.model_average import ModelAverage, NeighborAverage
+from lightning_loco.algorithms.outer_lr import Cosine, Linear, Piecewise
 from lightning_loco.algorithms.pairwise import PairwiseAverage, Tag
 from lightning_loco.algorithms.stability import largest_stable_contraction
 
 __all__ = [
     "Algorithm",
+    "Cosine",
+    "DelayedNesterov",
     "DiLoCo",
+    "EagerDiLoCo",
     "GASLoC",
     "KeepProgress",
     "Landing",
+    "Linear",
     "LocalSGD",
     "ModelAverage",
     "NeighborAverage",
     "PairwiseAverage",
+    "Piecewise",
     "Restart",
     "State",
     "Tag",

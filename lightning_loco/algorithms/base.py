@@ -162,6 +162,26 @@ class Algorithm(ABC):
         if result is not params:
             params.copy_(result)
 
+    def depart(
+        self, message: Tensor, ended: tuple[Tensor, Tensor] | None, state: State
+    ) -> Tensor | None:
+        """Compute where local steps begin again when a message leaves whose result comes late.
+
+        Called once for each round that stays under way, if :attr:`late_landing` is ``Restart()``.
+        Unless said otherwise it is the result of the round before; without one, the start.
+
+        Args:
+            message: What leaves now, ``(P,)``, as the others will read it; zeros of a worker
+                without valid progress. Only read.
+            ended: ``params`` and ``received`` of the round before, which ends at the same time, as
+                in :meth:`update`; None if none was under way.
+            state: Updated in place.
+
+        Returns:
+            The new local parameters as in :meth:`update`; None to leave them as they are.
+        """
+        return self.restart(state) if ended is None else self.update(*ended, state)
+
     @abstractmethod
     def restart(self, state: State) -> Tensor | None:
         """The parameters at which the round began, ``(P,)``; None if the state does not hold them.
@@ -181,6 +201,10 @@ class Algorithm(ABC):
             told: The :meth:`scalars` of every worker.
             state: Updated in place.
         """
+
+    def figures(self, state: State) -> dict[str, float]:
+        """What is logged of the last round beside what all algorithms log, by name."""
+        return {}
 
     def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
         """The tensor whose norm is ``loco/outer_grad_norm``; called right before :meth:`update`.

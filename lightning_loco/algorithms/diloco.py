@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -15,6 +14,14 @@ from torch.optim.sgd import sgd
 from lightning_loco.algorithms.base import Algorithm, State
 from lightning_loco.algorithms.landing import Restart
 from lightning_loco.algorithms.outer import check_outer_optimizer, step_outer_optimizer
+from lightning_loco.algorithms.outer_lr import (
+    OuterLR,
+    highest_rate,
+    new_counter,
+    next_rate,
+    rate_figures,
+)
+from lightning_loco.algorithms.outer_sgd import check_outer_sgd
 from lightning_loco.algorithms.stability import largest_stable_contraction
 
 if TYPE_CHECKING:
@@ -35,7 +42,8 @@ class DiLoCo(Algorithm):
     inner optimizer is arbitrary, and its state stays local.
 
     Args:
-        outer_lr: Outer learning rate :math:`\eta`, positive.
+        outer_lr: Outer learning rate :math:`\eta`, positive; or a schedule, from the number of a
+            round to its rate: ``Cosine(0.9, 0.1, rounds=200)``, say, or a function.
         outer_momentum: Momentum :math:`\mu` in [0, 1). Lower it when there are few local steps
             between rounds: 0.9 suits hundreds, 0.5 suits about ten.
         nesterov: Nesterov momentum as in ``torch.optim.SGD``; False is heavy ball.
@@ -47,7 +55,7 @@ class DiLoCo(Algorithm):
 
     Raises:
         ValueError: If a number is out of range.
-        TypeError: If ``outer_optimizer`` is not callable.
+        TypeError: If ``outer_optimizer`` is not callable, or ``outer_lr`` no rate.
 
     Source:
         Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
@@ -66,7 +74,7 @@ class DiLoCo(Algorithm):
         tensor([1., 2.])
     """
 
-    outer_lr: float = 0.7
+    outer_lr: OuterLR = 0.7
     outer_momentum: float = 0.9
     nesterov: bool = True
     outer_optimizer: OuterOptimizer | None = None
@@ -78,19 +86,16 @@ class DiLoCo(Algorithm):
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        if not (math.isfinite(self.outer_lr) and self.outer_lr > 0):
-            raise ValueError(
-                f"outer_lr must be positive, got {self.outer_lr}. A common value is 0.7."
-            )
-        if not 0 <= self.outer_momentum < 1:
-            raise ValueError(
-                f"outer_momentum must be in [0, 1), got {self.outer_momentum}. "
-                "Common values are 0.9 for hundreds of local steps, 0.5 for ten, 0 for none."
-            )
+        check_outer_sgd(self.outer_lr, self.outer_momentum)
         if self.outer_optimizer is not None and not callable(self.outer_optimizer):
             raise TypeError(
                 "outer_optimizer must be a callable from parameters to a torch optimizer, got "
                 f"{self.outer_optimizer!r}. Pass functools.partial(torch.optim.AdamW, lr=0.1), say."
+            )
+        if self.outer_optimizer is not None and callable(self.outer_lr):
+            raise ValueError(
+                f"outer_optimizer has a rate of its own, and outer_lr={self.outer_lr!r} would be "
+                "unused. Leave one of them out."
             )
 
     @property
@@ -109,7 +114,8 @@ class DiLoCo(Algorithm):
         """Warn when (outer_lr, outer_momentum) is unstable one round late."""
         if self.outer_optimizer is not None:
             return
-        limit = largest_stable_contraction(self.outer_lr, self.outer_momentum, self.nesterov)
+        rate = highest_rate(self.outer_lr)
+        limit = largest_stable_contraction(rate, self.outer_momentum, self.nesterov)
         if limit < 1 - 1e-6:
             warnings.warn(
                 f"outer_lr={self.outer_lr} with outer_momentum={self.outer_momentum} is unstable "
@@ -119,8 +125,8 @@ class DiLoCo(Algorithm):
             )
 
     def init(self, params: Tensor) -> State:
-        """Outer parameters, and the momentum buffer if there is momentum."""
-        state = {"outer": params}
+        """Outer parameters, a buffer if there is momentum, a counter if the rate changes."""
+        state: State = {"outer": params, **new_counter(self.outer_lr)}
         if self.outer_optimizer is None and self.outer_momentum > 0:
             state["momentum"] = torch.zeros_like(params)
         return state
@@ -134,21 +140,11 @@ class DiLoCo(Algorithm):
         outer: Tensor = state["outer"]
         if self.outer_optimizer is not None:
             step_outer_optimizer(self.outer_optimizer, outer, received, state)
-        elif self.outer_momentum > 0:
-            sgd(
-                [outer],
-                [received],
-                [state["momentum"]],
-                fused=True,
-                weight_decay=0.0,
-                momentum=self.outer_momentum,
-                lr=self.outer_lr,
-                dampening=0.0,
-                nesterov=self.nesterov,
-                maximize=False,
-            )
         else:
-            outer.add_(received, alpha=-self.outer_lr)
+            outer_lr = self.outer_lr
+            rate = next_rate(outer_lr, state) if callable(outer_lr) else outer_lr
+            buffer, momentum = state.get("momentum"), self.outer_momentum
+            step_outer_sgd(outer, received, buffer, rate, momentum, self.nesterov)
         return outer
 
     def restart(self, state: State) -> Tensor:
@@ -156,6 +152,45 @@ class DiLoCo(Algorithm):
         outer: Tensor = state["outer"]
         return outer
 
+    def figures(self, state: State) -> dict[str, float]:
+        """The outer learning rate, if it changes."""
+        return rate_figures(self.outer_lr, state)
+
     def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
         """The mean pseudo-gradient."""
         return received
+
+
+def step_outer_sgd(
+    outer: Tensor,
+    gradient: Tensor,
+    buffer: Tensor | None,
+    outer_lr: float,
+    outer_momentum: float,
+    nesterov: bool,
+) -> None:
+    """Make one step of SGD on the outer parameters, in place, as ``torch.optim.SGD`` does.
+
+    Args:
+        outer: Outer parameters ``(P,)``.
+        gradient: Mean pseudo-gradient ``(P,)``; may serve as scratch.
+        buffer: The momentum ``(P,)``, changed in place; None if there is none.
+        outer_lr: Rate.
+        outer_momentum: In [0, 1).
+        nesterov: Nesterov momentum; False is heavy ball.
+    """
+    if buffer is None:
+        outer.add_(gradient, alpha=-outer_lr)
+        return
+    sgd(
+        [outer],
+        [gradient],
+        [buffer],
+        fused=True,
+        weight_decay=0.0,
+        momentum=outer_momentum,
+        lr=outer_lr,
+        dampening=0.0,
+        nesterov=nesterov,
+        maximize=False,
+    )

@@ -12,6 +12,15 @@ from torch import Tensor
 
 from lightning_loco.algorithms.base import Algorithm, State
 from lightning_loco.algorithms.landing import KeepProgress
+from lightning_loco.algorithms.outer_lr import (
+    ROUNDS,
+    OuterLR,
+    check_outer_lr,
+    new_counter,
+    next_rate,
+    rate_at,
+    rate_figures,
+)
 from lightning_loco.topology import Ring, gossip_radius, lambda_max
 
 if TYPE_CHECKING:
@@ -38,7 +47,9 @@ class GASLoC(Algorithm):
     made while :math:`u_t` was under way, from parameters that had not heard of it yet.
 
     Args:
-        outer_lr: :math:`\eta`, positive; 1 takes the local parameters as they are.
+        outer_lr: :math:`\eta`, positive; 1 takes the local parameters as they are. Or a schedule,
+            from the number of a round to its rate; momentum carries earlier rates on, within
+            :math:`u_{t-1}`, so that with one it is no longer DiLoCo on a complete graph.
         gossip_step: :math:`\alpha`, positive. ``"auto"``: 1 on fixed graphs, 0.5 on matchings.
             :func:`lightning_loco.topology.optimal_gossip` gives the pair
             :math:`(\alpha^*, \gamma^*)` that reaches consensus fastest.
@@ -68,7 +79,7 @@ class GASLoC(Algorithm):
         tensor([2.])
     """
 
-    outer_lr: float = 0.7
+    outer_lr: OuterLR = 0.7
     gossip_step: float | Literal["auto"] = "auto"
     momentum: float | Literal["auto"] = "auto"
     momentum_on: Literal["local", "gossiped"] = "local"
@@ -79,10 +90,7 @@ class GASLoC(Algorithm):
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        if not (math.isfinite(self.outer_lr) and self.outer_lr > 0):
-            raise ValueError(
-                f"outer_lr must be positive, got {self.outer_lr}. A common value is 0.7."
-            )
+        check_outer_lr(self.outer_lr)
         if self.gossip_step != "auto" and not _is_number_in(self.gossip_step, 0, math.inf):
             raise ValueError(
                 f"gossip_step must be positive or 'auto', got {self.gossip_step!r}. "
@@ -168,20 +176,22 @@ class GASLoC(Algorithm):
         )
 
     def init(self, params: Tensor) -> State:
-        """The start of the round, and the previous u (or z) if there is momentum."""
-        state = {"start": params}
+        """The start of the round, the previous u (or z) if there is momentum, and a counter."""
+        state: State = {"start": params, **new_counter(self.outer_lr)}
         if self.momentum != 0:
             state["previous"] = params.clone()
         return state
 
     def propose(self, params: Tensor, state: State) -> Tensor:
         """The message is u, the start moved along eta times the drift."""
-        return torch.lerp(state["start"], params, self.outer_lr, out=params)
+        rate = rate_at(self.outer_lr, state.get(ROUNDS, 0))
+        return torch.lerp(state["start"], params, rate, out=params)
 
     def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
         """Pull to the neighbours, add momentum, and start the next round there."""
         assert isinstance(self.gossip_step, (int, float))
         assert isinstance(self.momentum, (int, float))
+        next_rate(self.outer_lr, state)
         start: Tensor = state["start"]
         pull = self.gossip_step * self.laplacian_scale
         if self.momentum == 0:
@@ -197,6 +207,10 @@ class GASLoC(Algorithm):
         """The round began at the start."""
         start: Tensor = state["start"]
         return start
+
+    def figures(self, state: State) -> dict[str, float]:
+        """eta, if it changes."""
+        return rate_figures(self.outer_lr, state)
 
     def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
         """This worker's own drift, eta g."""

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
 def largest_stable_contraction(
-    outer_lr: float, momentum: float, nesterov: bool = True, delay: int = 1
+    outer_lr: float,
+    momentum: float,
+    nesterov: bool = True,
+    delay: int = 1,
+    *,
+    every: int = 1,
+    share: float = 0.0,
 ) -> float:
     r"""Find how far local steps may go in a round for a delayed outer SGD to be stable.
 
@@ -20,6 +27,8 @@ def largest_stable_contraction(
         momentum: Outer momentum in [0, 1).
         nesterov: Nesterov instead of heavy ball.
         delay: Rounds between sending and applying, at least 0.
+        every: Rounds of a block of delayed Nesterov momentum, as in ``DelayedNesterov``.
+        share: The part of a pseudo-gradient that comes without delay, as in ``EagerDiLoCo``.
 
     Returns:
         The largest stable k, searched up to 2.
@@ -29,11 +38,16 @@ def largest_stable_contraction(
         0.36
         >>> round(largest_stable_contraction(0.7, 0.0), 2)
         1.43
+        >>> round(largest_stable_contraction(0.7, 0.0, share=0.5), 2)
+        2.0
     """
     low, high = 0.0, 2.0
     for _ in range(40):
         middle = (low + high) / 2
-        if _spectral_radius(outer_lr, momentum, nesterov, delay, middle) < 1:
+        gradient = torch.zeros(delay + 3, dtype=torch.float64)
+        gradient[delay] += middle * (1 - share)
+        gradient[0] += middle * share
+        if _spectral_radius(outer_lr, momentum, nesterov, gradient, every) < 1:
             low = middle
         else:
             high = middle
@@ -41,18 +55,26 @@ def largest_stable_contraction(
 
 
 def _spectral_radius(
-    outer_lr: float, momentum: float, nesterov: bool, delay: int, contraction: float
+    outer_lr: float, momentum: float, nesterov: bool, gradient: Tensor, every: int
 ) -> float:
-    """Radius of the linear map on (e_t, ..., e_{t-delay}, m_t)."""
-    size = delay + 2
-    step = torch.zeros(size, size, dtype=torch.float64)
-    oldest, buffer = delay, delay + 1
-    step[buffer, buffer] = momentum
-    step[buffer, oldest] += contraction
-    step[0, 0] += 1
-    step[0] -= outer_lr * (momentum if nesterov else 1.0) * step[buffer]
-    if nesterov:
-        step[0, oldest] -= outer_lr * contraction
-    for age in range(1, delay + 1):
-        step[age, age - 1] = 1
-    return float(torch.linalg.eigvals(step).abs().max())
+    """Radius of the linear map of a block on (e_t, ..., e_{t-delay}, m_t, sum of the block).
+
+    ``gradient`` is the pseudo-gradient of a round, as a row of it.
+    """
+    size = len(gradient)
+    buffer, block_sum = size - 2, size - 1
+    block = torch.eye(size, dtype=torch.float64)
+    for number in range(1, every + 1):
+        step = torch.zeros(size, size, dtype=torch.float64)
+        for age in range(1, buffer):
+            step[age, age - 1] = 1
+        step[0, 0] = step[buffer, buffer] = step[block_sum, block_sum] = 1
+        step[block_sum] += gradient
+        if nesterov:
+            step[0] -= outer_lr / every * gradient
+        if number == every:
+            step[buffer] = momentum * step[buffer] + step[block_sum] / every
+            step[block_sum] = 0
+            step[0] -= outer_lr * (momentum if nesterov else 1.0) * step[buffer]
+        block = step @ block
+    return float(torch.linalg.eigvals(block).abs().max())

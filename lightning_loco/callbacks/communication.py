@@ -19,7 +19,9 @@ class CommunicationMonitor(RoundMonitor):
     (seconds blocked since the start), ``loco/staleness`` (rounds), ``loco/outer_grad_norm`` (of the
     last round) and ``loco/train_loss_mean`` (over the workers, at the last round). With a remote
     optimizer a round is a step, and only the first three move. Where workers come and go there are
-    ``loco/members`` (of the last round) and ``loco/repaired`` (members that had drifted), too.
+    ``loco/members`` (of the last round) and ``loco/repaired`` (members that had drifted), too; an
+    outer learning rate that changes is ``loco/outer_lr``, and local steps between rounds that
+    change are ``loco/sync_every``.
 
     Args:
         prog_bar: Show them in the progress bar, too.
@@ -52,6 +54,10 @@ class CommunicationMonitor(RoundMonitor):
         if statistics.members is not None:
             figures["loco/members"] = float(statistics.members)
             figures["loco/repaired"] = float(statistics.repaired)
+        if isinstance(engine := getattr(strategy, "engine", None), Engine):
+            own = engine.settings.algorithm.figures(engine.lanes[0].lane.state)
+            own |= engine.settings.schedule.figures(engine.worker.round_index)
+            figures |= {f"loco/{name}": value for name, value in own.items()}
         known = [loss for loss in statistics.losses if math.isfinite(loss)]
         if known:
             figures["loco/train_loss_mean"] = sum(known) / len(known)

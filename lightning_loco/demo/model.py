@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
+
+from lightning_loco.demo.optimizers import check_optimizer, make_optimizer
 
 NUM_BYTES = 256
 
@@ -64,13 +67,15 @@ class ByteGPT(LightningModule):
         width: Size of the residual stream.
         context: Longest window the model sees, in bytes.
         dropout: In [0, 1).
-        lr: Peak learning rate of AdamW, positive.
+        lr: Peak learning rate, positive.
         warmup_steps: Local steps of linear warm-up, at least 0.
-        weight_decay: AdamW's, on matrices and embeddings only, at least 0.
+        weight_decay: On matrices and embeddings only, at least 0.
         total_steps: Local steps of the whole schedule; None takes them from the Trainer.
+        optimizer: ``"adamw"``, or ``"muon"``: Muon for the matrices of the blocks, and AdamW for
+            embeddings and vectors. Muon needs PyTorch 2.9.
 
     Raises:
-        ValueError: A size or rate outside its range.
+        ValueError: A size or rate outside its range, or an optimizer that does not exist.
 
     Example:
         >>> model = ByteGPT(num_layers=1, num_heads=2, width=16, context=8)
@@ -90,8 +95,10 @@ class ByteGPT(LightningModule):
         warmup_steps: int = 50,
         weight_decay: float = 0.1,
         total_steps: int | None = None,
+        optimizer: Literal["adamw", "muon"] = "adamw",
     ) -> None:
         super().__init__()
+        check_optimizer(optimizer)
         for name, count in {
             "num_layers": num_layers,
             "num_heads": num_heads,
@@ -180,7 +187,7 @@ class ByteGPT(LightningModule):
         )
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW with warm-up and cosine decay; vectors (norms, biases) are not decayed.
+        """The optimizer with warm-up and cosine decay; vectors (norms, biases) are not decayed.
 
         Raises:
             ValueError: Neither ``total_steps`` nor the Trainer says when training ends.
@@ -191,13 +198,8 @@ class ByteGPT(LightningModule):
                 "The cosine schedule needs to know when training ends, and the Trainer has no end."
                 " Set trainer.max_steps, or model.total_steps."
             )
-        matrices = [p for p in self.parameters() if p.requires_grad and p.ndim >= 2]
-        vectors = [p for p in self.parameters() if p.requires_grad and p.ndim < 2]
-        groups = [
-            {"params": matrices, "weight_decay": self.hparams["weight_decay"]},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=self.hparams["lr"], betas=(0.9, 0.95))
+        name, lr, decay = (self.hparams[key] for key in ("optimizer", "lr", "weight_decay"))
+        optimizer = make_optimizer(name, self.blocks, self, lr, decay)
         warmup_steps = self.hparams["warmup_steps"]
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: learning_rate_factor(step, warmup_steps, int(total_steps))

@@ -82,7 +82,13 @@ class Elastic:
         """Fill in ``"auto"``; see :class:`lightning_loco.rounds.membership.Membership`."""
         if algorithm.exchange == "neighbors" and topology is not None:
             return prepare_for_any_number(algorithm, topology)
-        return algorithm.prepare(1, topology)
+        ready = algorithm.prepare(1, topology)
+        if ready != algorithm.prepare(2, topology):
+            raise ValueError(
+                "membership=Elastic(...) needs an algorithm that does the same with any number of "
+                f"workers, got {type(algorithm).__name__}. Use DiLoCo (algorithm=async_diloco)."
+            )
+        return ready
 
     def connect(self, settings: RoundSettings, group: WorkerGroup) -> Link:
         """Connect an engine; see :class:`lightning_loco.rounds.membership.Membership`."""

@@ -176,7 +176,7 @@ class ElasticLink:
         return {
             "round_index": round_index,
             "steps": self.engine.worker.steps,
-            "phase": schedule.sync_every_of(0),
+            "phase": schedule.steps_of_round(0, round_index),
             "host": None if host is None else host.read(),
         }
 

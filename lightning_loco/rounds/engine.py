@@ -100,7 +100,7 @@ class Engine:
 
     def count_step(self) -> None:
         """Count one local step without making a round."""
-        self.worker.count_step(self._sync_every)
+        self.worker.count_step(self._schedule.places_in(self.worker.round_index))
 
     @property
     def is_due(self) -> bool:

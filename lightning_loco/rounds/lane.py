@@ -140,6 +140,23 @@ class Lane:
         """Where the messages are, parcel by parcel."""
         return [parcel.wire[: len(parcel)] for parcel in self.parcels]
 
+    def take_flight(self, received: Tensor, messages: Tensor | None) -> list[Tensor]:
+        """Cut what a flight has brought into parcels.
+
+        Args:
+            received: As :meth:`gather` has put it together.
+            messages: Those that left, for algorithms that need them; without, what was received
+                takes their places.
+        """
+        places = self.messages()
+        lengths = [place.numel() for place in places]
+        if messages is None:
+            torch._foreach_copy_(places, list(torch.split_with_sizes(received, lengths)))
+            return places
+        torch._foreach_copy_(places, list(torch.split_with_sizes(messages, lengths)))
+        pairs = zip(places, torch.split_with_sizes(received, lengths), strict=True)
+        return [torch.empty_like(place).copy_(share) for place, share in pairs]
+
     def state_dict(self) -> dict[str, Any]:
         """What compression remembers, and the parameters that left last."""
         return {"residual": dict(self.residual), "departure": self._departure}

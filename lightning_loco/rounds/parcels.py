@@ -117,6 +117,19 @@ class Part:
         if self._compression is not None:
             self._compression.land(received, self.residual)
 
+    def begin_again(self) -> None:
+        """Let local steps begin again, right before the message leaves that was made."""
+        if (start := self._algorithm.depart(self.message, None, self.state)) is not None:
+            self.unpack(start)
+
+    def end(self, received: Tensor, leaving: Tensor | None) -> Tensor:
+        """The result of a round, at whose end another message may leave."""
+        if leaving is None:
+            return self._algorithm.update(self.message, received, self.state)
+        result = self._algorithm.depart(leaving, (self.message, received), self.state)
+        assert result is not None
+        return result
+
 
 class Parcel:
     """Parts that travel together.
@@ -145,10 +158,14 @@ class Parcel:
         for part, share in self.split(lost) if lost is not None else ():
             part.keep(share, was_prepared)
 
-    def split(self, received: Tensor) -> Iterator[tuple[Part, Tensor]]:
-        """Each part with its share of what was received, of shape ``(len(self),)`` or longer."""
+    def split(self, received: Tensor, weight: float = 1.0) -> Iterator[tuple[Part, Tensor]]:
+        """Each part with its share of what was received, of shape ``(len(self),)`` or longer.
+
+        Sums are divided by the total ``weight``, in place.
+        """
         shares = torch.split_with_sizes(received[: self._length], self._lengths)
-        return zip(self.parts, shares, strict=True)
+        for part, share in zip(self.parts, shares, strict=True):
+            yield part, share if weight == 1 else share.div_(weight)
 
 
 def group_chunks(chunks: list[Chunk], longest: int) -> list[list[Chunk]]:

@@ -51,6 +51,7 @@ class Rounds:
         self._algorithm = settings.algorithm
         self._landing = settings.landing or Restart()
         self._exchange = exchange
+        self._stays = settings.schedule.stays
         self._squares: list[Tensor] = []
         self._is_proposed = False
         self._is_finite = True
@@ -111,6 +112,9 @@ class Rounds:
             with labelled("loco/propose"):
                 for part in parcel.parts:
                     self._propose(part, part.message, valid)
+        goes_on = self.flight is not None or (self._landing.keeps_progress and self._is_finite)
+        for part in parcel.parts if self._stays(index) and not goes_on else ():
+            part.begin_again()
         return self._exchange.start(parcel, index)
 
     def send_first(self, index: int, valid: bool) -> Handle:
@@ -146,10 +150,8 @@ class Rounds:
         if before is not None:
             self._land(before, flight.finite)
         flight.handles = [self._send_next(parcel, flight) for parcel in self.lane.parcels]
-        goes_on = self._landing.keeps_progress and flight.finite
-        for part in self.lane.parts if stays and before is None and not goes_on else ():
-            if (start := part.start()) is not None:
-                part.unpack(start)
+        if self.lane.has_uncut_state:
+            self.lane.take_back_state()
         self.flight = flight
 
     def land(self) -> None:
@@ -165,10 +167,11 @@ class Rounds:
         self._keep_lost(flight)
         for parcel, whole in zip(self.lane.parcels, received, strict=True):
             with labelled("loco/apply"):
-                for part, share in parcel.split(whole):
+                for part, share in parcel.split(whole, weight):
                     if successor is not None:
                         self._propose(part, part.scratch, successor.valid)
-                    self._land_part(flight, part, share, weight, valid)
+                    leaving = None if successor is None else part.scratch
+                    self._land_part(flight, part, share, valid, leaving)
                     if successor is not None:
                         part.message.copy_(part.scratch)
             if successor is not None:
@@ -185,8 +188,8 @@ class Rounds:
         self._commit(flight, parcel.parts)
         parcel.keep(handle.lost, flight.valid)
         with labelled("loco/apply"):
-            for part, share in parcel.split(received):
-                self._land_part(flight, part, share, weight, True)
+            for part, share in parcel.split(received, weight):
+                self._land_part(flight, part, share, True, None)
         handle.release()
 
     def _receive(self, flight: Flight) -> tuple[list[Tensor], float]:
@@ -214,10 +217,8 @@ class Rounds:
             parcel.keep(None if flight.is_divided else handle.lost, flight.valid)
 
     def _land_part(
-        self, flight: Flight, part: Part, received: Tensor, weight: float, valid: bool
+        self, flight: Flight, part: Part, received: Tensor, valid: bool, leaving: Tensor | None
     ) -> None:
-        if weight != 1:
-            received.div_(weight)
         if not flight.is_divided:
             part.make_absolute(received)
         part.note_received(received)
@@ -227,7 +228,7 @@ class Rounds:
                 gradient = received - part.departure
             if gradient is not None:
                 self._squares.append(torch.linalg.vector_norm(gradient))
-        result = self._algorithm.update(part.message, received, part.state)
+        result = part.end(received, leaving)
         if flight.stayed and valid and flight.finite and self._landing.keeps_progress:
             part.read_local(part.scratch)
             result = self._landing.land(result, part.scratch, part.departure)
@@ -288,14 +289,5 @@ class Rounds:
             return
         if not lane.holds:
             raise ValueError("The checkpoint holds a round under way, but overlap is off.")
-        messages = lane.messages()
-        lengths = [message.numel() for message in messages]
-        received = list(shared["received"].split(lengths))
-        if "messages" in flight:
-            torch._foreach_copy_(messages, list(flight["messages"].split(lengths)))
-            pairs = zip(messages, received, strict=True)
-            received = [torch.empty_like(message).copy_(read) for message, read in pairs]
-        else:
-            torch._foreach_copy_(messages, received)
-            received = messages
+        received = lane.take_flight(shared["received"], flight.get("messages"))
         self.flight = Flight.arrived(flight, received)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -12,7 +11,7 @@ from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.rounds.engine import Engine
 from lightning_loco.rounds.membership import Membership
 from lightning_loco.rounds.settings import BUCKET_BYTES, RoundSettings
-from lightning_loco.schedules import EverySteps
+from lightning_loco.schedules import SyncEvery, by_steps
 
 
 class StepEngine(Engine):
@@ -24,7 +23,8 @@ class StepEngine(Engine):
     Args:
         model: The module to train; its trainable parameters are exchanged.
         algorithm: What a round computes.
-        sync_every: Local steps between rounds, at least 1; or a list with one entry per worker.
+        sync_every: Local steps between rounds, at least 1; or a list with one entry per worker; or
+            as it changes, ``{0: 10, 1000: 50}``.
         overlap: Apply a round's result one round later, and hide its communication.
         warm_start: With overlap, make the first round a blocking one.
         topology: Who is whose neighbour. Default: the algorithm's own.
@@ -58,7 +58,7 @@ class StepEngine(Engine):
         model: nn.Module,
         algorithm: Algorithm,
         *,
-        sync_every: int | Sequence[int] = 100,
+        sync_every: SyncEvery = 100,
         overlap: bool = False,
         warm_start: bool = True,
         topology: Any | None = None,
@@ -68,7 +68,7 @@ class StepEngine(Engine):
         membership: Membership | None = None,
     ) -> None:
         def make_settings() -> RoundSettings:
-            schedule = EverySteps(sync_every, overlap, warm_start)
+            schedule = by_steps(sync_every, overlap, warm_start)
             return RoundSettings(
                 algorithm,
                 schedule,

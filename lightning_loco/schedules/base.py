@@ -77,6 +77,18 @@ class Schedule(ABC):
         """Local steps of one worker between rounds; None if rounds do not go by steps."""
         return None
 
+    def steps_of_round(self, worker: int, round_index: int) -> int | None:
+        """Local steps of one worker from the begin of a round to that of the next."""
+        return self.sync_every_of(worker)
+
+    def places_in(self, round_index: int) -> int | None:
+        """Into how many parts a round is divided where workers agree on a step to stop at."""
+        return self.sync_every_of(0)
+
+    def figures(self, round_index: int) -> dict[str, float]:
+        """What is logged of the round that comes next, by name."""
+        return {}
+
     def of_worker(self: S, worker: int) -> S:
         """What holds for one worker."""
         return self

@@ -21,7 +21,7 @@ from lightning_loco.rounds.flight import Flight
 from lightning_loco.rounds.lane import Lane
 from lightning_loco.rounds.rounds import Rounds
 from lightning_loco.rounds.settings import WHOLE_MODEL_BYTES, RoundSettings
-from lightning_loco.schedules import EverySteps, Now
+from lightning_loco.schedules import Now, SyncEvery, by_steps
 from lightning_loco.simulation.hub import Hub
 
 
@@ -34,7 +34,7 @@ class Simulation:
     Args:
         models: One module per worker, all alike.
         algorithm: What a round computes.
-        sync_every: Local steps between rounds, or one number per worker.
+        sync_every: Local steps between rounds, or one number per worker, or as it changes.
         overlap: Apply a round's result one round later.
         warm_start: With overlap, make the first round a blocking one.
         topology: Neighbours, for gossip: a topology, a name, a graph or a matrix.
@@ -64,13 +64,13 @@ class Simulation:
         models: Sequence[nn.Module],
         algorithm: Algorithm,
         *,
-        sync_every: int | Sequence[int] = 1,
+        sync_every: SyncEvery = 1,
         overlap: bool = False,
         warm_start: bool = True,
         topology: Any | None = None,
         compression: Any | None = None,
     ) -> None:
-        schedule = EverySteps(sync_every, overlap, warm_start)
+        schedule = by_steps(sync_every, overlap, warm_start)
         self._set_up(models, RoundSettings(algorithm, schedule, topology, compression))
 
     @classmethod

@@ -1,6 +1,7 @@
 """Lightning strategies: hooks, process groups, checkpoints."""
 
 from lightning_loco.strategies.async_average import AsyncModelAverageStrategy
+from lightning_loco.strategies.eager_diloco import EagerDiLoCoStrategy
 from lightning_loco.strategies.loco import LocoStrategy
 from lightning_loco.strategies.methods import MADE, METHODS, register_strategies
 from lightning_loco.strategies.named import (
@@ -16,6 +17,7 @@ __all__ = [
     "AsyncDiLoCoStrategy",
     "AsyncModelAverageStrategy",
     "DiLoCoStrategy",
+    "EagerDiLoCoStrategy",
     "GASLoCStrategy",
     "LocalSGDStrategy",
     "LocoStrategy",

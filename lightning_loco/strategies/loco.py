@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from lightning_loco.comm.saved import Saved
 from lightning_loco.rounds import Engine, RoundSettings, begin_anew, carry_over
 from lightning_loco.rounds.membership import Link, Membership
 from lightning_loco.rounds.settings import BUCKET_BYTES
-from lightning_loco.schedules import EverySteps, Schedule
+from lightning_loco.schedules import Schedule, SyncEvery, by_steps
 from lightning_loco.strategies.arguments import CommonArguments, spelled_out
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.strategies.membership import TrainerPosition, share_among_members
@@ -34,7 +34,8 @@ class LocoStrategy(EngineStrategy):
     Args:
         algorithm: What a round computes: ``LocalSGD()``, ``DiLoCo()``, ``GASLoC()`` or your own.
         sync_every: Local (optimizer) steps between rounds, at least 1; or a list with one number
-            per worker, whose share of the data and of ``max_steps`` is then in proportion.
+            per worker, whose share of the data and of ``max_steps`` is then in proportion. Or as it
+            changes: ``{0: 10, 1000: 50}`` is 10 up to step 1000, then 50.
         overlap: Apply a round's result one round later and hide its communication. With DiLoCo the
             local steps made meanwhile begin again at the result; with GASLoC, ModelAverage and
             NeighborAverage the result moves under them.
@@ -80,7 +81,7 @@ class LocoStrategy(EngineStrategy):
         self,
         algorithm: Algorithm,
         *,
-        sync_every: int | Sequence[int] = 100,
+        sync_every: SyncEvery = 100,
         overlap: bool = False,
         warm_start: bool = True,
         topology: Any | None = None,
@@ -89,7 +90,7 @@ class LocoStrategy(EngineStrategy):
         membership: Membership | None = None,
         **common: Unpack[CommonArguments],
     ) -> None:
-        schedule = EverySteps(sync_every, overlap, warm_start)
+        schedule = by_steps(sync_every, overlap, warm_start)
         settings = RoundSettings(
             algorithm,
             schedule,

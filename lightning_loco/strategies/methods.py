@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 from lightning_loco.strategies.async_average import AsyncModelAverageStrategy
+from lightning_loco.strategies.eager_diloco import EagerDiLoCoStrategy
 from lightning_loco.strategies.named import (
     AsyncDiLoCoStrategy,
     DiLoCoStrategy,
@@ -23,6 +24,10 @@ METHODS: dict[str, type[DDPStrategy]] = {
     "local_sgd": LocalSGDStrategy,
     "diloco": DiLoCoStrategy,
     "async_diloco": AsyncDiLoCoStrategy,
+    "eager_diloco": EagerDiLoCoStrategy,
+    "delayed_nesterov": of_algorithm(
+        "lightning_loco.algorithms.delayed_nesterov", "DelayedNesterov"
+    ),
     "gasloc": GASLoCStrategy,
     "noloco": of_algorithm("lightning_loco.algorithms.noloco", "NoLoCo"),
     "async_model_average": AsyncModelAverageStrategy,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 from typing_extensions import Unpack
 
 from lightning_loco.algorithms import DiLoCo, GASLoC, LocalSGD
 from lightning_loco.algorithms.diloco import OuterOptimizer
+from lightning_loco.algorithms.outer_lr import OuterLR
+from lightning_loco.schedules import SyncEvery
 from lightning_loco.strategies.arguments import RoundArguments, spelled_out
 from lightning_loco.strategies.loco import LocoStrategy
 from lightning_loco.topology import Topology
@@ -28,7 +29,7 @@ class LocalSGDStrategy(LocoStrategy):
     @spelled_out(LocoStrategy.__init__)
     def __init__(
         self,
-        sync_every: int | Sequence[int] = 100,
+        sync_every: SyncEvery = 100,
         **common: Unpack[RoundArguments],
     ) -> None:
         super().__init__(LocalSGD(), sync_every=sync_every, **common)
@@ -48,8 +49,8 @@ class DiLoCoStrategy(LocoStrategy):
     @spelled_out(LocoStrategy.__init__)
     def __init__(
         self,
-        sync_every: int | Sequence[int] = 100,
-        outer_lr: float = 0.7,
+        sync_every: SyncEvery = 100,
+        outer_lr: OuterLR = 0.7,
         outer_momentum: float = 0.9,
         nesterov: bool = True,
         outer_optimizer: OuterOptimizer | None = None,
@@ -71,7 +72,7 @@ class AsyncDiLoCoStrategy(LocoStrategy):
 
     Args:
         sync_every: Local steps between rounds.
-        outer_lr: Outer learning rate.
+        outer_lr: Outer learning rate, or a schedule of rates.
         outer_momentum: Outer momentum; with momentum use (0.7, 0.3) or (0.2, 0.9).
         nesterov: Nesterov momentum.
         outer_optimizer: Another outer optimizer, as in :class:`DiLoCoStrategy`.
@@ -87,8 +88,8 @@ class AsyncDiLoCoStrategy(LocoStrategy):
     @spelled_out(LocoStrategy.__init__)
     def __init__(
         self,
-        sync_every: int | Sequence[int] = 100,
-        outer_lr: float = 0.7,
+        sync_every: SyncEvery = 100,
+        outer_lr: OuterLR = 0.7,
         outer_momentum: float = 0.0,
         nesterov: bool = True,
         outer_optimizer: OuterOptimizer | None = None,
@@ -115,7 +116,7 @@ class GASLoCStrategy(LocoStrategy):
             one_peer_exponential xor random_matching random_two_peer``), a ``Topology``, a networkx
             graph, an ``(N, N)`` mixing matrix or an edge-list file.
         sync_every: Local steps between rounds, or one number per worker.
-        outer_lr: How far along the drift, eta.
+        outer_lr: How far along the drift, eta; or a schedule of rates.
         gossip_step: How far towards the neighbours, alpha; ``"auto"`` fits the topology.
         momentum: gamma; ``"auto"`` fits the topology.
         momentum_on: ``"local"`` or ``"gossiped"``.
@@ -130,8 +131,8 @@ class GASLoCStrategy(LocoStrategy):
     def __init__(
         self,
         topology: Topology | str | Any = "ring",
-        sync_every: int | Sequence[int] = 100,
-        outer_lr: float = 0.7,
+        sync_every: SyncEvery = 100,
+        outer_lr: OuterLR = 0.7,
         gossip_step: float | Literal["auto"] = "auto",
         momentum: float | Literal["auto"] = "auto",
         momentum_on: Literal["local", "gossiped"] = "local",

@@ -36,7 +36,7 @@ Raises:
 _TOPOLOGY = """\
     topology: Who exchanges with whom, as in :class:`LocoStrategy`. Default: the algorithm's own."""
 _SYNC_EVERY = """\
-    sync_every: Local steps between rounds, or one number per worker."""
+    sync_every: Local steps between rounds, or one number per worker, or as it changes."""
 
 
 class AlgorithmStrategy(LocoStrategy):

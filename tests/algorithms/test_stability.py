@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from lightning_loco import DiLoCo, GASLoC, Simulation
+from lightning_loco import DelayedNesterov, DiLoCo, GASLoC, Simulation
 from lightning_loco.algorithms import Algorithm, largest_stable_contraction
 from lightning_loco.topology import RandomMatching, RandomTwoPeer, Topology, get_topology
 from tests.algorithms.toys import Point, distances, flat_rounds, randn, stay
@@ -46,7 +46,28 @@ def test_limits_that_are_known_in_closed_form() -> None:
     assert limit == pytest.approx(2 * 1.6 / 3)
 
 
-def error_after(algorithm: DiLoCo, contraction: float, rounds: int, overlap: bool) -> float:
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("momentum", "every"), [(0.9, 2), (0.5, 3), (0.0, 4)])
+def test_the_limit_of_delayed_nesterov_is_where_it_begins_to_diverge(
+    momentum: float, every: int, overlap: bool
+) -> None:
+    rate = 1.2 * every
+    limit = largest_stable_contraction(rate, momentum, delay=int(overlap), every=every)
+    assert limit < 2
+    algorithm = DelayedNesterov(rate, momentum, every)
+    assert error_after(algorithm, 0.95 * limit, 600, overlap) < 1e-3
+    assert error_after(algorithm, 1.05 * limit, 600, overlap) > 10
+
+
+def test_a_block_of_one_round_is_nesterov_and_no_momentum_has_no_blocks() -> None:
+    for delay in (0, 1, 2):
+        plain = largest_stable_contraction(0.7, 0.5, delay=delay)
+        assert largest_stable_contraction(0.7, 0.5, delay=delay, every=1) == plain
+        three = largest_stable_contraction(2.1, 0.0, delay=delay, every=3)
+        assert three == pytest.approx(largest_stable_contraction(0.7, 0.0, delay=delay))
+
+
+def error_after(algorithm: Algorithm, contraction: float, rounds: int, overlap: bool) -> float:
     model = Point(torch.ones(1, dtype=torch.float64))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

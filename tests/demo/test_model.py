@@ -128,6 +128,7 @@ def test_a_small_model_learns() -> None:
         ({"warmup_steps": -1}, "warmup_steps must be at least 0, got -1"),
         ({"weight_decay": -0.1}, "weight_decay must be at least 0, got -0.1"),
         ({"total_steps": 0}, "total_steps must be at least 1, got 0"),
+        ({"optimizer": "moun"}, "optimizer must be one of adamw, muon, got 'moun'"),
     ],
 )
 def test_settings_out_of_range_are_refused(changes: dict[str, object], message: str) -> None:
@@ -146,4 +147,5 @@ def test_generate_refuses_what_makes_no_sense(
 
 
 def test_hyper_parameters_are_plain() -> None:
-    assert all(value is None or type(value) in (int, float) for value in small().hparams.values())
+    hparams = small().hparams.values()
+    assert all(value is None or type(value) in (int, float, str) for value in hparams)

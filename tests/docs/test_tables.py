@@ -10,7 +10,9 @@ import pytest
 from torch import nn
 
 import lightning_loco as loco
+from lightning_loco.algorithms.outer_lr import Linear
 from lightning_loco.comm import Statistics
+from lightning_loco.rounds import StepEngine
 from lightning_loco.strategies import METHODS
 from lightning_loco.topology import TOPOLOGIES, consensus_rate
 from tests.conftest import ROOT
@@ -93,9 +95,12 @@ def test_metrics_exist() -> None:
     strategy = loco.DiLoCoStrategy()
     figures = {"outer_grad_norm": 1.0, "consensus_distance": 1.0, "losses": [1.0], "members": 2}
     strategy.statistics = Statistics(**figures)
+    algorithm = loco.DiLoCo(Linear(0.1, 0.7, rounds=10))
+    strategy.engine = engine = StepEngine(nn.Linear(1, 1), algorithm, sync_every={0: 1})
     logged: set[str] = set()
     for monitor in (loco.CommunicationMonitor(), loco.ConsensusMonitor()):
         logged |= set(monitor.figures(strategy))
+    engine.close()
     nodes = [{"name": name, "host": "127.0.0.1", "port": 45103} for name in "ab"]
     strategy.engine = loco.PairwiseEngine(nn.Linear(1, 1), nodes=nodes, name="a")
     strategy.engine.factors, strategy.engine.stalenesses = [0.5], [0.0, 1.0]

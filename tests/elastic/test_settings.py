@@ -12,6 +12,7 @@ from lightning_loco import AsyncModelAverageStrategy, DiLoCoStrategy, Elastic, S
 from lightning_loco.algorithms import (
     Algorithm,
     DiLoCo,
+    EagerDiLoCo,
     GASLoC,
     NeighborAverage,
     NoLoCo,
@@ -46,6 +47,11 @@ def test_values_out_of_range(arguments: dict[str, Any], message: str) -> None:
 def test_pulls_are_refused() -> None:
     with pytest.raises(ValueError, match="averages over all workers or neighbours"):
         StepEngine(nn.Linear(1, 1), PairwiseAverage(), membership=Elastic(HERE))
+
+
+def test_an_algorithm_that_counts_the_workers_is_refused() -> None:
+    with pytest.raises(ValueError, match="the same with any number of workers, got EagerDiLoCo"):
+        StepEngine(nn.Linear(1, 1), EagerDiLoCo(), overlap=True, membership=Elastic(HERE))
 
 
 @pytest.mark.parametrize("topology", ["hypercube", "xor", Torus(rows=2), [[0.5, 0.5], [0.5, 0.5]]])

@@ -108,7 +108,7 @@ ONE_OPTIMIZER = remote(Refused("needs exactly one optimizer"))
 NO_FINDER = remote(
     Refused("LearningRateFinder and Tuner.lr_find do not work with RemoteOptimizerStrategy")
 )
-OUTER_MOMENTUM = ("diloco", "async_diloco", "gasloc", "noloco")
+OUTER_MOMENTUM = ("diloco", "async_diloco", "eager_diloco", "delayed_nesterov", "gasloc", "noloco")
 BEYOND_BOUNDS = Apart(
     "outer momentum goes past the bounds after the last local step; clip after fit again",
     {"training_step": 8, "bounded": False},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -9,13 +10,20 @@ import torch
 from torch import Tensor
 
 from lightning_loco import DiLoCo, GASLoC, LocalSGD, LocoStrategy, ModelAverage, StepEngine
-from lightning_loco.algorithms import Algorithm, KeepProgress, Landing, NeighborAverage, Restart
+from lightning_loco.algorithms import (
+    Algorithm,
+    KeepProgress,
+    Landing,
+    NeighborAverage,
+    Restart,
+    State,
+)
 from lightning_loco.rounds import RoundSettings
 from lightning_loco.schedules import EverySteps
 from lightning_loco.topology import get_topology
 from tests.algorithms.toys import Point, assert_close, randn
 from tests.pool import Pool, make_trainer
-from tests.rounds.toys import LARGE, flat, simulate, train
+from tests.rounds.toys import LARGE, approach, flat, simulate, train, zeros
 from tests.tiny import TinyModule, make_loader
 
 ROUNDS = 5
@@ -224,3 +232,49 @@ def test_steps_made_while_a_round_without_own_progress_travels_are_kept(pool: Po
     total = sum((rank + 1.0) * (2 + 4 * rank + 4) for rank in range(3))
     for result in pool.run(serve_others_and_go_on, world=3):
         assert result == pytest.approx(total / 3, abs=1e-12)
+
+
+@dataclasses.dataclass(frozen=True)
+class Impatient(Algorithm):
+    """Takes its own progress when it leaves, and the last mean as often as messages have left."""
+
+    exchange = "mean"
+    late_landing = Restart()
+
+    def init(self, params: Tensor) -> State:
+        return {"outer": params, "departures": 0}
+
+    def propose(self, params: Tensor, state: State) -> Tensor:
+        return torch.sub(state["outer"], params, out=params)
+
+    def depart(self, message: Tensor, ended: tuple[Tensor, Tensor] | None, state: State) -> Tensor:
+        assert (ended is None) == (state["departures"] == 0)
+        state["departures"] += 1
+        return state["outer"].sub_(message)
+
+    def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
+        return state["outer"].sub_(received, alpha=state["departures"])
+
+    def restart(self, state: State) -> Tensor:
+        return state["outer"]
+
+
+def test_an_algorithm_says_where_steps_go_on_when_a_message_leaves(pool: Pool) -> None:
+    """In processes and in the simulation, in several parcels, and after a resume."""
+    settings = RoundSettings(Impatient(), EverySteps(SYNC_EVERY, overlap=True, warm_start=False))
+    models = [zeros() for _ in range(WORLD)]
+    rows = []
+    for _ in range(ROUNDS):
+        for worker, model in enumerate(models):
+            for _ in range(SYNC_EVERY):
+                approach(worker, model)
+        rows.append(torch.stack([flat(model) for model in models]))
+    last = rows[-1] - rows[-2]
+    end = (rows[-1] + ROUNDS * last.mean(0)).mean(0)
+    expected = torch.stack([*rows, end.expand_as(last)])
+    assert_close(simulate(settings, WORLD, ROUNDS), expected)
+    unbroken = torch.stack(pool.run(train, settings, ROUNDS, world=WORLD), dim=1)
+    assert_close(unbroken, expected)
+    for resume_after in (1, 3):
+        resumed = pool.run(train, settings, ROUNDS, zeros, resume_after, world=WORLD)
+        assert torch.equal(torch.stack(resumed, dim=1), unbroken)

@@ -45,6 +45,8 @@ def test_a_parcel_splits_what_was_received_and_ignores_what_rides_behind() -> No
     parcel = Parcel(message, parts)
     shares = [share.tolist() for _, share in parcel.split(torch.arange(9.0))]
     assert shares == [[0, 1, 2], [3, 4, 5], [6]]
+    means = [share.tolist() for _, share in parcel.split(torch.arange(9.0), weight=2.0)]
+    assert means == [[0, 0.5, 1], [1.5, 2, 2.5], [3]]
     assert len(parcel) == 7
 
 

@@ -10,7 +10,6 @@ import pydoc
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +21,7 @@ from torch import Tensor
 from lightning_loco import LocoStrategy, strategies
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.algorithms.base import State
+from lightning_loco.schedules import SyncEvery
 from lightning_loco.strategies import methods
 from lightning_loco.strategies.of_algorithm import AlgorithmStrategy, of_algorithm
 from lightning_loco.topology import Ring, Topology
@@ -100,7 +100,7 @@ def test_its_arguments_are_those_of_the_algorithm_and_the_common_ones(
     general = inspect.signature(LocoStrategy).parameters
     for name, annotation, default in (
         ("topology", general["topology"].annotation, None),
-        ("sync_every", int | Sequence[int], 100),
+        ("sync_every", SyncEvery, 100),
         ("part", float, 0.5),
         ("kind", Literal["plain", "fancy"], "plain"),
         ("is_loud", bool, False),
@@ -160,7 +160,7 @@ strategies share.
 
 Args:
     topology: Who exchanges with whom, as in :class:`LocoStrategy`. Default: the algorithm's own.
-    sync_every: Local steps between rounds, or one number per worker.
+    sync_every: Local steps between rounds, or one number per worker, or as it changes.
     part: How far, in (0, 1]; 1 is
         the mean itself.
     kind: ``"plain"``, or ``"fancy"`` for nothing else.

@@ -138,10 +138,13 @@ def leave_out(case: Case, broken: int, world: int) -> Tensor:
             received = [sum(valid) / len(valid)] * world
         late = case.overlap and not (case.warm_start and round_index == 0)
         if late and not keeps:
-            if under_way:
-                land()
-            else:
-                params = [begun(algorithm, start, state) for state in states]
+            ended = [(m.clone(), r.clone()) for m, r, _ in under_way] or [None] * world
+            under_way.clear()
+            three = zip(messages, ended, states, strict=True)
+            again = [algorithm.depart(message, one, state) for message, one, state in three]
+            params = [
+                p if new is None else new.clone() for p, new in zip(params, again, strict=True)
+            ]
         departed: list[Tensor | None] = [p.clone() if late and keeps else None for p in params]
         if round_index == 0:
             departed[broken] = None

@@ -1,0 +1,150 @@
+"""Delayed Nesterov: DiLoCo whose momentum acts once in several rounds only."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import torch
+from torch import Tensor
+
+from lightning_loco.algorithms.base import Algorithm, State
+from lightning_loco.algorithms.diloco import step_outer_sgd
+from lightning_loco.algorithms.landing import Restart
+from lightning_loco.algorithms.outer_lr import (
+    ROUNDS,
+    OuterLR,
+    highest_rate,
+    new_counter,
+    next_rate,
+    rate_figures,
+)
+from lightning_loco.algorithms.outer_sgd import check_outer_sgd
+from lightning_loco.algorithms.stability import largest_stable_contraction
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayedNesterov(Algorithm):
+    r"""DiLoCo with plain outer steps, and momentum from the mean of each block of rounds.
+
+    .. math::
+        D \leftarrow D + \Delta, \qquad \Theta \leftarrow \Theta - \eta\,(c\,\mu m + \Delta / n)
+
+    with the workers' mean pseudo-gradient :math:`\Delta`, and in every n-th round instead
+
+    .. math::
+        m \leftarrow \mu m + D / n, \qquad
+        \Theta \leftarrow \Theta - \eta\,\big((1 - c\,n + c)\,\mu m + \Delta / n\big), \qquad
+        D \leftarrow 0
+
+    With :math:`c = 0` the n rounds of a block come to one Nesterov step with the mean of their
+    pseudo-gradients; with :math:`n = 1` it is DiLoCo. As in the source each pseudo-gradient is
+    divided by n: for the pace of DiLoCo take ``outer_lr`` n times as large.
+
+    Args:
+        outer_lr: Outer learning rate :math:`\eta` of a whole block, positive; or a schedule, from
+            the number of a round to its rate.
+        outer_momentum: Momentum :math:`\mu` in [0, 1), of a block from the one before.
+        every: Rounds of a block, n, at least 1.
+        between: The share of the momentum, c, in each step between, in [0, 1/n].
+
+    Raises:
+        TypeError: If ``every`` is not an integer.
+        ValueError: If a number is out of range.
+
+    Source:
+        Liu et al., "Asynchronous Local-SGD Training for Language Modeling", arXiv:2401.09135. There
+        each worker's pseudo-gradient is a step of its own; here a round is the mean of all workers.
+
+    Example:
+        >>> algorithm = DelayedNesterov(outer_lr=2.0, outer_momentum=0.5, every=2)
+        >>> state = algorithm.init(torch.zeros(1))
+        >>> local = torch.zeros(1)
+        >>> for _ in range(2):
+        ...     algorithm.apply(local, torch.tensor([-1.0]), state)
+        ...     print(local.item())  # a plain step, then one with the momentum of both
+        1.0
+        3.0
+    """
+
+    outer_lr: OuterLR = 1.4
+    outer_momentum: float = 0.5
+    every: int = 2
+    between: float = 0.0
+
+    exchange = "mean"
+    consensus_key = "outer"
+    replicated = True
+    late_landing = Restart()
+
+    def __post_init__(self) -> None:
+        """Check types and ranges."""
+        check_outer_sgd(self.outer_lr, self.outer_momentum)
+        if isinstance(self.every, bool) or not isinstance(self.every, int):
+            raise TypeError(f"every counts rounds and must be an integer, got {self.every!r}.")
+        if self.every < 1:
+            raise ValueError(
+                f"every counts rounds and must be at least 1, got {self.every}. Use 1 for DiLoCo."
+            )
+        if not 0 <= self.between <= 1 / self.every:
+            raise ValueError(
+                f"between must be in [0, 1/every], got {self.between} with every={self.every}. "
+                "Use 0 for momentum once a block."
+            )
+
+    def warn_overlap(self) -> None:
+        """Warn when the settings are unstable one round late."""
+        rate = highest_rate(self.outer_lr)
+        limit = largest_stable_contraction(rate, self.outer_momentum, every=self.every)
+        if limit < 1 - 1e-6:
+            warnings.warn(
+                f"outer_lr={self.outer_lr} with outer_momentum={self.outer_momentum} and "
+                f"every={self.every} is unstable with overlap when a local phase covers more than "
+                f"{limit:.0%} of the way to its optimum. Use less of both.",
+                stacklevel=2,
+            )
+
+    def init(self, params: Tensor) -> State:
+        """Outer parameters; momentum, the sum of the block and a counter if there is momentum."""
+        state: State = {"outer": params, **new_counter(self.outer_lr)}
+        if self.outer_momentum > 0:
+            state["momentum"] = torch.zeros_like(params)
+            if self.every > 1:
+                state["block_sum"] = torch.zeros_like(params)
+                state[ROUNDS] = 0
+        return state
+
+    def propose(self, params: Tensor, state: State) -> Tensor:
+        """The message is the pseudo-gradient, outer - local."""
+        return torch.sub(state["outer"], params, out=params)
+
+    def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
+        """A step along the mean pseudo-gradient, at the end of a block with momentum."""
+        outer: Tensor = state["outer"]
+        rate, n = next_rate(self.outer_lr, state), self.every
+        if n == 1 or self.outer_momentum == 0:
+            momentum = state.get("momentum")
+            step_outer_sgd(outer, received, momentum, rate / n, self.outer_momentum, True)
+            return outer
+        momentum, block_sum, share = state["momentum"], state["block_sum"], self.between
+        block_sum.add_(received)
+        if state[ROUNDS] % n == 0:
+            momentum.mul_(self.outer_momentum).add_(block_sum, alpha=1 / n)
+            block_sum.zero_()
+            share += 1 - n * self.between
+        if share > 0:
+            outer.add_(momentum, alpha=-rate * share * self.outer_momentum)
+        return outer.add_(received, alpha=-rate / n)
+
+    def restart(self, state: State) -> Tensor:
+        """The round begins at the outer parameters."""
+        outer: Tensor = state["outer"]
+        return outer
+
+    def figures(self, state: State) -> dict[str, float]:
+        """The outer learning rate, if it changes."""
+        return rate_figures(self.outer_lr, state)
+
+    def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
+        """The mean pseudo-gradient."""
+        return received

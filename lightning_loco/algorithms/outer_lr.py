@@ -1,0 +1,213 @@
+"""Outer learning rates that change from round to round.
+
+``outer_lr`` is a number, or anything that can be called with the number of a round and pickled: one
+of these schedules or a function of one's own. The algorithm counts its rounds in its state, so that
+they go on in a resumed run, are equal on all workers, and reach those that come later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning_loco.algorithms.base import State
+
+OuterLR = float | Callable[[int], float]
+"""A rate, or from the number of a round, beginning with 0, to its rate."""
+
+ROUNDS = "rounds"
+"""The state's entry that counts rounds."""
+
+
+def _check_way(start: float, end: float, rounds: int) -> None:
+    for name, rate in (("start", start), ("end", end)):
+        _check_positive(name, rate)
+    if isinstance(rounds, bool) or not isinstance(rounds, int):
+        raise TypeError(f"rounds must be an integer, got {rounds!r}.")
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1, got {rounds}. Give the rounds of the run.")
+
+
+def _check_positive(name: str, rate: Any) -> None:
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)):
+        raise TypeError(
+            f"{name} must be a number, or a schedule such as Cosine(0.7, 0.1, rounds=100), got "
+            f"{rate!r}."
+        )
+    if not 0 < rate < math.inf:
+        raise ValueError(f"{name} must be positive, got {rate}. A common value is 0.7.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """From one rate to another in equal steps; it stays there.
+
+    Args:
+        start: Rate of the first round, positive.
+        end: Rate from round ``rounds`` on, positive.
+        rounds: How many rounds it takes, at least 1.
+
+    Raises:
+        TypeError: If a value is no number.
+        ValueError: If a value is out of range.
+
+    Example:
+        >>> [round(Linear(0.2, 0.8, rounds=3)(t), 2) for t in range(5)]  # a warm-up
+        [0.2, 0.4, 0.6, 0.8, 0.8]
+    """
+
+    start: float
+    end: float
+    rounds: int
+
+    def __post_init__(self) -> None:
+        """Check types and ranges."""
+        _check_way(self.start, self.end, self.rounds)
+
+    def __call__(self, round_index: int) -> float:
+        """The rate of a round."""
+        part = min(round_index / self.rounds, 1.0)
+        return self.start * (1 - part) + self.end * part
+
+    @property
+    def highest(self) -> float:
+        """The largest rate."""
+        return max(self.start, self.end)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cosine:
+    """From one rate to another along half a cosine; it stays there.
+
+    Args:
+        start: Rate of the first round, positive.
+        end: Rate from round ``rounds`` on, positive.
+        rounds: How many rounds it takes, at least 1.
+
+    Raises:
+        TypeError: If a value is no number.
+        ValueError: If a value is out of range.
+
+    Example:
+        >>> [round(Cosine(0.9, 0.1, rounds=4)(t), 2) for t in range(6)]
+        [0.9, 0.78, 0.5, 0.22, 0.1, 0.1]
+    """
+
+    start: float
+    end: float
+    rounds: int
+
+    def __post_init__(self) -> None:
+        """Check types and ranges."""
+        _check_way(self.start, self.end, self.rounds)
+
+    def __call__(self, round_index: int) -> float:
+        """The rate of a round."""
+        part = (1 - math.cos(math.pi * min(round_index / self.rounds, 1.0))) / 2
+        return self.start * (1 - part) + self.end * part
+
+    @property
+    def highest(self) -> float:
+        """The largest rate."""
+        return max(self.start, self.end)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piecewise:
+    """One rate after the other.
+
+    Args:
+        rates: From the number of the round at which a rate begins to the rate; one begins at 0.
+
+    Raises:
+        TypeError: If a value is no number.
+        ValueError: If a value is out of range, or none begins at 0.
+
+    Example:
+        >>> [Piecewise({0: 0.7, 3: 0.2})(t) for t in range(5)]
+        [0.7, 0.7, 0.7, 0.2, 0.2]
+    """
+
+    rates: Mapping[int, float]
+
+    def __post_init__(self) -> None:
+        """Check types and ranges."""
+        if not isinstance(self.rates, Mapping):
+            raise TypeError(f"rates must be a mapping such as {{0: 0.7}}, got {self.rates!r}.")
+        for begin, rate in self.rates.items():
+            if isinstance(begin, bool) or not isinstance(begin, int):
+                raise TypeError(f"rates begin at the number of a round, got {begin!r}.")
+            _check_positive(f"the rate from round {begin} on", rate)
+        if min(self.rates, default=-1) != 0:
+            raise ValueError(f"rates must begin at round 0, got {dict(self.rates)}.")
+
+    def __hash__(self) -> int:
+        """Equal rates have the same."""
+        return hash(tuple(sorted(self.rates.items())))
+
+    def __call__(self, round_index: int) -> float:
+        """The rate of a round."""
+        return self.rates[max(begin for begin in self.rates if begin <= round_index)]
+
+    @property
+    def highest(self) -> float:
+        """The largest rate."""
+        return max(self.rates.values())
+
+
+def check_outer_lr(outer_lr: OuterLR) -> None:
+    """Refuse what is no positive rate, and no schedule of positive ones as far as can be seen.
+
+    Raises:
+        TypeError: If it is neither a number nor a function from a round to one.
+        ValueError: If the rate, or that of the first round, is not positive and finite.
+    """
+    if callable(outer_lr):
+        _check_positive("outer_lr(0), the rate of the first round,", outer_lr(0))
+    else:
+        _check_positive("outer_lr", outer_lr)
+
+
+def new_counter(outer_lr: OuterLR) -> State:
+    """What the state needs for a rate: nothing for a number."""
+    return {ROUNDS: 0} if callable(outer_lr) else {}
+
+
+def rate_at(outer_lr: OuterLR, round_index: int) -> float:
+    """The rate of a round.
+
+    Raises:
+        RuntimeError: If a schedule says something else than a positive number.
+    """
+    if not callable(outer_lr):
+        return outer_lr
+    rate = outer_lr(round_index)
+    try:
+        _check_positive("outer_lr", rate)
+    except (TypeError, ValueError) as error:
+        raise RuntimeError(f"In round {round_index}: {error}") from error
+    return rate
+
+
+def next_rate(outer_lr: OuterLR, state: State) -> float:
+    """The rate of the round that ends now, which is counted if the state has a counter."""
+    rate = rate_at(outer_lr, state.get(ROUNDS, 0))
+    if ROUNDS in state:
+        state[ROUNDS] += 1
+    return rate
+
+
+def highest_rate(outer_lr: OuterLR) -> float:
+    """The largest rate as far as is known: of a function of one's own, that of the first round."""
+    if not callable(outer_lr):
+        return outer_lr
+    return float(getattr(outer_lr, "highest", outer_lr(0)))
+
+
+def rate_figures(outer_lr: OuterLR, state: State) -> dict[str, float]:
+    """The rate of the last round, if it changes."""
+    if not callable(outer_lr):
+        return {}
+    return {"outer_lr": rate_at(outer_lr, max(0, state[ROUNDS] - 1))}

@@ -1,0 +1,98 @@
+"""The demo's inner optimizers: AdamW, and Muon for the matrices beside AdamW for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+OPTIMIZERS = ("adamw", "muon")
+BETAS = (0.9, 0.95)
+
+
+def check_optimizer(name: str) -> None:
+    """Refuse a name that is none of :data:`OPTIMIZERS`, or that this PyTorch does not have.
+
+    Raises:
+        ValueError: With what to do.
+    """
+    if name not in OPTIMIZERS:
+        raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {name!r}.")
+    if name == "muon" and not hasattr(torch.optim, "Muon"):
+        raise ValueError(
+            f"optimizer='muon' needs torch.optim.Muon of PyTorch 2.9 or newer, got PyTorch "
+            f"{torch.__version__}. Use optimizer='adamw', or a newer PyTorch."
+        )
+
+
+def make_optimizer(
+    name: str, hidden: nn.Module, whole: nn.Module, lr: float, weight_decay: float
+) -> Optimizer:
+    """Make the optimizer of a model.
+
+    Args:
+        name: One of :data:`OPTIMIZERS`.
+        hidden: The part of the model whose matrices Muon moves.
+        whole: The model; its vectors (norms, biases) are not decayed.
+        lr: Of both optimizers.
+        weight_decay: Of matrices and embeddings.
+    """
+    trainable = [p for p in whole.parameters() if p.requires_grad]
+    chosen = {id(p) for p in hidden.parameters() if p.ndim == 2} if name == "muon" else set()
+    matrices = [p for p in trainable if id(p) in chosen]
+    others = [p for p in trainable if id(p) not in chosen]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in others if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    adamw = AdamW(groups, lr=lr, betas=BETAS)
+    if name == "adamw":
+        return adamw
+    # Steps as long as AdamW's, so that the same rate and decay suit both.
+    muon = torch.optim.Muon(
+        matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+    )
+    return Together(muon, adamw)
+
+
+class Together(Optimizer):
+    """Several optimizers of different parameters as one, which Lightning steps and saves as one.
+
+    Its groups and its state are those of its parts: a schedule of learning rates, a checkpoint and
+    whoever looks into the state reach all of them.
+
+    Args:
+        parts: New ones, which have made no step.
+    """
+
+    def __init__(self, *parts: Optimizer) -> None:
+        self._parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        begin = 0
+        for part in self._parts:
+            end = begin + len(part.param_groups)
+            part.param_groups = self.param_groups[begin:end]
+            part.state = self.state
+            begin = end
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make a step of each part."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self._parts:
+            part.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what ``state_dict`` gave."""
+        super().load_state_dict(state_dict)
+        self._share()

@@ -1,0 +1,267 @@
+"""Outer learning rates that change: their values, in every algorithm, resumed, logged, refused."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_loco import (
+    CommunicationMonitor,
+    DelayedNesterov,
+    DiLoCo,
+    EagerDiLoCo,
+    GASLoC,
+    LocoStrategy,
+)
+from lightning_loco.algorithms import Algorithm, Cosine, Linear, Piecewise
+from lightning_loco.algorithms.outer_lr import OuterLR, highest_rate, rate_at
+from lightning_loco.topology import Complete, Ring
+from tests.algorithms.toys import assert_close, flat_rounds, move_to, randn, simulate
+from tests.pool import Pool, make_trainer
+from tests.tiny import TinyModule, make_loader
+
+TARGETS = randn(4, 5)
+STARTS = randn(5, seed=1).expand(4, 5)
+
+
+def halved(round_index: int, first: float = 0.8) -> float:
+    """A schedule of a user's own."""
+    return first * 0.5**round_index
+
+
+SCHEDULES: list[OuterLR] = [
+    Cosine(0.9, 0.1, rounds=6),
+    Linear(0.1, 0.9, rounds=3),
+    Piecewise({0: 0.7, 2: 0.3, 5: 0.1}),
+    halved,
+    partial(halved, first=0.4),
+]
+of_schedule = pytest.mark.parametrize("outer_lr", SCHEDULES, ids=str)
+
+
+# ------------------------------------------------------------------------------- the values
+
+
+def test_the_ways_of_the_schedules() -> None:
+    assert [Linear(1.0, 2.0, rounds=4)(t) for t in range(6)] == [1.0, 1.25, 1.5, 1.75, 2.0, 2.0]
+    cosine = [0.1 + 0.8 * 0.5 * (1 + math.cos(math.pi * t / 8)) for t in range(9)]
+    assert [Cosine(0.9, 0.1, rounds=8)(t) for t in range(9)] == pytest.approx(cosine)
+    assert Cosine(0.9, 0.1, rounds=8)(0) == 0.9
+    assert Cosine(0.9, 0.1, rounds=8)(1000) == pytest.approx(0.1)
+    rates = [Piecewise({4: 0.2, 0: 0.7})(t) for t in (0, 3, 4, 99)]
+    assert rates == [0.7, 0.7, 0.2, 0.2]
+
+
+@of_schedule
+def test_they_can_be_pickled_compared_and_hashed(outer_lr: OuterLR) -> None:
+    again = pickle.loads(pickle.dumps(DiLoCo(outer_lr)))
+    assert [rate_at(again.outer_lr, t) for t in range(9)] == [
+        rate_at(outer_lr, t) for t in range(9)
+    ]
+    if not isinstance(outer_lr, partial):
+        assert again == DiLoCo(outer_lr)
+        assert hash(again) == hash(DiLoCo(outer_lr))
+    assert highest_rate(outer_lr) == max(rate_at(outer_lr, t) for t in range(9))
+
+
+# ------------------------------------------------------------------------ in the algorithms
+
+
+@of_schedule
+@pytest.mark.parametrize("momentum", [0.0, 0.6])
+def test_diloco_is_torch_sgd_whose_rate_is_set_before_each_step(
+    outer_lr: OuterLR, momentum: float
+) -> None:
+    outer = torch.nn.Parameter(STARTS[0].clone())
+    optimizer = torch.optim.SGD([outer], 1.0, momentum=momentum, nesterov=momentum > 0)
+    history = flat_rounds(DiLoCo(outer_lr, momentum), STARTS, move_to(TARGETS, 0.4), 8)
+    for t in range(8):
+        optimizer.param_groups[0]["lr"] = rate_at(outer_lr, t)
+        outer.grad = 0.4 * (outer.detach() - TARGETS.mean(0))
+        optimizer.step()
+        assert_close(history[t + 1], outer.detach().expand(4, 5))
+
+
+@of_schedule
+def test_delayed_nesterov_takes_the_rate_of_the_round(outer_lr: OuterLR) -> None:
+    gradients = randn(7, 5)
+    algorithm = DelayedNesterov(outer_lr, 0.6, every=3)
+    state = algorithm.init(torch.zeros(5, dtype=torch.float64))
+    moved = m = block_sum = torch.zeros(5, dtype=torch.float64)
+    for t, gradient in enumerate(gradients):
+        algorithm.update(gradient.clone(), gradient.clone(), state)
+        block_sum = block_sum + gradient
+        step = gradient / 3
+        if t % 3 == 2:
+            m, block_sum = 0.6 * m + block_sum / 3, torch.zeros_like(m)
+            step = step + 0.6 * m
+        moved = moved - rate_at(outer_lr, t) * step
+        assert_close(state["outer"], moved)
+
+
+@of_schedule
+@pytest.mark.parametrize("momentum", [0.0, 0.3])
+def test_gasloc_takes_the_rate_of_the_round_and_momentum_carries_it_on(
+    outer_lr: OuterLR, momentum: float
+) -> None:
+    algorithm = GASLoC(outer_lr, 1.0, momentum).prepare(4, Ring())
+    history = flat_rounds(algorithm, STARTS, move_to(TARGETS, 0.4), 8, Ring())
+    mixing = Ring().mixing_matrix(4, 0)
+    theta, before = STARTS.clone(), STARTS.clone()
+    for t in range(8):
+        u = theta + rate_at(outer_lr, t) * 0.4 * (TARGETS - theta)
+        theta, before = mixing @ u + momentum * (u - before), u
+        assert_close(history[t + 1], theta)
+
+
+def test_on_a_complete_graph_gasloc_is_diloco_without_momentum_only() -> None:
+    """Momentum on u has earlier rates in it, torch's buffer has none: constant rates are equal."""
+
+    def apart(outer_lr: OuterLR, momentum: float) -> float:
+        gossip = GASLoC(outer_lr, 1.0, momentum, "gossiped").prepare(4, Complete())
+        both = [
+            flat_rounds(gossip, STARTS, move_to(TARGETS, 0.4), 8, Complete()),
+            flat_rounds(DiLoCo(outer_lr, momentum), STARTS, move_to(TARGETS, 0.4), 8),
+        ]
+        return float((both[0] - both[1]).abs().max())
+
+    cosine = Cosine(0.9, 0.1, rounds=6)
+    assert apart(cosine, 0.0) < 1e-12
+    assert apart(0.7, 0.6) < 1e-12
+    assert apart(cosine, 0.6) > 1e-2
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "kind", [DiLoCo, partial(DelayedNesterov, every=2), EagerDiLoCo, GASLoC], ids=str
+)
+def test_a_constant_schedule_is_the_number_bit_for_bit(kind: Any, overlap: bool) -> None:
+    if kind is GASLoC:
+        constant, number = GASLoC(Piecewise({0: 0.7})), GASLoC(0.7)
+    else:
+        constant, number = kind(Piecewise({0: 0.7}), 0.3), kind(0.7, 0.3)
+    settings = {"sync_every": 2, "overlap": overlap}
+    assert torch.equal(simulate(constant, 3, 5, **settings), simulate(number, 3, 5, **settings))
+
+
+def test_a_number_needs_no_counter() -> None:
+    for algorithm in (DiLoCo(), GASLoC(momentum=0.3), EagerDiLoCo(), DelayedNesterov(every=1)):
+        assert "rounds" not in algorithm.init(randn(4))
+        assert algorithm.figures(algorithm.init(randn(4))) == {}
+
+
+def test_what_lands_last_with_eager_updates_takes_the_rate_of_the_last_step() -> None:
+    algorithm = EagerDiLoCo(halved, 0.0, share=0.5)
+    state = algorithm.init(torch.zeros(1, dtype=torch.float64))
+    algorithm.depart(torch.tensor([2.0]).double(), None, state)
+    assert state["outer"].item() == pytest.approx(-0.8)
+    mean = torch.tensor([3.0]).double()
+    algorithm.update(mean, mean.clone(), state)
+    assert state["outer"].item() == pytest.approx(-0.8 * 3)
+
+
+# ------------------------------------------------------------------------------ in a Trainer
+
+
+class Noting(CommunicationMonitor):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(prog_bar=True)
+        self.rates: list[float] = []
+
+    def figures(self, strategy: Any) -> dict[str, float]:
+        found = super().figures(strategy)
+        self.rates.append(found["loco/outer_lr"])
+        return found
+
+
+def fit(rank: int, world: int, algorithm: Algorithm) -> list[float]:
+    monitor = Noting()
+    strategy = LocoStrategy(algorithm, sync_every=2)
+    trainer = make_trainer(
+        strategy, max_steps=12, callbacks=[monitor], use_distributed_sampler=False
+    )
+    trainer.fit(TinyModule(), make_loader(rank, 12))
+    return monitor.rates
+
+
+@pytest.mark.parametrize("algorithm", [DiLoCo(halved, 0.5), GASLoC(halved)], ids=["mean", "gossip"])
+def test_rates_are_logged(pool: Pool, algorithm: Algorithm) -> None:
+    for rates in pool.run(fit, algorithm, world=2):
+        assert sorted(set(rates), reverse=True) == [halved(t) for t in range(6)]
+
+
+# ---------------------------------------------------------------------------------- refused
+
+
+def broken_later(round_index: int) -> float:
+    return 0.7 if round_index < 2 else -1.0
+
+
+def no_number(round_index: int) -> Any:
+    return "0.7"
+
+
+@pytest.mark.parametrize("kind", [DiLoCo, GASLoC, EagerDiLoCo, DelayedNesterov])
+@pytest.mark.parametrize(
+    ("outer_lr", "error", "message"),
+    [
+        ("0.7", TypeError, r"outer_lr must be a number, or a schedule such as Cosine\("),
+        (True, TypeError, "outer_lr must be a number"),
+        (-0.1, ValueError, "outer_lr must be positive, got -0.1"),
+        (
+            lambda t: 0.0,
+            ValueError,
+            r"outer_lr\(0\), the rate of the first round, must be positive",
+        ),
+        (no_number, TypeError, r"outer_lr\(0\), the rate of the first round, must be a number"),
+    ],
+)
+def test_what_is_no_rate_is_refused(
+    kind: Any, outer_lr: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        kind(outer_lr)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Cosine(0.9, 0.0, rounds=3), ValueError, "end must be positive, got 0.0"),
+        (lambda: Linear(-1.0, 0.1, rounds=3), ValueError, "start must be positive, got -1.0"),
+        (lambda: Linear(0.1, 0.2, rounds=0), ValueError, "rounds must be at least 1, got 0"),
+        (lambda: Linear(0.1, 0.2, rounds=1.5), TypeError, "rounds must be an integer, got 1.5"),
+        (lambda: Piecewise({1: 0.7}), ValueError, r"rates must begin at round 0, got \{1: 0.7\}"),
+        (lambda: Piecewise({}), ValueError, "rates must begin at round 0"),
+        (lambda: Piecewise({0: 0.7, -1: 0.1}), ValueError, "rates must begin at round 0"),
+        (lambda: Piecewise({0: 0.7, 5: -1}), ValueError, "the rate from round 5 on must be posi"),
+        (lambda: Piecewise({0.5: 0.7}), TypeError, "rates begin at the number of a round, got 0.5"),
+        (lambda: Piecewise([0.7]), TypeError, r"rates must be a mapping such as \{0: 0.7\}"),
+    ],
+)
+def test_schedules_of_what_is_no_rate_are_refused(
+    make: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_rate_that_breaks_later_is_named_with_its_round() -> None:
+    with pytest.raises(RuntimeError, match="In round 2: outer_lr must be positive, got -1.0"):
+        flat_rounds(DiLoCo(broken_later), STARTS, move_to(TARGETS, 0.4), 5)
+
+
+def test_an_outer_optimizer_has_a_rate_of_its_own() -> None:
+    with pytest.raises(ValueError, match="outer_optimizer has a rate of its own, and outer_lr="):
+        DiLoCo(Cosine(0.9, 0.1, rounds=5), outer_optimizer=torch.optim.AdamW)
+
+
+def test_overlap_is_judged_by_the_highest_rate() -> None:
+    with pytest.warns(UserWarning, match="unstable with overlap"):
+        DiLoCo(Linear(0.1, 0.7, rounds=50), 0.9).warn_overlap()

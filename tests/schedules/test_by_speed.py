@@ -1,0 +1,50 @@
+"""Local steps in proportion to speed."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_loco.schedules import EverySteps, steps_by_speed
+
+
+@pytest.mark.parametrize(
+    ("speeds", "sync_every", "expected"),
+    [
+        ([4.1, 4.0, 1.0], 50, [50, 48, 12]),
+        ([1.0], 7, [7]),
+        ([2, 2, 2], 10, [10, 10, 10]),
+        ([0.1, 0.3], 3, [1, 3]),  # 0.1 / 0.3 * 3 is a little below 1 in floating point
+        ([1e-6, 1.0], 100, [1, 100]),  # at least one step
+    ],
+)
+def test_the_fastest_makes_all_and_the_others_their_share(
+    speeds: list[float], sync_every: int, expected: list[int]
+) -> None:
+    assert steps_by_speed(speeds, sync_every) == expected
+    assert steps_by_speed([speed * 3.7 for speed in speeds], sync_every) == expected
+
+
+def test_no_worker_waits_for_a_slower_one_by_more_than_a_step() -> None:
+    speeds = [3.0, 2.3, 1.1, 0.7]
+    steps = steps_by_speed(speeds, 40)
+    seconds = [count / speed for count, speed in zip(steps, speeds, strict=True)]
+    for took, speed in zip(seconds, speeds, strict=True):
+        assert 0 <= max(seconds) - took < 1 / speed
+    EverySteps(steps).check(4)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "sync_every", "message"),
+    [
+        ([], 10, r"speeds must be positive, one per worker, got \[\]"),
+        ([1.0, 0.0], 10, r"speeds must be positive, one per worker, got \[1.0, 0.0\]"),
+        ([1.0, float("nan")], 10, "speeds must be positive"),
+        ([1.0, float("inf")], 10, "speeds must be positive"),
+        ([1.0], 0, "sync_every must be at least 1, got 0"),
+    ],
+)
+def test_speeds_that_are_none_are_refused(
+    speeds: list[float], sync_every: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        steps_by_speed(speeds, sync_every)

@@ -1,0 +1,224 @@
+"""Local steps between rounds that change during a run: equal everywhere, resumed, logged."""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_loco import CommunicationMonitor, DiLoCo, DiLoCoStrategy, LocoStrategy, StepEngine
+from lightning_loco.algorithms import Algorithm, GASLoC
+from lightning_loco.rounds import RoundSettings
+from lightning_loco.schedules import EverySteps, Now, VaryingSteps, by_steps
+from tests.algorithms.toys import assert_close
+from tests.pool import Pool, make_trainer
+from tests.rounds.toys import approach, flat, simulate, train, zeros
+from tests.tiny import TinyModule, make_loader
+
+VARYING = {0: 2, 5: 4, 14: 1}
+STEPS_OF_ROUNDS = [2, 2, 2, 4, 4, 1, 1]  # they begin at steps 0, 2, 4, 6, 10, 14, 15
+ENDS = [2, 4, 6, 10, 14, 15, 16]
+ROUNDS = len(ENDS)
+
+
+def by_hand(sync_every: dict[int, int], rounds: int) -> list[int]:
+    """Steps of each round, by walking through the steps of a run."""
+    begin, found = 0, []
+    for _ in range(rounds):
+        steps = sync_every[max(step for step in sync_every if step <= begin)]
+        found.append(steps)
+        begin += steps
+    return found
+
+
+@pytest.mark.parametrize(
+    "sync_every",
+    [
+        VARYING,
+        {0: 3},
+        {0: 10, 1000: 50},
+        {0: 7, 1: 2, 2: 3, 30: 1},  # the second and the third are over before they begin
+        {0: 1, 4: 5, 20: 2, 21: 9, 100: 1},
+    ],
+    ids=str,
+)
+def test_a_round_has_the_steps_that_hold_where_it_begins(sync_every: dict[int, int]) -> None:
+    schedule = VaryingSteps(sync_every)
+    found = [schedule.steps_of_round(worker, index) for worker in (0, 3) for index in range(150)]
+    assert found == 2 * by_hand(sync_every, 150)
+
+
+def test_the_example_of_these_tests() -> None:
+    assert by_hand(VARYING, ROUNDS) == STEPS_OF_ROUNDS
+    assert list(itertools.accumulate(STEPS_OF_ROUNDS)) == ENDS
+
+
+class Flying:
+    def has_arrived(self) -> bool:
+        return True
+
+
+def test_a_flight_ends_when_the_next_one_begins() -> None:
+    schedule = VaryingSteps(VARYING, overlap=True)
+    for index, steps in enumerate(STEPS_OF_ROUNDS):
+        for since in range(1, steps + 1):
+            due = since == steps
+            assert schedule.due(Now(99, since, index, 0, 0.0, None)) == (due, False)
+            assert schedule.due(Now(99, since, index, 0, 0.0, Flying())) == (due, due)
+    assert [schedule.stays(index) for index in range(3)] == [False, True, True]
+    assert [VaryingSteps(VARYING).stays(index) for index in range(3)] == [False] * 3
+
+
+def test_places_to_stop_at_come_in_order() -> None:
+    """Also from the end of a short round to the begin of a long one."""
+    schedule = VaryingSteps({0: 2, 4: 50, 100: 3})
+    places = [
+        index + Fraction(since + 1, schedule.places_in(index))
+        for index in range(8)
+        for since in range(1, schedule.steps_of_round(0, index) + 1)
+    ]
+    assert places == sorted(set(places))
+
+
+def test_users_give_a_mapping() -> None:
+    assert by_steps(VARYING, True, False) == VaryingSteps(VARYING, True, False)
+    assert by_steps([2, 3], True, False) == EverySteps([2, 3], True, False)
+    strategy = DiLoCoStrategy({10: 5, 0: 2})
+    assert strategy.settings.schedule == VaryingSteps({0: 2, 10: 5})
+    assert strategy.settings.describe()["sync_every"] == {"0": 2, "10": 5}
+    assert strategy.settings.schedule.shares(3) == [1, 1, 1]
+    assert str(strategy.schedule) == (
+        "a round every so many local steps: 2 from step 0 on, 5 from step 10 on"
+    )
+
+
+# ------------------------------------------------------------------------------- in rounds
+
+
+def steps_of_rounds(rank: int, world: int, sync_every: Any) -> list[int]:
+    model = zeros()
+    engine = StepEngine(model, DiLoCo(), sync_every=sync_every)
+    found = []
+    for step in range(1, 18):
+        approach(rank, model)
+        if engine.step():
+            found.append(step)
+    engine.close()
+    return found
+
+
+def test_rounds_fall_where_they_should(pool: Pool) -> None:
+    for found in pool.run(steps_of_rounds, VARYING, world=3):
+        assert found == [*ENDS, 17]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("algorithm", [DiLoCo(0.7, 0.2), GASLoC()], ids=["mean", "gossip"])
+def test_the_same_numbers_in_processes_and_the_simulation_and_an_exact_resume(
+    pool: Pool, algorithm: Algorithm, overlap: bool
+) -> None:
+    settings = RoundSettings(algorithm, VaryingSteps(VARYING, overlap))
+    expected = simulate(settings, 2, ROUNDS)
+    unbroken = torch.stack(pool.run(train, settings, ROUNDS, world=2), dim=1)
+    assert_close(unbroken, expected)
+    for resume_after in (3, 4):
+        resumed = pool.run(train, settings, ROUNDS, zeros, resume_after, world=2)
+        assert torch.equal(torch.stack(resumed, dim=1), unbroken)
+
+
+def test_a_number_that_does_not_change_is_the_schedule_of_it(pool: Pool) -> None:
+    results = []
+    for schedule in (VaryingSteps({0: 2}, overlap=True), EverySteps(2, overlap=True)):
+        settings = RoundSettings(DiLoCo(0.7, 0.2), schedule)
+        results.append(torch.stack(pool.run(train, settings, 5, world=2)))
+    assert torch.equal(*results)
+
+
+def by_the_book(world: int) -> Tensor:
+    """Local SGD by hand over all the rounds."""
+    models = [zeros() for _ in range(world)]
+    history = []
+    for steps in STEPS_OF_ROUNDS:
+        for worker, model in enumerate(models):
+            for _ in range(steps):
+                approach(worker, model)
+        mean = torch.stack([flat(model) for model in models]).mean(0)
+        for model in models:
+            model.value.data.copy_(mean)
+        history.append(mean)
+    return torch.stack([*history, mean])
+
+
+def test_it_is_the_loop_by_hand() -> None:
+    history = simulate(RoundSettings(DiLoCo(1.0, 0.0), VaryingSteps(VARYING)), 3, ROUNDS)
+    assert_close(history, by_the_book(3)[:, None].expand(-1, 3, -1))
+
+
+# ----------------------------------------------------------------------------- in a Trainer
+
+
+class Noting(CommunicationMonitor):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(prog_bar=True)
+        self.found: list[tuple[float, float]] = []
+
+    def figures(self, strategy: Any) -> dict[str, float]:
+        found = super().figures(strategy)
+        self.found.append((found["loco/round"], found["loco/sync_every"]))
+        return found
+
+
+def fit(rank: int, world: int, batches: list[int]) -> tuple[list[tuple[float, float]], Tensor]:
+    monitor, module = Noting(), TinyModule()
+    strategy = LocoStrategy(DiLoCo(), sync_every=VARYING)
+    trainer = make_trainer(
+        strategy, max_epochs=2, callbacks=[monitor], use_distributed_sampler=False
+    )
+    trainer.fit(module, make_loader(rank, batches[rank]))
+    return monitor.found, torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+
+
+def test_it_is_logged(pool: Pool) -> None:
+    for found, _ in pool.run(fit, [8, 8], world=2):
+        following = [*STEPS_OF_ROUNDS[1:], 1]
+        assert found == [(index + 1, steps) for index, steps in enumerate(following)]
+
+
+def test_workers_with_less_data_take_part_in_all_rounds(pool: Pool) -> None:
+    """The others have finished epochs when it has not, and all end with the same model."""
+    (few, first), (many, second) = pool.run(fit, [6, 8], world=2)
+    assert torch.equal(first, second)
+    assert torch.isfinite(first).all()
+    assert many[-1][0] >= len(few)
+
+
+# ---------------------------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize(
+    ("sync_every", "error", "message"),
+    [
+        ({}, ValueError, r"must begin at step 0 .* got \{\}"),
+        ({5: 10}, ValueError, r"must begin at step 0 .* got \{5: 10\}"),
+        ({-1: 3, 0: 10}, ValueError, "must begin at step 0"),
+        ({0: 10, 20: 0}, ValueError, "at least 1 local step between rounds"),
+        ({0: 2.5}, TypeError, r"both integers, got \{0: 2.5\}"),
+        ({0: 2, 1.5: 3}, TypeError, "both integers"),
+        ({0: True}, TypeError, "both integers"),
+        ({0: [2, 3]}, TypeError, r"both integers, got \{0: \[2, 3\]\}"),
+        ({"0": 10}, TypeError, r"both integers, got \{'0': 10\}"),
+    ],
+)
+def test_what_is_no_schedule_is_refused(
+    sync_every: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        DiLoCoStrategy(sync_every=sync_every)
+    with pytest.raises(TypeError, match=r"must be a mapping such as \{0: 10, 1000: 50\}, got 10"):
+        VaryingSteps(10)  # type: ignore[arg-type]
