@@ -58,6 +58,10 @@ class EverySteps(Schedule):
         """Local steps of one worker between rounds."""
         return self.sync_every if isinstance(self.sync_every, int) else self.sync_every[worker]
 
+    def places_in(self, round_index: int) -> int:
+        """As many as it has local steps."""
+        return self.sync_every_of(0)
+
     def of_worker(self, worker: int) -> EverySteps:
         """The number of this worker instead of a list."""
         return dataclasses.replace(self, sync_every=self.sync_every_of(worker))
