@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.algorithms.base import Algorithm, State
-from lightning_loco.algorithms.diloco import step_outer_sgd
+from lightning_loco.algorithms.diloco import check_outer_sgd, step_outer_sgd
 from lightning_loco.algorithms.landing import Restart
 from lightning_loco.algorithms.outer_lr import (
     ROUNDS,
@@ -19,7 +19,6 @@ from lightning_loco.algorithms.outer_lr import (
     next_rate,
     rate_figures,
 )
-from lightning_loco.algorithms.outer_sgd import check_outer_sgd
 from lightning_loco.algorithms.stability import largest_stable_contraction
 
 

@@ -16,12 +16,12 @@ from lightning_loco.algorithms.landing import Restart
 from lightning_loco.algorithms.outer import check_outer_optimizer, step_outer_optimizer
 from lightning_loco.algorithms.outer_lr import (
     OuterLR,
+    check_outer_lr,
     highest_rate,
     new_counter,
     next_rate,
     rate_figures,
 )
-from lightning_loco.algorithms.outer_sgd import check_outer_sgd
 from lightning_loco.algorithms.stability import largest_stable_contraction
 
 if TYPE_CHECKING:
@@ -141,10 +141,11 @@ class DiLoCo(Algorithm):
         if self.outer_optimizer is not None:
             step_outer_optimizer(self.outer_optimizer, outer, received, state)
         else:
-            outer_lr = self.outer_lr
-            rate = next_rate(outer_lr, state) if callable(outer_lr) else outer_lr
-            buffer, momentum = state.get("momentum"), self.outer_momentum
-            step_outer_sgd(outer, received, buffer, rate, momentum, self.nesterov)
+            buffer = state.get("momentum")
+            rate = self.outer_lr
+            if callable(rate):
+                rate = next_rate(rate, state)
+            step_outer_sgd(outer, received, buffer, rate, self.outer_momentum, self.nesterov)
         return outer
 
     def restart(self, state: State) -> Tensor:
@@ -161,6 +162,21 @@ class DiLoCo(Algorithm):
         return received
 
 
+def check_outer_sgd(outer_lr: OuterLR, outer_momentum: float) -> None:
+    """Refuse numbers out of range.
+
+    Raises:
+        TypeError: If the rate is neither a number nor a schedule.
+        ValueError: If the rate is not positive and finite, or the momentum not in [0, 1).
+    """
+    check_outer_lr(outer_lr)
+    if not 0 <= outer_momentum < 1:
+        raise ValueError(
+            f"outer_momentum must be in [0, 1), got {outer_momentum}. "
+            "Common values are 0.9 for hundreds of local steps, 0.5 for ten, 0 for none."
+        )
+
+
 def step_outer_sgd(
     outer: Tensor,
     gradient: Tensor,
@@ -169,7 +185,7 @@ def step_outer_sgd(
     outer_momentum: float,
     nesterov: bool,
 ) -> None:
-    """Make one step of SGD on the outer parameters, in place, as ``torch.optim.SGD`` does.
+    """Make one step on the outer parameters, in place.
 
     Args:
         outer: Outer parameters ``(P,)``.

@@ -59,7 +59,7 @@ class EverySteps(Schedule):
         return self.sync_every if isinstance(self.sync_every, int) else self.sync_every[worker]
 
     def places_in(self, round_index: int) -> int:
-        """Every local step of worker 0."""
+        """As many as it has local steps."""
         return self.sync_every_of(0)
 
     def of_worker(self, worker: int) -> EverySteps:
