@@ -164,6 +164,11 @@ class FlatLayout:
         self.cut: list[Chunk] = []
         self.before_write: Callable[[], None] | None = None
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Elements of each tensor by its name, in the order of the vector."""
+        return {n: t.numel() for n, t in zip(self.names, self.tensors, strict=True)}
+
     def schema(self) -> Schema:
         """Describe the tensors for a comparison between workers."""
         return [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_loco.algorithms import Algorithm, Landing, Restart
@@ -137,12 +137,12 @@ class RoundSettings:
             copies = max(len(topology.weights(w, self.num_workers, 0)) for w in workers)
         return max(_FEWEST_ELEMENTS, self.bucket_bytes // (PARCELS_UNDER_WAY * copies * itemsize))
 
-    def cuts(self, sizes: Sequence[int], itemsize: int, longest: int = CHUNK_ELEMENTS) -> Cuts:
+    def cuts(self, sizes: Mapping[str, int], itemsize: int, longest: int = CHUNK_ELEMENTS) -> Cuts:
         """Where to cut parameters of these sizes: small chunks, none of them short if possible.
 
         ``longest``: about the elements of a chunk.
         """
-        numel = sum(sizes)
+        numel = sum(sizes.values())
         if self.granularity is None:
             return Cuts()
         parcel = self.parcel_elements(numel, itemsize)
@@ -151,12 +151,12 @@ class RoundSettings:
             chunk = math.ceil(numel / max(1, round(numel / longest)))
         return Cuts(chunk, self.granularity, self._borders(sizes))
 
-    def _borders(self, sizes: Sequence[int]) -> tuple[int, ...]:
+    def _borders(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Where lanes begin; they must cover everything and cut nothing that belongs together."""
         lanes = self.schedule.lanes(sizes)
         stretches = sorted((part.start, part.stop) for lane in lanes for part in lane if part)
         starts, ends = [s for s, _ in stretches], [e for _, e in stretches]
-        if [0, *ends] != [*starts, sum(sizes)] or not all(any(lane) for lane in lanes):
+        if [0, *ends] != [*starts, sum(sizes.values())] or not all(any(lane) for lane in lanes):
             raise ValueError(f"The lanes of {self.schedule} do not cover each parameter once.")
         if any(start % (self.granularity or 1) for start in starts):
             raise ValueError(

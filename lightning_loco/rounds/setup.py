@@ -69,7 +69,7 @@ def make_lanes(
     state = algorithm.init(start)
     lanes: list[Rounds] = []
     carriers: list[RowCarrier] = []
-    for stretches in settings.schedule.lanes([tensor.numel() for tensor in layout.tensors]):
+    for stretches in settings.schedule.lanes(layout.sizes):
         lane = Lane(layout, stretches, settings, state, residual, longest, rows_elements)
         rounds = Rounds(lane, settings, exchange)
         lanes.append(rounds)

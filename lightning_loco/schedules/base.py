@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 S = TypeVar("S", bound="Schedule")
@@ -57,13 +57,16 @@ class Schedule(ABC):
     num_lanes: ClassVar[int] = 1
     """In how many parts the parameters are exchanged."""
 
-    def lanes(self, sizes: Sequence[int]) -> list[list[range]]:
+    def lanes(self, sizes: Mapping[str, int]) -> list[list[range]]:
         """The stretches of the flat vector that each lane consists of.
 
         Args:
-            sizes: Elements of each trainable parameter, in the order of the vector.
+            sizes: Elements of each trainable parameter by its name, in the order of the vector.
+
+        Raises:
+            ValueError: If these parameters cannot be divided so.
         """
-        return [[range(sum(sizes))]]
+        return [[range(sum(sizes.values()))]]
 
     @abstractmethod
     def due(self, now: Now) -> tuple[bool, bool]:

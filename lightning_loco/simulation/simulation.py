@@ -109,7 +109,7 @@ class Simulation:
 
     def _layout_of(self, model: nn.Module) -> FlatLayout:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        cuts = self.settings.cuts([p.numel() for _, p in named], 4)
+        cuts = self.settings.cuts({name: p.numel() for name, p in named}, 4)
         return FlatLayout(named, cuts._replace(chunk_elements=None))
 
     def _make_lanes(self) -> list[list[Rounds]]:
@@ -120,7 +120,7 @@ class Simulation:
         states = [self.algorithm.init(start.clone()) for _ in layouts]
         residuals = [settings.codec.init(start) for _ in layouts]
         lanes = []
-        for stretches in settings.schedule.lanes([t.numel() for t in layouts[0].tensors]):
+        for stretches in settings.schedule.lanes(layouts[0].sizes):
             hub = Hub(exchange, self.num_workers)
             lane = []
             for worker, layout in enumerate(layouts):
