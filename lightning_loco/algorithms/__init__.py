@@ -7,7 +7,7 @@ from types import GenericAlias
 from lightning_loco.algorithms.base import Algorithm, State
 from lightning_loco.algorithms.diloco import DiLoCo
 from lightning_loco.algorithms.gasloc import GASLoC
-from lightning_loco.algorithms.landing import KeepProgress, Landing, Restart
+from lightning_loco.algorithms.landing import KeepProgress, Landing, Mix, Restart
 from lightning_loco.algorithms.local_sgd import LocalSGD
 from lightning_loco.algorithms.model_average import ModelAverage, NeighborAverage
 from lightning_loco.algorithms.pairwise import PairwiseAverage, Tag
@@ -20,6 +20,7 @@ __all__ = [
     "KeepProgress",
     "Landing",
     "LocalSGD",
+    "Mix",
     "ModelAverage",
     "NeighborAverage",
     "PairwiseAverage",

@@ -96,7 +96,8 @@ class RoundSettings:
         if algorithm.granularity is None and self.schedule.num_lanes > 1:
             raise ValueError(
                 f"{type(algorithm).__name__} needs the whole vector of parameters at once and "
-                f"cannot be exchanged in {self.schedule.num_lanes} parts."
+                f"cannot be exchanged in {self.schedule.num_lanes} parts. Use fragments=1, or "
+                "DiLoCo with its own outer optimizer."
             )
         landing = self.landing or algorithm.late_landing or Restart()
         if not isinstance(landing, Landing):
@@ -158,9 +159,10 @@ class RoundSettings:
         starts, ends = [s for s, _ in stretches], [e for _, e in stretches]
         if [0, *ends] != [*starts, sum(sizes.values())] or not all(any(lane) for lane in lanes):
             raise ValueError(f"The lanes of {self.schedule} do not cover each parameter once.")
-        if any(start % (self.granularity or 1) for start in starts):
+        granularity = self.algorithm.granularity or 1
+        if any(start % granularity for start in starts):
             raise ValueError(
-                f"The lanes of {self.schedule} must begin at multiples of {self.granularity}, "
+                f"The lanes of {self.schedule} must begin at multiples of {granularity}, "
                 f"which {type(self.algorithm).__name__} is made of, and begin at {starts}."
             )
         return tuple(starts[1:])

@@ -70,7 +70,8 @@ def make_lanes(
     lanes: list[Rounds] = []
     carriers: list[RowCarrier] = []
     for stretches in settings.schedule.lanes(layout.sizes):
-        lane = Lane(layout, stretches, settings, state, residual, longest, rows_elements)
+        departure = lanes[0].lane.departure if lanes else None
+        lane = Lane(layout, stretches, settings, state, residual, longest, rows_elements, departure)
         rounds = Rounds(lane, settings, exchange)
         lanes.append(rounds)
         table = lane.rows_memory.view(-1, width)

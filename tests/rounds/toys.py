@@ -214,7 +214,8 @@ class Halves(EverySteps):
 
     def due(self, now: Now) -> tuple[bool, bool]:
         due, _ = super().due(now)
-        return due, due and now.flight is not None and now.round_index % 2 == now.lane
+        due = due and now.round_index % 2 == now.lane
+        return due, due and now.flight is not None
 
 
 # ------------------------------------------------------------------------------ drivers
