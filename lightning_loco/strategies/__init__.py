@@ -8,6 +8,7 @@ from lightning_loco.strategies.named import (
     DiLoCoStrategy,
     GASLoCStrategy,
     LocalSGDStrategy,
+    StreamingDiLoCoStrategy,
 )
 from lightning_loco.strategies.pairwise import PairwiseGossipStrategy
 from lightning_loco.strategies.remote import RemoteOptimizerStrategy
@@ -22,6 +23,7 @@ __all__ = [
     "METHODS",
     "PairwiseGossipStrategy",
     "RemoteOptimizerStrategy",
+    "StreamingDiLoCoStrategy",
     "register_strategies",
 ]
 

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import Unpack
 
-from lightning_loco.algorithms import Algorithm
+from lightning_loco.algorithms import Algorithm, Landing
 from lightning_loco.comm import WorkerGroup
 from lightning_loco.comm.saved import Saved
 from lightning_loco.rounds import Engine, RoundSettings, begin_anew, carry_over
@@ -84,9 +84,34 @@ class LocoStrategy(EngineStrategy):
         membership: Membership | None = None,
         **common: Unpack[CommonArguments],
     ) -> None:
-        schedule = EverySteps(sync_every, overlap, warm_start)
+        self._init_rounds(
+            algorithm,
+            EverySteps(sync_every, overlap, warm_start),
+            topology=topology,
+            bucket_bytes=bucket_bytes,
+            membership=membership,
+            **common,
+        )
+
+    def _init_rounds(
+        self,
+        algorithm: Algorithm,
+        schedule: Schedule,
+        landing: Landing | None = None,
+        *,
+        topology: Any | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        membership: Membership | None = None,
+        **common: Unpack[CommonArguments],
+    ) -> None:
+        """What the constructor of every strategy with rounds by the step ends with."""
         settings = RoundSettings(
-            algorithm, schedule, topology, bucket_bytes=bucket_bytes, membership=membership
+            algorithm,
+            schedule,
+            topology,
+            landing=landing,
+            bucket_bytes=bucket_bytes,
+            membership=membership,
         )
         self._init_with(settings, **common)
 

@@ -10,6 +10,7 @@ from lightning_loco.strategies.named import (
     DiLoCoStrategy,
     GASLoCStrategy,
     LocalSGDStrategy,
+    StreamingDiLoCoStrategy,
 )
 from lightning_loco.strategies.of_algorithm import AlgorithmStrategy, of_algorithm
 from lightning_loco.strategies.pairwise import PairwiseGossipStrategy
@@ -23,6 +24,7 @@ METHODS: dict[str, type[DDPStrategy]] = {
     "local_sgd": LocalSGDStrategy,
     "diloco": DiLoCoStrategy,
     "async_diloco": AsyncDiLoCoStrategy,
+    "streaming_diloco": StreamingDiLoCoStrategy,
     "gasloc": GASLoCStrategy,
     "noloco": of_algorithm("lightning_loco.algorithms.noloco", "NoLoCo"),
     "async_model_average": AsyncModelAverageStrategy,
