@@ -41,6 +41,7 @@ from lightning_loco.strategies import (
     LocoStrategy,
     PairwiseGossipStrategy,
     RemoteOptimizerStrategy,
+    StreamingDiLoCoStrategy,
     register_strategies,
 )
 from lightning_loco.strategies.methods import MADE
@@ -74,6 +75,7 @@ __all__ = [
     "Simulation",
     "StepEngine",
     "StragglerSimulator",
+    "StreamingDiLoCoStrategy",
     "Topology",
     "WorkerLogs",
     "__version__",

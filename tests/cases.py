@@ -29,13 +29,16 @@ from lightning_loco import (
     LocalSGD,
     ModelAverage,
     NeighborAverage,
+    StreamingDiLoCoStrategy,
 )
 from lightning_loco.algorithms import Algorithm, Cosine, Linear, Piecewise
 from lightning_loco.rounds import RoundSettings
 from lightning_loco.topology import Topology, get_topology
 
 BY_CLOCK = "its rounds fall by the clock, so that no two runs are equal"
-"""The only reason for which a row is left out; with any other one the test must fail."""
+BY_FRAGMENTS = "its schedule is tests/rounds/test_staggered.py's, and its algorithm has a row"
+LEFT_OUT = (BY_CLOCK, BY_FRAGMENTS)
+"""The only reasons for which a row is left out; with any other one the test must fail."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +50,9 @@ class Case:
         topology: Neighbours, by name.
         overlap: Apply a round's result one round later.
         warm_start: With overlap, make the first round a blocking one.
+        fragments: How many parts take turns, if that is the schedule.
+        delay: Local steps after which their results land, if a phase is longer.
+        mix: The local share in that.
         accuracy: How near it comes to the optimum of some quadratics within 300 rounds.
         variant_of: The row from which this one differs by its formula alone; what is slow and does
             not depend on the formula is left to that row.
@@ -57,6 +63,9 @@ class Case:
     topology: str | None = None
     overlap: bool = False
     warm_start: bool = True
+    fragments: int | None = None
+    delay: int = 0
+    mix: float = 0.0
     accuracy: float = 1e-6
     variant_of: str | None = None
     not_in: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -89,6 +98,11 @@ class Case:
         """The strategy that runs it; one by the clock makes a round whenever it can."""
         if self.by_clock:
             return AsyncModelAverageStrategy(0.0, topology=self.topology, **others)
+        if self.fragments is not None:
+            assert isinstance(self.algorithm, DiLoCo)
+            outer = self.algorithm.outer_lr, self.algorithm.outer_momentum
+            late = min(self.delay, sync_every - 1), self.mix
+            return StreamingDiLoCoStrategy(sync_every, self.fragments, *late, *outer, **others)
         return loco.LocoStrategy(self.algorithm, **self.settings(sync_every=sync_every, **others))
 
 
@@ -103,6 +117,7 @@ def adagrad(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 CLOCK = dict.fromkeys(("same numbers", "resume", "nan by hand"), BY_CLOCK)
+FRAGMENTS = dict.fromkeys(("laws", "same numbers", "nan by hand"), BY_FRAGMENTS)
 COUNTS_WORKERS = {"alone": "the more workers, the smaller the share that comes without delay"}
 
 CASES = {
@@ -110,6 +125,7 @@ CASES = {
     "local_sgd": Case(LocalSGD()),
     "diloco": Case(DiLoCo()),
     "async_diloco": Case(DiLoCo(outer_momentum=0.0), overlap=True),
+    "streaming_diloco": Case(DiLoCo(0.4), fragments=2, delay=5, mix=0.5, not_in=FRAGMENTS),
     "eager_diloco": Case(loco.EagerDiLoCo(), overlap=True, not_in=COUNTS_WORKERS),
     "delayed_nesterov": Case(loco.DelayedNesterov()),
     "gasloc": Case(GASLoC(), "ring"),
@@ -184,14 +200,14 @@ def rows(test: str, names: Iterable[str] = CASES) -> pytest.MarkDecorator:
     """Run a test on every row, as the argument ``case``.
 
     Args:
-        test: Its name in ``not_in``: rows left out by the clock are left out, others must fail.
+        test: Its name in ``not_in``: rows with a reason of ``LEFT_OUT`` are left out, others fail.
         names: Another choice of rows.
     """
     chosen = []
     for name in names:
         reason = CASES[name].not_in.get(test)
         marks = [] if reason is None else [pytest.mark.xfail(strict=True, reason=reason)]
-        if reason != BY_CLOCK:
+        if reason not in LEFT_OUT:
             chosen.append(pytest.param(CASES[name], id=name, marks=marks))
     return pytest.mark.parametrize("case", chosen)
 

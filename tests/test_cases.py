@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from types import FunctionType
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from lightning_loco import LocoStrategy
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.schedules import EveryInterval
 from lightning_loco.strategies import METHODS
-from tests.cases import BY_CLOCK, CASES, rows
+from tests.cases import BY_CLOCK, BY_FRAGMENTS, CASES, LEFT_OUT, rows
 
 # Methods that make no rounds; each has tests of its own.
 WITHOUT_ROUNDS = {"pairwise_gossip", "remote_optimizer"}
@@ -49,7 +50,9 @@ def test_every_method_with_rounds_has_a_row() -> None:
 @pytest.mark.parametrize("name", sorted(set(METHODS) - WITHOUT_ROUNDS))
 def test_the_row_of_a_method_is_what_its_strategy_does(name: str) -> None:
     case, strategy = CASES[name], METHODS[name]
-    settings = {"interval_s": 0.0} if case.by_clock else {"sync_every": 7}
+    settings: dict[str, Any] = {"interval_s": 0.0} if case.by_clock else {"sync_every": 7}
+    if case.fragments is not None:
+        settings["fragments"] = 2  # the models of tests have two layers
     assert strategy(**settings).settings == case.strategy(7).settings
 
 
@@ -74,7 +77,7 @@ def rows_of(module: str) -> list[set[str]]:
 
 @pytest.mark.parametrize("test", TESTS)
 def test_every_row_is_run_or_says_why_not(test: str) -> None:
-    left_out = {name for name, case in CASES.items() if case.not_in.get(test) == BY_CLOCK}
+    left_out = {name for name, case in CASES.items() if case.not_in.get(test) in LEFT_OUT}
     assert set(CASES) - left_out in rows_of(TESTS[test])
 
 
@@ -83,6 +86,7 @@ def test_the_reasons_of_a_row_hold(name: str) -> None:
     case = CASES[name]
     assert set(case.not_in) <= {*TESTS, *OF_SOME}
     assert (BY_CLOCK in case.not_in.values()) == case.by_clock
+    assert (BY_FRAGMENTS in case.not_in.values()) == (case.fragments is not None)
     assert isinstance(case.strategy(7).schedule, EveryInterval) == case.by_clock
     if case.variant_of is not None:
         other = CASES[case.variant_of]

@@ -9,7 +9,7 @@ from lightning_loco.algorithms.delayed_nesterov import DelayedNesterov
 from lightning_loco.algorithms.diloco import DiLoCo
 from lightning_loco.algorithms.eager_diloco import EagerDiLoCo
 from lightning_loco.algorithms.gasloc import GASLoC
-from lightning_loco.algorithms.landing import KeepProgress, Landing, Restart
+from lightning_loco.algorithms.landing import KeepProgress, Landing, Mix, Restart
 from lightning_loco.algorithms.local_sgd import LocalSGD
 from lightning_loco.algorithms.model_average import ModelAverage, NeighborAverage
 from lightning_loco.algorithms.outer_lr import Cosine, Linear, Piecewise
@@ -27,6 +27,7 @@ __all__ = [
     "Landing",
     "Linear",
     "LocalSGD",
+    "Mix",
     "ModelAverage",
     "NeighborAverage",
     "PairwiseAverage",

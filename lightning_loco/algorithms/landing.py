@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import ClassVar
 
 import torch
@@ -23,6 +24,13 @@ class Landing:
 
     keeps_departure: ClassVar[bool]
     """Whether the parameters that left are to be kept: one more vector ``(P,)``."""
+
+    def keeps_what_left(self, is_rounded: bool) -> bool:
+        """Whether they are kept; always if progress counts and parameters are narrow (bfloat16).
+
+        What is lost by rounding the parameters when they are written is known from there.
+        """
+        return self.keeps_departure or (self.keeps_progress and is_rounded)
 
     def land(self, result: Tensor, local: Tensor, departure: Tensor | None) -> Tensor:
         """Compute the new local parameters; only called if there is progress to keep.
@@ -70,3 +78,46 @@ class KeepProgress(Landing):
         """The result plus the progress."""
         assert departure is not None
         return torch.sub(local, departure, out=departure).add_(result)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mix(Landing):
+    r"""The result is mixed with the local parameters as they are when it lands.
+
+    .. math:: \theta \leftarrow \beta\,\theta + (1 - \beta)\,r
+
+    Args:
+        mix: The local share :math:`\beta` in [0, 1]. With 0 the result replaces the local
+            parameters, and the local steps made meanwhile are lost; with 1 results move the outer
+            parameters alone, and each worker trains for itself.
+
+    Raises:
+        TypeError: If it is no number.
+        ValueError: If it is out of range.
+
+    Source:
+        Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv:2501.18512.
+
+    Example:
+        >>> Mix(0.25).land(torch.tensor([8.0]), torch.tensor([4.0]), None)
+        tensor([7.])
+    """
+
+    mix: float = 0.5
+
+    keeps_progress = True
+    keeps_departure = False
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        if isinstance(self.mix, bool) or not isinstance(self.mix, (int, float)):
+            raise TypeError(f"mix must be a number in [0, 1], got {self.mix!r}.")
+        if not (math.isfinite(self.mix) and 0 <= self.mix <= 1):
+            raise ValueError(
+                f"mix is the share of the local parameters and must be in [0, 1], got {self.mix}. "
+                "Common values are 0.5, and 0 to take the result as it is."
+            )
+
+    def land(self, result: Tensor, local: Tensor, departure: Tensor | None) -> Tensor:
+        """Between the two."""
+        return result if self.mix == 0 else local.lerp_(result, 1 - self.mix)

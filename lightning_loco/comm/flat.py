@@ -164,6 +164,16 @@ class FlatLayout:
         self.cut: list[Chunk] = []
         self.before_write: Callable[[], None] | None = None
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Elements of each tensor by its name, in the order of the vector."""
+        return {n: t.numel() for n, t in zip(self.names, self.tensors, strict=True)}
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether a tensor is stored in a narrower dtype than the vector's."""
+        return any(tensor.dtype != self.dtype for tensor in self.tensors)
+
     def schema(self) -> Schema:
         """Describe the tensors for a comparison between workers."""
         return [

@@ -14,8 +14,8 @@ class Statistics:
         bytes_sent: Payload bytes this worker has sent; a ring all-reduce of B bytes counts
             2 (N - 1) / N * B.
         wait_s: Seconds this worker has been blocked in exchanges.
-        staleness: Between sending and applying: rounds (0, or 1 with overlap), or local steps
-            (of the last round by the clock, or by which a peer's clock was behind).
+        staleness: Between sending and applying: rounds (0, 1 with overlap, or a part of one), or
+            local steps (of the last round by the clock, or by which a peer's clock was behind).
         outer_grad_norm: Norm of the last outer gradient; None unless monitored.
         consensus_distance: Root mean square distance of the workers' parameters to their mean
             right before the last measured round; None unless monitored.
@@ -27,7 +27,7 @@ class Statistics:
     rounds: int = 0
     bytes_sent: int = 0
     wait_s: float = 0.0
-    staleness: int = 0
+    staleness: float = 0
     outer_grad_norm: float | None = None
     consensus_distance: float | None = None
     losses: list[float] = dataclasses.field(default_factory=list)

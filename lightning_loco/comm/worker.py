@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -37,8 +37,8 @@ class Settings(Protocol):
     def prepare(self, num_workers: int, seed: int) -> Any:
         """Check everything against the number of workers and resolve ``"auto"`` settings."""
 
-    def cuts(self, sizes: Sequence[int], itemsize: int, longest: int) -> Cuts:
-        """How to cut parameters of these sizes into chunks; after :meth:`prepare`.
+    def cuts(self, sizes: Mapping[str, int], itemsize: int, longest: int) -> Cuts:
+        """How to cut parameters of these names and sizes into chunks; after :meth:`prepare`.
 
         ``longest``: elements of a chunk that the device works on best.
         """
@@ -120,12 +120,13 @@ class Worker:
             check_model(model)
             settings: S = make_settings().prepare(group.num_workers, seed)
             chosen = None if optimized is None else {id(p) for p in optimized}
-            required = [p for p in model.parameters() if p.requires_grad]
-            trainable = [p for p in required if chosen is None or id(p) in chosen] or required
-            itemsize = max(4, *(p.element_size() for p in trainable))
+            required = {n: p for n, p in model.named_parameters() if p.requires_grad}
+            kept = {n: p for n, p in required.items() if chosen is None or id(p) in chosen}
+            trainable = kept or required
+            itemsize = max(4, *(p.element_size() for p in trainable.values()))
             longest = longest_chunk(device_of(model))
-            cuts = settings.cuts([p.numel() for p in trainable], itemsize, longest)
-            replica = Replica(model, cuts, trainable)
+            cuts = settings.cuts({n: p.numel() for n, p in trainable.items()}, itemsize, longest)
+            replica = Replica(model, cuts, trainable.values())
             replica.layout.chunks()
         check_same_settings(settings.describe(), group)
         check_same_schema(replica.layout, group)

@@ -6,12 +6,13 @@ import dataclasses
 import importlib.util
 import re
 
-from lightning_loco.algorithms import Algorithm
+from lightning_loco.algorithms import Algorithm, Mix
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.elastic.any_number import prepare_for_any_number
 from lightning_loco.elastic.quiet import quiet_torchft
 from lightning_loco.rounds.membership import Link
 from lightning_loco.rounds.settings import RoundSettings
+from lightning_loco.schedules import EverySteps
 from lightning_loco.topology import Topology
 
 _NAME = re.compile(r"[\w.-]{1,100}")
@@ -99,8 +100,16 @@ class Elastic:
                 f"neighbours, and tells no numbers of its own, got {type(algorithm).__name__}. Use "
                 "DiLoCo, Async DiLoCo, Local SGD, NoLoCo or GASLoC."
             )
-        if settings.schedule.sync_every_of(0) is None or settings.schedule.num_lanes > 1:
-            raise ValueError(f"membership=Elastic(...) cannot make {settings.schedule}.")
+        if not isinstance(settings.schedule, EverySteps) or settings.schedule.num_lanes > 1:
+            raise ValueError(
+                f"membership=Elastic(...) cannot make {settings.schedule}: rounds must end at once "
+                "or when the next one begins. Use DiLoCo, or Async DiLoCo with delay=None."
+            )
+        if isinstance(settings.landing, Mix):
+            raise ValueError(
+                f"membership=Elastic(...) cannot mix late results into local parameters, got "
+                f"mix={settings.landing.mix}. Use mix=0 with delay=None."
+            )
         if group.num_workers > 1:
             raise ValueError(
                 "With membership=Elastic(...) every job is one worker, but this one has "

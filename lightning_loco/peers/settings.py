@@ -113,7 +113,7 @@ class PairwiseSettings:
         assert isinstance(algorithm, PairwiseAverage)
         return dataclasses.replace(self, algorithm=algorithm)
 
-    def cuts(self, sizes: Sequence[int], itemsize: int, longest: int) -> Cuts:
+    def cuts(self, sizes: Mapping[str, int], itemsize: int, longest: int) -> Cuts:
         """Chunks of the ``longest`` length: nothing is exchanged in rounds."""
         return Cuts(longest)
 

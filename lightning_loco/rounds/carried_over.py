@@ -18,7 +18,6 @@ from lightning_loco.comm.saved import Saved, mean_of_saved
 from lightning_loco.rounds.anew import begin_anew
 from lightning_loco.rounds.engine import Engine
 from lightning_loco.rounds.late import land_late
-from lightning_loco.rounds.settings import RoundSettings
 
 
 @torch.no_grad()
@@ -127,20 +126,22 @@ def _lane(
     if own["departure"] is None:
         own["departure"] = params
     length = sum(map(len, lane.parts))
+    if len(engine.lanes) > 1 and changed & {"schedule", "pattern"}:
+        has_same_lanes = False
     if flight is not None and not (has_same_lanes and flight["received"].numel() == length):
         notes.append("a round that was under way is dropped, because other parts are exchanged")
         flight = None
-    if flight is None or _stays(settings, flight):
+    if flight is None or _stays(engine, index, flight):
         received = None if flight is None else flight["received"]
         return _Lane({"state": state, "received": received}, {**own, "flight": flight}, None)
     notes.append("a round that was under way is landed at once")
     return _Lane({"state": state, "received": None}, {**own, "flight": None}, flight)
 
 
-def _stays(settings: RoundSettings, flight: dict[str, Any]) -> bool:
+def _stays(engine: Engine, index: int, flight: dict[str, Any]) -> bool:
     """Whether a flight of another run can stay under way in this one."""
-    keeps_departure = settings.landing is not None and settings.landing.keeps_departure
-    return settings.stays and (flight["departure"] is not None or not keeps_departure)
+    needs_departure = engine.lanes[index].lane.departure is not None
+    return engine.settings.stays and (flight["departure"] is not None or not needs_departure)
 
 
 def _fitted(algorithm: Algorithm, old: State, params: Tensor, notes: list[str]) -> State:

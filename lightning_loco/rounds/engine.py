@@ -14,6 +14,7 @@ from typing_extensions import Self
 from lightning_loco.comm.devices import device_of
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.rows import ROUND, PendingRows, Row
+from lightning_loco.rounds.broken import go_back
 from lightning_loco.rounds.flight import Flight
 from lightning_loco.rounds.settings import RoundSettings
 from lightning_loco.rounds.setup import set_up
@@ -63,7 +64,7 @@ class Engine:
         self._landed_at, self._began_at = [-math.inf] * len(self.lanes), [0] * len(self.lanes)
         self._takes_part = False
         self._unread: PendingRows | None = None
-        self.statistics.staleness = int(self.settings.stays and self._sync_every is not None)
+        self.statistics.staleness = self._schedule.staleness_of(group.worker)
         self._buffers_at_start = self.worker.replica.buffers.new_flat()
         self.worker.engine = self
 
@@ -112,13 +113,11 @@ class Engine:
         return self.worker.round_index % len(self.lanes)
 
     def _due(self) -> list[tuple[bool, bool]]:
-        worker, now_s, dues = self.worker, time.monotonic(), []
+        worker, now_s = self.worker, time.monotonic()
         counts = (worker.steps, worker.steps_since_round, worker.round_index)
-        for index, lane in enumerate(self.lanes):
-            now = Now(*counts, index, now_s - self._landed_at[index], lane.flight)
-            begin, end = self._schedule.due(now)
-            dues.append((begin and index == self._turn, end))
-        return dues
+        lanes = enumerate(zip(self._landed_at, self.lanes, strict=True))
+        nows = [Now(*counts, i, now_s - landed_at, lane.flight) for i, (landed_at, lane) in lanes]
+        return [self._schedule.due(now) for now in nows]
 
     @torch.no_grad()
     def make_round(self) -> None:
@@ -131,8 +130,6 @@ class Engine:
         if begins:
             self._settle()
             self._begin(ROUND, f"round {self.worker.round_index}")
-
-    # ------------------------------------------------------------------ rounds
 
     def _begin(self, place: float, words: str, unread: PendingRows | None = None) -> None:
         """Begin a round, and end it in the same turn if the schedule says so.
@@ -155,12 +152,14 @@ class Engine:
         if every and worker.round_index % every == 0:
             unread.wait()
             self.statistics.consensus_distance = worker.measure_consensus(self.consensus_elements)
+        before = lane.flight
         flight = Flight(worker.round_index, unread, self._takes_part, worker.steps)
         if self._schedule.stays(worker.round_index):
             lane.begin(flight)
         else:
             lane.make(flight)
-        self.statistics.outer_grad_norm = lane.gradient_norm
+        if before is not None or lane.flight is None:
+            self.statistics.outer_grad_norm = lane.gradient_norm
         self.statistics.rounds += self._sync_every is not None
         self._began_at[turn] = worker.steps
         if not worker.was_finite:
@@ -178,6 +177,8 @@ class Engine:
         worker.was_finite = finite = lane.look()
         moved = worker.steps > self._began_at[self._turn] or self._sync_every is None
         self._takes_part = finite and moved
+        if not finite:
+            go_back([rounds for rounds in self.lanes if rounds is not lane])
         spread = math.nan if lane.gradient_norm is None else lane.gradient_norm**2
         return self._row(place)._replace(weight=self._takes_part, finite=finite, spread=spread)
 
@@ -201,7 +202,8 @@ class Engine:
         if self._sync_every is None:
             statistics.rounds += 1
             statistics.staleness = self.worker.steps - flight.began_at
-        self._settle()
+        if self._unread is flight.rows:
+            self._settle()
 
     def _settle(self) -> None:
         """Take note of what the workers said with the last round."""
@@ -212,8 +214,6 @@ class Engine:
         spreads = [row.spread for row in rows if math.isfinite(row.spread)]
         if spreads and self._sync_every is None:
             self.statistics.consensus_distance = math.sqrt(sum(spreads) / len(spreads))
-
-    # ---------------------------------------------------------------- meetings
 
     def rest(self) -> None:
         """Bring to an end what cannot wait until after a meeting."""
@@ -262,8 +262,6 @@ class Engine:
         for index in range(len(self.lanes)):
             self._land(index)
         self.worker.show_consensus("the final consensus")
-
-    # -------------------------------------------------------------- checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         """Everything this worker needs to go on exactly, also in the middle of a round.

@@ -29,11 +29,14 @@ class Lane:
         residual: What compression remembers, likewise.
         parcel_elements: Longest parcel.
         rows_elements: Room for the workers' rows behind the first parcel: ``rows_memory``.
+        departure: Where the parameters that left are kept, ``(P,)``, shared between lanes. Default:
+            memory of its own.
 
     Attributes:
         holds: Whether every message has a place of its own.
         parcels: In order, and their ``parts``; replaced by :meth:`tie`.
         tied_to: The layout's chunks that the parcels are tied to.
+        departure: The parameters that left, or were written last, if they are kept; else None.
         has_uncut_state: Whether slices have copies of some entries of the state.
     """
 
@@ -46,6 +49,7 @@ class Lane:
         residual: State,
         parcel_elements: int,
         rows_elements: int = 0,
+        departure: Tensor | None = None,
     ) -> None:
         self.layout = layout
         self._stretches = stretches
@@ -66,11 +70,11 @@ class Lane:
         self._places = [self._empty(n + rows_elements * (i == 0)) for i, n in enumerate(lengths)]
         self.rows_memory = self._places[0][lengths[0] :]
         self._scratch: Tensor | None = None
-        self._departure: Tensor | None = None
+        self.departure: Tensor | None = None
         if settings.stays:
             self._scratch = self._empty(max((len(c) for g in groups for c in g), default=0))
-            if settings.landing is not None and settings.landing.keeps_departure:
-                self._departure = layout.new_flat()
+            if settings.landing is not None and settings.landing.keeps_what_left(layout.is_rounded):
+                self.departure = layout.new_flat() if departure is None else departure
         self.tie()
 
     def is_cut(self, value: object) -> bool:
@@ -102,7 +106,7 @@ class Lane:
         return Parcel(place[: length + (0 if index else self._rows_elements)], parts)
 
     def _part(self, chunk: Chunk, message: Tensor) -> Part:
-        numel, departure = self.layout.numel, self._departure
+        numel, departure = self.layout.numel, self.departure
         state = self.state if self._is_whole else slice_state(self.state, numel, chunk)
         residual = slice_state(self.residual, numel, chunk)
         if departure is not None:
@@ -159,7 +163,7 @@ class Lane:
 
     def state_dict(self) -> dict[str, Any]:
         """What compression remembers, and the parameters that left last."""
-        return {"residual": dict(self.residual), "departure": self._departure}
+        return {"residual": dict(self.residual), "departure": self.departure}
 
     def load_state_dict(self, state: State, saved: dict[str, Any]) -> None:
         """Take over a state of the algorithm and what :meth:`state_dict` has given."""
@@ -172,6 +176,8 @@ class Lane:
                     current.copy_(value)
                 else:
                     own[key] = value
-        if self._departure is not None:
-            self._departure.copy_(saved["departure"])
+        for stretch in self._stretches:
+            part = slice(stretch.start, stretch.stop)
+            if self.departure is not None:
+                self.departure[part].copy_(saved["departure"][part])
         self.tie()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -100,7 +100,8 @@ class RoundSettings:
         if algorithm.granularity is None and self.schedule.num_lanes > 1:
             raise ValueError(
                 f"{type(algorithm).__name__} needs the whole vector of parameters at once and "
-                f"cannot be exchanged in {self.schedule.num_lanes} parts."
+                f"cannot be exchanged in {self.schedule.num_lanes} parts. Use fragments=1, or "
+                "DiLoCo with its own outer optimizer."
             )
         landing = self.landing or algorithm.late_landing or Restart()
         if not isinstance(landing, Landing):
@@ -158,12 +159,12 @@ class RoundSettings:
             copies = max(len(topology.weights(w, self.num_workers, 0)) for w in workers)
         return max(_FEWEST_ELEMENTS, self.bucket_bytes // (PARCELS_UNDER_WAY * copies * itemsize))
 
-    def cuts(self, sizes: Sequence[int], itemsize: int, longest: int = CHUNK_ELEMENTS) -> Cuts:
+    def cuts(self, sizes: Mapping[str, int], itemsize: int, longest: int = CHUNK_ELEMENTS) -> Cuts:
         """Where to cut parameters of these sizes: small chunks, none of them short if possible.
 
         ``longest``: about the elements of a chunk.
         """
-        numel = sum(sizes)
+        numel = sum(sizes.values())
         if self.granularity is None:
             return Cuts()
         parcel = self.parcel_elements(numel, itemsize)
@@ -172,12 +173,12 @@ class RoundSettings:
             chunk = math.ceil(numel / max(1, round(numel / longest)))
         return Cuts(chunk, self.granularity, self._borders(sizes))
 
-    def _borders(self, sizes: Sequence[int]) -> tuple[int, ...]:
+    def _borders(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Where lanes begin; they must cover everything and cut nothing that belongs together."""
         lanes = self.schedule.lanes(sizes)
         stretches = sorted((part.start, part.stop) for lane in lanes for part in lane if part)
         starts, ends = [s for s, _ in stretches], [e for _, e in stretches]
-        if [0, *ends] != [*starts, sum(sizes)] or not all(any(lane) for lane in lanes):
+        if [0, *ends] != [*starts, sum(sizes.values())] or not all(any(lane) for lane in lanes):
             raise ValueError(f"The lanes of {self.schedule} do not cover each parameter once.")
         granularity = self.algorithm.granularity or 1
         if any(start % granularity for start in starts):

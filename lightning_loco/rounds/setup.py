@@ -76,8 +76,9 @@ def make_lanes(
     state = algorithm.init(start)
     lanes: list[Rounds] = []
     carriers: list[RowCarrier] = []
-    for stretches in settings.schedule.lanes([tensor.numel() for tensor in layout.tensors]):
-        lane = Lane(layout, stretches, settings, state, residual, longest, rows_elements)
+    for stretches in settings.schedule.lanes(layout.sizes):
+        departure = lanes[0].lane.departure if lanes else None
+        lane = Lane(layout, stretches, settings, state, residual, longest, rows_elements, departure)
         rounds = Rounds(lane, settings, exchange)
         lanes.append(rounds)
         table = lane.rows_memory.view(-1, width)

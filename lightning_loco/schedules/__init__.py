@@ -4,6 +4,7 @@ from lightning_loco.schedules.base import Now, Schedule
 from lightning_loco.schedules.by_speed import steps_by_speed
 from lightning_loco.schedules.every_interval import EveryInterval
 from lightning_loco.schedules.every_steps import EverySteps
+from lightning_loco.schedules.staggered import Staggered
 from lightning_loco.schedules.varying_steps import SyncEvery, VaryingSteps, by_steps
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "EverySteps",
     "Now",
     "Schedule",
+    "Staggered",
     "SyncEvery",
     "VaryingSteps",
     "by_steps",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 S = TypeVar("S", bound="Schedule")
@@ -17,7 +17,13 @@ def proportion(counts: Sequence[int]) -> list[int]:
 
 
 class UnderWay(Protocol):
-    """A round that has begun and not ended."""
+    """A round that has begun and not ended.
+
+    Attributes:
+        began_at: Local steps of this worker when it began.
+    """
+
+    began_at: int
 
     def has_arrived(self) -> bool:
         """Whether all that it sent for is here; never waits."""
@@ -57,13 +63,21 @@ class Schedule(ABC):
     num_lanes: ClassVar[int] = 1
     """In how many parts the parameters are exchanged."""
 
-    def lanes(self, sizes: Sequence[int]) -> list[list[range]]:
+    @property
+    def is_whole_phase(self) -> bool:
+        """Whether every flight ends when the next round of its lane begins, or at once."""
+        return True
+
+    def lanes(self, sizes: Mapping[str, int]) -> list[list[range]]:
         """The stretches of the flat vector that each lane consists of.
 
         Args:
-            sizes: Elements of each trainable parameter, in the order of the vector.
+            sizes: Elements of each trainable parameter by its name, in the order of the vector.
+
+        Raises:
+            ValueError: If these parameters cannot be divided so.
         """
-        return [[range(sum(sizes))]]
+        return [[range(sum(sizes.values()))]]
 
     @abstractmethod
     def due(self, now: Now) -> tuple[bool, bool]:
@@ -72,6 +86,14 @@ class Schedule(ABC):
     @abstractmethod
     def stays(self, round_index: int) -> bool:
         """Whether a round is still under way when the next local step is made."""
+
+    def staleness_of(self, worker: int) -> float:
+        """Rounds from the begin of a round to its end; 0 if they do not go by steps."""
+        return float(self.stays(2**31) and self.sync_every_of(worker) is not None)
+
+    def shortest_run(self, worker: int) -> int:
+        """Local steps of one worker that a run needs, not to be over before a result has come."""
+        return 0
 
     def sync_every_of(self, worker: int) -> int | None:
         """Local steps of one worker between rounds; None if rounds do not go by steps."""
@@ -103,7 +125,12 @@ class Schedule(ABC):
     def describe(self) -> dict[str, Any]:
         """The settings as plain values."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {k: list(v) if isinstance(v, Sequence) else v for k, v in values.items()}
+        return {
+            key: list(value)
+            if isinstance(value, Sequence) and not isinstance(value, str)
+            else value
+            for key, value in values.items()
+        }
 
     def __str__(self) -> str:
         settings = ", ".join(f"{name}={value}" for name, value in self.describe().items())

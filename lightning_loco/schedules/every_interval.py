@@ -51,5 +51,10 @@ class EveryInterval(Schedule):
         """Always."""
         return True
 
+    @property
+    def is_whole_phase(self) -> bool:
+        """Never: a flight ends when everything is here."""
+        return False
+
     def __str__(self) -> str:
         return f"a round after every {self.interval_s} s, {self.warmup_steps} steps of warm-up"

@@ -8,6 +8,36 @@ from collections.abc import Sequence
 from lightning_loco.schedules.base import Now, Schedule
 
 
+def check_sync_every(sync_every: object) -> None:
+    """Refuse what is no number of local steps and no list of them.
+
+    Raises:
+        TypeError: If it does not consist of integers.
+        ValueError: If one of them is smaller than 1.
+    """
+    several = isinstance(sync_every, Sequence) and not isinstance(sync_every, str)
+    for steps in sync_every if several else [sync_every]:  # type: ignore[attr-defined]
+        if isinstance(steps, bool) or not isinstance(steps, int):
+            raise TypeError(
+                "sync_every counts optimizer steps between rounds and must be an integer (or a "
+                f"list with one per worker), got {sync_every!r}."
+            )
+        if steps < 1:
+            raise ValueError(
+                "sync_every counts optimizer steps between rounds and must be at least 1, got "
+                f"{sync_every!r}. Use sync_every=1 to exchange after every step."
+            )
+
+
+def check_length(sync_every: int | Sequence[int], num_workers: int) -> None:
+    """Refuse a list of another length than that of the workers; ValueError."""
+    if isinstance(sync_every, Sequence) and len(sync_every) != num_workers:
+        raise ValueError(
+            f"sync_every lists {len(sync_every)} numbers for {num_workers} workers, got "
+            f"{list(sync_every)}. Give one number per worker, or a single one for all."
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class EverySteps(Schedule):
     """A round after so many local steps.
@@ -32,18 +62,7 @@ class EverySteps(Schedule):
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
-        several = isinstance(self.sync_every, Sequence) and not isinstance(self.sync_every, str)
-        for steps in self.sync_every if several else [self.sync_every]:  # type: ignore[union-attr]
-            if isinstance(steps, bool) or not isinstance(steps, int):
-                raise TypeError(
-                    "sync_every counts optimizer steps between rounds and must be an integer (or a "
-                    f"list with one per worker), got {self.sync_every!r}."
-                )
-            if steps < 1:
-                raise ValueError(
-                    "sync_every counts optimizer steps between rounds and must be at least 1, got "
-                    f"{self.sync_every!r}. Use sync_every=1 to exchange after every step."
-                )
+        check_sync_every(self.sync_every)
 
     def due(self, now: Now) -> tuple[bool, bool]:
         """Both at the same time: a flight under way ends when the next one begins."""
@@ -53,6 +72,10 @@ class EverySteps(Schedule):
     def stays(self, round_index: int) -> bool:
         """With overlap, but for the first round of a warm start."""
         return self.overlap and not (self.warm_start and round_index < self.num_lanes)
+
+    def shortest_run(self, worker: int) -> int:
+        """With overlap two rounds, since the result of the first one comes with the second."""
+        return 2 * self.sync_every_of(worker) if self.overlap else 0
 
     def sync_every_of(self, worker: int) -> int:
         """Local steps of one worker between rounds."""
@@ -68,11 +91,7 @@ class EverySteps(Schedule):
 
     def check(self, num_workers: int) -> None:
         """Refuse a list of another length."""
-        if isinstance(self.sync_every, Sequence) and len(self.sync_every) != num_workers:
-            raise ValueError(
-                f"sync_every lists {len(self.sync_every)} numbers for {num_workers} workers, got "
-                f"{list(self.sync_every)}. Give one number per worker, or a single one for all."
-            )
+        check_length(self.sync_every, num_workers)
 
     def __str__(self) -> str:
         return f"a round every {self.sync_every} local steps"

@@ -111,7 +111,7 @@ class Simulation:
 
     def _layout_of(self, model: nn.Module) -> FlatLayout:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        cuts = self.settings.cuts([p.numel() for _, p in named], 4)
+        cuts = self.settings.cuts({name: p.numel() for name, p in named}, 4)
         return FlatLayout(named, cuts._replace(chunk_elements=None))
 
     def _make_lanes(self) -> list[list[Rounds]]:
@@ -126,7 +126,7 @@ class Simulation:
         states = [self.algorithm.init(start.clone()) for _ in layouts]
         residuals = [settings.init_residual(start) for _ in layouts]
         lanes = []
-        for stretches in settings.schedule.lanes([t.numel() for t in layouts[0].tensors]):
+        for stretches in settings.schedule.lanes(layouts[0].sizes):
             hub = Hub(exchange, self.num_workers, has_feedback)
             lane = []
             for worker, layout in enumerate(layouts):
@@ -151,17 +151,24 @@ class Simulation:
         for _ in range(num_rounds):
             for worker in range(self.num_workers):
                 since_round = 0
-                while not self._begins(worker, since_round):
+                while not self._turn(worker, since_round):
                     local_step(worker)
                     self._steps[worker] += 1
                     since_round += 1
             self.make_round()
 
-    def _begins(self, worker: int, since_round: int) -> bool:
-        turn = self.round_index % len(self._lanes)
-        flight = self._lanes[turn][worker].flight
-        now = Now(self._steps[worker], since_round, self.round_index, turn, math.inf, flight)
-        return self._schedule.of_worker(worker).due(now)[0]
+    @torch.no_grad()
+    def _turn(self, worker: int, since_round: int) -> bool:
+        """Land the flights of a worker that end now; whether it is to begin a round."""
+        schedule, begins = self._schedule.of_worker(worker), False
+        for index, lane in enumerate(self._lanes):
+            rounds = lane[worker]
+            counts = self._steps[worker], since_round, self.round_index
+            begin, end = schedule.due(Now(*counts, index, math.inf, rounds.flight))
+            begins = begins or begin
+            if end and not begin:
+                rounds.land()
+        return begins
 
     @torch.no_grad()
     def make_round(self) -> None:

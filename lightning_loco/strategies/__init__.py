@@ -9,6 +9,7 @@ from lightning_loco.strategies.named import (
     DiLoCoStrategy,
     GASLoCStrategy,
     LocalSGDStrategy,
+    StreamingDiLoCoStrategy,
 )
 from lightning_loco.strategies.pairwise import PairwiseGossipStrategy
 from lightning_loco.strategies.remote import RemoteOptimizerStrategy
@@ -24,6 +25,7 @@ __all__ = [
     "METHODS",
     "PairwiseGossipStrategy",
     "RemoteOptimizerStrategy",
+    "StreamingDiLoCoStrategy",
     "register_strategies",
 ]
 

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import Unpack
 
-from lightning_loco.algorithms import Algorithm
+from lightning_loco.algorithms import Algorithm, Landing
 from lightning_loco.codecs import Codec, ErrorFeedback
 from lightning_loco.comm import WorkerGroup
 from lightning_loco.comm.saved import Saved
@@ -90,12 +90,35 @@ class LocoStrategy(EngineStrategy):
         membership: Membership | None = None,
         **common: Unpack[CommonArguments],
     ) -> None:
-        schedule = by_steps(sync_every, overlap, warm_start)
+        self._init_rounds(
+            algorithm,
+            by_steps(sync_every, overlap, warm_start),
+            topology=topology,
+            bucket_bytes=bucket_bytes,
+            compression=compression,
+            membership=membership,
+            **common,
+        )
+
+    def _init_rounds(
+        self,
+        algorithm: Algorithm,
+        schedule: Schedule,
+        landing: Landing | None = None,
+        *,
+        topology: Any | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        compression: Codec | ErrorFeedback | str | None = None,
+        membership: Membership | None = None,
+        **common: Unpack[CommonArguments],
+    ) -> None:
+        """What the constructor of every strategy with rounds by the step ends with."""
         settings = RoundSettings(
             algorithm,
             schedule,
             topology,
             compression,
+            landing=landing,
             bucket_bytes=bucket_bytes,
             membership=membership,
         )

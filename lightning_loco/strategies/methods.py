@@ -11,6 +11,7 @@ from lightning_loco.strategies.named import (
     DiLoCoStrategy,
     GASLoCStrategy,
     LocalSGDStrategy,
+    StreamingDiLoCoStrategy,
 )
 from lightning_loco.strategies.of_algorithm import AlgorithmStrategy, of_algorithm
 from lightning_loco.strategies.pairwise import PairwiseGossipStrategy
@@ -24,6 +25,7 @@ METHODS: dict[str, type[DDPStrategy]] = {
     "local_sgd": LocalSGDStrategy,
     "diloco": DiLoCoStrategy,
     "async_diloco": AsyncDiLoCoStrategy,
+    "streaming_diloco": StreamingDiLoCoStrategy,
     "eager_diloco": EagerDiLoCoStrategy,
     "delayed_nesterov": of_algorithm(
         "lightning_loco.algorithms.delayed_nesterov", "DelayedNesterov"

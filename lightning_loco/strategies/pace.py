@@ -63,14 +63,14 @@ class Pace:
         Raises:
             ValueError: If there is room for a single round.
         """
-        schedule = self._schedule
-        sync_every = schedule.sync_every_of(self._worker)
+        sync_every = self._schedule.sync_every_of(self._worker)
+        shortest = self._schedule.shortest_run(self._worker)
         is_search = trainer.max_steps != self._own_max_steps
         is_trial = trainer.fast_dev_run or is_search  # type: ignore[attr-defined]
-        if sync_every is None or not schedule.stays(schedule.num_lanes) or is_trial:
+        if is_trial:
             return
         steps = trainer.estimated_stepping_batches
-        if 0 <= steps < 2 * sync_every:
+        if 0 <= steps < shortest:
             raise ValueError(
                 f"overlap applies a round's result one round later, but this run of {steps:.0f} "
                 f"local steps has room for a single round of sync_every={sync_every}. "

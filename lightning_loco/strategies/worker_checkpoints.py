@@ -20,6 +20,7 @@ from lightning_loco.strategies.arguments import check_choice
 from lightning_loco.strategies.chosen_save import choose_save, path_on_own_disk
 from lightning_loco.strategies.interrupted import save_where_stopped
 from lightning_loco.strategies.main_file import KEY, NEW_RUN, entry_of, new_stamp
+from lightning_loco.strategies.moved_once import moved_once
 from lightning_loco.strategies.positions import Position
 from lightning_loco.strategies.resumed_place import ResumedPlace
 from lightning_loco.strategies.save import Save, save_apart, save_main_apart, save_together
@@ -266,7 +267,7 @@ class WorkerCheckpoints:
         """What goes into this worker's own file, and what is the same on all workers."""
         module = self._strategy.lightning_module
         assert module is not None
-        state, shared = engine.state_dict(), None
+        state, shared = moved_once(engine.state_dict(), _CPU), None
         if engine.settings.algorithm.replicated:
             shared = {"shared": state.pop("shared")}
         position = Position.of(module.trainer)
@@ -276,4 +277,4 @@ class WorkerCheckpoints:
             "stream": stream_position(engine, module.trainer, position.place, self._shares()),
             "lightning": {key: checkpoint[key] for key in _OF_LIGHTNING if key in checkpoint},
         }
-        return move_data_to_device(own, _CPU), move_data_to_device(shared, _CPU)
+        return move_data_to_device(own, _CPU), shared

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -34,7 +34,7 @@ class Plain:
         self.seed = seed
         return self
 
-    def cuts(self, sizes: Sequence[int], itemsize: int, longest: int) -> Cuts:
+    def cuts(self, sizes: Mapping[str, int], itemsize: int, longest: int) -> Cuts:
         return Cuts()
 
     def describe(self) -> dict[str, Any]:

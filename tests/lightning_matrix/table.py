@@ -108,7 +108,16 @@ ONE_OPTIMIZER = remote(Refused("needs exactly one optimizer"))
 NO_FINDER = remote(
     Refused("LearningRateFinder and Tuner.lr_find do not work with RemoteOptimizerStrategy")
 )
-OUTER_MOMENTUM = ("diloco", "async_diloco", "eager_diloco", "delayed_nesterov", "gasloc", "noloco")
+OUTER_MOMENTUM = (
+    "diloco",
+    "async_diloco",
+    "streaming_diloco",
+    "eager_diloco",
+    "delayed_nesterov",
+    "gasloc",
+    "noloco",
+)
+ONE_LAYER = {"streaming_diloco": Refused("fragments=2 is more than the 1 layers")}
 BEYOND_BOUNDS = Apart(
     "outer momentum goes past the bounds after the last local step; clip after fit again",
     {"training_step": 8, "bounded": False},
@@ -198,7 +207,7 @@ TABLE: dict[str, list[Row]] = {
         Row("precision 64-true", optimizing.double),
     ],
     "Models": [
-        Row("frozen layers", optimizing.frozen),
+        Row("frozen layers", optimizing.frozen, but=ONE_LAYER),
         Row(
             "freezing in mid-fit",
             foreign.freezing,
@@ -208,7 +217,7 @@ TABLE: dict[str, list[Row]] = {
             "unfreezing in mid-fit",
             foreign.thawed,
             Refused("became trainable during fit"),
-            remote(Refused("A parameter became trainable after the start")),
+            ONE_LAYER | remote(Refused("A parameter became trainable after the start")),
         ),
         Row(
             "Parameter replaced in mid-fit",
@@ -254,6 +263,7 @@ TABLE: dict[str, list[Row]] = {
             "another model on one worker",
             optimizing.different_models,
             Refused("Build the same"),
+            ONE_LAYER,
         ),
         Row("EMA teacher without gradients", foreign.teacher),
         Row(
@@ -310,7 +320,8 @@ TABLE: dict[str, list[Row]] = {
             "BackboneFinetuning",
             calling_back.backbone_finetuning,
             Refused("became trainable during fit"),
-            remote(Refused("A parameter group was added to the optimizer after the start")),
+            ONE_LAYER
+            | remote(Refused("A parameter group was added to the optimizer after the start")),
         ),
     ],
     "Misfortunes and other packages": [

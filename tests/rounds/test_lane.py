@@ -133,7 +133,7 @@ def test_slices_are_multiples_of_the_granularity(pool: Pool) -> None:
 def lane_of(numel: int, bucket_bytes: int, overlap: bool = False, rows: int = 0) -> Lane:
     schedule = EverySteps(1, overlap)
     settings = RoundSettings(DiLoCo(0.7, 0.0), schedule, bucket_bytes=bucket_bytes).prepare(1)
-    layout = FlatLayout([("p", randn(numel))], settings.cuts([numel], 8))
+    layout = FlatLayout([("p", randn(numel))], settings.cuts({"p": numel}, 8))
     start = layout.new_flat()
     elements = settings.parcel_elements(numel, 8)
     return Lane(layout, [range(numel)], settings, {"outer": start}, {}, elements, rows)

@@ -225,7 +225,7 @@ def rounds_of(
 ) -> tuple[Rounds, FlatLayout, Faulty]:
     schedule = EverySteps(1, overlap)
     settings = RoundSettings(algorithm, schedule, bucket_bytes=bucket_bytes).prepare(1)
-    layout = FlatLayout([("p", randn(numel))], settings.cuts([numel], 8))
+    layout = FlatLayout([("p", randn(numel))], settings.cuts({"p": numel}, 8))
     state = settings.algorithm.init(layout.new_flat())
     elements = settings.parcel_elements(numel, 8)
     lane = Lane(layout, [range(numel)], settings, state, {}, elements)

@@ -161,7 +161,7 @@ class Gappy(Halves):
     """Forgets the last parameter."""
 
     def lanes(self, sizes: Any) -> list[list[range]]:
-        return super().lanes([*sizes[:-1], sizes[-1] - 1])
+        return super().lanes({**sizes, "last": sizes["last"] - 1})
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ class Gappy(Halves):
 )
 def test_lanes_that_do_not_fit_are_refused(schedule: Halves, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        RoundSettings(SignBlocks(), schedule).prepare(2).cuts([7, 6], 4)
+        RoundSettings(SignBlocks(), schedule).prepare(2).cuts({"first": 7, "last": 6}, 4)
 
 
 # ---------------------------------------------------------------------------------- memory
@@ -190,10 +190,10 @@ def test_all_parcels_under_way_fit_into_the_bucket() -> None:
 
 
 def test_chunks_are_for_the_cache_and_end_where_lanes_do() -> None:
-    sizes = [3 * CHUNK_ELEMENTS, 1001]
+    sizes = {"first": 3 * CHUNK_ELEMENTS, "last": 1001}
     cuts = RoundSettings(SignBlocks(), Halves(2)).prepare(2).cuts(sizes, 4)
     assert cuts.granularity == 4
-    assert cuts.boundaries == (sum(sizes) // 2 // 4 * 4,)
+    assert cuts.boundaries == (sum(sizes.values()) // 2 // 4 * 4,)
     assert cuts.chunk_elements is not None
     assert abs(cuts.chunk_elements - CHUNK_ELEMENTS) < 1000
     assert RoundSettings(Counting(whole=True)).prepare(2).cuts(sizes, 4).chunk_elements is None

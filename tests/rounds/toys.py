@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -215,14 +215,16 @@ class Halves(EverySteps):
     def num_lanes(self) -> int:
         return 2
 
-    def lanes(self, sizes: Sequence[int]) -> list[list[range]]:
-        middle = sum(sizes) // 2
+    def lanes(self, sizes: Mapping[str, int]) -> list[list[range]]:
+        total = sum(sizes.values())
+        middle = total // 2
         middle -= middle % self.granularity
-        return [[range(middle)], [range(middle, sum(sizes))]]
+        return [[range(middle)], [range(middle, total)]]
 
     def due(self, now: Now) -> tuple[bool, bool]:
         due, _ = super().due(now)
-        return due, due and now.flight is not None and now.round_index % 2 == now.lane
+        due = due and now.round_index % 2 == now.lane
+        return due, due and now.flight is not None
 
 
 # ------------------------------------------------------------------------------ drivers

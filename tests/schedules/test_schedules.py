@@ -119,7 +119,7 @@ def test_settings_are_plain_values() -> None:
     assert str(EverySteps(3)) == "a round every 3 local steps"
     assert str(Halves(3)) == "a round every 3 local steps"
     assert str(EveryInterval(0.5)) == "a round after every 0.5 s, 0 steps of warm-up"
-    assert EverySteps().lanes([3, 4]) == [[range(7)]]
+    assert EverySteps().lanes({"a": 3, "b": 4}) == [[range(7)]]
 
 
 # ------------------------------------------------------------------------------ one of halves

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import traceback
 from typing import Any
 
@@ -44,8 +45,9 @@ class Quiet(TinyModule):
 class Watched(Callback):
     """Watches the batches without a round; those by the clock would begin at once and wait."""
 
-    def __init__(self, by_clock: bool) -> None:
-        self.by_clock = by_clock
+    def __init__(self, case: Case) -> None:
+        self.by_clock = case.by_clock
+        self.every = SYNC_EVERY // (case.fragments or 1)
         self.reads = Reads()
         self.graphs: list[Any] = []
 
@@ -53,11 +55,11 @@ class Watched(Callback):
         trainer.strategy.engine.paused = self.by_clock
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        if (trainer.global_step + 1) % SYNC_EVERY:
+        if (trainer.global_step + 1) % self.every:
             self.reads.__enter__()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step % SYNC_EVERY:
+        if trainer.global_step % self.every:
             self.reads.__exit__(None, None, None)
         self.graphs.append(trainer.strategy._loss.grad_fn)
 
@@ -65,8 +67,9 @@ class Watched(Callback):
 def fit(
     rank: int, world: int, case: Case, module: type[TinyModule] = Quiet
 ) -> tuple[list[str], int]:
-    watched = Watched(case.by_clock)
-    strategy = case.strategy(SYNC_EVERY)
+    watched = Watched(case)
+    at_once = dataclasses.replace(case, delay=0)  # a step with a landing is not local alone
+    strategy = at_once.strategy(SYNC_EVERY)
     trainer = make_trainer(strategy, max_steps=STEPS, callbacks=[watched])
     trainer.fit(module(), make_loader(rank, STEPS))
     assert watched.graphs == [None] * STEPS

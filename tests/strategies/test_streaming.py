@@ -1,0 +1,292 @@
+"""Streaming DiLoCo under a Trainer: the numbers of a plain loop, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_loco import (
+    AsyncDiLoCoStrategy,
+    DiLoCo,
+    DiLoCoStrategy,
+    Elastic,
+    LocoStrategy,
+    StreamingDiLoCoStrategy,
+)
+from lightning_loco.algorithms import Mix
+from lightning_loco.schedules import EverySteps, Staggered
+from lightning_loco.strategies.moved_once import moved_once
+from tests.algorithms.toys import assert_close
+from tests.pool import Pool, PoolError, make_trainer
+from tests.tiny import (
+    TinyModule,
+    ValidatedModule,
+    WorkerData,
+    flat,
+    make_loader,
+    make_model,
+    train_step,
+    worker_batch,
+)
+
+STEPS = 20
+Make = Callable[[], LocoStrategy]
+
+
+def streaming() -> StreamingDiLoCoStrategy:
+    """Two layers; the second one leaves before the first one's result is here."""
+    return StreamingDiLoCoStrategy(6, 2, 4, 0.25, outer_lr=0.5, outer_momentum=0.6)
+
+
+def in_order() -> StreamingDiLoCoStrategy:
+    return StreamingDiLoCoStrategy(6, 2, 4, 0.25, 0.5, 0.6, pattern=["model.0", "model.2"])
+
+
+def by_hand(world: int) -> Tensor:
+    """The outer parameters at the end."""
+    models = [make_model() for _ in range(world)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
+    layers = [[0, 1], [2, 3]]  # the parameters of the first linear layer and of the second one
+    outer = [p.detach().clone() for p in models[0].parameters()]
+    momentum = [torch.zeros_like(p) for p in outer]
+    flights: dict[int, tuple[int, list[Tensor]]] = {}
+
+    def begin(layer: int, step: int) -> None:
+        locals_of = [list(model.parameters()) for model in models]
+        means = [torch.stack([p[i].detach() for p in locals_of]).mean(0) for i in layers[layer]]
+        starts = [outer[i] for i in layers[layer]]
+        flights[layer] = step, [s - mean for s, mean in zip(starts, means, strict=True)]
+
+    @torch.no_grad()
+    def land(layer: int) -> None:
+        _, gradients = flights.pop(layer)
+        for i, gradient in zip(layers[layer], gradients, strict=True):
+            momentum[i] = 0.6 * momentum[i] + gradient
+            outer[i] -= 0.5 * (gradient + 0.6 * momentum[i])
+            for model in models:
+                p = list(model.parameters())[i]
+                p.copy_(0.25 * p + 0.75 * outer[i])
+
+    for step in range(1, STEPS + 1):
+        for worker, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            train_step(model, optimizer, worker_batch(worker, step - 1))
+        for layer in [one for one, (began, _) in flights.items() if step - began == 4]:
+            land(layer)
+        if step % 3 == 0:
+            begin(step // 3 % 2 == 0, step)
+    for layer in range(2):
+        land(layer) if layer in flights else None
+        begin(layer, STEPS)
+        land(layer)
+    return torch.cat([p.reshape(-1) for p in outer])
+
+
+def fit(rank: int, world: int, make: Make, folder: str = "", resume: str | None = None) -> Tensor:
+    """With a folder, validate every 4 steps and save every 5."""
+    checkpoint = ModelCheckpoint(
+        dirpath=folder, filename="{step}", every_n_train_steps=5, save_top_k=-1
+    )
+    trainer = make_trainer(
+        make(),
+        max_steps=STEPS,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        val_check_interval=4 if folder else None,
+        callbacks=[checkpoint] if folder else [],
+        enable_checkpointing=bool(folder),
+    )
+    module = ValidatedModule() if folder else TinyModule()
+    validation = make_loader(rank, 2) if folder else None
+    loader: StatefulDataLoader[Any] = StatefulDataLoader(WorkerData(rank, STEPS), batch_size=None)
+    trainer.fit(module, loader, validation, ckpt_path=resume)
+    return flat(module)
+
+
+def async_whole() -> LocoStrategy:
+    return AsyncDiLoCoStrategy(5, outer_momentum=0.3)
+
+
+def async_delay_of_a_phase() -> LocoStrategy:
+    return AsyncDiLoCoStrategy(5, outer_momentum=0.3, delay=5)
+
+
+def async_at_once() -> LocoStrategy:
+    return AsyncDiLoCoStrategy(5, outer_momentum=0.3, delay=0)
+
+
+def blocking() -> LocoStrategy:
+    return DiLoCoStrategy(5, outer_momentum=0.3)
+
+
+def one_fragment() -> LocoStrategy:
+    return StreamingDiLoCoStrategy(5, 1, 0, 0.0, 0.7, 0.3)
+
+
+def one_late_fragment() -> LocoStrategy:
+    return StreamingDiLoCoStrategy(5, 1, 5, 0.0, 0.7, 0.3)
+
+
+def async_cold() -> LocoStrategy:
+    return AsyncDiLoCoStrategy(5, outer_momentum=0.3, warm_start=False)
+
+
+@pytest.mark.parametrize("make", [streaming, in_order])
+def test_a_fit_is_the_plain_loop(pool: Pool, tmp_path: Path, make: Make) -> None:
+    """With validations and checkpoints in between, too, which change no bit."""
+    plain = pool.run(fit, make, world=3)
+    seen = pool.run(fit, make, str(tmp_path), world=3)
+    for result, with_meetings in zip(plain, seen, strict=True):
+        assert_close(result, by_hand(3))
+        assert torch.equal(result, plain[0])
+        assert torch.equal(result, with_meetings)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.parametrize("step", [5, 10, 15])
+def test_a_run_goes_on_with_what_was_under_way(pool: Pool, tmp_path: Path, step: int) -> None:
+    unbroken = pool.run(fit, streaming, str(tmp_path), world=2)
+    files = sorted(tmp_path.glob(f"step={step}.ckpt.loco/*/worker_*.pt"))
+    flights = [lane["flight"] for file in files for lane in torch.load(file)["engine"]["lanes"]]
+    assert any(flight is not None for flight in flights)
+    resumed = pool.run(fit, streaming, str(tmp_path), str(tmp_path / f"step={step}.ckpt"), world=2)
+    for one, other in zip(unbroken, resumed, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_fragments_write_what_they_share_once(pool: Pool, tmp_path: Path) -> None:
+    pool.run(fit, streaming, str(tmp_path), world=2)
+    shared = torch.load(next(tmp_path.glob("step=10.ckpt.loco/*/shared.pt")))["shared"]
+    for key in ("outer", "momentum"):
+        first, second = (lane["state"][key] for lane in shared)
+        assert first.data_ptr() == second.data_ptr()
+    outer = torch.zeros(2)
+    first, second = moved_once([{"outer": outer}, {"outer": outer}], torch.device("meta"))
+    assert first["outer"] is second["outer"]
+    assert first["outer"].device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("make", "same"),
+    [
+        (one_fragment, blocking),
+        (async_at_once, blocking),
+        (one_late_fragment, async_cold),
+        (async_delay_of_a_phase, async_whole),
+    ],
+)
+def test_identities_bit_for_bit(pool: Pool, make: Make, same: Make) -> None:
+    for one, other in zip(pool.run(fit, make, world=2), pool.run(fit, same, world=2), strict=True):
+        assert torch.equal(one, other)
+
+
+# ------------------------------------------------------------------------------- arguments
+
+
+def test_the_strategies_choose_schedule_and_landing() -> None:
+    settings = StreamingDiLoCoStrategy().settings
+    assert settings.algorithm == DiLoCo(0.4, 0.9)
+    assert (settings.schedule, settings.landing) == (Staggered(100, 3, 5), Mix(0.5))
+    assert StreamingDiLoCoStrategy(10, 1, 10, 0.0).settings.landing is None  # the algorithm's own
+    late = AsyncDiLoCoStrategy(10).settings
+    assert (late.schedule, late.landing) == (EverySteps(10, True), None)
+    late = AsyncDiLoCoStrategy(10, mix=0.5).settings
+    assert (late.schedule, late.landing) == (EverySteps(10, True), Mix(0.5))
+    soon = AsyncDiLoCoStrategy(10, delay=2).settings
+    assert (soon.schedule, soon.landing) == (Staggered(10, delay=2, warm_start=True), Mix(0.0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"delay": 11}, ValueError, "from 0 to sync_every=10, got 11"),
+        ({"delay": -1}, ValueError, "from 0 to sync_every=10, got -1"),
+        ({"delay": 1.0}, TypeError, "must be an integer, got 1.0"),
+        ({"mix": 1.5}, ValueError, r"mix .* must be in \[0, 1\], got 1.5"),
+        ({"mix": -0.1}, ValueError, r"mix .* must be in \[0, 1\], got -0.1"),
+        ({"mix": float("nan")}, ValueError, r"mix .* must be in \[0, 1\], got nan"),
+        ({"mix": "half"}, TypeError, "mix must be a number"),
+        ({"outer_lr": 0.0}, ValueError, "outer_lr must be positive"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    for strategy in (AsyncDiLoCoStrategy, StreamingDiLoCoStrategy):
+        with pytest.raises(error, match=text):
+            strategy(sync_every=10, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"fragments": 0}, ValueError, "from 1 to sync_every=10, got 0"),
+        ({"fragments": 11}, ValueError, "from 1 to sync_every=10, got 11"),
+        ({"pattern": "odd"}, ValueError, "pattern must be one of strided, contiguous, or a list"),
+        ({"pattern": ["a"]}, ValueError, "lists 1 regular expressions for fragments=3"),
+        ({"topology": "ring"}, TypeError, "topology"),
+    ],
+)
+def test_bad_fragments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        StreamingDiLoCoStrategy(sync_every=10, **arguments)
+
+
+def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.1)
+
+
+REFUSED: dict[str, tuple[Make, str]] = {
+    "three fragments of two layers": (StreamingDiLoCoStrategy, "more than the 2 layers"),
+    "a parameter in no fragment": (
+        lambda: StreamingDiLoCoStrategy(10, 2, pattern=["weight", "2.bias"]),
+        "'model.0.bias' must match one pattern and matches none",
+    ),
+    "an optimizer of the whole vector": (
+        lambda: StreamingDiLoCoStrategy(10, 2, outer_optimizer=adamw),
+        "needs the whole vector of parameters at once .* Use fragments=1",
+    ),
+    "two numbers for three workers": (
+        lambda: StreamingDiLoCoStrategy([10, 12], 2),
+        "lists 2 numbers for 3 workers",
+    ),
+    "a run too short for a whole phase": (
+        lambda: AsyncDiLoCoStrategy(11, delay=11),
+        "room for a single round of sync_every=11",
+    ),
+}
+
+
+def begin(rank: int, world: int, name: str) -> None:
+    trainer = make_trainer(REFUSED[name][0](), max_steps=STEPS)
+    trainer.fit(TinyModule(), make_loader(rank, STEPS))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused_on_every_worker(pool: Pool, name: str) -> None:
+    with pytest.raises(PoolError, match=REFUSED[name][1]) as error:
+        pool.run(begin, name, world=3)
+    assert sorted(error.value.failures) == [0, 1, 2]
+
+
+MEMBERS = Elastic("127.0.0.1:29510")
+ELASTIC: dict[str, tuple[Make, str]] = {
+    "fragments": (lambda: StreamingDiLoCoStrategy(10, 2, membership=MEMBERS), "cannot make a roun"),
+    "delay": (lambda: AsyncDiLoCoStrategy(10, delay=2, membership=MEMBERS), "with delay=None"),
+    "mix": (lambda: AsyncDiLoCoStrategy(10, mix=0.5, membership=MEMBERS), "Use mix=0"),
+}
+
+
+def begin_elastic(rank: int, world: int, name: str) -> None:
+    trainer = make_trainer(ELASTIC[name][0](), max_steps=STEPS)
+    trainer.fit(TinyModule(), make_loader(rank, STEPS))
+
+
+@pytest.mark.parametrize("name", ELASTIC)
+def test_members_that_come_and_go_have_whole_rounds(pool: Pool, name: str) -> None:
+    with pytest.raises(PoolError, match=ELASTIC[name][1]):
+        pool.run(begin_elastic, name, world=1)
