@@ -43,6 +43,12 @@ log = logging.getLogger(__name__)
 # How long a rank lets rank 0 speak first about a setting; it is ended meanwhile if rank 0 does.
 SILENCE_S = 10
 CHECKPOINT_WORDS = ("last", "best", "hpc", "registry")
+OPTIONAL_PARTS = {
+    "membership": "cannot let workers come and go. Drop {group}=..., or choose algorithm=diloco, "
+    "async_diloco, local_sgd, gasloc or noloco.",
+    "link": "makes no rounds or fetches that a link could delay. Drop {group}=..., or choose "
+    "another algorithm than ddp and remote_optimizer.",
+}
 SETTING_FAULTS = (
     ValueError,
     TypeError,
@@ -108,15 +114,16 @@ def build_trainer(cfg: DictConfig, timer: Timer) -> Trainer:
 
 
 def build_strategy(cfg: DictConfig) -> Strategy:
-    """The strategy of the ``algorithm`` group, with topology and membership if chosen."""
+    """The strategy of the ``algorithm`` group; with topology, membership and link if chosen."""
     with settings_of("topology"):
         topology = hydra.utils.instantiate(cfg.topology) if cfg.topology._target_ else None
     with settings_of("algorithm"):
         # Partial, because Hydra would turn the topology, a dataclass, into a configuration.
         make: Callable[..., Strategy] = hydra.utils.instantiate(cfg.algorithm, _partial_=True)
         kind = hydra.utils.get_class(cfg.algorithm._target_)
-        if cfg.membership._target_:
-            make = with_membership(make, kind, cfg.membership)
+        for group, instead in OPTIONAL_PARTS.items():
+            if cfg[group]._target_:
+                make = with_part(make, kind, group, cfg[group], instead)
         accepted = inspect.signature(kind).parameters.get("topology")
         if topology is not None and accepted is None:
             raise ValueError(
@@ -135,16 +142,14 @@ def build_strategy(cfg: DictConfig) -> Strategy:
         return strategy
 
 
-def with_membership(
-    make: Callable[..., Strategy], kind: type, membership: DictConfig
+def with_part(
+    make: Callable[..., Strategy], kind: type, group: str, part: DictConfig, instead: str
 ) -> Callable[..., Strategy]:
-    """A constructor of the strategy that lets workers come and go."""
-    if "membership" not in inspect.signature(kind).parameters:
-        raise ValueError(
-            f"{kind.__name__.removesuffix('Strategy')} cannot let workers come and go. Drop "
-            "membership=..., or choose algorithm=diloco, async_diloco, local_sgd, gasloc or noloco."
-        )
-    return functools.partial(make, membership=hydra.utils.instantiate(membership))
+    """A constructor of the strategy with the choice of a group; ``instead`` says who takes one."""
+    if group not in inspect.signature(kind).parameters:
+        name = kind.__name__.removesuffix("Strategy")
+        raise ValueError(f"{name} {instead.format(group=group)}")
+    return functools.partial(make, **{group: hydra.utils.instantiate(part)})
 
 
 def build_callbacks(cfg: DictConfig) -> list[Callback]:

@@ -19,7 +19,9 @@ class CommunicationMonitor(RoundMonitor):
     (seconds blocked since the start), ``loco/staleness`` (rounds), ``loco/outer_grad_norm`` (of the
     last round) and ``loco/train_loss_mean`` (over the workers, at the last round). With a remote
     optimizer a round is a step, and only the first three move. Where workers come and go there are
-    ``loco/members`` (of the last round) and ``loco/repaired`` (members that had drifted), too.
+    ``loco/members`` (of the last round) and ``loco/repaired`` (members that had drifted), too; with
+    ``link=...`` ``loco/emulated_s`` (seconds that messages were under way on the link, waited for
+    or hidden).
 
     Args:
         prog_bar: Show them in the progress bar, too.
@@ -52,6 +54,8 @@ class CommunicationMonitor(RoundMonitor):
         if statistics.members is not None:
             figures["loco/members"] = float(statistics.members)
             figures["loco/repaired"] = float(statistics.repaired)
+        if statistics.emulated_s is not None:
+            figures["loco/emulated_s"] = statistics.emulated_s
         known = [loss for loss in statistics.losses if math.isfinite(loss)]
         if known:
             figures["loco/train_loss_mean"] = sum(known) / len(known)

@@ -10,17 +10,22 @@ from torch import Tensor, nn
 
 from lightning_loco.algorithms import ModelAverage, NeighborAverage
 from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.links import LinkLike, as_links
 from lightning_loco.comm.waiting import Sum
 from lightning_loco.rounds.engine import Engine
 from lightning_loco.rounds.settings import WHOLE_MODEL_BYTES, RoundSettings
 from lightning_loco.schedules import EveryInterval
 
 
-def clock_settings(interval_s: float, warmup_steps: int, topology: Any | None) -> RoundSettings:
+def clock_settings(
+    interval_s: float, warmup_steps: int, topology: Any | None, link: LinkLike | None = None
+) -> RoundSettings:
     """Settings for averaging over all workers, or with the neighbours of a topology."""
     algorithm = ModelAverage() if topology is None else NeighborAverage()
     schedule = EveryInterval(interval_s, warmup_steps)
-    return RoundSettings(algorithm, schedule, topology, bucket_bytes=WHOLE_MODEL_BYTES)
+    return RoundSettings(
+        algorithm, schedule, topology, bucket_bytes=WHOLE_MODEL_BYTES, link=as_links(link)
+    )
 
 
 class ClockEngine(Engine):
@@ -40,6 +45,8 @@ class ClockEngine(Engine):
             before the optimizer's step, which makes them steps of DDP.
         topology: Average with the neighbours of a topology only. Default: with all workers.
         group: The workers. Default: all ranks of the default process group, with groups of its own.
+        link: Links that rounds are to take as long as on, as in
+            :func:`~lightning_loco.comm.links.as_links`. Default: those that there are.
 
     Raises:
         ValueError: On every worker, if the model or the settings do not fit.
@@ -66,8 +73,12 @@ class ClockEngine(Engine):
         warmup_steps: int = 0,
         topology: Any | None = None,
         group: WorkerGroup | None = None,
+        link: LinkLike | None = None,
     ) -> None:
-        super().__init__(model, lambda: clock_settings(interval_s, warmup_steps, topology), group)
+        def make_settings() -> RoundSettings:
+            return clock_settings(interval_s, warmup_steps, topology, link)
+
+        super().__init__(model, make_settings, group)
 
     @property
     def is_warming_up(self) -> bool:

@@ -14,6 +14,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from typing_extensions import get_type_hints
 
+from lightning_loco.comm.links import LinkLike
 from lightning_loco.rounds.membership import Membership
 
 _Constructor = TypeVar("_Constructor", bound=Callable[..., None])
@@ -40,6 +41,7 @@ class RoundArguments(CommonArguments, total=False):
 
     bucket_bytes: int
     membership: Membership | None
+    link: LinkLike | None
 
 
 def spelled_out(source: Callable[..., None]) -> Callable[[_Constructor], _Constructor]:

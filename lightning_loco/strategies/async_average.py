@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.links import LinkLike
 from lightning_loco.rounds.clock_engine import ClockEngine, clock_settings
 from lightning_loco.strategies.arguments import CommonArguments, spelled_out
 from lightning_loco.strategies.loco import LocoStrategy
@@ -32,6 +33,7 @@ class AsyncModelAverageStrategy(LocoStrategy):
         interval_s: Pause between the end of a round and the next one, in seconds; 0 for none.
         warmup_steps: Local steps at the start whose gradients are averaged as in DDP.
         topology: Average with the neighbours of a topology only. Default: with all workers.
+        link: A slower link to emulate, as in :class:`LocoStrategy`.
         evaluate: As in :class:`LocoStrategy`, like all arguments that follow.
 
     Raises:
@@ -49,9 +51,11 @@ class AsyncModelAverageStrategy(LocoStrategy):
         interval_s: float = 0.5,
         warmup_steps: int = 0,
         topology: Any | None = None,
+        *,
+        link: LinkLike | None = None,
         **common: Unpack[CommonArguments],
     ) -> None:
-        self._init_with(clock_settings(interval_s, warmup_steps, topology), **common)
+        self._init_with(clock_settings(interval_s, warmup_steps, topology, link), **common)
 
     def make_engine(self, group: WorkerGroup) -> ClockEngine:
         """An engine whose rounds begin after pauses and end when everything has arrived."""

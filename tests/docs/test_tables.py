@@ -92,7 +92,7 @@ def test_callbacks_exist() -> None:
 def test_metrics_exist() -> None:
     strategy = loco.DiLoCoStrategy()
     figures = {"outer_grad_norm": 1.0, "consensus_distance": 1.0, "losses": [1.0], "members": 2}
-    strategy.statistics = Statistics(**figures)
+    strategy.statistics = Statistics(**figures, emulated_s=1.0)
     logged: set[str] = set()
     for monitor in (loco.CommunicationMonitor(), loco.ConsensusMonitor()):
         logged |= set(monitor.figures(strategy))

@@ -45,7 +45,7 @@ def test_the_table_has_the_names_and_types_of_the_constructor() -> None:
     common = inspect.signature(LocoStrategy._init_with).parameters.keys() - {"self", "settings"}
     assert (
         common
-        == table.keys() - {"bucket_bytes", "membership"}
+        == table.keys() - {"bucket_bytes", "membership", "link"}
         == get_type_hints(CommonArguments).keys()
     )
 
@@ -53,7 +53,7 @@ def test_the_table_has_the_names_and_types_of_the_constructor() -> None:
 @pytest.mark.parametrize("kind", WITH_WORKERS)
 def test_every_strategy_shows_the_common_arguments(kind: type[LocoStrategy]) -> None:
     shown, expected = parameters_of(kind), parameters_of(LocoStrategy)
-    common = get_type_hints(CommonArguments).keys()
+    common = {*get_type_hints(CommonArguments), "link"}
     assert {name: shown.get(name) for name in common} == {name: expected[name] for name in common}
     assert all(shown[name].kind is inspect.Parameter.KEYWORD_ONLY for name in common)
     if "sync_every" in shown:
