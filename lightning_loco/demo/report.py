@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lightning_loco.demo.data import ByteTextData
 from lightning_loco.strategies import LocoStrategy, RemoteOptimizerStrategy
+from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.topology import as_topology
 
 Curve = list[tuple[int, float]]
@@ -137,7 +138,7 @@ def measure(
     step_bytes = None
     if isinstance(data, ByteTextData):
         step_bytes = data.batch_size * data.context * trainer.accumulate_grad_batches
-    if not isinstance(strategy, LocoStrategy | RemoteOptimizerStrategy):
+    if not isinstance(strategy, EngineStrategy | RemoteOptimizerStrategy):
         num_elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
         return replace(
             report,
