@@ -26,6 +26,7 @@ from lightning_loco.callbacks import (
     StragglerSimulator,
     WorkerLogs,
 )
+from lightning_loco.comm.link import Link
 from lightning_loco.elastic import Elastic
 from lightning_loco.peers import PairwiseEngine
 from lightning_loco.remote import RemoteOptimizer
@@ -61,6 +62,7 @@ __all__ = [
     "Elastic",
     "GASLoC",
     "GASLoCStrategy",
+    "Link",
     "LocalSGD",
     "LocalSGDStrategy",
     "LocoStrategy",

@@ -15,11 +15,19 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from lightning_loco.codecs import ErrorFeedback
+from lightning_loco.codecs import Codec, ErrorFeedback
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 
 log = logging.getLogger(__name__)
 
+OPTIONAL_PARTS = {
+    "membership": "cannot let workers come and go. Drop {group}=..., or choose algorithm=diloco, "
+    "async_diloco, local_sgd, gasloc or noloco.",
+    "link": "makes no rounds or fetches that a link could delay. Drop {group}=..., or choose "
+    "another algorithm than ddp and remote_optimizer.",
+    "compression": "has no messages of rounds to compress. Drop {group}=..., or set "
+    "algorithm.wire_dtype if it has one.",
+}
 SETTING_FAULTS = (
     ValueError,
     TypeError,
@@ -62,10 +70,9 @@ def build_strategy(cfg: DictConfig) -> Strategy:
         # Partial, because Hydra would turn the topology, a dataclass, into a configuration.
         make: Callable[..., Strategy] = hydra.utils.instantiate(cfg.algorithm, _partial_=True)
         kind = hydra.utils.get_class(cfg.algorithm._target_)
-        if cfg.membership._target_:
-            make = with_membership(make, kind, cfg.membership)
-        if cfg.compression._target_:
-            make = with_compression(make, kind, cfg.compression)
+        for group, instead in OPTIONAL_PARTS.items():
+            if cfg[group]._target_:
+                make = with_part(make, kind, group, cfg[group], instead)
         accepted = inspect.signature(kind).parameters.get("topology")
         if topology is not None and accepted is None:
             raise ValueError(
@@ -84,30 +91,21 @@ def build_strategy(cfg: DictConfig) -> Strategy:
         return strategy
 
 
-def with_membership(
-    make: Callable[..., Strategy], kind: type, membership: DictConfig
+def with_part(
+    make: Callable[..., Strategy], kind: type, group: str, part: DictConfig, instead: str
 ) -> Callable[..., Strategy]:
-    """A constructor of the strategy that lets workers come and go."""
-    if "membership" not in inspect.signature(kind).parameters:
-        raise ValueError(
-            f"{kind.__name__.removesuffix('Strategy')} cannot let workers come and go. Drop "
-            "membership=..., or choose algorithm=diloco, async_diloco, local_sgd, gasloc or noloco."
-        )
-    return functools.partial(make, membership=hydra.utils.instantiate(membership))
+    """A constructor of the strategy with the choice of a group; ``instead`` says who takes one."""
+    if group not in inspect.signature(kind).parameters:
+        name = kind.__name__.removesuffix("Strategy")
+        raise ValueError(f"{name} {instead.format(group=group)}")
+    with settings_of(group):
+        made = codec_of(part) if group == "compression" else hydra.utils.instantiate(part)
+    return functools.partial(make, **{group: made})
 
 
-def with_compression(
-    make: Callable[..., Strategy], kind: type, compression: DictConfig
-) -> Callable[..., Strategy]:
-    """A constructor of the strategy that compresses messages."""
-    if "compression" not in inspect.signature(kind).parameters:
-        raise ValueError(
-            f"{kind.__name__.removesuffix('Strategy')} has no messages of rounds to compress. Drop "
-            "compression=..., or set algorithm.wire_dtype if it has one."
-        )
-    with settings_of("compression"):
-        settings = {key: value for key, value in compression.items() if key != "error_feedback"}
-        codec = hydra.utils.instantiate(settings)
-        if (decay := compression.error_feedback) is not None:
-            codec = ErrorFeedback(codec, decay)
-    return functools.partial(make, compression=codec)
+def codec_of(compression: DictConfig) -> Codec | ErrorFeedback:
+    """The codec of a configuration, with an error feedback if it says how much."""
+    settings = {key: value for key, value in compression.items() if key != "error_feedback"}
+    codec: Codec = hydra.utils.instantiate(settings)
+    decay = compression.error_feedback
+    return codec if decay is None else ErrorFeedback(codec, decay)

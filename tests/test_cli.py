@@ -103,6 +103,13 @@ class TestRun:
         figures = json.loads((tmp_path / "report.json").read_text())
         assert (figures["algorithm"], figures["rounds"]) == ("DDP", 20)
 
+    def test_gossip_without_rounds_is_reported_as_such(self, tmp_path: Path) -> None:
+        """One worker alone has nobody to fetch from; DDP would count 20 steps."""
+        cli.run(config(tmp_path, "algorithm=pairwise_gossip"))
+        figures = json.loads((tmp_path / "report.json").read_text())
+        found = [figures[key] for key in ("algorithm", "rounds", "bytes_sent", "tokens")]
+        assert found == ["PairwiseGossip", 0, 0, 20 * 4 * 32]
+
     def test_without_callbacks(self, tmp_path: Path) -> None:
         assert cli.run(config(tmp_path, "callbacks=none", "num_threads=1")) > 2
 

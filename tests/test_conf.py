@@ -16,6 +16,8 @@ from lightning_loco import Elastic
 from lightning_loco.algorithms import Cosine
 from lightning_loco.chosen_strategy import SettingsError, build_strategy
 from lightning_loco.codecs import ErrorFeedback, Int8, as_compression
+from lightning_loco.comm.link import LINKS
+from lightning_loco.comm.links import Links
 from lightning_loco.schedules import VaryingSteps
 from lightning_loco.strategies import METHODS
 from lightning_loco.topology import TOPOLOGIES, Topology
@@ -39,9 +41,8 @@ def conf() -> Iterator[None]:
 
 
 def config(*overrides: str) -> DictConfig:
-    return compose(
-        "train", [*overrides, "run_dir=/run", "++data.path=/text", "++topology.path=/graph"]
-    )
+    paths = ["++data.path=/text", "++topology.path=/graph", "++link.path=/links"]
+    return compose("train", [*overrides, "run_dir=/run", *paths])
 
 
 def targets(node: object) -> Iterator[tuple[str, dict]]:
@@ -54,11 +55,12 @@ def targets(node: object) -> Iterator[tuple[str, dict]]:
 
 def test_the_groups_are_known() -> None:
     assert GROUPS == [
-        "algorithm", "callbacks", "compression", "data", "experiment", "hydra", "logger",
+        "algorithm", "callbacks", "compression", "data", "experiment", "hydra", "link", "logger",
         "membership", "model", "topology", "trainer",
     ]  # fmt: skip
     assert set(names("algorithm")) == {*METHODS, "ddp"}
     assert set(names("topology")) == {*TOPOLOGIES, "none", "file", "matrix"}
+    assert set(names("link")) == {*LINKS, "none", "file"}
 
 
 @pytest.mark.parametrize("choice", CHOICES)
@@ -130,6 +132,25 @@ def test_gossip_of_workers_that_come_and_go(name: str) -> None:
     assert settings.topology.name == "random_matching"
 
 
+@pytest.mark.parametrize("name", LINKS)
+def test_links_reach_the_strategy(name: str) -> None:
+    for algorithm in METHODS.keys() - {"remote_optimizer"}:
+        strategy = build_strategy(compose("train", [f"algorithm={algorithm}", f"link={name}"]))
+        assert strategy.settings.link == Links(LINKS[name])
+    faster = build_strategy(compose("train", [f"link={name}", "link.mbit_per_s=7"]))
+    assert faster.settings.link.default.mbit_per_s == 7
+
+
+def test_without_a_link_there_is_none() -> None:
+    assert build_strategy(compose("train", [])).settings.link is None
+
+
+def test_links_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "links.yaml").write_text("default: wan\npairs: {0-1: lan}\n")
+    strategy = build_strategy(compose("train", ["link=file", f"link.path={tmp_path}/links.yaml"]))
+    assert strategy.settings.link.between(1, 0) == LINKS["lan"]
+
+
 def test_a_topology_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "path.edges").write_text("0 1\n1 2\n")
     strategy = build_strategy(
@@ -181,6 +202,13 @@ def test_outer_rates_that_change() -> None:
         ),
         (["algorithm=ddp", "topology=star"], "DDP averages .*, got 'star'"),
         (["topology=file"], "topology.path has no value. Add topology.path=VALUE."),
+        (["link=file"], "link.path has no value. Add link.path=VALUE."),
+        (["link=file", "link.path=/no/links.yaml"], "There is no file of links '/no/links.yaml'"),
+        (["link=dsl", "link.mbit_per_s=0"], "algorithm: mbit_per_s of a link must be positive"),
+        (["algorithm=ddp", "link=wan"], r"DDP makes no rounds .* Drop link=\.\.\., or choose"),
+        (["algorithm=remote_optimizer", "link=wan"], "RemoteOptimizer makes no rounds or fetches"),
+        (["algorithm=ddp", "membership=elastic"], "DDP cannot let workers come and go. Drop membe"),
+        (["membership=elastic", "link=wan"], "not those of members .* Drop link or membership"),
         (["topology.matrix=[[1,0],[0,1]]", "topology=matrix"], "topology: .*not connected"),
     ],
 )

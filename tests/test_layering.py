@@ -51,6 +51,7 @@ FOREIGN = {
 # Modules that may import more than their room, when it is installed.
 EXTRA = {
     "lightning_loco.topology.draw": {"matplotlib"},
+    "lightning_loco.comm.links": {"yaml"},
     # Looks at many values in one thread, without Python's lock; torch would start more threads.
     "lightning_loco.peers.transfer": {"numpy"},
     "lightning_loco.peers.nearness": {"numpy"},

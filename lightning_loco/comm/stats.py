@@ -22,6 +22,9 @@ class Statistics:
         losses: The workers' last training losses at the last round, NaN where unknown.
         members: Workers of the last round, where they come and go; None where they do not.
         repaired: How often a member was found to have drifted, and got the others' state.
+        emulated_s: Seconds that messages were under way on links that are emulated; None if none
+            are.
+        emulated_wait_s: Those of them that this worker has been blocked for.
     """
 
     rounds: int = 0
@@ -33,13 +36,30 @@ class Statistics:
     losses: list[float] = dataclasses.field(default_factory=list)
     members: int | None = None
     repaired: int = 0
+    emulated_s: float | None = None
+    emulated_wait_s: float = 0.0
 
     def state_dict(self) -> dict[str, float]:
         """The counters that go on after a resume."""
-        return {"rounds": self.rounds, "bytes_sent": self.bytes_sent, "wait_s": self.wait_s}
+        state = {"rounds": self.rounds, "bytes_sent": self.bytes_sent, "wait_s": self.wait_s}
+        if self.emulated_s is not None:
+            state |= {"emulated_s": self.emulated_s, "emulated_wait_s": self.emulated_wait_s}
+        return state
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Go on counting from a checkpoint."""
         self.rounds = int(state["rounds"])
         self.bytes_sent = int(state["bytes_sent"])
         self.wait_s = float(state["wait_s"])
+        if self.emulated_s is not None:
+            self.emulated_s = float(state.get("emulated_s", 0.0))
+            self.emulated_wait_s = float(state.get("emulated_wait_s", 0.0))
+
+    def begin_emulation(self) -> None:
+        """From now on links are emulated."""
+        self.emulated_s = self.emulated_s or 0.0
+
+    def count_emulated(self, seconds: float, waited_s: float) -> None:
+        """Messages were under way for so long, and waited for so long of it."""
+        self.emulated_s = (self.emulated_s or 0.0) + seconds
+        self.emulated_wait_s += min(seconds, waited_s)

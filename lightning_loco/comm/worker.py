@@ -23,10 +23,12 @@ from lightning_loco.comm.consensus import measure_consensus, no_consensus, show_
 from lightning_loco.comm.devices import device_of
 from lightning_loco.comm.flat import Cuts, longest_chunk
 from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.links import Links
 from lightning_loco.comm.replica import Replica
 from lightning_loco.comm.rows import PendingRows, Row, meeting_number, start_rows
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.stopping import StopAgreement
+from lightning_loco.values import plain
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,10 @@ class Settings(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Everything as plain values, for a comparison between workers."""
+
+    @property
+    def link(self) -> Links | None:
+        """Links that are emulated, the same on all workers; of no meaning to a checkpoint."""
 
 
 S = TypeVar("S", bound=Settings)
@@ -128,7 +134,7 @@ class Worker:
             cuts = settings.cuts({n: p.numel() for n, p in trainable.items()}, itemsize, longest)
             replica = Replica(model, cuts, trainable.values())
             replica.layout.chunks()
-        check_same_settings(settings.describe(), group)
+        check_same_settings({**settings.describe(), "link": plain(settings.link)}, group)
         check_same_schema(replica.layout, group)
         check_same_tensors(model, group.gather_objects)
         return cls(group, replica, share_from_worker_0(model, group)), settings

@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lightning_loco.demo.data import ByteTextData
 from lightning_loco.strategies import LocoStrategy, RemoteOptimizerStrategy
+from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.topology import as_topology
 
 Curve = list[tuple[int, float]]
@@ -33,6 +34,9 @@ class Report:
         rounds: Exchanges between workers.
         bytes_sent: Bytes that a worker sent, mean over the workers.
         wait_s: Seconds that a worker was blocked in exchanges, mean over the workers.
+        emulated_s: Seconds that a worker's messages were under way on a link that is emulated, mean
+            over the workers; None without one.
+        hidden_s: Those of them that it was not blocked for.
         train_s: Seconds from the first local step to the last, with validation and checkpoints.
         consensus_distance: Root mean square distance of the workers' parameters to their mean when
             it was last measured.
@@ -46,6 +50,8 @@ class Report:
     rounds: int | None = None
     bytes_sent: int | None = None
     wait_s: float | None = None
+    emulated_s: float | None = None
+    hidden_s: float | None = None
     train_s: float | None = None
     consensus_distance: float | None = None
 
@@ -63,6 +69,11 @@ class Report:
             "training time": "-" if self.train_s is None else f"{self.train_s:.1f} s",
             "consensus distance": _number(self.consensus_distance, ".3e"),
         }
+        if self.emulated_s is not None and self.hidden_s is not None:
+            lines["on the link"] = (
+                f"{self.emulated_s:.1f} s: {self.hidden_s:.1f} s hidden, "
+                f"{self.emulated_s - self.hidden_s:.1f} s waited"
+            )
         width = max(map(len, lines))
         return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
 
@@ -127,7 +138,7 @@ def measure(
     step_bytes = None
     if isinstance(data, ByteTextData):
         step_bytes = data.batch_size * data.context * trainer.accumulate_grad_batches
-    if not isinstance(strategy, LocoStrategy | RemoteOptimizerStrategy):
+    if not isinstance(strategy, EngineStrategy | RemoteOptimizerStrategy):
         num_elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
         return replace(
             report,
@@ -142,9 +153,11 @@ def measure(
     if trainer.world_size > 1 and not torch.distributed.is_initialized():
         return report  # a rank that serves, or whose workers were other processes (spawn)
     statistics = strategy.statistics
-    mine = [steps, statistics.bytes_sent, statistics.wait_s]
+    link_s, link_wait_s = statistics.emulated_s, statistics.emulated_wait_s
+    mine = [steps, statistics.bytes_sent, statistics.wait_s, link_s or 0.0, link_wait_s]
     figures = torch.tensor(mine, dtype=torch.float64, device=strategy.root_device)
-    total_steps, total_bytes, total_wait_s = strategy.reduce(figures, reduce_op="sum").tolist()
+    total_steps, total_bytes, *seconds = strategy.reduce(figures, reduce_op="sum").tolist()
+    wait_s, emulated_s, emulated_wait_s = (total / trainer.world_size for total in seconds)
     is_elastic = statistics.members is not None  # what the others have done is not known here
     return replace(
         report,
@@ -152,7 +165,9 @@ def measure(
         tokens=None if is_elastic else step_bytes and round(total_steps) * step_bytes,
         rounds=statistics.rounds,
         bytes_sent=round(total_bytes / trainer.world_size),
-        wait_s=total_wait_s / trainer.world_size,
+        wait_s=wait_s,
+        emulated_s=None if link_s is None else emulated_s,
+        hidden_s=None if link_s is None else emulated_s - emulated_wait_s,
         train_s=train_s,
         consensus_distance=statistics.consensus_distance,
     )

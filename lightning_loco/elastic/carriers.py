@@ -84,9 +84,8 @@ class Summing:
         if count == 1:
             return message if memory is None else _moved(message, memory)
         under_way = CompressedSum(compression, message, plan.own, count, memory)
-        total = under_way.run(self._groups.swap)
-        flight.bytes_sent = under_way.bytes_sent
-        return total
+        flight.bytes_sent = under_way.num_bytes
+        return under_way.run(self._groups.swap)
 
     def settle(self, flight: Flight, received: Tensor) -> Tensor:
         """Of a round that stays, the place of the message: the landing writes there too.

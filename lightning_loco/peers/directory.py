@@ -90,9 +90,9 @@ class StoreDirectory:
         if not 0 <= worker < num_workers:
             raise ValueError(f"worker must be 0 to {num_workers - 1}, got {worker}.")
         self._store = store
-        self._own = _name(worker)
+        self._own = worker_name(worker)
         self._host = host
-        self._names = [_name(other) for other in range(num_workers) if other != worker]
+        self._names = [worker_name(other) for other in range(num_workers) if other != worker]
         self._known: dict[str, Peer] = {}
         self._outdated: set[str] = set()
 
@@ -241,5 +241,6 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _name(worker: int) -> str:
+def worker_name(worker: int) -> str:
+    """What a rank of a job is called among its peers."""
     return f"worker{worker}"

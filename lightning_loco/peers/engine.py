@@ -26,6 +26,7 @@ from lightning_loco.algorithms.pairwise import PairwiseAverage, Tag
 from lightning_loco.comm.devices import device_of
 from lightning_loco.comm.flat import CHUNK_ELEMENTS
 from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.links import LinkLike, as_links
 from lightning_loco.comm.waiting import Timed
 from lightning_loco.comm.worker import Worker
 from lightning_loco.peers.blending import Blending, served_layout
@@ -58,6 +59,8 @@ class PairwiseEngine:
         max_peer_distance: How many times as far as usual a peer's parameters may be from one's own,
             more than 1; see :class:`~lightning_loco.peers.nearness.Nearness`. None for no limit.
         seed: For the choice of peers, together with the number of the worker.
+        link: Links that fetches are to take as long as on, as in
+            :func:`~lightning_loco.comm.links.as_links`. Default: those that there are.
         group: The workers. Default: all ranks of the default process group, with groups of its own.
 
     Attributes:
@@ -87,6 +90,7 @@ class PairwiseEngine:
         key_file: str | Path | None = None,
         max_peer_distance: float | None = MAX_PEER_DISTANCE,
         seed: int = 0,
+        link: LinkLike | None = None,
         group: WorkerGroup | None = None,
     ) -> None:
         def make_settings() -> PairwiseSettings:
@@ -98,6 +102,7 @@ class PairwiseEngine:
                 wire_dtype,
                 key_file,
                 max_peer_distance,
+                as_links(link),
             )
 
         self._set_up(model, make_settings, seed, group)
@@ -137,6 +142,8 @@ class PairwiseEngine:
             group.close(error)
             raise
         self.statistics = self.worker.statistics
+        if self.settings.link is not None:
+            self.statistics.begin_emulation()
         self.factors: list[float] = []
         self.stalenesses: list[float] = []
         self._clock = 0.0
@@ -203,9 +210,14 @@ class PairwiseEngine:
         if not self._fetching:
             return 0.0
         self._fetching = False
+        before_s = self.statistics.wait_s
         with Timed(self.statistics):
             received = self.node.wait()
-        return 0.0 if received is None else self._blend(received)
+        if received is None:
+            return 0.0
+        if received.emulated_s:
+            self.statistics.count_emulated(received.emulated_s, self.statistics.wait_s - before_s)
+        return self._blend(received)
 
     def step(self) -> bool:
         """Count one local step, and blend in what a fetch has brought meanwhile.

@@ -8,6 +8,7 @@ import time
 
 from lightning_loco.peers.counts import FetchCounts
 from lightning_loco.peers.reader import Reader, ReaderStopped, Received
+from lightning_loco.peers.slow_reader import SlowReader
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ class FetchingThread(threading.Thread):
         reader: Makes a fetch; from now on it belongs to this thread, which closes it in the end.
     """
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader | SlowReader) -> None:
         super().__init__(name="loco-peer-fetching", daemon=True)
         self._reader = reader
         self._fetch_timeout_s = reader.fetch_timeout_s

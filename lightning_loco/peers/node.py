@@ -22,6 +22,7 @@ from lightning_loco.peers.protocol import Model, dtype_code
 from lightning_loco.peers.publications import Publications
 from lightning_loco.peers.reader import Reader, Received
 from lightning_loco.peers.serving import ServingThread
+from lightning_loco.peers.slow_reader import FetchSeconds, SlowReader
 from lightning_loco.peers.transfer import CHUNK_BYTES, WINDOW
 
 
@@ -50,6 +51,7 @@ class PeerNode:
         port: Port to listen at. Default: the one in the directory, or any that is free.
         chunk_bytes: Length of the chunks in which parameters travel, at most 4 MiB.
         window: Chunks that are asked for at the same time, 1 to 8.
+        slow: How long a fetch is to take at least, on a link that is emulated.
 
     Raises:
         ValueError: If an argument is out of range or the key file cannot be used.
@@ -89,6 +91,7 @@ class PeerNode:
         port: int | None = None,
         chunk_bytes: int = CHUNK_BYTES,
         window: int = WINDOW,
+        slow: FetchSeconds | None = None,
     ) -> None:
         model = Model(schema_checksum, numel, dtype if wire_dtype is None else wire_dtype)
         dtype_code(model.wire_dtype)
@@ -107,20 +110,19 @@ class PeerNode:
         self._wait_s = 0.0
         self._publications = Publications(model, lease_s=fetch_timeout_s, pinned=pinned)
         self._flow = FlowControl(directory.names, seed)
-        self._fetching = FetchingThread(
-            Reader(
-                model,
-                dtype,
-                directory,
-                self._flow,
-                fetch_timeout_s=fetch_timeout_s,
-                keys=keys,
-                nearness=Nearness(numel, dtype, self._publications, max_peer_distance),
-                pinned=pinned,
-                chunk_bytes=chunk_bytes,
-                window=window,
-            )
+        reader = Reader(
+            model,
+            dtype,
+            directory,
+            self._flow,
+            fetch_timeout_s=fetch_timeout_s,
+            keys=keys,
+            nearness=Nearness(numel, dtype, self._publications, max_peer_distance),
+            pinned=pinned,
+            chunk_bytes=chunk_bytes,
+            window=window,
         )
+        self._fetching = FetchingThread(reader if slow is None else SlowReader(reader, slow))
         try:
             self._serving = ServingThread(
                 model,

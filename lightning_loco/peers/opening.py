@@ -18,6 +18,7 @@ from lightning_loco.peers.directory import (
 )
 from lightning_loco.peers.node import PeerNode
 from lightning_loco.peers.settings import PairwiseSettings
+from lightning_loco.peers.slow_reader import fetch_seconds
 
 _ANY_FREE_PORT = 0
 
@@ -51,6 +52,7 @@ def open_node(
         pinned=has_streams(layout.device),
         key_file=settings.key_file,
         port=None if settings.name is not None else _ANY_FREE_PORT,
+        slow=fetch_seconds(settings, group),
     )
 
 

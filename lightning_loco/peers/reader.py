@@ -40,6 +40,7 @@ class Received(NamedTuple):
         peer: Name of the peer.
         fetch_s: How long it took, in seconds.
         received_bytes: Bytes of parameters that came for it.
+        emulated_s: How long it was to take, on a link that is emulated.
     """
 
     params: Tensor
@@ -47,6 +48,7 @@ class Received(NamedTuple):
     peer: str
     fetch_s: float
     received_bytes: int
+    emulated_s: float = 0.0
 
 
 class _Outcome(enum.Enum):

@@ -14,6 +14,7 @@ import torch
 
 from lightning_loco.algorithms.pairwise import PairwiseAverage
 from lightning_loco.comm.flat import Cuts
+from lightning_loco.comm.links import Links
 from lightning_loco.peers.directory import NodeDirectory, Peer, as_peer
 from lightning_loco.peers.keys import read_key_file
 from lightning_loco.peers.nearness import MAX_PEER_DISTANCE
@@ -35,6 +36,7 @@ class PairwiseSettings:
         key_file: CURVE keys of the job.
         max_peer_distance: How many times as far as usual a peer's parameters may be from one's own,
             more than 1; None for no limit.
+        link: Links that fetches are to take as long as on. Default: those that there are.
 
     Raises:
         TypeError: If a value has the wrong type.
@@ -49,6 +51,7 @@ class PairwiseSettings:
     wire_dtype: torch.dtype | None = None
     key_file: str | Path | None = None
     max_peer_distance: float | None = MAX_PEER_DISTANCE
+    link: Links | None = None
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
@@ -81,6 +84,8 @@ class PairwiseSettings:
             NodeDirectory(self.peers, self.name)
         if self.key_file is not None:
             read_key_file(self.key_file)
+        if not isinstance(self.link, Links | None):
+            raise TypeError(f"link must be as_links('wan') or None, got {self.link!r}.")
 
     @functools.cached_property
     def peers(self) -> list[Peer]:
@@ -109,6 +114,8 @@ class PairwiseSettings:
         Raises:
             ValueError: If something does not fit; before training starts.
         """
+        if self.link is not None:
+            self.link.check(len(self.peers) or num_workers)
         algorithm = self.algorithm.prepare(num_workers, None)
         assert isinstance(algorithm, PairwiseAverage)
         return dataclasses.replace(self, algorithm=algorithm)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_loco.algorithms import ModelAverage, NeighborAverage
 from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.links import LinkLike, as_links
 from lightning_loco.comm.waiting import Sum
 from lightning_loco.rounds.engine import Engine
 from lightning_loco.rounds.settings import WHOLE_MODEL_BYTES, RoundSettings
@@ -17,12 +18,23 @@ from lightning_loco.schedules import EveryInterval
 
 
 def clock_settings(
-    interval_s: float, warmup_steps: int, topology: Any | None, compression: Any | None = None
+    interval_s: float,
+    warmup_steps: int,
+    topology: Any | None,
+    compression: Any | None = None,
+    link: LinkLike | None = None,
 ) -> RoundSettings:
     """Settings for averaging over all workers, or with the neighbours of a topology."""
     algorithm = ModelAverage() if topology is None else NeighborAverage()
     schedule = EveryInterval(interval_s, warmup_steps)
-    return RoundSettings(algorithm, schedule, topology, compression, bucket_bytes=WHOLE_MODEL_BYTES)
+    return RoundSettings(
+        algorithm,
+        schedule,
+        topology,
+        compression,
+        bucket_bytes=WHOLE_MODEL_BYTES,
+        link=as_links(link),
+    )
 
 
 class ClockEngine(Engine):
@@ -43,6 +55,8 @@ class ClockEngine(Engine):
         topology: Average with the neighbours of a topology only. Default: with all workers.
         compression: How messages are written on the wire, ``"int8"`` say. Default: as they are.
         group: The workers. Default: all ranks of the default process group, with groups of its own.
+        link: Links that rounds are to take as long as on, as in
+            :func:`~lightning_loco.comm.links.as_links`. Default: those that there are.
 
     Raises:
         ValueError: On every worker, if the model or the settings do not fit.
@@ -70,11 +84,12 @@ class ClockEngine(Engine):
         topology: Any | None = None,
         compression: Any | None = None,
         group: WorkerGroup | None = None,
+        link: LinkLike | None = None,
     ) -> None:
-        def settings() -> RoundSettings:
-            return clock_settings(interval_s, warmup_steps, topology, compression)
+        def make_settings() -> RoundSettings:
+            return clock_settings(interval_s, warmup_steps, topology, compression, link)
 
-        super().__init__(model, settings, group)
+        super().__init__(model, make_settings, group)
 
     @property
     def is_warming_up(self) -> bool:

@@ -62,15 +62,19 @@ class CompressedMean:
             self._swap(place, sent, inbox)
 
         def run() -> Tensor:
-            total = under_way.run(swap)
-            statistics.bytes_sent += under_way.bytes_sent
-            return total
+            return under_way.run(swap)
 
+        statistics.bytes_sent += under_way.num_bytes
         if self._stays:
             self._last = begin(_in_turn(self._last, run, message.device))
         lost = message if self._compression.has_feedback else None
         coming = self._last if self._stays else None
         return CompressedHandle(run, coming, lost, statistics, lambda: self._give_back(memory))
+
+    @property
+    def hops(self) -> int:
+        """How many messages follow upon each other."""
+        return 1 if self._compression.codec.is_sparse else 2
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
         """Read the sum, then divide; what is lost is left in the messages, if it is fed back."""

@@ -25,9 +25,6 @@ class CompressedSum:
         num_workers: Number of workers N.
         memory: Where the sum is read to, if what is lost is fed back. Otherwise it takes the
             message's place.
-
-    Attributes:
-        bytes_sent: By this worker, once it has run.
     """
 
     def __init__(
@@ -45,7 +42,16 @@ class CompressedSum:
         self._has_feedback = compression.has_feedback
         self._memory = message if memory is None else memory
         self._wire = self._codec.encode(message)
-        self.bytes_sent = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """What this worker sends."""
+        others, size = self._num_workers - 1, self._wire.numel()
+        if self._codec.is_sparse:
+            return others * size
+        own = shards(self._codec, self._message.numel(), self._num_workers)[self._worker].wire
+        length: int = own.stop - own.start
+        return size - length + others * length
 
     def run(self, swap: Swap) -> Tensor:
         """Exchange; what is lost is left in the message's place, if it is fed back.
@@ -58,17 +64,13 @@ class CompressedSum:
     def _others(self) -> list[int]:
         return [worker for worker in range(self._num_workers) if worker != self._worker]
 
-    def _send(self, swap: Swap, sent: dict[int, Tensor], inbox: dict[int, Tensor]) -> None:
-        swap(sent, inbox)
-        self.bytes_sent += sum(tensor.numel() for tensor in sent.values())
-
     def _in_order(self, own: Tensor, inbox: dict[int, Tensor]) -> list[Tensor]:
         return [inbox.get(worker, own) for worker in range(self._num_workers)]
 
     def _add_sparse(self, swap: Swap) -> Tensor:
         wire = self._wire
         inbox = {worker: torch.empty_like(wire) for worker in self._others()}
-        self._send(swap, dict.fromkeys(inbox, wire), inbox)
+        swap(dict.fromkeys(inbox, wire), inbox)
         if self._has_feedback:
             subtract_written(self._codec, wire, self._message)
         return add_up(self._codec, self._in_order(wire, inbox), self._memory)
@@ -79,7 +81,7 @@ class CompressedSum:
         own = parts[self._worker]
         piece = wire[own.wire]
         inbox = {worker: torch.empty_like(piece) for worker in self._others()}
-        self._send(swap, {worker: wire[parts[worker].wire] for worker in inbox}, inbox)
+        swap({worker: wire[parts[worker].wire] for worker in inbox}, inbox)
         total = torch.empty_like(self._message[own.values])
         add_up(codec, self._in_order(piece, inbox), total)
         if self._has_feedback:
@@ -87,7 +89,7 @@ class CompressedSum:
         sums = torch.empty_like(wire)
         codec.encode(total, sums[own.wire])
         places = {worker: sums[parts[worker].wire] for worker in inbox}
-        self._send(swap, dict.fromkeys(inbox, sums[own.wire]), places)
+        swap(dict.fromkeys(inbox, sums[own.wire]), places)
         if self._has_feedback:
             subtract_written(codec, sums[own.wire], total)
             self._message[own.values].add_(total)

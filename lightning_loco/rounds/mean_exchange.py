@@ -37,6 +37,11 @@ class MeanExchange:
         """Sum the messages in place; a worker of weight 0 must send zeros."""
         return Sum(self._group, self._statistics, parcel.wire, f"round {round_index}")
 
+    @property
+    def hops(self) -> int:
+        """How many messages follow upon each other: an all-reduce goes around a ring twice."""
+        return 2 * (self._group.num_workers - 1)
+
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
         """Sum in the order of the workers, then divide."""
         return mean_for_all(messages)

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_loco.algorithms import Algorithm, Landing, Restart, State
 from lightning_loco.codecs import Compression, as_compression, check_compression
 from lightning_loco.comm.flat import CHUNK_ELEMENTS, Cuts
+from lightning_loco.comm.links import Links
 from lightning_loco.rounds.membership import Membership
 from lightning_loco.schedules import EverySteps, Schedule
 from lightning_loco.topology import as_topology
@@ -39,6 +40,7 @@ class RoundSettings:
             much as they need.
         num_workers: Set by :meth:`prepare`.
         membership: Who takes part. Default: all ranks, from begin to end.
+        link: Links that exchanges are to take as long as on. Default: those that there are.
 
     Raises:
         TypeError: If a value has the wrong type.
@@ -53,6 +55,7 @@ class RoundSettings:
     bucket_bytes: int = BUCKET_BYTES
     num_workers: int = 1
     membership: Membership | None = None
+    link: Links | None = None
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
@@ -70,6 +73,13 @@ class RoundSettings:
         check_bytes("bucket_bytes", self.bucket_bytes)
         if not isinstance(self.membership, Membership | None):
             raise TypeError(f"membership must be Elastic(...) or None, got {self.membership!r}.")
+        if not isinstance(self.link, Links | None):
+            raise TypeError(f"link must be as_links('wan') or None, got {self.link!r}.")
+        if self.link is not None and self.membership is not None:
+            raise ValueError(
+                "link=... delays the exchanges of workers that are there from begin to end, and "
+                "not those of members that come and go. Drop link or membership."
+            )
         if self.stays:
             self.algorithm.check_overlap()
 
@@ -93,6 +103,8 @@ class RoundSettings:
         if topology is None:
             topology = self.algorithm.default_topology(seed if self.membership is None else 0)
         self.schedule.check(num_workers)
+        if self.link is not None:
+            self.link.check(num_workers)
         if self.membership is None:
             algorithm = self.algorithm.prepare(num_workers, topology)
         else:
@@ -128,7 +140,7 @@ class RoundSettings:
         return {} if self.compression is None else self.compression.init(params)
 
     def describe(self) -> dict[str, Any]:
-        """Everything as plain values, for a comparison between workers and for checkpoints."""
+        """What is computed, as plain values, for a comparison of workers and for checkpoints."""
         fields = dataclasses.fields(self.algorithm)
         return {
             "algorithm": type(self.algorithm).__name__,

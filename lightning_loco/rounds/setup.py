@@ -12,6 +12,7 @@ from lightning_loco.comm.rows import Row, RowCarrier, TravellingRows
 from lightning_loco.comm.worker import Worker
 from lightning_loco.rounds.exchange import Exchange, make_exchange
 from lightning_loco.rounds.lane import Lane
+from lightning_loco.rounds.link_emulator import LinkEmulator
 from lightning_loco.rounds.mean_exchange import RidingRows
 from lightning_loco.rounds.membership import Link
 from lightning_loco.rounds.rounds import Rounds
@@ -66,6 +67,9 @@ def make_lanes(
         settings.compression,
         settings.stays,
     )
+    if settings.link is not None and group.num_workers > 1:
+        slow = settings.link, group, worker.statistics, settings.topology
+        exchange = LinkEmulator(exchange, *slow)
     is_attended = not settings.stays or settings.schedule.lands_at_meetings
     rides = exchange.can_carry_rows and is_attended
     width = Row.width(algorithm.num_scalars)

@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.links import LinkLike, as_links
 from lightning_loco.rounds.engine import Engine
 from lightning_loco.rounds.membership import Membership
 from lightning_loco.rounds.settings import BUCKET_BYTES, RoundSettings
@@ -35,6 +36,8 @@ class StepEngine(Engine):
         group: The workers. Default: all ranks of the default process group, with groups of its own.
         membership: Who takes part, if workers come and go: ``Elastic(...)``. This job is then one
             worker; call :meth:`join` before the first step.
+        link: Links that rounds are to take as long as on, as in
+            :func:`~lightning_loco.comm.links.as_links`. Default: those that there are.
 
     Raises:
         ValueError: On every worker, if the model or the settings do not fit.
@@ -66,6 +69,7 @@ class StepEngine(Engine):
         compression: Any | None = None,
         group: WorkerGroup | None = None,
         membership: Membership | None = None,
+        link: LinkLike | None = None,
     ) -> None:
         def make_settings() -> RoundSettings:
             schedule = by_steps(sync_every, overlap, warm_start)
@@ -76,6 +80,7 @@ class StepEngine(Engine):
                 compression,
                 bucket_bytes=bucket_bytes,
                 membership=membership,
+                link=as_links(link),
             )
 
         super().__init__(model, make_settings, group)

@@ -15,6 +15,7 @@ from lightning.pytorch.plugins import Precision
 from typing_extensions import get_type_hints
 
 from lightning_loco.codecs import Codec, ErrorFeedback
+from lightning_loco.comm.links import LinkLike
 from lightning_loco.rounds.membership import Membership
 
 _Constructor = TypeVar("_Constructor", bound=Callable[..., None])
@@ -42,6 +43,7 @@ class RoundArguments(CommonArguments, total=False):
     bucket_bytes: int
     compression: Codec | ErrorFeedback | str | None
     membership: Membership | None
+    link: LinkLike | None
 
 
 def spelled_out(source: Callable[..., None]) -> Callable[[_Constructor], _Constructor]:

@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 
 from lightning_loco.codecs import Codec, ErrorFeedback
 from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.links import LinkLike
 from lightning_loco.rounds.clock_engine import ClockEngine, clock_settings
 from lightning_loco.strategies.arguments import CommonArguments, spelled_out
 from lightning_loco.strategies.loco import LocoStrategy
@@ -34,6 +35,7 @@ class AsyncModelAverageStrategy(LocoStrategy):
         warmup_steps: Local steps at the start whose gradients are averaged as in DDP.
         topology: Average with the neighbours of a topology only. Default: with all workers.
         compression: How messages are written on the wire, as in :class:`LocoStrategy`.
+        link: A slower link to emulate, as in :class:`LocoStrategy`.
         evaluate: As in :class:`LocoStrategy`, like all arguments that follow.
 
     Raises:
@@ -52,9 +54,11 @@ class AsyncModelAverageStrategy(LocoStrategy):
         warmup_steps: int = 0,
         topology: Any | None = None,
         compression: Codec | ErrorFeedback | str | None = None,
+        *,
+        link: LinkLike | None = None,
         **common: Unpack[CommonArguments],
     ) -> None:
-        settings = clock_settings(interval_s, warmup_steps, topology, compression)
+        settings = clock_settings(interval_s, warmup_steps, topology, compression, link)
         self._init_with(settings, **common)
 
     def make_engine(self, group: WorkerGroup) -> ClockEngine:

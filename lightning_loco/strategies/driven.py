@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
 from lightning_loco.comm import Statistics, Worker
 from lightning_loco.schedules import Schedule
 
@@ -36,6 +38,17 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Let go of process groups and threads."""
+
+
+def tell_of_link(statistics: Statistics) -> None:
+    """One line about what an emulated link has cost this worker; nothing if there is none."""
+    if (under_way_s := statistics.emulated_s) is not None:
+        waited_s = statistics.emulated_wait_s
+        rank_zero_info(
+            f"On the link that is emulated messages were under way for {under_way_s:.1f} s: "
+            f"{waited_s:.1f} s were waited for, {under_way_s - waited_s:.1f} s were hidden; "
+            f"{statistics.bytes_sent:,} bytes were sent."
+        )
 
 
 def describe(engine: Engine, schedule: Schedule | None) -> str:

@@ -13,12 +13,14 @@ from typing_extensions import Unpack
 from lightning_loco.algorithms import Algorithm, Landing
 from lightning_loco.codecs import Codec, ErrorFeedback
 from lightning_loco.comm import WorkerGroup
+from lightning_loco.comm.links import LinkLike, as_links
 from lightning_loco.comm.saved import Saved
 from lightning_loco.rounds import Engine, RoundSettings, begin_anew, carry_over
 from lightning_loco.rounds.membership import Link, Membership
 from lightning_loco.rounds.settings import BUCKET_BYTES
 from lightning_loco.schedules import Schedule, SyncEvery, by_steps
 from lightning_loco.strategies.arguments import CommonArguments, spelled_out
+from lightning_loco.strategies.driven import tell_of_link
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.strategies.membership import TrainerPosition, share_among_members
 from lightning_loco.strategies.user_optimizers import optimized_by
@@ -54,6 +56,9 @@ class LocoStrategy(EngineStrategy):
             ``ErrorFeedback(Sparse(k=32))``. Default: as they are.
         membership: Who takes part, if workers come and go: ``Elastic("host:port")``. Every job is
             then one worker. Default: all ranks, from begin to end.
+        link: A slower link to emulate: ``"wan"``, ``"dsl"``, ``"lan"``, ``"datacentre"``, a
+            ``Link``, a list with one for each worker, or the path of a file that names workers or
+            pairs. Default: exchanges take as long as they do.
         accelerator: As in ``DDPStrategy``; usually set by the Trainer.
         parallel_devices: As in ``DDPStrategy``.
         cluster_environment: As in ``DDPStrategy``.
@@ -88,6 +93,7 @@ class LocoStrategy(EngineStrategy):
         bucket_bytes: int = BUCKET_BYTES,
         compression: Codec | ErrorFeedback | str | None = None,
         membership: Membership | None = None,
+        link: LinkLike | None = None,
         **common: Unpack[CommonArguments],
     ) -> None:
         self._init_rounds(
@@ -97,6 +103,7 @@ class LocoStrategy(EngineStrategy):
             bucket_bytes=bucket_bytes,
             compression=compression,
             membership=membership,
+            link=link,
             **common,
         )
 
@@ -110,6 +117,7 @@ class LocoStrategy(EngineStrategy):
         bucket_bytes: int = BUCKET_BYTES,
         compression: Codec | ErrorFeedback | str | None = None,
         membership: Membership | None = None,
+        link: LinkLike | None = None,
         **common: Unpack[CommonArguments],
     ) -> None:
         """What the constructor of every strategy with rounds by the step ends with."""
@@ -121,6 +129,7 @@ class LocoStrategy(EngineStrategy):
             landing=landing,
             bucket_bytes=bucket_bytes,
             membership=membership,
+            link=as_links(link),
         )
         self._init_with(settings, **common)
 
@@ -170,6 +179,7 @@ class LocoStrategy(EngineStrategy):
         with super()._end_training():
             if self._link is not None:
                 self._link.leave()  # the hooks that follow may take long
+            tell_of_link(self.statistics)
             yield
 
     def on_exception(self, exception: BaseException) -> None:

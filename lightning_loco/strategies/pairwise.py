@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from typing_extensions import Unpack
 from lightning_loco.algorithms import PairwiseAverage
 from lightning_loco.algorithms.pairwise import Interpolation
 from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.links import LinkLike, as_links
 from lightning_loco.comm.saved import Saved
 from lightning_loco.peers import Peer, read_nodes
 from lightning_loco.peers.carried_over import carry_over
@@ -24,6 +26,7 @@ from lightning_loco.peers.engine import PairwiseEngine
 from lightning_loco.peers.nearness import MAX_PEER_DISTANCE
 from lightning_loco.peers.settings import PairwiseSettings
 from lightning_loco.strategies.arguments import CommonArguments, spelled_out
+from lightning_loco.strategies.driven import tell_of_link
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.strategies.user_optimizers import optimized_by
 
@@ -60,6 +63,8 @@ class PairwiseGossipStrategy(EngineStrategy):
         max_peer_distance: How many times as far as usual a peer's parameters may be from one's own,
             more than 1; those further away are not used, and counted by ``PeerMonitor``. None for
             no limit.
+        link: A slower link to emulate, as in :class:`LocoStrategy`; a fetch takes as long as it
+            would there, and fails after ``fetch_timeout_s``.
         evaluate: As in :class:`LocoStrategy`, like all arguments that follow.
 
     Raises:
@@ -89,6 +94,7 @@ class PairwiseGossipStrategy(EngineStrategy):
         *,
         keep_progress: bool = False,
         max_peer_distance: float | None = MAX_PEER_DISTANCE,
+        link: LinkLike | None = None,
         **common: Unpack[CommonArguments],
     ) -> None:
         algorithm = PairwiseAverage(
@@ -102,6 +108,7 @@ class PairwiseGossipStrategy(EngineStrategy):
             wire_dtype=_dtype(wire_dtype),
             key_file=key_file,
             max_peer_distance=max_peer_distance,
+            link=as_links(link),
         )
         self._has_told_loss = False
         self._init_with(settings, **common)
@@ -153,6 +160,12 @@ class PairwiseGossipStrategy(EngineStrategy):
         notes = [] if saved is None else carry_over(self._engine, saved)
         self._engine.begin_anew()
         return notes
+
+    @contextmanager
+    def _end_training(self) -> Iterator[None]:
+        with super()._end_training():
+            tell_of_link(self.statistics)
+            yield
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step; refuse one that tells no loss if the factor may depend on it."""

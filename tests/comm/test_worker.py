@@ -30,6 +30,8 @@ class Plain:
         self.value = value
         self.seed = -1
 
+    link = None
+
     def prepare(self, num_workers: int, seed: int) -> Plain:
         self.seed = seed
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -42,6 +43,12 @@ def test_the_table_is_aligned() -> None:
 def test_what_was_not_measured_is_a_dash() -> None:
     lines = Report(algorithm="DDP", topology=None, num_workers=1).table().splitlines()
     assert [line.split()[-1] for line in lines] == ["DDP", "-", "1", *"-------"]
+
+
+def test_what_a_link_took() -> None:
+    report = dataclasses.replace(REPORT, emulated_s=12.26, hidden_s=11.04)
+    assert "on the link         12.3 s: 11.0 s hidden, 1.2 s waited" in report.table().splitlines()
+    assert "on the link" not in REPORT.table()
 
 
 def test_files(tmp_path: Path) -> None:

@@ -20,10 +20,13 @@ from typing_extensions import get_type_hints
 from lightning_loco import (
     AsyncModelAverageStrategy,
     DiLoCoStrategy,
+    Link,
     LocalSGD,
     LocoStrategy,
     PairwiseGossipStrategy,
 )
+from lightning_loco.comm.link import LINKS
+from lightning_loco.comm.links import Links
 from lightning_loco.strategies import METHODS
 from lightning_loco.strategies.arguments import CommonArguments, RoundArguments
 from lightning_loco.strategies.engine_strategy import EngineStrategy
@@ -45,7 +48,7 @@ def test_the_table_has_the_names_and_types_of_the_constructor() -> None:
     common = inspect.signature(LocoStrategy._init_with).parameters.keys() - {"self", "settings"}
     assert (
         common
-        == table.keys() - {"bucket_bytes", "compression", "membership"}
+        == table.keys() - {"bucket_bytes", "compression", "membership", "link"}
         == get_type_hints(CommonArguments).keys()
     )
 
@@ -53,7 +56,7 @@ def test_the_table_has_the_names_and_types_of_the_constructor() -> None:
 @pytest.mark.parametrize("kind", WITH_WORKERS)
 def test_every_strategy_shows_the_common_arguments(kind: type[LocoStrategy]) -> None:
     shown, expected = parameters_of(kind), parameters_of(LocoStrategy)
-    common = get_type_hints(CommonArguments).keys()
+    common = {*get_type_hints(CommonArguments), "link"}
     assert {name: shown.get(name) for name in common} == {name: expected[name] for name in common}
     assert all(shown[name].kind is inspect.Parameter.KEYWORD_ONLY for name in common)
     if "sync_every" in shown:
@@ -163,6 +166,13 @@ def test_lightning_cli_builds_a_strategy(command_line: CommandLine, config: Path
     assert strategy.settings.schedule.sync_every == 5
     assert strategy.timeout_s == 60
     assert strategy.settings.algorithm.outer_lr == 0.5
+
+
+def test_lightning_cli_takes_links(command_line: CommandLine, config: Path) -> None:
+    for given, link in (("dsl", LINKS["dsl"]), ("{mbit_per_s: 7}", Link(7))):
+        option = f"--trainer.strategy.init_args.link={given}"
+        strategy = command_line(f"--config={config}", option).trainer.strategy
+        assert strategy.settings.link == Links(link)
 
 
 def test_lightning_cli_refuses_a_misspelt_argument(

@@ -69,6 +69,10 @@ def test_sync_every(
         ({"bucket_bytes": 1e6}, TypeError, "bucket_bytes must be an integer, got 1000000.0"),
         ({"bucket_bytes": True}, TypeError, "bucket_bytes must be an integer, got True"),
         ({"start_method": "thread"}, ValueError, "start_method must be one of popen, .* 'thread'"),
+        ({"link": "moon"}, ValueError, "link must be one of wan, dsl, lan, datacentre, .* 'moon'"),
+        ({"link": 100}, TypeError, "link must be a name such as 'wan', .* got 100"),
+        ({"link": {"mbit_per_s": -1}}, ValueError, "mbit_per_s of a link must be positive .*-1"),
+        ({"link": "no/links.yaml"}, FileNotFoundError, "There is no file of links 'no/links.yaml'"),
     ],
     ids=str,
 )

@@ -1,0 +1,88 @@
+"""What is foretold and emulated, beside what a link of that rate takes: namespaces and tc."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_loco import Link
+from lightning_loco.comm.link_times import LinkTimes
+from lightning_loco.comm.links import Links
+from lightning_loco.peers.keys import write_key_file
+from lightning_loco.topology import Ring
+from tests.networks import Network, wired_together
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
+NUMEL = 1_000_000
+BYTES = 4 * NUMEL
+RATE = Link(mbit_per_s=100)
+TIMES = 4
+LIMIT_S = 120.0
+
+WORKER = "import sys; from tests.network.worker import main; main(sys.argv[1:])"
+
+
+@pytest.fixture
+def network(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Network]:
+    with wired_together(getattr(request, "param", 3), tmp_path) as wired:
+        yield wired
+
+
+def measure(network: Network, method: str, link: Any = None, **others: Any) -> list[float]:
+    """The median of the seconds that each worker's rounds or fetches have taken."""
+    words = {"method": method, "world": len(network.spaces), "numel": NUMEL, "times": TIMES}
+    words |= {"link": json.dumps(link), **others}
+    programs = []
+    for rank in range(len(network.spaces)):
+        options = [f"--{name}={value}" for name, value in {**words, "rank": rank}.items()]
+        programs.append(network.run(rank, sys.executable, "-c", WORKER, *options))
+    lines = [program.wait_for("seconds ").splitlines()[-1] for program in programs]
+    found = [json.loads(line.removeprefix("seconds ")) for line in lines]
+    assert [len(seconds) for seconds in found] == [TIMES] * len(programs)
+    for program in programs if method != "pairwise" else ():  # which serve until they are killed
+        assert program.finish(LIMIT_S)[0] == 0
+    return [statistics.median(seconds) for seconds in found]
+
+
+def check(found: list[float], foretold: float) -> None:
+    """What was measured is what was foretold within 30 %."""
+    for seconds in found:
+        assert 0.7 * foretold <= seconds <= 1.3 * foretold, (found, foretold)
+
+
+@pytest.mark.parametrize("network", [2, 3], indirect=True)
+def test_a_round_of_diloco_takes_as_long_as_foretold(network: Network) -> None:
+    """On a link of 100 Mbit/s, and by the emulator on one without a limit."""
+    world = len(network.spaces)
+    sent = 2 * (world - 1) / world * BYTES
+    foretold = LinkTimes(Links(RATE), world).mean(sent, 2 * (world - 1), 0).seconds
+    check(measure(network, "diloco", {"mbit_per_s": RATE.mbit_per_s}), foretold)
+    network.slow_down("100mbit")
+    check(measure(network, "diloco"), foretold)
+
+
+def test_a_round_of_gasloc_takes_as_long_as_foretold(network: Network) -> None:
+    """Each of three workers sends two messages."""
+    foretold = LinkTimes(Links(RATE), 3).neighbors(0, BYTES, Ring(), 0).seconds
+    assert foretold == pytest.approx(2 * 8 * BYTES / 1e8)
+    check(measure(network, "gasloc", {"mbit_per_s": RATE.mbit_per_s}), foretold)
+    network.slow_down("100mbit")
+    check(measure(network, "gasloc"), foretold)
+
+
+@pytest.mark.parametrize("network", [2], indirect=True)
+def test_a_fetch_of_pairwise_gossip_takes_as_long_as_foretold(
+    network: Network, tmp_path: Path
+) -> None:
+    """Over ZeroMQ, with keys; both fetch from each other at once."""
+    write_key_file(tmp_path / "job.key")
+    foretold = LinkTimes(Links(RATE), 2).fetch(0, 1, BYTES, 0).seconds
+    network.slow_down("100mbit")
+    check(measure(network, "pairwise", keys=tmp_path / "job.key"), foretold)

@@ -1,0 +1,443 @@
+"""Exchanges on slower links: as late as foretold, hidden by local steps, not a bit different."""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_loco import (
+    ClockEngine,
+    DiLoCo,
+    Elastic,
+    GASLoC,
+    Link,
+    LocalSGD,
+    LocoStrategy,
+    ModelAverage,
+    NeighborAverage,
+    StepEngine,
+)
+from lightning_loco.algorithms import Algorithm
+from lightning_loco.comm import Statistics, WorkerGroup
+from lightning_loco.comm.link_times import LinkTimes
+from lightning_loco.comm.links import Links, as_links
+from lightning_loco.comm.waiting import Sum
+from lightning_loco.rounds import RoundSettings
+from lightning_loco.rounds.link_emulator import LinkEmulator
+from lightning_loco.rounds.mean_exchange import MeanExchange
+from lightning_loco.rounds.parcels import Parcel
+from lightning_loco.schedules import EverySteps
+from lightning_loco.topology import Ring
+from tests.algorithms.toys import Point
+from tests.pool import Pool, PoolError, make_trainer
+from tests.rounds.toys import approach, flat, train
+from tests.tiny import TinyModule, WorkerData
+
+NUMEL = 250_000
+MEGABYTE = 4 * NUMEL
+SLOW = Link(mbit_per_s=16, latency_s=0.05)
+"""A megabyte takes half a second."""
+
+
+def model(rank: int) -> Point:
+    return Point(torch.full((NUMEL,), float(rank)))
+
+
+# ------------------------------------------------------------------------------- how long
+
+
+@dataclasses.dataclass(frozen=True)
+class Took:
+    """What rounds have cost a worker, one after the other.
+
+    Attributes:
+        seconds: From begin to end.
+        statistics: In the end.
+        processor_s: Time of the processor, all together.
+    """
+
+    seconds: list[float]
+    statistics: Statistics
+    processor_s: float
+
+
+def make_rounds(
+    rank: int, world: int, algorithm: Algorithm, link: Any, rounds: int, settings: dict[str, Any]
+) -> Took:
+    """Blocking rounds, after one that brings the workers together."""
+    engine = StepEngine(model(rank), algorithm, sync_every=1, link=link, **settings)
+    engine.step()
+    used, seconds = resource.getrusage(resource.RUSAGE_SELF), []
+    for _ in range(rounds):
+        began = time.monotonic()
+        engine.step()
+        seconds.append(time.monotonic() - began)
+    now = resource.getrusage(resource.RUSAGE_SELF)
+    processor_s = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
+    took = Took(seconds, dataclasses.replace(engine.statistics), processor_s)
+    engine.close()
+    return took
+
+
+def check_seconds(seconds: list[float], foretold: float) -> None:
+    """Each round takes as long as foretold, and not much longer."""
+    for took in seconds:
+        assert foretold - 0.01 <= took <= 1.5 * foretold + 0.1
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_blocking_mean_takes_as_long_as_its_bytes_and_hops(pool: Pool, world: int) -> None:
+    foretold = 2 * (world - 1) / world * MEGABYTE * 8 / 16e6 + 2 * (world - 1) * 0.05
+    for took in pool.run(make_rounds, LocalSGD(), SLOW, 2, {}, world=world):
+        check_seconds(took.seconds, foretold)
+        assert took.statistics.emulated_s == pytest.approx(3 * foretold, rel=0.05)
+        assert took.statistics.emulated_wait_s == pytest.approx(3 * foretold, rel=0.1)
+        assert took.statistics.wait_s >= sum(took.seconds) * 0.9
+        assert took.processor_s < 0.5 * sum(took.seconds)
+
+
+def test_messages_to_neighbours_share_a_workers_link(pool: Pool) -> None:
+    """Two of a megabyte on a ring of four, and but one on a link of its own at worker 0."""
+    settings: dict[str, Any] = {"topology": "ring"}
+    for took in pool.run(make_rounds, GASLoC(), SLOW, 2, settings):
+        check_seconds(took.seconds, 2 * 0.5 + 0.05)
+    fast = {"default": Link(160), "pairs": {"0->1": SLOW}}
+    took = pool.run(make_rounds, GASLoC(), fast, 1, settings)
+    check_seconds(took[0].seconds + took[1].seconds, 0.5)
+
+
+def test_the_slowest_worker_keeps_a_mean_waiting(pool: Pool) -> None:
+    links = [Link(1000), Link(1000), Link(32, 0.02)]
+    foretold = LinkTimes(as_links(links), 3).mean(4 / 3 * MEGABYTE, 4, 0).seconds
+    assert foretold == pytest.approx(4 / 3 * 0.25 + 4 * 0.02)
+    for took in pool.run(make_rounds, DiLoCo(), links, 2, {}, world=3):
+        check_seconds(took.seconds, foretold)
+
+
+def test_parcels_follow_each_other_on_the_link(pool: Pool) -> None:
+    """Eight parcels in pieces of two: all bytes pass one after the other."""
+    settings = {"bucket_bytes": MEGABYTE // 4}
+    for took in pool.run(make_rounds, LocalSGD(), SLOW, 1, settings, world=2):
+        assert 0.5 <= took.seconds[0] <= 1.5 * (0.5 + 8 * 0.1) + 0.1
+
+
+def make_late_round(rank: int, world: int) -> tuple[float, float]:
+    """Worker 1 begins its round half a second after the others: when all have ended, and it."""
+    engine = StepEngine(model(rank), LocalSGD(), sync_every=1, link=SLOW)
+    engine.step()
+    if rank == 1:
+        time.sleep(0.5)
+    began = time.time()
+    engine.step()
+    ended = time.time()
+    engine.close()
+    return began, ended
+
+
+def test_nothing_arrives_before_the_last_worker_has_sent_it(pool: Pool) -> None:
+    times = pool.run(make_late_round, world=3)
+    foretold = 4 / 3 * 0.5 + 4 * 0.05
+    for _, ended in times:
+        assert foretold - 0.01 <= ended - times[1][0] <= 1.5 * foretold + 0.1
+    assert times[0][1] - times[0][0] > foretold + 0.4
+
+
+# ---------------------------------------------------------------------------------- hidden
+
+
+def overlap(rank: int, world: int, algorithm: Algorithm, topology: Any) -> tuple[float, Statistics]:
+    """Seconds waited in rounds whose local steps take longer than the link."""
+    engine = StepEngine(
+        model(rank),
+        algorithm,
+        sync_every=2,
+        overlap=True,
+        warm_start=False,
+        topology=topology,
+        link=Link(32, 0.02),
+    )
+    for _ in range(6):
+        time.sleep(0.4)
+        engine.step()
+    statistics = dataclasses.replace(engine.statistics)
+    engine.finish()
+    engine.close()
+    return statistics.wait_s, statistics
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "topology", "foretold"),
+    [(DiLoCo(outer_momentum=0.0), None, 0.25 + 2 * 0.02), (GASLoC(momentum=0.0), "ring", 0.27)],
+    ids=["mean", "neighbours"],
+)
+def test_overlapped_rounds_hide_the_link(
+    pool: Pool, algorithm: Algorithm, topology: Any, foretold: float
+) -> None:
+    for waited_s, statistics in pool.run(overlap, algorithm, topology, world=2):
+        assert waited_s < 0.1
+        assert statistics.emulated_s == pytest.approx(2 * foretold, rel=0.1)  # one is under way
+        assert statistics.emulated_wait_s < 0.02
+
+
+def look(rank: int, world: int) -> tuple[float, float]:
+    """After how long a round by the clock was over, at the end of a short step; seconds waited."""
+    engine = ClockEngine(model(rank), interval_s=0, link=SLOW)
+    dist.barrier()
+    began = time.monotonic()
+    engine.step()
+    while not engine.step():
+        time.sleep(0.02)
+    seconds, waited_s = time.monotonic() - began, engine.statistics.wait_s
+    engine.finish()
+    engine.close()
+    return seconds, waited_s
+
+
+def test_rounds_by_the_clock_are_not_over_before(pool: Pool) -> None:
+    for seconds, waited_s in pool.run(look, world=2):
+        check_seconds([seconds], 0.5 + 2 * 0.05)
+        assert waited_s < 0.1
+
+
+# ------------------------------------------------------------------------------- the same
+
+QUICK = Links(Link(20, 0.002, 0.004))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overlap", "topology"),
+    [
+        (LocalSGD(), False, None),
+        (DiLoCo(), False, None),
+        (DiLoCo(outer_momentum=0.0), True, None),
+        (GASLoC(), False, "ring"),
+        (GASLoC(), True, "random_matching"),
+        (ModelAverage(), True, None),
+        (NeighborAverage(), True, Ring()),
+    ],
+    ids=lambda value: getattr(type(value), "__name__", value),
+)
+def test_a_link_changes_no_bit(
+    pool: Pool, algorithm: Algorithm, overlap: bool, topology: Any
+) -> None:
+    settings = RoundSettings(algorithm, EverySteps(2, overlap), topology)
+    slow = dataclasses.replace(settings, link=QUICK)
+    without = pool.run(train, settings, 4)
+    for expected, found in zip(without, pool.run(train, slow, 4), strict=True):
+        assert torch.equal(expected, found)
+
+
+def average_by_the_clock(rank: int, world: int, link: Any) -> Tensor:
+    """The parameters after one round by the clock, with a local step meanwhile."""
+    point = model(0)
+    engine = ClockEngine(point, interval_s=0, link=link)
+    point.value.data.fill_(0.1 + rank)
+    engine.step()
+    approach(rank, point)
+    deadline = time.monotonic() + 20
+    while engine.statistics.rounds == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+        engine.step()
+    parameters = flat(point)
+    engine.close()
+    return parameters
+
+
+def test_a_link_changes_no_bit_of_rounds_by_the_clock(pool: Pool) -> None:
+    without = pool.run(average_by_the_clock, None, world=3)
+    for expected, found in zip(without, pool.run(average_by_the_clock, SLOW, world=3), strict=True):
+        assert torch.equal(expected, found)
+    assert not torch.equal(without[0], without[1])
+
+
+class SaveInFlight(Callback):
+    """Saves in the middle of an overlapped round."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 7:
+            trainer.save_checkpoint(self._path)
+
+
+def fit(
+    rank: int, world: int, link: Any, steps: int, save: str | None = None, resume: str | None = None
+) -> tuple[Tensor, float | None]:
+    """The parameters after so many steps, and the seconds on the link."""
+    strategy = LocoStrategy(
+        DiLoCo(outer_momentum=0.0), sync_every=3, overlap=True, link=link, finalize="keep"
+    )
+    callbacks = [SaveInFlight(save)] if save else []
+    settings = {"max_steps": steps, "use_distributed_sampler": False, "callbacks": callbacks}
+    module = TinyModule()
+    loader = StatefulDataLoader(WorkerData(rank, 20), batch_size=None)
+    make_trainer(strategy, **settings).fit(module, loader, ckpt_path=resume)
+    return flat(module), strategy.statistics.emulated_s
+
+
+@pytest.mark.parametrize("links", [(None, "lan"), ("lan", None), ("lan", "dsl")])
+def test_a_run_goes_on_exactly_with_and_without_a_link(
+    pool: Pool, tmp_path: Path, links: tuple[Any, Any]
+) -> None:
+    """Warnings are errors: nothing is said of other settings."""
+    path = str(tmp_path / "saved.ckpt")
+    unbroken = pool.run(fit, None, 14, world=2)
+    pool.run(fit, links[0], 9, path, world=2)
+    resumed = pool.run(fit, links[1], 14, None, path, world=2)
+    for (expected, nothing), (found, emulated_s) in zip(unbroken, resumed, strict=True):
+        assert torch.equal(expected, found)
+        assert nothing is None
+        assert (emulated_s is None) == (links[1] is None)
+
+
+# ------------------------------------------------------------------------- more is sent later
+
+
+class TwiceHandle:
+    """Adds up a second time, what is here, once somebody waits for it."""
+
+    def __init__(self, group: WorkerGroup, statistics: Statistics, wire: Tensor) -> None:
+        self._send = lambda: Sum(group, statistics, wire, "round 0")
+        self._first = self._send()
+
+    def has_arrived(self) -> bool:
+        return False
+
+    def wait(self) -> Tensor:
+        self._first.wait()
+        return self._send().wait()
+
+    def release(self) -> None:
+        pass
+
+
+class Twice(MeanExchange):
+    """An exchange in two parts; the second one leaves when the first is here."""
+
+    def start(self, parcel: Parcel, round_index: int) -> Any:
+        return TwiceHandle(self._group, self._statistics, parcel.wire)
+
+
+def exchange_twice(rank: int, world: int) -> tuple[float, float, int, float]:
+    group, statistics = WorkerGroup.create(timeout_s=20), Statistics()
+    links = Links(Link(32, 0.01))
+    exchange = LinkEmulator(Twice(group, statistics), links, group, statistics)
+    simulated = exchange.simulate([torch.tensor([1.0]), torch.tensor([4.0])], 0)
+    assert [tensor.item() for tensor in simulated] == [2.5, 2.5]
+    began = time.monotonic()
+    handle = exchange.start(Parcel(torch.ones(NUMEL), []), 0)
+    assert not handle.has_arrived()
+    time.sleep(0.3)
+    received = handle.wait()
+    seconds = time.monotonic() - began
+    assert handle.has_arrived()
+    assert handle.wait() is received
+    value = received[0].item()
+    handle.release()
+    group.close()
+    return seconds, value, statistics.bytes_sent, statistics.wait_s
+
+
+def test_what_is_sent_while_waiting_takes_its_time_too(pool: Pool) -> None:
+    """The first part is hidden by 0.3 s, in which nobody looks; the second one is not."""
+    for seconds, value, sent, waited_s in pool.run(exchange_twice, world=2):
+        assert (value, sent) == (4.0, 2 * MEGABYTE)
+        check_seconds([seconds], 0.3 + 0.25 + 2 * 0.01)
+        assert waited_s > 0.25
+
+
+# ------------------------------------------------------------------------------- refusals
+
+
+def fail_while_another_sleeps(rank: int, world: int) -> float:
+    """How long worker 0 slept on its link before it heard of worker 1."""
+    group = WorkerGroup.create(timeout_s=60)
+    engine = StepEngine(model(rank), LocalSGD(), sync_every=1, group=group, link=Link(0.5))
+    began = time.monotonic()
+    if rank == 1:
+        engine.count_step()
+        engine.lanes[0].look()
+        engine.lanes[0].send_first(0, True)
+        time.sleep(1)
+        group.tell(ValueError("broken"))
+        time.sleep(6)
+    else:
+        with pytest.raises(RuntimeError, match="broken"):
+            engine.step()
+    engine.close()
+    return time.monotonic() - began
+
+
+def test_a_worker_that_sleeps_hears_of_a_failure(pool: Pool) -> None:
+    slept_s, _ = pool.run(fail_while_another_sleeps, world=2)
+    assert slept_s < 6
+
+
+def exceed(rank: int, world: int) -> None:
+    group = WorkerGroup.create(timeout_s=5)
+    engine = StepEngine(model(rank), LocalSGD(), sync_every=1, group=group, link=Link(0.1))
+    try:
+        engine.step()
+    finally:
+        engine.close()
+
+
+def test_what_would_take_longer_than_the_timeout_is_an_error(pool: Pool) -> None:
+    text = r"round 0 would take 80.0 s on the link that is emulated, longer than timeout_s=5\."
+    with pytest.raises(PoolError, match=text) as caught:
+        pool.run(exceed, world=2)
+    assert sorted(caught.value.failures) == [0, 1]
+
+
+def start_with(rank: int, world: int, links: list[Any]) -> None:
+    StepEngine(Point(torch.zeros(3)), LocalSGD(), link=links[rank]).close()
+
+
+@pytest.mark.parametrize(
+    ("links", "text"),
+    [
+        (["wan", "dsl"], "Worker 1 has link=.* Start all workers with the same settings"),
+        (["wan", None], "Worker 1 has link=None and worker 0 has link="),
+        ([["wan"] * 3] * 2, "link has 3 entries, one for each worker, but there are 2 workers"),
+        ([["wan", "moon"]] * 2, r"link\[1\] must be one of wan, dsl"),
+        (["nowhere.yaml"] * 2, "There is no file of links 'nowhere.yaml'"),
+    ],
+)
+def test_links_that_do_not_fit_are_refused_on_all_workers(
+    pool: Pool, links: list[Any], text: str
+) -> None:
+    with pytest.raises(PoolError, match=text) as caught:
+        pool.run(start_with, links, world=2)
+    assert sorted(caught.value.failures) == [0, 1]
+
+
+def test_a_worker_alone_has_no_link() -> None:
+    engine = StepEngine(model(0), LocalSGD(), sync_every=1, link=Link(0.001))
+    began = time.monotonic()
+    engine.step()
+    assert time.monotonic() - began < 1
+    assert engine.statistics.emulated_s is None
+    engine.close()
+
+
+def test_members_that_come_and_go_have_no_link() -> None:
+    with pytest.raises(ValueError, match="not those of members that come and go. Drop link or"):
+        StepEngine(Point(torch.zeros(3)), LocalSGD(), membership=Elastic("a:1"), link="wan")
+    with pytest.raises(TypeError, match=r"link must be as_links\('wan'\) or None, got 'wan'"):
+        RoundSettings(LocalSGD(), link="wan")  # type: ignore[arg-type]
+
+
+def test_a_link_is_no_part_of_what_a_checkpoint_compares() -> None:
+    settings = RoundSettings(LocalSGD())
+    assert dataclasses.replace(settings, link=QUICK).describe() == settings.describe()

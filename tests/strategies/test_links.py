@@ -1,0 +1,82 @@
+"""``link=...`` under the Trainer: strategies with rounds or fetches take it, and tell of it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+
+import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_loco import CommunicationMonitor, Link
+from lightning_loco.strategies import METHODS
+from lightning_loco.strategies.engine_strategy import EngineStrategy
+from tests.pool import Pool, make_trainer
+from tests.tiny import TinyModule, make_loader
+
+WITH_WORKERS = [name for name, kind in METHODS.items() if issubclass(kind, EngineStrategy)]
+LINK = Link(1000, 0.01)
+TOLD = (
+    r"On the link that is emulated messages were under way for ([\d.]+) s: ([\d.]+) s were waited "
+    r"for, ([\d.]+) s were hidden; ([\d,]+) bytes were sent\."
+)
+
+
+class Messages(logging.Handler):
+    """What was said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+class Slowly(Callback):
+    """Steps that leave time for a fetch."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: object) -> None:
+        time.sleep(0.02)
+
+
+def fit(
+    rank: int, world: int, name: str, link: Link | None
+) -> tuple[list[str], float | None, bool]:
+    """What was said of the link; the seconds on it; whether they are logged."""
+    log, messages = logging.getLogger("lightning.pytorch.utilities.rank_zero"), Messages()
+    log.addHandler(messages)
+    log.setLevel(logging.INFO)
+    kind = METHODS[name]
+    options = {"sync_every": 4} if "sync_every" in kind.__init__.__annotations__ else {}
+    strategy = kind(link=link, **options)
+    monitor = CommunicationMonitor()
+    settings = {"max_steps": 12, "use_distributed_sampler": False}
+    trainer = make_trainer(strategy, callbacks=[Slowly()], **settings)
+    try:
+        trainer.fit(TinyModule(), make_loader(rank, 12))
+    finally:
+        log.removeHandler(messages)
+    told = [text for text in messages.texts if "On the link" in text]
+    is_logged = "loco/emulated_s" in monitor.figures(strategy)
+    return told, strategy.statistics.emulated_s, is_logged
+
+
+@pytest.mark.parametrize("name", WITH_WORKERS)
+def test_every_strategy_of_workers_takes_a_link(pool: Pool, name: str) -> None:
+    first, second = pool.run(fit, name, LINK, world=2)
+    (told,) = first[0]
+    found = re.fullmatch(TOLD, told)
+    assert found
+    assert second[0] == []
+    under_way_s, waited_s, hidden_s = map(float, found.groups()[:3])
+    assert under_way_s == pytest.approx(waited_s + hidden_s, abs=0.11)  # rounded
+    for _, emulated_s, is_logged in (first, second):
+        assert emulated_s is not None
+        assert emulated_s >= 0.01
+        assert is_logged
+
+
+def test_without_a_link_nothing_is_said(pool: Pool) -> None:
+    assert pool.run(fit, "diloco", None, world=2) == [([], None, False)] * 2
