@@ -15,23 +15,21 @@ from lightning_loco.strategies.engine_strategy import EngineStrategy
 class CommunicationMonitor(RoundMonitor):
     """Log what communication has cost worker 0 so far.
 
-        Metrics: ``loco/round``, ``loco/bytes_sent`` (payload bytes since the start), ``loco/wait_s``
-        (seconds blocked since the start), ``loco/staleness`` (rounds), ``loco/outer_grad_norm`` (of the
-        last round) and ``loco/train_loss_mean`` (over the workers, at the last round). With a remote
-        optimizer a round is a step, and only the first three move. Where workers come and go there are
-        ``loco/members`` (of the last round) and ``loco/repaired`` (members that had drifted), too; an
-        outer learning rate that changes is ``loco/outer_lr``, and local steps between rounds that
-        change are ``loco/sync_every``; with ``link=...`` there is ``loco/emulated_s`` (seconds that
-        messages were under way on the link, waited for or hidden).
+    Metrics: ``loco/round``, ``loco/bytes_sent`` (payload bytes since the start), ``loco/wait_s``
+    (seconds blocked since the start), ``loco/staleness`` (rounds), ``loco/outer_grad_norm`` (of the
+    last round) and ``loco/train_loss_mean`` (over the workers, at the last round). With a remote
+    optimizer a round is a step, and only the first three move. Where workers come and go there are
+    ``loco/members`` (of the last round) and ``loco/repaired`` (members that had drifted), too; an
+    outer learning rate that changes is ``loco/outer_lr``, and local steps between rounds that
+    change are ``loco/sync_every``; with ``link=...`` there is ``loco/emulated_s`` (seconds that
+    messages were under way on the link, waited for or hidden).
 
-        Args:
-            prog_bar: Show them in the progress bar, too.
+    Args:
+        prog_bar: Show them in the progress bar, too.
 
-        Example::
+    Example::
 
-    ::
-
-                Trainer(strategy=DiLoCoStrategy(), callbacks=[CommunicationMonitor()])
+        Trainer(strategy=DiLoCoStrategy(), callbacks=[CommunicationMonitor()])
     """
 
     strategies = (EngineStrategy, RemoteOptimizerStrategy)

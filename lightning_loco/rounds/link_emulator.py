@@ -13,8 +13,8 @@ from lightning_loco.comm.link_times import LinkTimes, Span
 from lightning_loco.comm.links import Links
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Explained, Timed
-from lightning_loco.rounds.departures import Departures
 from lightning_loco.rounds.compressed_mean import CompressedMean
+from lightning_loco.rounds.departures import Departures
 from lightning_loco.rounds.exchange import Exchange
 from lightning_loco.rounds.mean_exchange import MeanExchange
 from lightning_loco.rounds.parcels import Parcel
