@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from fractions import Fraction
 from typing import Any
 
@@ -156,6 +157,32 @@ def by_the_book(world: int) -> Tensor:
 def test_it_is_the_loop_by_hand() -> None:
     history = simulate(RoundSettings(DiLoCo(1.0, 0.0), VaryingSteps(VARYING)), 3, ROUNDS)
     assert_close(history, by_the_book(3)[:, None].expand(-1, 3, -1))
+
+
+def stop(rank: int, world: int, overlap: bool) -> tuple[str | None, int]:
+    """Workers of different speed, one of which is asked to stop where rounds become longer."""
+    model = zeros()
+    engine = StepEngine(model, DiLoCo(0.7, 0.2), sync_every={0: 2, 60: 25}, overlap=overlap)
+    for step in range(1000):
+        if rank == 1 and step == 57:
+            engine.worker.stop.request("SIGTERM")
+        approach(rank, model)
+        time.sleep(0.01 + 0.01 * rank)
+        engine.step()
+        if engine.worker.stop_agreed is not None:
+            break
+    engine.finish()
+    engine.close()
+    return engine.worker.stop_agreed, engine.worker.steps
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_all_stop_at_the_same_step(pool: Pool, overlap: bool) -> None:
+    results = pool.run(stop, overlap, world=3)
+    assert len(set(results)) == 1
+    reason, steps = results[0]
+    assert reason == "SIGTERM"
+    assert 57 < steps < 1000
 
 
 # ----------------------------------------------------------------------------- in a Trainer
