@@ -15,7 +15,6 @@ from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Explained, Timed
 from lightning_loco.rounds.departures import Departures
 from lightning_loco.rounds.exchange import Exchange
-from lightning_loco.rounds.mean_exchange import MeanExchange
 from lightning_loco.rounds.parcels import Parcel
 from lightning_loco.topology import Topology
 
@@ -29,6 +28,10 @@ class LinkEmulator:
     who send has sent, what this worker has sent before has left its link, and the time has passed
     that the bytes take there. Until then :meth:`EmulatedHandle.has_arrived` says no, and
     :meth:`EmulatedHandle.wait` sleeps.
+
+    An exchange of sums may have ``hops``: how many messages follow upon each other; 2 if it does
+    not say. A handle whose bytes a thread sends must have ``bytes_sent``, those so far. The bytes
+    of others are what the statistics count while a handle is made, looked at or waited for.
 
     Args:
         exchange: What moves the messages.
@@ -55,6 +58,7 @@ class LinkEmulator:
         self._link = LinkUse(statistics)
         self._departures = Departures(group)
         self._count = 0
+        self._before: EmulatedHandle | None = None
 
     def start(self, parcel: Parcel, round_index: int) -> EmulatedHandle:
         """Send a parcel; RuntimeError if it would be under way for longer than the timeout."""
@@ -64,9 +68,10 @@ class LinkEmulator:
         departure = max(began, self._link.free_at)
         with Explained(group, place):
             self._departures.note(number, departure)
-        before = self._link.statistics.bytes_sent
+        counted = self._link.statistics.bytes_sent
         handle = self._exchange.start(parcel, round_index)
-        num_bytes = self._link.statistics.bytes_sent - before
+        is_by_thread = _bytes_by_thread(handle) is not None
+        num_bytes = 0 if is_by_thread else self._link.statistics.bytes_sent - counted
         others = self._others(round_index)
 
         def span(part_bytes: int) -> Span:
@@ -84,7 +89,10 @@ class LinkEmulator:
 
         first = span(num_bytes)
         self._link.free_at = departure + first.busy_s
-        return EmulatedHandle(handle, self._link, group, first, began, span, departed)
+        before = self._before if is_by_thread else None
+        made = EmulatedHandle(handle, self._link, group, (began, first), span, departed, before)
+        self._before = made
+        return made
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
         """What the exchange itself would bring: a link changes no number."""
@@ -101,9 +109,8 @@ class LinkEmulator:
         """Of so many bytes that this worker has sent; ``whole_bytes`` are those of the message."""
         own, n = self._group.worker, self._group.num_workers
         if self._topology is None:
-            # an all-reduce goes around a ring twice; anything else goes from each to each
-            hops = 2 * (n - 1) if isinstance(self._exchange, MeanExchange) else 1
-            return self._times.mean(num_bytes, hops, round_index)
+            hops = getattr(self._exchange, "hops", 2)
+            return self._times.mean(num_bytes, hops if num_bytes else 0, round_index)
         copies = len(self._topology.receivers(own, n, round_index))
         message = num_bytes / copies if copies else whole_bytes
         return self._times.neighbors(own, message, self._topology, round_index)
@@ -136,16 +143,17 @@ class EmulatedHandle:
     """A parcel that is here, perhaps, and not to be seen yet.
 
     An exchange may send more while it is looked at or waited for. What it sends then leaves then,
-    after what it has sent before has arrived.
+    after what it has sent before has arrived. What a thread sends leaves at once, after what that
+    of the handle before has sent.
 
     Args:
         handle: Of the exchange itself.
         link: This worker's.
         group: The workers.
-        first: What the bytes take that left at the start.
-        began: When they left, by ``time.time()``.
+        first: When the first bytes left, by ``time.time()``, and what they take.
         span: What further bytes take.
         departed: When the last sender's message left, once the handle's has arrived.
+        before: The handle that began before, if a thread sends this one's bytes.
     """
 
     def __init__(
@@ -153,20 +161,29 @@ class EmulatedHandle:
         handle: Any,
         link: LinkUse,
         group: WorkerGroup,
-        first: Span,
-        began: float,
+        first: tuple[float, Span],
         span: Callable[[int], Span],
         departed: Callable[[], float],
+        before: EmulatedHandle | None = None,
     ) -> None:
         self._handle = handle
         self._link = link
         self._group = group
-        self._parts = [(began, first)]
+        self._parts = [first]
+        self._before = before
+        self._is_by_thread = _bytes_by_thread(handle) is not None
+        self._busy_until = self._busy_after = 0.0
         self._span = span
         self._departed = departed
         self._left_at = self._arrives_at = 0.0
         self._is_known = False
         self._received: Tensor | None = None
+
+    @property
+    def lost(self) -> Tensor | None:
+        """What the exchange says is lost of the own message, if it does."""
+        lost: Tensor | None = getattr(self._handle, "lost", None)
+        return lost
 
     def has_arrived(self) -> bool:
         """Whether :meth:`wait` would return or raise at once; never waits."""
@@ -200,7 +217,8 @@ class EmulatedHandle:
         statistics, now = self._link.statistics, time.time()
         before = statistics.bytes_sent
         result = call()
-        if (more := statistics.bytes_sent - before) > 0:
+        more = 0 if self._is_by_thread else statistics.bytes_sent - before
+        if more > 0:
             self._parts.append((now, self._span(more)))
             self._is_known = False
         return result
@@ -208,13 +226,23 @@ class EmulatedHandle:
     def _arrival(self) -> float:
         """When what has arrived would have come; only then it is known who was the last to send."""
         if not self._is_known:
-            end = self._left_at = self._departed()
+            if (num_bytes := _bytes_by_thread(self._handle)) is not None:
+                self._parts = [(self._parts[0][0], self._span(num_bytes))]
+            self._left_at = end = max(self._departed(), self._busy_before())
             for sent_at, span in self._parts:
-                busy_until = max(end, sent_at) + span.busy_s
-                self._link.free_at = max(self._link.free_at, busy_until)
-                end = busy_until + span.latency_s
+                self._busy_until = max(end, sent_at) + span.busy_s
+                end = self._busy_until + span.latency_s
+            self._link.free_at = max(self._link.free_at, self._busy_until)
             self._arrives_at, self._is_known = end, True
         return self._arrives_at
+
+    def _busy_before(self) -> float:
+        """Until when the link is busy with what the same thread has sent before."""
+        before, self._before = self._before, None
+        if before is not None:
+            before._arrival()
+            self._busy_after = before._busy_until
+        return self._busy_after
 
     def _sleep_until(self, arrival: float) -> None:
         watchdog = self._group.watchdog
@@ -222,3 +250,9 @@ class EmulatedHandle:
             time.sleep(min(left_s, _LONGEST_NAP_S))
             if watchdog is not None:
                 watchdog.raise_if_failed()
+
+
+def _bytes_by_thread(handle: Any) -> int | None:
+    """What a thread has sent for a handle so far; None if no thread does."""
+    sent: int | None = getattr(handle, "bytes_sent", None)
+    return sent

@@ -33,6 +33,11 @@ class MeanExchange:
         self._group = group
         self._statistics = statistics
 
+    @property
+    def hops(self) -> int:
+        """How many messages follow upon each other: an all-reduce goes around a ring twice."""
+        return 2 * (self._group.num_workers - 1)
+
     def start(self, parcel: Parcel, round_index: int) -> Sum:
         """Sum the messages in place; a worker of weight 0 must send zeros."""
         return Sum(self._group, self._statistics, parcel.wire, f"round {round_index}")

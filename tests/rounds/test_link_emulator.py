@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import resource
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -355,6 +356,79 @@ def test_what_is_sent_while_waiting_takes_its_time_too(pool: Pool) -> None:
         assert (value, sent) == (4.0, 2 * MEGABYTE)
         check_seconds([seconds], 0.3 + 0.25 + 2 * 0.01)
         assert waited_s > 0.25
+
+
+class Background(MeanExchange):
+    """A thread adds up, parcel after parcel, and only its handles know what it has sent."""
+
+    hops = 1
+
+    def __init__(self, group: WorkerGroup, statistics: Statistics) -> None:
+        super().__init__(group, statistics)
+        self._turns = ThreadPoolExecutor(1)
+
+    def start(self, parcel: Parcel, round_index: int) -> Any:
+        own = Statistics()
+
+        def run() -> Tensor:
+            received = Sum(self._group, own, parcel.wire, "round 0").wait()
+            self._statistics.bytes_sent += own.bytes_sent
+            return received
+
+        return BackgroundHandle(self._turns.submit(run), own)
+
+    def close(self) -> None:
+        self._turns.shutdown()
+
+
+class BackgroundHandle:
+    def __init__(self, coming: Future[Tensor], own: Statistics) -> None:
+        self._coming = coming
+        self._own = own
+        self.lost = torch.tensor(7.0)
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._own.bytes_sent
+
+    def has_arrived(self) -> bool:
+        return self._coming.done()
+
+    def wait(self) -> Tensor:
+        return self._coming.result()
+
+    def release(self) -> None:
+        pass
+
+
+def exchange_in_background(rank: int, world: int, last_first: bool) -> tuple[float, float, int]:
+    """Two parcels, hidden by 0.2 s."""
+    group, statistics = WorkerGroup.create(timeout_s=20), Statistics()
+    background = Background(group, statistics)
+    exchange = LinkEmulator(background, Links(Link(32, 0.01)), group, statistics)
+    dist.barrier()
+    began = time.monotonic()
+    handles = [exchange.start(Parcel(torch.ones(NUMEL), []), 0) for _ in range(2)]
+    time.sleep(0.2)
+    assert not any(handle.has_arrived() for handle in handles)
+    assert handles[0].lost == 7.0
+    value = 0.0
+    for handle in reversed(handles) if last_first else handles:
+        value += handle.wait()[0].item()
+        handle.release()
+    seconds = time.monotonic() - began
+    background.close()
+    group.close()
+    assert statistics.emulated_wait_s == pytest.approx(seconds - 0.2, abs=0.1)
+    return seconds, value, statistics.bytes_sent
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+def test_what_a_thread_sends_takes_its_time_as_well(pool: Pool, last_first: bool) -> None:
+    """From the start on, parcel after parcel, in whatever order they are waited for."""
+    for seconds, value, sent in pool.run(exchange_in_background, last_first, world=2):
+        assert (value, sent) == (4.0, 2 * MEGABYTE)
+        check_seconds([seconds], 2 * 0.25 + 0.01)
 
 
 # ------------------------------------------------------------------------------- refusals
