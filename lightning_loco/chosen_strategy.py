@@ -48,6 +48,8 @@ def settings_of(key: str) -> Iterator[None]:
     """Turn what goes wrong while ``key`` is being built into one line that names it."""
     try:
         yield
+    except SettingsError:
+        raise
     except MissingMandatoryValue as error:
         missing = error.full_key or key
         raise SettingsError(f"{missing} has no value. Add {missing}=VALUE.") from error

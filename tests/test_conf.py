@@ -204,7 +204,7 @@ def test_outer_rates_that_change() -> None:
         (["topology=file"], "topology.path has no value. Add topology.path=VALUE."),
         (["link=file"], "link.path has no value. Add link.path=VALUE."),
         (["link=file", "link.path=/no/links.yaml"], "There is no file of links '/no/links.yaml'"),
-        (["link=dsl", "link.mbit_per_s=0"], "algorithm: mbit_per_s of a link must be positive"),
+        (["link=dsl", "link.mbit_per_s=0"], "link: mbit_per_s of a link must be positive"),
         (["algorithm=ddp", "link=wan"], r"DDP makes no rounds .* Drop link=\.\.\., or choose"),
         (["algorithm=remote_optimizer", "link=wan"], "RemoteOptimizer makes no rounds or fetches"),
         (["algorithm=ddp", "membership=elastic"], "DDP cannot let workers come and go. Drop membe"),

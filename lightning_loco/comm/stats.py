@@ -13,6 +13,7 @@ class Statistics:
         rounds: Completed rounds.
         bytes_sent: Payload bytes this worker has sent; a ring all-reduce of B bytes counts
             2 (N - 1) / N * B.
+        bytes_saved: By how much more it would have sent without compression.
         wait_s: Seconds this worker has been blocked in exchanges.
         staleness: Between sending and applying: rounds (0, 1 with overlap, or a part of one), or
             local steps (of the last round by the clock, or by which a peer's clock was behind).
@@ -29,6 +30,7 @@ class Statistics:
 
     rounds: int = 0
     bytes_sent: int = 0
+    bytes_saved: int = 0
     wait_s: float = 0.0
     staleness: float = 0
     outer_grad_norm: float | None = None
@@ -42,6 +44,8 @@ class Statistics:
     def state_dict(self) -> dict[str, float]:
         """The counters that go on after a resume."""
         state = {"rounds": self.rounds, "bytes_sent": self.bytes_sent, "wait_s": self.wait_s}
+        if self.bytes_saved:
+            state["bytes_saved"] = self.bytes_saved
         if self.emulated_s is not None:
             state |= {"emulated_s": self.emulated_s, "emulated_wait_s": self.emulated_wait_s}
         return state
@@ -50,10 +54,16 @@ class Statistics:
         """Go on counting from a checkpoint."""
         self.rounds = int(state["rounds"])
         self.bytes_sent = int(state["bytes_sent"])
+        self.bytes_saved = int(state.get("bytes_saved", 0))
         self.wait_s = float(state["wait_s"])
         if self.emulated_s is not None:
             self.emulated_s = float(state.get("emulated_s", 0.0))
             self.emulated_wait_s = float(state.get("emulated_wait_s", 0.0))
+
+    def count_compressed(self, num_bytes: int, without: int) -> None:
+        """A message was sent in so many bytes, and would have taken others ``without``."""
+        self.bytes_sent += num_bytes
+        self.bytes_saved += without - num_bytes
 
     def begin_emulation(self) -> None:
         """From now on links are emulated."""

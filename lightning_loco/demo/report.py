@@ -33,6 +33,7 @@ class Report:
         tokens: Bytes trained on, all workers together.
         rounds: Exchanges between workers.
         bytes_sent: Bytes that a worker sent, mean over the workers.
+        bytes_saved: How many more it would have sent without compression, mean over the workers.
         wait_s: Seconds that a worker was blocked in exchanges, mean over the workers.
         emulated_s: Seconds that a worker's messages were under way on a link that is emulated, mean
             over the workers; None without one.
@@ -49,6 +50,7 @@ class Report:
     tokens: int | None = None
     rounds: int | None = None
     bytes_sent: int | None = None
+    bytes_saved: int | None = None
     wait_s: float | None = None
     emulated_s: float | None = None
     hidden_s: float | None = None
@@ -64,7 +66,7 @@ class Report:
             "validation loss": "-" if self.val_loss is None else _nats(self.val_loss),
             "trained on": "-" if self.tokens is None else f"{self.tokens:,} bytes",
             "rounds": _number(self.rounds, ",d"),
-            "sent per worker": "-" if self.bytes_sent is None else _bytes(self.bytes_sent),
+            "sent per worker": self._sent(),
             "waited per worker": "-" if self.wait_s is None else f"{self.wait_s:.1f} s",
             "training time": "-" if self.train_s is None else f"{self.train_s:.1f} s",
             "consensus distance": _number(self.consensus_distance, ".3e"),
@@ -76,6 +78,15 @@ class Report:
             )
         width = max(map(len, lines))
         return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
+
+    def _sent(self) -> str:
+        if self.bytes_sent is None:
+            return "-"
+        if not self.bytes_saved:
+            return _bytes(self.bytes_sent)
+        whole = self.bytes_sent + self.bytes_saved
+        part = self.bytes_sent / whole
+        return f"{_bytes(self.bytes_sent)}, {part:.1%} of {_bytes(whole)} without compression"
 
     def write(self, folder: Path) -> None:
         """Write ``report.txt`` (the table) and ``report.json`` (the plain figures)."""
@@ -154,9 +165,12 @@ def measure(
         return report  # a rank that serves, or whose workers were other processes (spawn)
     statistics = strategy.statistics
     link_s, link_wait_s = statistics.emulated_s, statistics.emulated_wait_s
-    mine = [steps, statistics.bytes_sent, statistics.wait_s, link_s or 0.0, link_wait_s]
+    bytes_moved = [statistics.bytes_sent, statistics.bytes_saved]
+    mine = [steps, *bytes_moved, statistics.wait_s, link_s or 0.0, link_wait_s]
     figures = torch.tensor(mine, dtype=torch.float64, device=strategy.root_device)
-    total_steps, total_bytes, *seconds = strategy.reduce(figures, reduce_op="sum").tolist()
+    total_steps, total_bytes, total_saved, *seconds = strategy.reduce(
+        figures, reduce_op="sum"
+    ).tolist()
     wait_s, emulated_s, emulated_wait_s = (total / trainer.world_size for total in seconds)
     is_elastic = statistics.members is not None  # what the others have done is not known here
     return replace(
@@ -165,6 +179,7 @@ def measure(
         tokens=None if is_elastic else step_bytes and round(total_steps) * step_bytes,
         rounds=statistics.rounds,
         bytes_sent=round(total_bytes / trainer.world_size),
+        bytes_saved=round(total_saved / trainer.world_size),
         wait_s=wait_s,
         emulated_s=None if link_s is None else emulated_s,
         hidden_s=None if link_s is None else emulated_s - emulated_wait_s,

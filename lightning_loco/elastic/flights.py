@@ -57,6 +57,7 @@ class Flight:
         received: What the messages have come to; None if the run has only begun.
         lost: What was lost of this worker's message on the wire, if it is fed back.
         bytes_sent: By this worker, for its message.
+        bytes_saved: How much more that would have been without compression.
         rows: Of all members, of shape ``(members, width)``.
         plan: How it was carried in the end; None before that.
         state: The state of the run, if this worker needed it.
@@ -73,7 +74,7 @@ class Flight:
         self.is_sent = threading.Event()
         self.received: Tensor | None = None
         self.lost: Tensor | None = None
-        self.bytes_sent = 0
+        self.bytes_sent = self.bytes_saved = 0
         self.rows: Tensor | None = None
         self.plan: Plan | None = None
         self.state: Handover | None = None

@@ -65,6 +65,7 @@ class Mixing:
             {members[peer]: memory for peer, memory in inbox.items()},
         )
         flight.bytes_sent = len(receivers) * written.nbytes
+        flight.bytes_saved = len(receivers) * message.nbytes - flight.bytes_sent
         if self._codec is None:
             return mix.apply(message, inbox)
         return mix_compressed(self._codec, mix, message, written, inbox)

@@ -60,6 +60,7 @@ class Carried:
         received = self.flight.received
         assert received is not None
         statistics.bytes_sent += self.flight.bytes_sent
+        statistics.bytes_saved += self.flight.bytes_saved
         return received.to(self._engine.worker.replica.layout.device)
 
     def release(self) -> None:

@@ -64,7 +64,8 @@ class CompressedMean:
         def run() -> Tensor:
             return under_way.run(swap)
 
-        statistics.bytes_sent += under_way.num_bytes
+        n = group.num_workers
+        statistics.count_compressed(under_way.num_bytes, 2 * (n - 1) * message.nbytes // n)
         if self._stays:
             self._last = begin(_in_turn(self._last, run, message.device))
         lost = message if self._compression.has_feedback else None

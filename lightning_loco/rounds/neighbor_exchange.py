@@ -62,7 +62,8 @@ class NeighborExchange:
         if operations:
             with Explained(group, place):
                 under_way = dist.batch_isend_irecv(operations)
-        self._statistics.bytes_sent += written.nbytes * len(receivers)
+        copies = len(receivers)
+        self._statistics.count_compressed(written.nbytes * copies, message.nbytes * copies)
         works = Works(group, place, under_way)
 
         def mix() -> Tensor:
