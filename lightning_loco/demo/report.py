@@ -168,9 +168,8 @@ def measure(
     bytes_moved = [statistics.bytes_sent, statistics.bytes_saved]
     mine = [steps, *bytes_moved, statistics.wait_s, link_s or 0.0, link_wait_s]
     figures = torch.tensor(mine, dtype=torch.float64, device=strategy.root_device)
-    total_steps, total_bytes, total_saved, *seconds = strategy.reduce(
-        figures, reduce_op="sum"
-    ).tolist()
+    totals = strategy.reduce(figures, reduce_op="sum").tolist()
+    total_steps, total_bytes, total_saved, *seconds = totals
     wait_s, emulated_s, emulated_wait_s = (total / trainer.world_size for total in seconds)
     is_elastic = statistics.members is not None  # what the others have done is not known here
     return replace(
