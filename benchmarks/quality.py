@@ -13,6 +13,7 @@ repeats those that are asked for, after a change of the code for instance.
   python benchmarks/quality.py --only diloco gasloc_ring     some of its rows
   python benchmarks/quality.py --only diloco --set outer_momentum=0.5 outer_lr=0.7
   python benchmarks/quality.py --set model.lr=0.002          for all rows, the baseline too
+  python benchmarks/quality.py --only ddp diloco --set model.optimizer=muon          MuLoCo
 
 ``--set NAME=VALUE`` without a dot means ``algorithm.NAME`` and goes to the rows that know it; with
 a dot it is any setting of ``conf/``.
@@ -48,6 +49,8 @@ ROWS: dict[str, tuple[str, str | None, float | None]] = {
     "ddp": ("ddp", None, None),
     "diloco": ("diloco", None, 5.5),
     "async_diloco": ("async_diloco", None, None),
+    "eager_diloco": ("eager_diloco", None, None),
+    "delayed_nesterov": ("delayed_nesterov", None, None),
     "gasloc_ring": ("gasloc", "ring", 6.0),
     "gasloc_random_matching": ("gasloc", "random_matching", None),
     "local_sgd": ("local_sgd", None, 10.0),

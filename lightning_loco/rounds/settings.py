@@ -118,6 +118,12 @@ class RoundSettings:
         landing = self.landing or algorithm.late_landing or Restart()
         if not isinstance(landing, Landing):
             raise TypeError(f"A landing is an object such as KeepProgress(), got {landing!r}.")
+        says_where = type(algorithm).depart is not Algorithm.depart
+        if self.stays and landing.keeps_progress and says_where:
+            raise ValueError(
+                f"{type(algorithm).__name__} says itself where local steps begin again, and takes "
+                f"no other landing than Restart(), got {landing!r}. Leave it out, or use DiLoCo."
+            )
         if self.stays and isinstance(landing, Restart):
             algorithm.warn_overlap()
         return dataclasses.replace(

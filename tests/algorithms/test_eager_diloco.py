@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_loco import DiLoCo, EagerDiLoCo, EagerDiLoCoStrategy, Simulation
-from lightning_loco.algorithms import largest_stable_contraction
+from lightning_loco.algorithms import KeepProgress, largest_stable_contraction
+from lightning_loco.rounds import RoundSettings
+from lightning_loco.schedules import EverySteps
 from lightning_loco.topology import Complete
 from tests.algorithms.toys import (
     ADAMW,
@@ -185,6 +187,14 @@ def test_values_that_cannot_work_are_refused() -> None:
         EagerDiLoCo(outer_momentum=1.0)
     with pytest.raises(ValueError, match="EagerDiLoCo averages over all workers and takes no"):
         EagerDiLoCo().prepare(4, Complete())
+
+
+def test_a_landing_that_would_pass_over_the_own_share_is_refused() -> None:
+    late = RoundSettings(EagerDiLoCo(), EverySteps(2, overlap=True), landing=KeepProgress())
+    with pytest.raises(ValueError, match=r"no other landing than Restart\(\), got KeepProgress"):
+        late.prepare(2)
+    blocking = RoundSettings(EagerDiLoCo(), EverySteps(2), landing=KeepProgress())
+    assert blocking.prepare(2).algorithm.share == 0.5
 
 
 def test_unstable_settings_are_warned_of_by_the_number_of_workers() -> None:

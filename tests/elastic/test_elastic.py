@@ -48,6 +48,21 @@ def test_one_joins_one_is_killed_and_the_others_go_on(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_newcomer_takes_the_outer_rate_of_the_round(
+    tmp_path: Path, schedule: tuple[str, ...]
+) -> None:
+    """Its count of rounds comes with the state; another rate would part it from the others."""
+    settings = ("--rounds=30", "--step-s=0.04", "--algorithm=diloco_schedule")
+    with cluster(tmp_path, *settings, *schedule) as made:
+        made.begin(2)
+        made.join(2, rounds=5)
+        made.ends(0, 1, 2)
+        assert made.agree() == 31
+        assert weight_of(first_members(made, 2, 3)) == 0
+
+
+@pytest.mark.long
 def test_a_sleeper_joins_anew(tmp_path: Path) -> None:
     with cluster(tmp_path, "--rounds=80", "--step-s=0.04", "--timeout-s=4") as made:
         for index in range(3):

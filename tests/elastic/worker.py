@@ -12,7 +12,15 @@ import zlib
 import torch
 from torch import nn
 
-from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC, LocalSGD, NeighborAverage, NoLoCo
+from lightning_loco.algorithms import (
+    Algorithm,
+    DiLoCo,
+    GASLoC,
+    Linear,
+    LocalSGD,
+    NeighborAverage,
+    NoLoCo,
+)
 from lightning_loco.rounds import StepEngine
 from tests.elastic.arguments import elastic_of, make_parser
 from tests.elastic.fault_points import die_at
@@ -43,6 +51,7 @@ def algorithm_of(name: str, overlap: bool) -> Algorithm:
     """One of the algorithms that workers run here."""
     return {
         "diloco": DiLoCo(outer_momentum=0.0 if overlap else 0.9),
+        "diloco_schedule": DiLoCo(Linear(0.2, 0.9, rounds=30), 0.0 if overlap else 0.5),
         "local_sgd": LocalSGD(),
         "gasloc": GASLoC(momentum=0.3),
         "noloco": NoLoCo(),
