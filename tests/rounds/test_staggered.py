@@ -137,6 +137,31 @@ def test_fragments_may_be_chosen_otherwise(pool: Pool, pattern: Any) -> None:
     assert_close(torch.stack([history for history, _ in results], dim=1), expected.history)
 
 
+@pytest.mark.parametrize("delay", [0, 2, 5])
+def test_a_backend_that_brings_data_late_gives_the_same_numbers(pool: Pool, delay: int) -> None:
+    settings = settings_of(6, 3, delay, 0.5)
+    on_gloo = pool.run(train, settings, 14, world=3)
+    late = pool.run(train, settings, 14, None, False, True, world=3)
+    for (history, end), (expected, expected_end) in zip(late, on_gloo, strict=True):
+        assert torch.equal(history, expected)
+        assert torch.equal(end, expected_end)
+
+
+def end_early(rank: int, world: int, settings: RoundSettings, late: bool) -> Tensor:
+    """Worker 0 has fewest steps, and takes part in the rounds of the others at its end."""
+    return train(rank, world, settings, 10 + 7 * rank, None, False, late)[1]
+
+
+@pytest.mark.parametrize("delay", [0, 2, 5])
+def test_workers_may_have_different_numbers_of_steps(pool: Pool, delay: int) -> None:
+    settings = settings_of(6, 3, delay, 0.5)
+    ends = pool.run(end_early, settings, False, world=3)
+    for end, late in zip(ends, pool.run(end_early, settings, True, world=3), strict=True):
+        assert torch.isfinite(end).all()
+        assert torch.equal(end, ends[0])
+        assert torch.equal(late, end)
+
+
 # ------------------------------------------------------------------------------- identities
 
 
