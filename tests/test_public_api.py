@@ -29,7 +29,28 @@ STRATEGIES = {
     ),
     "AsyncDiLoCoStrategy": (
         "async_diloco",
-        {"sync_every": 100, "outer_lr": 0.7, "outer_momentum": 0.0, "warm_start": True},
+        {
+            "sync_every": 100,
+            "outer_lr": 0.7,
+            "outer_momentum": 0.0,
+            "warm_start": True,
+            "delay": None,
+            "mix": 0.0,
+        },
+    ),
+    "StreamingDiLoCoStrategy": (
+        "streaming_diloco",
+        {
+            "sync_every": 100,
+            "fragments": 3,
+            "delay": 5,
+            "mix": 0.5,
+            "outer_lr": 0.4,
+            "outer_momentum": 0.9,
+            "nesterov": True,
+            "outer_optimizer": None,
+            "pattern": "strided",
+        },
     ),
     "GASLoCStrategy": (
         "gasloc",

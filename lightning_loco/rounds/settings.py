@@ -175,6 +175,8 @@ class RoundSettings:
         if topology is not None:
             workers = range(self.num_workers)
             copies = max(len(topology.weights(w, self.num_workers, 0)) for w in workers)
+        if not self.stays:
+            copies *= self.schedule.num_lanes  # each has places of its own
         return max(_FEWEST_ELEMENTS, self.bucket_bytes // (PARCELS_UNDER_WAY * copies * itemsize))
 
     def cuts(self, sizes: Mapping[str, int], itemsize: int, longest: int = CHUNK_ELEMENTS) -> Cuts:

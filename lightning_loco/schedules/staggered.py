@@ -20,7 +20,8 @@ class Staggered(Schedule):
     Of P fragments and H local steps, the rounds of fragment p = 0 ... P - 1 begin after
     ``(p + 1) * H // P`` local steps and every H from then on. The result lands ``delay`` local
     steps later; several fragments may be under way at once. With one fragment and ``delay=H`` these
-    are the rounds of :class:`EverySteps` with overlap.
+    are the rounds of :class:`EverySteps` with overlap. To a shorter delay belongs a landing that
+    counts the local steps made meanwhile: ``Mix(...)`` or ``KeepProgress()``.
 
     Args:
         sync_every: Local steps between the rounds of one fragment, at least ``fragments``; or a

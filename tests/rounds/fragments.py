@@ -13,6 +13,7 @@ from lightning_loco.algorithms import DiLoCo, Mix
 from lightning_loco.rounds import Engine, RoundSettings
 from lightning_loco.schedules import Staggered
 from tests.algorithms.toys import Point, randn
+from tests.late_backend import late_group
 from tests.rounds.toys import SMALL_BUCKET, approach, flat, saved_and_loaded
 
 SIZES = (1500, 700, 40, 5, 900)
@@ -100,6 +101,7 @@ def train(
     steps: int,
     resume_at: int | None = None,
     meets: bool = False,
+    late: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The same by an engine: this worker's parameters after each step, and at the end.
 
@@ -110,10 +112,11 @@ def train(
         steps: Local steps to make.
         resume_at: Save after so many, and go on with a new engine.
         meets: Whether to show the consensus after each step, as a validation does.
+        late: Whether data come late, as with NCCL, and not while the host waits.
     """
     settings = dataclasses.replace(settings, bucket_bytes=SMALL_BUCKET)
     model: nn.Module = Layers()
-    engine = Engine.from_settings(model, settings)
+    engine = Engine.from_settings(model, settings, late_group() if late else None)
     history: list[Tensor] = []
     for step in range(1, steps + 1):
         approach(rank, model)

@@ -14,6 +14,7 @@ from lightning_loco.algorithms import (
     Algorithm,
     KeepProgress,
     Landing,
+    Mix,
     NeighborAverage,
     Restart,
     State,
@@ -42,6 +43,18 @@ def test_progress_made_meanwhile_is_kept() -> None:
     landed = KeepProgress().land(result, local, departure)
     assert landed is departure  # what was written, exactly, is kept
     assert landed.tolist() == [7.5, 10.0]
+
+
+def test_results_are_mixed_with_what_is_local_now() -> None:
+    result, local = torch.tensor([7.0, 8.0]), torch.tensor([1.0, 2.0])
+    assert Mix(0.25).land(result, local.clone(), None).tolist() == [5.5, 6.5]
+    assert torch.equal(Mix(1.0).land(result, local.clone(), None), local)
+    assert Mix(0.0).land(result, local * math.nan, None) is result
+    assert result.tolist() == [7.0, 8.0]
+    kept = [landing.keeps_what_left(True) for landing in (Restart(), KeepProgress(), Mix(0.5))]
+    assert kept == [False, True, True]
+    kept = [landing.keeps_what_left(False) for landing in (Restart(), KeepProgress(), Mix(0.5))]
+    assert kept == [False, True, False]
 
 
 def begin(rank: int, world: int, algorithm: Algorithm, broken: bool) -> list[float]:

@@ -185,6 +185,8 @@ def test_all_parcels_under_way_fit_into_the_bucket() -> None:
     assert PARCELS_UNDER_WAY * 4 * mean.parcel_elements(10**7, 4) == megabyte
     ring = RoundSettings(GASLoC(), bucket_bytes=megabyte).prepare(4)  # its own and two of others
     assert 3 * PARCELS_UNDER_WAY * 4 * ring.parcel_elements(10**7, 4) <= megabyte
+    halves = RoundSettings(LocalSGD(), Halves(2), bucket_bytes=megabyte).prepare(4)
+    assert 2 * PARCELS_UNDER_WAY * 4 * halves.parcel_elements(10**7, 4) == megabyte
     whole = RoundSettings(Counting(whole=True), bucket_bytes=1).prepare(4)
     assert whole.parcel_elements(10**7, 4) == 10**7
 

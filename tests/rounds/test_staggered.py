@@ -17,7 +17,7 @@ from lightning_loco.schedules import EverySteps, Schedule, Staggered
 from tests.algorithms.toys import assert_close
 from tests.pool import Pool, PoolError
 from tests.rounds.fragments import SIZES, Layers, simulate, slices_of, stream, train
-from tests.rounds.toys import Counting, approach, flat, saved_and_loaded
+from tests.rounds.toys import Counting, Rounding, approach, flat, saved_and_loaded
 
 DILOCO = DiLoCo(0.4, 0.9)
 LAG_S = 1.0
@@ -137,6 +137,31 @@ def test_fragments_may_be_chosen_otherwise(pool: Pool, pattern: Any) -> None:
     assert_close(torch.stack([history for history, _ in results], dim=1), expected.history)
 
 
+@pytest.mark.parametrize("delay", [0, 2, 5])
+def test_a_backend_that_brings_data_late_gives_the_same_numbers(pool: Pool, delay: int) -> None:
+    settings = settings_of(6, 3, delay, 0.5)
+    on_gloo = pool.run(train, settings, 14, world=3)
+    late = pool.run(train, settings, 14, None, False, True, world=3)
+    for (history, end), (expected, expected_end) in zip(late, on_gloo, strict=True):
+        assert torch.equal(history, expected)
+        assert torch.equal(end, expected_end)
+
+
+def end_early(rank: int, world: int, settings: RoundSettings, late: bool) -> Tensor:
+    """Worker 0 has fewest steps, and takes part in the rounds of the others at its end."""
+    return train(rank, world, settings, 10 + 7 * rank, None, False, late)[1]
+
+
+@pytest.mark.parametrize("delay", [0, 2, 5])
+def test_workers_may_have_different_numbers_of_steps(pool: Pool, delay: int) -> None:
+    settings = settings_of(6, 3, delay, 0.5)
+    ends = pool.run(end_early, settings, False, world=3)
+    for end, late in zip(ends, pool.run(end_early, settings, True, world=3), strict=True):
+        assert torch.isfinite(end).all()
+        assert torch.equal(end, ends[0])
+        assert torch.equal(late, end)
+
+
 # ------------------------------------------------------------------------------- identities
 
 
@@ -240,8 +265,16 @@ def test_a_run_resumed_after_any_step_equals_the_unbroken_one(
             assert torch.equal(end_again, end)
 
 
-def test_whole_phase_late_fragments_resume_too(pool: Pool) -> None:
-    settings = RoundSettings(DiLoCo(0.7, 0.0), Staggered(6, 3, 6))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        RoundSettings(DiLoCo(0.7, 0.0), Staggered(6, 3, 6)),
+        RoundSettings(DILOCO, Staggered(6, 3, 5), codec=Rounding(), landing=Mix(0.5)),
+        RoundSettings(GASLoC(), Staggered(6, 3, 5), topology="ring"),
+    ],
+    ids=["a whole phase late", "with a residual", "gossip"],
+)
+def test_other_fragments_resume_too(pool: Pool, settings: RoundSettings) -> None:
     unbroken = pool.run(train, settings, 20, world=2)
     resumed = pool.run(resume_everywhere, settings, 20, range(6, 13), world=2)
     for (history, _), others in zip(unbroken, resumed, strict=True):

@@ -35,6 +35,7 @@ from lightning_loco import (
     LocoStrategy,
     PairwiseGossipStrategy,
     StragglerSimulator,
+    StreamingDiLoCoStrategy,
 )
 from lightning_loco.strategies import METHODS, lightning_private, register_strategies
 from lightning_loco.strategies.added_hooks import add_hooks
@@ -328,6 +329,7 @@ NAMED = {
     "local_sgd": LocalSGDStrategy,
     "diloco": DiLoCoStrategy,
     "async_diloco": AsyncDiLoCoStrategy,
+    "streaming_diloco": StreamingDiLoCoStrategy,
     "gasloc": GASLoCStrategy,
     "async_model_average": AsyncModelAverageStrategy,
     "pairwise_gossip": PairwiseGossipStrategy,

@@ -198,6 +198,7 @@ def check_places(
     [
         pytest.param("every 2 epochs", "local_sgd", marks=pytest.mark.long),
         ("every 4 steps", "async_diloco"),
+        ("every 4 steps", "streaming_diloco"),
         pytest.param("every 2 steps of 2nd epochs", "gasloc", marks=pytest.mark.long),
         ("no check before training", "local_sgd"),
     ],
@@ -253,3 +254,27 @@ def test_interrupted_run_equals_unbroken_run(
             assert error.value.missing == [0, 1]
         again = pool.run(fit, *run, str(path), world=WORLD)
         check_resumed(unbroken[algorithm, validation], again, name)
+
+
+@pytest.mark.parametrize("kind", ["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize(
+    "step", [9, *(pytest.param(n, marks=pytest.mark.long) for n in range(10, 13))]
+)
+def test_fragments_under_way_survive_at_each_step_of_a_phase(
+    pool: Pool, tmp_path: Path, kind: str, step: int
+) -> None:
+    """Of two fragments, one or both are under way at each of them."""
+    run = "streaming_diloco", VALIDATIONS["every 4 steps"], 0.3, str(tmp_path)
+    unbroken = pool.run(fit, *run, world=WORLD)
+    interrupt = Interrupt(getattr(signal, kind), step, 1)
+    if kind == "SIGTERM":
+        path = tmp_path / "interrupted.ckpt"
+        pool.run(fit, *run, None, [interrupt], world=WORLD)
+    else:
+        path = tmp_path / "often.ckpt"
+        with pytest.raises(PoolError):
+            pool.run(fit, *run, None, [SaveOften(str(tmp_path), 1), interrupt], world=WORLD)
+    files = sorted(Path(f"{path}.loco").glob("*/worker_*.pt"))
+    flights = [lane["flight"] for file in files for lane in torch.load(file)["engine"]["lanes"]]
+    assert any(flight is not None for flight in flights)
+    check_resumed(unbroken, pool.run(fit, *run, str(path), world=WORLD), f"{kind} at {step}")
