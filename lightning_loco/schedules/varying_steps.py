@@ -83,6 +83,11 @@ class VaryingSteps(Schedule):
         """With overlap, but for the first round of a warm start."""
         return self.overlap and not (self.warm_start and round_index < self.num_lanes)
 
+    def shortest_run(self, worker: int) -> int:
+        """With overlap two rounds, since the result of the first one comes with the second."""
+        steps = self.steps_of_round(0, 0) + self.steps_of_round(0, 1)
+        return steps if self.overlap else 0
+
     def sync_every_of(self, worker: int) -> int:
         """Local steps of the first round."""
         return self.sync_every[0]

@@ -17,7 +17,7 @@ from lightning_loco.schedules import EverySteps, Schedule, Staggered
 from tests.algorithms.toys import assert_close
 from tests.pool import Pool, PoolError
 from tests.rounds.fragments import SIZES, Layers, simulate, slices_of, stream, train
-from tests.rounds.toys import Counting, Rounding, approach, flat, saved_and_loaded
+from tests.rounds.toys import Counting, approach, flat, rounding, saved_and_loaded
 
 DILOCO = DiLoCo(0.4, 0.9)
 LAG_S = 1.0
@@ -269,7 +269,7 @@ def test_a_run_resumed_after_any_step_equals_the_unbroken_one(
     "settings",
     [
         RoundSettings(DiLoCo(0.7, 0.0), Staggered(6, 3, 6)),
-        RoundSettings(DILOCO, Staggered(6, 3, 5), codec=Rounding(), landing=Mix(0.5)),
+        RoundSettings(DILOCO, Staggered(6, 3, 5), compression=rounding(DILOCO), landing=Mix(0.5)),
         RoundSettings(GASLoC(), Staggered(6, 3, 5), topology="ring"),
     ],
     ids=["a whole phase late", "with a residual", "gossip"],
