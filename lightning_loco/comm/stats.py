@@ -26,6 +26,8 @@ class Statistics:
         emulated_s: Seconds that messages were under way on links that are emulated; None if none
             are.
         emulated_wait_s: Those of them that this worker has been blocked for.
+        emulated_bytes: Bytes of these messages: of rounds, what this worker has sent; of fetches,
+            what has come. ``bytes_sent`` has what is shown or saved between rounds, too.
     """
 
     rounds: int = 0
@@ -40,6 +42,7 @@ class Statistics:
     repaired: int = 0
     emulated_s: float | None = None
     emulated_wait_s: float = 0.0
+    emulated_bytes: int = 0
 
     def state_dict(self) -> dict[str, float]:
         """The counters that go on after a resume."""
@@ -47,7 +50,8 @@ class Statistics:
         if self.bytes_saved:
             state["bytes_saved"] = self.bytes_saved
         if self.emulated_s is not None:
-            state |= {"emulated_s": self.emulated_s, "emulated_wait_s": self.emulated_wait_s}
+            names = ("emulated_s", "emulated_wait_s", "emulated_bytes")
+            state |= {name: getattr(self, name) for name in names}
         return state
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -59,6 +63,7 @@ class Statistics:
         if self.emulated_s is not None:
             self.emulated_s = float(state.get("emulated_s", 0.0))
             self.emulated_wait_s = float(state.get("emulated_wait_s", 0.0))
+            self.emulated_bytes = int(state.get("emulated_bytes", 0))
 
     def count_compressed(self, num_bytes: int, without: int) -> None:
         """A message was sent in so many bytes, and would have taken others ``without``."""
@@ -69,7 +74,8 @@ class Statistics:
         """From now on links are emulated."""
         self.emulated_s = self.emulated_s or 0.0
 
-    def count_emulated(self, seconds: float, waited_s: float) -> None:
+    def count_emulated(self, seconds: float, waited_s: float, num_bytes: int = 0) -> None:
         """Messages were under way for so long, and waited for so long of it."""
+        self.emulated_bytes += num_bytes
         self.emulated_s = (self.emulated_s or 0.0) + seconds
         self.emulated_wait_s += min(seconds, waited_s)

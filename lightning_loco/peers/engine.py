@@ -216,7 +216,8 @@ class PairwiseEngine:
         if received is None:
             return 0.0
         if received.emulated_s:
-            self.statistics.count_emulated(received.emulated_s, self.statistics.wait_s - before_s)
+            waited_s = self.statistics.wait_s - before_s
+            self.statistics.count_emulated(received.emulated_s, waited_s, received.received_bytes)
         return self._blend(received)
 
     def step(self) -> bool:

@@ -72,6 +72,7 @@ class LinkEmulator:
 
         def span(part_bytes: int) -> Span:
             found = self._span(part_bytes, parcel.wire.nbytes, round_index)
+            self._link.statistics.emulated_bytes += part_bytes
             if found.seconds > group.timeout_s:
                 raise RuntimeError(
                     f"{place} would take {found.seconds:.1f} s on the link that is emulated, "

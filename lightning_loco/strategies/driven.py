@@ -40,15 +40,21 @@ class Engine(Protocol):
         """Let go of process groups and threads."""
 
 
-def tell_of_link(statistics: Statistics) -> None:
+def tell_of_link(engine: Engine) -> None:
     """One line about what an emulated link has cost this worker; nothing if there is none."""
-    if (under_way_s := statistics.emulated_s) is not None:
-        waited_s = statistics.emulated_wait_s
-        rank_zero_info(
-            f"On the link that is emulated messages were under way for {under_way_s:.1f} s: "
-            f"{waited_s:.1f} s were waited for, {under_way_s - waited_s:.1f} s were hidden; "
-            f"{statistics.bytes_sent:,} bytes were sent."
-        )
+    statistics, worker = engine.statistics, engine.worker
+    if (under_way_s := statistics.emulated_s) is None:
+        return
+    waited_s, num_bytes = statistics.emulated_wait_s, statistics.emulated_bytes
+    text = (
+        f"On the link that is emulated {num_bytes:,} bytes were under way for {under_way_s:.1f} s: "
+        f"{waited_s:.1f} s were waited for, {under_way_s - waited_s:.1f} s were hidden."
+    )
+    n, layout = worker.group.num_workers, worker.replica.layout
+    of_ddp = 2 * (n - 1) * layout.numel * layout.dtype.itemsize * worker.steps / n
+    if of_ddp:
+        text += f" DDP would have sent {of_ddp:,.0f} bytes in {worker.steps} steps."
+    rank_zero_info(text)
 
 
 def describe(engine: Engine, schedule: Schedule | None) -> str:

@@ -179,7 +179,7 @@ class LocoStrategy(EngineStrategy):
         with super()._end_training():
             if self._link is not None:
                 self._link.leave()  # the hooks that follow may take long
-            tell_of_link(self.statistics)
+            tell_of_link(self._engine)
             yield
 
     def on_exception(self, exception: BaseException) -> None:

@@ -164,7 +164,7 @@ class PairwiseGossipStrategy(EngineStrategy):
     @contextmanager
     def _end_training(self) -> Iterator[None]:
         with super()._end_training():
-            tell_of_link(self.statistics)
+            tell_of_link(self._engine)
             yield
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -36,10 +36,11 @@ def test_an_incomplete_checkpoint_is_an_error() -> None:
 
 def test_what_links_took_is_counted_where_links_are_emulated() -> None:
     old = Statistics(emulated_s=4.0, emulated_wait_s=1.0)
-    old.count_emulated(2.0, 0.5)
+    old.count_emulated(2.0, 0.5, 100)
     old.count_emulated(1.0, 3.0)  # a wait that began before
     state = old.state_dict()
-    assert (state["emulated_s"], state["emulated_wait_s"]) == (7.0, 2.5)
+    counted = [state[f"emulated_{name}"] for name in ("s", "wait_s", "bytes")]
+    assert counted == [7.0, 2.5, 100]
     new = Statistics()
     new.load_state_dict(state)  # resumed without a link
     assert new.emulated_s is None
@@ -47,9 +48,9 @@ def test_what_links_took_is_counted_where_links_are_emulated() -> None:
     new.begin_emulation()
     assert new.emulated_s == 0.0
     new.load_state_dict(state)
-    assert (new.emulated_s, new.emulated_wait_s) == (7.0, 2.5)
+    assert (new.emulated_s, new.emulated_wait_s, new.emulated_bytes) == (7.0, 2.5, 100)
     new.load_state_dict(Statistics().state_dict())  # of a run without a link
-    assert (new.emulated_s, new.emulated_wait_s) == (0.0, 0.0)
+    assert (new.emulated_s, new.emulated_wait_s, new.emulated_bytes) == (0.0, 0.0, 0)
 
 
 def test_two_workers_share_nothing() -> None:

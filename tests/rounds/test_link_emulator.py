@@ -116,6 +116,14 @@ def test_messages_to_neighbours_share_a_workers_link(pool: Pool) -> None:
     check_seconds(took[0].seconds + took[1].seconds, 0.5)
 
 
+@pytest.mark.parametrize(("codec", "most"), [("int8", 0.27), ("e3m0", 0.145)])
+def test_fewer_bytes_take_less_time(pool: Pool, codec: str, most: float) -> None:
+    for took in pool.run(make_rounds, DiLoCo(), SLOW, 2, {"compression": codec}, world=2):
+        sent = took.statistics.emulated_bytes / 3
+        assert 0.1 * MEGABYTE < sent < most * MEGABYTE
+        check_seconds(took.seconds, sent * 8 / 16e6 + 2 * 0.05)
+
+
 def test_the_slowest_worker_keeps_a_mean_waiting(pool: Pool) -> None:
     links = [Link(1000), Link(1000), Link(32, 0.02)]
     foretold = LinkTimes(as_links(links), 3).mean(4 / 3 * MEGABYTE, 4, 0).seconds
@@ -155,7 +163,9 @@ def test_nothing_arrives_before_the_last_worker_has_sent_it(pool: Pool) -> None:
 # ---------------------------------------------------------------------------------- hidden
 
 
-def overlap(rank: int, world: int, algorithm: Algorithm, topology: Any) -> tuple[float, Statistics]:
+def overlap(
+    rank: int, world: int, algorithm: Algorithm, topology: Any, compression: Any = None
+) -> tuple[float, Statistics]:
     """Seconds waited in rounds whose local steps take longer than the link."""
     engine = StepEngine(
         model(rank),
@@ -164,6 +174,7 @@ def overlap(rank: int, world: int, algorithm: Algorithm, topology: Any) -> tuple
         overlap=True,
         warm_start=False,
         topology=topology,
+        compression=compression,
         link=Link(32, 0.02),
     )
     for _ in range(6):
@@ -187,6 +198,14 @@ def test_overlapped_rounds_hide_the_link(
         assert waited_s < 0.1
         assert statistics.emulated_s == pytest.approx(2 * foretold, rel=0.1)  # one is under way
         assert statistics.emulated_wait_s < 0.02
+
+
+def test_compressed_rounds_in_a_thread_hide_the_link(pool: Pool) -> None:
+    algorithm = DiLoCo(outer_momentum=0.0)
+    for waited_s, statistics in pool.run(overlap, algorithm, None, "int8", world=2):
+        assert waited_s < 0.1
+        foretold = statistics.emulated_bytes / 3 * 8 / 32e6 + 2 * 0.02
+        assert statistics.emulated_s == pytest.approx(2 * foretold, rel=0.1)
 
 
 def look(rank: int, world: int) -> tuple[float, float]:

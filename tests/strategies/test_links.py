@@ -13,13 +13,14 @@ from lightning_loco import CommunicationMonitor, Link
 from lightning_loco.strategies import METHODS
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from tests.pool import Pool, make_trainer
-from tests.tiny import TinyModule, make_loader
+from tests.tiny import TinyModule, flat, make_loader
 
 WITH_WORKERS = [name for name, kind in METHODS.items() if issubclass(kind, EngineStrategy)]
 LINK = Link(1000, 0.01)
+OPTIONS = {"sync_every": 6, "fragments": 2}
 TOLD = (
-    r"On the link that is emulated messages were under way for ([\d.]+) s: ([\d.]+) s were waited "
-    r"for, ([\d.]+) s were hidden; ([\d,]+) bytes were sent\."
+    r"On the link that is emulated ([\d,]+) bytes were under way for ([\d.]+) s: ([\d.]+) s were "
+    r"waited for, ([\d.]+) s were hidden\. DDP would have sent ([\d,]+) bytes in 12 steps\."
 )
 
 
@@ -49,7 +50,8 @@ def fit(
     log.addHandler(messages)
     log.setLevel(logging.INFO)
     kind = METHODS[name]
-    options = {"sync_every": 4} if "sync_every" in kind.__init__.__annotations__ else {}
+    shown = kind.__init__.__annotations__
+    options = {name: count for name, count in OPTIONS.items() if name in shown}
     strategy = kind(link=link, **options)
     monitor = CommunicationMonitor()
     settings = {"max_steps": 12, "use_distributed_sampler": False}
@@ -70,7 +72,13 @@ def test_every_strategy_of_workers_takes_a_link(pool: Pool, name: str) -> None:
     found = re.fullmatch(TOLD, told)
     assert found
     assert second[0] == []
-    under_way_s, waited_s, hidden_s = map(float, found.groups()[:3])
+    sent, *seconds, of_ddp = found.groups()
+    under_way_s, waited_s, hidden_s = map(float, seconds)
+    assert int(of_ddp.replace(",", "")) == 12 * flat(TinyModule()).nbytes  # two workers
+    if name in ("diloco", "local_sgd"):  # two rounds in twelve steps, and the workers' rows
+        assert 2 <= 12 * int(sent.replace(",", "")) / int(of_ddp.replace(",", "")) <= 4
+    else:
+        assert sent != "0"
     assert under_way_s == pytest.approx(waited_s + hidden_s, abs=0.11)  # rounded
     for _, emulated_s, is_logged in (first, second):
         assert emulated_s is not None
