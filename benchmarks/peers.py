@@ -37,6 +37,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,14 +119,16 @@ def measure(
     return runs, failed
 
 
-def print_rows(title: str, runs: Runs, failed: dict[str, str], keys: list[str]) -> None:
+def print_rows(
+    title: str, runs: Runs, failed: dict[str, str], keys: list[str], with_bounds: bool
+) -> None:
     """The table of one link."""
     rows = []
     for key in keys:
         if key not in runs:
             rows.append([ENTRIES[key].title, "absent", *["-"] * (len(HEADER) - 2)])
         elif any(run is not None for run in runs[key]):
-            rows.append(row(key, runs, title.startswith("loopback")))
+            rows.append(row(key, runs, with_bounds))
         else:
             rows.append([ENTRIES[key].title, "failed", *["-"] * (len(HEADER) - 2)])
     print(f"\n{title}:", end="")
@@ -164,6 +168,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # takes workers and networks down
     print_machine()
     keys = [key for key in ENTRIES if key == ALONE or key in options.only]
     versions = {key: found(key, options.dpwa) for key in keys}
@@ -184,7 +189,7 @@ def main() -> None:
                             )
                             tables[link.name] = runs
                             title = f"{link.name}, {size}, {workers} workers"
-                            print_rows(title, runs, failed, keys)
+                            print_rows(title, runs, failed, keys, name == "loopback")
                     except Unavailable as error:
                         print(f"{name}: skipped: {error}")
             if options.png and tables:

@@ -105,6 +105,19 @@ def test_peers_prints_a_row_for_each_library(tmp_path: Path) -> None:
         assert loss == pytest.approx(losses["lightning_loco DiLoCo"], abs=2e-4)
 
 
+@pytest.mark.long
+@pytest.mark.slow
+def test_peers_on_a_shaped_link() -> None:
+    sizes = ("--models", "0.8M", "--rounds", "1", "--sync-every", "2", "--repetitions", "1")
+    output = run("peers", *sizes, "--links", "shaped", "--rate", "100mbit", "--only", "ours")
+    if "shaped: skipped: " in output:
+        pytest.skip(output.splitlines()[-1])
+    assert "shaped to 100mbit/s, 0.8M, 2 workers:" in output
+    blocking_ms, _, sent_mb = cells(output, "lightning_loco DiLoCo")[1:4]
+    assert 3.2 < float(sent_mb) < 3.8  # 0.84 million parameters in float32
+    assert float(blocking_ms) > 0.9 * 8 * float(sent_mb) / 100 * 1000
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes as Linux lists them")
 def test_peers_ends_what_is_late(monkeypatch: pytest.MonkeyPatch) -> None:

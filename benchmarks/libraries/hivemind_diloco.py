@@ -11,8 +11,9 @@ from __future__ import annotations
 import time
 
 import torch
-from hivemind import DHT, get_dht_time
+from hivemind import DHT
 from hivemind.averaging import DecentralizedAverager
+from hivemind.utils import get_dht_time
 from torch import nn
 from torch.optim import Optimizer
 

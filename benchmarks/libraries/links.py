@@ -43,7 +43,8 @@ class Link(Protocol):
 class PlainLoopback:
     """The loopback of this machine, with all others who use it."""
 
-    name, interface, shared = "loopback", "lo", True
+    name, shared = "loopback", True
+    interface = "lo" if sys.platform == "linux" else "lo0"
 
     def host(self, rank: int) -> str:
         """The address of a worker."""

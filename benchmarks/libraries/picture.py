@@ -13,6 +13,7 @@ from libraries.table import ALONE, ENTRIES
 def draw(tables: dict[str, Runs], path: Path) -> None:
     """Bars of the blocking time and of the bytes of a round, for each library and link."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
 
     ran = {key for runs in tables.values() for key in runs if _done(runs, key)}
     keys = [key for key in ENTRIES if key in ran - {ALONE}]
@@ -34,7 +35,8 @@ def draw(tables: dict[str, Runs], path: Path) -> None:
     size.set(xlabel="MB sent by a worker a round", xscale="log")
     for axes in (time, size):
         axes.margins(x=0.15)
-    size.legend()
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    figure.legend(*size.get_legend_handles_labels(), loc="outside upper center", ncols=len(tables))
     figure.savefig(path, dpi=120)
 
 
