@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -108,10 +107,13 @@ def row(key: str, runs: Runs, with_bound: bool) -> list[str]:
 
 
 def ratios(runs: Runs, key: str) -> list[float]:
-    """Our blocking time to a library's, in each repetition in which both came to an end."""
+    """Our blocking time to a library's, in each repetition in which both came to an end.
+
+    Without those in which a busy machine made steps with communication shorter than those without.
+    """
     both = pairs(runs, OURS, key)
     medians = [[statistics.median(run.blocking_ms) for run in pair] for pair in both]
-    return [ours / theirs if theirs > 0 else math.nan for ours, theirs in medians]
+    return [ours / theirs for ours, theirs in medians if theirs > 0]
 
 
 def pairs(runs: Runs, key: str, other: str) -> list[tuple[Run, Run]]:
