@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,68 @@ def test_elastic_prints_what_is_more() -> None:
         assert 0 < float(elastic.split()[0]) < 10_000
     usual, longest = cells(output, "0.3M, 2 workers and one more")[1:3]
     assert 0 < float(usual) <= float(longest)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_peers_prints_a_row_for_each_library(tmp_path: Path) -> None:
+    picture = tmp_path / "peers.png"
+    output = run("peers", "--quick", "--png", str(picture))
+    header = next(line for line in output.splitlines() if line.startswith("library "))
+    columns = re.split(r"\s{2,}", header)
+    losses = {}
+    for row in ("lightning_loco DiLoCo", "torch DDP, every step", "torch PostLocalSGD"):
+        found = dict(zip(columns, cells(output, row), strict=True))
+        assert 0 < float(found["sent MB a round"]) < 10, output
+        losses[row] = float(found["val loss"].split()[0])
+    assert cells(output, "dpwa gossip")[1] == "absent"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+    pytest.importorskip("torchft")
+    for row, bound in (("bucketised", "<= 0.50"), ("per parameter", "<= 0.20")):
+        found = dict(zip(columns, cells(output, f"torchft DiLoCo, {row}"), strict=True))
+        assert 0 < float(found["ours / it"].split()[0]) < 100
+        assert found["bound"].startswith(bound)
+        loss = float(found["val loss"].split()[0])
+        assert loss == pytest.approx(losses["lightning_loco DiLoCo"], abs=2e-4)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_peers_on_a_shaped_link() -> None:
+    sizes = ("--models", "0.8M", "--rounds", "1", "--sync-every", "2", "--repetitions", "1")
+    output = run("peers", *sizes, "--links", "shaped", "--rate", "100mbit", "--only", "ours")
+    if "shaped: skipped: " in output:
+        pytest.skip(output.splitlines()[-1])
+    assert "shaped to 100mbit/s, 0.8M, 2 workers:" in output
+    blocking_ms, _, sent_mb = cells(output, "lightning_loco DiLoCo")[1:4]
+    assert 3.2 < float(sent_mb) < 3.8  # 0.84 million parameters in float32
+    assert float(blocking_ms) > 0.9 * 8 * float(sent_mb) / 100 * 1000
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes as Linux lists them")
+def test_peers_ends_what_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LATE_BENCHMARK", mark := secrets.token_hex(8))
+    ended = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "peers.py"), "--quick", "--deadline", "1"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert ended.returncode == 1
+    assert "the workers alone failed: not done within 1 s" in ended.stderr
+    left = [file for file in Path("/proc").glob("[0-9]*/environ") if mark in environment_of(file)]
+    assert left == []
+
+
+def environment_of(file: Path) -> str:
+    """The variables of a process that may end meanwhile."""
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 @pytest.mark.long
