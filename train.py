@@ -92,7 +92,8 @@ def main(cfg: DictConfig) -> float | None:
     A setting that cannot work ends the process with one line on stderr and status 1;
     HYDRA_FULL_ERROR=1 shows where it was found.
     """
-    from lightning_loco.cli import SettingsError, run
+    from lightning_loco.chosen_strategy import SettingsError
+    from lightning_loco.cli import run
 
     try:
         return run(cfg)

@@ -9,8 +9,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-_AT_ONCE = 2**16  # elements that stay in the processor's cache from one operation to the next
-
 
 class Codec(ABC):
     """How values are written on the wire, and what of them is lost there.
@@ -31,6 +29,10 @@ class Codec(ABC):
         >>> codec.decode(wire, torch.empty(5))
         tensor([  1.,   0.,   0., 127.,   3.])
     """
+
+    at_once: ClassVar[int] = 2**16
+    """Values that are encoded at once: they stay in the processor's cache from one operation to the
+    next."""
 
     is_sparse: ClassVar[bool] = False
     """Whether most values of a message are left out, so that sums of messages are no such ones."""
@@ -115,7 +117,7 @@ class Codec(ABC):
     def _pieces(self, values: Tensor, wire: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Values and their rows, a piece that fits the cache after the other."""
         rows = wire.view(-1, self.row_bytes)
-        at_once = max(1, _AT_ONCE // self.block) if values.device.type == "cpu" else len(rows)
+        at_once = max(1, self.at_once // self.block) if values.device.type == "cpu" else len(rows)
         for first in range(0, len(rows), max(1, at_once)):
             start, stop = first * self.block, (first + at_once) * self.block
             yield values[start:stop], rows[first : first + at_once]

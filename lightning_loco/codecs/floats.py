@@ -69,7 +69,6 @@ class Float16(_Narrow):
     dtype = torch.float16
 
     def encode_blocks(self, values: Tensor, rows: Tensor) -> None:
-        """Round to the nearest number, but keep what is finite finite."""
+        """Round to the nearest number; what is finite stays finite, infinity becomes NaN."""
         longest = torch.finfo(torch.float16).max
-        clamped = values.clamp(-longest, longest)
-        rows.view(self.dtype).copy_(torch.where(values.isinf(), values, clamped))
+        rows.view(self.dtype).copy_(values.clamp(-longest, longest).add_(values, alpha=0))

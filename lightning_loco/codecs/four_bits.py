@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from abc import abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +17,9 @@ from lightning_loco.codecs.scales import SCALE_BYTES, inverse_scales, read_scale
 @dataclasses.dataclass(frozen=True)
 class _FourBits(Codec):
     block: int = 128
+
+    levels: ClassVar[tuple[float, ...]]
+    """What each code stands for."""
 
     is_rough = True
 
@@ -28,25 +33,28 @@ class _FourBits(Codec):
         return SCALE_BYTES + self.block // 2
 
     def encode_blocks(self, values: Tensor, rows: Tensor) -> None:
-        """Write the codes of the first half of a block into the lower bits, the others above."""
-        codes = self._codes(values, write_scales(values, rows))
-        half = self.block // 2
-        torch.add(codes[:, :half], codes[:, half:], alpha=16, out=rows[:, SCALE_BYTES:])
+        """Write two codes into each byte, the first into its lower bits."""
+        pairs = self._codes(values, write_scales(values, rows)).view(torch.int16)
+        rows[:, SCALE_BYTES:].copy_(pairs.bitwise_or(pairs.bitwise_right_shift(4)))
 
     def decode_blocks(self, rows: Tensor, values: Tensor) -> None:
-        """Look the codes up, and multiply by the scale."""
-        packed, half = rows[:, SCALE_BYTES:], self.block // 2
-        self._read(packed & 15, values[:, :half])
-        self._read(packed >> 4, values[:, half:])
-        values.mul_(read_scales(rows))
+        """Look both codes of a byte up at once, and multiply by the scale."""
+        table = _pairs(self.levels).to(rows.device)
+        packed = rows[:, SCALE_BYTES:].to(torch.int32).view(-1)
+        read = torch.index_select(table, 0, packed).view(torch.float32)
+        torch.mul(read.view(values.shape), read_scales(rows), out=values)
 
     @abstractmethod
     def _codes(self, values: Tensor, scales: Tensor) -> Tensor:
         """Uint8 from 0 to 15 for each value."""
 
-    @abstractmethod
-    def _read(self, codes: Tensor, values: Tensor) -> None:
-        """What the codes stand for, between -1 and 1."""
+
+@functools.cache
+def _pairs(levels: tuple[float, ...]) -> Tensor:
+    """What the two codes of each byte stand for: a float64 is the memory of two float32."""
+    first = torch.tensor([levels[byte & 15] for byte in range(256)])
+    second = torch.tensor([levels[byte >> 4] for byte in range(256)])
+    return torch.stack([first, second], 1).view(torch.float64).view(-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +79,14 @@ class Int4(_FourBits):
         tensor([ 7., -2.,  0.])
     """
 
+    levels = tuple((code - 8) / 7 for code in range(16))
+
     def _codes(self, values: Tensor, scales: Tensor) -> Tensor:
         return torch.mul(values, inverse_scales(scales, 7)).round_().add_(8).to(torch.uint8)
 
-    def _read(self, codes: Tensor, values: Tensor) -> None:
-        values.copy_(codes).sub_(8).div_(7)
-
 
 _LOWEST = 127 - 7  # what the exponent of 2^-7 is stored as, in float32
+_POWERS = tuple(2.0**exponent for exponent in range(-6, 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,16 +114,12 @@ class E3M0(_FourBits):
         tensor([ 8., -4.,  0.])
     """
 
-    def _codes(self, values: Tensor, scales: Tensor) -> Tensor:
-        # Times 4/3: the exponent alone then rounds to the nearest power of two.
-        scaled = torch.mul(values, inverse_scales(scales, 1) * (4 / 3))
-        bits = scaled.to(torch.float32).view(torch.int32)
-        exponents = bits.bitwise_right_shift(23).bitwise_and_(255).sub_(_LOWEST).clamp_(0, 7)
-        return exponents.add_(bits.lt(0), alpha=8).to(torch.uint8)
+    levels = (0.0, *_POWERS, 0.0, *(-power for power in _POWERS))
 
-    def _read(self, codes: Tensor, values: Tensor) -> None:
-        exponents = codes & 7
-        bits = exponents.to(torch.int32).add_(_LOWEST).bitwise_left_shift_(23)
-        torch.mul(bits.view(torch.float32), exponents.ne(0), out=bits.view(torch.float32))
-        values.copy_(bits.view(torch.float32))
-        values.mul_(1 - 2 * (codes >> 3).to(values.dtype))
+    def _codes(self, values: Tensor, scales: Tensor) -> Tensor:
+        # Times 4/3: the exponent alone then rounds to the nearest power of two. It is in the upper
+        # half of a float32, which the machine keeps behind the lower one.
+        scaled = torch.mul(values, inverse_scales(scales, 1) * (4 / 3)).to(torch.float32)
+        upper = scaled.view(torch.int16)[:, 1::2].contiguous()
+        exponents = upper.bitwise_right_shift(7).bitwise_and_(255).sub_(_LOWEST).clamp_(0, 7)
+        return exponents.add_(upper.bitwise_right_shift_(12).bitwise_and_(8)).to(torch.uint8)

@@ -19,8 +19,7 @@ def write_scales(values: Tensor, rows: Tensor) -> Tensor:
         The scales as they will be read, ``(blocks, 1)``.
     """
     scales = read_scales(rows)
-    low, high = torch.aminmax(values, dim=1, keepdim=True)
-    scales.copy_(torch.maximum(high, -low))
+    scales.copy_(torch.amax(torch.abs(values), dim=1, keepdim=True))
     return scales
 
 

@@ -43,6 +43,7 @@ class Sparse(Codec):
     k: int = 64
     block: int = _LARGEST_BLOCK
 
+    at_once = 2**19
     is_sparse = True
     is_rough = True
 
@@ -67,7 +68,6 @@ class Sparse(Codec):
     def encode_blocks(self, values: Tensor, rows: Tensor) -> None:
         """Choose the largest."""
         _, places = torch.topk(values.abs(), self.k, dim=1, sorted=False)
-        places, _ = places.sort(dim=1)
         chosen = values.gather(1, places)
         sizes = chosen.abs().double()
         is_upper = sizes > sizes.mean(1, keepdim=True)
