@@ -1,4 +1,4 @@
-"""lightning_loco: DiLoCo with blocking rounds, in float32."""
+"""lightning_loco: DiLoCo with blocking rounds, in float32 or compressed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ class Ours(InRounds):
         join_process_group(job, line)
         self._optimizer = optimizer
         self._engine = StepEngine(
-            model, DiLoCo(job.outer_lr, job.outer_momentum), sync_every=job.sync_every
+            model,
+            DiLoCo(job.outer_lr, job.outer_momentum),
+            sync_every=job.sync_every,
+            compression=job.entry.partition("_")[2] or None,
         )
 
     def step(self, loss: float) -> None:
