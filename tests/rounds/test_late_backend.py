@@ -32,10 +32,13 @@ def make_group(late: bool) -> WorkerGroup:
 # ------------------------------------------------------------------------ the same numbers
 
 
-def train(rank: int, world: int, case: Case, late: bool) -> dict[str, Any]:
+def train(
+    rank: int, world: int, case: Case, late: bool, compression: str | None = None
+) -> dict[str, Any]:
     """Rounds of every two steps; worker 1 makes three rounds more than the others."""
     model = zeros()
     settings = case.settings(sync_every=2, bucket_bytes=SMALL_BUCKET)
+    settings["compression"] = compression
     engine = StepEngine(model, case.algorithm, group=make_group(late), **settings)
     history: list[Tensor] = []
     for _ in range(16 if rank == 1 else 10):
@@ -55,6 +58,20 @@ def test_rounds_by_the_step_give_the_numbers_of_gloo(pool: Pool, case: Case) -> 
     for on_gloo, on_late in zip(expected, found, strict=True):
         assert torch.equal(torch.stack(on_late["history"]), torch.stack(on_gloo["history"]))
         assert on_late["wait_s"] > 3 * DELAY_S
+
+
+@pytest.mark.parametrize(
+    ("name", "compression"),
+    [("diloco", "e3m0"), ("async_diloco", "sparse"), ("gasloc", "int8"), ("local_sgd", "int8")],
+)
+def test_compressed_rounds_give_the_numbers_of_gloo(
+    pool: Pool, name: str, compression: str
+) -> None:
+    on_gloo, on_late = (
+        pool.run(train, CASES[name], late, compression, world=3) for late in (False, True)
+    )
+    for expected, found in zip(on_gloo, on_late, strict=True):
+        assert torch.equal(torch.stack(found["history"]), torch.stack(expected["history"]))
 
 
 def train_by_clock(
