@@ -53,6 +53,7 @@ class Case:
         fragments: How many parts take turns, if that is the schedule.
         delay: Local steps after which their results land, if a phase is longer.
         mix: The local share in that.
+        compression: How messages are written, by name.
         accuracy: How near it comes to the optimum of some quadratics within 300 rounds.
         variant_of: The row from which this one differs by its formula alone; what is slow and does
             not depend on the formula is left to that row.
@@ -66,6 +67,7 @@ class Case:
     fragments: int | None = None
     delay: int = 0
     mix: float = 0.0
+    compression: str | None = None
     accuracy: float = 1e-6
     variant_of: str | None = None
     not_in: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -91,6 +93,7 @@ class Case:
             "topology": self.topology,
             "overlap": self.overlap,
             "warm_start": self.warm_start,
+            "compression": self.compression,
             **others,
         }
 
@@ -118,6 +121,10 @@ def adagrad(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 CLOCK = dict.fromkeys(("same numbers", "resume", "nan by hand"), BY_CLOCK)
 FRAGMENTS = dict.fromkeys(("laws", "same numbers", "nan by hand"), BY_FRAGMENTS)
+ROUNDED = {
+    "alone": "a worker alone sends nothing, so nothing is rounded",
+    "nan by hand": "the plain loop does not round",
+}
 COUNTS_WORKERS = {"alone": "the more workers, the smaller the share that comes without delay"}
 
 CASES = {
@@ -182,6 +189,32 @@ CASES = {
     ),
     "gasloc_cycle": Case(GASLoC(), "one_peer_exponential", variant_of="gasloc_matching"),
     "neighbor_average": Case(NeighborAverage(), "ring", not_in=CLOCK),
+    # Fewer bytes.
+    "diloco_compressed": Case(
+        DiLoCo(),
+        compression="e3m0",
+        accuracy=0.1,
+        variant_of="diloco",
+        not_in={**ROUNDED, "chunks": "each parcel has other workers who keep what sums lose"},
+    ),
+    "async_diloco_compressed": Case(
+        DiLoCo(outer_momentum=0.0),
+        overlap=True,
+        compression="sparse",
+        accuracy=0.2,
+        variant_of="async_diloco",
+        not_in=ROUNDED,
+    ),
+    "local_sgd_compressed": Case(
+        LocalSGD(), compression="int8", accuracy=1e-2, variant_of="local_sgd", not_in=ROUNDED
+    ),
+    "gasloc_compressed": Case(
+        GASLoC(),
+        "ring",
+        compression="int8",
+        variant_of="gasloc",
+        not_in={"nan by hand": ROUNDED["nan by hand"]},
+    ),
     # Late results under the progress made meanwhile.
     "gasloc_overlap": Case(GASLoC(), "ring", overlap=True),
     "gasloc_overlap_cold": Case(

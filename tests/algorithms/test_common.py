@@ -308,7 +308,7 @@ def train_large(rank: int, world: int, case: Case, bucket_bytes: int) -> Tensor:
     return model.value.detach()
 
 
-@every_case
+@rows("chunks")
 def test_chunks_give_the_same_result_as_the_whole_on_gloo(pool: Pool, case: Case) -> None:
     targets = [randn(LARGE, seed=worker) for worker in range(3)]
     models = [Point(torch.zeros(LARGE, dtype=torch.float64)) for _ in targets]

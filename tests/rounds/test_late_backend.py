@@ -38,7 +38,7 @@ def train(
     """Rounds of every two steps; worker 1 makes three rounds more than the others."""
     model = zeros()
     settings = case.settings(sync_every=2, bucket_bytes=SMALL_BUCKET)
-    settings["compression"] = compression
+    settings["compression"] = compression or case.compression
     engine = StepEngine(model, case.algorithm, group=make_group(late), **settings)
     history: list[Tensor] = []
     for _ in range(16 if rank == 1 else 10):
