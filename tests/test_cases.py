@@ -27,7 +27,7 @@ TESTS = {
     "nan by hand": "tests.strategies.test_nan",
 }
 # Common tests of which a part of the rows has a choice of its own.
-OF_SOME = {"alone", "without progress", "nan ends", "nan in statistics"}
+OF_SOME = {"alone", "chunks", "without progress", "nan ends", "nan in statistics"}
 
 
 def test_every_algorithm_with_rounds_has_a_row() -> None:
