@@ -37,7 +37,7 @@ def swap_around(rank: int, world: int) -> tuple[dict[int, torch.Tensor], int]:
     opened(rank, tuple(stores), groups)
     inbox = {(rank - 1) % world: torch.zeros(5)}
     for value in (rank, 10 + rank):
-        groups.swap(torch.full((5,), float(value)), [(rank + 1) % world], inbox)
+        groups.swap({(rank + 1) % world: torch.full((5,), float(value))}, inbox)
     torch.distributed.barrier()
     groups.close()
     return inbox, rank
@@ -60,9 +60,9 @@ def member(place: int, line: Connection, dies: bool, sends: bool) -> None:
     began = time.monotonic()
     try:
         if sends:
-            groups.swap(message, [1 - place], {})
+            groups.swap({1 - place: message}, {})
         else:
-            groups.swap(message, [], {1 - place: message})
+            groups.swap({}, {1 - place: message})
     except RuntimeError:
         line.send(time.monotonic() - began)
     else:
