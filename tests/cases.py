@@ -37,6 +37,7 @@ from lightning_loco.topology import Topology, get_topology
 
 BY_CLOCK = "its rounds fall by the clock, so that no two runs are equal"
 BY_FRAGMENTS = "its schedule is tests/rounds/test_staggered.py's, and its algorithm has a row"
+IN_A_TRAINER = ("same numbers", "resume", "uneven", "nan", "nan by hand")
 LEFT_OUT = (BY_CLOCK, BY_FRAGMENTS)
 """The only reasons for which a row is left out; with any other one the test must fail."""
 
@@ -234,12 +235,15 @@ def rows(test: str, names: Iterable[str] = CASES) -> pytest.MarkDecorator:
 
     Args:
         test: Its name in ``not_in``: rows with a reason of ``LEFT_OUT`` are left out, others fail.
+            Of tests that train in a Trainer, variants are in the long suite.
         names: Another choice of rows.
     """
     chosen = []
     for name in names:
         reason = CASES[name].not_in.get(test)
         marks = [] if reason is None else [pytest.mark.xfail(strict=True, reason=reason)]
+        if CASES[name].variant_of is not None and test in IN_A_TRAINER:
+            marks.append(pytest.mark.long)
         if reason not in LEFT_OUT:
             chosen.append(pytest.param(CASES[name], id=name, marks=marks))
     return pytest.mark.parametrize("case", chosen)

@@ -99,7 +99,14 @@ def test_a_codec_that_loses_nothing_changes_nothing(
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(
+    "world",
+    [
+        pytest.param(2, marks=pytest.mark.long),
+        3,
+        pytest.param(4, marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize(("algorithm", "schedule"), MEANS)
 def test_workers_stay_bit_identical(
     pool: Pool, codec: Codec, world: int, algorithm: Algorithm, schedule: EverySteps
@@ -117,7 +124,7 @@ def small() -> Point:
     return Point(torch.zeros(150))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_workers_are_bit_identical_after_a_hundred_rounds(
