@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_loco.codecs import CODECS
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -79,6 +81,21 @@ def test_elastic_prints_what_is_more() -> None:
         assert 0 < float(elastic.split()[0]) < 10_000
     usual, longest = cells(output, "0.3M, 2 workers and one more")[1:3]
     assert 0 < float(usual) <= float(longest)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_compression_prints_bytes_and_times_of_each_codec() -> None:
+    output = run("compression", "--quick")
+    rounds, codecs = output.split("\n\n")[1:3]
+    for codec, most in (("int8", 0.4), ("e3m0", 0.3), ("sparse", 0.1)):
+        (line,) = (line for line in rounds.splitlines() if f"  {codec}  " in line)
+        assert 0 < float(re.split(r"\s{2,}", line)[3]) < most
+    for codec in CODECS:
+        of_float32, encode_s, decode_s = map(float, cells(codecs, codec)[1:4])
+        assert 0 < of_float32 <= 0.5
+        assert encode_s > 0
+        assert decode_s > 0
 
 
 @pytest.mark.long

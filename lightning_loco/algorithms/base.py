@@ -171,8 +171,8 @@ class Algorithm(ABC):
         Unless said otherwise it is the result of the round before; without one, the start.
 
         Args:
-            message: What leaves now, ``(P,)``, as the others will read it; zeros of a worker
-                without valid progress. Only read.
+            message: What leaves now, ``(P,)``, before it is compressed; zeros of a worker without
+                valid progress. Only read.
             ended: ``params`` and ``received`` of the round before, which ends at the same time, as
                 in :meth:`update`; None if none was under way.
             state: Updated in place.
