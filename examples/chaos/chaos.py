@@ -23,7 +23,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 HEARTBEAT_S = 1.0
-LONGEST_ROUND_S = 60.0
+LONGEST_ROUND_S, LONGEST_START_S = 60.0, 240.0
 MOST, FEWEST = 4, 2
 
 
@@ -142,7 +142,9 @@ def disturb(run: Run, asked: argparse.Namespace, chance: random.Random) -> dict[
     """Kill, start and stop workers until there was enough of it, or the run has ended."""
     counts = {"kills": 0, "joins": 0, "sleeps": 0, "cuts": 0, "lighthouse restarts": 0}
     made, since = 0, time.monotonic()
-    while made < asked.rounds - 20 and time.monotonic() < since + LONGEST_ROUND_S:
+    while made < asked.rounds - 20:
+        if time.monotonic() > since + (LONGEST_ROUND_S if made else LONGEST_START_S):
+            break
         time.sleep(chance.uniform(0.3, 1.0))
         if made != (made := run.round):
             since = time.monotonic()
@@ -258,6 +260,9 @@ def main() -> int:
             # One that came too late to make a round has nobody left to join.
             has_ended = wait_while(run.taking_part, 120)
             errors = run.errors()
+            if not run.round:
+                print("No round was made.", *errors, sep="\n")
+                return 1
             found = judge(run)
         finally:
             run.close()
