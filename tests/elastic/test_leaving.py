@@ -40,8 +40,10 @@ def test_sigterm_leaves_after_the_flight(tmp_path: Path, schedule: tuple[str, ..
         assert len(made.lines(0)[-1]["members"]) == 3
         assert made.lines(0)[-1]["round"] == made.lines(1)[-1]["round"]
         rates = {line["round"]: line["lr"] for line in made.lines(1)}
-        for line in made.lines(0):
-            assert (line["steps"], line["lr"]) == (4 * line["round"], rates[line["round"]])
+        shared = [line for line in made.lines(0) if line["round"] in rates]
+        assert len(shared) > 2  # on a busy machine the others come after its first rounds
+        assert all(line["steps"] == 4 * line["round"] for line in made.lines(0))
+        assert all(line["lr"] == rates[line["round"]] for line in shared)
 
 
 @pytest.mark.long
