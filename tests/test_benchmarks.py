@@ -137,6 +137,7 @@ def test_peers_on_a_shaped_link() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes as Linux lists them")
+@pytest.mark.long
 def test_peers_ends_what_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LATE_BENCHMARK", mark := secrets.token_hex(8))
     ended = subprocess.run(

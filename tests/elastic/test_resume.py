@@ -197,6 +197,7 @@ def fit_and_save(rank: int, world: int, path: str) -> set[int]:
     return samples
 
 
+@pytest.mark.long
 def test_a_static_run_goes_on_as_jobs_and_these_as_a_static_run(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "static.ckpt"
     trained = set().union(*pool.run(fit_and_save, str(path), world=4))

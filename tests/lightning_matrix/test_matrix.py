@@ -43,12 +43,15 @@ SHORT = {
 }
 """Features that stand for the others in the short suite."""
 
+KIN = ("eager_diloco", "delayed_nesterov")
+"""Strategies that differ from others there by their formula alone."""
+
 CELLS = [
     pytest.param(
         feature,
         strategy,
         id=f"{feature} - {strategy}",
-        marks=[] if feature in SHORT else [pytest.mark.long],
+        marks=[] if feature in SHORT and strategy not in KIN else [pytest.mark.long],
     )
     for feature in ROWS
     for strategy in STRATEGIES
