@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,15 +20,6 @@ OuterLR = float | Callable[[int], float]
 
 ROUNDS = "rounds"
 """The state's entry that counts rounds."""
-
-
-def _check_way(start: float, end: float, rounds: int) -> None:
-    for name, rate in (("start", start), ("end", end)):
-        _check_positive(name, rate)
-    if isinstance(rounds, bool) or not isinstance(rounds, int):
-        raise TypeError(f"rounds must be an integer, got {rounds!r}.")
-    if rounds < 1:
-        raise ValueError(f"rounds must be at least 1, got {rounds}. Give the rounds of the run.")
 
 
 def _check_positive(name: str, rate: Any) -> None:
@@ -41,7 +33,39 @@ def _check_positive(name: str, rate: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear:
+class _Way(ABC):
+    start: float
+    end: float
+    rounds: int
+
+    def __post_init__(self) -> None:
+        """Check types and ranges."""
+        _check_positive("start", self.start)
+        _check_positive("end", self.end)
+        if isinstance(self.rounds, bool) or not isinstance(self.rounds, int):
+            raise TypeError(f"rounds must be an integer, got {self.rounds!r}.")
+        if self.rounds < 1:
+            raise ValueError(
+                f"rounds must be at least 1, got {self.rounds}. Give the rounds of the run."
+            )
+
+    def __call__(self, round_index: int) -> float:
+        """The rate of a round."""
+        part = self._part(min(round_index / self.rounds, 1.0))
+        return self.start * (1 - part) + self.end * part
+
+    @abstractmethod
+    def _part(self, progress: float) -> float:
+        """How much of the way is covered, out of how many of its rounds are over; 0 to 1."""
+
+    @property
+    def highest(self) -> float:
+        """The largest rate."""
+        return max(self.start, self.end)
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear(_Way):
     """From one rate to another in equal steps; it stays there.
 
     Args:
@@ -58,27 +82,12 @@ class Linear:
         [0.2, 0.4, 0.6, 0.8, 0.8]
     """
 
-    start: float
-    end: float
-    rounds: int
-
-    def __post_init__(self) -> None:
-        """Check types and ranges."""
-        _check_way(self.start, self.end, self.rounds)
-
-    def __call__(self, round_index: int) -> float:
-        """The rate of a round."""
-        part = min(round_index / self.rounds, 1.0)
-        return self.start * (1 - part) + self.end * part
-
-    @property
-    def highest(self) -> float:
-        """The largest rate."""
-        return max(self.start, self.end)
+    def _part(self, progress: float) -> float:
+        return progress
 
 
 @dataclasses.dataclass(frozen=True)
-class Cosine:
+class Cosine(_Way):
     """From one rate to another along half a cosine; it stays there.
 
     Args:
@@ -95,23 +104,8 @@ class Cosine:
         [0.9, 0.78, 0.5, 0.22, 0.1, 0.1]
     """
 
-    start: float
-    end: float
-    rounds: int
-
-    def __post_init__(self) -> None:
-        """Check types and ranges."""
-        _check_way(self.start, self.end, self.rounds)
-
-    def __call__(self, round_index: int) -> float:
-        """The rate of a round."""
-        part = (1 - math.cos(math.pi * min(round_index / self.rounds, 1.0))) / 2
-        return self.start * (1 - part) + self.end * part
-
-    @property
-    def highest(self) -> float:
-        """The largest rate."""
-        return max(self.start, self.end)
+    def _part(self, progress: float) -> float:
+        return (1 - math.cos(math.pi * progress)) / 2
 
 
 @dataclasses.dataclass(frozen=True)

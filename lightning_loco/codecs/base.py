@@ -84,8 +84,9 @@ class Codec(ABC):
         if wire is None:
             size = self.num_bytes(values.numel())
             wire = torch.empty(size, dtype=torch.uint8, device=values.device)
-        for part, rows in self._pieces(values, wire):
-            whole, rest = self._blocks(part)
+        for part, written in self.pieces(values):
+            rows = wire[written].view(-1, self.row_bytes)
+            whole, rest = self._blocks(values[part])
             if len(whole):
                 self.encode_blocks(whole, rows[: len(whole)])
             if rest.numel():
@@ -104,8 +105,9 @@ class Codec(ABC):
         Returns:
             The values.
         """
-        for part, rows in self._pieces(values, wire):
-            whole, rest = self._blocks(part)
+        for part, written in self.pieces(values):
+            rows = wire[written].view(-1, self.row_bytes)
+            whole, rest = self._blocks(values[part])
             if len(whole):
                 self.decode_blocks(rows[: len(whole)], whole)
             if rest.numel():
@@ -114,13 +116,16 @@ class Codec(ABC):
                 rest.copy_(last[0, : rest.numel()])
         return values
 
-    def _pieces(self, values: Tensor, wire: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Values and their rows, a piece that fits the cache after the other."""
-        rows = wire.view(-1, self.row_bytes)
-        at_once = max(1, self.at_once // self.block) if values.device.type == "cpu" else len(rows)
-        for first in range(0, len(rows), max(1, at_once)):
-            start, stop = first * self.block, (first + at_once) * self.block
-            yield values[start:stop], rows[first : first + at_once]
+    def pieces(self, values: Tensor) -> Iterator[tuple[slice, slice]]:
+        """Where values and their bytes are, a piece that fits the cache after the other."""
+        blocks, on_cpu = self.num_blocks(values.numel()), values.device.type == "cpu"
+        at_once = max(1, self.at_once // self.block if on_cpu else blocks)
+        for first in range(0, blocks, at_once):
+            last = min(first + at_once, blocks)
+            yield (
+                slice(first * self.block, min(last * self.block, values.numel())),
+                slice(first * self.row_bytes, last * self.row_bytes),
+            )
 
     def _blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """The whole blocks, and what is left."""
@@ -128,7 +133,7 @@ class Codec(ABC):
         return values[:whole].view(-1, self.block), values[whole:]
 
 
-def check_block(block: int, multiple: int = 1) -> None:
+def check_block(block: int, multiple: int) -> None:
     """Refuse what cannot be the length of a block.
 
     Raises:
@@ -138,5 +143,7 @@ def check_block(block: int, multiple: int = 1) -> None:
     if isinstance(block, bool) or not isinstance(block, int):
         raise TypeError(f"block counts values and must be an integer, got {block!r}.")
     if block < 1 or block % multiple:
-        rule = "at least 1" if multiple == 1 else f"a positive multiple of {multiple}"
-        raise ValueError(f"block counts values that share a scale and must be {rule}, got {block}.")
+        raise ValueError(
+            f"block counts values that share a scale and must be a positive multiple of {multiple},"
+            f" got {block}."
+        )

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from lightning_loco.codecs.base import Codec
 
-_BLOCKS_AT_ONCE = 256
-
 
 class Shard(NamedTuple):
     """A worker's part of a message.
@@ -60,26 +58,14 @@ def add_up(codec: Codec, wires: Sequence[Tensor], total: Tensor) -> Tensor:
     """
     first, *others = wires
     codec.decode(first, total)
-    if not others:
-        return total
-    at_once = _BLOCKS_AT_ONCE * codec.block
-    read = torch.empty(min(at_once, total.numel()), dtype=total.dtype, device=total.device)
-    for begin in range(0, total.numel(), at_once):
-        part = total[begin : begin + at_once]
-        row = begin // codec.block * codec.row_bytes
-        length = codec.num_bytes(part.numel())
+    for part, written in codec.pieces(total) if others else ():
+        read = torch.empty_like(total[part])
         for wire in others:
-            part.add_(codec.decode(wire[row : row + length], read[: part.numel()]))
+            total[part].add_(codec.decode(wire[written], read))
     return total
 
 
 def subtract_written(codec: Codec, wire: Tensor, values: Tensor) -> None:
     """Leave in ``values`` what their bytes in ``wire`` do not tell of them."""
-    at_once = _BLOCKS_AT_ONCE * codec.block
-    read = torch.empty(min(at_once, values.numel()), dtype=values.dtype, device=values.device)
-    for begin in range(0, values.numel(), at_once):
-        part = values[begin : begin + at_once]
-        row = begin // codec.block * codec.row_bytes
-        part.sub_(
-            codec.decode(wire[row : row + codec.num_bytes(part.numel())], read[: part.numel()])
-        )
+    for part, written in codec.pieces(values):
+        values[part].sub_(codec.decode(wire[written], torch.empty_like(values[part])))

@@ -18,8 +18,6 @@ from lightning_loco.codecs import Codec
 from lightning_loco.rounds.mixing import Mix
 from lightning_loco.topology import Topology
 
-_BLOCKS_AT_ONCE = 256
-
 
 def mix_compressed(
     codec: Codec, mix: Mix, message: Tensor, wire: Tensor, inbox: Mapping[int, Tensor]
@@ -36,16 +34,12 @@ def mix_compressed(
     if not mix.others:
         return message
     mixed = torch.empty_like(message)
-    at_once = _BLOCKS_AT_ONCE * codec.block
-    read = torch.empty(min(at_once, message.numel()), dtype=message.dtype, device=message.device)
-    for begin in range(0, message.numel(), at_once):
-        part = mixed[begin : begin + at_once]
-        row = begin // codec.block * codec.row_bytes
-        rows = slice(row, row + codec.num_bytes(part.numel()))
-        codec.decode(wire[rows], part)
-        part.mul_(mix.own - 1).add_(message[begin : begin + at_once])
+    for part, written in codec.pieces(mixed):
+        own, read = mixed[part], torch.empty_like(mixed[part])
+        codec.decode(wire[written], own)
+        own.mul_(mix.own - 1).add_(message[part])
         for peer, weight in mix.others.items():
-            part.add_(codec.decode(inbox[peer][rows], read[: part.numel()]), alpha=weight)
+            own.add_(codec.decode(inbox[peer][written], read), alpha=weight)
     return mixed
 
 
