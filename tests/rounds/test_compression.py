@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -124,18 +126,28 @@ def small() -> Point:
     return Point(torch.zeros(150))
 
 
+@pytest.fixture(scope="module")
+def pool_of_five() -> Iterator[Pool]:
+    """One process more than the common pool has."""
+    with contextlib.closing(Pool(5)) as pool:
+        yield pool
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("world", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "schedule",
+    [EverySteps(1), EverySteps(1, overlap=True), Halves(2), Halves(2, overlap=True)],
+    ids=["blocking", "overlap", "halves", "late halves"],
+)
 def test_workers_are_bit_identical_after_a_hundred_rounds(
-    pool: Pool, world: int, overlap: bool
+    pool_of_five: Pool, world: int, schedule: EverySteps
 ) -> None:
+    last = slice(None) if schedule.num_lanes == 1 else slice(-1, None)
     for codec in CODECS:
-        settings = RoundSettings(
-            DiLoCo(0.7, 0.3), EverySteps(1, overlap), compression=ErrorFeedback(codec)
-        )
-        first, *others = pool.run(train, settings, 100, small, world=world)
-        assert all(torch.equal(history, first) for history in others)
+        settings = RoundSettings(DiLoCo(0.7, 0.3), schedule, compression=ErrorFeedback(codec))
+        first, *others = pool_of_five.run(train, settings, 100, small, world=world)
+        assert all(torch.equal(history[last], first[last]) for history in others)
 
 
 # ------------------------------------------------------------------------------ plain loops
