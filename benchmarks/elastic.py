@@ -118,7 +118,7 @@ def time_join(worker: Worker, address: str, width: int) -> list[float]:
     return [max(seconds[max(0, first - 2) : first + 3]), statistics.median(seconds[first + 3 :])]
 
 
-def time_joins(count: int, address: str, options: argparse.Namespace) -> list[str]:
+def time_joins(count: int, address: str, millions: float, options: argparse.Namespace) -> list[str]:
     """One line of the table of joins."""
     usual, longest = [], []
     for _ in range(options.joins):
@@ -127,7 +127,7 @@ def time_joins(count: int, address: str, options: argparse.Namespace) -> list[st
         usual.append(statistics.median(result[1] for result in results if result))
     more = [slow / round_ms - 1 for slow, round_ms in zip(longest, usual, strict=True)]
     return [
-        f"{count} workers and one more",
+        f"{millions:.1f}M, {count} workers and one more",
         spread(usual, 1),
         spread(longest, 1),
         spread(more),
@@ -172,7 +172,7 @@ def main() -> None:
                     ]
                 )
                 print(f"done: {rows[-1][0]}", flush=True)
-            joins.append(time_joins(count, address, options))
+            joins.append(time_joins(count, address, millions, options))
             print(f"done: {joins[-1][0]}", flush=True)
     print_table(["a round, ms", "ranks", "elastic", "more", "bound"], rows)
     print_table(["a join, ms", "usual round", "longest", "more, in rounds", "bound"], joins)

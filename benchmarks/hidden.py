@@ -12,7 +12,7 @@ and so is the time: no machine's noise is in this table. Finished trainings are 
 
   python benchmarks/hidden.py --png hidden.png         the whole table, and a picture
   python benchmarks/hidden.py --text FILE --only diloco streaming_2 alone
-  python benchmarks/hidden.py --width 128 --layers 4 --lr 1e-3 --seeds 0 1 2   
+  python benchmarks/hidden.py --width 128 --layers 4 --lr 1e-3 --seeds 0 1 2
 
 How to read it: the best method of each ratio is marked with a star. From a ratio of 0.3 on, one of
 the hidden methods should be below ``diloco`` and below ``alone``.

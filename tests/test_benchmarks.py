@@ -180,6 +180,32 @@ def test_memory_keeps_its_bounds() -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
+def test_throughput_prints_the_pace() -> None:
+    output = run("throughput", "--quick")
+    pace, bound = cells(output, "loopback, 2, 4 fragments")[3:5]
+    assert 0 < float(pace) < 1.5
+    assert bound.startswith(">= 0.950 ")
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_hidden_keeps_finished_trainings(tmp_path: Path) -> None:
+    file, picture = tmp_path / "hidden.json", tmp_path / "hidden.png"
+    arguments = ("--quick", "--out", str(file), "--png", str(picture))
+    first = run("hidden", *arguments)
+    assert "4/4: " in first
+    assert picture.stat().st_size > 1000
+    assert len(json.loads(file.read_text())) == 4
+    again = run("hidden", *arguments)
+    assert "1/4: " not in again
+    assert first.split("\n\n")[1] == again.split("\n\n")[1]
+    loss, to_diloco = cells(again, "0.3")[2:4]
+    assert 2 < float(loss) < 5.6
+    assert to_diloco.endswith((" ok", " MISSED"))
+
+
+@pytest.mark.long
+@pytest.mark.slow
 def test_quality_keeps_finished_fits(tmp_path: Path) -> None:
     file = tmp_path / "quality.json"
     arguments = ("--quick", "--only", "ddp", "diloco", "--out", str(file))
@@ -203,7 +229,7 @@ def test_quality_keeps_finished_fits(tmp_path: Path) -> None:
     assert added[list(added)[2]]["settings"]["algorithm"]["outer_momentum"] == 0.5
 
 
-SHARED = ("common", "local_phase")
+SHARED = ("common", "equal_time", "local_phase")
 
 
 @pytest.mark.parametrize(
