@@ -45,13 +45,14 @@ class RemoteBackend:
         self._wire = wire
         self.shapes = params
         self._accumulator = accumulator
+        self._messages = messages
         self._memory = [
             accumulator.lend(index, message.dtype) for index, message in enumerate(messages)
         ]
         self._sending: list[dist.Work] = []
         self._receiving: list[dist.Work] = []
         self._steps_at_once = self._is_streaming = self._is_early = False
-        self._next = 0
+        self._next = self._known = 0
 
     def join(self, checksum: int) -> dict[str, Any]:
         """Ask the other rank for the parameters and wait for them."""
@@ -63,7 +64,7 @@ class RemoteBackend:
 
     def begin(self, call: Call | None) -> None:
         """Announce to the other rank that gradients follow."""
-        self._next = 0
+        self._next = self._known = 0
         self._is_streaming = call is None
         self._is_early = call is not None and call.clip is None and self._steps_at_once
         kind = Kind.STREAM if call is None else Kind.STEP
@@ -73,7 +74,9 @@ class RemoteBackend:
         """Pass the mean gradient on; parameters are awaited some messages later."""
         self._sending.append(self._wire.send(self._accumulator.slices[index], Lane.GRADIENTS))
         self._receiving.append(self._wire.receive(self._memory[index], Lane.WEIGHTS))
-        return self._arrivals(index - LAG + 1) if self._is_early else ()
+        if any(s.stop == self.shapes[s.param].numel() for s in self._messages[index].spans):
+            self._known = index + 1  # the other rank steps whole parameters
+        return self._arrivals(min(index - LAG + 1, self._known)) if self._is_early else ()
 
     def finish(self, call: Call) -> dict[str, Any]:
         """Say what the workers want, unless :meth:`begin` did, and wait for the step."""

@@ -272,3 +272,26 @@ def test_rounding_on_the_wire_is_the_same_in_all_tiers(pool: Pool) -> None:
     for weights in (*two[:2], *three[:2]):
         assert torch.equal(weights, two[2].bfloat16().float())
     torch.testing.assert_close(two[2], exact[2], rtol=0.02, atol=0.02)
+
+
+def train_in_pieces(rank: int, world: int, bucket_bytes: int) -> Tensor:
+    """A parameter that is cut into many messages, sent after the backward pass."""
+    torch.manual_seed(0)
+    net = nn.Linear(5, 7)
+
+    def work(remote: RemoteOptimizer) -> None:
+        for step in range(3):
+            remote.zero_grad()
+            net(torch.full((1, 5), 1.0 + rank + step)).square().sum().backward()
+            remote.step()
+
+    transport = Transport(bucket_bytes=bucket_bytes)
+    run_role(work, net.parameters(), lambda p: torch.optim.SGD(p, lr=1e-3), 1, transport=transport)
+    return torch.cat([param.detach().reshape(-1) for param in net.parameters()])
+
+
+@pytest.mark.parametrize("num_tiers", [2, 3])
+def test_a_parameter_of_many_messages(pool: Pool, num_tiers: int) -> None:
+    found = pool.run(train_in_pieces, 8, world=num_tiers)
+    expected = pool.run(train_in_pieces, 10_000, world=2)
+    assert all(torch.equal(weights, expected[0]) for weights in (found[0], found[-1]))
