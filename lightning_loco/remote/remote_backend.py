@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -17,8 +18,8 @@ from lightning_loco.remote.asking import (
     send_parameters,
 )
 from lightning_loco.remote.calls import Call
+from lightning_loco.remote.message import Message
 from lightning_loco.remote.optimizer_state import OptimizerState
-from lightning_loco.remote.plan import Message
 from lightning_loco.remote.wire import Kind, Lane, Note, Wire
 
 LAG = 2
@@ -31,8 +32,8 @@ class RemoteBackend:
         wire: To that rank.
         params: Their shapes.
         messages: As the workers cut them; this is how parameters come back.
-        accumulator: Where the gradients are. A message's parameters come into the memory of its
-            gradient, which is free by then: the answer to a message follows its arrival.
+        accumulator: Where the gradients are. A message's parameters come into the memory from which
+            its gradient leaves, which is free by then: the answer to a message follows its arrival.
     """
 
     def __init__(
@@ -47,7 +48,10 @@ class RemoteBackend:
         self._accumulator = accumulator
         self._messages = messages
         self._memory = [
-            accumulator.lend(index, message.dtype) for index, message in enumerate(messages)
+            accumulator.lend(index, message.dtype)
+            if message.codec is None
+            else torch.empty(message.num_bytes, dtype=torch.uint8)
+            for index, message in enumerate(messages)
         ]
         self._sending: list[dist.Work] = []
         self._receiving: list[dist.Work] = []
@@ -72,9 +76,11 @@ class RemoteBackend:
 
     def push(self, index: int) -> Iterable[int]:
         """Pass the mean gradient on; parameters are awaited some messages later."""
-        self._sending.append(self._wire.send(self._accumulator.slices[index], Lane.GRADIENTS))
-        self._receiving.append(self._wire.receive(self._memory[index], Lane.WEIGHTS))
-        if any(s.stop == self.shapes[s.param].numel() for s in self._messages[index].spans):
+        message, memory = self._messages[index], self._memory[index]
+        gradient = message.write(self._accumulator.slices[index], memory)
+        self._sending.append(self._wire.send(gradient, Lane.GRADIENTS))
+        self._receiving.append(self._wire.receive(memory, Lane.WEIGHTS))
+        if any(span.stop == self.shapes[span.param].numel() for span in message.spans):
             self._known = index + 1  # the other rank steps whole parameters
         return self._arrivals(min(index - LAG + 1, self._known)) if self._is_early else ()
 
