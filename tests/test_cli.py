@@ -267,6 +267,18 @@ class TestCommand:
         assert two["num_workers"] == 2
 
     @pytest.mark.long
+    def test_a_remote_optimizer_sends_a_quarter_of_the_bytes(self, tmp_path: Path) -> None:
+        done = command(
+            "experiment=smoke", "algorithm=remote_optimizer", "algorithm.num_workers=2",
+            "trainer.devices=3", "compression=int8", cwd=tmp_path,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert " without compression" in done.stdout
+        (report,) = tmp_path.glob("outputs/*/*/report.json")
+        figures = json.loads(report.read_text())
+        assert 3 * figures["bytes_sent"] == pytest.approx(figures["bytes_saved"], rel=0.1)
+
+    @pytest.mark.long
     def test_torchrun_decides_the_number_of_workers(self, tmp_path: Path) -> None:
         done = subprocess.run(
             [

@@ -15,7 +15,7 @@ import train
 from lightning_loco import Elastic
 from lightning_loco.algorithms import Cosine
 from lightning_loco.chosen_strategy import SettingsError, build_strategy
-from lightning_loco.codecs import ErrorFeedback, Int8, as_compression
+from lightning_loco.codecs import CODECS, ErrorFeedback, Int8, as_compression
 from lightning_loco.comm.link import LINKS
 from lightning_loco.comm.links import Links
 from lightning_loco.schedules import VaryingSteps
@@ -117,6 +117,24 @@ def test_an_error_feedback_by_hand() -> None:
     choice = ["algorithm=diloco", "compression=int8", "compression.error_feedback=0.5"]
     settings = build_strategy(config(*choice, "compression.block=64")).settings
     assert settings.compression == ErrorFeedback(Int8(64), 0.5)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "int8"])
+def test_compressions_of_a_remote_optimizer(name: str) -> None:
+    strategy = build_strategy(config("algorithm=remote_optimizer", f"compression={name}"))
+    assert strategy.compression == CODECS[name]()
+
+
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        ("compression=sparse", "algorithm: Sparse.* writes too roughly for a remote optimizer"),
+        ("compression=int8 compression.error_feedback=1.0", "algorithm: .* Give the codec alone"),
+    ],
+)
+def test_what_a_remote_optimizer_cannot_compress(choice: str, words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        build_strategy(config("algorithm=remote_optimizer", *choice.split()))
 
 
 def test_what_has_no_rounds_has_nothing_to_compress() -> None:

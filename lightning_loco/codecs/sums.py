@@ -65,6 +65,13 @@ def add_up(codec: Codec, wires: Sequence[Tensor], total: Tensor) -> Tensor:
     return total
 
 
+def add_written(codec: Codec, wire: Tensor, total: Tensor) -> Tensor:
+    """Add to ``total`` what bytes in ``wire`` tell."""
+    for part, written in codec.pieces(total):
+        total[part].add_(codec.decode(wire[written], torch.empty_like(total[part])))
+    return total
+
+
 def subtract_written(codec: Codec, wire: Tensor, values: Tensor) -> None:
     """Leave in ``values`` what their bytes in ``wire`` do not tell of them."""
     for part, written in codec.pieces(values):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_loco.remote.plan import Message
+from lightning_loco.remote.message import Message
 
 
 class Accumulator:

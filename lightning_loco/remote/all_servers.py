@@ -14,7 +14,6 @@ from lightning_loco.remote.channel import Channel
 from lightning_loco.remote.optimizer_state import OptimizerState
 from lightning_loco.remote.plan import (
     model_checksum,
-    plan_messages,
     share_parameters,
     trainable_parameters,
 )
@@ -56,7 +55,7 @@ class AllServers:
         self._shares: list[list[tuple[int, Tensor]]] = []
         for share, rank in zip(share_parameters(params, len(ranks)), ranks, strict=True):
             shared = [params[index] for index in share]
-            messages = plan_messages(shared, transport.bucket_bytes, transport.wire_dtype)
+            messages = transport.plan(shared)
             checksum = model_checksum(shared, messages)
             wire = transport.wire(rank, f"the aggregator (rank {rank})")
             self._channels.append(Channel(shared, groups, messages, wire, checksum))
@@ -190,6 +189,11 @@ class AllServers:
     def bytes_sent(self) -> int:
         """All bytes that have left this rank for the servers."""
         return sum(channel.wire.bytes_sent for channel in self._channels)
+
+    @property
+    def bytes_saved(self) -> int:
+        """By how much more that would have been without compression."""
+        return sum(channel.bytes_saved for channel in self._channels)
 
     @property
     def bytes_received(self) -> int:

@@ -25,7 +25,7 @@ def ask_for_weights(wire: Wire, checksum: int) -> dict[str, Any]:
     if "hyperparameters" not in answer:
         raise ValueError(
             f"{wire.name} has a model with other parameters. Build the same model on all ranks, "
-            "and pass its parameters in the same order."
+            "pass its parameters in the same order, and give all ranks the same Transport."
         )
     return answer
 

@@ -17,7 +17,7 @@ from lightning_loco.remote.changes import adopt_changes
 from lightning_loco.remote.clients import Clients
 from lightning_loco.remote.mean_gradient import MeanGradient
 from lightning_loco.remote.meanwhile import Meanwhile
-from lightning_loco.remote.plan import Message
+from lightning_loco.remote.message import Message
 from lightning_loco.remote.wire import Kind, Lane, Note, Wire
 
 
@@ -29,7 +29,7 @@ class GradientServer:
 
     Args:
         clients: The ranks that send gradients, in the order of the sum.
-        messages: How gradients are cut, and their dtype on the wire.
+        messages: How gradients are cut and written.
         accumulator: Where they are summed.
         backend: Where the mean goes.
         checksum: Tells the model.

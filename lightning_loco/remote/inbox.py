@@ -10,22 +10,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_loco.remote.accumulator import Accumulator
-from lightning_loco.remote.plan import Message
+from lightning_loco.remote.message import Message
 from lightning_loco.remote.unreachable import Unreachable
 from lightning_loco.remote.wire import Lane, Wire
 
 AHEAD_BYTES = 8 * 2**20
+_ALIGNED = 8
 
 
 class Inbox:
     """Receives a client's messages ahead of the one that is summed, also before a step begins.
 
-    Those of the first client come where the sum will be, if they are of its dtype; the others go
+    Those of the first client come where the sum will be, if they travel in its dtype; the others go
     round in some memory that holds at least two.
 
     Args:
         client: Who sends.
-        messages: How gradients are cut, and their dtype on the wire.
+        messages: How gradients are cut and written.
         accumulator: Where they are summed.
         is_first: Whether the sum begins with this client.
     """
@@ -40,8 +41,8 @@ class Inbox:
         self._client = client
         self._messages = messages
         self._accumulator = accumulator
-        self._is_direct = is_first and messages[0].dtype == accumulator.dtype
-        self._longest = max(message.numel * message.dtype.itemsize for message in messages)
+        self._is_direct = is_first and all(m.wire_dtype == accumulator.dtype for m in messages)
+        self._longest = -(-max(message.num_bytes for message in messages) // _ALIGNED) * _ALIGNED
         self._places = min(len(messages), max(2, AHEAD_BYTES // self._longest))
         self._memory: Tensor | None = None
         self._coming: deque[tuple[Tensor, dist.Work | Unreachable]] = deque()
@@ -83,5 +84,4 @@ class Inbox:
         message = self._messages[index]
         if self._memory is None:
             self._memory = torch.empty(self._places, self._longest, dtype=torch.uint8)
-        size = message.numel * message.dtype.itemsize
-        return self._memory[index % self._places, :size].view(message.dtype)
+        return self._memory[index % self._places, : message.num_bytes].view(message.wire_dtype)

@@ -11,8 +11,8 @@ from torch import Tensor
 from lightning_loco.remote.accumulator import Accumulator
 from lightning_loco.remote.calls import Call, Clip
 from lightning_loco.remote.hyperparameters import HyperparameterMirror
+from lightning_loco.remote.message import Message
 from lightning_loco.remote.optimizer_state import OptimizerState
-from lightning_loco.remote.plan import Message
 from lightning_loco.remote.slots import Slot
 from lightning_loco.remote.supported_optimizers import is_step_per_parameter
 
@@ -124,10 +124,11 @@ class LocalBackend:
     @torch.no_grad()
     def load_parameters(self, values: Iterable[Tensor]) -> None:
         """Replace parameters, but keep what was only rounded for the wire."""
-        dtypes = {index: slot.message.dtype for slot in self._slots for index in slot.indices}
-        for index, (param, value) in enumerate(zip(self._params, values, strict=True)):
+        sent = [param.detach().clone() for param in self._params]
+        for slot in self._slots:  # their memory may hold gradients now
+            Slot(slot.message, sent).round(sent)
+        for param, was_sent, value in zip(self._params, sent, values, strict=True):
             given = value.to(param.device)
-            was_sent = param.to(dtypes[index]).to(param.dtype)
             param.copy_(torch.where(was_sent == given, param, given))
 
     def end(self, farewell: dict[str, Any]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from lightning_loco.remote.accumulator import Accumulator
 from lightning_loco.remote.clients import Clients
 from lightning_loco.remote.inbox import Inbox
-from lightning_loco.remote.plan import Message
+from lightning_loco.remote.message import Message
 from lightning_loco.remote.wire import Wire
 
 
@@ -18,7 +19,7 @@ class MeanGradient:
 
     Args:
         clients: Who sends.
-        messages: How gradients are cut, and their dtype on the wire.
+        messages: How gradients are cut and written.
         accumulator: Where they are summed.
     """
 
@@ -26,6 +27,7 @@ class MeanGradient:
         self, clients: Clients, messages: Sequence[Message], accumulator: Accumulator
     ) -> None:
         self._clients = clients
+        self._messages = messages
         self._accumulator = accumulator
         self._inboxes = {
             client: Inbox(client, messages, accumulator, number == 0)
@@ -43,7 +45,7 @@ class MeanGradient:
         Raises:
             RuntimeError: If no sender is left, or too few clients, or the mean is not finite.
         """
-        target = self._accumulator.slices[index]
+        message, target = self._messages[index], self._accumulator.slices[index]
         arrived: list[tuple[Wire, Tensor]] = []
         for client in senders:
             if client not in self._clients.left:
@@ -52,15 +54,15 @@ class MeanGradient:
                 memory = self._inboxes[client].next()
                 arrived.append((client, memory))
                 if len(arrived) > 1:
-                    target.add_(memory)
+                    message.add(memory, target)
                 elif memory is not target:
-                    target.copy_(memory)
+                    message.read(memory, target)
         if not arrived:
             raise RuntimeError("All workers that were making a step are gone.")
         if len(arrived) > 1:
             target.div_(len(arrived))
         if not _is_finite(target):
-            raise RuntimeError(_whose_is_not_finite(arrived, target))
+            raise RuntimeError(_whose_is_not_finite(message, arrived, target))
 
 
 def _is_finite(values: Tensor) -> bool:
@@ -68,12 +70,18 @@ def _is_finite(values: Tensor) -> bool:
     return bool(values.sum().isfinite()) or bool(values.isfinite().all())
 
 
-def _whose_is_not_finite(arrived: Sequence[tuple[Wire, Tensor]], mean: Tensor) -> str:
+def _whose_is_not_finite(
+    message: Message, arrived: Sequence[tuple[Wire, Tensor]], mean: Tensor
+) -> str:
     """Say which clients' gradients make the mean infinite or no number.
 
     The first one's may have been where the mean is now, and can only be found by elimination.
     """
-    names = [c.name for c, memory in arrived if memory is not mean and not _is_finite(memory)]
+    names = [
+        client.name
+        for client, memory in arrived
+        if memory is not mean and not _is_finite(message.read(memory, torch.empty_like(mean)))
+    ]
     if not names and arrived[0][1] is mean:
         names = [arrived[0][0].name]
     return (

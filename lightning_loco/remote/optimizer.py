@@ -274,6 +274,11 @@ class RemoteOptimizer(torch.optim.Optimizer):
         return self._servers.bytes_sent
 
     @property
+    def bytes_saved(self) -> int:
+        """By how much more that would have been without compression."""
+        return self._servers.bytes_saved
+
+    @property
     def bytes_received(self) -> int:
         """All bytes that have come from the servers."""
         return self._servers.bytes_received

@@ -3,48 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_loco.codecs import BFloat16, Codec, Float16
 from lightning_loco.comm.checks import schema_checksum
+from lightning_loco.remote.message import Message, Span
 
 BUCKET_BYTES = 4 * 2**20
-
-
-class Span(NamedTuple):
-    """The elements ``start`` to ``stop`` of a parameter, seen as one line."""
-
-    param: int
-    start: int
-    stop: int
-
-
-class Message(NamedTuple):
-    """What travels at once.
-
-    Attributes:
-        spans: Side by side.
-        numel: Elements of all spans.
-        dtype: On the wire.
-    """
-
-    spans: tuple[Span, ...]
-    numel: int
-    dtype: torch.dtype
+NARROW = (BFloat16, Float16)
+"""Codecs that need no writing: values travel in a narrower dtype."""
 
 
 def plan_messages(
-    params: Sequence[Tensor], bucket_bytes: int, wire_dtype: torch.dtype | None = None
+    params: Sequence[Tensor], bucket_bytes: int, codec: Codec | None = None
 ) -> list[Message]:
     """Cut parameters into messages, in the order in which a backward pass ends their gradients.
 
     Args:
         params: Their shapes and dtypes; the spans of one parameter follow each other.
-        bucket_bytes: Longest message; a larger parameter is cut, unless its memory has gaps or
-            another order.
-        wire_dtype: Of all messages. Default: the dtype of the parameters.
+        bucket_bytes: Longest message as it travels, but at least a block of the codec; a larger
+            parameter is cut, unless its memory has gaps or another order.
+        codec: Of all messages. Default: the parameters travel as they are.
 
     Example:
         >>> params = [torch.zeros(2), torch.zeros(3), torch.zeros(10)]
@@ -55,16 +37,17 @@ def plan_messages(
     messages: list[Message] = []
     joined: list[Span] = []
     joined_dtype = torch.float32
+    writer = None if isinstance(codec, NARROW) else codec
 
     def close() -> None:
         if joined:
             numel = sum(span.stop - span.start for span in joined)
-            messages.append(Message(tuple(joined), numel, joined_dtype))
+            messages.append(Message(tuple(joined), numel, joined_dtype, writer))
             joined.clear()
 
     for index, param in reversed(list(enumerate(params))):
-        dtype = wire_dtype or param.dtype
-        longest = max(bucket_bytes // dtype.itemsize, 1)
+        dtype = _dtype_of_values(param.dtype, codec)
+        longest = _longest(bucket_bytes, dtype, writer)
         room = longest - sum(span.stop - span.start for span in joined)
         if dtype != joined_dtype or param.numel() > room:
             close()
@@ -77,6 +60,20 @@ def plan_messages(
             close()
     close()
     return messages
+
+
+def _dtype_of_values(dtype: torch.dtype, codec: Codec | None) -> torch.dtype:
+    """In which dtype values of parameters travel, or get to a codec, which takes float32 or 64."""
+    if codec is None:
+        return dtype
+    return codec.dtype if isinstance(codec, NARROW) else torch.promote_types(dtype, torch.float32)
+
+
+def _longest(bucket_bytes: int, dtype: torch.dtype, codec: Codec | None) -> int:
+    """How many values a message may have, at most."""
+    if codec is None:
+        return max(bucket_bytes // dtype.itemsize, 1)
+    return max(bucket_bytes // codec.row_bytes, 1) * codec.block
 
 
 def share_parameters(params: Sequence[Tensor], num_servers: int) -> list[list[int]]:
@@ -114,5 +111,5 @@ def trainable_parameters(
 def model_checksum(params: Iterable[Tensor], messages: Sequence[Message]) -> int:
     """63 bits that tell other models, and the same ones cut differently, apart."""
     shapes = [(tuple(param.shape), str(param.dtype)) for param in params]
-    cuts = [(message.spans, str(message.dtype)) for message in messages]
+    cuts = [(m.spans, str(m.dtype), repr(m.codec)) for m in messages]
     return schema_checksum([shapes, cuts]) >> 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -17,8 +18,8 @@ from lightning_loco.remote.asking import (
     send_parameters,
 )
 from lightning_loco.remote.calls import Call
+from lightning_loco.remote.message import Message
 from lightning_loco.remote.optimizer_state import OptimizerState
-from lightning_loco.remote.plan import Message
 from lightning_loco.remote.wire import Kind, Lane, Note, Wire
 
 LAG = 2
@@ -31,8 +32,8 @@ class RemoteBackend:
         wire: To that rank.
         params: Their shapes.
         messages: As the workers cut them; this is how parameters come back.
-        accumulator: Where the gradients are. A message's parameters come into the memory of its
-            gradient, which is free by then: the answer to a message follows its arrival.
+        accumulator: Where the gradients are. A message's parameters come into the memory from which
+            its gradient leaves, which is free by then: the answer to a message follows its arrival.
     """
 
     def __init__(
@@ -45,13 +46,17 @@ class RemoteBackend:
         self._wire = wire
         self.shapes = params
         self._accumulator = accumulator
+        self._messages = messages
         self._memory = [
-            accumulator.lend(index, message.dtype) for index, message in enumerate(messages)
+            accumulator.lend(index, message.dtype)
+            if message.codec is None
+            else torch.empty(message.num_bytes, dtype=torch.uint8)
+            for index, message in enumerate(messages)
         ]
         self._sending: list[dist.Work] = []
         self._receiving: list[dist.Work] = []
         self._steps_at_once = self._is_streaming = self._is_early = False
-        self._next = 0
+        self._next = self._known = 0
 
     def join(self, checksum: int) -> dict[str, Any]:
         """Ask the other rank for the parameters and wait for them."""
@@ -63,7 +68,7 @@ class RemoteBackend:
 
     def begin(self, call: Call | None) -> None:
         """Announce to the other rank that gradients follow."""
-        self._next = 0
+        self._next = self._known = 0
         self._is_streaming = call is None
         self._is_early = call is not None and call.clip is None and self._steps_at_once
         kind = Kind.STREAM if call is None else Kind.STEP
@@ -71,9 +76,13 @@ class RemoteBackend:
 
     def push(self, index: int) -> Iterable[int]:
         """Pass the mean gradient on; parameters are awaited some messages later."""
-        self._sending.append(self._wire.send(self._accumulator.slices[index], Lane.GRADIENTS))
-        self._receiving.append(self._wire.receive(self._memory[index], Lane.WEIGHTS))
-        return self._arrivals(index - LAG + 1) if self._is_early else ()
+        message, memory = self._messages[index], self._memory[index]
+        gradient = message.write(self._accumulator.slices[index], memory)
+        self._sending.append(self._wire.send(gradient, Lane.GRADIENTS))
+        self._receiving.append(self._wire.receive(memory, Lane.WEIGHTS))
+        if any(span.stop == self.shapes[span.param].numel() for span in message.spans):
+            self._known = index + 1  # the other rank steps whole parameters
+        return self._arrivals(min(index - LAG + 1, self._known)) if self._is_early else ()
 
     def finish(self, call: Call) -> dict[str, Any]:
         """Say what the workers want, unless :meth:`begin` did, and wait for the step."""

@@ -136,7 +136,10 @@ def optimizer(
     backend = site.local_backend(optimizer, serving or Serving())
     rank = tiers.aggregators[site.number]
     client = site.wire(rank)
-    summed = [message._replace(dtype=site.accumulator.dtype) for message in site.messages]
+    summed = [
+        message if message.codec is not None else message._replace(dtype=site.accumulator.dtype)
+        for message in site.messages
+    ]
     alone = (serving or Serving())._replace(min_workers=None)
     return site.serve([client], summed, backend, alone, are_heard=True)
 

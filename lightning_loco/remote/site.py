@@ -16,10 +16,9 @@ from lightning_loco.remote.backend import Backend
 from lightning_loco.remote.gradient_server import GradientServer
 from lightning_loco.remote.local_backend import LocalBackend
 from lightning_loco.remote.meanwhile import Meanwhile
+from lightning_loco.remote.message import Message
 from lightning_loco.remote.plan import (
-    Message,
     model_checksum,
-    plan_messages,
     share_parameters,
     trainable_parameters,
 )
@@ -75,7 +74,7 @@ class Site:
         self.number = number
         self.tiers = tiers
         self.transport = transport
-        self.messages = plan_messages(self.params, transport.bucket_bytes, transport.wire_dtype)
+        self.messages = transport.plan(self.params)
         self.accumulator = Accumulator(self.params, self.messages)
         self.meanwhile = Meanwhile(transport.timeout_s, transport.look_around)
         self._wires: list[Wire] = []

@@ -1,14 +1,15 @@
-"""The memory of a message: that of the tensor itself where it can be, else a buffer."""
+"""The memory of a message: that of the tensor itself where it can be, else buffers."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_loco.comm.devices import has_streams
-from lightning_loco.remote.plan import Message
+from lightning_loco.remote.message import Message
 
 Tensors = Sequence[Tensor] | Mapping[int, Tensor | None]
 """Tensors by their number; None where there is none."""
@@ -18,12 +19,13 @@ class Slot:
     """One message on this rank, for gradients that leave and parameters that come.
 
     A large dense tensor of the message's dtype in the memory of the processor is sent and received
-    as it is. Everything else goes through a buffer: small tensors, other dtypes, other devices.
+    as it is. Everything else goes through buffers: small tensors, other dtypes, other devices, and
+    what a codec writes, which it does on the tensors' device.
 
     Args:
         message: Which parts of which tensors.
         params: The shapes and the device of all tensors.
-        memory: For the buffer, if the tensors are in the processor's memory. Default: new memory.
+        memory: For the values, if the tensors are in the processor's memory. Default: new memory.
     """
 
     def __init__(
@@ -32,12 +34,18 @@ class Slot:
         self.message = message
         self._params = params
         self._memory = memory
-        self._buffers: tuple[Tensor, Tensor, list[Tensor]] | None = None
+        self._device = params[message.spans[0].param].device
 
     @property
     def indices(self) -> list[int]:
         """The numbers of the tensors that the message has parts of."""
         return [span.param for span in self.message.spans]
+
+    @functools.cached_property
+    def saved_bytes(self) -> int:
+        """By how much fewer bytes travel than the values have here."""
+        here = sum((s.stop - s.start) * self._params[s.param].itemsize for s in self.message.spans)
+        return here - self.message.num_bytes
 
     @torch.no_grad()
     def outgoing(self, tensors: Tensors) -> Tensor:
@@ -45,10 +53,10 @@ class Slot:
         direct = self._direct(tensors)
         if direct is not None:
             return direct
-        packed, host = self._pack(tensors)
-        if host is not packed:
-            host.copy_(packed)
-        return host
+        written = self._write(tensors)
+        if self._host is not written:
+            self._host.copy_(written)
+        return self._host
 
     @torch.no_grad()
     def stage(self, tensors: Tensors, stream: torch.cuda.Stream) -> tuple[Tensor, torch.cuda.Event]:
@@ -61,19 +69,57 @@ class Slot:
         Returns:
             The message in the processor's memory, and the event after which it is there.
         """
-        packed, host = self._pack(tensors)
-        stream.wait_stream(torch.cuda.current_stream(packed.device))
+        written = self._write(tensors)
+        stream.wait_stream(torch.cuda.current_stream(written.device))
         copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
-            host.copy_(packed, non_blocking=True)
+            self._host.copy_(written, non_blocking=True)
             copied.record(stream)
-        return host, copied
+        return self._host, copied
 
-    def _pack(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        """Fill the vector on the device; returns it and the one in the processor's memory."""
-        packed, host, parts = self._buffer()
+    def incoming(self, tensors: Tensors) -> Tensor:
+        """Memory for the message to be received into; then :meth:`unpack`."""
+        direct = self._direct(tensors)
+        return self._host if direct is None else direct
+
+    @torch.no_grad()
+    def unpack(self, tensors: Sequence[Tensor]) -> None:
+        """Write what was received into the tensors."""
+        if self._direct(tensors) is not None:
+            return
+        if self._host is not self._written:
+            self._written.copy_(self._host)
+        self._read(tensors)
+
+    @torch.no_grad()
+    def round(self, tensors: Sequence[Tensor]) -> None:
+        """Make of the tensors what arrives of them on another rank."""
+        if self._direct(tensors) is None:
+            self._write(tensors)
+            self._read(tensors)
+
+    def _write(self, tensors: Tensors) -> Tensor:
+        """Fill the message, on the device."""
+        values = self._dense(tensors) if self.message.codec is not None else None
+        return self.message.write(self._pack(tensors) if values is None else values, self._written)
+
+    def _read(self, tensors: Sequence[Tensor]) -> None:
+        """Empty the message, on the device."""
+        if self.message.codec is not None:
+            values = self._dense(tensors)
+            self.message.read(self._written, self._packed if values is None else values)
+            if values is not None:
+                return
+        targets = [
+            self._part(tensors[span.param], span.start, span.stop, part)
+            for span, part in zip(self.message.spans, self._parts, strict=True)
+        ]
+        torch._foreach_copy_(targets, self._parts)
+
+    def _pack(self, tensors: Tensors) -> Tensor:
+        """Put the values side by side, on the device."""
         sources, targets = [], []
-        for span, part in zip(self.message.spans, parts, strict=True):
+        for span, part in zip(self.message.spans, self._parts, strict=True):
             tensor = tensors[span.param]
             if tensor is None:
                 part.zero_()
@@ -82,38 +128,21 @@ class Slot:
                 sources.append(self._part(tensor, span.start, span.stop, part))
         if targets:
             torch._foreach_copy_(targets, sources)
-        return packed, host
-
-    def incoming(self, tensors: Tensors) -> Tensor:
-        """Memory for the message to be received into; then :meth:`unpack`."""
-        direct = self._direct(tensors)
-        return self._buffer()[1] if direct is None else direct
-
-    @torch.no_grad()
-    def unpack(self, tensors: Sequence[Tensor]) -> None:
-        """Write what was received into the tensors."""
-        if self._direct(tensors) is not None:
-            return
-        packed, host, parts = self._buffer()
-        if host is not packed:
-            packed.copy_(host)
-        targets = [
-            self._part(tensors[span.param], span.start, span.stop, part)
-            for span, part in zip(self.message.spans, parts, strict=True)
-        ]
-        torch._foreach_copy_(targets, parts)
+        return self._packed
 
     def _direct(self, tensors: Tensors) -> Tensor | None:
+        """The message in the memory of the only tensor that it has parts of, if it can be there."""
+        if self.message.codec is not None or self._device.type != "cpu":
+            return None
+        return self._dense(tensors)
+
+    def _dense(self, tensors: Tensors) -> Tensor | None:
+        """The values in the memory of the only tensor, if they are side by side there."""
         if len(self.message.spans) > 1:
             return None
         index, start, stop = self.message.spans[0]
         tensor = tensors[index]
-        if (
-            tensor is None
-            or tensor.dtype != self.message.dtype
-            or tensor.device.type != "cpu"
-            or not tensor.is_contiguous()
-        ):
+        if tensor is None or tensor.dtype != self.message.dtype or not tensor.is_contiguous():
             return None
         return tensor.detach().view(-1)[start:stop]
 
@@ -122,26 +151,36 @@ class Slot:
             return tensor.detach()
         return tensor.detach().reshape(-1)[start:stop]
 
-    def _buffer(self) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """The vector on the device, the one in the processor's memory, and the parts of the first.
+    # ----------------------------------------------- buffers, made on first use
 
-        All are made on first use.
-        """
-        if self._buffers is None:
-            device = self._params[self.message.spans[0].param].device
-            numel, dtype = self.message.numel, self.message.dtype
-            if device.type != "cpu":
-                packed = torch.empty(numel, dtype=dtype, device=device)
-                host = torch.empty(numel, dtype=dtype, pin_memory=has_streams(device))
-            else:
-                packed = torch.empty(numel, dtype=dtype) if self._memory is None else self._memory
-                host = packed
-            sizes = [span.stop - span.start for span in self.message.spans]
-            parts = [
-                part.view(self._params[span.param].shape)
-                if part.numel() == self._params[span.param].numel()
-                else part
-                for span, part in zip(self.message.spans, torch.split(packed, sizes), strict=True)
-            ]
-            self._buffers = (packed, host, parts)
-        return self._buffers
+    @functools.cached_property
+    def _packed(self) -> Tensor:
+        """All values side by side, on the device."""
+        if self._memory is not None and self._device.type == "cpu":
+            return self._memory
+        return torch.empty(self.message.numel, dtype=self.message.dtype, device=self._device)
+
+    @functools.cached_property
+    def _parts(self) -> list[Tensor]:
+        """Those of each tensor; in its shape, if they are all of it."""
+        sizes = [span.stop - span.start for span in self.message.spans]
+        shapes = [self._params[span.param].shape for span in self.message.spans]
+        return [
+            part.view(shape) if part.numel() == shape.numel() else part
+            for shape, part in zip(shapes, torch.split(self._packed, sizes), strict=True)
+        ]
+
+    @functools.cached_property
+    def _written(self) -> Tensor:
+        """The message as it travels, on the device."""
+        if self.message.codec is None:
+            return self._packed
+        return torch.empty(self.message.num_bytes, dtype=torch.uint8, device=self._device)
+
+    @functools.cached_property
+    def _host(self) -> Tensor:
+        """The message as it travels, in the processor's memory."""
+        if self._device.type == "cpu":
+            return self._written
+        size, dtype = self.message.wire_numel, self.message.wire_dtype
+        return torch.empty(size, dtype=dtype, pin_memory=has_streams(self._device))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from lightning_loco.codecs import Codec
 from lightning_loco.comm.watchdog import Watchdog
+from lightning_loco.remote.compression import as_codec
 from lightning_loco.remote.meanwhile import Meanwhile
-from lightning_loco.remote.plan import BUCKET_BYTES
+from lightning_loco.remote.message import Message
+from lightning_loco.remote.plan import BUCKET_BYTES, plan_messages
 from lightning_loco.remote.wire import Wire
 
 
@@ -20,17 +24,30 @@ class Transport:
     Args:
         group: All ranks, with gloo. Default: the default process group.
         bucket_bytes: Longest message; smaller parameters travel together.
-        wire_dtype: Of gradients and parameters on the wire, for instance ``torch.bfloat16``; sums
-            and steps keep their precision. Default: as they are.
+        compression: How gradients and parameters are written on the wire: ``"bf16"``, ``"fp16"``,
+            ``"int8"``, or a codec such as ``Int8(block=128)``; sums and steps keep their precision.
+            Default: as they are.
         timeout_s: Longest wait for another rank, in seconds. Default: the group's.
         watchdog: Knows which rank has failed, and why.
+
+    Raises:
+        TypeError: If ``compression`` is nothing of the kind.
+        ValueError: If it cannot be used here; see :func:`as_codec`.
     """
 
     group: dist.ProcessGroup | None = None
     bucket_bytes: int = BUCKET_BYTES
-    wire_dtype: torch.dtype | None = None
+    compression: str | Codec | None = None
     timeout_s: float | None = None
     watchdog: Watchdog | None = None
+
+    def __post_init__(self) -> None:
+        """Check the compression."""
+        as_codec(self.compression)
+
+    def plan(self, params: Sequence[Tensor]) -> list[Message]:
+        """How parameters, and their gradients, are cut into messages."""
+        return plan_messages(params, self.bucket_bytes, as_codec(self.compression))
 
     def wire(self, rank: int, name: str, meanwhile: Meanwhile | None = None) -> Wire:
         """A connection to another rank; a server says what to do while it waits for that."""

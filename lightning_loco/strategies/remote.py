@@ -16,9 +16,11 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
+from lightning_loco.codecs import Codec, ErrorFeedback
 from lightning_loco.comm.checks import share_from_worker_0
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.remote import RemoteOptimizer, Serving, Transport
+from lightning_loco.remote.compression import as_codec
 from lightning_loco.remote.plan import BUCKET_BYTES
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.arguments import check_common_arguments
@@ -27,7 +29,6 @@ from lightning_loco.strategies.remote_arguments import (
     check_before_setup,
     check_optimizers,
     check_ranks,
-    read_wire_dtype,
 )
 from lightning_loco.strategies.remote_checkpoints import RemoteCheckpoints
 from lightning_loco.strategies.remote_precision import RemotePrecision
@@ -49,16 +50,15 @@ class RemoteOptimizerStrategy(ServedStrategy):
     Learning-rate schedulers run in the workers' loops, which have the epochs and metrics that they
     need; the optimizer uses their values in the same step. Gradient clipping set on the Trainer, or
     by ``self.clip_gradients``, clips the mean gradient where the optimizer is. Checkpoints are
-    ordinary ones with the optimizer's state: a run can go on with other tiers, another number of
-    workers, or DDP.
+    ordinary ones with the optimizer's state: a run can go on with other tiers, workers or DDP.
 
     Args:
         num_workers: Workers, at least 1. Default: 2 tiers, with all ranks but the servers.
         num_servers: Shares of the parameters, each with a server (and an optimizer) of its own.
         replica_size: Ranks of one worker; they average their gradients like DDP, and the first one
             talks to the servers.
-        wire_dtype: Of gradients and parameters on the wire: ``"bfloat16"`` or ``"float16"``; the
-            servers sum and step in the parameters' precision. Default: as they are.
+        compression: Of gradients and parameters on the wire: ``"bf16"``, ``"fp16"``, ``"int8"`` or
+            such a codec; servers sum and step in full precision. Default: as they are.
         min_workers: Go on with the mean over those that are left while there are so many. Default:
             the end of one worker ends the run, with an error that names it.
         overlap: Send gradients while the backward pass computes them.
@@ -94,7 +94,7 @@ class RemoteOptimizerStrategy(ServedStrategy):
         *,
         num_servers: int = 1,
         replica_size: int = 1,
-        wire_dtype: str | torch.dtype | None = None,
+        compression: Codec | ErrorFeedback | str | None = None,
         min_workers: int | None = None,
         overlap: bool = True,
         timeout_s: float = 600.0,
@@ -121,7 +121,7 @@ class RemoteOptimizerStrategy(ServedStrategy):
             start_method=start_method,
         )
         self.counts = (num_workers, num_servers, replica_size)
-        self.wire_dtype = read_wire_dtype(wire_dtype)
+        self.compression = as_codec(compression)
         self.min_workers = min_workers
         self.overlap = overlap
         self.timeout_s = timeout_s
@@ -164,7 +164,7 @@ class RemoteOptimizerStrategy(ServedStrategy):
     def _transport(self) -> Transport:
         assert self.service is not None
         group, watchdog = self.service.group, self.service.watchdog
-        return Transport(group, self.bucket_bytes, self.wire_dtype, self.timeout_s, watchdog)
+        return Transport(group, self.bucket_bytes, self.compression, self.timeout_s, watchdog)
 
     def _connect(self, trainer: pl.Trainer) -> None:
         """Replace the optimizer of this worker by a connection to the real one."""
@@ -228,10 +228,11 @@ class RemoteOptimizerStrategy(ServedStrategy):
             remote.expect_backward()
             return closure()
 
-        sent = remote.bytes_sent
+        sent, saved = remote.bytes_sent, remote.bytes_saved
         chosen = streamed if self._can_stream else closure
         output = super().optimizer_step(optimizer, chosen, model, **kwargs)
         self.statistics.bytes_sent += remote.bytes_sent - sent
+        self.statistics.bytes_saved += remote.bytes_saved - saved
         self.statistics.rounds += 1
         self.statistics.wait_s = remote.wait_s
         if remote.stop_agreed is not None:

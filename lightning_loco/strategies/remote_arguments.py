@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 from torch.optim import Optimizer
 
@@ -11,8 +10,6 @@ from lightning_loco.comm.checks import check_model
 from lightning_loco.remote.supported_optimizers import check_optimizer
 from lightning_loco.remote.tiers import check_counts
 from lightning_loco.strategies import lightning_private
-
-_WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def check_ranks(
@@ -34,20 +31,6 @@ def check_ranks(
             "min_workers goes on without single ranks, so it needs replica_size=1, got "
             f"{replica_size}."
         )
-
-
-def read_wire_dtype(value: str | torch.dtype | None) -> torch.dtype | None:
-    """The dtype on the wire by its name.
-
-    Raises:
-        ValueError: If there is none, or it is not one to send in.
-    """
-    chosen = _WIRE_DTYPES.get(value, value) if isinstance(value, str) else value
-    if chosen is not None and chosen not in _WIRE_DTYPES.values():
-        raise ValueError(
-            f"wire_dtype must be one of {', '.join(_WIRE_DTYPES)} or None, got {value!r}."
-        )
-    return chosen if isinstance(chosen, torch.dtype) else None
 
 
 def check_before_setup(trainer: pl.Trainer, module: pl.LightningModule) -> None:

@@ -71,7 +71,7 @@ class RemoteCheckpoints:
         assert module is not None
         strategy.meet("checkpoint")  # brings a worker that has run out of data up to date
         state = read()
-        is_rounded = strategy.wire_dtype is not None
+        is_rounded = strategy.compression is not None
         if strategy.is_global_zero and is_rounded and not remote.is_changed:
             values = {id(param): value for param, value in remote.parameters_in_full()}
             for name, param in module.named_parameters(remove_duplicate=False):

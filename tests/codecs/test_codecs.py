@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.codecs import CODECS, E3M0, BFloat16, Codec, Float16, Int4, Int8, Sparse
-from lightning_loco.codecs.sums import add_up, shards, subtract_written
+from lightning_loco.codecs.sums import add_up, add_written, shards, subtract_written
 
 SMALL = [BFloat16(), Float16(), Int8(8), Int4(8), E3M0(8), Sparse(4, 16)]
 LENGTHS = [1, 3, 8, 15, 16, 17, 64, 100, 4096, 5000]
@@ -157,6 +157,10 @@ def test_sums_are_those_of_what_is_read(codec: Codec) -> None:
         expected = expected + read(codec, message)
     wires = [codec.encode(message) for message in messages]
     assert torch.equal(add_up(codec, wires, torch.empty(5000)), expected)
+    total = read(codec, messages[0])
+    for wire in wires[1:]:
+        add_written(codec, wire, total)
+    assert torch.equal(total, expected)
     lost = messages[0].clone()
     subtract_written(codec, wires[0], lost)
     assert torch.equal(lost, messages[0] - read(codec, messages[0]))

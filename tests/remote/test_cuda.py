@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed import HashStore, ProcessGroupGloo
 
+from lightning_loco.codecs import BFloat16, Codec, Int8
 from lightning_loco.remote import RemoteOptimizer, Tiers, Transport, aggregator_optimizer
 from lightning_loco.remote.courier import Courier
 from lightning_loco.remote.plan import plan_messages
@@ -19,14 +20,15 @@ from tests.no_values import DEVICE, with_streams
 from tests.pool import Pool
 
 
-def test_a_worker_reads_nothing_back(pool: Pool) -> None:
+@pytest.mark.parametrize("compression", [None, "bf16", "int8"])
+def test_a_worker_reads_nothing_back(pool: Pool, compression: str | None) -> None:
     """Gradients leave by copies that nobody waits for; parameters come."""
     for overlap in (False, True):
-        pool.run(train, overlap, world=3)
+        pool.run(train, overlap, compression, world=3)
 
 
-def train(rank: int, world: int, overlap: bool) -> None:
-    transport = Transport(bucket_bytes=100)
+def train(rank: int, world: int, overlap: bool, compression: str | None) -> None:
+    transport = Transport(bucket_bytes=100, compression=compression)
     if rank == world - 1:
         optimizer = torch.optim.SGD(make_model("cpu").parameters(), lr=0.1)
         aggregator_optimizer(optimizer, Tiers.detect(world, world - 1), transport=transport)
@@ -49,15 +51,13 @@ def make_model(device: str) -> nn.Sequential:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("codec", [None, BFloat16(), Int8(4)], ids=str)
 @pytest.mark.parametrize("bucket_bytes", [16, 1000])
-def test_what_is_on_a_gpu_arrives_on_another_rank(
-    wire_dtype: torch.dtype | None, bucket_bytes: int
-) -> None:
+def test_what_is_on_a_gpu_arrives_on_another_rank(codec: Codec | None, bucket_bytes: int) -> None:
     here = [torch.randn(size, device="cuda") for size in (3, 50, 2)]
     there = [torch.zeros(size) for size in (3, 50, 2)]
     back = [torch.zeros(size, device="cuda") for size in (3, 50, 2)]
-    for message in plan_messages(here, bucket_bytes, wire_dtype):
+    for message in plan_messages(here, bucket_bytes, codec):
         sender, receiver, again = (Slot(message, side) for side in (here, there, back))
         sent = sender.outgoing(here)
         assert sent.device.type == "cpu"
@@ -65,10 +65,12 @@ def test_what_is_on_a_gpu_arrives_on_another_rank(
         receiver.unpack(there)
         again.incoming(back).copy_(receiver.outgoing(there))
         again.unpack(back)
-    for own, other, returned in zip(here, there, back, strict=True):
-        expected = own if wire_dtype is None else own.bfloat16().float()
-        assert torch.equal(other, expected.cpu())
-        assert torch.equal(returned, expected)
+    expected = [values.cpu() for values in here]
+    for message in plan_messages(expected, bucket_bytes, codec):
+        Slot(message, expected).round(expected)
+    for own, other, returned in zip(expected, there, back, strict=True):
+        assert torch.equal(other, own)
+        torch.testing.assert_close(returned.cpu(), own, rtol=1e-6, atol=0)  # written a second time
 
 
 def send_and_receive(groups: dict[int, ProcessGroupGloo], size: int) -> None:

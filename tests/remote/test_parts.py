@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_loco.codecs import BFloat16, Codec, Float16, Int8
 from lightning_loco.remote import RemoteOptimizer, Serving, Tiers, Transport, run_role
 from lightning_loco.remote.accumulator import Accumulator
 from lightning_loco.remote.calls import Call, Clip
@@ -21,13 +22,13 @@ from tests.pool import Pool, PoolError
 
 
 @pytest.mark.parametrize("bucket_bytes", [4, 12, 40, 1000])
-@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("codec", [None, BFloat16(), Float16(), Int8(4)], ids=str)
 @pytest.mark.parametrize("sizes", [*itertools.product([1, 3, 11], repeat=3), (0, 5, 0), (7,), (0,)])
 def test_every_element_travels_once(
-    sizes: tuple[int, ...], bucket_bytes: int, wire_dtype: torch.dtype | None
+    sizes: tuple[int, ...], bucket_bytes: int, codec: Codec | None
 ) -> None:
     params = [torch.randn(size) for size in sizes]
-    messages = plan_messages(params, bucket_bytes, wire_dtype)
+    messages = plan_messages(params, bucket_bytes, codec)
     covered = [torch.zeros(size) for size in sizes]
     for message in messages:
         assert message.numel == sum(stop - start for _, start, stop in message.spans)
@@ -38,10 +39,23 @@ def test_every_element_travels_once(
     copies = [torch.zeros_like(param) for param in params]
     received = [Slot(message, copies) for message in messages]
     for slot, other in zip(slots, received, strict=True):
-        other.incoming(copies).copy_(slot.outgoing(params))
+        sent = slot.outgoing(params)
+        assert sent.nbytes == slot.message.num_bytes == 4 * slot.message.numel - slot.saved_bytes
+        other.incoming(copies).copy_(sent)
         other.unpack(copies)
-    for param, copy in zip(params, copies, strict=True):
-        assert torch.equal(copy, param if wire_dtype is None else param.bfloat16().float())
+    rounded = [param.clone() for param in params]
+    for message in messages:
+        Slot(message, rounded).round(rounded)
+    for param, copy, alike in zip(params, copies, rounded, strict=True):
+        assert torch.equal(copy, alike)
+        if isinstance(codec, Int8):
+            torch.testing.assert_close(copy, param, rtol=0, atol=5 / 254)
+        else:
+            assert torch.equal(copy, param if codec is None else as_read(codec, param))
+
+
+def as_read(codec: Codec, values: Tensor) -> Tensor:
+    return codec.decode(codec.encode(values), torch.empty_like(values))
 
 
 def test_memory_of_another_order_travels_whole() -> None:
@@ -246,7 +260,7 @@ def test_gradients_that_cannot_be_sent(pool: Pool, what: str, text: str) -> None
         assert "Worker 0 failed: " in caught.value.failures[1].message
 
 
-def train_rounded(rank: int, world: int, wire_dtype: torch.dtype | None) -> Tensor:
+def train_rounded(rank: int, world: int, compression: str | None) -> Tensor:
     torch.manual_seed(0)
     net = nn.Linear(3, 2)
 
@@ -260,15 +274,38 @@ def train_rounded(rank: int, world: int, wire_dtype: torch.dtype | None) -> Tens
         assert remote.bytes_sent - before[0] < 4 * (8 * 4 + 600)
         assert remote.bytes_received - before[1] < 4 * (8 * 4 + 600)
 
-    transport = Transport(wire_dtype=wire_dtype, bucket_bytes=8)
+    transport = Transport(compression=compression, bucket_bytes=8)
     run_role(work, net.parameters(), lambda p: torch.optim.SGD(p, lr=0.1), 2, transport=transport)
     return torch.cat([param.detach().reshape(-1) for param in net.parameters()])
 
 
 def test_rounding_on_the_wire_is_the_same_in_all_tiers(pool: Pool) -> None:
-    two, three = (pool.run(train_rounded, torch.bfloat16, world=world) for world in (3, 4))
+    two, three = (pool.run(train_rounded, "bf16", world=world) for world in (3, 4))
     exact = pool.run(train_rounded, None, world=3)
     assert torch.equal(two[2], three[3])
     for weights in (*two[:2], *three[:2]):
         assert torch.equal(weights, two[2].bfloat16().float())
     torch.testing.assert_close(two[2], exact[2], rtol=0.02, atol=0.02)
+
+
+def train_in_pieces(rank: int, world: int, bucket_bytes: int) -> Tensor:
+    """A parameter that is cut into many messages, sent after the backward pass."""
+    torch.manual_seed(0)
+    net = nn.Linear(5, 7)
+
+    def work(remote: RemoteOptimizer) -> None:
+        for step in range(3):
+            remote.zero_grad()
+            net(torch.full((1, 5), 1.0 + rank + step)).square().sum().backward()
+            remote.step()
+
+    transport = Transport(bucket_bytes=bucket_bytes)
+    run_role(work, net.parameters(), lambda p: torch.optim.SGD(p, lr=1e-3), 1, transport=transport)
+    return torch.cat([param.detach().reshape(-1) for param in net.parameters()])
+
+
+@pytest.mark.parametrize("num_tiers", [2, 3])
+def test_a_parameter_of_many_messages(pool: Pool, num_tiers: int) -> None:
+    found = pool.run(train_in_pieces, 8, world=num_tiers)
+    expected = pool.run(train_in_pieces, 10_000, world=2)
+    assert all(torch.equal(weights, expected[0]) for weights in (found[0], found[-1]))

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_loco import RemoteOptimizerStrategy
+from lightning_loco.codecs import BFloat16
 from lightning_loco.remote import Tiers
 from tests.pool import Pool, make_trainer
 from tests.strategies.remote_runs import all_ranks, remote_trainer
@@ -88,16 +89,16 @@ def test_by_name_all_ranks_but_one_train(start_method: str) -> None:
 
 
 def test_it_can_be_sent_to_other_processes() -> None:
-    strategy = RemoteOptimizerStrategy(4, num_servers=2, wire_dtype="bfloat16", min_workers=3)
+    strategy = RemoteOptimizerStrategy(4, num_servers=2, compression="bf16", min_workers=3)
     copy = pickle.loads(pickle.dumps(strategy))
     assert copy.counts == strategy.counts == (4, 2, 1)
-    assert copy.wire_dtype is torch.bfloat16
+    assert copy.compression == BFloat16()
     assert (copy.min_workers, copy.overlap, copy.timeout_s) == (3, True, 600)
 
 
 def test_arguments_and_defaults_stay() -> None:
     parameters = inspect.signature(RemoteOptimizerStrategy).parameters
-    expected = {"num_servers": 1, "wire_dtype": None, "min_workers": None, "timeout_s": 600}
+    expected = {"num_servers": 1, "compression": None, "min_workers": None, "timeout_s": 600}
     assert {name: parameters[name].default for name in expected} == expected
     first, *others = parameters.values()
     assert first.name == "num_workers"

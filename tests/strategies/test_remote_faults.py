@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lightning_loco import RemoteOptimizerStrategy
+from lightning_loco.codecs import ErrorFeedback, Int8, Sparse
 from tests.pool import Pool, PoolError
 from tests.programs import LIMIT_S, Program, free_ports, python_script
 from tests.strategies.remote_runs import all_ranks, remote_trainer
@@ -30,7 +31,15 @@ from tests.tiny import TinyModule, ValidatedModule, make_loader
         ({"num_workers": 2, "replica_size": 0}, ValueError, "replica_size must be at least 1"),
         ({"num_workers": 2, "min_workers": 3}, ValueError, "min_workers must be 1 to"),
         ({"num_workers": 2, "min_workers": 1, "replica_size": 2}, ValueError, "replica_size=1"),
-        ({"num_workers": 2, "wire_dtype": "int8"}, ValueError, "wire_dtype must be one of"),
+        ({"compression": "zip"}, ValueError, "compression must be one of none, bf16"),
+        ({"compression": 8}, TypeError, "compression must be a name, a codec such as Int8"),
+        ({"compression": "e3m0"}, ValueError, "too roughly for a remote optimizer"),
+        (
+            {"compression": ErrorFeedback(Sparse())},
+            ValueError,
+            "too roughly for a remote optimizer",
+        ),
+        ({"compression": ErrorFeedback(Int8())}, ValueError, "codec alone: compression=Int8"),
         ({"num_workers": 2, "timeout_s": 0}, ValueError, "timeout_s must be positive"),
         ({"num_workers": 2, "bucket_bytes": 0}, ValueError, "bucket_bytes must be positive"),
         ({"num_wrokers": 2}, TypeError, "num_wrokers"),

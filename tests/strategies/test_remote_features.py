@@ -192,7 +192,7 @@ def save_rounded(rank: int, world: int, path: str) -> tuple[Tensor, Tensor]:
 
     save, module = Save(), Single().float()
     with all_ranks() as environment:
-        strategy = RemoteOptimizerStrategy(2, wire_dtype="bfloat16", timeout_s=30)
+        strategy = RemoteOptimizerStrategy(2, compression="bf16", timeout_s=30)
         trainer = remote_trainer(
             environment, strategy, max_epochs=1, callbacks=[save], use_distributed_sampler=False
         )

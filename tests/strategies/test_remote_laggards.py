@@ -158,7 +158,7 @@ def run_clipped(
     rank: int, world: int, how: str, remote: bool, options: dict[str, Any], steps: int
 ) -> Tensor:
     module = Clipped(how)
-    if options.get("wire_dtype"):
+    if options.get("compression"):
         module.float()
     strategy = RemoteOptimizerStrategy(2, timeout_s=20, **options) if remote else DDPStrategy()
     fit_with(strategy, module, make_loader(rank, steps), gradient_clip_val=None)
@@ -186,7 +186,7 @@ def test_clipping_by_hand_with_other_options(pool: Pool, options: dict[str, Any]
 
 
 def test_clipping_by_hand_rounds_nothing_else(pool: Pool) -> None:
-    options = {"wire_dtype": "bfloat16"}
+    options = {"compression": "bf16"}
     found = pool.run(run_clipped, "before_forward", True, options, STEPS, world=3)
     expected = pool.run(run_clipped, "before_forward", False, options, STEPS, world=2)[0]
     torch.testing.assert_close(found[2], expected, rtol=0.05, atol=0.02)

@@ -1,0 +1,200 @@
+"""A remote optimizer whose messages are a quarter, under the Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_loco import RemoteOptimizerStrategy
+from lightning_loco.codecs import Int8
+from tests.pool import Pool
+from tests.strategies.remote_runs import all_ranks, fit_with, remote_trainer
+from tests.tiny import TinyModule, ValidatedModule, WorkerData, flat, make_loader
+
+CODEC = Int8(block=4)
+STEPS = 8
+
+
+def read_of(module: TinyModule, full: Tensor) -> Tensor:
+    """What workers have of the parameters, which are one message in the order of the backward."""
+    params = list(module.parameters())
+    parts = list(reversed(full.split([param.numel() for param in params])))
+    values = torch.cat(parts)
+    read = CODEC.decode(CODEC.encode(values), torch.empty_like(values))
+    return torch.cat(list(reversed(read.split([len(part) for part in parts]))))
+
+
+class Wide(ValidatedModule):
+    """Single precision, and so many parameters that notes do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 4096), nn.Tanh(), nn.Linear(4096, 1))
+        self.lr = 1e-4
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step([part.float() for part in batch], batch_idx)  # type: ignore[arg-type]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step([part.float() for part in batch], batch_idx)  # type: ignore[arg-type]
+
+
+def train_wide(rank: int, world: int, compression: str | None) -> Any:
+    module = Wide()
+    strategy = RemoteOptimizerStrategy(2, compression=compression, timeout_s=30)
+    data = make_loader(rank, 20), make_loader(9, 2)
+    trainer = fit_with(strategy, module, *data, max_epochs=3)
+    loss = trainer.callback_metrics["val_loss"].item()
+    return loss, module.losses, strategy.statistics
+
+
+@pytest.mark.parametrize("num_tiers", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_it_trains_with_a_quarter_of_the_bytes(pool: Pool, num_tiers: int) -> None:
+    found = pool.run(train_wide, "int8", world=1 + num_tiers)
+    exact = pool.run(train_wide, None, world=1 + num_tiers)
+    (loss, losses, counted), (exact_loss, _, exact_counted) = found[0], exact[0]
+    assert loss == pytest.approx(exact_loss, rel=0.02)
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+    assert exact_counted.bytes_saved == 0
+    whole = counted.bytes_sent + counted.bytes_saved
+    assert whole == pytest.approx(exact_counted.bytes_sent, rel=0.001)
+    assert 0.25 < counted.bytes_sent / whole < 0.27
+
+
+class Noisy(TinyModule):
+    """Draws random numbers in every step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, target = batch
+        noise = torch.randn(inputs.shape, dtype=inputs.dtype)
+        return super().training_step((inputs + 0.1 * noise, target), batch_idx)
+
+
+def cut(rank: int, world: int, folder: str, part: str, compression: Any) -> Tensor:
+    """Train 2 epochs in one go, to a step in the first one, or from there on."""
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            if part == "first" and trainer.global_step == 5:
+                trainer.save_checkpoint(f"{folder}/cut.ckpt")
+                trainer.should_stop = True
+
+    torch.manual_seed(rank)
+    module = Noisy(optimizer="AdamW")
+    settings: Any = {"max_epochs": 2, "callbacks": [Save()], "use_distributed_sampler": False}
+    path = f"{folder}/cut.ckpt" if part == "second" else None
+    loader = StatefulDataLoader(WorkerData(rank, STEPS), batch_size=None)
+    with all_ranks() as environment:
+        strategy = RemoteOptimizerStrategy(2, compression=compression, timeout_s=30)
+        trainer = remote_trainer(environment, strategy, **settings)
+        trainer.fit(module, loader, ckpt_path=path)
+    return flat(module)
+
+
+@pytest.mark.parametrize("compression", [CODEC, "bf16"], ids=str)
+@pytest.mark.parametrize("num_tiers", [2, 3])
+def test_a_cut_run_goes_on_exactly(
+    pool: Pool, tmp_path: Path, num_tiers: int, compression: Any
+) -> None:
+    world = 1 + num_tiers
+    whole = pool.run(cut, str(tmp_path), "whole", compression, world=world)
+    first = pool.run(cut, str(tmp_path), "first", compression, world=world)
+    saved = torch.load(tmp_path / "cut.ckpt", weights_only=True)["state_dict"]
+    full = torch.cat([value.reshape(-1) for value in saved.values()])
+    assert torch.equal(full, first[-1])  # as the optimizer has it
+    assert not torch.equal(full, first[0])
+    rest = pool.run(cut, str(tmp_path), "second", compression, world=world)
+    for rank in (0, 1, -1):  # an aggregator has no parameters
+        assert torch.equal(rest[rank], whole[rank])
+
+
+class Seen(Callback):
+    """Notes the parameters that are validated, and saves them."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.validated: list[Tensor] = []
+
+    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.validated.append(flat(pl_module))
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def run_uneven(rank: int, world: int, folder: str) -> tuple[Tensor, list[Tensor]]:
+    """Worker 0 has fewer batches, and misses steps."""
+    module, seen = ValidatedModule(), Seen(f"{folder}/one.ckpt")
+    strategy = RemoteOptimizerStrategy(2, compression=CODEC, min_workers=1, timeout_s=20)
+    data = make_loader(rank, STEPS if rank == 0 else STEPS + 3), make_loader(9, 2)
+    fit_with(strategy, module, *data, callbacks=[seen], max_epochs=2)
+    return flat(module), seen.validated
+
+
+@pytest.mark.parametrize("num_tiers", [2, 3])
+def test_a_worker_that_misses_steps_reads_what_the_others_have_read(
+    pool: Pool, tmp_path: Path, num_tiers: int
+) -> None:
+    first, second, *_, server = pool.run(run_uneven, str(tmp_path), world=1 + num_tiers)
+    assert len(first[1]) == 2
+    assert all(map(torch.equal, first[1], second[1]))
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[0], read_of(TinyModule(), server[0]))
+    assert not torch.equal(first[0], server[0])
+    saved = torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"]
+    assert torch.equal(torch.cat([value.reshape(-1) for value in saved.values()]), server[0])
+
+
+class Loads(TinyModule):
+    """All workers may overwrite a number by hand, before a last step of length zero."""
+
+    def __init__(self, loads: bool) -> None:
+        super().__init__()
+        self.loads = loads
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.loads and batch_idx == STEPS - 1:
+            self.model[0].weight.data[0, 0] = 0.25
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        last = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: float(s < STEPS - 1))
+        return [optimizer], [{"scheduler": last, "interval": "step"}]
+
+
+def run_loaded(rank: int, world: int, loads: bool) -> Tensor:
+    module = Loads(loads)
+    strategy = RemoteOptimizerStrategy(2, compression=CODEC, timeout_s=20)
+    fit_with(strategy, module, make_loader(rank, STEPS))
+    return flat(module)
+
+
+@pytest.mark.parametrize("num_tiers", [2, 3])
+def test_a_change_by_hand_rounds_nothing_else(pool: Pool, num_tiers: int) -> None:
+    *workers, server = pool.run(run_loaded, True, world=1 + num_tiers)
+    without = pool.run(run_loaded, False, world=1 + num_tiers)[-1]
+    assert server[0] == 0.25
+    assert torch.equal(server[1:], without[1:])
+    for weights in workers[:2]:
+        assert torch.equal(weights, read_of(TinyModule(), server))
+
+
+def run_replicas(rank: int, world: int) -> Tensor:
+    module = TinyModule()
+    strategy = RemoteOptimizerStrategy(1, replica_size=2, compression=CODEC, timeout_s=20)
+    fit_with(strategy, module, make_loader(rank, STEPS))
+    return flat(module)
+
+
+def test_both_ranks_of_a_worker_read_the_same(pool: Pool) -> None:
+    first, second, server = pool.run(run_replicas, world=3)
+    assert torch.equal(first, second)
+    assert torch.equal(first, read_of(TinyModule(), server))
