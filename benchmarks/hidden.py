@@ -101,10 +101,12 @@ def verdicts(losses: dict[str, float], options: argparse.Namespace) -> list[list
 
 def draw(losses: dict[str, float], options: argparse.Namespace) -> None:
     """The losses by ratio, as a PNG."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
+    axes.set_prop_cycle(color=colormaps["tab20"].colors)
     for method in options.only:
         values = [mean_loss(method, ratio, losses, options) for ratio in options.ratios]
         style = "-" if method in HIDDEN else ":" if method == "alone" else "--"
