@@ -15,7 +15,7 @@ import train
 from lightning_loco import Elastic
 from lightning_loco.algorithms import Cosine
 from lightning_loco.chosen_strategy import SettingsError, build_strategy
-from lightning_loco.codecs import ErrorFeedback, Int8, as_compression
+from lightning_loco.codecs import CODECS, ErrorFeedback, Int8, as_compression
 from lightning_loco.comm.link import LINKS
 from lightning_loco.comm.links import Links
 from lightning_loco.schedules import VaryingSteps
@@ -117,6 +117,18 @@ def test_an_error_feedback_by_hand() -> None:
     choice = ["algorithm=diloco", "compression=int8", "compression.error_feedback=0.5"]
     settings = build_strategy(config(*choice, "compression.block=64")).settings
     assert settings.compression == ErrorFeedback(Int8(64), 0.5)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "int8"])
+def test_compressions_reach_pairwise_gossip(name: str) -> None:
+    choice = ["algorithm=pairwise_gossip", f"compression={name}"]
+    settings = build_strategy(config(*choice)).settings
+    assert settings.codec == CODECS[name]()
+    for rough in ("int4", "e3m0", "sparse"):
+        with pytest.raises(SettingsError, match="algorithm: .*too roughly for gossip"):
+            build_strategy(config("algorithm=pairwise_gossip", f"compression={rough}"))
+    with pytest.raises(SettingsError, match="algorithm: Pulls take no error feedback"):
+        build_strategy(config(*choice, "compression.error_feedback=0.5"))
 
 
 def test_what_has_no_rounds_has_nothing_to_compress() -> None:
