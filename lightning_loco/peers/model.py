@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -88,17 +89,17 @@ class Model(NamedTuple):
         """
         if self.codec is None:
             return wire.view(self.dtype)[start : start + len(room)]
-        num_whole, at_once = len(room) // self.block, self.piece // self.block
-        begin = start // self.block * self.row_bytes
-        rest = begin + num_whole * self.row_bytes
+        codec, block, row_bytes = self.codec, self.block, self.row_bytes
+        num_whole, rest = divmod(len(room), block)
+        begin = start // block * row_bytes
+        end = begin + num_whole * row_bytes
         if num_whole:
-            rows = wire[begin:rest].view(num_whole, self.row_bytes)
-            blocks = room[: num_whole * self.block].view(num_whole, self.block)
-            pieces = zip(torch.split(rows, at_once), torch.split(blocks, at_once), strict=True)
-            for some_rows, some_blocks in pieces:
-                self.codec.decode_blocks(some_rows, some_blocks)
-        if len(room) % self.block:
-            self.codec.decode(wire[rest : rest + self.row_bytes], room[num_whole * self.block :])
+            rows = wire[begin:end].view(num_whole, row_bytes)
+            blocks = room[: num_whole * block].view(num_whole, block)
+            for some_rows, some_blocks in _pieces(rows, blocks, SERIAL_ELEMENTS // block):
+                codec.decode_blocks(some_rows, some_blocks)
+        if rest:
+            codec.decode(wire[end : end + row_bytes], room[num_whole * block :])
         return room
 
 
@@ -125,3 +126,11 @@ def codec_of_peers(compression: Any) -> Codec | None:
             f" {MAX_CHUNK_BYTES}. Use a smaller block."
         )
     return made.codec
+
+
+def _pieces(rows: Tensor, blocks: Tensor, at_once: int) -> Iterable[tuple[Tensor, Tensor]]:
+    """So many rows and blocks after the other, at least one."""
+    if len(rows) <= at_once:
+        return [(rows, blocks)]
+    at_once = max(at_once, 1)
+    return zip(torch.split(rows, at_once), torch.split(blocks, at_once), strict=True)
