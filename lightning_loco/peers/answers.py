@@ -35,8 +35,8 @@ class Answers:
     """Reads requests and finds what belongs into their replies; for one thread.
 
     Args:
-        model: What is served; requests for another model, or for another
-            compression, are refused.
+        model: What is served; requests for another model, or another compression, are
+            refused.
         publications: Where the parameters are.
 
     Attributes:
