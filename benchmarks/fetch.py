@@ -51,7 +51,8 @@ def time_turns(
 ) -> dict[str, list[float]]:
     """Seconds of every turn; worker 0 reads what worker 1 serves."""
     with contextlib.ExitStack() as stack:
-        node = open_node(worker, ports, num_bytes, settings)
+        numel = numel_of(num_bytes, settings["compression"])
+        node = open_node(worker, ports, numel, settings)
         stack.callback(node.close)
         read = open_socket(worker, ports[2], num_bytes, stack)
         fetch = functools.partial(fetch_once, node) if worker.rank == 0 else lambda: None
@@ -67,13 +68,16 @@ def time_turns(
     return {name: values[1:] for name, values in seconds.items()}
 
 
-def open_node(
-    worker: Worker, ports: list[int], num_bytes: int, settings: dict[str, Any]
-) -> PeerNode:
-    """Worker 0 reads, worker 1 serves ones, in so many bytes or a few less."""
-    name = settings["compression"]
-    codec = None if name is None else CODECS[name]()
-    numel = num_bytes // 4 if codec is None else num_bytes // codec.row_bytes * codec.block
+def numel_of(num_bytes: int, compression: str | None) -> int:
+    """How many parameters travel in so many bytes, or a few less."""
+    if compression is None:
+        return num_bytes // 4
+    codec = CODECS[compression]()
+    return num_bytes // codec.row_bytes * codec.block
+
+
+def open_node(worker: Worker, ports: list[int], numel: int, settings: dict[str, Any]) -> PeerNode:
+    """Worker 0 reads, worker 1 serves ones."""
     peers = [Peer("reader", HOST, ports[0]), Peer("server", HOST, ports[1])]
     node = PeerNode(
         numel,
