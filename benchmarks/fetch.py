@@ -7,9 +7,10 @@ changes; the first turn is not counted. A fetch includes its checks: that the ch
 publication, and that all values are finite.
 
 How to read it: the ratio is the socket's seconds divided by those of the fetch, turn by turn, and
-should be at least 0.80 for float32. The same bytes of bfloat16 are twice as many parameters, which
-are widened to float32 as they come: that row has no bound. A fetch keeps four threads busy and the
-socket two, so whatever else runs on the machine slows the fetch down more; look at the load.
+should be at least 0.80 for float32. The same bytes with a codec are two or four times as many
+parameters, which are decoded to float32 as they come: those rows have no bound. A fetch keeps four
+threads busy and the socket two, so whatever else runs on the machine slows the fetch down more;
+look at the load.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ from common import (
 )
 
 from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.codecs import CODECS
 from lightning_loco.peers import NodeDirectory, Peer, PeerNode
 
 BOUND = 0.80
+FORMATS = ("float32", "bf16", "fp16", "int8")
 MB = 1e6
 PATIENCE_S = 60.0
 
@@ -48,7 +51,8 @@ def time_turns(
 ) -> dict[str, list[float]]:
     """Seconds of every turn; worker 0 reads what worker 1 serves."""
     with contextlib.ExitStack() as stack:
-        node = open_node(worker, ports, num_bytes // settings["wire_dtype"].itemsize, settings)
+        numel = numel_of(num_bytes, settings["compression"])
+        node = open_node(worker, ports, numel, settings)
         stack.callback(node.close)
         read = open_socket(worker, ports[2], num_bytes, stack)
         fetch = functools.partial(fetch_once, node) if worker.rank == 0 else lambda: None
@@ -62,6 +66,14 @@ def time_turns(
                 seconds[name].append(time.perf_counter() - started)
                 worker.wait_for_all()
     return {name: values[1:] for name, values in seconds.items()}
+
+
+def numel_of(num_bytes: int, compression: str | None) -> int:
+    """How many parameters travel in so many bytes, or a few less."""
+    if compression is None:
+        return num_bytes // 4
+    codec = CODECS[compression]()
+    return num_bytes // codec.row_bytes * codec.block
 
 
 def open_node(worker: Worker, ports: list[int], numel: int, settings: dict[str, Any]) -> PeerNode:
@@ -85,7 +97,7 @@ def fetch_once(node: PeerNode) -> None:
     node.start_fetch()
     received = node.wait()
     assert received is not None
-    assert received.params[-1] == 1
+    assert abs(received.params[-1] - 1) < 1e-6
 
 
 def open_socket(worker: Worker, port: int, num_bytes: int, stack: contextlib.ExitStack) -> Any:
@@ -130,6 +142,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--megabytes", type=int, default=200, help="bytes that travel, in millions")
     parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--compression", nargs="+", choices=FORMATS, default=FORMATS)
     parser.add_argument("--chunk-kib", nargs="+", type=int, help="instead of the default chunk")
     parser.add_argument("--windows", nargs="+", type=int, help="instead of the default window")
     options: argparse.Namespace = parser.parse_args()
@@ -138,18 +151,19 @@ def main() -> None:
     print_machine()
     rows = []
     chunks = [1024 * kib for kib in options.chunk_kib] if options.chunk_kib else [None]
-    for dtype in (torch.float32, torch.bfloat16):
+    for compression in options.compression:
         for chunk_bytes in chunks:
             for window in options.windows or [None]:
-                given = {"wire_dtype": dtype, "chunk_bytes": chunk_bytes, "window": window}
+                given = {"chunk_bytes": chunk_bytes, "window": window}
                 settings = {key: value for key, value in given.items() if value is not None}
+                settings["compression"] = None if compression == "float32" else compression
                 num_bytes = options.megabytes * 1_000_000
                 seconds = run_workers(
                     time_turns, 2, free_ports(3), num_bytes, options.turns, settings
                 )[0]
                 ratios = [a / b for a, b in zip(seconds["socket"], seconds["fetch"], strict=True)]
                 middle = statistics.median(ratios)
-                name = f"{options.megabytes} MB of {str(dtype).removeprefix('torch.')}"
+                name = f"{options.megabytes} MB of {compression}"
                 if chunk_bytes:
                     name += f", chunks of {chunk_bytes // 1024} KiB"
                 if window:
@@ -162,7 +176,7 @@ def main() -> None:
                             for kind in ("socket", "fetch")
                         ),
                         spread(ratios),
-                        at_least(middle, BOUND) if dtype == torch.float32 else "-",
+                        at_least(middle, BOUND) if compression == "float32" else "-",
                     ]
                 )
                 print(f"done: {name}", flush=True)

@@ -25,8 +25,8 @@ OPTIONAL_PARTS = {
     "async_diloco, local_sgd, gasloc or noloco.",
     "link": "makes no rounds or fetches that a link could delay. Drop {group}=..., or choose "
     "another algorithm than ddp and remote_optimizer.",
-    "compression": "has no messages of rounds to compress. Drop {group}=..., or set "
-    "algorithm.wire_dtype if it has one.",
+    "compression": "has no messages to compress. Drop {group}=..., or choose another algorithm "
+    "than ddp.",
 }
 SETTING_FAULTS = (
     ValueError,

@@ -137,6 +137,18 @@ def test_what_a_remote_optimizer_cannot_compress(choice: str, words: str) -> Non
         build_strategy(config("algorithm=remote_optimizer", *choice.split()))
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp16", "int8"])
+def test_compressions_reach_pairwise_gossip(name: str) -> None:
+    choice = ["algorithm=pairwise_gossip", f"compression={name}"]
+    settings = build_strategy(config(*choice)).settings
+    assert settings.codec == CODECS[name]()
+    for rough in ("int4", "e3m0", "sparse"):
+        with pytest.raises(SettingsError, match="algorithm: .*too roughly for gossip"):
+            build_strategy(config("algorithm=pairwise_gossip", f"compression={rough}"))
+    with pytest.raises(SettingsError, match="algorithm: Pulls take no error feedback"):
+        build_strategy(config(*choice, "compression.error_feedback=0.5"))
+
+
 def test_what_has_no_rounds_has_nothing_to_compress() -> None:
     with pytest.raises(SettingsError, match="no messages of rounds to compress"):
         build_strategy(config("algorithm=ddp", "compression=int8"))

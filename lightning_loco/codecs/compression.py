@@ -160,10 +160,12 @@ def as_compression(
         decay = given.decay if isinstance(given, ErrorFeedback) else float(codec.is_rough)
         return Compression(codec, decay or None, is_relative=sends_parameters)
     if isinstance(given, ErrorFeedback):
-        raise ValueError(
-            "Gossip keeps the mean of compressed messages without an error feedback. Give the codec"
-            f" alone: compression={codec}."
+        reason = (
+            "Gossip keeps the mean of compressed messages without an error feedback."
+            if exchange == "neighbors"
+            else "Pulls take no error feedback: nobody knows which peer has read what before."
         )
+        raise ValueError(f"{reason} Give the codec alone: compression={codec}.")
     if codec.is_rough:
         raise ValueError(
             f"{codec} writes parameters too roughly for gossip: neighbours would not come closer "

@@ -7,16 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.peers.model import Model
 from lightning_loco.peers.protocol import (
     DATA,
     EMPTY,
     GONE,
     OTHER_MODEL,
     MalformedMessage,
-    Model,
     Reply,
     Request,
-    dtype_code,
     parse_request,
 )
 from lightning_loco.peers.publications import Publications
@@ -36,7 +35,8 @@ class Answers:
     """Reads requests and finds what belongs into their replies; for one thread.
 
     Args:
-        model: What is served; requests for another model are refused.
+        model: What is served; requests for another model, or another compression, are
+            refused.
         publications: Where the parameters are.
 
     Attributes:
@@ -48,7 +48,8 @@ class Answers:
         self.bytes_sent = 0
         self.malformed = 0
         self._model = model
-        self._code = dtype_code(model.wire_dtype)
+        self._wire_format = model.wire_format
+        self._total_bytes = model.total_bytes
         self._publications = publications
         self._warned: set[str] = set()
 
@@ -68,7 +69,7 @@ class Answers:
             if num_frames > 1:
                 raise MalformedMessage("it has more than one frame")
             request = parse_request(first)
-            beyond = request.offset + request.length > self._model.total_bytes
+            beyond = request.offset + request.length > self._total_bytes
             if beyond and self._is_ours(request):
                 raise MalformedMessage("it asks for bytes beyond the end of the model")
         except MalformedMessage as error:
@@ -78,7 +79,8 @@ class Answers:
         return request
 
     def _is_ours(self, request: Request) -> bool:
-        return request.checksum == self._model.checksum and request.dtype_code == self._code
+        ours = (self._model.checksum, self._wire_format)
+        return (request.checksum, request.wire_format) == ours
 
     def _warn(self, address: str, port: int, error: MalformedMessage) -> None:
         if address in self._warned or len(self._warned) >= _MOST_LOG_LINES:
@@ -128,7 +130,7 @@ class Answers:
 
     def has_sent(self, reply: Reply, client: bytes) -> None:
         """All of a chunk was sent; who has the last one no longer keeps the publication."""
-        if reply.offset + reply.length == self._model.total_bytes:
+        if reply.offset + reply.length == self._total_bytes:
             with self._publications.reading(reply.publication, client) as publication:
                 if publication is not None:
                     self._publications.release(publication, client)
@@ -137,11 +139,11 @@ class Answers:
         return Reply(
             kind=kind,
             checksum=self._model.checksum,
-            dtype_code=self._code,
+            wire_format=self._wire_format,
             request_id=request.request_id,
             publication=request.publication,
             offset=request.offset,
             length=0,
-            total_bytes=self._model.total_bytes,
+            total_bytes=self._total_bytes,
             tag=_NO_TAG,
         )

@@ -54,7 +54,8 @@ class PairwiseEngine:
             or a YAML file. Default: the ranks of the default process group.
         name: Which of the nodes this worker is.
         fetch_timeout_s: Longest time for a fetch, in seconds.
-        wire_dtype: ``torch.bfloat16`` halves what travels. Default: the flat vector's dtype.
+        compression: How parameters are written on the wire: ``"bf16"``, ``"fp16"``, ``"int8"``, or
+            a codec such as ``Int8(block=128)``. Default: as they are.
         key_file: CURVE keys of the job; see :mod:`lightning_loco.peers.keys`.
         max_peer_distance: How many times as far as usual a peer's parameters may be from one's own,
             more than 1; see :class:`~lightning_loco.peers.nearness.Nearness`. None for no limit.
@@ -86,7 +87,7 @@ class PairwiseEngine:
         nodes: Any | None = None,
         name: str | None = None,
         fetch_timeout_s: float = 2.5,
-        wire_dtype: torch.dtype | None = None,
+        compression: Any | None = None,
         key_file: str | Path | None = None,
         max_peer_distance: float | None = MAX_PEER_DISTANCE,
         seed: int = 0,
@@ -99,7 +100,7 @@ class PairwiseEngine:
                 nodes,
                 name,
                 fetch_timeout_s,
-                wire_dtype,
+                compression,
                 key_file,
                 max_peer_distance,
                 as_links(link),
@@ -148,8 +149,7 @@ class PairwiseEngine:
         self.stalenesses: list[float] = []
         self._clock = 0.0
         self._draw = random.Random(own_seed).random
-        wire_dtype = self.settings.wire_dtype or layout.dtype
-        self._posting = make_posting(self.node, self._blending, wire_dtype)
+        self._posting = make_posting(self.node, self._blending)
         self._upload = Upload(layout.device)
         self._fetching = False
 
@@ -270,7 +270,7 @@ class PairwiseEngine:
         self.worker.steps_since_round = 0
         self.statistics.rounds += 1
         self.statistics.staleness = max(0, round(staleness))
-        self.statistics.bytes_sent = self.node.bytes_sent
+        self.statistics.count_compressed(*self.node.count_sent())
 
     # ---------------------------------------------------------------- meetings
 

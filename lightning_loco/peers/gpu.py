@@ -18,28 +18,32 @@ from lightning_loco.peers.posting import SHARE, Posting
 class DevicePosting:
     """A :class:`~lightning_loco.peers.posting.Posting` that reads nothing back in a local step.
 
-    The parameters are packed on the device, together with their norm and the loss, and one copy
-    takes them into the pinned memory from which they are served while training goes on. They are
-    served from the first local step on that finds it done, and only then norm and loss are known
-    here. Copies take at most 5 % of the time, and a vector of P numbers on the device.
+    The parameters are packed on the device, together with their norm and the loss, and encoded
+    there if they are to be. One copy takes them into the pinned memory from which they are served
+    while training goes on. They are served from the first local step on that finds it done, and
+    only then norm and loss are known here. Copies take at most 5 % of the time, and memory on the
+    device for a vector of P numbers and for what a codec makes of it.
 
     Args:
         node: Serves them, from pinned memory.
         blending: Packs the model.
-        wire_dtype: In which they travel.
 
     Attributes:
         was_finite: Whether the last parameters that arrived here were finite.
         loss: The last loss that arrived here; None if none has.
     """
 
-    def __init__(self, node: PeerNode, blending: Blending, wire_dtype: torch.dtype) -> None:
+    def __init__(self, node: PeerNode, blending: Blending) -> None:
         self.was_finite = True
         self.loss: float | None = None
         self._node = node
         self._blending = blending
-        device = blending.layout.device
-        self._flat = torch.empty(blending.layout.numel, dtype=wire_dtype, device=device)
+        device, model = blending.layout.device, node.model
+        self._codec = model.codec
+        self._flat = torch.empty(model.numel, dtype=model.dtype, device=device)
+        self._wire = self._flat.view(torch.uint8)
+        if model.codec is not None:
+            self._wire = torch.empty(model.total_bytes, dtype=torch.uint8, device=device)
         self._numbers = torch.zeros(2, dtype=torch.float64, device=device)
         self._arrived = torch.zeros(2, dtype=torch.float64, pin_memory=True)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -68,10 +72,12 @@ class DevicePosting:
     def send(self, clock: float) -> None:
         """Begin to copy the parameters as they are now; to be called when :attr:`is_due`."""
         pack_with_numbers(self._blending, self._flat, self._numbers, self._latest_loss)
+        if self._codec is not None:
+            self._codec.encode(self._flat, self._wire)
         self._stream.wait_stream(torch.cuda.current_stream(self._flat.device))
         with torch.cuda.stream(self._stream):
             self._begun.record(self._stream)
-            self._node.draft().copy_(self._flat, non_blocking=True)
+            self._node.draft_bytes().copy_(self._wire, non_blocking=True)
             self._arrived.copy_(self._numbers, non_blocking=True)
             self._done.record(self._stream)
         self._clock = clock
@@ -83,7 +89,7 @@ class DevicePosting:
             self.loss = loss
         self.was_finite = math.isfinite(norm)
         if self.was_finite:
-            self._node.post(Tag(clock, loss), norm)
+            self._node.post_bytes(Tag(clock, loss), norm)
         copy_s = self._begun.elapsed_time(self._done) / 1000
         self._next = time.perf_counter() + copy_s * (1 / SHARE - 1)
 
@@ -131,10 +137,8 @@ class Upload:
         return self._read is None or _has_passed(self._read)
 
 
-def make_posting(
-    node: PeerNode, blending: Blending, wire_dtype: torch.dtype
-) -> Posting | DevicePosting:
+def make_posting(node: PeerNode, blending: Blending) -> Posting | DevicePosting:
     """The one that fits the model's device."""
     if has_streams(blending.layout.device):
-        return DevicePosting(node, blending, wire_dtype)
+        return DevicePosting(node, blending)
     return Posting(node, blending)

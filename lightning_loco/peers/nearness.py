@@ -11,16 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_loco.peers.model import Model
 from lightning_loco.peers.publications import Publications
 
 MAX_PEER_DISTANCE = 10.0
 """The default of ``max_peer_distance``."""
 
-# Below 32768, the size from which PyTorch starts threads of its own, which would compete with those
-# that train; and a multiple of the cache line.
-SERIAL_ELEMENTS = 32_640
-
-_SERIAL_DOT = 9_984  # likewise for NumPy, whose dot product is the fastest
+# Below the size from which NumPy, whose dot product is the fastest, starts threads of its own.
+_SERIAL_DOT = 9_984
 _MEASURED = 2**22
 _RECENT = 21
 _FEWEST = 5
@@ -32,10 +30,11 @@ _NORM_ERROR = 0.01
 class Nearness:
     """The distance between what a peer sends and one's own parameters, measured as chunks come.
 
-    One's own are those that were published last, so that neither the model nor its device is
-    touched. Of more than 4 million parameters the distance is that of so many, in pieces that are
-    drawn anew for each fetch, and at least the difference of the norms; so it costs no more for a
-    larger model. The norm, taken of all values, is the check for NaN and infinity, too.
+    One's own are those that were published last, as peers read them, so that neither the model nor
+    its device is touched. Of more than 4 million parameters the distance is that of so many, in
+    pieces that are drawn anew for each fetch, and at least the difference of the norms; so it costs
+    no more for a larger model. The norm, taken of all values, is the check for NaN and infinity,
+    too.
 
     A peer is too far away if its distance is more than ``max_peer_distance`` times
 
@@ -45,8 +44,7 @@ class Nearness:
       median is an honest one as long as most of what is read is honest.
 
     Args:
-        numel: Number of parameters P.
-        dtype: In which they are handed over.
+        model: Of which they are, and how it is written on the wire.
         own: This worker's publications; without any only what is absurd is too far away.
         max_peer_distance: See above, more than 1; None for no limit.
 
@@ -56,16 +54,16 @@ class Nearness:
 
     def __init__(
         self,
-        numel: int,
-        dtype: torch.dtype,
+        model: Model,
         own: Publications | None = None,
         max_peer_distance: float | None = None,
     ) -> None:
-        self._root = math.sqrt(numel)
+        self._model = model
+        self._root = math.sqrt(model.numel)
         self._own = own if max_peer_distance is not None else None
         self._most = max_peer_distance
-        self._stride = math.ceil(numel / _MEASURED)
-        self._differences = torch.empty(SERIAL_ELEMENTS, dtype=dtype)
+        self._stride = math.ceil(model.numel / _MEASURED)
+        self._differences = torch.empty(model.piece, dtype=model.dtype)
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self.clear()
 
@@ -79,7 +77,7 @@ class Nearness:
         self._is_relative = self._own is not None and self._own.newest is not None
 
     def add(self, start: int, values: Tensor) -> None:
-        """Look at values whose place in the flat vector begins at ``start``."""
+        """Look at values from ``start`` on in the flat vector, where a block of the wire begins."""
         array = values.numpy()
         blocks = (array[i : i + _SERIAL_DOT] for i in range(0, len(array), _SERIAL_DOT))
         with np.errstate(all="ignore"):
@@ -90,7 +88,7 @@ class Nearness:
         self._num_seen += len(values)
         if not self._is_relative:
             return
-        for block in torch.split(values, SERIAL_ELEMENTS):
+        for block in torch.split(values, self._model.piece):
             if self._skip == 0:
                 self._measure(start, block)
             self._skip = (self._skip or self._stride) - 1
@@ -104,7 +102,7 @@ class Nearness:
             own = self._own.newest
             assert own is not None
             number = own.number
-            torch.sub(theirs, own.values[start : start + len(theirs)], out=differences)
+            torch.sub(theirs, self._model.read(own.wire, start, differences), out=differences)
             if own.number == number != 0:
                 norm = float(torch.linalg.vector_norm(differences))
                 self._measured_squares += norm * norm

@@ -6,6 +6,7 @@ import dataclasses
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +17,9 @@ from lightning_loco.peers.directory import Directory
 from lightning_loco.peers.fetching import FetchingThread
 from lightning_loco.peers.flow import FlowControl
 from lightning_loco.peers.keys import read_key_file
+from lightning_loco.peers.model import Model, codec_of_peers
 from lightning_loco.peers.nearness import MAX_PEER_DISTANCE, Nearness
 from lightning_loco.peers.open_files import make_room
-from lightning_loco.peers.protocol import Model, dtype_code
 from lightning_loco.peers.publications import Publications
 from lightning_loco.peers.reader import Reader, Received
 from lightning_loco.peers.serving import ServingThread
@@ -35,12 +36,12 @@ class PeerNode:
 
     Args:
         numel: Number of parameters P.
-        dtype: The dtype in which received parameters are handed over.
+        dtype: Their dtype, float32 or float64.
         directory: Who the peers are and where.
         schema_checksum: 64 bits that tell the model, equal on all peers; see
             :func:`~lightning_loco.comm.checks.schema_checksum`.
-        wire_dtype: In which dtype parameters travel, equal on all peers: float32, bfloat16 or
-            float64. Default: ``dtype``.
+        compression: How parameters are written on the wire, equal on all peers: ``"int8"``, another
+            name or a codec, as in :class:`~lightning_loco.PairwiseEngine`. Default: as they are.
         fetch_timeout_s: The longest fetch, and so the longest :meth:`wait`, in seconds.
         max_peer_distance: How many times as far as usual a peer's parameters may be from one's own,
             more than 1; see :class:`~lightning_loco.peers.nearness.Nearness`. None for no limit.
@@ -54,9 +55,13 @@ class PeerNode:
         slow: How long a fetch is to take at least, on a link that is emulated.
 
     Raises:
+        TypeError: If ``compression`` is no name and no codec.
         ValueError: If an argument is out of range or the key file cannot be used.
         FileNotFoundError: If there is no key file.
         RuntimeError: If the port is taken.
+
+    Attributes:
+        model: What travels, and how it is written.
 
     Example:
         >>> from lightning_loco.peers import StoreDirectory
@@ -81,7 +86,7 @@ class PeerNode:
         directory: Directory,
         *,
         schema_checksum: int,
-        wire_dtype: torch.dtype | None = None,
+        compression: Any | None = None,
         fetch_timeout_s: float = 2.5,
         max_peer_distance: float | None = MAX_PEER_DISTANCE,
         seed: int = 0,
@@ -93,8 +98,9 @@ class PeerNode:
         window: int = WINDOW,
         slow: FetchSeconds | None = None,
     ) -> None:
-        model = Model(schema_checksum, numel, dtype if wire_dtype is None else wire_dtype)
-        dtype_code(model.wire_dtype)
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}.")
+        self.model = model = Model(schema_checksum, numel, dtype, codec_of_peers(compression))
         keys = None if key_file is None else read_key_file(key_file)
         if keys is None and not directory.is_local:
             warnings.warn(
@@ -108,16 +114,16 @@ class PeerNode:
             host = "127.0.0.1" if directory.is_local else "0.0.0.0"
         _keep_freed_memory()
         self._wait_s = 0.0
+        self._counted_bytes = 0
         self._publications = Publications(model, lease_s=fetch_timeout_s, pinned=pinned)
         self._flow = FlowControl(directory.names, seed)
         reader = Reader(
             model,
-            dtype,
             directory,
             self._flow,
             fetch_timeout_s=fetch_timeout_s,
             keys=keys,
-            nearness=Nearness(numel, dtype, self._publications, max_peer_distance),
+            nearness=Nearness(model, self._publications, max_peer_distance),
             pinned=pinned,
             chunk_bytes=chunk_bytes,
             window=window,
@@ -163,7 +169,7 @@ class PeerNode:
     def draft(self) -> Tensor:
         """Memory ``(P,)`` to write the next publication into, which saves a copy.
 
-        Its dtype is ``wire_dtype``. Nobody reads it until :meth:`post`.
+        Its dtype is that of the parameters. Nobody reads it until :meth:`post`.
         """
         return self._publications.draft()
 
@@ -175,6 +181,14 @@ class PeerNode:
             norm: Their norm, with which distances of peers are compared.
         """
         self._publications.post(tag, norm)
+
+    def draft_bytes(self) -> Tensor:
+        """Memory to write the next publication into as bytes, encoded already."""
+        return self._publications.draft_bytes()
+
+    def post_bytes(self, tag: Tag, norm: float) -> None:
+        """Let others read what was written into the :meth:`draft_bytes`; else as :meth:`post`."""
+        self._publications.post_bytes(tag, norm)
 
     def start_fetch(self) -> None:
         """Begin to read from a peer in the background."""
@@ -204,6 +218,13 @@ class PeerNode:
     def bytes_sent(self) -> int:
         """Bytes of parameters handed out to peers."""
         return self._serving.bytes_sent
+
+    def count_sent(self) -> tuple[int, int]:
+        """Bytes handed out since the last call, and how many they would be without compression."""
+        new = self.bytes_sent - self._counted_bytes
+        self._counted_bytes += new
+        plain_bytes = self.model.numel * self.model.dtype.itemsize
+        return new, new * plain_bytes // self.model.total_bytes
 
     @property
     def statistics(self) -> PeerStatistics:

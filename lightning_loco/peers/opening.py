@@ -45,7 +45,7 @@ def open_node(
         layout.dtype,
         open_directory(settings, group),
         schema_checksum=schema_checksum(layout.schema()),
-        wire_dtype=settings.wire_dtype,
+        compression=settings.codec,
         fetch_timeout_s=settings.fetch_timeout_s,
         max_peer_distance=settings.max_peer_distance,
         seed=seed,

@@ -9,8 +9,6 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-import torch
-
 from lightning_loco.algorithms.pairwise import Tag
 
 MAX_CHUNK_BYTES = 4 * 2**20
@@ -27,14 +25,10 @@ GONE = 4
 OTHER_MODEL = 5
 _REPLIES = (DATA, EMPTY, GONE, OTHER_MODEL)
 
-WIRE_DTYPES = {1: torch.float32, 2: torch.bfloat16, 3: torch.float64}
-"""Dtypes that may travel, by their code."""
-_CODES = {dtype: code for code, dtype in WIRE_DTYPES.items()}
-
 _MAGIC = b"LOCO"
 _VERSION = 1
-# magic, version, kind, dtype, zero | schema checksum, request id, publication, offset, length
-_COMMON = "<4sBBBBQQQQI"
+# magic, version, kind, zero | checksum, wire format, request id, publication, offset, length
+_COMMON = "<4sBBHQQQQQI"
 _REQUEST = struct.Struct(_COMMON)
 # ... | total bytes, clock, loss
 _REPLY = struct.Struct(_COMMON + "Qdd")
@@ -46,30 +40,11 @@ class MalformedMessage(ValueError):
     """A message that does not follow the protocol."""
 
 
-class Model(NamedTuple):
-    """What two peers must have in common to exchange parameters.
-
-    Attributes:
-        checksum: Of the names, shapes and dtypes of all parameters; 64 bits.
-        numel: Number of parameters P.
-        wire_dtype: The dtype in which they travel.
-    """
-
-    checksum: int
-    numel: int
-    wire_dtype: torch.dtype
-
-    @property
-    def total_bytes(self) -> int:
-        """Size of the parameters on the wire."""
-        return self.numel * self.wire_dtype.itemsize
-
-
 class Request(NamedTuple):
     """Ask for the bytes ``offset : offset + length`` of a publication (0: the latest)."""
 
     checksum: int
-    dtype_code: int
+    wire_format: int
     request_id: int
     publication: int
     offset: int
@@ -81,7 +56,7 @@ class Reply(NamedTuple):
 
     kind: int
     checksum: int
-    dtype_code: int
+    wire_format: int
     request_id: int
     publication: int
     offset: int
@@ -90,22 +65,9 @@ class Reply(NamedTuple):
     tag: Tag
 
 
-def dtype_code(dtype: torch.dtype) -> int:
-    """The code of a dtype on the wire.
-
-    Raises:
-        ValueError: If this dtype cannot travel.
-    """
-    if dtype not in _CODES:
-        names = ", ".join(str(known) for known in _CODES)
-        raise ValueError(f"wire_dtype must be one of {names}, got {dtype}.")
-    return _CODES[dtype]
-
-
 def pack_request(request: Request) -> bytes:
     """Write a request."""
-    checksum, dtype, *others = request
-    return _REQUEST.pack(_MAGIC, _VERSION, REQUEST, dtype, 0, checksum, *others)
+    return _REQUEST.pack(_MAGIC, _VERSION, REQUEST, 0, *request)
 
 
 def parse_request(frame: bytes) -> Request:
@@ -116,11 +78,11 @@ def parse_request(frame: bytes) -> Request:
     """
     if len(frame) != _REQUEST.size:
         raise MalformedMessage(f"a request has {_REQUEST.size} bytes, this has {len(frame)}")
-    magic, version, kind, dtype, zero, checksum, *others = _REQUEST.unpack(frame)
-    _check_start(magic, version, dtype, zero)
+    magic, version, kind, zero, *others = _REQUEST.unpack(frame)
+    _check_start(magic, version, zero)
     if kind != REQUEST:
         raise MalformedMessage(f"kind {kind} is not a request")
-    request = Request(checksum, dtype, *others)
+    request = Request(*others)
     if not 1 <= request.length <= MAX_CHUNK_BYTES:
         raise MalformedMessage(f"{request.length} bytes asked for")
     return request
@@ -128,8 +90,8 @@ def parse_request(frame: bytes) -> Request:
 
 def pack_reply(reply: Reply) -> bytes:
     """Write the header of a reply."""
-    kind, checksum, dtype, *others, tag = reply
-    return _REPLY.pack(_MAGIC, _VERSION, kind, dtype, 0, checksum, *others, *tag)
+    kind, *others, tag = reply
+    return _REPLY.pack(_MAGIC, _VERSION, kind, 0, *others, *tag)
 
 
 def parse_reply(frame: bytes) -> Reply:
@@ -140,22 +102,24 @@ def parse_reply(frame: bytes) -> Reply:
     """
     if len(frame) != _REPLY.size:
         raise MalformedMessage(f"a reply has {_REPLY.size} bytes, this has {len(frame)}")
-    magic, version, kind, dtype, zero, *others, total_bytes, clock, loss = _REPLY.unpack(frame)
-    _check_start(magic, version, dtype, zero)
+    magic, version, kind, zero, *others, clock, loss = _REPLY.unpack(frame)
+    _check_start(magic, version, zero)
     if kind not in _REPLIES:
         raise MalformedMessage(f"kind {kind} is not a reply")
-    checksum, number, publication, offset, length = others
+    checksum, wire_format, number, publication, offset, length, total_bytes = others
     tag = Tag(clock, loss)
-    reply = Reply(kind, checksum, dtype, number, publication, offset, length, total_bytes, tag)
+    reply = Reply(
+        kind, checksum, wire_format, number, publication, offset, length, total_bytes, tag
+    )
     if reply.length > MAX_CHUNK_BYTES:
         raise MalformedMessage(f"{reply.length} bytes announced")
     return reply
 
 
-def _check_start(magic: bytes, version: int, dtype: int, zero: int) -> None:
+def _check_start(magic: bytes, version: int, zero: int) -> None:
     if magic != _MAGIC:
         raise MalformedMessage("it does not begin like a message of a peer")
     if version != _VERSION:
         raise MalformedMessage(f"version {version} of the protocol, this is version {_VERSION}")
-    if dtype not in WIRE_DTYPES or zero != 0:
-        raise MalformedMessage(f"dtype {dtype}, filler {zero}")
+    if zero != 0:
+        raise MalformedMessage(f"filler {zero}")

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from lightning_loco.algorithms.pairwise import Tag
-from lightning_loco.peers.protocol import LATEST, Model
+from lightning_loco.peers.model import Model
+from lightning_loco.peers.protocol import LATEST
 
 _MOST_READERS = 64
 
@@ -28,8 +29,8 @@ class Publication:
     """One buffer and what it holds.
 
     Attributes:
-        values: The parameters in the wire's dtype.
-        data: The same memory as bytes.
+        wire: The parameters as the bytes that travel.
+        data: The same memory, for sockets.
         number: Number of the publication; 0 while there is none.
         tag: Clock and loss of the parameters.
         norm: Their norm.
@@ -38,7 +39,7 @@ class Publication:
         leases: Until when it is kept, by reader.
     """
 
-    values: Tensor
+    wire: Tensor
     data: memoryview
     number: int = 0
     tag: Tag = Tag(0.0, 0.0)
@@ -64,7 +65,7 @@ class Publications:
     ``lease_s``.
 
     Args:
-        model: Size and dtype of the parameters.
+        model: What is published, and how it is written.
         lease_s: How long a reader may be silent, in seconds.
         num_buffers: Publications that are held at once, at least 3.
         pinned: Whether a GPU copies into them.
@@ -81,7 +82,8 @@ class Publications:
         if num_buffers < 3:
             raise ValueError(f"num_buffers must be at least 3, got {num_buffers}. Use 3.")
         self._lock = threading.Lock()
-        self._numel = model.numel
+        self._model = model
+        self._flat: Tensor | None = None
         self._lease_s = lease_s
         self._count = 0
         self._latest: Publication | None = None
@@ -89,8 +91,7 @@ class Publications:
         self._buffers = []
         for _ in range(num_buffers):
             memory = torch.zeros(model.total_bytes, dtype=torch.uint8, pin_memory=pinned)
-            values = memory.view(model.wire_dtype)
-            self._buffers.append(Publication(values, memory.numpy().data))
+            self._buffers.append(Publication(memory, memory.numpy().data))
 
     @property
     def latest(self) -> int:
@@ -118,9 +119,10 @@ class Publications:
         Raises:
             ValueError: If the number of parameters is another one.
         """
-        if flat.shape != (self._numel,):
+        numel = self._model.numel
+        if flat.shape != (numel,):
             raise ValueError(
-                f"The parameters have shape {tuple(flat.shape)}, but {self._numel} were announced. "
+                f"The parameters have shape {tuple(flat.shape)}, but {numel} were announced. "
                 "Publish one flat vector of the model's size."
             )
         with torch.no_grad():
@@ -129,17 +131,21 @@ class Publications:
         return self.post(tag, norm)
 
     def draft(self) -> Tensor:
-        """The memory of the next publication ``(P,)``, in the wire's dtype, to be written.
+        """Where the next publication is written ``(P,)``, in the model's dtype.
 
-        Nobody reads it until :meth:`post`; without one the next call returns the same.
+        With a codec it is a vector that is kept for this, and :meth:`post` encodes it. Nobody reads
+        it until then; without a :meth:`post` the next call returns the same.
         """
-        if self._draft is None:
-            with self._lock:
-                self._draft = self._take_buffer()
-        return self._draft.values
+        if self._model.codec is None:
+            return self.draft_bytes().view(self._model.dtype)
+        if self._flat is None:
+            self._flat = torch.empty(self._model.numel, dtype=self._model.dtype)
+        return self._flat
 
     def post(self, tag: Tag, norm: float) -> int:
-        """Make the draft the latest publication; for one thread only, the one of :meth:`draft`.
+        """Make what was written into the :meth:`draft` the latest publication.
+
+        For one thread only, the one of :meth:`draft`.
 
         Args:
             tag: Clock and loss of the parameters.
@@ -148,6 +154,20 @@ class Publications:
         Returns:
             The number of the publication.
         """
+        if self._model.codec is not None:
+            assert self._flat is not None
+            self._model.codec.encode(self._flat, self.draft_bytes())
+        return self.post_bytes(tag, norm)
+
+    def draft_bytes(self) -> Tensor:
+        """The memory of the next publication, for who encodes it; as :meth:`draft` otherwise."""
+        if self._draft is None:
+            with self._lock:
+                self._draft = self._take_buffer()
+        return self._draft.wire
+
+    def post_bytes(self, tag: Tag, norm: float) -> int:
+        """As :meth:`post`, of what was written into :meth:`draft_bytes`."""
         assert self._draft is not None
         with self._lock:
             self._count += 1

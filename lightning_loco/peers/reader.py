@@ -7,7 +7,6 @@ import logging
 import time
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from lightning_loco.algorithms.pairwise import Tag
@@ -17,8 +16,9 @@ from lightning_loco.peers.flow import FlowControl
 from lightning_loco.peers.keys import Keys
 from lightning_loco.peers.link import Link, LinkBroken
 from lightning_loco.peers.links import Links
+from lightning_loco.peers.model import Model
 from lightning_loco.peers.nearness import Nearness
-from lightning_loco.peers.protocol import EMPTY, GONE, OTHER_MODEL, MalformedMessage, Model
+from lightning_loco.peers.protocol import EMPTY, GONE, OTHER_MODEL, MalformedMessage, Reply
 from lightning_loco.peers.transfer import CHUNK_BYTES, WINDOW, Assembly, Transfer
 
 log = logging.getLogger(__name__)
@@ -72,8 +72,7 @@ class Reader:
     less often.
 
     Args:
-        model: What is read; peers with another model are refused.
-        dtype: The dtype in which parameters are handed over.
+        model: What is read; peers with another model, or another compression, are refused.
         directory: Where the peers are; used by the reading thread alone.
         flow: Which peer is next.
         fetch_timeout_s: The longest fetch, in seconds.
@@ -94,7 +93,6 @@ class Reader:
     def __init__(
         self,
         model: Model,
-        dtype: torch.dtype,
         directory: Directory,
         flow: FlowControl,
         *,
@@ -109,11 +107,12 @@ class Reader:
             raise ValueError(f"fetch_timeout_s must be positive, got {fetch_timeout_s}. Try 2.5.")
         self.counts = FetchCounts()
         self.fetch_timeout_s = fetch_timeout_s
-        self._assembly = Assembly(model, dtype, nearness, pinned=pinned)
+        self._assembly = Assembly(model, nearness, pinned=pinned)
         self._transfer = Transfer(model, self._assembly, chunk_bytes, window)
+        self._model = model
         self._total_bytes = model.total_bytes
         self._flow = flow
-        self._links = Links(directory, keys, chunk_bytes)
+        self._links = Links(directory, keys, self._transfer.chunk_bytes)
         self._logged: set[tuple[str, str]] = set()
         self._is_stopped = False
 
@@ -229,8 +228,7 @@ class Reader:
             elif reply.kind == EMPTY:
                 return _Outcome.EMPTY
             elif reply.kind == OTHER_MODEL:
-                text = "it holds another model, or another wire_dtype"
-                self._log_once(link.peer.name, "other model", text)
+                self._explain_refusal(link.peer.name, reply)
                 return _Outcome.REFUSED
             elif reply.kind == GONE:
                 num_gone += 1
@@ -245,6 +243,13 @@ class Reader:
         if not nearness.is_finite:
             return _Outcome.NOT_FINITE
         return _Outcome.DONE if nearness.is_near() else _Outcome.TOO_FAR
+
+    def _explain_refusal(self, name: str, reply: Reply) -> None:
+        if reply.checksum == self._model.checksum:
+            text = "its parameters travel in another compression. Give all peers the same one"
+        else:
+            text = "it holds another model"
+        self._log_once(name, "other model", text)
 
     def _explain_silence(self, name: str, deadline: float) -> None:
         done = self._transfer.received_bytes

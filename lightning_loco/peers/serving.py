@@ -11,7 +11,7 @@ import zmq
 from lightning_loco.peers.answers import Answers
 from lightning_loco.peers.keys import Keys
 from lightning_loco.peers.listener import Listener
-from lightning_loco.peers.protocol import Model
+from lightning_loco.peers.model import Model
 from lightning_loco.peers.publications import Publications
 from lightning_loco.peers.router import Router
 
@@ -26,7 +26,8 @@ class ServingThread(threading.Thread):
     each address and 20 in all. When there are too many clients, idle ones lose their connection.
 
     Args:
-        model: What is served; requests for another model are refused.
+        model: What is served; requests for another model, or another compression, are
+            refused.
         publications: Where the parameters are.
         host: Address to listen at; ``"0.0.0.0"`` for all networks of this machine.
         port: Port to listen at; None or 0 for any that is free.

@@ -10,13 +10,13 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-import torch
-
 from lightning_loco.algorithms.pairwise import PairwiseAverage
+from lightning_loco.codecs import Codec
 from lightning_loco.comm.flat import Cuts
 from lightning_loco.comm.links import Links
 from lightning_loco.peers.directory import NodeDirectory, Peer, as_peer
 from lightning_loco.peers.keys import read_key_file
+from lightning_loco.peers.model import codec_of_peers
 from lightning_loco.peers.nearness import MAX_PEER_DISTANCE
 from lightning_loco.peers.nodes_file import read_nodes
 from lightning_loco.values import plain
@@ -32,7 +32,8 @@ class PairwiseSettings:
             for the ranks of one job.
         name: Which of the nodes this worker is.
         fetch_timeout_s: Longest time for a fetch, in seconds.
-        wire_dtype: What travels: float32, float64 or bfloat16; None for the flat vector's dtype.
+        compression: How parameters are written on the wire: a codec or its name. Default: as they
+            are.
         key_file: CURVE keys of the job.
         max_peer_distance: How many times as far as usual a peer's parameters may be from one's own,
             more than 1; None for no limit.
@@ -48,7 +49,7 @@ class PairwiseSettings:
     nodes: str | Path | Sequence[Peer | Mapping[str, object]] | None = None
     name: str | None = None
     fetch_timeout_s: float = 2.5
-    wire_dtype: torch.dtype | None = None
+    compression: Any | None = None
     key_file: str | Path | None = None
     max_peer_distance: float | None = MAX_PEER_DISTANCE
     link: Links | None = None
@@ -71,11 +72,7 @@ class PairwiseSettings:
                 "max_peer_distance is a multiple of the usual distance and must be finite and more "
                 f"than 1, got {distance!r}. Use None for no limit."
             )
-        if self.wire_dtype not in (None, torch.float32, torch.float64, torch.bfloat16):
-            raise ValueError(
-                "wire_dtype must be torch.float32, torch.float64 or torch.bfloat16, got "
-                f"{self.wire_dtype!r}."
-            )
+        codec_of_peers(self.compression)
         if self.name is not None and self.nodes is None:
             raise ValueError(f"name={self.name!r} says which of the nodes this is; give nodes=...")
         if self.nodes is not None:
@@ -95,6 +92,11 @@ class PairwiseSettings:
         if isinstance(self.nodes, (str, Path)):
             return read_nodes(self.nodes)[0]
         return [as_peer(node) for node in self.nodes]
+
+    @property
+    def codec(self) -> Codec | None:
+        """How parameters are written on the wire; None if they travel as they are."""
+        return codec_of_peers(self.compression)
 
     @property
     def node_number(self) -> int:
@@ -140,5 +142,5 @@ class PairwiseSettings:
             "nodes": [list(peer) for peer in self.peers],
             "fetch_timeout_s": self.fetch_timeout_s,
             "max_peer_distance": self.max_peer_distance,
-            "wire_dtype": str(self.wire_dtype),
+            "compression": plain(self.codec),
         }

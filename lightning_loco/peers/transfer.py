@@ -8,17 +8,16 @@ import numpy as np
 import torch
 
 from lightning_loco.algorithms.pairwise import Tag
-from lightning_loco.peers.nearness import SERIAL_ELEMENTS, Nearness
+from lightning_loco.peers.model import Model
+from lightning_loco.peers.nearness import Nearness
 from lightning_loco.peers.protocol import (
     DATA,
     LATEST,
     MAX_CHUNK_BYTES,
     OTHER_MODEL,
     MalformedMessage,
-    Model,
     Reply,
     Request,
-    dtype_code,
     pack_request,
     parse_reply,
 )
@@ -31,11 +30,10 @@ WINDOW = 8
 class Assembly:
     """The parameters of one peer, put together from chunks in memory that is made once.
 
-    They are kept in the dtype of the wire, and in that of the model if it is another one.
+    With a codec each chunk is decoded when it has come.
 
     Args:
-        model: Size and dtype on the wire.
-        dtype: The dtype of :attr:`params`.
+        model: What is received, and how it is written.
         nearness: Measures how far away they are. Default: only whether they are finite.
         pinned: Whether a GPU copies from :attr:`params`.
 
@@ -45,20 +43,19 @@ class Assembly:
     """
 
     def __init__(
-        self,
-        model: Model,
-        dtype: torch.dtype,
-        nearness: Nearness | None = None,
-        *,
-        pinned: bool = False,
+        self, model: Model, nearness: Nearness | None = None, *, pinned: bool = False
     ) -> None:
-        is_same = dtype == model.wire_dtype
-        memory = torch.zeros(model.total_bytes, dtype=torch.uint8, pin_memory=pinned and is_same)
-        self._bytes = memory.numpy()
-        self._wire = self.params = memory.view(model.wire_dtype)
-        if not is_same:
-            self.params = torch.empty(model.numel, dtype=dtype, pin_memory=pinned)
-        self.nearness = nearness or Nearness(model.numel, dtype)
+        is_plain = model.codec is None
+        self._model = model
+        self._wire = torch.zeros(
+            model.total_bytes, dtype=torch.uint8, pin_memory=pinned and is_plain
+        )
+        self._bytes = self._wire.numpy()
+        if is_plain:
+            self.params = self._wire.view(model.dtype)
+        else:
+            self.params = torch.empty(model.numel, dtype=model.dtype, pin_memory=pinned)
+        self.nearness = nearness or Nearness(model)
 
     def clear(self) -> None:
         """Forget what was received."""
@@ -73,15 +70,10 @@ class Assembly:
         return self._bytes.data[offset : offset + length]
 
     def convert(self, offset: int, length: int) -> None:
-        """Convert a chunk that has just come, and measure it while the cache has it."""
-        itemsize = self._wire.itemsize
-        part = slice(offset // itemsize, (offset + length) // itemsize)
-        if self.params is not self._wire:
-            torch._foreach_copy_(
-                torch.split(self.params[part], SERIAL_ELEMENTS),
-                torch.split(self._wire[part], SERIAL_ELEMENTS),
-            )
-        self.nearness.add(part.start, self.params[part])
+        """Decode a chunk that has just come, and measure it while the cache has it."""
+        part = self._model.elements(offset, length)
+        values = self._model.read(self._wire, part.start, self.params[part])
+        self.nearness.add(part.start, values)
 
 
 class Transfer:
@@ -93,10 +85,12 @@ class Transfer:
     Args:
         model: What is read; the peer must have the same.
         assembly: Where the chunks go.
-        chunk_bytes: Length of a chunk, a multiple of 8 up to 4 MiB; the last one may be shorter.
+        chunk_bytes: Length of a chunk, a multiple of 8 up to 4 MiB; as many whole rows as it has
+            room for are asked for, at least one. The last chunk may be shorter.
         window: Chunks that are asked for at the same time, 1 to 8.
 
     Attributes:
+        chunk_bytes: The longest chunk that is asked for.
         tag: Clock and loss of the publication.
         received_bytes: How much is there.
 
@@ -112,10 +106,10 @@ class Transfer:
         if not 1 <= window <= WINDOW:
             raise ValueError(f"window must be 1 to {WINDOW}, got {window}.")
         self._model = model
-        self._code = dtype_code(model.wire_dtype)
+        self._wire_format = model.wire_format
         self._total_bytes = model.total_bytes
         self._assembly = assembly
-        self._chunk_bytes = chunk_bytes
+        self.chunk_bytes = max(chunk_bytes // model.row_bytes, 1) * model.row_bytes
         self._window = window
         self.restart()
 
@@ -144,12 +138,12 @@ class Transfer:
         requests = []
         while len(self._under_way) < window and self._asked_bytes < self._total_bytes:
             offset = self._asked_bytes
-            length = min(self._chunk_bytes, self._total_bytes - offset)
+            length = min(self.chunk_bytes, self._total_bytes - offset)
             number = secrets.randbits(64)
             self._under_way[number] = (offset, length)
             self._asked_bytes += length
             request = Request(
-                self._model.checksum, self._code, number, self._publication, offset, length
+                self._model.checksum, self._wire_format, number, self._publication, offset, length
             )
             requests.append(pack_request(request))
         return requests
@@ -161,7 +155,7 @@ class Transfer:
             return False
         if reply.kind == OTHER_MODEL:
             return True
-        if reply.checksum != self._model.checksum or reply.dtype_code != self._code:
+        if reply.checksum != self._model.checksum or reply.wire_format != self._wire_format:
             return False
         if reply.kind != DATA:
             return reply.publication == self._publication

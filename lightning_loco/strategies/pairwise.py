@@ -17,6 +17,7 @@ from typing_extensions import Unpack
 
 from lightning_loco.algorithms import PairwiseAverage
 from lightning_loco.algorithms.pairwise import Interpolation
+from lightning_loco.codecs import Codec
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.links import LinkLike, as_links
 from lightning_loco.comm.saved import Saved
@@ -57,7 +58,8 @@ class PairwiseGossipStrategy(EngineStrategy):
         name: Which of the nodes this Trainer is.
         key_file: Keys of the job, without which nobody can read or serve parameters; write one with
             ``python -m lightning_loco.peers.keys FILE``.
-        wire_dtype: ``"bfloat16"`` halves what travels; None for the dtype of the parameters.
+        compression: How parameters are written on the wire: ``"bf16"``, ``"fp16"``, ``"int8"``, or
+            a codec such as ``Int8(block=128)``; rough ones are refused. Default: as they are.
         keep_progress: Blend what the parameters were when the fetch began, and keep what was
             learned since; off is dpwa's rule.
         max_peer_distance: How many times as far as usual a peer's parameters may be from one's own,
@@ -90,8 +92,8 @@ class PairwiseGossipStrategy(EngineStrategy):
         nodes: str | Path | Sequence[Peer | Mapping[str, object]] | None = None,
         name: str | None = None,
         key_file: str | Path | None = None,
-        wire_dtype: Literal["float32", "float64", "bfloat16"] | None = None,
         *,
+        compression: Codec | str | None = None,
         keep_progress: bool = False,
         max_peer_distance: float | None = MAX_PEER_DISTANCE,
         link: LinkLike | None = None,
@@ -105,7 +107,7 @@ class PairwiseGossipStrategy(EngineStrategy):
             nodes=nodes,
             name=name,
             fetch_timeout_s=fetch_timeout_s,
-            wire_dtype=_dtype(wire_dtype),
+            compression=compression,
             key_file=key_file,
             max_peer_distance=max_peer_distance,
             link=as_links(link),
@@ -195,10 +197,3 @@ class PairwiseGossipStrategy(EngineStrategy):
         """The loss that ``training_step`` has returned last, if it was one number."""
         loss = self._loss
         return None if isinstance(loss, float) and math.isnan(loss) else loss
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    names = ("float32", "float64", "bfloat16")
-    if name is not None and name not in names:
-        raise ValueError(f"wire_dtype must be one of {', '.join(names)} or None, got {name!r}.")
-    return None if name is None else getattr(torch, name)

@@ -49,6 +49,8 @@ def test_nothing_is_nothing(given: Any) -> None:
         ("sparse", "neighbors", ValueError, "too roughly for gossip"),
         ("e3m0", "neighbors", ValueError, "too roughly for gossip"),
         (ErrorFeedback(Int8()), "neighbors", ValueError, "without an error feedback"),
+        ("int4", "pull", ValueError, "too roughly for gossip"),
+        (ErrorFeedback(Int8()), "pull", ValueError, "Pulls take no error feedback.*codec alone"),
     ],
 )
 def test_what_does_not_work_is_refused(

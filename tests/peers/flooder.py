@@ -20,7 +20,7 @@ HOST = "127.0.0.1"
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48)
 READY = b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\6"
 NUM_CONNECTIONS = 8
-NUMBER = slice(16, 24)  # of a request, in it and in the reply
+NUMBER = slice(24, 32)  # of a request, in it and in the reply
 
 
 def frame(body: bytes, *, has_more: bool = False) -> bytes:

@@ -19,7 +19,8 @@ import zmq
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.peers import NodeDirectory, Peer, PeerNode, Received
 from lightning_loco.peers.keys import Keys
-from lightning_loco.peers.protocol import DATA, Model, Reply, Request, pack_reply, parse_request
+from lightning_loco.peers.model import Model
+from lightning_loco.peers.protocol import DATA, Reply, Request, pack_reply, parse_request
 from lightning_loco.peers.publications import Publications
 from lightning_loco.peers.serving import ServingThread
 from tests.programs import free_ports
@@ -154,7 +155,7 @@ def right_reply(request: Request, total_bytes: int, publication: int = 5, tag: T
     return Reply(
         DATA,
         request.checksum,
-        request.dtype_code,
+        request.wire_format,
         request.request_id,
         publication,
         request.offset,

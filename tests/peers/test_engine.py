@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_loco import PairwiseAverage, PairwiseEngine
 from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.codecs import BFloat16, Codec, Float16, Int8
 from tests.peers.helpers import peers
 from tests.pool import Pool
 from tests.tiny import flat, make_model
@@ -174,6 +175,59 @@ def test_one_worker_alone_is_left_as_it_is() -> None:
     assert torch.equal(flat(model), before)
 
 
+class Spread(nn.Module):
+    """Parameters of all magnitudes, which a codec rounds."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        for name, numel in (("long", 100_000), ("short", 3)):
+            values = torch.randn(numel, generator=generator).pow(3)
+            self.register_parameter(name, nn.Parameter(values))
+        self.register_buffer("mean", torch.randn(5, generator=generator))
+
+
+@pytest.mark.parametrize("keep_progress", [False, True])
+@pytest.mark.parametrize("codec", [BFloat16(), Float16(), Int8(), Int8(block=12)])
+def test_a_blend_is_that_with_what_the_codec_makes_of_the_peer(
+    codec: Codec, keep_progress: bool
+) -> None:
+    nodes, average = peers(2, "w"), PairwiseAverage(factor=0.25, keep_progress=keep_progress)
+    models = [Spread(seed) for seed in range(2)]
+    puller, served = (
+        PairwiseEngine(model, average, nodes=nodes, name=node.name, compression=codec)
+        for model, node in zip(models, nodes, strict=True)
+    )
+    before, theirs = (engine._blending.layout.new_flat() for engine in (puller, served))
+    written = codec.decode(codec.encode(theirs), torch.empty_like(theirs))
+    served.update_send(1.0)
+    puller.update_send(1.0)
+    assert puller.update_wait(1.0) == 0.25
+    expected = before.clone()
+    average.blend(expected, written, 0.25)
+    assert torch.equal(puller._blending.layout.new_flat(), expected)
+    assert torch.equal(served._blending.layout.new_flat(), theirs)
+    num_bytes = codec.num_bytes(len(theirs))
+    assert served.node.bytes_sent == puller.node.statistics.bytes_received == num_bytes
+    served._note_blend(0.5, 0.0)  # what was handed out is counted with the next blend
+    assert served.statistics.bytes_sent == num_bytes
+    assert served.statistics.bytes_saved == theirs.nbytes - num_bytes
+    for engine in (puller, served):
+        engine.close()
+
+
+def test_bytes_go_on_from_those_of_a_resumed_run() -> None:
+    (_, engine), (_, other) = workers = pair(1.0, 4.0)
+    engine.statistics.bytes_sent = 1000
+    engine.update_send(1.0)
+    other.update_send(1.0)
+    assert other.update_wait(1.0) == 0.5
+    engine._note_blend(0.5, 0.0)
+    assert engine.statistics.bytes_sent == 1000 + 64
+    assert engine.statistics.bytes_saved == 0
+    close(workers)
+
+
 # ------------------------------------------------------------------------- ranks of one job
 
 
@@ -232,7 +286,8 @@ NODES = [{"name": "a", "host": "127.0.0.1", "port": 45671}]
         ({"nodes": "there/is/none.yaml", "name": "a"}, FileNotFoundError, "none.yaml"),
         ({"fetch_timeout_s": 0}, ValueError, "fetch_timeout_s"),
         ({"fetch_timeout_s": "1"}, TypeError, "fetch_timeout_s"),
-        ({"wire_dtype": torch.int8}, ValueError, "wire_dtype"),
+        ({"compression": "zip"}, ValueError, "compression must be one of"),
+        ({"compression": "int4"}, ValueError, "too roughly"),
         ({"key_file": "there/is/none.key"}, FileNotFoundError, "none.key"),
     ],
 )

@@ -20,7 +20,7 @@ from tests.peers.helpers import MODEL, open_files, peer_threads, peers, serving,
 
 def make(directory: Directory, fetch_timeout_s: float = 5.0) -> FetchingThread:
     flow = FlowControl(directory.names, seed=0)
-    reader = Reader(MODEL, torch.float32, directory, flow, fetch_timeout_s=fetch_timeout_s)
+    reader = Reader(MODEL, directory, flow, fetch_timeout_s=fetch_timeout_s)
     return FetchingThread(reader)
 
 
@@ -112,7 +112,7 @@ def test_a_broken_flow_ends_the_thread_with_a_line_and_waits_end_in_time(
 
     directory = NodeDirectory(peers(2), "p0")
     flow = Broken(directory.names, seed=0)
-    thread = FetchingThread(Reader(MODEL, torch.float32, directory, flow, fetch_timeout_s=0.2))
+    thread = FetchingThread(Reader(MODEL, directory, flow, fetch_timeout_s=0.2))
     thread.start()
     thread.start_fetch()
     assert thread.wait() is None

@@ -31,7 +31,7 @@ from tests.peers.test_hostile import MB, resident_bytes
 
 NUMEL = 2_000_000
 MOST_GROWTH = 16 * MB
-REQUEST = Request(CHECKSUM, 1, 7, 0, 0, 8)
+REQUEST = Request(CHECKSUM, MODEL.wire_format, 7, 0, 0, 8)
 FLOODS = {
     "tiny": frame(b"x", has_more=True) * 20_000,
     "large": frame(bytes(1000), has_more=True) * 60,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco import PairwiseAverage, PairwiseEngine
+from lightning_loco.codecs import BFloat16, Codec, Float16, Int8
 from lightning_loco.comm.flat import Cuts, FlatLayout
 from lightning_loco.peers.blending import Blending
 from lightning_loco.peers.gpu import Upload, make_posting, pack_with_numbers
@@ -31,15 +32,17 @@ def make(device: str, dtype: torch.dtype, **settings: object) -> tuple[Blending,
 
 
 @pytest.mark.parametrize("loss", [None, 2.0, "tensor"])
-@pytest.mark.parametrize("wire_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("codec", [None, BFloat16(), Float16(), Int8(), Int8(block=12)])
 def test_packing_with_norm_and_loss_reads_nothing_back(
-    wire_dtype: torch.dtype, loss: float | str | None
+    codec: Codec | None, loss: float | str | None
 ) -> None:
     blending, _ = make("meta", torch.float32)
-    flat = torch.empty(NUMEL, dtype=wire_dtype, device="meta")
+    flat = torch.empty(NUMEL, device="meta")
     numbers = torch.zeros(2, dtype=torch.float64, device="meta")
     given = torch.ones(1, device="meta") if isinstance(loss, str) else loss
     pack_with_numbers(blending, flat, numbers, given)
+    if codec is not None:
+        assert codec.encode(flat).is_meta
     with pytest.raises(RuntimeError, match="item"):
         numbers[0].item()
 
@@ -69,7 +72,7 @@ def test_numbers_that_are_packed_are_those_of_the_parameters(loss: float | Tenso
 def test_on_a_processor_nothing_is_posted_later() -> None:
     blending, _ = make("cpu", torch.float32)
     node = make_node(peers(1), 0, NUMEL)
-    assert isinstance(make_posting(node, blending, torch.float32), Posting)
+    assert isinstance(make_posting(node, blending), Posting)
     upload = Upload(torch.device("cpu"))
     upload.note()
     assert upload.is_done
@@ -77,7 +80,10 @@ def test_on_a_processor_nothing_is_posted_later() -> None:
 
 
 def pair(
-    *values: float, device: str = "cuda", **settings: object
+    *values: float,
+    device: str = "cuda",
+    compression: str | None = None,
+    **settings: object,
 ) -> list[tuple[nn.Linear, PairwiseEngine]]:
     nodes = peers(len(values), "w")
     found = []
@@ -86,7 +92,12 @@ def pair(
         for parameter in model.parameters():
             parameter.data.fill_(value)
         engine = PairwiseEngine(
-            model, PairwiseAverage(**settings), nodes=nodes, name=node.name, fetch_timeout_s=5
+            model,
+            PairwiseAverage(**settings),
+            nodes=nodes,
+            name=node.name,
+            fetch_timeout_s=5,
+            compression=compression,
         )
         found.append((model, engine))
     return found
@@ -94,12 +105,22 @@ def pair(
 
 @pytest.mark.usefixtures("no_checksum")
 @pytest.mark.parametrize("keep_progress", [False, True])
-@pytest.mark.parametrize("interpolation", ["constant", "clock", "loss"])
-def test_a_local_step_reads_nothing_back(interpolation: str, keep_progress: bool) -> None:
+@pytest.mark.parametrize(
+    ("interpolation", "compression"),
+    [("constant", None), ("clock", None), ("loss", None), ("loss", "int8"), ("clock", "bf16")],
+)
+def test_a_local_step_reads_nothing_back(
+    interpolation: str, compression: str | None, keep_progress: bool
+) -> None:
     """By the copies that nobody waits for, all parameters and losses are 0."""
     with with_streams():
         workers = pair(
-            0.0, 4.0, device="meta", interpolation=interpolation, keep_progress=keep_progress
+            0.0,
+            4.0,
+            device="meta",
+            compression=compression,
+            interpolation=interpolation,
+            keep_progress=keep_progress,
         )
         deadline = time.monotonic() + 20
         factors: list[float] = []
@@ -118,10 +139,18 @@ def test_a_local_step_reads_nothing_back(interpolation: str, keep_progress: bool
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("keep_progress", [False, True])
-@pytest.mark.parametrize("interpolation", ["constant", "loss"])
-def test_models_on_a_gpu_gossip_without_a_wait(interpolation: str, keep_progress: bool) -> None:
+@pytest.mark.parametrize(
+    ("interpolation", "compression"), [("constant", None), ("loss", None), ("constant", "int8")]
+)
+def test_models_on_a_gpu_gossip_without_a_wait(
+    interpolation: str, compression: str | None, keep_progress: bool
+) -> None:
     (here, puller), (_, served) = workers = pair(
-        0.0, 4.0, interpolation=interpolation, keep_progress=keep_progress
+        0.0,
+        4.0,
+        compression=compression,
+        interpolation=interpolation,
+        keep_progress=keep_progress,
     )
     loss = torch.ones((), device="cuda")
     torch.cuda.set_sync_debug_mode("error")
@@ -135,6 +164,6 @@ def test_models_on_a_gpu_gossip_without_a_wait(interpolation: str, keep_progress
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert factor == 0.5
-    assert here.weight.unique().tolist() == [2.0]
+    assert here.weight.unique().tolist() == pytest.approx([2.0], rel=1e-6)
     for _, engine in workers:
         engine.close()

@@ -46,7 +46,7 @@ def connect(keys: Keys | None) -> Iterator[Callable[[Peer], Link]]:
 
 
 def make_transfer() -> tuple[Transfer, Assembly]:
-    assembly = Assembly(MODEL, torch.float32)
+    assembly = Assembly(MODEL)
     return Transfer(MODEL, assembly, 4000, 1), assembly
 
 

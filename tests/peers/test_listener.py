@@ -15,7 +15,8 @@ from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.peers import listener as listening
 from lightning_loco.peers.answers import Answers
 from lightning_loco.peers.listener import Listener
-from lightning_loco.peers.protocol import LATEST, Model, Request, pack_request, parse_reply
+from lightning_loco.peers.model import Model
+from lightning_loco.peers.protocol import LATEST, Request, pack_request, parse_reply
 from lightning_loco.peers.publications import Publications
 from lightning_loco.peers.zmtp import Handshake
 from tests.peers.flooder import frame, read
@@ -24,7 +25,7 @@ from tests.peers.helpers import CHECKSUM, HOST, MODEL, open_files
 MOST = 5
 LEASE_S = 0.1
 LARGE = Model(CHECKSUM, 8_000_000, torch.float32)
-WHOLE = Request(CHECKSUM, 1, 7, LATEST, 0, 4000)
+WHOLE = Request(CHECKSUM, MODEL.wire_format, 7, LATEST, 0, 4000)
 
 
 @contextlib.contextmanager

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_loco.algorithms.pairwise import Tag
-from lightning_loco.peers.nearness import SERIAL_ELEMENTS, Nearness
-from lightning_loco.peers.protocol import Model
+from lightning_loco.codecs import BFloat16, Codec, Int8
+from lightning_loco.peers.model import SERIAL_ELEMENTS, Model
+from lightning_loco.peers.nearness import Nearness
 from lightning_loco.peers.publications import Publications
 
 NUMEL = 2 * SERIAL_ELEMENTS + 100
@@ -21,13 +22,14 @@ def make(
     own: Tensor | None = None,
     most: float | None = 10.0,
     dtype: torch.dtype = torch.float32,
-    wire_dtype: torch.dtype | None = None,
+    codec: Codec | None = None,
     numel: int = NUMEL,
 ) -> Nearness:
-    publications = Publications(Model(1, numel, wire_dtype or dtype))
+    model = Model(1, numel, dtype, codec)
+    publications = Publications(model)
     if own is not None:
         publications.publish(own, Tag(1, 1))
-    return Nearness(numel, dtype, publications, most)
+    return Nearness(model, publications, most)
 
 
 def look(nearness: Nearness, theirs: Tensor, chunk: int = 50_000) -> bool:
@@ -46,20 +48,25 @@ def at(own: Tensor, distance: float) -> Tensor:
 
 @pytest.mark.parametrize("chunk", [8, SERIAL_ELEMENTS, 50_000, NUMEL])
 @pytest.mark.parametrize(
-    ("dtype", "wire_dtype"),
+    ("dtype", "codec"),
     [
-        (torch.float32, torch.float32),
-        (torch.float64, torch.float64),
-        (torch.float32, torch.bfloat16),
+        (torch.float32, None),
+        (torch.float64, None),
+        (torch.float32, BFloat16()),
+        (torch.float64, Int8()),
+        (torch.float32, Int8(block=8)),
+        (torch.float32, Int8(block=40_000)),
     ],
 )
 def test_the_distance_is_that_to_the_latest_publication(
-    dtype: torch.dtype, wire_dtype: torch.dtype, chunk: int
+    dtype: torch.dtype, codec: Codec | None, chunk: int
 ) -> None:
     numel = NUMEL if chunk > 8 else 300
     own, theirs = torch.randn(2, numel, dtype=dtype)
-    own = own.to(wire_dtype).to(dtype)
-    nearness = make(own, dtype=dtype, wire_dtype=wire_dtype, numel=numel)
+    nearness = make(own, dtype=dtype, codec=codec, numel=numel)
+    if codec is not None:
+        chunk = -(-chunk // codec.block) * codec.block
+        own = codec.decode(codec.encode(own), torch.empty_like(own))
     look(nearness, theirs, chunk)
     assert nearness.distance == pytest.approx(float((own - theirs).norm()), rel=1e-5)
 
@@ -158,9 +165,10 @@ def test_of_a_large_model_random_pieces_and_the_norm_are_measured() -> None:
 
 
 def test_parameters_that_are_published_meanwhile_do_no_harm() -> None:
-    publications = Publications(Model(1, NUMEL, torch.float32))
+    model = Model(1, NUMEL, torch.float32)
+    publications = Publications(model)
     publications.publish(torch.zeros(NUMEL), Tag(1, 1))
-    nearness = Nearness(NUMEL, torch.float32, publications, 10.0)
+    nearness = Nearness(model, publications, 10.0)
     is_over = threading.Event()
 
     def publish() -> None:

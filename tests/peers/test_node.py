@@ -6,13 +6,15 @@ import math
 import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from lightning_loco.algorithms.pairwise import Tag
-from lightning_loco.peers import NodeDirectory, Peer, PeerNode
+from lightning_loco.codecs import BFloat16, Codec, ErrorFeedback, Float16, Int8
+from lightning_loco.peers import NodeDirectory, Peer, PeerNode, write_key_file
 from tests.peers.helpers import (
     HOST,
     NodeProcess,
@@ -50,38 +52,68 @@ def test_two_nodes_read_from_each_other_exactly(numel: int, chunk_bytes: int) ->
         assert [node.statistics.bytes_sent for node in nodes] == [4 * numel] * 2
 
 
+@pytest.mark.parametrize("numel", [1, 257, 100_001])
+@pytest.mark.parametrize("chunk_bytes", [8, 4096, 2**20])
 @pytest.mark.parametrize(
-    ("dtype", "wire_dtype"),
+    ("codec", "dtype"),
     [
-        (torch.float32, torch.bfloat16),
-        (torch.float64, torch.bfloat16),
-        (torch.float64, torch.float32),
-        (torch.float64, torch.float64),
+        (BFloat16(), torch.float64),
+        (Float16(), torch.float32),
+        (Int8(), torch.float32),
+        (Int8(block=12), torch.float64),
     ],
 )
-def test_values_travel_in_the_dtype_of_the_wire(
-    dtype: torch.dtype, wire_dtype: torch.dtype
+def test_values_travel_as_a_codec_writes_them(
+    codec: Codec, dtype: torch.dtype, chunk_bytes: int, numel: int
 ) -> None:
+    if codec.num_bytes(numel) // chunk_bytes > 3000:
+        numel = 3001
     nodes = [
         PeerNode(
-            100_001,
+            numel,
             dtype,
             NodeDirectory(listed, name),
             schema_checksum=1,
-            wire_dtype=wire_dtype,
+            compression=codec,
+            chunk_bytes=chunk_bytes,
         )
         for listed in [peers(2)]
         for name in ("p0", "p1")
     ]
-    flat = torch.randn(100_001, dtype=dtype)
-    nodes[1].publish(flat, Tag(1, 1))
-    received = fetch(nodes[0])
-    assert received is not None
-    assert received.params.dtype == dtype
-    assert torch.equal(received.params, flat.to(wire_dtype).to(dtype))
-    assert received.received_bytes == 100_001 * wire_dtype.itemsize
+    for count in range(1, 3):
+        flat = torch.randn(numel, dtype=dtype)
+        nodes[1].publish(flat, Tag(count, 1))
+        received = fetch(nodes[0])
+        assert received is not None
+        expected = codec.decode(codec.encode(flat), torch.empty_like(flat))
+        assert received.params.dtype == dtype
+        assert torch.equal(received.params, expected)
+        assert (received.tag.clock, received.received_bytes) == (count, codec.num_bytes(numel))
+    num_bytes = 2 * codec.num_bytes(numel)
+    assert nodes[1].bytes_sent == nodes[0].statistics.bytes_received == num_bytes
+    assert nodes[1].count_sent() == (num_bytes, 2 * numel * dtype.itemsize)
+    assert nodes[1].count_sent() == (0, 0)
     for node in nodes:
         node.close()
+
+
+def test_encoded_parameters_travel_with_keys_too(tmp_path: Path) -> None:
+    write_key_file(tmp_path / "job.key")
+    settings = {"compression": "int8", "key_file": tmp_path / "job.key", "chunk_bytes": 8000}
+    with two_nodes(100_001, **settings) as (here, there):
+        flat = torch.randn(100_001)
+        there.publish(flat, Tag(1, 1))
+        received = fetch(here)
+        assert received is not None
+        assert torch.equal(received.params, Int8().decode(Int8().encode(flat), flat.clone()))
+
+
+def test_a_block_may_be_longer_than_a_chunk_is_to_be() -> None:
+    with two_nodes(100_001, compression=Int8(block=20_000), chunk_bytes=8) as (here, there):
+        there.publish(torch.ones(100_001), Tag(1, 1))
+        received = fetch(here)
+        assert received is not None
+        assert received.received_bytes == 6 * 20_004
 
 
 def test_the_latest_is_received_and_stays_until_the_next_fetch() -> None:
@@ -230,7 +262,11 @@ def test_without_keys_there_is_one_warning_for_other_machines() -> None:
         ({"chunk_bytes": 2**23}, "multiple of 8 up to 4194304, got 8388608"),
         ({"chunk_bytes": 12}, "multiple of 8"),
         ({"window": 9}, "1 to 8, got 9"),
-        ({"wire_dtype": torch.float16}, "wire_dtype must be one of"),
+        ({"compression": "zip"}, "one of none, bf16, fp16, int8, int4, e3m0, sparse"),
+        ({"compression": "int4"}, "too roughly"),
+        ({"compression": "sparse"}, "too roughly"),
+        ({"compression": ErrorFeedback(Int8())}, "Pulls take no error feedback"),
+        ({"compression": Int8(block=2**22)}, "4194308 bytes for a block.*smaller block"),
         ({"numel": 0}, "no parameters"),
     ],
 )
@@ -239,6 +275,13 @@ def test_bad_settings_are_named_and_leave_nothing(settings: dict[str, Any], mess
     with pytest.raises(ValueError, match=message):
         make_node(peers(2), 0, **settings)
     assert open_files() <= before
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int32])
+def test_another_dtype_is_refused(dtype: torch.dtype) -> None:
+    directory = NodeDirectory(peers(2), "p0")
+    with pytest.raises(ValueError, match=f"float32 or torch.float64, got {dtype}"):
+        PeerNode(10, dtype, directory, schema_checksum=1)
 
 
 @pytest.mark.long

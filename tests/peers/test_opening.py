@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_loco.algorithms.pairwise import PairwiseAverage, Tag
+from lightning_loco.codecs import BFloat16
 from lightning_loco.comm.flat import FlatLayout
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.peers import NodeDirectory, StoreDirectory, write_key_file
@@ -62,7 +63,7 @@ def test_a_node_with_another_model_is_refused() -> None:
 def test_what_the_user_has_set_reaches_the_node(tmp_path: Path) -> None:
     write_key_file(tmp_path / "job.key")
     nodes = peers(2)
-    chosen = {"wire_dtype": torch.bfloat16, "key_file": tmp_path / "job.key"}
+    chosen = {"compression": "bf16", "key_file": tmp_path / "job.key"}
     made = [
         open_node(settings(nodes=nodes, name="p0", **chosen), ALONE, layout(), 0),
         open_node(settings(nodes=nodes, name="p1", **chosen), ALONE, layout(), 1),
@@ -71,7 +72,7 @@ def test_what_the_user_has_set_reaches_the_node(tmp_path: Path) -> None:
     received = fetch(made[0])
     assert received is not None
     assert received.params.tolist() == [1.0] * 4
-    assert received.received_bytes == 8
+    assert received.received_bytes == BFloat16().row_bytes
     for node in made:
         node.close()
     with socket.create_server((nodes[1].host, nodes[1].port)):

@@ -6,7 +6,6 @@ import random
 import struct
 
 import pytest
-import torch
 
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.comm.checks import schema_checksum
@@ -17,11 +16,9 @@ from lightning_loco.peers.protocol import (
     MAX_CHUNK_BYTES,
     MAX_REQUEST_BYTES,
     OTHER_MODEL,
-    WIRE_DTYPES,
     MalformedMessage,
     Reply,
     Request,
-    dtype_code,
     pack_reply,
     pack_request,
     parse_reply,
@@ -41,8 +38,8 @@ def test_messages_come_back_as_they_went() -> None:
 
 
 def test_the_bytes_of_a_request_are_little_endian_and_fixed() -> None:
-    expected = b"LOCO\x01\x01\x01\x00" + struct.pack(
-        "<QQQQI", LARGEST, 2**63, 17, 2**40, MAX_CHUNK_BYTES
+    expected = b"LOCO\x01\x01\x00\x00" + struct.pack(
+        "<QQQQQI", LARGEST, 1, 2**63, 17, 2**40, MAX_CHUNK_BYTES
     )
     assert pack_request(REQUEST) == expected
     assert len(expected) == MAX_REQUEST_BYTES
@@ -66,8 +63,7 @@ def test_every_other_start_is_refused() -> None:
             for value in range(256):
                 changed = frame[:place] + bytes([value]) + frame[place + 1 :]
                 known_kind = place == 5 and parse is parse_reply and value in (2, 3, 4, 5)
-                known_dtype = place == 6 and value in WIRE_DTYPES
-                if changed == frame or known_kind or known_dtype:
+                if changed == frame or known_kind:
                     parse(changed)
                 else:
                     with pytest.raises(MalformedMessage):
@@ -87,16 +83,6 @@ def test_every_other_length_and_random_bytes_are_refused() -> None:
         for each in wrong:
             with pytest.raises(MalformedMessage):
                 parse(each)
-
-
-def test_dtypes_that_may_travel() -> None:
-    assert {WIRE_DTYPES[dtype_code(dtype)] for dtype in WIRE_DTYPES.values()} == {
-        torch.float32,
-        torch.bfloat16,
-        torch.float64,
-    }
-    with pytest.raises(ValueError, match="float16"):
-        dtype_code(torch.float16)
 
 
 def test_the_checksum_tells_models_apart_and_is_the_same_in_every_process() -> None:

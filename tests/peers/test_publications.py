@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from lightning_loco.algorithms.pairwise import Tag
-from lightning_loco.peers.protocol import LATEST, Model
+from lightning_loco.codecs import BFloat16, Codec, Float16, Int8
+from lightning_loco.peers.model import Model
+from lightning_loco.peers.protocol import LATEST
 from lightning_loco.peers.publications import Publications
 
 NUMEL = 1000
@@ -22,7 +24,7 @@ def make(lease_s: float = 60.0, num_buffers: int = 3, numel: int = NUMEL) -> Pub
 
 
 def publish(publications: Publications, value: int) -> int:
-    numel = len(publications._buffers[0].values)
+    numel = publications._model.numel
     return publications.publish(torch.full((numel,), float(value)), Tag(value, value))
 
 
@@ -71,7 +73,7 @@ def test_a_publisher_does_not_wait_for_a_reader_in_the_middle_of_a_copy() -> Non
         assert publication is not None
         for value in range(2, 1000):
             publish(publications, value)
-            assert set(publication.values.tolist()) == {1.0}
+            assert set(publication.wire.view(torch.float32).tolist()) == {1.0}
 
 
 def test_without_a_lease_a_publication_goes() -> None:
@@ -185,15 +187,41 @@ def test_no_reader_ever_sees_a_mixed_model(num_buffers: int) -> None:
     assert longest < 1.0
 
 
-def test_values_are_narrowed_and_widened_like_torch_does() -> None:
-    model = Model(1, NUMEL, torch.bfloat16)
-    publications = Publications(model)
+def test_values_are_narrowed_like_torch_does() -> None:
+    publications = make()
     flat = torch.randn(NUMEL, dtype=torch.float64)
     publications.publish(flat, Tag(0, 0))
     with publications.reading(LATEST, READER) as publication:
         assert publication is not None
-        assert len(publication.data) == model.total_bytes == 2 * NUMEL
-        assert torch.equal(publication.values, flat.to(torch.bfloat16))
+        assert torch.equal(publication.wire.view(torch.float32), flat.float())
+
+
+@pytest.mark.parametrize("codec", [BFloat16(), Float16(), Int8(), Int8(block=12)])
+def test_what_is_published_is_encoded(codec: Codec) -> None:
+    model = Model(1, NUMEL, torch.float32, codec)
+    publications = Publications(model)
+    for number in range(1, 6):
+        flat = torch.randn(NUMEL)
+        assert publications.publish(flat, Tag(0, 0)) == number
+        with publications.reading(number, READER) as publication:
+            assert publication is not None
+            assert len(publication.data) == model.total_bytes == codec.num_bytes(NUMEL)
+            assert torch.equal(publication.wire, codec.encode(flat))
+            assert bytes(publication.data) == publication.wire.numpy().tobytes()
+            assert publication.norm == pytest.approx(float(flat.norm()))
+
+
+def test_what_was_encoded_elsewhere_is_served_as_it_is() -> None:
+    codec = Int8()
+    publications = Publications(Model(1, NUMEL, torch.float32, codec))
+    publications.publish(torch.ones(NUMEL), Tag(1, 1))
+    wire = codec.encode(torch.randn(NUMEL))
+    publications.draft_bytes().copy_(wire)
+    assert publications.post_bytes(Tag(2, 2), 3.0) == publications.latest == 2
+    newest = publications.newest
+    assert newest is not None
+    assert torch.equal(newest.wire, wire)
+    assert (newest.tag, newest.norm) == (Tag(2, 2), 3.0)
 
 
 def test_bad_arguments_are_named() -> None:
@@ -210,8 +238,22 @@ def test_a_draft_is_not_read_before_it_is_posted() -> None:
     publish(publications, 1)
     draft = publications.draft()
     draft.fill_(2)
-    assert publications.draft() is draft
+    assert publications.draft().data_ptr() == draft.data_ptr()
     assert read(publications, 0, READER) == (1, {1})
     assert publications.post(Tag(2, 2), 4.0) == publications.latest == 2
     assert read(publications, 2, READER) == (2, {2})
-    assert publications.draft() is not draft
+    assert publications.draft().data_ptr() != draft.data_ptr()
+
+
+def test_a_draft_that_is_to_be_encoded_is_not_read_before_it_is_posted() -> None:
+    publications = Publications(Model(1, NUMEL, torch.float32, Int8()))
+    publications.publish(torch.full((NUMEL,), 1.0), Tag(1, 1))
+    newest = publications.newest
+    assert newest is not None
+    served = newest.wire.clone()
+    publications.draft().fill_(2)
+    assert publications.newest is newest
+    assert torch.equal(newest.wire, served)
+    assert publications.post(Tag(2, 2), 4.0) == 2
+    assert publications.newest is not newest
+    assert torch.equal(newest.wire, served)

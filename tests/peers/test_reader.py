@@ -25,7 +25,7 @@ def reading(nodes: list[Peer], **settings: Any) -> Iterator[tuple[Reader, FlowCo
     """A reader in this thread, for the first of the nodes."""
     directory = NodeDirectory(nodes, nodes[0].name)
     flow = FlowControl(directory.names, seed=0)
-    reader = Reader(MODEL, torch.float32, directory, flow, **settings)
+    reader = Reader(MODEL, directory, flow, **settings)
     try:
         yield reader, flow
     finally:

@@ -36,7 +36,7 @@ from tests.peers.helpers import (
     serving,
 )
 
-WHOLE = Request(CHECKSUM, 1, 7, LATEST, 0, 4000)
+WHOLE = Request(CHECKSUM, MODEL.wire_format, 7, LATEST, 0, 4000)
 
 
 def ask(connection: zmq.Socket[bytes], request: Request) -> tuple[Reply, list[bytes]]:
@@ -55,7 +55,7 @@ def test_parameters_are_served_as_they_were_published() -> None:
         reply, frames = ask(connection, WHOLE)
         expected = flat.numpy().tobytes()
         assert frames == [expected]
-        assert reply == Reply(DATA, CHECKSUM, 1, 7, 1, 0, 4000, 4000, Tag(3, 0.5))
+        assert reply == Reply(DATA, CHECKSUM, MODEL.wire_format, 7, 1, 0, 4000, 4000, Tag(3, 0.5))
         reply, frames = ask(connection, WHOLE._replace(request_id=2**64 - 1, offset=1600, length=8))
         assert frames == [expected[1600:1608]]
         assert (reply.request_id, reply.offset, reply.length) == (2**64 - 1, 1600, 8)
@@ -83,7 +83,7 @@ def test_a_reader_goes_on_with_the_publication_that_it_began_with() -> None:
         (None, {}, EMPTY),
         (1.0, {"publication": 2}, GONE),
         (1.0, {"checksum": 1}, OTHER_MODEL),
-        (1.0, {"dtype_code": 2}, OTHER_MODEL),
+        (1.0, {"wire_format": 2}, OTHER_MODEL),
         (None, {"checksum": 1}, OTHER_MODEL),
         (1.0, {"checksum": 1, "offset": 2**40}, OTHER_MODEL),  # its model may be larger
     ],

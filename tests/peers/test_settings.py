@@ -13,6 +13,7 @@ import torch
 
 from lightning_loco import DiLoCo, PairwiseAverage, PairwiseEngine
 from lightning_loco.algorithms.pairwise import Constant, Interpolation, by_clock, by_loss
+from lightning_loco.codecs import E3M0, BFloat16, Codec, ErrorFeedback, Int8
 from lightning_loco.peers import Peer, write_key_file
 from lightning_loco.peers.settings import PairwiseSettings
 from tests.pool import Pool
@@ -49,8 +50,13 @@ def make(**given: Any) -> PairwiseSettings:
         ({"max_peer_distance": 1}, ValueError, "more than 1, got 1. Use None for no limit"),
         ({"max_peer_distance": float("nan")}, ValueError, "got nan"),
         ({"max_peer_distance": "far"}, TypeError, "a number or None, got 'far'"),
-        ({"wire_dtype": torch.int8}, ValueError, "got torch.int8"),
-        ({"wire_dtype": "float32"}, ValueError, "got 'float32'"),
+        ({"compression": "float32"}, ValueError, "one of none, bf16, fp16, int8.*got 'float32'"),
+        ({"compression": torch.bfloat16}, TypeError, "a codec such as Int8.*got torch.bfloat16"),
+        ({"compression": "int4"}, ValueError, 'too roughly for gossip.*compression="int8"'),
+        ({"compression": E3M0()}, ValueError, "too roughly"),
+        ({"compression": "sparse"}, ValueError, "too roughly"),
+        ({"compression": ErrorFeedback(Int8())}, ValueError, r"codec alone: .*=Int8\(block=256\)"),
+        ({"compression": Int8(2**22)}, ValueError, "Use a smaller block"),
         ({"key_file": "there/is/none.key"}, FileNotFoundError, "none.key"),
     ],
 )
@@ -98,7 +104,7 @@ def test_all_that_must_be_equal_is_described_and_what_is_each_workers_own_is_not
         nodes=NODES,
         name="b",
         fetch_timeout_s=3.0,
-        wire_dtype=torch.bfloat16,
+        compression="int8",
         key_file=tmp_path / "keys",
     )
     assert settings.describe() == {
@@ -111,10 +117,21 @@ def test_all_that_must_be_equal_is_described_and_what_is_each_workers_own_is_not
         "nodes": [["a", "127.0.0.1", 45671], ["b", "127.0.0.1", 45672]],
         "fetch_timeout_s": 3.0,
         "max_peer_distance": 10.0,
-        "wire_dtype": "torch.bfloat16",
+        "compression": ["Int8", {"block": 256}],
     }
     other = dataclasses.replace(settings, name="a", key_file=None)
     assert other.describe() == settings.describe()
+
+
+@pytest.mark.parametrize(
+    ("given", "codec"),
+    [(None, None), ("none", None), ("bf16", BFloat16()), ("int8", Int8()), (Int8(64), Int8(64))],
+)
+def test_a_codec_is_described_by_what_it_does(given: Any, codec: Codec | None) -> None:
+    settings = make(compression=given)
+    assert settings.codec == codec
+    assert settings.describe() == make(compression=codec).describe()
+    assert settings.describe() != make(compression=Int8(128)).describe()
 
 
 def share(clock: float, peer_clock: float, loss: float, peer_loss: float, power: int = 1) -> float:
@@ -183,3 +200,17 @@ def test_ranks_with_another_rule_are_refused_and_with_the_same_one_are_not(pool:
     for text in pool.run(ranks_differ, True, world=2):
         assert "Worker 1 has interpolation=" in text
         assert "{'power': 2}" in text
+
+
+def ranks_compress_differently(rank: int, world: int) -> str:
+    try:
+        PairwiseEngine(make_model(), compression=Int8(block=(256, 64)[rank])).close()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_another_compression_are_refused(pool: Pool) -> None:
+    for text in pool.run(ranks_compress_differently, world=2):
+        assert "Worker 1 has compression=['Int8', {'block': 64}]" in text
+        assert "Start all workers with the same settings" in text

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
-import torch
 
 from lightning_loco.peers.link import LinkBroken
 from lightning_loco.peers.protocol import MalformedMessage, Reply, parse_request
@@ -53,7 +52,7 @@ class Pair(NamedTuple):
 def pair() -> Iterator[Pair]:
     before = open_files()
     (peer,) = peers(1)
-    assembly = Assembly(MODEL, torch.float32)
+    assembly = Assembly(MODEL)
     transfer = Transfer(MODEL, assembly, LONGEST, 1)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.create_server((peer.host, peer.port)))

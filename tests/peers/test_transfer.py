@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.codecs import BFloat16, Codec, Float16, Int8
+from lightning_loco.peers.model import Model
 from lightning_loco.peers.protocol import (
     DATA,
     EMPTY,
     GONE,
     LATEST,
+    MAX_CHUNK_BYTES,
     OTHER_MODEL,
-    Model,
     Reply,
     Request,
     parse_request,
@@ -29,7 +31,7 @@ WINDOW = 4
 
 
 def make(chunk_bytes: int = CHUNK_BYTES, window: int = WINDOW) -> Transfer:
-    return Transfer(MODEL, Assembly(MODEL, MODEL.wire_dtype), chunk_bytes, window)
+    return Transfer(MODEL, Assembly(MODEL), chunk_bytes, window)
 
 
 def asked(transfer: Transfer) -> list[Request]:
@@ -41,7 +43,7 @@ def reply_to(request: Request, **change: Any) -> Reply:
 
 
 def carry(transfer: Transfer, flat: Tensor) -> None:
-    """Answer everything that is asked for with what a peer with these parameters would say."""
+    """Answer everything that is asked for with what a peer with these numbers would say."""
     data = memoryview(flat.view(torch.uint8).numpy())
     while not transfer.is_done:
         for request in asked(transfer):
@@ -86,26 +88,57 @@ def test_every_byte_is_asked_for_once(chunk_bytes: int) -> None:
     assert asked(transfer) == []
 
 
-@pytest.mark.parametrize(
-    ("dtype", "wire_dtype"),
-    [
-        (torch.float32, torch.float32),
-        (torch.float32, torch.bfloat16),
-        (torch.float64, torch.float32),
-    ],
-)
-def test_what_is_put_together_is_what_was_sent(dtype: torch.dtype, wire_dtype: torch.dtype) -> None:
-    numel = 100_001  # longer than what PyTorch converts in one thread
-    model = Model(1, numel, wire_dtype)
-    assembly = Assembly(model, dtype)
-    transfer = Transfer(model, assembly, 80_000, WINDOW)
+@pytest.mark.parametrize("chunk_bytes", [8, 800, 80_000, MAX_CHUNK_BYTES])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("codec", [None, BFloat16(), Float16(), Int8(), Int8(12), Int8(40_000)])
+def test_what_is_put_together_is_what_was_sent(
+    codec: Codec | None, dtype: torch.dtype, chunk_bytes: int
+) -> None:
+    numel = 100_001 if chunk_bytes > 8 else 1001  # more than PyTorch reads in one thread
+    model = Model(1, numel, dtype, codec)
+    assembly = Assembly(model)
+    transfer = Transfer(model, assembly, chunk_bytes, WINDOW)
     for _ in range(2):
-        flat = torch.randn(numel).to(wire_dtype)
-        carry(transfer, flat)
+        flat = torch.randn(numel, dtype=dtype)
+        wire = flat.view(torch.uint8) if codec is None else codec.encode(flat)
+        carry(transfer, wire)
+        expected = flat if codec is None else codec.decode(wire, torch.empty_like(flat))
+        assert torch.equal(assembly.params, expected)
         assert assembly.params.dtype == dtype
-        assert torch.equal(assembly.params, flat.to(dtype))
         assert assembly.nearness.is_finite
         transfer.restart()
+
+
+@pytest.mark.parametrize("chunk_bytes", [8, 256, 4096])
+@pytest.mark.parametrize("codec", [BFloat16(), Int8(), Int8(12)])
+def test_chunks_are_whole_rows_and_as_long_as_was_said(codec: Codec, chunk_bytes: int) -> None:
+    model = Model(1, 9999, torch.float32, codec)
+    transfer = Transfer(model, Assembly(model), chunk_bytes, WINDOW)
+    longest = max(chunk_bytes, codec.row_bytes)
+    assert transfer.chunk_bytes <= longest < transfer.chunk_bytes + codec.row_bytes
+    seen = []
+    while not transfer.is_done:
+        for request in asked(transfer):
+            assert request.offset % codec.row_bytes == request.length % codec.row_bytes == 0
+            seen.append(request.length)
+            transfer.accept(right_reply(request, model.total_bytes))
+    assert sum(seen) == model.total_bytes
+    assert set(seen[:-1]) == {transfer.chunk_bytes} >= {max(seen)}
+
+
+@pytest.mark.parametrize("place", [0, 255, 256, 998, 999])
+def test_what_a_codec_makes_nan_is_noticed(place: int) -> None:
+    model = MODEL._replace(codec=Int8())
+    assembly = Assembly(model)
+    transfer = Transfer(model, assembly, CHUNK_BYTES, WINDOW)
+    flat = torch.zeros(1000)
+    flat[place] = math.nan
+    carry(transfer, Int8().encode(flat))
+    assert not assembly.nearness.is_finite
+    assert assembly.params.isnan().sum() == (256 if place < 768 else 232)
+    transfer.restart()
+    carry(transfer, Int8().encode(torch.zeros(1000)))
+    assert assembly.nearness.is_finite
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -113,7 +146,7 @@ def test_what_is_put_together_is_what_was_sent(dtype: torch.dtype, wire_dtype: t
 def test_one_value_that_is_not_finite_is_noticed_and_forgotten_by_a_restart(
     value: float, place: int
 ) -> None:
-    assembly = Assembly(MODEL, torch.float64)
+    assembly = Assembly(MODEL)
     transfer = Transfer(MODEL, assembly, CHUNK_BYTES, WINDOW)
     flat = torch.zeros(1000)
     flat[place] = value
@@ -133,12 +166,12 @@ def test_one_value_that_is_not_finite_is_noticed_and_forgotten_by_a_restart(
         ({"length": 792}, False),
         ({"total_bytes": 4008}, False),
         ({"checksum": 1}, False),
-        ({"dtype_code": 2}, False),
+        ({"wire_format": 2}, False),
         ({"publication": LATEST}, False),  # data always come from one publication
         ({"kind": EMPTY, "publication": LATEST}, True),
         ({"kind": EMPTY, "publication": 5}, False),
         ({"kind": GONE, "publication": LATEST, "request_id": 1}, False),
-        ({"kind": OTHER_MODEL, "checksum": 1, "dtype_code": 2}, True),
+        ({"kind": OTHER_MODEL, "checksum": 1, "wire_format": 2}, True),
         ({"kind": OTHER_MODEL, "request_id": 1}, False),
     ],
 )

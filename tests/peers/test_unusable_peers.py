@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.codecs import Int8
 from lightning_loco.peers import Peer, PeerNode, StoreDirectory
 from tests.peers.helpers import (
     HOST,
@@ -50,14 +51,23 @@ def test_parameters_that_are_not_finite_are_not_handed_over(value: float, place:
 
 
 @pytest.mark.parametrize(
-    "other",
-    [{"schema_checksum": 5}, {"wire_dtype": torch.bfloat16}],
+    ("ours", "other", "text"),
+    [
+        ({}, {"schema_checksum": 5}, "it holds another model"),
+        ({}, {"compression": "int8"}, "another compression. Give all peers the same one"),
+        ({"compression": "bf16"}, {"compression": "fp16"}, "another compression"),
+        ({"compression": Int8()}, {"compression": Int8(block=128)}, "another compression"),
+        ({"compression": "int8"}, {}, "another compression"),
+    ],
 )
 def test_peers_with_another_model_are_refused_and_named(
-    other: dict[str, Any], caplog: pytest.LogCaptureFixture
+    ours: dict[str, Any],
+    other: dict[str, Any],
+    text: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     nodes = peers(2)
-    here, there = make_node(nodes, 0, schema_checksum=1), None
+    here, there = make_node(nodes, 0, schema_checksum=1, **ours), None
     try:
         there = make_node(nodes, 1, **{"schema_checksum": 1, **other})
         there.publish(torch.zeros(1000), Tag(0, 0))
@@ -69,7 +79,9 @@ def test_peers_with_another_model_are_refused_and_named(
             there.close()
     assert here.statistics.scores == {"p1": 700}
     assert here.statistics.refused == 3
-    assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
+    (record,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert record.getMessage().startswith("Reading from peer p1 failed: ")
+    assert text in record.getMessage()
 
 
 def test_a_peer_that_does_not_listen_is_left_at_once_and_found_when_it_comes() -> None:

@@ -12,13 +12,13 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_loco import (
     CommunicationMonitor,
@@ -26,11 +26,13 @@ from lightning_loco import (
     PairwiseGossipStrategy,
     PeerMonitor,
 )
+from lightning_loco.codecs import Codec, ErrorFeedback, Int8, Sparse
 from tests.conftest import ROOT
 from tests.peers.helpers import peers
 from tests.pool import Pool, PoolError, make_trainer
 from tests.programs import python_path
 from tests.tiny import (
+    FEATURES,
     TinyModule,
     ValidatedModule,
     flat,
@@ -81,6 +83,76 @@ def test_ranks_gossip_with_uneven_data_validation_and_checkpoints(
         assert not left
     content = torch.load(next(tmp_path.glob("*.ckpt")), weights_only=True)
     assert content["lightning_loco"]["algorithm"] == "PairwiseAverage"
+
+
+class Wide(TinyModule):
+    """Parameters of many blocks, in float32."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=1e-4)
+        self.model = nn.Sequential(nn.Linear(FEATURES, 4000), nn.Tanh(), nn.Linear(4000, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step([tensor.float() for tensor in batch], batch_idx)
+
+
+class Moved(NamedTuple):
+    """What a worker has to tell of its training."""
+
+    rounds: int
+    handed_out: int
+    sent: int
+    saved: int
+    model: Tensor
+    losses: list[float]
+
+
+def fit_compressed(
+    rank: int, world: int, compression: Codec | str | None, folder: str, resume: str | None
+) -> Moved:
+    strategy = PairwiseGossipStrategy(compression=compression, keep_progress=True, timeout_s=30)
+    served = []
+
+    class Served(Callback):
+        def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+            served.append(strategy.engine.node.bytes_sent)
+
+    torch.manual_seed(1)
+    module = Wide()
+    trainer = make_trainer(
+        strategy,
+        max_epochs=1 if resume is None else 2,
+        use_distributed_sampler=False,
+        callbacks=[ModelCheckpoint(dirpath=folder, filename="{epoch}"), Slow(), Served()],
+        enable_checkpointing=True,
+    )
+    trainer.fit(module, make_loader(rank, 60), ckpt_path=resume)
+    counts = strategy.statistics
+    sent, saved = counts.bytes_sent, counts.bytes_saved
+    return Moved(counts.rounds, served[0], sent, saved, flat(module), module.losses)
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.parametrize("again", ["int8", "bf16", None])
+def test_compressed_ranks_train_save_three_quarters_of_the_bytes_and_go_on(
+    pool: Pool, tmp_path: Path, again: str | None
+) -> None:
+    first = pool.run(fit_compressed, "int8", str(tmp_path / "1"), None, world=2)
+    for one in first:
+        assert one.rounds > 3
+        assert 0.6 < one.saved / (one.saved + one.handed_out) < 0.75
+        assert sum(one.losses[-10:]) < sum(one.losses[:10])
+        assert torch.equal(one.model, first[0].model)
+        assert torch.isfinite(one.model).all()
+    path = str(tmp_path / "1" / "epoch=0.ckpt")
+    second = pool.run(fit_compressed, again, str(tmp_path / "2"), path, world=2)
+    for one, before in zip(second, first, strict=True):
+        assert len(one.losses) == 60
+        assert one.rounds > before.rounds
+        assert one.sent > before.sent
+        assert one.saved > before.saved or again is None
+        assert sum(one.losses[:10]) < sum(before.losses[:10])
+        assert torch.isfinite(one.model).all()
 
 
 def fit_crashing(rank: int, world: int) -> None:
@@ -228,7 +300,12 @@ def test_unfreezing_during_fit_is_refused(pool: Pool) -> None:
         ({"fetch_probability": 1.5}, ValueError, "fetch_probability"),
         ({"interpolation": "age"}, ValueError, "interpolation"),
         ({"factor": -1}, ValueError, "factor"),
-        ({"wire_dtype": "int8"}, ValueError, "wire_dtype"),
+        ({"compression": "zip"}, ValueError, "compression must be one of none, bf16"),
+        ({"compression": "int4"}, ValueError, "too roughly for gossip"),
+        ({"compression": Sparse()}, ValueError, "too roughly for gossip"),
+        ({"compression": ErrorFeedback(Int8())}, ValueError, "no error feedback"),
+        ({"compression": torch.bfloat16}, TypeError, "a codec such as Int8"),
+        ({"wire_dtype": "bfloat16"}, TypeError, "wire_dtype"),
         ({"nodes": "none.yaml"}, ValueError, "name"),
         ({"topology": "ring"}, TypeError, "topology"),
     ],

@@ -1,0 +1,123 @@
+"""Peers that send anything as encoded parameters: nothing is handed over that is no model."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.codecs import BFloat16, Codec, Float16, Int8
+from lightning_loco.peers import PeerNode
+from lightning_loco.peers.protocol import Request, pack_reply
+from tests.peers.helpers import answering, fetch, make_node, peers, right_reply
+
+CODECS = [BFloat16(), Float16(), Int8(), Int8(block=12)]
+
+
+def assert_plausible(node: PeerNode, own: torch.Tensor) -> bool:
+    """Whether a fetch brings anything; if so, it is finite and near enough."""
+    received = fetch(node)
+    if received is None:
+        return False
+    assert torch.isfinite(received.params).all()
+    longest = 10 * max(float(own.norm()), math.sqrt(len(own)))
+    assert float((received.params.double() - own).norm()) <= 1.001 * longest
+    return True
+
+
+@pytest.mark.parametrize("codec", [pytest.param(BFloat16(), marks=pytest.mark.long), Int8()])
+def test_ten_thousand_chunks_of_random_bytes_are_not_handed_over(codec: Codec) -> None:
+    numel, num_fetches = 100_000, 30
+    total_bytes = codec.num_bytes(numel)
+    draw, num_chunks = random.Random(0), 0
+
+    def answer(request: Request) -> Iterator[list[bytes]]:
+        nonlocal num_chunks
+        num_chunks += 1
+        yield [pack_reply(right_reply(request, total_bytes)), draw.randbytes(request.length)]
+
+    nodes = peers(2)
+    with answering(nodes[1].port, answer):
+        here = make_node(nodes, 0, numel, compression=codec, chunk_bytes=400)
+        here.publish(torch.randn(numel), Tag(1, 1))
+        for _ in range(num_fetches):
+            assert fetch(here) is None
+        found = here.statistics
+        assert found.not_finite + found.too_far == num_fetches
+        assert num_chunks > 10_000
+        assert (found.malformed, found.errors, found.fetches, found.timeouts) == (0, 0, 0, 0)
+        here.close()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_of_a_few_random_values_only_plausible_ones_are_handed_over(codec: Codec) -> None:
+    draw, own = random.Random(1), torch.randn(10)
+    total_bytes = codec.num_bytes(10)
+
+    def answer(request: Request) -> Iterator[list[bytes]]:
+        yield [pack_reply(right_reply(request, total_bytes)), draw.randbytes(request.length)]
+
+    nodes = peers(2)
+    with answering(nodes[1].port, answer):
+        here = make_node(nodes, 0, 10, compression=codec)
+        here.publish(own, Tag(1, 1))
+        num_plausible = sum(assert_plausible(here, own) for _ in range(300))
+        found = here.statistics
+        assert 0 <= num_plausible == found.fetches < 300
+        assert found.not_finite + found.too_far == 300 - num_plausible
+        assert (found.malformed, found.errors, found.timeouts) == (0, 0, 0)
+        here.close()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_parameters_with_changed_bytes_are_finite_and_near_or_not_handed_over(codec: Codec) -> None:
+    draw, own = random.Random(2), torch.randn(1000)
+    wire = bytes(codec.encode(own).tolist())
+    scales = range(0, len(wire), codec.row_bytes)
+    changes = 0
+
+    def answer(request: Request) -> Iterator[list[bytes]]:
+        nonlocal changes
+        changes += 1
+        changed = bytearray(wire)
+        for _ in range(draw.randrange(1, 10)):
+            place = draw.choice(scales) + draw.randrange(4) if changes % 2 else None
+            changed[draw.randrange(len(wire)) if place is None else place] = draw.randrange(256)
+        chunk = bytes(changed[request.offset : request.offset + request.length])
+        yield [pack_reply(right_reply(request, len(wire))), chunk]
+
+    nodes = peers(2)
+    with answering(nodes[1].port, answer):
+        here = make_node(nodes, 0, 1000, compression=codec)
+        here.publish(own, Tag(1, 1))
+        num_plausible = sum(assert_plausible(here, own) for _ in range(300))
+        found = here.statistics
+        assert 0 < num_plausible == found.fetches < 300
+        assert found.not_finite + found.too_far == 300 - num_plausible
+        assert (found.malformed, found.errors, found.timeouts) == (0, 0, 0)
+        here.close()
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, 3e38, -3e38])
+def test_a_scale_that_no_model_has_makes_a_model_that_is_not_taken(scale: float) -> None:
+    own = torch.randn(1000)
+    wire = Int8().encode(own)
+    wire[260:264].view(torch.float32).fill_(scale)
+    data = bytes(wire.tolist())
+
+    def answer(request: Request) -> Iterator[list[bytes]]:
+        chunk = data[request.offset : request.offset + request.length]
+        yield [pack_reply(right_reply(request, len(data))), chunk]
+
+    nodes = peers(2)
+    with answering(nodes[1].port, answer):
+        here = make_node(nodes, 0, 1000, compression="int8")
+        here.publish(own, Tag(1, 1))
+        assert fetch(here) is None
+        found = here.statistics
+        assert (found.not_finite, found.too_far) == ((0, 1) if math.isfinite(scale) else (1, 0))
+        here.close()
