@@ -150,7 +150,7 @@ def test_compressions_reach_pairwise_gossip(name: str) -> None:
 
 
 def test_what_has_no_rounds_has_nothing_to_compress() -> None:
-    with pytest.raises(SettingsError, match="no messages of rounds to compress"):
+    with pytest.raises(SettingsError, match="no messages to compress"):
         build_strategy(config("algorithm=ddp", "compression=int8"))
 
 
