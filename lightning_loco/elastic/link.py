@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.rows import ROUND, PendingRows, Row
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Timed
+from lightning_loco.elastic.carried import Carried, rows_of
 from lightning_loco.elastic.elastic import Elastic
 from lightning_loco.elastic.flights import Flight, Flights
 from lightning_loco.elastic.plan import UNKNOWING, resumed
@@ -25,46 +26,6 @@ from lightning_loco.rounds.flight import Flight as LaneFlight
 from lightning_loco.rounds.membership import Host
 from lightning_loco.rounds.parcels import Parcel
 from lightning_loco.rounds.settings import RoundSettings
-
-
-class Carried:
-    """A handle of what a flight brings.
-
-    Args:
-        flight: It.
-        engine: Whose message it carries.
-        land: Is told of the flight when it is over.
-    """
-
-    def __init__(self, flight: Flight, engine: Engine, land: Callable[[Flight], None]) -> None:
-        self.flight = flight
-        self._engine = engine
-        self._land = land
-
-    @property
-    def lost(self) -> Tensor | None:
-        """What was lost of the message."""
-        lost = self.flight.lost
-        return None if lost is None else lost.to(self._engine.worker.replica.layout.device)
-
-    def has_arrived(self) -> bool:
-        """Whether :meth:`wait` would return or raise at once."""
-        return self.flight.is_over()
-
-    def wait(self) -> Tensor:
-        """What the messages have come to."""
-        statistics = self._engine.statistics
-        with Timed(statistics):
-            self.flight.wait()
-        self._land(self.flight)
-        received = self.flight.received
-        assert received is not None
-        statistics.bytes_sent += self.flight.bytes_sent
-        statistics.bytes_saved += self.flight.bytes_saved
-        return received.to(self._engine.worker.replica.layout.device)
-
-    def release(self) -> None:
-        """The memory belongs to the flight."""
 
 
 class ElasticLink:
@@ -140,18 +101,7 @@ class ElasticLink:
         flight.stays = self.engine.settings.schedule.stays(flight.round_index)
         if not flight.stays:
             self._carry(flight)
-        return self._rows(flight, place)
-
-    def _rows(self, flight: Flight, place: str) -> PendingRows:
-        def receive() -> Tensor:
-            if not flight.is_sent.is_set():
-                raise RuntimeError("Rows of members are known when the round is over.")
-            with Timed(self.engine.statistics):
-                flight.wait()
-            assert flight.rows is not None
-            return flight.rows
-
-        return PendingRows(receive, place, flight.is_over)
+        return rows_of(flight, self.engine, place)
 
     def start(self, parcel: Parcel, round_index: int) -> Carried:
         """Give the flight its message."""
@@ -243,7 +193,7 @@ class ElasticLink:
         (rounds,), worker = engine.lanes, engine.worker
         index = worker.round_index
         place = f"round {index}"
-        late = LaneFlight(index, self._rows(flight, place), False, worker.steps)
+        late = LaneFlight(index, rows_of(flight, engine, place), False, worker.steps)
         late.handles = [Carried(flight, engine, self._land)]
         late.stayed = engine.settings.schedule.stays(index)
         rounds.flight = late
