@@ -122,6 +122,8 @@ class Engine:
     @torch.no_grad()
     def make_round(self) -> None:
         """End the rounds that have come to their end and begin what is due; at least begin one."""
+        if self.link is not None:
+            self._settle(in_step=True)
         dues = self._due()
         begins = any(begin for begin, _ in dues) or not any(end for _, end in dues)
         for index, (_, end) in enumerate(dues):
@@ -138,8 +140,9 @@ class Engine:
         are under way already.
         """
         worker, turn = self.worker, self._turn
-        if self.link is not None and self.link.catch_up():
-            self.lanes[turn].fresh_at = worker.steps
+        for index in range(len(self.lanes)) if self.link is not None else ():
+            if index != turn:
+                self._land(index)  # newcomers get the state as it is between two rounds
         lane = self.lanes[turn]
         worker.check_trainable()
         if unread is None:
@@ -156,8 +159,13 @@ class Engine:
         flight = Flight(worker.round_index, unread, self._takes_part, worker.steps)
         if self._schedule.stays(worker.round_index):
             lane.begin(flight)
-        else:
+        elif self.link is None:
             lane.make(flight)
+        else:
+            lane.begin(flight, stays=False)
+            self.link.catch_up(in_step=True)
+            lane = self.lanes[self._turn]
+            lane.land()
         if before is not None or lane.flight is None:
             self.statistics.outer_grad_norm = lane.gradient_norm
         self.statistics.rounds += self._sync_every is not None
@@ -205,12 +213,14 @@ class Engine:
         if self._unread is flight.rows:
             self._settle()
 
-    def _settle(self) -> None:
-        """Take note of what the workers said with the last round."""
+    def _settle(self, in_step: bool = False) -> None:
+        """Take note of what the workers said with the last round, at the end of a local step."""
         unread, self._unread = self._unread, None
         if unread is None:
             return
         self.worker.note(rows := unread.wait())
+        if self.link is not None:
+            self.link.catch_up(in_step)
         spreads = [row.spread for row in rows if math.isfinite(row.spread)]
         if spreads and self._sync_every is None:
             self.statistics.consensus_distance = math.sqrt(sum(spreads) / len(spreads))
