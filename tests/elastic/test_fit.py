@@ -35,7 +35,9 @@ def end_of(folder: Path, index: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("steps", "rounds"), [(40, 20 + 1), (41, 20 + 2)])
+@pytest.mark.parametrize(
+    ("steps", "rounds"), [pytest.param(40, 20 + 1, marks=pytest.mark.long), (41, 20 + 2)]
+)
 def test_jobs_end_with_a_round_of_each_fragment(tmp_path: Path, steps: int, rounds: int) -> None:
     """But for one that has begun after the last step."""
     settings = (f"--max-steps={steps}", "--step-s=0", "--stream")

@@ -276,8 +276,8 @@ def test_what_does_not_fit_is_refused_on_every_worker(pool: Pool, name: str) -> 
 MEMBERS = Elastic("127.0.0.1:29510")
 ELASTIC: dict[str, tuple[Make, str]] = {
     "fragments": (
-        lambda: StreamingDiLoCoStrategy(10, 3, 4, membership=MEMBERS),
-        r"delay must be at most sync_every // fragments = 10 // 3 = 3, got 4\. Use delay=3",
+        lambda: StreamingDiLoCoStrategy(10, 2, 6, membership=MEMBERS),
+        r"delay must be at most sync_every // fragments = 10 // 2 = 5, got 6\. Use delay=5",
     ),
     "a mapping": (
         lambda: DiLoCoStrategy({0: 10, 50: 20}, membership=MEMBERS),
