@@ -159,12 +159,13 @@ def test_one_of_three_dies_while_a_fragment_is_under_way(tmp_path: Path, point: 
 @pytest.mark.long
 @pytest.mark.parametrize("settings", [(), ("--delay=0",), ("--delay=5",)])
 def test_a_sleeper_joins_anew(tmp_path: Path, settings: tuple[str, ...]) -> None:
-    asked = ("--steps=500", "--step-s=0.01", "--timeout-s=4", *STREAM, *settings)
+    asked = ("--steps=300", "--step-s=0.04", "--timeout-s=8", *STREAM, *settings)
     with cluster(tmp_path, *asked) as made:
         for index in range(3):
             made.start(index)
         for index in range(3):
             made.reaches(index, 4)
+        time.sleep(0.1)  # two rounds begin 0.2 s apart; within an exchange it would last timeout_s
         made.sleep_through_a_round(2, seen_by=0)
         made.ends(0, 1, 2)
         made.have_same_states()
