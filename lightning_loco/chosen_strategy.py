@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 OPTIONAL_PARTS = {
     "membership": "cannot let workers come and go. Drop {group}=..., or choose algorithm=diloco, "
-    "async_diloco, local_sgd, gasloc or noloco.",
+    "async_diloco, streaming_diloco, local_sgd, gasloc or noloco.",
     "link": "makes no rounds or fetches that a link could delay. Drop {group}=..., or choose "
     "another algorithm than ddp and remote_optimizer.",
     "compression": "has no messages to compress. Drop {group}=..., or choose another algorithm "

@@ -25,6 +25,7 @@ ELSEWHERE = {
     "rounds/compressed_mean.py": "rounds/test_compression.py",
     "rounds/compressed_mixing.py": "rounds/test_compression.py",
     "rounds/compressed_sum.py": "rounds/test_compression.py",
+    "rounds/engine_state.py": "rounds/test_engine.py",
     "rounds/membership.py": "elastic/test_elastic.py",
     "rounds/mean_exchange.py": "rounds/test_exchange.py",
     "rounds/neighbor_exchange.py": "rounds/test_exchange.py",

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.handover import Handover, receive, send
 from lightning_loco.elastic.plan import Plan
-from lightning_loco.elastic.state import copy_state, longest_state
+from lightning_loco.elastic.state import copy_state, lane_of, longest_state
 from lightning_loco.rounds.compressed_sum import CompressedSum
 from lightning_loco.rounds.engine import Engine
 
@@ -62,8 +62,8 @@ class Summing:
     def exchange(self, flight: Flight, plan: Plan) -> Tensor:
         """The sum of the messages; that of a newcomer would not fit."""
         if plan.own in plan.newcomers:
-            layout = self._engine.worker.replica.layout
-            total = torch.zeros(layout.numel, dtype=layout.dtype)
+            lane = lane_of(self._engine, plan.round_index).lane
+            total = torch.zeros(sum(map(len, lane.parcels)), dtype=lane.layout.dtype)
         else:
             flight.is_sent.wait()
             assert flight.message is not None

@@ -6,13 +6,13 @@ import dataclasses
 import importlib.util
 import re
 
-from lightning_loco.algorithms import Algorithm, Mix
+from lightning_loco.algorithms import Algorithm
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.elastic.any_number import prepare_for_any_number
+from lightning_loco.elastic.one_at_a_time import check_schedule
 from lightning_loco.elastic.quiet import quiet_torchft
 from lightning_loco.rounds.membership import Link
 from lightning_loco.rounds.settings import RoundSettings
-from lightning_loco.schedules import EverySteps
 from lightning_loco.topology import Topology
 
 _NAME = re.compile(r"[\w.-]{1,100}")
@@ -27,7 +27,8 @@ class Elastic:
     anew before every exchange. A worker that comes gets the state of the run from another one, or
     with gossip the mean of the others' states, and takes part in the very next exchange with weight
     0. An exchange in which a worker is lost is repeated by those that are left, with the same
-    messages.
+    messages. One exchange is under way at a time: results of fragments, or with a delay, must land
+    before the next round begins.
 
     Args:
         lighthouse: ``"host:port"`` of the lighthouse: start ``lightning-loco lighthouse`` there.
@@ -98,18 +99,9 @@ class Elastic:
             raise ValueError(
                 "membership=Elastic(...) needs an algorithm that averages over all workers or "
                 f"neighbours, and tells no numbers of its own, got {type(algorithm).__name__}. Use "
-                "DiLoCo, Async DiLoCo, Local SGD, NoLoCo or GASLoC."
+                "DiLoCo, Async or Streaming DiLoCo, Local SGD, NoLoCo or GASLoC."
             )
-        if not isinstance(settings.schedule, EverySteps) or settings.schedule.num_lanes > 1:
-            raise ValueError(
-                f"membership=Elastic(...) cannot make {settings.schedule}: rounds must end at once "
-                "or when the next one begins. Use DiLoCo, or Async DiLoCo with delay=None."
-            )
-        if isinstance(settings.landing, Mix):
-            raise ValueError(
-                f"membership=Elastic(...) cannot mix late results into local parameters, got "
-                f"mix={settings.landing.mix}. Use mix=0 with delay=None."
-            )
+        check_schedule(settings)
         if group.num_workers > 1:
             raise ValueError(
                 "With membership=Elastic(...) every job is one worker, but this one has "

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,59 +11,19 @@ from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.rows import ROUND, PendingRows, Row
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Timed
+from lightning_loco.elastic.carried import Carried, rows_of
 from lightning_loco.elastic.elastic import Elastic
 from lightning_loco.elastic.flights import Flight, Flights
+from lightning_loco.elastic.following import follow, position_of, take_part
 from lightning_loco.elastic.plan import UNKNOWING, resumed
-from lightning_loco.elastic.resumed import is_ahead, land_saved_round
+from lightning_loco.elastic.resumed import is_ahead, land_saved_rounds
 from lightning_loco.elastic.setup import begin_flights
 from lightning_loco.elastic.sharing import DataShare
-from lightning_loco.elastic.state import adopt_state
 from lightning_loco.rounds.engine import Engine
 from lightning_loco.rounds.exchange import make_exchange
-from lightning_loco.rounds.flight import Flight as LaneFlight
 from lightning_loco.rounds.membership import Host
 from lightning_loco.rounds.parcels import Parcel
 from lightning_loco.rounds.settings import RoundSettings
-
-
-class Carried:
-    """A handle of what a flight brings.
-
-    Args:
-        flight: It.
-        engine: Whose message it carries.
-        land: Is told of the flight when it is over.
-    """
-
-    def __init__(self, flight: Flight, engine: Engine, land: Callable[[Flight], None]) -> None:
-        self.flight = flight
-        self._engine = engine
-        self._land = land
-
-    @property
-    def lost(self) -> Tensor | None:
-        """What was lost of the message."""
-        lost = self.flight.lost
-        return None if lost is None else lost.to(self._engine.worker.replica.layout.device)
-
-    def has_arrived(self) -> bool:
-        """Whether :meth:`wait` would return or raise at once."""
-        return self.flight.is_over()
-
-    def wait(self) -> Tensor:
-        """What the messages have come to."""
-        statistics = self._engine.statistics
-        with Timed(statistics):
-            self.flight.wait()
-        self._land(self.flight)
-        received = self.flight.received
-        assert received is not None
-        statistics.bytes_sent += self.flight.bytes_sent
-        statistics.bytes_saved += self.flight.bytes_saved
-        return received.to(self._engine.worker.replica.layout.device)
-
-    def release(self) -> None:
-        """The memory belongs to the flight."""
 
 
 class ElasticLink:
@@ -96,16 +55,12 @@ class ElasticLink:
         self.host: Host | None = None
         self.last: Flight | None = None
 
-    def _land(self, flight: Flight) -> None:
+    def _note(self, flight: Flight) -> None:
         self.last = flight
-        worker, plan = self.engine.worker, flight.plan
+        statistics, plan = self.engine.statistics, flight.plan
         assert plan is not None
-        worker.statistics.members = len(plan.names)
-        worker.statistics.repaired += len(plan.drifted)
-        if flight.state is not None and not flight.is_adopted:
-            begun = worker.round_index - flight.round_index
-            self._adopt(flight)
-            worker.round_index = plan.round_index + begun
+        statistics.members = len(plan.names)
+        statistics.repaired += len(plan.drifted)
 
     @property
     def has_joined(self) -> bool:
@@ -140,29 +95,18 @@ class ElasticLink:
         flight.stays = self.engine.settings.schedule.stays(flight.round_index)
         if not flight.stays:
             self._carry(flight)
-        return self._rows(flight, place)
-
-    def _rows(self, flight: Flight, place: str) -> PendingRows:
-        def receive() -> Tensor:
-            if not flight.is_sent.is_set():
-                raise RuntimeError("Rows of members are known when the round is over.")
-            with Timed(self.engine.statistics):
-                flight.wait()
-            assert flight.rows is not None
-            return flight.rows
-
-        return PendingRows(receive, place, flight.is_over)
+        return rows_of(flight, self.engine, place)
 
     def start(self, parcel: Parcel, round_index: int) -> Carried:
         """Give the flight its message."""
         flight = self._flight
         assert flight is not None
-        flight.values = self._position(flight.round_index)
+        flight.values = position_of(self.engine, self.host, flight.round_index)
         flight.message = parcel.wire
         flight.is_sent.set()
         if flight.stays:
             self._carry(flight)
-        return Carried(flight, self.engine, self._land)
+        return Carried(flight, self.engine, self._note)
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
         """The mean, divided by the weights already; or the mix of each."""
@@ -171,40 +115,6 @@ class ElasticLink:
             settings.algorithm, alone, Statistics(), settings.topology, settings.compression
         )
         return exchange.simulate(messages, round_index)
-
-    def _position(self, round_index: int) -> dict[str, Any]:
-        host, schedule = self.host, self.engine.settings.schedule
-        return {
-            "round_index": round_index,
-            "steps": self.engine.worker.steps,
-            "phase": schedule.steps_of_round(0, round_index),
-            "host": None if host is None else host.read(),
-        }
-
-    def _adopt(self, flight: Flight, joins: bool = False, missed: int = 0) -> None:
-        """Go on from the state of the run; the others have made ``missed`` local steps since.
-
-        Of a round under way the message is nobody's own.
-        """
-        worker, host = self.engine.worker, self.host
-        adopt_state(self.engine, flight)
-        for message in self.engine.lanes[0].lane.messages():
-            if self.is_weighted or flight.received is None:
-                message.zero_()
-            else:
-                message.copy_(flight.received)
-        if flight.has_drifted or flight.state is None:
-            return
-        if host is not None:
-            host.go_on(flight.state.values["host"])
-        for _ in range(missed):
-            if host is not None:
-                host.end_step()
-            worker.steps += 1
-        if host is not None:
-            if joins and flight.received is not None:
-                host.end_step()
-            host.count(in_step=not joins)
 
     # ----------------------------------------------------------------- members
 
@@ -217,10 +127,10 @@ class ElasticLink:
         self._engine, self._has_finished = engine, False
         self._flights = begin_flights(self._asked, engine, self.share)
         worker = engine.worker
-        land_saved_round(engine)
+        land_saved_rounds(engine)
         told = resumed(worker.round_index) if worker.steps else UNKNOWING
         flight = Flight(told, Row(ROUND, UNKNOWING, 0, weight=0.0, finite=1.0))
-        flight.values = self._position(worker.round_index)
+        flight.values = position_of(engine, self.host, worker.round_index)
         flight.values["steps_since_round"] = worker.steps_since_round
         flight.is_sent.set()
         try:
@@ -230,45 +140,44 @@ class ElasticLink:
             if is_ahead(engine, flight):
                 return
             if flight.state is not None:
-                self._adopt(flight, joins=True)
+                follow(engine, self.host, flight, in_step=False)
             if flight.received is not None:
-                self._take_part_in(flight)
+                rounds = take_part(engine, flight, Carried(flight, engine, self._note))
+                if not engine.settings.schedule.stays(worker.round_index):
+                    rounds.land()
+                worker.round_index += 1
         except BaseException:
             self.close()
             raise
 
-    def _take_part_in(self, flight: Flight) -> None:
-        """Land the round that was under way when this worker came, when it lands for all."""
-        engine = self.engine
-        (rounds,), worker = engine.lanes, engine.worker
-        index = worker.round_index
-        place = f"round {index}"
-        late = LaneFlight(index, self._rows(flight, place), False, worker.steps)
-        late.handles = [Carried(flight, engine, self._land)]
-        late.stayed = engine.settings.schedule.stays(index)
-        rounds.flight = late
-        worker.round_index += 1
-        if not late.stayed:
-            rounds.land()
+    def catch_up(self, in_step: bool) -> None:
+        """Wait for the round under way, and see whether the others have left this worker behind.
 
-    def catch_up(self) -> bool:
-        """Wait for the round under way; whether this worker has been left behind by the others.
-
-        It then goes on from the state of the run, without what it has made alone.
+        It then goes on from the state of the run, without what it has made alone, and the round of
+        the run is under way in place of its own, which may have been one of another lane.
         """
-        (rounds,), flight = self.engine.lanes, self._flight
-        if rounds.flight is None or flight is None:
-            return False
-        with Timed(self.engine.statistics):
+        engine, flight = self.engine, self._flight
+        if flight is None or all(rounds.flight is None for rounds in engine.lanes):
+            return
+        with Timed(engine.statistics):
             flight.wait()
         if flight.state is None or flight.is_adopted:
-            return False
+            return
         assert flight.plan is not None
-        rounds.give_up()
-        self._adopt(flight, missed=int(flight.state.values["phase"]))
-        self.engine.worker.round_index = flight.plan.round_index
-        self._take_part_in(flight)
-        return True
+        begun = engine.worker.round_index - flight.round_index
+        missed = self._missed(flight) if begun else 0
+        for rounds in engine.lanes:
+            rounds.give_up()
+        follow(engine, self.host, flight, in_step=in_step, missed=missed)
+        take_part(engine, flight, Carried(flight, engine, self._note))
+        engine.worker.round_index = flight.plan.round_index + begun
+
+    def _missed(self, flight: Flight) -> int:
+        """Local steps from the begin of the run's round to where this worker is in its own one."""
+        assert flight.state is not None
+        theirs, own = flight.state.values["steps_under_way"], flight.values
+        made = self.engine.worker.steps - own["steps"]
+        return int(theirs if made >= own["steps_under_way"] else min(made, theirs))
 
     def finish(self) -> None:
         """Wait for no more members than there are: what is under way, or begins, is the last."""

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import torch
 
+from lightning_loco.algorithms import Mix
 from lightning_loco.elastic.flights import Flight
 from lightning_loco.rounds.engine import Engine
 from lightning_loco.rounds.late import land_late
 
 
 @torch.no_grad()
-def land_saved_round(engine: Engine) -> None:
-    """Land a round that was under way when it was saved, of which newcomers could not learn.
+def land_saved_rounds(engine: Engine) -> None:
+    """Land what was under way when it was saved, so that newcomers need not learn of it.
 
-    The local steps made meanwhile stay, and are in the message of the next round.
+    The local steps made meanwhile stay, and are in the message of the next round. Where they are
+    mixed with the result, all go on with what is under way: newcomers get that with the state.
     """
-    (rounds,) = engine.lanes
-    if rounds.flight is None:
+    if isinstance(engine.settings.landing, Mix):
         return
-    shared, own = rounds.state_dict()
-    flight = {**own["flight"], "received": shared["received"], "departure": own["departure"]}
-    for handle in rounds.give_up():
-        handle.release()
-    land_late(rounds.lane, engine.settings.algorithm, flight)
+    for rounds in engine.lanes:
+        if rounds.flight is None:
+            continue
+        shared, own = rounds.state_dict()
+        flight = {**own["flight"], "received": shared["received"], "departure": own["departure"]}
+        for handle in rounds.give_up():
+            handle.release()
+        land_late(rounds.lane, engine.settings.algorithm, flight)
 
 
 def is_ahead(engine: Engine, flight: Flight) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_loco.codecs import shared_part
 from lightning_loco.elastic.handover import Handover
 from lightning_loco.rounds.engine import Engine
+from lightning_loco.rounds.rounds import Rounds
 
 if TYPE_CHECKING:
     from lightning_loco.elastic.flights import Flight
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 STATES = 8
 """The most vectors of the length of a message that a state is made of."""
 
-_STATE, _PARAMS, _BUFFERS, _KNOWN = "state/", "params", "buffers", "known"
+_STATE, _RECEIVED = "state/", "received/"
+_PARAMS, _BUFFERS, _KNOWN = "params", "buffers", "known"
 
 
 def longest_state(engine: Engine) -> int:
@@ -26,11 +28,31 @@ def longest_state(engine: Engine) -> int:
     return STATES * layout.numel * layout.dtype.itemsize + 2**30
 
 
+def lane_of(engine: Engine, round_index: int) -> Rounds:
+    """The lane that a round moves."""
+    return engine.lanes[round_index % len(engine.lanes)]
+
+
 def outer_state(engine: Engine) -> dict[str, Any]:
-    """What the algorithm remembers, as it is until the flight under way lands."""
-    lane = engine.lanes[0].lane
-    state = {**lane.state, **(lane.parts[0].state if lane.has_uncut_state else {})}
-    return state | {key: lane.state[key] for key in state if lane.is_cut(lane.state[key])}
+    """What the algorithm remembers, as it is until the flight under way lands.
+
+    What lanes have each for itself, counters say, begins with the number of the lane.
+    """
+    found: dict[str, Any] = {}
+    for index, rounds in enumerate(engine.lanes):
+        lane = rounds.lane
+        present = lane.parts[0].state if lane.has_uncut_state else lane.state
+        for key, value in lane.state.items():
+            is_shared = lane.is_cut(value)
+            found[key if is_shared else f"{index}/{key}"] = value if is_shared else present[key]
+    return found
+
+
+def _state_of_lane(found: dict[str, Any], index: int) -> dict[str, Any]:
+    """What :func:`outer_state` has found for one lane, by the names of the algorithm."""
+    own = f"{index}/"
+    names = [name for name in found if "/" not in name or name.startswith(own)]
+    return {name.removeprefix(own): found[name] for name in names}
 
 
 @torch.no_grad()
@@ -51,6 +73,11 @@ def copy_state(engine: Engine, flight: Flight) -> Handover:
         "numbers": {k: v for k, v in state.items() if not isinstance(v, Tensor)},
         **flight.values,
     }
+    for index, rounds in enumerate(engine.lanes) if flight.message is None else ():
+        shared, own = rounds.state_dict()  # what a checkpoint has left under way has arrived
+        if own["flight"] is not None:
+            tensors[f"{_RECEIVED}{index}"] = shared["received"]
+            values[f"{_RECEIVED}{index}"] = own["flight"]
     return Handover(tensors, values)
 
 
@@ -60,30 +87,34 @@ def _copied(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def adopt_state(engine: Engine, flight: Flight) -> None:
-    """Go on from the state that a flight has brought, as at its begin; so does the model.
+    """Let rounds and model go on from the state that a flight has brought, as at its begin.
 
     Raises:
         RuntimeError: If it does not fit.
     """
-    worker, lane, state = engine.worker, engine.lanes[0].lane, flight.state
+    replica, state = engine.worker.replica, flight.state
     assert state is not None
     flight.is_adopted = True
     tensors = {k.removeprefix(_STATE): t for k, t in state.tensors.items() if k.startswith(_STATE)}
-    own = {key: value for key, value in lane.state.items() if isinstance(value, Tensor)}
-    for key, value in own.items():
-        if key not in tensors or tensors[key].shape != value.shape:
-            raise RuntimeError(f"The state of the run does not fit this worker's: {key!r} differs.")
-    numbers = dict(state.values["numbers"])
-    start = engine.settings.algorithm.restart({**tensors, **numbers})
+    found = {**tensors, **state.values["numbers"]}
+    states = [_state_of_lane(found, index) for index in range(len(engine.lanes))]
+    for rounds, values in zip(engine.lanes, states, strict=True):
+        for key, own in rounds.lane.state.items():
+            if isinstance(own, Tensor) and getattr(values.get(key), "shape", None) != own.shape:
+                message = f"The state of the run does not fit this worker's: {key!r} differs."
+                raise RuntimeError(message)
+    start = engine.settings.algorithm.restart(states[0])
     params = state.tensors.get(_PARAMS) if start is None else start
-    if params is None or params.shape != (worker.replica.layout.numel,):
+    if params is None or params.shape != (replica.layout.numel,):
         raise RuntimeError("The state of the run has parameters of another size than this model.")
     residual = engine.settings.init_residual(state.tensors.get(_KNOWN, params))
-    lane.load_state_dict({**tensors, **numbers}, {"residual": residual, "departure": params})
-    worker.replica.layout.write(params)
-    worker.replica.buffers.write(state.tensors[_BUFFERS])
-    if flight.has_drifted:
-        return  # it knows where it is
-    worker.steps = int(state.values["steps"])
-    worker.round_index = int(state.values["round_index"])
-    worker.steps_since_round = int(state.values.get("steps_since_round", 0))
+    for index, (rounds, values) in enumerate(zip(engine.lanes, states, strict=True)):
+        name = f"{_RECEIVED}{index}"
+        under_way = state.values.get(name)
+        rounds.load_state_dict(
+            {"state": values, "received": state.tensors.get(name)},
+            {"flight": under_way, "residual": residual, "departure": params},
+        )
+    replica.layout.write(params)
+    replica.buffers.write(state.tensors[_BUFFERS])
+    engine.buffers_at_start = replica.buffers.new_flat()

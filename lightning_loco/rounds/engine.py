@@ -15,6 +15,7 @@ from lightning_loco.comm.devices import device_of
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.rows import ROUND, PendingRows, Row
 from lightning_loco.rounds.broken import go_back
+from lightning_loco.rounds.engine_state import load_state, state_of
 from lightning_loco.rounds.flight import Flight
 from lightning_loco.rounds.settings import RoundSettings
 from lightning_loco.rounds.setup import set_up
@@ -61,11 +62,10 @@ class Engine:
         self._schedule = self.settings.schedule.of_worker(group.worker)
         self._sync_every = self._schedule.sync_every_of(group.worker)
         self._is_weighted = exchange.is_weighted
-        self._landed_at, self._began_at = [-math.inf] * len(self.lanes), [0] * len(self.lanes)
         self._takes_part = False
         self._unread: PendingRows | None = None
         self.statistics.staleness = self._schedule.staleness_of(group.worker)
-        self._buffers_at_start = self.worker.replica.buffers.new_flat()
+        self.buffers_at_start = self.worker.replica.buffers.new_flat()
         self.worker.engine = self
 
     @classmethod
@@ -115,13 +115,15 @@ class Engine:
     def _due(self) -> list[tuple[bool, bool]]:
         worker, now_s = self.worker, time.monotonic()
         counts = (worker.steps, worker.steps_since_round, worker.round_index)
-        lanes = enumerate(zip(self._landed_at, self.lanes, strict=True))
-        nows = [Now(*counts, i, now_s - landed_at, lane.flight) for i, (landed_at, lane) in lanes]
+        lanes = enumerate(self.lanes)
+        nows = [Now(*counts, i, now_s - lane.landed_at, lane.flight) for i, lane in lanes]
         return [self._schedule.due(now) for now in nows]
 
     @torch.no_grad()
     def make_round(self) -> None:
         """End the rounds that have come to their end and begin what is due; at least begin one."""
+        if self.link is not None:
+            self._settle(in_step=True)
         dues = self._due()
         begins = any(begin for begin, _ in dues) or not any(end for _, end in dues)
         for index, (_, end) in enumerate(dues):
@@ -138,8 +140,9 @@ class Engine:
         are under way already.
         """
         worker, turn = self.worker, self._turn
-        if self.link is not None and self.link.catch_up():
-            self._began_at[turn] = worker.steps
+        for index in range(len(self.lanes)) if self.link is not None else ():
+            if index != turn:
+                self._land(index)  # newcomers get the state as it is between two rounds
         lane = self.lanes[turn]
         worker.check_trainable()
         if unread is None:
@@ -156,15 +159,20 @@ class Engine:
         flight = Flight(worker.round_index, unread, self._takes_part, worker.steps)
         if self._schedule.stays(worker.round_index):
             lane.begin(flight)
-        else:
+        elif self.link is None:
             lane.make(flight)
+        else:
+            lane.begin(flight, stays=False)
+            self.link.catch_up(in_step=True)
+            lane = self.lanes[self._turn]
+            lane.land()
         if before is not None or lane.flight is None:
             self.statistics.outer_grad_norm = lane.gradient_norm
         self.statistics.rounds += self._sync_every is not None
-        self._began_at[turn] = worker.steps
+        lane.began_at = lane.fresh_at = worker.steps
         if not worker.was_finite:
-            worker.replica.buffers.write(self._buffers_at_start)
-        self._buffers_at_start = worker.replica.buffers.new_flat()
+            worker.replica.buffers.write(self.buffers_at_start)
+        self.buffers_at_start = worker.replica.buffers.new_flat()
         worker.round_index += 1
         worker.steps_since_round = 0
         if unread.has_been_read:
@@ -175,7 +183,7 @@ class Engine:
         worker, lane = self.worker, self.lanes[self._turn]
         lane.measure_gradient = self.measure_outer_gradient
         worker.was_finite = finite = lane.look()
-        moved = worker.steps > self._began_at[self._turn] or self._sync_every is None
+        moved = worker.steps > lane.fresh_at or self._sync_every is None
         self._takes_part = finite and moved
         if not finite:
             go_back([rounds for rounds in self.lanes if rounds is not lane])
@@ -184,9 +192,9 @@ class Engine:
 
     def _row(self, place: float) -> Row:
         """Where this worker is, without a look at its parameters."""
-        steps = self.worker.steps - self._began_at[self._turn]
-        algorithm, lane = self.settings.algorithm, self.lanes[self._turn].lane
-        numbers = algorithm.scalars(lane.state) if algorithm.num_scalars else ()
+        algorithm, lane = self.settings.algorithm, self.lanes[self._turn]
+        numbers = algorithm.scalars(lane.lane.state) if algorithm.num_scalars else ()
+        steps = self.worker.steps - lane.began_at
         return self.worker.row(place)._replace(steps=steps, scalars=tuple(map(float, numbers)))
 
     def _land(self, index: int) -> None:
@@ -195,22 +203,24 @@ class Engine:
         if (flight := lane.flight) is None:
             return
         lane.land()
-        self._landed_at[index] = time.monotonic()
+        lane.landed_at = time.monotonic()
         statistics.outer_grad_norm = lane.gradient_norm
         if not self.worker.was_finite:
-            self.worker.replica.buffers.write(self._buffers_at_start)
+            self.worker.replica.buffers.write(self.buffers_at_start)
         if self._sync_every is None:
             statistics.rounds += 1
             statistics.staleness = self.worker.steps - flight.began_at
         if self._unread is flight.rows:
             self._settle()
 
-    def _settle(self) -> None:
-        """Take note of what the workers said with the last round."""
+    def _settle(self, in_step: bool = False) -> None:
+        """Take note of what the workers said with the last round, at the end of a local step."""
         unread, self._unread = self._unread, None
         if unread is None:
             return
         self.worker.note(rows := unread.wait())
+        if self.link is not None:
+            self.link.catch_up(in_step)
         spreads = [row.spread for row in rows if math.isfinite(row.spread)]
         if spreads and self._sync_every is None:
             self.statistics.consensus_distance = math.sqrt(sum(spreads) / len(spreads))
@@ -269,22 +279,11 @@ class Engine:
         What stands under ``"shared"`` is equal on all workers if the algorithm is replicated.
         """
         self._settle()
-        shared, own = zip(*(lane.state_dict() for lane in self.lanes), strict=True)
-        return {
-            **self.worker.state_dict(),
-            "buffers_at_start": self._buffers_at_start,
-            "began_at": list(self._began_at),
-            "shared": list(shared),
-            "lanes": list(own),
-        }
+        return state_of(self)
 
-    @torch.no_grad()
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on from a state of :meth:`state_dict` of the same worker."""
-        self.worker.load_state_dict(saved)
-        self._buffers_at_start, self._began_at = saved["buffers_at_start"], [*saved["began_at"]]
-        for lane, shared, own in zip(self.lanes, saved["shared"], saved["lanes"], strict=True):
-            lane.load_state_dict(shared, own)
+        load_state(self, saved)
 
     def close(self) -> None:
         """Destroy the process groups and stop all threads; a second call does nothing."""

@@ -65,8 +65,12 @@ class Link(RowCarrier, Exchange, Protocol):
     def join(self, engine: Engine) -> None:
         """Take part from now on; a worker that knows nothing of the run gets its state."""
 
-    def catch_up(self) -> bool:
-        """Wait for the round under way; whether it shows this worker left behind by the others."""
+    def catch_up(self, in_step: bool) -> None:
+        """Wait for the round under way; a worker that is left behind goes on from that of the run.
+
+        Args:
+            in_step: Whether the host has still to end the present local step.
+        """
 
     def finish(self) -> None:
         """The last rounds of this worker follow: they wait for no more workers than there are."""

@@ -37,6 +37,10 @@ class Rounds:
 
     Attributes:
         flight: The round under way, or None.
+        began_at: Local steps of this worker when the last round began.
+        fresh_at: Local steps after which this worker has something to tell; those of ``began_at``,
+            unless its parameters have come from another worker since.
+        landed_at: When a flight ended last, by the monotonic clock in seconds.
         measure_gradient: Whether rounds measure the norm of the outer gradient.
         gradient_norm: That of the last round.
         is_torn: Whether a round has failed after some of its parts had landed.
@@ -45,6 +49,7 @@ class Rounds:
     def __init__(self, lane: Lane, settings: RoundSettings, exchange: Exchange) -> None:
         self.lane = lane
         self.flight: Flight | None = None
+        self.began_at, self.fresh_at, self.landed_at = 0, 0, -math.inf
         self.measure_gradient = False
         self.gradient_norm: float | None = None
         self.is_torn = False

@@ -103,6 +103,10 @@ class Schedule(ABC):
         """Local steps of one worker from the begin of a round to that of the next."""
         return self.sync_every_of(worker)
 
+    def steps_under_way(self, worker: int, round_index: int) -> int | None:
+        """Local steps of one worker from the begin of a round to its end, if they are known."""
+        return self.steps_of_round(worker, round_index) if self.stays(round_index) else 0
+
     def places_in(self, round_index: int) -> int | None:
         """Into how many parts a round is divided where workers agree on a step to stop at."""
         return self.sync_every_of(0)

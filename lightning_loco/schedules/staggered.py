@@ -125,6 +125,14 @@ class Staggered(Schedule):
         """With a delay, but for the first rounds of a warm start."""
         return self.delay > 0 and not (self.warm_start and round_index < self.fragments)
 
+    def steps_under_way(self, worker: int, round_index: int) -> int:
+        """The delay, or 0 if the round ends at once."""
+        return self.delay if self.stays(round_index) else 0
+
+    def shortest_gap(self, worker: int) -> int:
+        """The least local steps of one worker between the begins of two rounds."""
+        return self.sync_every_of(worker) // self.fragments
+
     def staleness_of(self, worker: int) -> float:
         """A part of a round: from 0 for none to 1 for the whole of it."""
         return self.delay / self.sync_every_of(worker)

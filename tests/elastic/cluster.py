@@ -166,15 +166,21 @@ class Cluster:
         return self.processes[index].exitcode
 
     def agree(self) -> int:
-        """Check that all who have made a round ended it with the same state; how many rounds."""
-        states: dict[int, dict[int, int]] = {}
+        """Check that states are the same and that no round is lost; how many rounds."""
+        rounds = self.have_same_states()
+        assert sorted(rounds) == list(range(min(rounds), max(rounds) + 1))
+        return len(rounds)
+
+    def have_same_states(self) -> set[int]:
+        """Check that all who have begun or ended a round had the same state then; those rounds."""
+        states: dict[tuple[int, int], dict[int, int]] = {}
         for index in self.processes:
             for line in self.lines(index):
-                states.setdefault(line["round"], {})[index] = line["checksum"]
-        for round_index, found in states.items():
-            assert len(set(found.values())) == 1, (round_index, found)
-        assert sorted(states) == list(range(min(states), max(states) + 1))  # none is lost
-        return len(states)
+                at = line["round"], line.get("under_way", 0)
+                states.setdefault(at, {})[index] = line["checksum"]
+        for at, found in states.items():
+            assert len(set(found.values())) == 1, (at, found)
+        return {round_index for round_index, _ in states}
 
     def close(self) -> None:
         """Kill what is left."""

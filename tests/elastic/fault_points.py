@@ -15,7 +15,7 @@ from lightning_loco.elastic import handover
 from lightning_loco.elastic.carriers import Summing
 from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.link import ElasticLink
-from lightning_loco.rounds import StepEngine
+from lightning_loco.rounds import Engine
 from lightning_loco.rounds.rounds import Rounds
 from lightning_loco.strategies import whole_files
 from lightning_loco.strategies.side_files import SideFiles
@@ -36,7 +36,7 @@ class Point(NamedTuple):
 
 
 POINTS = {
-    "local step": Point(StepEngine, "step"),
+    "local step": Point(Engine, "step"),
     "packing": Point(Rounds, "_propose_local"),
     "before sending": Point(ElasticLink, "start"),
     "before the group": Point(Groups, "open"),

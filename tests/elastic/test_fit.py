@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,35 @@ def by_round(made: Cluster, index: int) -> dict[int, dict[str, Any]]:
     return {line["round"]: line for line in made.lines(index)}
 
 
+def end_of(folder: Path, index: int) -> dict[str, Any]:
+    """The model after fit, and how many rounds a job has made."""
+    found: dict[str, Any] = json.loads((folder / f"{index}.end").read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("steps", "rounds"), [pytest.param(40, 20 + 1, marks=pytest.mark.long), (41, 20 + 2)]
+)
+def test_jobs_end_with_a_round_of_each_fragment(tmp_path: Path, steps: int, rounds: int) -> None:
+    """But for one that has begun after the last step."""
+    settings = (f"--max-steps={steps}", "--step-s=0", "--stream")
+    with cluster(tmp_path, *settings, program=trainer_worker.main) as made:
+        made.start(0)
+        made.start(1)
+        made.ends(0, 1)
+        made.agree()
+        check_samples(made, 0, 1)
+        ends = [end_of(tmp_path, index) for index in range(2)]
+        assert ends[0] == ends[1]
+        assert ends[0]["rounds"] == rounds
+
+
 @pytest.mark.parametrize(
     "schedule",
     [
         pytest.param((), id="blocking", marks=pytest.mark.long),
         pytest.param(("--overlap",), id="overlap"),
+        pytest.param(("--stream",), id="fragments", marks=pytest.mark.long),
     ],
 )
 def test_a_third_job_joins_and_the_first_is_killed(
@@ -60,6 +85,8 @@ def test_a_third_job_joins_and_the_first_is_killed(
                 assert line["logged"]["loco/repaired"] == 0
         assert "on workers that come and go" in made.errors(2)
         assert "One of 3 members, from round" in made.errors(2)
+        ends = [end_of(tmp_path, index) for index in (1, 2)]
+        assert ends[0]["model"] == ends[1]["model"]
 
 
 @pytest.mark.long

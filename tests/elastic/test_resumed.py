@@ -11,7 +11,7 @@ from lightning_loco.comm.rows import ROUND, Row
 from lightning_loco.elastic.flights import Flight
 from lightning_loco.elastic.handover import Handover
 from lightning_loco.elastic.plan import resumed
-from lightning_loco.elastic.resumed import is_ahead, land_saved_round
+from lightning_loco.elastic.resumed import is_ahead, land_saved_rounds
 from lightning_loco.rounds import StepEngine
 
 
@@ -47,14 +47,14 @@ def test_a_round_that_was_saved_lands_once() -> None:
     before = {name: value.clone() for name, value in rounds.lane.state.items()}
     received = again.state_dict()["shared"][0]["received"].clone()
     progress = again.worker.replica.layout.new_flat() - before["outer"]
-    land_saved_round(again)
+    land_saved_rounds(again)
     DiLoCo(0.7, 0.3).update(received, received.clone(), before)
     for name, value in before.items():
         torch.testing.assert_close(rounds.lane.state[name], value)
     moved = again.worker.replica.layout.new_flat() - before["outer"]
     torch.testing.assert_close(moved, progress)
     assert rounds.flight is None
-    land_saved_round(again)
+    land_saved_rounds(again)
     assert torch.equal(again.worker.replica.layout.new_flat() - before["outer"], moved)
     engine.close()
     again.close()

@@ -14,14 +14,18 @@ from lightning_loco.algorithms import (
     DiLoCo,
     EagerDiLoCo,
     GASLoC,
+    Mix,
     NeighborAverage,
     NoLoCo,
     PairwiseAverage,
 )
 from lightning_loco.elastic.any_number import for_any_number
+from lightning_loco.rounds import Engine, RoundSettings
+from lightning_loco.schedules import Staggered
 from lightning_loco.topology import Torus, get_topology
 from lightning_loco.values import plain
 from tests.pool import Pool
+from tests.rounds.fragments import Layers
 
 HERE = "127.0.0.1:29510"
 
@@ -107,6 +111,37 @@ def engine_of_two(rank: int, world: int) -> str:
 def test_jobs_of_several_ranks_are_refused(pool: Pool) -> None:
     for message in pool.run(engine_of_two, world=2):
         assert "every job is one worker, but this one has 2 ranks" in message
+
+
+def settings_of(algorithm: Algorithm, *schedule: int, topology: Any = None) -> RoundSettings:
+    """Of streaming rounds with so many local steps, fragments, and steps of delay."""
+    landing = Mix(0.5) if algorithm.replicated else None
+    return RoundSettings(
+        algorithm, Staggered(*schedule), topology, landing=landing, membership=Elastic(HERE)
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "longest"),
+    [((10, 2, 6), 5), ((10, 3, 4), 3), ((7, 2, 4), 3), ((2, 2, 2), 1)],
+)
+def test_two_rounds_under_way_are_refused(schedule: tuple[int, ...], longest: int) -> None:
+    model = Layers()
+    message = rf"must be at most sync_every // fragments = .* = {longest}, got {schedule[2]}\. Use"
+    with pytest.raises(ValueError, match=message):
+        Engine.from_settings(model, settings_of(DiLoCo(), *schedule))
+    Engine.from_settings(model, settings_of(DiLoCo(), *schedule[:2], longest)).close()
+
+
+def test_fragments_of_gossip_are_refused() -> None:
+    settings = settings_of(NeighborAverage(), 10, 2, 3, topology="ring")
+    with pytest.raises(ValueError, match="equal on all members, got NeighborAverage"):
+        Engine.from_settings(Layers(), settings)
+
+
+def test_numbers_of_local_steps_that_change_are_refused() -> None:
+    with pytest.raises(ValueError, match="after a fixed number of local steps"):
+        StepEngine(nn.Linear(1, 1), DiLoCo(), sync_every={0: 2, 9: 3}, membership=Elastic(HERE))
 
 
 def test_something_else_is_no_membership() -> None:

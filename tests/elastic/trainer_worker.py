@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import time
@@ -20,11 +21,12 @@ from lightning_loco import (
     DiLoCoStrategy,
     GASLoCStrategy,
     LocoStrategy,
+    StreamingDiLoCoStrategy,
 )
 from lightning_loco.strategies import lightning_private
 from tests.elastic.arguments import elastic_of, make_parser
 from tests.elastic.worker import checksum
-from tests.tiny import TinyModule, quiet_trainer
+from tests.tiny import TinyModule, flat, quiet_trainer
 
 
 class Numbered(Dataset[tuple[int, Tensor]]):
@@ -102,6 +104,7 @@ def main(arguments: list[str]) -> None:
     parser = make_parser()
     parser.add_argument("--max-steps", type=int, default=100)
     parser.add_argument("--gossip", action="store_true")
+    parser.add_argument("--stream", action="store_true")
     parser.add_argument("--num-loaders", type=int, default=0)
     parser.add_argument("--epoch-steps", type=int)
     parser.add_argument("--step-s", type=float, default=0.03)
@@ -112,11 +115,15 @@ def main(arguments: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs inherit it ignored
 
     torch.manual_seed(asked.index)
-    kind: Callable[..., LocoStrategy] = AsyncDiLoCoStrategy if asked.overlap else DiLoCoStrategy
+    kind: Callable[..., LocoStrategy]
+    kind = AsyncDiLoCoStrategy if asked.overlap else DiLoCoStrategy
     if asked.gossip:
         kind = GASLoCStrategy
+    if asked.stream:
+        kind = functools.partial(StreamingDiLoCoStrategy, fragments=2, delay=1)
+    strategy = kind(sync_every=4, membership=elastic_of(asked))
     trainer: Trainer = quiet_trainer(
-        strategy=kind(sync_every=4, membership=elastic_of(asked)),
+        strategy=strategy,
         max_steps=asked.max_steps,
         limit_train_batches=asked.epoch_steps,
         callbacks=[CommunicationMonitor(), Writer(asked.writes_at), Notes(asked.log, asked.step_s)],
@@ -125,4 +132,7 @@ def main(arguments: list[str]) -> None:
         default_root_dir=asked.log.with_suffix(""),
     )
     loader = DataLoader(Numbered(), batch_size=2, shuffle=True, num_workers=asked.num_loaders)
-    trainer.fit(Model(), loader, ckpt_path=asked.resume)
+    model = Model()
+    trainer.fit(model, loader, ckpt_path=asked.resume)
+    end = {"model": flat(model).tolist(), "rounds": strategy.statistics.rounds}
+    asked.log.with_suffix(".end").write_text(json.dumps(end))

@@ -5,6 +5,7 @@ Each line of its file: round, local steps, number of members, and a checksum of 
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 import zlib
@@ -18,10 +19,14 @@ from lightning_loco.algorithms import (
     GASLoC,
     Linear,
     LocalSGD,
+    Mix,
     NeighborAverage,
     NoLoCo,
 )
-from lightning_loco.rounds import StepEngine
+from lightning_loco.rounds import Engine, RoundSettings, StepEngine
+from lightning_loco.rounds.membership import Membership
+from lightning_loco.schedules import Staggered
+from tests.algorithms.toys import Point
 from tests.elastic.arguments import elastic_of, make_parser
 from tests.elastic.fault_points import die_at
 
@@ -30,7 +35,7 @@ PULL = 0.05
 """How far a local step goes to the target of its worker, index + 1."""
 
 
-def checksum(engine: StepEngine) -> int:
+def checksum(engine: Engine) -> int:
     """Of all vectors of the outer state, or of the parameters where there are none."""
     state = engine.lanes[0].lane.state
     vectors = [v for _, v in sorted(state.items()) if isinstance(v, torch.Tensor)]
@@ -41,7 +46,7 @@ def checksum(engine: StepEngine) -> int:
     return value
 
 
-def first_of(engine: StepEngine) -> float:
+def first_of(engine: Engine) -> float:
     """The first element of the outer parameters, or of the parameters where there are none."""
     state = engine.lanes[0].lane.state
     return float(state.get("outer", engine.worker.replica.layout.new_flat())[0])
@@ -59,9 +64,55 @@ def algorithm_of(name: str, overlap: bool) -> Algorithm:
     }[name]
 
 
-def vectors(engine: StepEngine) -> dict[str, list[float]]:
+def vectors(engine: Engine) -> dict[str, list[float]]:
     """The vectors of the outer state."""
     return {key: value.tolist() for key, value in engine.lanes[0].lane.state.items()}
+
+
+class Layers(nn.Module):
+    """Three blocks, which make two fragments of different length."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        sizes = (numel // 2, numel // 3, numel - numel // 2 - numel // 3)
+        self.blocks = nn.ModuleList(Point(torch.zeros(size)) for size in sizes)
+
+
+def streaming_settings(
+    asked: argparse.Namespace, membership: Membership | None = None
+) -> RoundSettings:
+    """Of fragments, or of one whose results come after a delay."""
+    schedule = Staggered(asked.sync_every, asked.fragments, asked.delay)
+    algorithm = algorithm_of(asked.algorithm, overlap=False)
+    return RoundSettings(
+        algorithm,
+        schedule,
+        compression=asked.compression,
+        landing=Mix(asked.mix),
+        membership=membership,
+    )
+
+
+def make_engine(asked: argparse.Namespace) -> Engine:
+    """The engine of a worker."""
+    if asked.fragments:
+        layers = Layers(asked.numel)
+        for p in layers.parameters():
+            p.data.normal_()
+        layers.register_buffer("mark", torch.zeros(1))
+        return Engine.from_settings(layers, streaming_settings(asked, elastic_of(asked)))
+    model = nn.Linear(asked.numel, 1, bias=False, dtype=getattr(torch, asked.dtype))
+    model.register_buffer("mark", torch.zeros(1))
+    return StepEngine(
+        model,
+        algorithm_of(asked.algorithm, asked.overlap),
+        sync_every=asked.sync_every,
+        overlap=asked.overlap,
+        warm_start=False,
+        topology=TOPOLOGIES.get(asked.algorithm),
+        compression=asked.compression,
+        membership=elastic_of(asked),
+    )
 
 
 def main(arguments: list[str]) -> None:
@@ -78,23 +129,20 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--nan-in", type=int, default=-1, help="this round")
     parser.add_argument("--flip-at", type=int, default=-1)
     parser.add_argument("--save-at", type=int, default=-1)
+    parser.add_argument("--keep-in", type=int, default=-1, help="this round, after one step")
+    parser.add_argument("--resume", help="what was kept")
+    parser.add_argument("--fragments", type=int, default=0, help="stream so many")
+    parser.add_argument("--delay", type=int, default=2)
+    parser.add_argument("--mix", type=float, default=0.5)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--vectors", action="store_true")
     asked = parser.parse_args(arguments)
 
     torch.manual_seed(asked.index)
-    model = nn.Linear(asked.numel, 1, bias=False, dtype=getattr(torch, asked.dtype))
-    model.register_buffer("mark", torch.zeros(1))
-    engine = StepEngine(
-        model,
-        algorithm_of(asked.algorithm, asked.overlap),
-        sync_every=asked.sync_every,
-        overlap=asked.overlap,
-        warm_start=False,
-        topology=TOPOLOGIES.get(asked.algorithm),
-        compression=asked.compression,
-        membership=elastic_of(asked),
-    )
+    engine = make_engine(asked)
+    model = engine.worker.replica.model
+    if asked.resume:
+        engine.load_state_dict(torch.load(asked.resume))
 
     if asked.die_at:
         die_at(asked.die_at, lambda: engine.worker.round_index >= asked.die_in)
@@ -106,6 +154,7 @@ def main(arguments: list[str]) -> None:
             line = {
                 "round": engine.worker.round_index,
                 "steps": engine.worker.steps,
+                "under_way": sum(lane.flight is not None for lane in engine.lanes),
                 "members": [] if last is None else list(last.plan.names),
                 "own": "" if last is None else last.plan.names[last.plan.own],
                 "weights": [] if last is None else last.rows[:, 3].tolist(),
@@ -121,13 +170,13 @@ def main(arguments: list[str]) -> None:
         engine.join()
         note()
         model.mark.fill_(asked.index)
-        target = torch.full_like(model.weight, asked.index + 1)
         worker = engine.worker
         while worker.steps < asked.steps if asked.steps else worker.round_index < asked.rounds:
             with torch.no_grad():
-                model.weight.lerp_(target, PULL)
-                if engine.worker.round_index == asked.nan_in:
-                    model.weight.fill_(torch.nan)
+                for p in model.parameters():
+                    p.lerp_(torch.full_like(p, asked.index + 1), PULL)
+                    if engine.worker.round_index == asked.nan_in:
+                        p.fill_(torch.nan)
             time.sleep(asked.step_s)
             if engine.step():
                 note()
@@ -135,6 +184,9 @@ def main(arguments: list[str]) -> None:
                     engine.state_dict()
                 if worker.round_index == asked.flip_at:
                     engine.lanes[0].lane.state["outer"].view(torch.int32)[0] ^= 2**16
+                    asked.flip_at = -1
+            if (worker.round_index, worker.steps_since_round) == (asked.keep_in, 1):
+                torch.save(engine.state_dict(), asked.log.with_suffix(".pt"))
         if asked.steps:
             engine.finish()
             note()

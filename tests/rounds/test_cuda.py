@@ -65,7 +65,7 @@ def test_a_local_step_reads_nothing_back(name: str) -> None:
     engine = make_engine(case, model)
     assert engine.worker.replica.layout.device == DEVICE
     if case.by_clock:
-        engine._landed_at = [time.monotonic()]  # the first round would be due at once
+        engine.lanes[0].landed_at = time.monotonic()  # the first round would be due at once
     for _ in range(50):
         engine.worker.last_loss = model(torch.ones(2, 3, device=DEVICE)).sum()
         assert not engine.step()

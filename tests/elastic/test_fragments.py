@@ -1,0 +1,243 @@
+"""Fragments and delays among members that come and go: one round under way at a time."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_loco.rounds import Engine
+from tests.elastic.cluster import HEARTBEAT_TIMEOUT_S, Cluster, Line, cluster
+from tests.elastic.test_elastic import first_members, weight_of
+from tests.elastic.test_faults import longest_wait
+from tests.elastic.worker import PULL, Layers, checksum, streaming_settings
+from tests.pool import Pool
+
+pytestmark = pytest.mark.slow
+
+STREAM = ("--fragments=2", "--delay=2", "--sync-every=10")
+STEPS = 64
+
+
+def run_of_ranks(
+    rank: int, world: int, schedule: tuple[int, int, int], compression: str | None
+) -> list[int]:
+    """What tests/elastic/worker.py does, on ranks of one job: the outer state at every turn."""
+    fragments, delay, every = schedule
+    asked = argparse.Namespace(
+        fragments=fragments,
+        delay=delay,
+        sync_every=every,
+        mix=0.5,
+        compression=compression,
+        algorithm="diloco",
+    )
+    torch.manual_seed(rank)
+    model = Layers(1000)
+    for p in model.parameters():
+        p.data.normal_()
+    engine = Engine.from_settings(model, streaming_settings(asked))
+    found = [checksum(engine)]
+    for _ in range(STEPS):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.lerp_(torch.full_like(p, rank + 1), PULL)
+        if engine.step():
+            found.append(checksum(engine))
+    engine.finish()
+    found.append(checksum(engine))
+    engine.close()
+    return found
+
+
+def checksums(made: Cluster, index: int) -> list[int]:
+    return [line["checksum"] for line in made.lines(index)]
+
+
+@pytest.mark.parametrize(
+    ("workers", "schedule", "compression"),
+    [
+        (2, (2, 2, 10), None),
+        pytest.param(3, (2, 2, 10), None, marks=pytest.mark.long),
+        pytest.param(2, (2, 0, 10), None, marks=pytest.mark.long),
+        pytest.param(2, (3, 3, 10), None, marks=pytest.mark.long),
+        pytest.param(2, (1, 3, 10), None, marks=pytest.mark.long),
+        pytest.param(2, (1, 10, 10), None, marks=pytest.mark.long),
+        (3, (2, 2, 10), "e3m0"),
+        pytest.param(2, (2, 2, 10), "int8", marks=pytest.mark.long),
+    ],
+)
+def test_it_equals_a_run_of_ranks(
+    pool: Pool,
+    tmp_path: Path,
+    workers: int,
+    schedule: tuple[int, int, int],
+    compression: str | None,
+) -> None:
+    expected = pool.run(run_of_ranks, schedule, compression, world=workers)
+    fragments, delay, every = schedule
+    settings = (f"--fragments={fragments}", f"--delay={delay}", f"--sync-every={every}")
+    codec = (f"--compression={compression}",) if compression else ()
+    ends = (f"--steps={STEPS}", "--step-s=0")
+    with cluster(tmp_path, *ends, *settings, *codec, min_workers=workers) as made:
+        for index in range(workers):
+            made.start(index)
+            time.sleep(0.5 if index == 0 else 0)
+        made.ends(*range(workers))
+        for index in range(workers):
+            assert checksums(made, index) == expected[index]
+
+
+def at_turns(made: Cluster, index: int) -> dict[tuple[int, int], Line]:
+    """The lines of a worker by round and by whether one is under way."""
+    return {(line["round"], line["under_way"]): line for line in made.lines(index)}
+
+
+def check_steps(made: Cluster, *indices: int) -> None:
+    """All are at the same local step whenever they begin or end a round."""
+    steps: dict[tuple[int, int], int] = {}
+    for index in indices:
+        for at, line in at_turns(made, index).items():
+            assert steps.setdefault(at, line["steps"]) == line["steps"], (index, at)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param((), id="fragments"),
+        pytest.param(("--delay=0",), id="blocking"),
+        pytest.param(("--delay=5",), id="until the next"),
+        pytest.param(("--fragments=1", "--delay=3"), id="delay"),
+        pytest.param(("--compression=e3m0",), id="e3m0"),
+        pytest.param(("--algorithm=diloco_schedule",), id="outer rates"),
+    ],
+)
+def test_one_joins_one_is_killed_and_the_others_go_on(
+    tmp_path: Path, settings: tuple[str, ...]
+) -> None:
+    with cluster(tmp_path, "--steps=400", "--step-s=0.01", *STREAM, *settings) as made:
+        made.begin(2)
+        made.join(2, rounds=5)
+        made.kill(0)
+        made.ends(1, 2)
+        made.have_same_states()
+        check_steps(made, 1, 2)
+        came = first_members(made, 2, 3)
+        assert weight_of(came) == 0
+        assert made.lines(2)[-1]["checksum"] == made.lines(1)[-1]["checksum"]
+        assert made.lines(2)[-1]["under_way"] == 0
+        assert {len(line["members"]) for line in made.lines(1)} >= {2, 3}
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "within the exchange",
+        *(pytest.param(p, marks=pytest.mark.long) for p in ("local step", "rows", "outer step")),
+    ],
+)
+def test_one_of_three_dies_while_a_fragment_is_under_way(tmp_path: Path, point: str) -> None:
+    size = "--numel=2000000" if point == "within the exchange" else "--numel=1000"
+    with cluster(tmp_path, "--steps=100", "--step-s=0.01", *STREAM, size) as made:
+        made.start(0, f"--die-at={point}", "--die-in=8")
+        made.start(1)
+        made.start(2)
+        assert made.exit_status(0) == -signal.SIGKILL
+        made.ends(1, 2)
+        made.have_same_states()
+        check_steps(made, 1, 2)
+        assert checksums(made, 1)[-1] == checksums(made, 2)[-1]
+        assert len(made.lines(1)[-1]["members"]) == 2
+        assert longest_wait(made) < HEARTBEAT_TIMEOUT_S + 6
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("settings", [(), ("--delay=0",), ("--delay=5",)])
+def test_a_sleeper_joins_anew(tmp_path: Path, settings: tuple[str, ...]) -> None:
+    asked = ("--steps=300", "--step-s=0.04", "--timeout-s=8", *STREAM, *settings)
+    with cluster(tmp_path, *asked) as made:
+        for index in range(3):
+            made.start(index)
+        for index in range(3):
+            made.reaches(index, 4)
+        time.sleep(0.1)  # two rounds begin 0.2 s apart; within an exchange it would last timeout_s
+        made.sleep_through_a_round(2, seen_by=0)
+        made.ends(0, 1, 2)
+        made.have_same_states()
+        check_steps(made, 0, 1)
+        back = [line for line in made.lines(2) if line["weights"] and weight_of(line) == 0]
+        assert back
+        assert weight_of(made.lines(2)[-1]) == 1
+        assert checksums(made, 2)[-1] == checksums(made, 0)[-1]
+
+
+@pytest.mark.long
+def test_a_worker_that_drifts_is_repaired(tmp_path: Path) -> None:
+    settings = ("--steps=100", "--check-every=5", "--step-s=0.01", *STREAM)
+    with cluster(tmp_path, *settings, min_workers=3) as made:
+        for index in range(3):
+            made.start(index, *(("--flip-at=4",) if index == 1 else ()))
+        made.ends(0, 1, 2)
+        turns = [at_turns(made, index) for index in range(3)]
+        for at, line in turns[0].items():
+            differs = line["checksum"] != turns[1][at]["checksum"]
+            assert differs == (at in [(4, 0), (5, 1), (5, 0), (6, 1)]), at
+            assert line["checksum"] == turns[2][at]["checksum"]
+        for index in range(3):
+            assert made.lines(index)[-1]["repaired"] == 1
+            assert "Round 5: the outer parameters or" in made.errors(index)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("settings", [(), ("--fragments=1", "--delay=3"), ("--compression=e3m0",)])
+def test_who_resumes_with_a_round_under_way_goes_on_as_if_nothing_had_been(
+    tmp_path: Path, settings: tuple[str, ...]
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    asked = ("--step-s=0.01", *STREAM, *settings)
+    with cluster(first, "--steps=64", "--keep-in=4", *asked) as made:
+        made.start(0)
+        made.start(1)
+        made.ends(0, 1)
+        whole = [at_turns(made, index) for index in range(2)]
+    with cluster(second, "--steps=64", *asked) as made:
+        for index in range(2):
+            made.start(index, f"--resume={first / f'{index}.pt'}")
+        made.ends(0, 1)
+        for index in range(2):
+            again = at_turns(made, index)
+            assert min(again) == (4, 0)
+            begun, *_ = made.lines(index)
+            assert begun["under_way"] == 1
+            assert begun["steps"] == whole[index][4, 1]["steps"] + 1
+            for at, line in again.items():
+                assert line["checksum"] == whole[index][at]["checksum"], at
+                assert at == (4, 1) or line["steps"] == whole[index][at]["steps"], at
+
+
+@pytest.mark.long
+def test_a_newcomer_gets_what_was_under_way_when_it_was_saved(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    with cluster(first, "--steps=40", "--keep-in=4", *STREAM) as made:
+        made.start(0)
+        made.start(1)
+        made.ends(0, 1)
+        landed = at_turns(made, 0)[4, 0]
+    with cluster(second, "--steps=100", "--step-s=0.01", *STREAM, min_workers=3) as made:
+        for index in range(2):
+            made.start(index, f"--resume={first / f'{index}.pt'}")
+        made.start(2)
+        made.ends(0, 1, 2)
+        made.have_same_states()
+        check_steps(made, 0, 1, 2)
+        for index in range(3):
+            assert at_turns(made, index)[4, 0]["checksum"] == landed["checksum"]
