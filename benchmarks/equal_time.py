@@ -25,7 +25,7 @@ from lightning_loco.algorithms import (
 from lightning_loco.demo.data import ByteTextData
 from lightning_loco.demo.model import ByteGPT
 from lightning_loco.rounds.settings import RoundSettings
-from lightning_loco.schedules import EverySteps, Schedule, Staggered
+from lightning_loco.schedules import EverySteps, Schedule, Staggered, hidden_rounds
 
 BATCH, CONTEXT = 8, 64
 
@@ -59,6 +59,12 @@ def streaming(fragments: int, outer_lr: float = 0.4, outer_momentum: float = 0.9
     return make
 
 
+def hidden_by_default(every: int, exchange: int) -> RoundSettings:
+    """What ``AsyncDiLoCoStrategy`` does: an exchange may take as long as a whole phase."""
+    schedule = hidden_rounds(max(every, exchange))
+    return RoundSettings(DiLoCo(0.4, 0.9), schedule, landing=Mix(0.5))
+
+
 def back_to_back(every: int, exchange: int) -> RoundSettings:
     """Averages that follow each other without a pause, however long one takes."""
     return RoundSettings(ModelAverage(), EverySteps(max(1, exchange), overlap=True))
@@ -69,7 +75,8 @@ METHODS: dict[str, Make | None] = {
     "alone": None,
     "diloco": blocking(DiLoCo(0.9, 0.6)),
     "delayed_nesterov": blocking(DelayedNesterov()),
-    "async_diloco": whole_phase(DiLoCo(0.7, 0.0)),
+    "async_diloco": hidden_by_default,
+    "a_phase_late": whole_phase(DiLoCo(0.7, 0.0)),
     "kept_progress": whole_phase(DiLoCo(0.7, 0.5), KeepProgress()),
     "eager_diloco": whole_phase(EagerDiLoCo(0.7, 0.0)),
     "streaming_1": streaming(1),

@@ -65,7 +65,8 @@ class Row(NamedTuple):
     also: tuple[str, ...] = ()
 
 
-DELAYED = ("algorithm.delay=2", "algorithm.mix=0.5")
+WHOLE = ("algorithm.fragments=null",)
+DELAYED = (*WHOLE, "algorithm.delay=2")
 ROWS = {
     "ddp": Row("ddp"),
     "diloco": Row("diloco", bound=5.5),
@@ -73,6 +74,7 @@ ROWS = {
     "diloco_e3m0": Row("diloco", None, 1.0, "diloco", ("compression=e3m0",)),
     "diloco_sparse": Row("diloco", None, 3.0, "diloco", ("compression=sparse",)),
     "async_diloco": Row("async_diloco"),
+    "async_diloco_late": Row("async_diloco", also=WHOLE),
     "async_diloco_delay_2": Row("async_diloco", also=DELAYED),
     "streaming_diloco": Row("streaming_diloco"),
     "eager_diloco": Row("eager_diloco"),

@@ -317,7 +317,7 @@ class TestCommand:
                 marks=pytest.mark.long,
             ),
             pytest.param(
-                ["algorithm=async_diloco", "algorithm.sync_every=15"],
+                ["algorithm=async_diloco", "algorithm.fragments=null", "algorithm.sync_every=15"],
                 "error: overlap applies a round's result one round later",
                 marks=pytest.mark.long,
             ),

@@ -31,11 +31,12 @@ STRATEGIES = {
         "async_diloco",
         {
             "sync_every": 100,
-            "outer_lr": 0.7,
-            "outer_momentum": 0.0,
-            "warm_start": True,
+            "outer_lr": None,
+            "outer_momentum": None,
+            "warm_start": None,
+            "fragments": "auto",
             "delay": None,
-            "mix": 0.0,
+            "mix": None,
         },
     ),
     "StreamingDiLoCoStrategy": (

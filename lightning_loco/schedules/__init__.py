@@ -4,6 +4,7 @@ from lightning_loco.schedules.base import Now, Schedule
 from lightning_loco.schedules.by_speed import steps_by_speed
 from lightning_loco.schedules.every_interval import EveryInterval
 from lightning_loco.schedules.every_steps import EverySteps
+from lightning_loco.schedules.hidden_rounds import hidden_rounds
 from lightning_loco.schedules.staggered import Staggered
 from lightning_loco.schedules.varying_steps import SyncEvery, VaryingSteps, by_steps
 
@@ -16,5 +17,6 @@ __all__ = [
     "SyncEvery",
     "VaryingSteps",
     "by_steps",
+    "hidden_rounds",
     "steps_by_speed",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 
@@ -20,12 +21,15 @@ def stretches(
             :class:`~lightning_loco.schedules.Staggered`.
 
     Raises:
-        ValueError: If there are too few layers, or a parameter belongs to no fragment or several.
+        ValueError: If there are too few layers or elements, or a parameter belongs to no fragment
+            or several.
 
     Example:
         >>> stretches({"0.weight": 6, "0.bias": 2, "1.weight": 3}, 2, "strided")
         [[range(0, 8)], [range(8, 11)]]
     """
+    if pattern == "even":
+        return _even(sum(sizes.values()), fragments)
     named = [name for name, size in sizes.items() if size]
     if isinstance(pattern, str):
         numbers = _by_layer({name: sizes[name] for name in named}, fragments, pattern)
@@ -51,6 +55,17 @@ def layer_of(name: str) -> str:
     *modules, _ = name.split(".")
     numbered = [depth for depth, module in enumerate(modules) if module.isdigit()]
     return ".".join(modules[: numbered[0] + 1] if numbered else modules)
+
+
+def _even(numel: int, fragments: int) -> list[list[range]]:
+    """Neighbours together, equally many elements each, wherever layers end."""
+    if fragments > numel:
+        raise ValueError(
+            f"fragments={fragments} is more than the {numel} trainable elements of the model. Take "
+            f"at most {numel} fragments."
+        )
+    borders = [numel * index // fragments for index in range(fragments + 1)]
+    return [[range(begin, end)] for begin, end in itertools.pairwise(borders)]
 
 
 def _by_layer(sizes: Mapping[str, int], fragments: int, pattern: str) -> dict[str, int]:

@@ -10,7 +10,7 @@ from lightning_loco.schedules.base import Now, Schedule
 from lightning_loco.schedules.every_steps import check_length, check_sync_every
 from lightning_loco.schedules.fragments import stretches
 
-PATTERNS = ("strided", "contiguous")
+PATTERNS = ("strided", "contiguous", "even")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +30,10 @@ class Staggered(Schedule):
         delay: Local steps between the begin of a round and its end: 0, which waits for it, up to
             the smallest ``sync_every``.
         pattern: ``"strided"`` deals the layers out in turns; ``"contiguous"`` keeps neighbours
-            together, in fragments of about the same size; or a list with a regular expression for
-            each fragment, which is searched in the names of the parameters. A layer is a numbered
-            block (``blocks.3``) or, outside of such, a module.
+            together, in fragments of about the same size; ``"even"`` cuts the vector of all
+            parameters into equal parts, whatever the layers are; or a list with a regular
+            expression for each fragment, which is searched in the names of the parameters. A layer
+            is a numbered block (``blocks.3``) or, outside of such, a module.
         warm_start: The first round of each fragment ends at once.
 
     Raises:

@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 from lightning_loco.algorithms import DiLoCo, GASLoC, Landing, LocalSGD, Mix
 from lightning_loco.algorithms.diloco import OuterOptimizer
 from lightning_loco.algorithms.outer_lr import OuterLR
-from lightning_loco.schedules import Schedule, Staggered, SyncEvery, by_steps
+from lightning_loco.schedules import Schedule, Staggered, SyncEvery, hidden_rounds
 from lightning_loco.strategies.arguments import RoundArguments, spelled_out
 from lightning_loco.strategies.loco import LocoStrategy
 from lightning_loco.topology import Topology
@@ -77,49 +77,71 @@ class DiLoCoStrategy(LocoStrategy):
 class AsyncDiLoCoStrategy(LocoStrategy):
     """DiLoCo whose communication is hidden behind the next local steps.
 
-    At the end of a local phase the previous round's mean is applied and the new pseudo-gradient
-    leaves; its result is needed only one phase later. Outer momentum is off by default because
-    DiLoCo's (0.7, 0.9) is unstable one round late.
+    The model is divided into equal fragments that take turns: the round of one begins every
+    ``sync_every / fragments`` local steps, and its result is mixed into the local parameters when
+    the next one begins. So the link may be busy all the time, nobody waits for it, and no result is
+    late by more than a part of a round. :class:`StreamingDiLoCoStrategy` is the same with other
+    choices: fragments of whole layers, and a delay of a few local steps.
+
+    With ``fragments=None`` the whole model is exchanged at once and its result is needed a whole
+    phase later, where local steps begin again at it: the order of PCCL's async DiLoCo. There outer
+    momentum is off by default, because DiLoCo's (0.7, 0.9) is unstable one round late.
 
     Args:
-        sync_every: Local steps between rounds.
-        outer_lr: Outer learning rate, or a schedule of rates.
-        outer_momentum: Outer momentum; with momentum use (0.7, 0.3) or (0.2, 0.9).
+        sync_every: Local steps between the rounds of a fragment.
+        outer_lr: Outer learning rate, or a schedule of rates. Default: 0.4; 0.7 a phase late.
+        outer_momentum: Outer momentum in [0, 1). Default: 0.9; 0 a phase late, where (0.7, 0.3) or
+            (0.2, 0.9) are stable.
         nesterov: Nesterov momentum.
-        outer_optimizer: Another outer optimizer, as in :class:`DiLoCoStrategy`.
-        warm_start: Make the first round a blocking one, so that the first phase is not thrown
-            away; False is the order of PCCL's async DiLoCo.
+        outer_optimizer: Another outer optimizer, as in :class:`DiLoCoStrategy`; it needs
+            ``fragments=1`` or None.
+        warm_start: Make the first round of each fragment a blocking one. Default: only a phase
+            late, where the first one would be thrown away; False is PCCL's order.
+        fragments: In how many equal parts the parameters are exchanged, at most ``sync_every``.
+            ``"auto"`` is 4, or ``sync_every`` if that is less. None for the whole model, which is
+            a phase late unless there is a ``delay``.
         delay: Local steps after which a result is applied, at most ``sync_every``. Default: with
-            the next round, a whole phase late. Fewer lose less, and hide a faster exchange.
-        mix: Share in [0, 1] of the local parameters when a result is applied; with 0 it replaces
-            them, and the local steps made since the round began are lost, or, with the default
-            delay, told of by the next message.
+            the begin of the next round, ``sync_every // fragments``. Fewer hide a faster exchange.
+        mix: Share in [0, 1] of the local parameters when a result is applied. Default: 0.5; 0 a
+            phase late. With 0 it replaces them, and the local steps made since the round began are
+            lost or, a phase late, told of by the next message.
         evaluate: As in :class:`LocoStrategy`, like all arguments that follow.
+
+    Source:
+        Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv:2501.18512;
+        without fragments the async DiLoCo example of PCCL.
 
     Example::
 
         Trainer(strategy=AsyncDiLoCoStrategy(sync_every=50), devices=4, num_nodes=8)
-        Trainer(strategy=AsyncDiLoCoStrategy(sync_every=10, delay=2, mix=0.5), devices=4)
+        Trainer(strategy=AsyncDiLoCoStrategy(sync_every=500, fragments=None), devices=4)
     """
 
     @spelled_out(LocoStrategy.__init__)
     def __init__(
         self,
         sync_every: SyncEvery = 100,
-        outer_lr: OuterLR = 0.7,
-        outer_momentum: float = 0.0,
+        outer_lr: OuterLR | None = None,
+        outer_momentum: float | None = None,
         nesterov: bool = True,
         outer_optimizer: OuterOptimizer | None = None,
-        warm_start: bool = True,
+        warm_start: bool | None = None,
+        fragments: int | Literal["auto"] | None = "auto",
         delay: int | None = None,
-        mix: float = 0.0,
+        mix: float | None = None,
         **common: Unpack[RoundArguments],
     ) -> None:
-        algorithm = DiLoCo(outer_lr, outer_momentum, nesterov, outer_optimizer)
-        schedule: Schedule = by_steps(sync_every, True, warm_start)
-        if delay is not None:  # a mapping is refused there
-            schedule = Staggered(sync_every, 1, delay, warm_start=warm_start)  # type: ignore[arg-type]
-        self._init_rounds(algorithm, schedule, mixed(mix, schedule), **common)
+        is_late = fragments is None and delay is None
+        algorithm = DiLoCo(
+            (0.7 if is_late else 0.4) if outer_lr is None else outer_lr,
+            (0.0 if is_late else 0.9) if outer_momentum is None else outer_momentum,
+            nesterov,
+            outer_optimizer,
+        )
+        warm_start = is_late if warm_start is None else warm_start
+        schedule = hidden_rounds(sync_every, fragments, delay, warm_start)
+        share = (0.0 if is_late else 0.5) if mix is None else mix
+        self._init_rounds(algorithm, schedule, mixed(share, schedule), **common)
 
 
 class StreamingDiLoCoStrategy(LocoStrategy):
@@ -146,7 +168,8 @@ class StreamingDiLoCoStrategy(LocoStrategy):
         outer_optimizer: Another outer optimizer, as in :class:`DiLoCoStrategy`; it needs
             ``fragments=1``.
         pattern: ``"strided"`` deals the layers out in turns, ``"contiguous"`` keeps neighbours
-            together; or a list with a regular expression on parameter names for each fragment.
+            together, ``"even"`` makes equal parts; or a list with a regular expression on parameter
+            names for each fragment.
         evaluate: As in :class:`LocoStrategy`, like all arguments that follow.
 
     Source:
@@ -168,7 +191,7 @@ class StreamingDiLoCoStrategy(LocoStrategy):
         outer_momentum: float = 0.9,
         nesterov: bool = True,
         outer_optimizer: OuterOptimizer | None = None,
-        pattern: Literal["strided", "contiguous"] | Sequence[str] = "strided",
+        pattern: Literal["strided", "contiguous", "even"] | Sequence[str] = "strided",
         **common: Unpack[RoundArguments],
     ) -> None:
         algorithm = DiLoCo(outer_lr, outer_momentum, nesterov, outer_optimizer)

@@ -62,7 +62,10 @@ def main(arguments: list[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if asked.overlap:
         strategy = AsyncDiLoCoStrategy(
-            sync_every=SYNC_EVERY, outer_momentum=0.3, membership=elastic_of(asked)
+            sync_every=SYNC_EVERY,
+            outer_momentum=0.3,
+            fragments=None,
+            membership=elastic_of(asked),
         )
     else:
         strategy = DiLoCoStrategy(sync_every=SYNC_EVERY, membership=elastic_of(asked))

@@ -116,7 +116,9 @@ def main(arguments: list[str]) -> None:
 
     torch.manual_seed(asked.index)
     kind: Callable[..., LocoStrategy]
-    kind = AsyncDiLoCoStrategy if asked.overlap else DiLoCoStrategy
+    kind = DiLoCoStrategy
+    if asked.overlap:
+        kind = functools.partial(AsyncDiLoCoStrategy, fragments=None)
     if asked.gossip:
         kind = GASLoCStrategy
     if asked.stream:

@@ -73,6 +73,19 @@ def test_contiguous_fragments_are_neighbours_of_about_the_same_size() -> None:
     assert lopsided == [[range(2)], [range(2, 102)]]
 
 
+def test_even_fragments_have_equally_many_elements() -> None:
+    assert stretches(GPT, 3, "even") == [[range(51)], [range(51, 102)], [range(102, 154)]]
+    one_layer = {"head.weight": 6, "head.bias": 1}
+    assert stretches(one_layer, 4, "even") == [
+        [range(1)],
+        [range(1, 3)],
+        [range(3, 5)],
+        [range(5, 7)],
+    ]
+    with pytest.raises(ValueError, match="fragments=8 is more than the 7 trainable elements"):
+        stretches(one_layer, 8, "even")
+
+
 @pytest.mark.parametrize("pattern", ["strided", "contiguous"])
 def test_every_element_is_in_one_fragment(pattern: str) -> None:
     for sizes in itertools.product((0, 1, 7), (1, 5), (2, 30), (1, 3), (0, 4)):

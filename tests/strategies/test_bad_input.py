@@ -197,7 +197,7 @@ MAKE_STRATEGY: dict[str, tuple[Callable[[], LocoStrategy], type[Exception], str]
         "gossip_step=4 with momentum=0 makes gossip .* of 3 workers diverge: .* below 2",
     ),
     "overlap with a single round": (
-        lambda: AsyncDiLoCoStrategy(sync_every=6),
+        lambda: AsyncDiLoCoStrategy(sync_every=6, fragments=None),
         ValueError,
         "run of 10 local steps has room for a single round of sync_every=6.*at most 5",
     ),

@@ -394,7 +394,7 @@ def test_names_may_be_registered_again() -> None:
 def test_the_named_strategies_choose_their_algorithm() -> None:
     assert LocalSGDStrategy().settings.algorithm == LocalSGD()
     assert DiLoCoStrategy(5, 0.5, 0.4, False).settings.algorithm == DiLoCo(0.5, 0.4, False)
-    overlapped = AsyncDiLoCoStrategy(5, warm_start=False).settings
+    overlapped = AsyncDiLoCoStrategy(5, warm_start=False, fragments=None).settings
     assert overlapped.algorithm == DiLoCo(outer_momentum=0.0)
     assert (overlapped.schedule.overlap, overlapped.schedule.warm_start) == (True, False)
     gossip = GASLoCStrategy("star", 5, 0.9, 0.4, 0.3, "gossiped").settings

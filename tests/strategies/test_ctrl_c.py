@@ -26,7 +26,7 @@ from tests.pool import Pool, make_trainer
 from tests.tiny import TinyModule, make_loader
 
 STRATEGIES: dict[str, Any] = {
-    "async_diloco": lambda: AsyncDiLoCoStrategy(sync_every=3, timeout_s=20),
+    "async_diloco": lambda: AsyncDiLoCoStrategy(sync_every=3, fragments=None, timeout_s=20),
     "gasloc": lambda: GASLoCStrategy("ring", sync_every=3, timeout_s=20),
     "async_model_average": lambda: AsyncModelAverageStrategy(interval_s=0.01, timeout_s=20),
     "async_model_average ring": lambda: AsyncModelAverageStrategy(

@@ -120,7 +120,9 @@ class Endless(IterableDataset[tuple[Tensor, Tensor]]):
 
 def fit_unknown(rank: int, world: int, settings: dict[str, Any]) -> tuple[int, Tensor]:
     module = TinyModule()
-    trainer = make_trainer(AsyncDiLoCoStrategy(sync_every=4, timeout_s=20), **settings)
+    trainer = make_trainer(
+        AsyncDiLoCoStrategy(sync_every=4, fragments=None, timeout_s=20), **settings
+    )
     trainer.fit(module, DataLoader(Endless(rank, 20), batch_size=None))
     return trainer.global_step, flat(module)
 

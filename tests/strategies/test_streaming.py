@@ -110,15 +110,15 @@ def fit(rank: int, world: int, make: Make, folder: str = "", resume: str | None 
 
 
 def async_whole() -> LocoStrategy:
-    return AsyncDiLoCoStrategy(5, outer_momentum=0.3)
+    return AsyncDiLoCoStrategy(5, outer_momentum=0.3, fragments=None)
 
 
 def async_delay_of_a_phase() -> LocoStrategy:
-    return AsyncDiLoCoStrategy(5, outer_momentum=0.3, delay=5)
+    return AsyncDiLoCoStrategy(5, 0.7, 0.3, warm_start=True, fragments=1, mix=0.0)
 
 
 def async_at_once() -> LocoStrategy:
-    return AsyncDiLoCoStrategy(5, outer_momentum=0.3, delay=0)
+    return AsyncDiLoCoStrategy(5, 0.7, 0.3, fragments=None, delay=0, mix=0.0)
 
 
 def blocking() -> LocoStrategy:
@@ -134,7 +134,15 @@ def one_late_fragment() -> LocoStrategy:
 
 
 def async_cold() -> LocoStrategy:
-    return AsyncDiLoCoStrategy(5, outer_momentum=0.3, warm_start=False)
+    return AsyncDiLoCoStrategy(5, outer_momentum=0.3, warm_start=False, fragments=None)
+
+
+def async_even() -> LocoStrategy:
+    return AsyncDiLoCoStrategy(6, fragments=2)
+
+
+def streaming_even() -> LocoStrategy:
+    return StreamingDiLoCoStrategy(6, 2, 3, pattern="even")
 
 
 @pytest.mark.parametrize("make", [streaming, in_order])
@@ -179,6 +187,7 @@ def test_fragments_write_what_they_share_once(pool: Pool, tmp_path: Path) -> Non
         (async_at_once, blocking),
         (one_late_fragment, async_cold),
         (async_delay_of_a_phase, async_whole),
+        (async_even, streaming_even),
     ],
 )
 def test_identities_bit_for_bit(pool: Pool, make: Make, same: Make) -> None:
@@ -194,12 +203,19 @@ def test_the_strategies_choose_schedule_and_landing() -> None:
     assert settings.algorithm == DiLoCo(0.4, 0.9)
     assert (settings.schedule, settings.landing) == (Staggered(100, 3, 5), Mix(0.5))
     assert StreamingDiLoCoStrategy(10, 1, 10, 0.0).settings.landing is None  # the algorithm's own
-    late = AsyncDiLoCoStrategy(10).settings
+    hidden = AsyncDiLoCoStrategy(10).settings
+    assert hidden.algorithm == DiLoCo(0.4, 0.9)
+    assert (hidden.schedule, hidden.landing) == (Staggered(10, 4, 2, "even"), Mix(0.5))
+    assert AsyncDiLoCoStrategy(3).settings.schedule == Staggered(3, 3, 1, "even")
+    assert AsyncDiLoCoStrategy([9, 30]).settings.schedule == Staggered([9, 30], 4, 2, "even")
+    late = AsyncDiLoCoStrategy(10, fragments=None).settings
+    assert late.algorithm == DiLoCo(0.7, 0.0)
     assert (late.schedule, late.landing) == (EverySteps(10, True), None)
-    late = AsyncDiLoCoStrategy(10, mix=0.5).settings
+    late = AsyncDiLoCoStrategy(10, fragments=None, mix=0.5).settings
     assert (late.schedule, late.landing) == (EverySteps(10, True), Mix(0.5))
-    soon = AsyncDiLoCoStrategy(10, delay=2).settings
-    assert (soon.schedule, soon.landing) == (Staggered(10, delay=2, warm_start=True), Mix(0.0))
+    soon = AsyncDiLoCoStrategy(10, fragments=None, delay=2).settings
+    assert soon.algorithm == DiLoCo(0.4, 0.9)
+    assert (soon.schedule, soon.landing) == (Staggered(10, 1, 2, "even"), Mix(0.5))
 
 
 @pytest.mark.parametrize(
@@ -226,7 +242,11 @@ def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], text: 
     [
         ({"fragments": 0}, ValueError, "from 1 to sync_every=10, got 0"),
         ({"fragments": 11}, ValueError, "from 1 to sync_every=10, got 11"),
-        ({"pattern": "odd"}, ValueError, "pattern must be one of strided, contiguous, or a list"),
+        (
+            {"pattern": "odd"},
+            ValueError,
+            "pattern must be one of strided, contiguous, even, or a list",
+        ),
         ({"pattern": ["a"]}, ValueError, "lists 1 regular expressions for fragments=3"),
         ({"topology": "ring"}, TypeError, "topology"),
     ],
@@ -234,6 +254,16 @@ def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], text: 
 def test_bad_fragments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         StreamingDiLoCoStrategy(sync_every=10, **arguments)
+
+
+def test_fragments_of_async_diloco_need_one_sync_every() -> None:
+    with pytest.raises(ValueError, match="need one sync_every for the whole run, got {0: 10}"):
+        AsyncDiLoCoStrategy({0: 10})
+    AsyncDiLoCoStrategy({0: 10}, fragments=None)
+    with pytest.raises(ValueError, match="from 1 to sync_every=10, got 11"):
+        AsyncDiLoCoStrategy(10, fragments=11)
+    with pytest.raises(TypeError, match="must be an integer, got 'many'"):
+        AsyncDiLoCoStrategy(10, fragments="many")  # type: ignore[arg-type]
 
 
 def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -255,7 +285,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
         "lists 2 numbers for 3 workers",
     ),
     "a run too short for a whole phase": (
-        lambda: AsyncDiLoCoStrategy(11, delay=11),
+        lambda: AsyncDiLoCoStrategy(11, fragments=1),
         "room for a single round of sync_every=11",
     ),
 }

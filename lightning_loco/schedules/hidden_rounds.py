@@ -1,0 +1,54 @@
+"""Rounds that nobody is to wait for: the schedule of what users give of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from lightning_loco.schedules.base import Schedule
+from lightning_loco.schedules.every_steps import check_sync_every
+from lightning_loco.schedules.staggered import Staggered
+from lightning_loco.schedules.varying_steps import SyncEvery, by_steps
+
+FRAGMENTS = 4
+"""How many parts take turns, unless there are fewer local steps."""
+
+
+def hidden_rounds(
+    sync_every: SyncEvery,
+    fragments: int | Literal["auto"] | None = "auto",
+    delay: int | None = None,
+    warm_start: bool = False,
+) -> Schedule:
+    """Rounds of equal fragments that take turns, one under way after the other.
+
+    Args:
+        sync_every: Local steps between the rounds of a fragment, or one number per worker.
+        fragments: How many; ``"auto"`` for :data:`FRAGMENTS`, or as many as there are local steps.
+            None for the whole model.
+        delay: Local steps after which a result lands. Default: with the begin of the next round.
+        warm_start: The first round of each fragment ends at once.
+
+    Raises:
+        TypeError: If a value has the wrong type.
+        ValueError: If a value is out of range, or ``sync_every`` changes and there are fragments.
+
+    Example:
+        >>> hidden_rounds(100)
+        Staggered(sync_every=100, fragments=4, delay=25, pattern='even', warm_start=False)
+        >>> hidden_rounds(100, fragments=None)
+        EverySteps(sync_every=100, overlap=True, warm_start=False)
+    """
+    if fragments is None and delay is None:
+        return by_steps(sync_every, True, warm_start)
+    if isinstance(sync_every, Mapping):
+        raise ValueError(
+            "Fragments and delay=... need one sync_every for the whole run, got "
+            f"{dict(sync_every)}. Use fragments=None without delay, or one number."
+        )
+    check_sync_every(sync_every)
+    steps = sync_every if isinstance(sync_every, int) else min(sync_every, default=1)
+    count = 1 if fragments is None else min(FRAGMENTS, steps) if fragments == "auto" else fragments
+    schedule = Staggered(sync_every, count, 0 if delay is None else delay, "even", warm_start)
+    return schedule if delay is not None else dataclasses.replace(schedule, delay=steps // count)
