@@ -129,7 +129,7 @@ ROUNDED = {
 COUNTS_WORKERS = {"alone": "the more workers, the smaller the share that comes without delay"}
 
 CASES = {
-    # Each method under its registered name, with its own defaults.
+    # Each method under its registered name, with its own defaults; async DiLoCo a phase late.
     "local_sgd": Case(LocalSGD()),
     "diloco": Case(DiLoCo()),
     "async_diloco": Case(DiLoCo(outer_momentum=0.0), overlap=True),

@@ -144,7 +144,7 @@ def test_workers_are_bit_identical_after_a_hundred_rounds(
     pool_of_five: Pool, world: int, schedule: EverySteps
 ) -> None:
     last = slice(None) if schedule.num_lanes == 1 else slice(-1, None)
-    for codec in CODECS:
+    for codec in (Int8(8), E3M0(8), Sparse(4, 16)):
         settings = RoundSettings(DiLoCo(0.7, 0.3), schedule, compression=ErrorFeedback(codec))
         first, *others = pool_of_five.run(train, settings, 100, small, world=world)
         assert all(torch.equal(history[last], first[last]) for history in others)
