@@ -56,7 +56,7 @@ def test_jobs_end_with_a_round_of_each_fragment(tmp_path: Path, steps: int, roun
     "schedule",
     [
         pytest.param((), id="blocking", marks=pytest.mark.long),
-        pytest.param(("--overlap",), id="overlap"),
+        pytest.param(("--overlap",), id="overlap", marks=pytest.mark.long),
         pytest.param(("--stream",), id="fragments", marks=pytest.mark.long),
     ],
 )

@@ -53,7 +53,7 @@ def run_of_ranks(
         pytest.param("noloco", 3, False, None, marks=pytest.mark.long),
         pytest.param("gasloc", 4, False, None, marks=pytest.mark.long),
         pytest.param("noloco", 4, True, None, marks=pytest.mark.long),
-        ("diloco", 3, True, "e3m0"),
+        pytest.param("diloco", 3, True, "e3m0", marks=pytest.mark.long),
         pytest.param("diloco", 3, False, "sparse", marks=pytest.mark.long),
         pytest.param("local_sgd", 3, False, "int8", marks=pytest.mark.long),
         pytest.param("gasloc", 3, False, "int8", marks=pytest.mark.long),

@@ -43,8 +43,8 @@ SHORT = {
 }
 """Features that stand for the others in the short suite."""
 
-KIN = ("eager_diloco", "delayed_nesterov")
-"""Strategies that differ from others there by their formula alone."""
+KIN = ("async_diloco", "eager_diloco", "delayed_nesterov", "noloco")
+"""Strategies that differ from others there by their defaults or their formula alone."""
 
 CELLS = [
     pytest.param(

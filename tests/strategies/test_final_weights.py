@@ -112,7 +112,7 @@ def fit_averaging(rank: int, world: int, method: str, kind: str, folder: str) ->
 
 
 @needs_weight_averaging
-@pytest.mark.parametrize("kind", ["ema", "mean"])
+@pytest.mark.parametrize("kind", ["ema", pytest.param("mean", marks=pytest.mark.long)])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_average_of_all_workers_is_validated_saved_and_final(
     pool: Pool, tmp_path: Path, method: str, kind: str

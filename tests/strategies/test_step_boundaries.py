@@ -66,7 +66,10 @@ def fit(rank: int, world: int, name: str, manual: bool, accumulate: int) -> tupl
     return flat(module), strategy.statistics.rounds, module.losses
 
 
-@pytest.mark.parametrize(("manual", "accumulate"), [(False, 1), (False, 3), (True, 1)])
+@pytest.mark.parametrize(
+    ("manual", "accumulate"),
+    [(False, 1), pytest.param(False, 3, marks=pytest.mark.long), (True, 1)],
+)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_collective_in_a_training_step(
     pool: Pool, name: str, manual: bool, accumulate: int
