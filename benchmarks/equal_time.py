@@ -13,19 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_loco import Simulation
+from lightning_loco import AsyncDiLoCoStrategy, Simulation, StreamingDiLoCoStrategy
 from lightning_loco.algorithms import (
     DelayedNesterov,
     DiLoCo,
     EagerDiLoCo,
     KeepProgress,
-    Mix,
     ModelAverage,
 )
 from lightning_loco.demo.data import ByteTextData
 from lightning_loco.demo.model import ByteGPT
 from lightning_loco.rounds.settings import RoundSettings
-from lightning_loco.schedules import EverySteps, Schedule, Staggered, hidden_rounds
+from lightning_loco.schedules import EverySteps, Schedule
 
 BATCH, CONTEXT = 8, 64
 
@@ -47,22 +46,19 @@ def whole_phase(algorithm: Any, landing: Any = None) -> Make:
     return make
 
 
-def streaming(fragments: int, outer_lr: float = 0.4, outer_momentum: float = 0.9) -> Make:
+def streaming(fragments: int) -> Make:
     """Fragments that take turns; each result lands as soon as it can be there."""
 
     def make(every: int, exchange: int) -> RoundSettings:
-        phase = max(every, exchange)
         delay = math.ceil(exchange / fragments)
-        schedule = Staggered(phase, fragments, delay)
-        return RoundSettings(DiLoCo(outer_lr, outer_momentum), schedule, landing=Mix(0.5))
+        return StreamingDiLoCoStrategy(max(every, exchange), fragments, delay).settings
 
     return make
 
 
 def hidden_by_default(every: int, exchange: int) -> RoundSettings:
-    """What ``AsyncDiLoCoStrategy`` does: an exchange may take as long as a whole phase."""
-    schedule = hidden_rounds(max(every, exchange))
-    return RoundSettings(DiLoCo(0.4, 0.9), schedule, landing=Mix(0.5))
+    """An exchange may take as long as a whole phase."""
+    return AsyncDiLoCoStrategy(max(every, exchange)).settings
 
 
 def back_to_back(every: int, exchange: int) -> RoundSettings:

@@ -95,17 +95,18 @@ class Codec(ABC):
                 self.encode_blocks(last, rows[len(whole) :])
         return wire
 
-    def decode(self, wire: Tensor, values: Tensor) -> Tensor:
+    def decode(self, wire: Tensor, values: Tensor, at_once: int | None = None) -> Tensor:
         """Read values.
 
         Args:
             wire: What :meth:`encode` has written, or any other bytes of that number.
             values: Where to; flat, float32 or float64.
+            at_once: Values of a piece, as in :meth:`pieces`.
 
         Returns:
             The values.
         """
-        for part, written in self.pieces(values):
+        for part, written in self.pieces(values, at_once):
             rows = wire[written].view(-1, self.row_bytes)
             whole, rest = self._blocks(values[part])
             if len(whole):
@@ -116,12 +117,16 @@ class Codec(ABC):
                 rest.copy_(last[0, : rest.numel()])
         return values
 
-    def pieces(self, values: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Where values and their bytes are, a piece that fits the cache after the other."""
+    def pieces(self, values: Tensor, at_once: int | None = None) -> Iterator[tuple[slice, slice]]:
+        """Where values and their bytes are, a piece that fits the cache after the other.
+
+        ``at_once``: about how many values a piece has, at least a block. Default:
+        :attr:`at_once`.
+        """
         blocks, on_cpu = self.num_blocks(values.numel()), values.device.type == "cpu"
-        at_once = max(1, self.at_once // self.block if on_cpu else blocks)
-        for first in range(0, blocks, at_once):
-            last = min(first + at_once, blocks)
+        longest = max(1, (at_once or self.at_once) // self.block if on_cpu else blocks)
+        for first in range(0, blocks, longest):
+            last = min(first + longest, blocks)
             yield (
                 slice(first * self.block, min(last * self.block, values.numel())),
                 slice(first * self.row_bytes, last * self.row_bytes),

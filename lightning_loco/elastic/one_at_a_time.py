@@ -38,7 +38,7 @@ def check_schedule(settings: RoundSettings) -> None:
 
 
 def _check_delay(schedule: Staggered) -> None:
-    longest = schedule.shortest_gap(0)
+    longest = schedule.shortest_gap
     if schedule.delay > longest:
         raise ValueError(
             "With membership=Elastic(...) a result must land before the next round begins: delay "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -89,18 +88,9 @@ class Model(NamedTuple):
         """
         if self.codec is None:
             return wire.view(self.dtype)[start : start + len(room)]
-        codec, block, row_bytes = self.codec, self.block, self.row_bytes
-        num_whole, rest = divmod(len(room), block)
-        begin = start // block * row_bytes
-        end = begin + num_whole * row_bytes
-        if num_whole:
-            rows = wire[begin:end].view(num_whole, row_bytes)
-            blocks = room[: num_whole * block].view(num_whole, block)
-            for some_rows, some_blocks in _pieces(rows, blocks, SERIAL_ELEMENTS // block):
-                codec.decode_blocks(some_rows, some_blocks)
-        if rest:
-            codec.decode(wire[end : end + row_bytes], room[num_whole * block :])
-        return room
+        begin = start // self.block * self.row_bytes
+        end = begin + self.codec.num_bytes(len(room))
+        return self.codec.decode(wire[begin:end], room, SERIAL_ELEMENTS)
 
 
 def codec_of_peers(compression: Any) -> Codec | None:
@@ -126,11 +116,3 @@ def codec_of_peers(compression: Any) -> Codec | None:
             f" {MAX_CHUNK_BYTES}. Use a smaller block."
         )
     return made.codec
-
-
-def _pieces(rows: Tensor, blocks: Tensor, at_once: int) -> Iterable[tuple[Tensor, Tensor]]:
-    """So many rows and blocks after the other, at least one."""
-    if len(rows) <= at_once:
-        return [(rows, blocks)]
-    at_once = max(at_once, 1)
-    return zip(torch.split(rows, at_once), torch.split(blocks, at_once), strict=True)

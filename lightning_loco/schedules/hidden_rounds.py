@@ -51,4 +51,8 @@ def hidden_rounds(
     steps = sync_every if isinstance(sync_every, int) else min(sync_every, default=1)
     count = 1 if fragments is None else min(FRAGMENTS, steps) if fragments == "auto" else fragments
     schedule = Staggered(sync_every, count, 0 if delay is None else delay, "even", warm_start)
-    return schedule if delay is not None else dataclasses.replace(schedule, delay=steps // count)
+    return (
+        schedule
+        if delay is not None
+        else dataclasses.replace(schedule, delay=schedule.shortest_gap)
+    )

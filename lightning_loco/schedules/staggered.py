@@ -130,9 +130,10 @@ class Staggered(Schedule):
         """The delay, or 0 if the round ends at once."""
         return self.delay if self.stays(round_index) else 0
 
-    def shortest_gap(self, worker: int) -> int:
-        """The least local steps of one worker between the begins of two rounds."""
-        return self.sync_every_of(worker) // self.fragments
+    @property
+    def shortest_gap(self) -> int:
+        """The least local steps of any worker between the begins of two rounds."""
+        return min(self._all_sync_every, default=0) // self.fragments
 
     def staleness_of(self, worker: int) -> float:
         """A part of a round: from 0 for none to 1 for the whole of it."""

@@ -155,6 +155,13 @@ class Cluster:
         os.kill(process_id, number)
         return time.time()
 
+    def runs_to_the_end(self, count: int) -> None:
+        """Start so many workers, the first one first, and wait until they have ended well."""
+        for index in range(count):
+            self.start(index)
+            time.sleep(0.5 if index == 0 else 0)
+        self.ends(*range(count))
+
     def ends(self, *indices: int) -> None:
         """Wait until workers have ended well."""
         for index in indices:

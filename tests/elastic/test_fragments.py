@@ -84,10 +84,7 @@ def test_it_equals_a_run_of_ranks(
     codec = (f"--compression={compression}",) if compression else ()
     ends = (f"--steps={STEPS}", "--step-s=0")
     with cluster(tmp_path, *ends, *settings, *codec, min_workers=workers) as made:
-        for index in range(workers):
-            made.start(index)
-            time.sleep(0.5 if index == 0 else 0)
-        made.ends(*range(workers))
+        made.runs_to_the_end(workers)
         for index in range(workers):
             assert checksums(made, index) == expected[index]
 

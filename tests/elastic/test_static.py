@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -72,9 +71,6 @@ def test_it_equals_a_run_of_ranks(
     schedule = ("--overlap",) if overlap else ()
     codec = (f"--compression={compression}",) if compression else ()
     with cluster(tmp_path, *settings, *schedule, *codec, min_workers=workers) as made:
-        for index in range(workers):
-            made.start(index)
-            time.sleep(0.5 if index == 0 else 0)
-        made.ends(*range(workers))
+        made.runs_to_the_end(workers)
         for index in range(workers):
             assert [line["checksum"] for line in made.lines(index)] == expected[index]

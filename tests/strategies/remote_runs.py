@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch import Tensor
 
 from lightning_loco import RemoteOptimizerStrategy
 from tests.pool import PoolEnvironment, make_trainer
 from tests.programs import free_ports
+from tests.tiny import flat
 
 
 class PortEnvironment(PoolEnvironment):
@@ -89,17 +91,53 @@ def remote_trainer(
     return make_trainer(strategy, **settings)
 
 
-def fit_with(strategy: Strategy, module: LightningModule, *data: Any, **settings: Any) -> Trainer:
+def fit_with(
+    strategy: Strategy,
+    module: LightningModule,
+    *data: Any,
+    ckpt_path: str | None = None,
+    **settings: Any,
+) -> Trainer:
     """Fit, one epoch if nothing else is said, with a remote optimizer or what it is compared to."""
     settings = {"max_epochs": 1, "use_distributed_sampler": False, **settings}
     if not isinstance(strategy, RemoteOptimizerStrategy):
         trainer = make_trainer(strategy, **settings)
-        trainer.fit(module, *data)
+        trainer.fit(module, *data, ckpt_path=ckpt_path)
         return trainer
     with all_ranks() as environment:
         trainer = remote_trainer(environment, strategy, **settings)
-        trainer.fit(module, *data)
+        trainer.fit(module, *data, ckpt_path=ckpt_path)
         return trainer
+
+
+def fit_part(
+    strategy: Strategy, module: LightningModule, part: str, folder: str, loader: Any
+) -> None:
+    """Train 2 epochs in one go, to a step in the first one, or from there on."""
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            if part == "first" and trainer.global_step == 5:
+                trainer.save_checkpoint(f"{folder}/cut.ckpt")
+                trainer.should_stop = True
+
+    path = f"{folder}/cut.ckpt" if part == "second" else None
+    fit_with(strategy, module, loader, ckpt_path=path, max_epochs=2, callbacks=[Save()])
+
+
+class Seen(Callback):
+    """Notes the parameters that are validated and those in a checkpoint."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.validated: list[Tensor] = []
+
+    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.validated.append(flat(pl_module))
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.path)
 
 
 def remote_or_ddp(num_workers: int | None) -> Strategy:

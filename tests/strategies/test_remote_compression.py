@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_loco import RemoteOptimizerStrategy
 from lightning_loco.codecs import Int8
 from tests.pool import Pool
-from tests.strategies.remote_runs import all_ranks, fit_with, remote_trainer
+from tests.strategies.remote_runs import Seen, fit_part, fit_with
 from tests.tiny import TinyModule, ValidatedModule, WorkerData, flat, make_loader
 
 CODEC = Int8(block=4)
@@ -78,23 +77,11 @@ class Noisy(TinyModule):
 
 
 def cut(rank: int, world: int, folder: str, part: str, compression: Any) -> Tensor:
-    """Train 2 epochs in one go, to a step in the first one, or from there on."""
-
-    class Save(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-            if part == "first" and trainer.global_step == 5:
-                trainer.save_checkpoint(f"{folder}/cut.ckpt")
-                trainer.should_stop = True
-
     torch.manual_seed(rank)
     module = Noisy(optimizer="AdamW")
-    settings: Any = {"max_epochs": 2, "callbacks": [Save()], "use_distributed_sampler": False}
-    path = f"{folder}/cut.ckpt" if part == "second" else None
     loader = StatefulDataLoader(WorkerData(rank, STEPS), batch_size=None)
-    with all_ranks() as environment:
-        strategy = RemoteOptimizerStrategy(2, compression=compression, timeout_s=30)
-        trainer = remote_trainer(environment, strategy, **settings)
-        trainer.fit(module, loader, ckpt_path=path)
+    strategy = RemoteOptimizerStrategy(2, compression=compression, timeout_s=30)
+    fit_part(strategy, module, part, folder, loader)
     return flat(module)
 
 
@@ -113,21 +100,6 @@ def test_a_cut_run_goes_on_exactly(
     rest = pool.run(cut, str(tmp_path), "second", compression, world=world)
     for rank in (0, 1, -1):  # an aggregator has no parameters
         assert torch.equal(rest[rank], whole[rank])
-
-
-class Seen(Callback):
-    """Notes the parameters that are validated, and saves them."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.validated: list[Tensor] = []
-
-    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        if not trainer.sanity_checking:
-            self.validated.append(flat(pl_module))
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        trainer.save_checkpoint(self.path)
 
 
 def run_uneven(rank: int, world: int, folder: str) -> tuple[Tensor, list[Tensor]]:

@@ -11,14 +11,14 @@ import torch
 import torchmetrics
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_loco import RemoteOptimizerStrategy
 from tests.pool import Pool, PoolEnvironment, make_trainer
-from tests.strategies.remote_runs import all_ranks, remote_trainer
+from tests.strategies.remote_runs import all_ranks, fit_part, remote_trainer
 from tests.tiny import TinyModule, ValidatedModule, WorkerData, flat, loss_of, make_loader
 
 STEPS = 8
@@ -283,27 +283,13 @@ def test_metrics_callbacks_and_several_calls(pool: Pool, tmp_path: Path) -> None
 def cut(
     rank: int, world: int, folder: str, part: str, num_tiers: int | None, num_workers: int = 2
 ) -> Any:
-    """Train 2 epochs in one go, to a step in the first one, or from there on."""
-
-    class Save(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-            if part == "first" and trainer.global_step == 5:
-                trainer.save_checkpoint(f"{folder}/cut.ckpt")
-                trainer.should_stop = True
-
     torch.manual_seed(rank)
     module = Noisy()
-    settings: Any = {"max_epochs": 2, "callbacks": [Save()], "use_distributed_sampler": False}
-    path = f"{folder}/cut.ckpt" if part == "second" else None
     loader = StatefulDataLoader(WorkerData(rank, STEPS), batch_size=None)
-    if num_tiers is None:
-        trainer = make_trainer(DDPStrategy(), **settings)
-        trainer.fit(module, loader, ckpt_path=path)
-        return flat(module)
-    with all_ranks() as environment:
+    strategy: Strategy = DDPStrategy()
+    if num_tiers is not None:
         strategy = RemoteOptimizerStrategy(num_workers, timeout_s=30)
-        trainer = remote_trainer(environment, strategy, **settings)
-        trainer.fit(module, loader, ckpt_path=path)
+    fit_part(strategy, module, part, folder, loader)
     return flat(module)
 
 

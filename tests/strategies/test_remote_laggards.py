@@ -13,25 +13,10 @@ from torch import Tensor
 
 from lightning_loco import RemoteOptimizerStrategy
 from tests.pool import Pool, PoolError
-from tests.strategies.remote_runs import fit_with, remote_or_ddp
+from tests.strategies.remote_runs import Seen, fit_with, remote_or_ddp
 from tests.tiny import TinyModule, ValidatedModule, flat, make_loader
 
 STEPS = 6
-
-
-class Seen(Callback):
-    """Notes the parameters that are validated and those in a checkpoint."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.validated: list[Tensor] = []
-
-    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        if not trainer.sanity_checking:
-            self.validated.append(flat(pl_module))
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        trainer.save_checkpoint(self.path)
 
 
 def run_uneven(rank: int, world: int, folder: str, validates: bool) -> dict[str, Any]:
