@@ -17,7 +17,8 @@ from lightning_loco import ClockEngine, DiLoCo, GASLoC, StepEngine
 from lightning_loco.algorithms.base import State
 from lightning_loco.algorithms.outer import step_outer_optimizer
 from lightning_loco.comm import Statistics, WorkerGroup
-from lightning_loco.comm.flat import Chunk, Cuts, FlatLayout
+from lightning_loco.comm.chunk import Chunk
+from lightning_loco.comm.flat import Cuts, FlatLayout
 from lightning_loco.comm.replica import Replica
 from lightning_loco.comm.waiting import Sum
 from lightning_loco.rounds import Engine
