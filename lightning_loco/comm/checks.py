@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -69,6 +69,15 @@ def _compare(schema: Sequence[Sequence[object]], what: str, gather: Gather) -> N
                 f"Worker {worker} holds a different model than worker 0: "
                 f"{first_difference(other, schemas[0], what)}. Build the same model on every rank."
             )
+
+
+def check_carries(group: WorkerGroup, outer_device: Literal["cpu"] | None) -> None:
+    """Raise ValueError if messages cannot travel in a group from where the user wants them."""
+    if outer_device is not None and not group.host_waits:
+        raise ValueError(
+            "outer_device='cpu' sends messages from the host's memory, which this group's backend "
+            "cannot. Make the group with WorkerGroup.create(backend='gloo')."
+        )
 
 
 def check_same_settings(settings: dict[str, Any], group: WorkerGroup) -> None:

@@ -33,6 +33,31 @@ class Window(NamedTuple):
             torch._foreach_copy_(views, parts)
 
 
+class DistantWindow(NamedTuple):
+    """A chunk beside its place in a flat vector in the memory of another device.
+
+    The views are gathered where they are, so that one stretch of memory crosses over.
+    """
+
+    chunk: Chunk
+    flat: Tensor
+
+    def pack(self) -> None:
+        """Copy the parameters into the flat vector, and wait until they are there."""
+        near = self._near()
+        self.chunk.window(near).pack()
+        self.flat.copy_(near)
+
+    def unpack(self) -> None:
+        """Copy the flat vector into the parameters; it may be changed at once."""
+        near = self._near()
+        near.copy_(self.flat)
+        self.chunk.window(near).unpack()
+
+    def _near(self) -> Tensor:
+        return torch.empty_like(self.flat, device=self.chunk.device, pin_memory=False)
+
+
 class Chunk:
     """The slice ``start:stop`` of the flat vector, and the views of parameters it is made of."""
 
@@ -46,6 +71,11 @@ class Chunk:
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.views[0].device
 
     def _parts(self, flat: Tensor) -> list[Tensor]:
         parts = torch.split_with_sizes(flat, self._sizes)
@@ -61,7 +91,7 @@ class Chunk:
         return torch.cat([(part - part.to(view.dtype)).reshape(-1) for part, view in pairs])
 
     def window(self, flat: Tensor) -> Window:
-        """Tie the chunk to ``flat``, of shape ``(len(self),)``, for many copies."""
+        """Tie the chunk to ``flat``, ``(len(self),)`` on the same device, for many copies."""
         views, parts = self.views, self._parts(flat)
         if len(self._dtypes) == 1:
             return Window([(views, parts)])
@@ -72,10 +102,15 @@ class Chunk:
             of_dtype[1].append(part)
         return Window(list(by_dtype.values()))
 
+    def tied(self, flat: Tensor) -> Window | DistantWindow:
+        """Tie the chunk to ``flat``, ``(len(self),)`` on any device, for many copies."""
+        is_near = flat.device.type == self.device.type
+        return self.window(flat) if is_near else DistantWindow(self, flat)
+
     def pack(self, flat: Tensor) -> None:
-        """Copy the parameters into ``flat``, of shape ``(len(self),)``."""
-        self.window(flat).pack()
+        """Copy the parameters into ``flat``, of shape ``(len(self),)``, on any device."""
+        self.tied(flat).pack()
 
     def unpack(self, flat: Tensor) -> None:
-        """Copy ``flat``, of shape ``(len(self),)``, into the parameters."""
-        self.window(flat).unpack()
+        """Copy ``flat``, of shape ``(len(self),)``, on any device, into the parameters."""
+        self.tied(flat).unpack()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,13 @@ def has_streams(device: torch.device) -> bool:
 def device_of(model: nn.Module) -> torch.device:
     """Where the first parameter is; the CPU for a model without parameters."""
     return next((parameter.device for parameter in model.parameters()), CPU)
+
+
+def device_of_messages(
+    outer_device: Literal["cpu"] | None, parameters: torch.device
+) -> torch.device:
+    """Where messages are made: in the host's memory if the user says so, or with the parameters."""
+    return parameters if outer_device is None else CPU
 
 
 def backend_on(device: torch.device, backend: str | None = None) -> str:

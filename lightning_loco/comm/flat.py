@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.comm.chunk import Chunk
+from lightning_loco.comm.devices import CPU, has_streams
 
 Schema = list[tuple[str, tuple[int, ...], str, tuple[int, ...]]]
 """(name, shape, dtype, strides) of every tensor: what must be equal on all workers."""
@@ -52,10 +53,12 @@ class FlatLayout:
         named_tensors: Names and floating-point tensors; duplicates (tied weights) must be gone.
         cuts: How to cut it into chunks. Default: a single one. Dense tensors are cut to fit; a
             tensor with gaps in memory stays whole, and its chunk may then be longer.
+        device: Where new vectors are. Default: where the tensors are.
 
     Attributes:
         names: Of the tensors.
         tensors: In the order of the vector.
+        device: Where vectors are.
         numel: Length of the vector.
         cut: The chunks that :meth:`chunks` has returned last.
         before_write: To be called before a round reads or writes the tensors, if it is not None.
@@ -70,7 +73,12 @@ class FlatLayout:
         the schema.
     """
 
-    def __init__(self, named_tensors: Iterable[tuple[str, Tensor]], cuts: Cuts = _UNCUT) -> None:
+    def __init__(
+        self,
+        named_tensors: Iterable[tuple[str, Tensor]],
+        cuts: Cuts = _UNCUT,
+        device: torch.device | None = None,
+    ) -> None:
         self.names: list[str] = []
         self.tensors: list[Tensor] = []
         for name, tensor in named_tensors:
@@ -84,7 +92,9 @@ class FlatLayout:
         self.numel = sum(tensor.numel() for tensor in self.tensors)
         wide = any(tensor.dtype == torch.float64 for tensor in self.tensors)
         self.dtype = torch.float64 if wide else torch.float32
-        self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
+        near = self.tensors[0].device if self.tensors else CPU
+        self.device = near if device is None else device
+        self._is_pinned = self.device.type == "cpu" and has_streams(near)
         self._granularity = cuts.granularity
         wanted = cuts.chunk_elements or max(self.numel, 1)
         self._chunk_elements = max(wanted - wanted % cuts.granularity, cuts.granularity)
@@ -161,28 +171,28 @@ class FlatLayout:
         stop = full if position <= full else position + -position % self._granularity
         return min([stop, *(b for b in self._boundaries if b >= position)])
 
+    def empty(self, length: int) -> Tensor:
+        """New memory ``(length,)``, pinned if the tensors' device then copies it faster."""
+        return torch.empty(length, dtype=self.dtype, device=self.device, pin_memory=self._is_pinned)
+
     def new_flat(self) -> Tensor:
-        """Copy all tensors into a new flat vector ``(numel,)``, on their device."""
-        flat = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+        """Copy all tensors into a new flat vector ``(numel,)``, on :attr:`device`."""
+        return self._copied_to(self.device)
+
+    def _copied_to(self, device: torch.device) -> Tensor:
+        flat = torch.empty(self.numel, dtype=self.dtype, device=device)
         for chunk in self.chunks():
             chunk.pack(flat[chunk.start : chunk.stop])
         return flat
 
     def set_aside(self) -> Tensor:
         """Copy all tensors into a new flat vector ``(numel,)`` in the host's memory."""
-        if self.device.type == "cpu":
-            return self.new_flat()
-        flat = torch.empty(self.numel, dtype=self.dtype)
-        for chunk in self.chunks():
-            packed = torch.empty(len(chunk), dtype=self.dtype, device=self.device)
-            chunk.pack(packed)
-            flat[chunk.start : chunk.stop].copy_(packed)
-        return flat
+        return self._copied_to(CPU)
 
     def write(self, flat: Tensor) -> None:
-        """Copy a flat vector ``(numel,)``, on their device or the host, into all tensors."""
+        """Copy a flat vector ``(numel,)``, on any device, into all tensors."""
         for chunk in self.chunks():
-            chunk.unpack(flat[chunk.start : chunk.stop].to(self.device))
+            chunk.unpack(flat[chunk.start : chunk.stop])
 
     def every(self, stride: int, offset: int) -> Tensor:
         """Copy the elements ``offset, offset + stride, ...`` of the flat vector."""

@@ -34,6 +34,7 @@ class Replica:
         model: The module to train.
         cuts: How to cut the exchanged parameters into chunks.
         exchanged: Its parameters that are exchanged. Default: all that require gradients.
+        device: Where they are exchanged. Default: where they are.
 
     Attributes:
         model: The module.
@@ -52,7 +53,11 @@ class Replica:
     """
 
     def __init__(
-        self, model: nn.Module, cuts: Cuts, exchanged: Iterable[Tensor] | None = None
+        self,
+        model: nn.Module,
+        cuts: Cuts,
+        exchanged: Iterable[Tensor] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         persistent = set(model.state_dict(keep_vars=True)) - {
             name for name, _ in pruning_masks(model)
@@ -61,7 +66,7 @@ class Replica:
         if exchanged is None:
             exchanged = [p for _, p in named if p.requires_grad]
         chosen = {id(p) for p in exchanged}
-        self.layout = FlatLayout(((n, p) for n, p in named if id(p) in chosen), cuts)
+        self.layout = FlatLayout(((n, p) for n, p in named if id(p) in chosen), cuts, device)
         self.buffers = FlatLayout(
             ((n, b) for n, b in model.named_buffers() if n in persistent and b.is_floating_point()),
             Cuts(cuts.chunk_elements),

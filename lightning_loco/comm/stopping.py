@@ -7,6 +7,10 @@ from fractions import Fraction
 from lightning_loco.comm.groups import WorkerGroup
 
 
+class StopAgreed(Exception):
+    """Raised out of a meeting when the other workers have stopped, as agreed, somewhere else."""
+
+
 class StopAgreement:
     """This worker's part in the agreement that the watchdogs make.
 

@@ -6,12 +6,13 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_loco.comm.checks import (
+    check_carries,
     check_model,
     check_same_schema,
     check_same_settings,
@@ -20,14 +21,14 @@ from lightning_loco.comm.checks import (
 )
 from lightning_loco.comm.companions import Companions
 from lightning_loco.comm.consensus import measure_consensus, no_consensus, show_consensus
-from lightning_loco.comm.devices import device_of
+from lightning_loco.comm.devices import device_of, device_of_messages
 from lightning_loco.comm.flat import Cuts, longest_chunk
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.links import Links
 from lightning_loco.comm.replica import Replica
 from lightning_loco.comm.rows import PendingRows, Row, meeting_number, start_rows
 from lightning_loco.comm.stats import Statistics
-from lightning_loco.comm.stopping import StopAgreement
+from lightning_loco.comm.stopping import StopAgreed, StopAgreement
 from lightning_loco.values import plain
 
 log = logging.getLogger(__name__)
@@ -52,12 +53,12 @@ class Settings(Protocol):
     def link(self) -> Links | None:
         """Links that are emulated, the same on all workers; of no meaning to a checkpoint."""
 
+    @property
+    def outer_device(self) -> Literal["cpu"] | None:
+        """Where messages are made, likewise; None: where the parameters are."""
+
 
 S = TypeVar("S", bound=Settings)
-
-
-class StopAgreed(Exception):
-    """Raised out of a meeting when the other workers have stopped, as agreed, somewhere else."""
 
 
 class Engine(Protocol):
@@ -130,11 +131,14 @@ class Worker:
             kept = {n: p for n, p in required.items() if chosen is None or id(p) in chosen}
             trainable = kept or required
             itemsize = max(4, *(p.element_size() for p in trainable.values()))
-            longest = longest_chunk(device_of(model))
+            device = device_of_messages(settings.outer_device, device_of(model))
+            check_carries(group, settings.outer_device)
+            longest = longest_chunk(device)
             cuts = settings.cuts({n: p.numel() for n, p in trainable.items()}, itemsize, longest)
-            replica = Replica(model, cuts, trainable.values())
+            replica = Replica(model, cuts, trainable.values(), device)
             replica.layout.chunks()
-        check_same_settings({**settings.describe(), "link": plain(settings.link)}, group)
+        here = {"link": plain(settings.link), "outer_device": settings.outer_device}
+        check_same_settings({**settings.describe(), **here}, group)
         check_same_schema(replica.layout, group)
         check_same_tensors(model, group.gather_objects)
         return cls(group, replica, share_from_worker_0(model, group)), settings

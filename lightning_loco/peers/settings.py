@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_loco.algorithms.pairwise import PairwiseAverage
 from lightning_loco.codecs import Codec
@@ -53,6 +53,9 @@ class PairwiseSettings:
     key_file: str | Path | None = None
     max_peer_distance: float | None = MAX_PEER_DISTANCE
     link: Links | None = None
+
+    outer_device: ClassVar[None] = None
+    """There is nothing outer: a peer's parameters move the local ones where those are."""
 
     def __post_init__(self) -> None:
         """Check types and ranges."""

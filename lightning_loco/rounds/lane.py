@@ -68,12 +68,12 @@ class Lane:
         self.holds = settings.stays or len(groups) <= PARCELS_UNDER_WAY
         if not self.holds:
             lengths = [lengths[0], *[max(lengths)] * (PARCELS_UNDER_WAY - 1)]
-        self._places = [self._empty(n + rows_elements * (i == 0)) for i, n in enumerate(lengths)]
+        self._places = [layout.empty(n + rows_elements * (i == 0)) for i, n in enumerate(lengths)]
         self.rows_memory = self._places[0][lengths[0] :]
         self._scratch: Tensor | None = None
         self.departure: Tensor | None = None
         if settings.stays:
-            self._scratch = self._empty(max((len(c) for g in groups for c in g), default=0))
+            self._scratch = layout.empty(max((len(c) for g in groups for c in g), default=0))
             if settings.landing is not None and settings.landing.keeps_what_left(layout.is_rounded):
                 self.departure = layout.new_flat() if departure is None else departure
         self.tie()
@@ -81,9 +81,6 @@ class Lane:
     def is_cut(self, value: object) -> bool:
         """Whether an entry of the state has a value for each parameter, and every part a slice."""
         return isinstance(value, Tensor) and value.shape == (self.layout.numel,)
-
-    def _empty(self, length: int) -> Tensor:
-        return torch.empty(length, dtype=self.layout.dtype, device=self.layout.device)
 
     def _groups(self) -> list[list[Chunk]]:
         chunks = self.layout.chunks()
@@ -95,7 +92,7 @@ class Lane:
         self.tied_to = self.layout.chunks()
         self.parcels = [self._parcel(index, chunks) for index, chunks in enumerate(self._groups())]
         self.parts = [part for parcel in self.parcels for part in parcel.parts]
-        self.sums = self._empty(len(self.parts))
+        self.sums = self.layout.empty(len(self.parts))
 
     def _parcel(self, index: int, chunks: list[Chunk]) -> Parcel:
         place = self._places[index % len(self._places)]
@@ -139,7 +136,9 @@ class Lane:
     def gather(self, received: Sequence[Tensor]) -> Tensor:
         """One vector of what belongs to the parcels, in order, in the host's memory."""
         pairs = zip(self.parcels, received, strict=True)
-        return torch.cat([self._empty(0).cpu(), *(r[: len(parcel)].cpu() for parcel, r in pairs)])
+        return torch.cat(
+            [self.layout.empty(0).cpu(), *(r[: len(parcel)].cpu() for parcel, r in pairs)]
+        )
 
     def messages(self) -> list[Tensor]:
         """Where the messages are, parcel by parcel."""

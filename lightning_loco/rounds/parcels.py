@@ -64,18 +64,18 @@ class Part:
         self._is_rounded = chunk.is_rounded(message.dtype)
         kept = [message, self.scratch, departure, *self.state.values()]
         self._kept = [v for v in kept if isinstance(v, Tensor) and v.shape == message.shape]
-        self._windows = {id(v): chunk.window(v) for v in self._kept}
+        self._windows = {id(v): chunk.tied(v) for v in self._kept}
 
     def __len__(self) -> int:
         return len(self.chunk)
 
     def pack(self, into: Tensor) -> None:
         """Copy the local parameters as they are, into memory of shape ``(len(self),)``."""
-        (self._windows.get(id(into)) or self.chunk.window(into)).pack()
+        (self._windows.get(id(into)) or self.chunk.tied(into)).pack()
 
     def unpack(self, values: Tensor) -> None:
         """Copy ``values``, of shape ``(len(self),)``, into the model."""
-        (self._windows.get(id(values)) or self.chunk.window(values)).unpack()
+        (self._windows.get(id(values)) or self.chunk.tied(values)).unpack()
 
     def start(self) -> Tensor | None:
         """The parameters at which the round began, if the algorithm remembers them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -41,6 +41,8 @@ class RoundSettings:
         num_workers: Set by :meth:`prepare`.
         membership: Who takes part. Default: all ranks, from begin to end.
         link: Links that exchanges are to take as long as on. Default: those that there are.
+        outer_device: ``"cpu"`` to keep the state of rounds and all messages in the host's memory.
+            Default: where the parameters are.
 
     Raises:
         TypeError: If a value has the wrong type.
@@ -56,6 +58,7 @@ class RoundSettings:
     num_workers: int = 1
     membership: Membership | None = None
     link: Links | None = None
+    outer_device: Literal["cpu"] | None = None
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
@@ -75,6 +78,11 @@ class RoundSettings:
             raise TypeError(f"membership must be Elastic(...) or None, got {self.membership!r}.")
         if not isinstance(self.link, Links | None):
             raise TypeError(f"link must be as_links('wan') or None, got {self.link!r}.")
+        if self.outer_device not in (None, "cpu"):
+            raise ValueError(
+                "outer_device must be 'cpu' for the host's memory, or None for that of the "
+                f"parameters' device, got {self.outer_device!r}."
+            )
         if self.link is not None and self.membership is not None:
             raise ValueError(
                 "link=... delays the exchanges of workers that are there from begin to end, and "

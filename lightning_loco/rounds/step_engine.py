@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from lightning_loco.algorithms import Algorithm
+from lightning_loco.comm.devices import CPU
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.links import LinkLike, as_links
 from lightning_loco.rounds.engine import Engine
@@ -38,6 +39,8 @@ class StepEngine(Engine):
             worker; call :meth:`join` before the first step.
         link: Links that rounds are to take as long as on, as in
             :func:`~lightning_loco.comm.links.as_links`. Default: those that there are.
+        outer_device: ``"cpu"`` to keep the state of rounds and all messages in the host's memory,
+            and send them by gloo. Default: where the parameters are.
 
     Raises:
         ValueError: On every worker, if the model or the settings do not fit.
@@ -70,6 +73,7 @@ class StepEngine(Engine):
         group: WorkerGroup | None = None,
         membership: Membership | None = None,
         link: LinkLike | None = None,
+        outer_device: Literal["cpu"] | None = None,
     ) -> None:
         def make_settings() -> RoundSettings:
             schedule = by_steps(sync_every, overlap, warm_start)
@@ -81,6 +85,9 @@ class StepEngine(Engine):
                 bucket_bytes=bucket_bytes,
                 membership=membership,
                 link=as_links(link),
+                outer_device=outer_device,
             )
 
+        if group is None and outer_device is not None:
+            group = WorkerGroup.create(device=CPU)
         super().__init__(model, make_settings, group)

@@ -44,6 +44,7 @@ class RoundArguments(CommonArguments, total=False):
     compression: Codec | ErrorFeedback | str | None
     membership: Membership | None
     link: LinkLike | None
+    outer_device: Literal["cpu"] | None
 
 
 def spelled_out(source: Callable[..., None]) -> Callable[[_Constructor], _Constructor]:

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_loco.comm import Statistics, Worker, WorkerGroup
+from lightning_loco.comm.devices import device_of_messages
 from lightning_loco.comm.saved import Saved
 from lightning_loco.schedules import Schedule
 from lightning_loco.strategies import lightning_private
@@ -86,8 +87,7 @@ class EngineStrategy(MeetingStrategy):
             start_method=start_method,
         )
         self.settings = settings
-        self.evaluate, self.finalize = evaluate, finalize
-        self.timeout_s = timeout_s
+        self.evaluate, self.finalize, self.timeout_s = evaluate, finalize, timeout_s
         self.statistics = Statistics()
         self._steps = LocalSteps()
         self._pace: Pace | None = None
@@ -148,7 +148,7 @@ class EngineStrategy(MeetingStrategy):
         assert self.lightning_module is not None
         leave_shared_memory(self.lightning_module)
         assert self.group is not None
-        self.group.connect(self.root_device)
+        self.group.connect(device_of_messages(self.settings.outer_device, self.root_device))
         self.engine = self.make_engine(self.group)
         self.statistics = self.engine.statistics
         self._steps = LocalSteps()

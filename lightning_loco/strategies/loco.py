@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -59,6 +59,9 @@ class LocoStrategy(EngineStrategy):
         link: A slower link to emulate: ``"wan"``, ``"dsl"``, ``"lan"``, ``"datacentre"``, a
             ``Link``, a list with one for each worker, or the path of a file that names workers or
             pairs. Default: exchanges take as long as they do.
+        outer_device: ``"cpu"`` to keep what rounds remember (outer parameters, momentum) and all
+            messages in the host's memory, which leaves that of the GPU to training; messages then
+            travel by gloo. Default: where the parameters are.
         accelerator: As in ``DDPStrategy``; usually set by the Trainer.
         parallel_devices: As in ``DDPStrategy``.
         cluster_environment: As in ``DDPStrategy``.
@@ -94,6 +97,7 @@ class LocoStrategy(EngineStrategy):
         compression: Codec | ErrorFeedback | str | None = None,
         membership: Membership | None = None,
         link: LinkLike | None = None,
+        outer_device: Literal["cpu"] | None = None,
         **common: Unpack[CommonArguments],
     ) -> None:
         self._init_rounds(
@@ -104,6 +108,7 @@ class LocoStrategy(EngineStrategy):
             compression=compression,
             membership=membership,
             link=link,
+            outer_device=outer_device,
             **common,
         )
 
@@ -118,6 +123,7 @@ class LocoStrategy(EngineStrategy):
         compression: Codec | ErrorFeedback | str | None = None,
         membership: Membership | None = None,
         link: LinkLike | None = None,
+        outer_device: Literal["cpu"] | None = None,
         **common: Unpack[CommonArguments],
     ) -> None:
         """What the constructor of every strategy with rounds by the step ends with."""
@@ -130,6 +136,7 @@ class LocoStrategy(EngineStrategy):
             bucket_bytes=bucket_bytes,
             membership=membership,
             link=as_links(link),
+            outer_device=outer_device,
         )
         self._init_with(settings, **common)
 

@@ -17,8 +17,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.stopping import StopAgreed
 from lightning_loco.comm.waiting import Explained
-from lightning_loco.comm.worker import StopAgreed
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.interrupted import complete_one
 from lightning_loco.strategies.whole_files import WholeFileIO

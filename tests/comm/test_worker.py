@@ -31,6 +31,7 @@ class Plain:
         self.seed = -1
 
     link = None
+    outer_device = None
 
     def prepare(self, num_workers: int, seed: int) -> Plain:
         self.seed = seed

@@ -17,7 +17,6 @@ from lightning_loco import ClockEngine, DiLoCo, GASLoC, StepEngine
 from lightning_loco.algorithms.base import State
 from lightning_loco.algorithms.outer import step_outer_optimizer
 from lightning_loco.comm import Statistics, WorkerGroup
-from lightning_loco.comm.chunk import Chunk
 from lightning_loco.comm.flat import Cuts, FlatLayout
 from lightning_loco.comm.replica import Replica
 from lightning_loco.comm.waiting import Sum
@@ -159,16 +158,6 @@ def test_tensors_of_one_dtype_are_copied_at_a_time(monkeypatch: pytest.MonkeyPat
     assert [t.tolist() for t in tensors] == [[i + 1.0] * (i + 1) for i in range(5)]
     assert len(seen) == 6
     assert all(len(targets) == len(sources) == 1 for targets, sources in seen)
-
-
-def test_the_pairs_of_a_window_are_all_there() -> None:
-    views = [torch.ones(2), torch.ones(3).bfloat16(), torch.ones(4)]
-    for chunk in (Chunk(0, views), Chunk(0, views[::2])):
-        numbers = torch.arange(float(len(chunk)))
-        pairs = list(chunk.window(numbers).pairs())
-        assert sorted(len(view) for view, _ in pairs) == sorted(map(len, chunk.views))
-        assert all(len(view) == len(part) for view, part in pairs)
-        assert sorted(torch.cat([part for _, part in pairs]).tolist()) == numbers.tolist()
 
 
 def test_between_two_gpus_gloo_sends_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:

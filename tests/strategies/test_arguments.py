@@ -48,7 +48,7 @@ def test_the_table_has_the_names_and_types_of_the_constructor() -> None:
     common = inspect.signature(LocoStrategy._init_with).parameters.keys() - {"self", "settings"}
     assert (
         common
-        == table.keys() - {"bucket_bytes", "compression", "membership", "link"}
+        == table.keys() - {"bucket_bytes", "compression", "membership", "link", "outer_device"}
         == get_type_hints(CommonArguments).keys()
     )
 
@@ -60,7 +60,8 @@ def test_every_strategy_shows_the_common_arguments(kind: type[LocoStrategy]) -> 
     assert {name: shown.get(name) for name in common} == {name: expected[name] for name in common}
     assert all(shown[name].kind is inspect.Parameter.KEYWORD_ONLY for name in common)
     if "sync_every" in shown:
-        assert shown["bucket_bytes"] == expected["bucket_bytes"]
+        for name in ("bucket_bytes", "outer_device"):
+            assert shown[name] == expected[name]
 
 
 @pytest.mark.parametrize("kind", [LocoStrategy, *WITH_WORKERS])

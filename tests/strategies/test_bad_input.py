@@ -65,6 +65,7 @@ def test_sync_every(
         ({"timeout_s": math.inf}, ValueError, "timeout_s must be positive and finite, got inf"),
         ({"timeout_s": "600"}, TypeError, "timeout_s must be a number, got '600'"),
         ({"timeout_s": None}, TypeError, "timeout_s must be a number, got None"),
+        ({"outer_device": "cuda"}, ValueError, "outer_device must be 'cpu' for the host's memory"),
         ({"bucket_bytes": 0}, ValueError, "bucket_bytes must be positive and finite, got 0"),
         ({"bucket_bytes": 1e6}, TypeError, "bucket_bytes must be an integer, got 1000000.0"),
         ({"bucket_bytes": True}, TypeError, "bucket_bytes must be an integer, got True"),
