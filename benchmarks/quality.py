@@ -20,7 +20,9 @@ a dot it is any setting of ``conf/``.
 
 How to read it: ``to ddp`` is the loss above that of ddp, in percent. A bound names the row that it
 compares with, and holds for the demo with 4 workers, sync_every=10 and 600 steps; those of
-compressed rows are means over three seeds. ``to alone`` should be clearly negative for all
+compressed rows are means over three seeds. The picture has the losses along local steps, bytes and
+the time that they would take across a ``--link``, where hidden rounds wait for nothing and all
+others for their bytes. ``to alone`` should be clearly negative for all
 workers that talk. With several seeds the losses are medians with quartiles.
 """
 
@@ -38,9 +40,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import against, make_parser, print_machine, print_table, spread
+from curves import Curve, draw
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from lightning_loco.comm.link import LINKS
 from lightning_loco.demo.report import read_curve
 from lightning_loco.strategies import METHODS
 
@@ -88,6 +92,11 @@ ROWS = {
     "muloco": Row("diloco", also=("model.optimizer=muon",)),
     "alone": Row("ddp"),
 }
+HIDDEN = {
+    *("async_diloco", "streaming_diloco", "eager_diloco"),
+    *("async_model_average", "pairwise_gossip"),
+}
+"""Algorithms that train on while messages are under way."""
 Results = dict[str, dict[str, Any]]
 
 
@@ -191,21 +200,14 @@ def row(name: str, results: Results, options: argparse.Namespace) -> list[str]:
     return [*cells, f"{sent / 1e6:,.0f}", f"{result['train_s']:.0f}"]
 
 
-def draw(results: Results, options: argparse.Namespace) -> None:
-    """The validation loss of every row along its local steps, first seed, as a PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
-    for name in options.only:
-        curve = results[command_line(name, options.seeds[0], options)]["curve"]
-        if curve:
-            axes.plot(*zip(*curve, strict=True), marker="o", markersize=3, label=name)
-    axes.set(xlabel="local step", ylabel="validation loss of the consensus (nats per byte)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(options.png, dpi=120)
-    print(f"The curves are in {options.png}")
+def curves_of(results: Results, options: argparse.Namespace) -> list[Curve]:
+    """The validation loss of every row, first seed."""
+    found = {name: results[command_line(name, options.seeds[0], options)] for name in options.only}
+    return [
+        Curve(name, fit["curve"], fit["bytes_sent"], ROWS[name].algorithm in HIDDEN)
+        for name, fit in found.items()
+        if fit["curve"]
+    ]
 
 
 def main() -> None:
@@ -221,6 +223,8 @@ def main() -> None:
         "--out", type=Path, default=ROOT / "outputs" / "quality.json", help="file of all results"
     )
     parser.add_argument("--png", type=Path, help="draw the loss curves into this file")
+    parser.add_argument("--link", choices=LINKS, default="wan", help="of the picture's time")
+    parser.add_argument("--step-s", type=float, default=0.1, help="a local step, likewise")
     options = parser.parse_args()
     for setting in options.set:
         if "=" not in setting:
@@ -239,7 +243,8 @@ def main() -> None:
     )
     print(f"All results are in {options.out}")
     if options.png:
-        draw(results, options)
+        draw(curves_of(results, options), LINKS[options.link], options.step_s, options.png)
+        print(f"The curves are in {options.png}")
 
 
 if __name__ == "__main__":
