@@ -51,7 +51,9 @@ def streaming(fragments: int) -> Make:
 
     def make(every: int, exchange: int) -> RoundSettings:
         delay = math.ceil(exchange / fragments)
-        return StreamingDiLoCoStrategy(max(every, exchange), fragments, delay).settings
+        return StreamingDiLoCoStrategy(
+            max(every, exchange), fragments, delay, mix=0.25, outer_lr=0.6, outer_momentum=0.8
+        ).settings
 
     return make
 

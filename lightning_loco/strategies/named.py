@@ -89,8 +89,8 @@ class AsyncDiLoCoStrategy(LocoStrategy):
 
     Args:
         sync_every: Local steps between the rounds of a fragment.
-        outer_lr: Outer learning rate, or a schedule of rates. Default: 0.4; 0.7 a phase late.
-        outer_momentum: Outer momentum in [0, 1). Default: 0.9; 0 a phase late, where (0.7, 0.3) or
+        outer_lr: Outer learning rate, or a schedule of rates. Default: 0.6; 0.7 a phase late.
+        outer_momentum: Outer momentum in [0, 1). Default: 0.8; 0 a phase late, where (0.7, 0.3) or
             (0.2, 0.9) are stable.
         nesterov: Nesterov momentum.
         outer_optimizer: Another outer optimizer, as in :class:`DiLoCoStrategy`; it needs
@@ -102,7 +102,7 @@ class AsyncDiLoCoStrategy(LocoStrategy):
             a phase late unless there is a ``delay``.
         delay: Local steps after which a result is applied, at most ``sync_every``. Default: with
             the begin of the next round, ``sync_every // fragments``. Fewer hide a faster exchange.
-        mix: Share in [0, 1] of the local parameters when a result is applied. Default: 0.5; 0 a
+        mix: Share in [0, 1] of the local parameters when a result is applied. Default: 0.25; 0 a
             phase late. With 0 it replaces them, and the local steps made since the round began are
             lost or, a phase late, told of by the next message.
         evaluate: As in :class:`LocoStrategy`, like all arguments that follow.
@@ -133,14 +133,14 @@ class AsyncDiLoCoStrategy(LocoStrategy):
     ) -> None:
         is_late = fragments is None and delay is None
         algorithm = DiLoCo(
-            (0.7 if is_late else 0.4) if outer_lr is None else outer_lr,
-            (0.0 if is_late else 0.9) if outer_momentum is None else outer_momentum,
+            (0.7 if is_late else 0.6) if outer_lr is None else outer_lr,
+            (0.0 if is_late else 0.8) if outer_momentum is None else outer_momentum,
             nesterov,
             outer_optimizer,
         )
         warm_start = is_late if warm_start is None else warm_start
         schedule = hidden_rounds(sync_every, fragments, delay, warm_start)
-        share = (0.0 if is_late else 0.5) if mix is None else mix
+        share = (0.0 if is_late else 0.25) if mix is None else mix
         self._init_rounds(algorithm, schedule, mixed(share, schedule), **common)
 
 

@@ -204,8 +204,8 @@ def test_the_strategies_choose_schedule_and_landing() -> None:
     assert (settings.schedule, settings.landing) == (Staggered(100, 3, 5), Mix(0.5))
     assert StreamingDiLoCoStrategy(10, 1, 10, 0.0).settings.landing is None  # the algorithm's own
     hidden = AsyncDiLoCoStrategy(10).settings
-    assert hidden.algorithm == DiLoCo(0.4, 0.9)
-    assert (hidden.schedule, hidden.landing) == (Staggered(10, 4, 2, "even"), Mix(0.5))
+    assert hidden.algorithm == DiLoCo(0.6, 0.8)
+    assert (hidden.schedule, hidden.landing) == (Staggered(10, 4, 2, "even"), Mix(0.25))
     assert AsyncDiLoCoStrategy(3).settings.schedule == Staggered(3, 3, 1, "even")
     assert AsyncDiLoCoStrategy([9, 30]).settings.schedule == Staggered([9, 30], 4, 2, "even")
     late = AsyncDiLoCoStrategy(10, fragments=None).settings
@@ -214,8 +214,8 @@ def test_the_strategies_choose_schedule_and_landing() -> None:
     late = AsyncDiLoCoStrategy(10, fragments=None, mix=0.5).settings
     assert (late.schedule, late.landing) == (EverySteps(10, True), Mix(0.5))
     soon = AsyncDiLoCoStrategy(10, fragments=None, delay=2).settings
-    assert soon.algorithm == DiLoCo(0.4, 0.9)
-    assert (soon.schedule, soon.landing) == (Staggered(10, 1, 2, "even"), Mix(0.5))
+    assert soon.algorithm == DiLoCo(0.6, 0.8)
+    assert (soon.schedule, soon.landing) == (Staggered(10, 1, 2, "even"), Mix(0.25))
 
 
 @pytest.mark.parametrize(
