@@ -10,7 +10,11 @@ from matplotlib.figure import Figure
 
 from lightning_loco import Link
 
-LABELS = ("local step", "MB sent by a worker", "hours, {:g} Mbit/s and {:g} s for a local step")
+LABELS = (
+    "local step",
+    "MB sent by a worker",
+    "seconds, at {:g} Mbit/s and {:g} s a local step",
+)
 
 
 class Curve(NamedTuple):
@@ -46,15 +50,16 @@ def draw(curves: list[Curve], link: Link, compute_s: float, path: Path) -> None:
     """Three panels with a line for each training, as a PNG."""
     figure = Figure(figsize=(15, 5), layout="constrained")
     panels = figure.subplots(1, 3, sharey=True)
+    colors = colormaps["tab10" if len(curves) <= 10 else "tab20"].colors
     for panel, label in zip(panels, LABELS, strict=True):
-        panel.set_prop_cycle(color=colormaps["tab20"].colors)
+        panel.set_prop_cycle(color=colors)
         panel.set_xlabel(label.format(link.mbit_per_s, compute_s))
         panel.grid(alpha=0.3)
     for curve in curves:
         steps, losses = zip(*curve.losses, strict=True)
         megabytes = curve.bytes_sent / steps[-1] / 1e6
-        hours = curve.seconds_of_a_step(link, compute_s) / 3600
-        for panel, scale in zip(panels, (1, megabytes, hours), strict=True):
+        seconds = curve.seconds_of_a_step(link, compute_s)
+        for panel, scale in zip(panels, (1, megabytes, seconds), strict=True):
             along = [scale * step for step in steps]
             panel.plot(along, losses, marker="o", markersize=3, label=curve.name)
     panels[0].set_ylabel("validation loss of the consensus (nats per byte)")

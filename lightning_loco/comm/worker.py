@@ -21,7 +21,7 @@ from lightning_loco.comm.checks import (
 )
 from lightning_loco.comm.companions import Companions
 from lightning_loco.comm.consensus import measure_consensus, no_consensus, show_consensus
-from lightning_loco.comm.devices import device_of, device_of_messages
+from lightning_loco.comm.devices import CPU, device_of
 from lightning_loco.comm.flat import Cuts, longest_chunk
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.links import Links
@@ -131,11 +131,11 @@ class Worker:
             kept = {n: p for n, p in required.items() if chosen is None or id(p) in chosen}
             trainable = kept or required
             itemsize = max(4, *(p.element_size() for p in trainable.values()))
-            device = device_of_messages(settings.outer_device, device_of(model))
+            outer = None if settings.outer_device is None else CPU
             check_carries(group, settings.outer_device)
-            longest = longest_chunk(device)
+            longest = longest_chunk(outer or device_of(model))
             cuts = settings.cuts({n: p.numel() for n, p in trainable.items()}, itemsize, longest)
-            replica = Replica(model, cuts, trainable.values(), device)
+            replica = Replica(model, cuts, trainable.values(), outer)
             replica.layout.chunks()
         here = {"link": plain(settings.link), "outer_device": settings.outer_device}
         check_same_settings({**settings.describe(), **here}, group)
