@@ -217,8 +217,9 @@ def test_quality_keeps_finished_fits(tmp_path: Path) -> None:
         assert 2.0 < result["val_loss"] < 5.6
         assert result["curve"][-1] == [20, pytest.approx(result["val_loss"])]
 
-    again = run("quality", *arguments)
+    again = run("quality", *arguments, "--png", str(tmp_path / "quality.png"))
     assert "python train.py" not in again
+    assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
     gap = float(cells(again, "diloco")[4])
     losses = [result["val_loss"] for result in results.values()]
     assert gap == pytest.approx(100 * (losses[1] / losses[0] - 1), abs=0.06)
@@ -229,7 +230,7 @@ def test_quality_keeps_finished_fits(tmp_path: Path) -> None:
     assert added[list(added)[2]]["settings"]["algorithm"]["outer_momentum"] == 0.5
 
 
-SHARED = ("common", "equal_time", "local_phase")
+SHARED = ("common", "curves", "equal_time", "local_phase")
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,125 @@ exchanged and unpacked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_loco.comm.chunk import Chunk
+from lightning_loco.comm.cutting import stretches
 from lightning_loco.comm.devices import CPU, has_streams
 
 Schema = list[tuple[str, tuple[int, ...], str, tuple[int, ...]]]
 """(name, shape, dtype, strides) of every tensor: what must be equal on all workers."""
+
+
+class Window(NamedTuple):
+    """The views of a chunk, side by side with their places in a flat vector, dtype by dtype.
+
+    On a GPU, torch 2.5 to 2.10 copy wrong values if the tensors of one list have several dtypes.
+    """
+
+    by_dtype: list[tuple[list[Tensor], list[Tensor]]]
+
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each view with its place."""
+        for views, parts in self.by_dtype:
+            yield from zip(views, parts, strict=True)
+
+    def pack(self) -> None:
+        """Copy the parameters into the flat vector."""
+        for views, parts in self.by_dtype:
+            torch._foreach_copy_(parts, views)
+
+    def unpack(self) -> None:
+        """Copy the flat vector into the parameters."""
+        for views, parts in self.by_dtype:
+            torch._foreach_copy_(views, parts)
+
+
+class DistantWindow(NamedTuple):
+    """A chunk beside its place in a flat vector in the memory of another device.
+
+    The views are gathered where they are, so that one stretch of memory crosses over.
+    """
+
+    chunk: Chunk
+    flat: Tensor
+
+    def pack(self) -> None:
+        """Copy the parameters into the flat vector, and wait until they are there."""
+        near = self._near()
+        self.chunk.window(near).pack()
+        self.flat.copy_(near)
+
+    def unpack(self) -> None:
+        """Copy the flat vector into the parameters; it may be changed at once."""
+        near = self._near()
+        near.copy_(self.flat)
+        self.chunk.window(near).unpack()
+
+    def _near(self) -> Tensor:
+        return torch.empty_like(self.flat, device=self.chunk.device, pin_memory=False)
+
+
+class Chunk:
+    """The slice ``start:stop`` of the flat vector, and the views of parameters it is made of."""
+
+    def __init__(self, start: int, views: list[Tensor]) -> None:
+        self.start = start
+        self.views = views
+        self._sizes = [view.numel() for view in views]
+        self._shapes = [view.shape if view.ndim > 1 else None for view in views]
+        self.stop = start + sum(self._sizes)
+        self._dtypes = {view.dtype for view in views}
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.views[0].device
+
+    def _parts(self, flat: Tensor) -> list[Tensor]:
+        parts = torch.split_with_sizes(flat, self._sizes)
+        return [p if s is None else p.view(s) for p, s in zip(parts, self._shapes, strict=True)]
+
+    def is_rounded(self, dtype: torch.dtype) -> bool:
+        """Whether a parameter is stored in a narrower dtype than ``dtype``."""
+        return any(view.dtype != dtype for view in self.views)
+
+    def rounding_error(self, flat: Tensor) -> Tensor:
+        """What unpacking ``flat`` would lose because parameters are stored in narrower dtypes."""
+        pairs = zip(self._parts(flat), self.views, strict=True)
+        return torch.cat([(part - part.to(view.dtype)).reshape(-1) for part, view in pairs])
+
+    def window(self, flat: Tensor) -> Window:
+        """Tie the chunk to ``flat``, ``(len(self),)`` on the same device, for many copies."""
+        views, parts = self.views, self._parts(flat)
+        if len(self._dtypes) == 1:
+            return Window([(views, parts)])
+        by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        for view, part in zip(views, parts, strict=True):
+            of_dtype = by_dtype.setdefault(view.dtype, ([], []))
+            of_dtype[0].append(view)
+            of_dtype[1].append(part)
+        return Window(list(by_dtype.values()))
+
+    def tied(self, flat: Tensor) -> Window | DistantWindow:
+        """Tie the chunk to ``flat``, ``(len(self),)`` on any device, for many copies."""
+        is_near = flat.device.type == self.device.type
+        return self.window(flat) if is_near else DistantWindow(self, flat)
+
+    def pack(self, flat: Tensor) -> None:
+        """Copy the parameters into ``flat``, of shape ``(len(self),)``, on any device."""
+        self.tied(flat).pack()
+
+    def unpack(self, flat: Tensor) -> None:
+        """Copy ``flat``, of shape ``(len(self),)``, on any device, into the parameters."""
+        self.tied(flat).unpack()
+
 
 CHUNK_ELEMENTS = 2**20
 """Elements that are worked on at once: 4 MiB of float32, which a processor's cache can hold."""
@@ -95,10 +203,7 @@ class FlatLayout:
         near = self.tensors[0].device if self.tensors else CPU
         self.device = near if device is None else device
         self._is_pinned = self.device.type == "cpu" and has_streams(near)
-        self._granularity = cuts.granularity
-        wanted = cuts.chunk_elements or max(self.numel, 1)
-        self._chunk_elements = max(wanted - wanted % cuts.granularity, cuts.granularity)
-        self._boundaries = cuts.boundaries
+        self._cuts = cuts
         self._addresses: list[int] = []
         self.cut: list[Chunk] = []
         self.before_write: Callable[[], None] | None = None
@@ -124,52 +229,12 @@ class FlatLayout:
         """The chunks, in order; made anew when a parameter's memory has moved."""
         addresses = [tensor.data_ptr() for tensor in self.tensors]
         if addresses != self._addresses:
-            self.cut = self._cut()
+            longest = self._cuts.chunk_elements or max(self.numel, 1)
+            named = zip(self.names, self.tensors, strict=True)
+            found = stretches(named, longest, self._cuts.granularity, self._cuts.boundaries)
+            self.cut = [Chunk(start, views) for start, views in found]
             self._addresses = addresses
         return self.cut
-
-    def _cut(self) -> list[Chunk]:
-        chunks: list[Chunk] = []
-        views: list[Tensor] = []
-        start = position = 0
-
-        def close() -> None:
-            nonlocal views, start
-            if views:
-                chunks.append(Chunk(start, views))
-                start, views = position, []
-
-        for name, tensor in zip(self.names, self.tensors, strict=True):
-            data = tensor.detach()
-            if not data.numel():
-                continue
-            if not _is_dense(data):
-                end = position + data.numel()
-                if any(position < boundary < end for boundary in self._boundaries):
-                    raise ValueError(f"{name!r} has gaps in memory and cannot be cut.")
-                if end > start + self._chunk_elements and position % self._granularity == 0:
-                    close()
-                views.append(data)
-                position = end
-                if position >= self._stop(start, position):
-                    close()
-                continue
-            line = data.as_strided((data.numel(),), (1,))
-            while line.numel():
-                length = min(line.numel(), self._stop(start, position + 1) - position)
-                views.append(line[:length])
-                line = line[length:]
-                position += length
-                if position == self._stop(start, position):
-                    close()
-        close()
-        return chunks
-
-    def _stop(self, start: int, position: int) -> int:
-        """Where a chunk that began at ``start`` ends, at ``position`` or later."""
-        full = start + self._chunk_elements
-        stop = full if position <= full else position + -position % self._granularity
-        return min([stop, *(b for b in self._boundaries if b >= position)])
 
     def empty(self, length: int) -> Tensor:
         """New memory ``(length,)``, pinned if the tensors' device then copies it faster."""
@@ -214,15 +279,3 @@ def are_finite(chunks: Sequence[Chunk]) -> bool:
     if bool(torch.isfinite(norms).all()):
         return True
     return all(bool(torch.isfinite(view).all()) for view in views)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory without gaps or overlaps."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True

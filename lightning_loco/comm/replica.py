@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_loco.comm.chunk import Chunk
-from lightning_loco.comm.flat import Cuts, FlatLayout
+from lightning_loco.comm.flat import Chunk, Cuts, FlatLayout
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.places import Places
 from lightning_loco.comm.stand_in import StandIn

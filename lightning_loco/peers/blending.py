@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.algorithms.pairwise import PairwiseAverage
-from lightning_loco.comm.chunk import Chunk
-from lightning_loco.comm.flat import Cuts, FlatLayout
+from lightning_loco.comm.flat import Chunk, Cuts, FlatLayout
 
 
 def served_layout(params: FlatLayout, buffers: FlatLayout, chunk_elements: int) -> FlatLayout:

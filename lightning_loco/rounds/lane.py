@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.algorithms import State
-from lightning_loco.comm.chunk import Chunk
-from lightning_loco.comm.flat import FlatLayout
+from lightning_loco.comm.flat import Chunk, FlatLayout
 from lightning_loco.rounds.parcels import Parcel, Part, group_chunks, slice_state
 from lightning_loco.rounds.settings import PARCELS_UNDER_WAY, RoundSettings
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_loco.algorithms import Algorithm, State
 from lightning_loco.codecs import Compression
-from lightning_loco.comm.chunk import Chunk
+from lightning_loco.comm.flat import Chunk
 
 
 def slice_state(state: State, numel: int, chunk: Chunk) -> State:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_loco import DiLoCo, GASLoC, LocalSGD, StepEngine
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.comm import flat as flat_module
-from lightning_loco.comm.chunk import Chunk, Window
+from lightning_loco.comm.flat import Chunk, Window
 from lightning_loco.rounds import Engine, RoundSettings
 from lightning_loco.rounds import rounds as rounds_module
 from lightning_loco.schedules import EverySteps

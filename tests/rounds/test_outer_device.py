@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_loco import DiLoCo, StepEngine
 from lightning_loco.comm import WorkerGroup
-from lightning_loco.comm.chunk import Chunk, DistantWindow
+from lightning_loco.comm.flat import Chunk, DistantWindow
 from tests.algorithms.toys import assert_close, run_engine
 from tests.cases import CASES, Case, without_variants
 from tests.no_values import DEVICE, copies_to_the_host, no_checksum

@@ -7,7 +7,7 @@ import torch
 
 from lightning_loco.algorithms import GASLoC, LocalSGD
 from lightning_loco.comm import Statistics, WorkerGroup
-from lightning_loco.comm.chunk import Chunk
+from lightning_loco.comm.flat import Chunk
 from lightning_loco.rounds.exchange import make_exchange
 from lightning_loco.rounds.parcels import Parcel, Part
 from lightning_loco.simulation.hub import Hub

@@ -142,7 +142,7 @@ def async_even() -> LocoStrategy:
 
 
 def streaming_even() -> LocoStrategy:
-    return StreamingDiLoCoStrategy(6, 2, 3, pattern="even")
+    return StreamingDiLoCoStrategy(6, 2, 3, 0.25, 0.6, 0.8, pattern="even")
 
 
 @pytest.mark.parametrize("make", [streaming, in_order])
