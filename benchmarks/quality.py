@@ -71,9 +71,15 @@ class Row(NamedTuple):
 
 WHOLE = ("algorithm.fragments=null",)
 DELAYED = (*WHOLE, "algorithm.delay=2")
+MORE_MOMENTUM = ("algorithm.outer_lr=0.8", "algorithm.outer_momentum=0.7")
+SHORT_DELAY = (
+    *("algorithm.delay=1", "algorithm.mix=0.1"),
+    *("algorithm.outer_lr=0.7", "algorithm.outer_momentum=0.8"),
+)
 ROWS = {
     "ddp": Row("ddp"),
     "diloco": Row("diloco", bound=5.5),
+    "diloco_momentum_0.7": Row("diloco", also=MORE_MOMENTUM),
     "diloco_int8": Row("diloco", None, 0.5, "diloco", ("compression=int8",)),
     "diloco_e3m0": Row("diloco", None, 1.0, "diloco", ("compression=e3m0",)),
     "diloco_sparse": Row("diloco", None, 3.0, "diloco", ("compression=sparse",)),
@@ -81,9 +87,10 @@ ROWS = {
     "async_diloco_late": Row("async_diloco", also=WHOLE),
     "async_diloco_delay_2": Row("async_diloco", also=DELAYED),
     "streaming_diloco": Row("streaming_diloco"),
+    "streaming_diloco_delay_1": Row("streaming_diloco", also=SHORT_DELAY),
     "eager_diloco": Row("eager_diloco"),
     "delayed_nesterov": Row("delayed_nesterov"),
-    "gasloc_ring": Row("gasloc", "ring", 6.0),
+    "gasloc_ring": Row("gasloc", "ring", 4.0),
     "gasloc_ring_int8": Row("gasloc", "ring", 0.5, "gasloc_ring", ("compression=int8",)),
     "gasloc_random_matching": Row("gasloc", "random_matching"),
     "local_sgd": Row("local_sgd", bound=10.0),

@@ -26,7 +26,9 @@ from lightning_loco.topology import Ring, gossip_radius, lambda_max
 if TYPE_CHECKING:
     from lightning_loco.topology import Topology
 
-_AUTO_MOMENTA = (0.5, 0.3, 0.1)
+_AUTO_MOMENTA = {"local": (0.5, 0.3, 0.1), "gossiped": (0.7, 0.5, 0.3, 0.1)}
+_SLOWEST_CONSENSUS = 0.85
+"""What ``"auto"`` on ``"gossiped"`` lets a round leave of the distance between the workers."""
 _MAX_CHECKED_WORKERS = 1024  # the spectrum of larger graphs takes too long
 
 
@@ -54,10 +56,12 @@ class GASLoC(Algorithm):
             :func:`lightning_loco.topology.optimal_gossip` gives the pair
             :math:`(\alpha^*, \gamma^*)` that reaches consensus fastest.
         momentum: :math:`\gamma` in [0, 1). ``"auto"``: 0.5 on fixed graphs, or
-            less where that would slow consensus down; 0 on changing graphs.
+            less where that would slow consensus down; 0 on changing graphs. With ``"gossiped"``
+            0.7 on all graphs, or less where gossip would leave more than 0.85 of the distance
+            between workers in a round.
         momentum_on: ``"local"`` puts the momentum on :math:`u_t` as written above;
             ``"gossiped"`` on :math:`z_t = (I - \alpha\Lambda) u_t`, which on a complete graph is
-            DiLoCo with Nesterov momentum on every worker.
+            DiLoCo with Nesterov momentum on every worker, and trains better.
         laplacian_scale: :math:`\Lambda = s\,(I - W)` for the mixing matrix W; set by
             :meth:`prepare` from the topology.
 
@@ -131,22 +135,24 @@ class GASLoC(Algorithm):
         return ready
 
     def _auto_momentum(self, num_workers: int, topology: Topology, gossip_step: float) -> float:
-        """On fixed graphs the largest of a few values that does not slow consensus down much.
+        """The largest of a few values that does not slow consensus down much.
 
-        With momentum gamma consensus cannot be faster than sqrt(gamma) per round; a value is taken
-        if it reaches that, or is as fast as no momentum.
+        With momentum gamma consensus cannot be faster than sqrt(gamma) per round; on the local
+        parameters a value is taken if it reaches that, or is as fast as no momentum.
         """
-        if topology.period(num_workers) != 1:
+        momenta, period = _AUTO_MOMENTA[self.momentum_on], topology.period(num_workers)
+        if period != 1 and self.momentum_on == "local":
             return 0.0
-        if not 1 < num_workers <= _MAX_CHECKED_WORKERS:
-            return _AUTO_MOMENTA[0]
+        if not 1 < num_workers <= _MAX_CHECKED_WORKERS // (period or 1):
+            return momenta[0] if period == 1 else 0.0
 
         def radius(momentum: float) -> float:
             return gossip_radius(topology, num_workers, gossip_step, momentum, self.momentum_on)
 
         plain = radius(0.0)
-        for momentum in _AUTO_MOMENTA:
-            if radius(momentum) <= max(plain, math.sqrt(momentum)) + 1e-9:
+        for momentum in momenta:
+            slowest = math.sqrt(momentum) if self.momentum_on == "local" else _SLOWEST_CONSENSUS
+            if radius(momentum) <= max(plain, slowest) + 1e-9:
                 return momentum
         return 0.0
 

@@ -22,6 +22,7 @@ from lightning_loco.topology import (
     Topology,
     Torus,
     get_topology,
+    gossip_radius,
     optimal_gossip,
 )
 from tests.algorithms.toys import (
@@ -486,6 +487,32 @@ def test_automatic_settings(
     assert (ready.gossip_step, ready.momentum) == (gossip_step, momentum)
     assert ready.laplacian_scale == scale
     assert ready.prepare(num_workers, get_topology(name)) == ready
+
+
+@pytest.mark.parametrize(
+    ("name", "num_workers", "momentum"),
+    [
+        ("ring", 4, 0.7),
+        ("ring", 32, 0.7),
+        ("complete", 8, 0.7),
+        ("exponential", 8, 0.5),
+        ("torus", 16, 0.1),
+        ("random_matching", 4, 0.7),
+        ("random_matching", 16, 0.5),
+        ("one_peer_exponential", 8, 0.3),
+    ],
+)
+def test_automatic_momentum_on_what_gossip_has_made(
+    name: str, num_workers: int, momentum: float
+) -> None:
+    topology = get_topology(name)
+    ready = GASLoC(momentum_on="gossiped").prepare(num_workers, topology)
+    assert ready.momentum == momentum
+    plain, radius = (
+        gossip_radius(topology, num_workers, float(ready.gossip_step), gamma, "gossiped")
+        for gamma in (0.0, momentum)
+    )
+    assert radius <= max(plain, 0.85)
 
 
 def test_numbers_by_hand_are_kept() -> None:
