@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
 
+from lightning_loco.background import BackgroundThread
 from lightning_loco.remote.meanwhile import Meanwhile
 from lightning_loco.remote.waiter import PARTING_S
 from lightning_loco.remote.wire import LAST_WORDS, Kind, Note, Wire
@@ -26,10 +27,10 @@ class Requests:
     def __init__(self, clients: Sequence[Wire], meanwhile: Meanwhile) -> None:
         self._arrived: queue.Queue[tuple[Wire, Note | Exception]] = queue.Queue()
         self._meanwhile = meanwhile
-        self._threads: list[threading.Thread] = []
+        self._threads: list[BackgroundThread] = []
         for client in clients:
-            name = f"loco-requests-{client.name}"
-            thread = threading.Thread(target=self._listen, args=(client,), name=name, daemon=True)
+            listen = functools.partial(self._listen, client)
+            thread = BackgroundThread(f"loco-requests-{client.name}", listen)
             thread.start()
             self._threads.append(thread)
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable
 
+from lightning_loco.background import BackgroundThread
 from lightning_loco.remote.meanwhile import Meanwhile
 
 PARTING_S = 0.5
 """Longest wait for a thread that is to end: one that waits for a rank that is lost does not."""
 
 
-class Waiter:
+class Waiter(BackgroundThread):
     """Waits for a rank's messages in a thread, so that a server can give up on that rank.
 
     A wait of gloo that is too late closes the connections to all ranks; here it goes on.
@@ -23,11 +23,10 @@ class Waiter:
     """
 
     def __init__(self, name: str, meanwhile: Meanwhile) -> None:
-        self._name = name
+        super().__init__(f"loco-waiter-{name}")
         self._meanwhile = meanwhile
         self._tasks: queue.SimpleQueue[tuple[Callable[[], object], _Outcome] | None]
         self._tasks = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
 
     def wait(
         self,
@@ -46,10 +45,8 @@ class Waiter:
             TimeoutError: If it does not come in time.
             Exception: What ``finish`` raises.
         """
-        if self._thread is None:
-            name = f"loco-waiter-{self._name}"
-            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-            self._thread.start()
+        if self.ident is None:
+            self.start()
         outcome: _Outcome = queue.SimpleQueue()
         self._tasks.put((finish, outcome))
         for pause_s in self._meanwhile.pauses(timeout_s, last_sign):
@@ -69,10 +66,16 @@ class Waiter:
         work while Python ends aborts the process.
         """
         self._tasks.put(None)
-        if self._thread is not None:
-            self._thread.join(PARTING_S)
+        if self.ident is not None:
+            self.join(PARTING_S)
 
-    def _run(self) -> None:
+    def end_with_process(self) -> float:
+        """End it once it waits for nothing."""
+        self._tasks.put(None)
+        return super().end_with_process()
+
+    def run(self) -> None:
+        """Wait for one thing after the other."""
         while (task := self._tasks.get()) is not None:
             finish, outcome = task
             error: Exception | None = None

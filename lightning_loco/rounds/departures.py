@@ -25,7 +25,9 @@ class Departures:
 
     def note(self, number: int, at: float) -> None:
         """Message ``number`` of this worker leaves then."""
-        self._store.set(self._key(self._worker, number), f"{number} {at!r}")
+        key = self._key(self._worker, number)
+        self._store.set(key, f"{number} {at!r}")
+        self._store.check([key])  # a store answers no ``set``, and this once it has read it
 
     def latest(self, number: int, workers: Collection[int], own: float) -> float:
         """When the last of these workers' messages ``number`` has left, or one's own has.

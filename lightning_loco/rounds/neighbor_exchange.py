@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_loco.background import BackgroundThread
 from lightning_loco.codecs import Codec
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.stats import Statistics
@@ -103,13 +103,13 @@ class _Arrival:
 
     def __init__(self, works: Works) -> None:
         self._works = works
-        self._thread: threading.Thread | None = None
+        self._thread: BackgroundThread | None = None
         self._error: RuntimeError | None = None
 
     def have_ended(self) -> bool:
         """Whether :meth:`wait` would return or raise at once; never waits."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="loco-arrival", daemon=True)
+            self._thread = BackgroundThread("loco-arrival", self._run)
             self._thread.start()
         return not self._thread.is_alive()
 

@@ -4,24 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from lightning_loco.rounds.exchange import Exchange
-from lightning_loco.rounds.parcels import Parcel
+from lightning_loco.rounds.parcels import Parcel, group_chunks
 
 
 class Hub:
     """Collects the messages of all workers, and hands out what the exchange makes of them.
 
+    A worker's message is one parcel here, and is exchanged as the parcels that processes send.
+
     Args:
         exchange: Its ``simulate`` says what each worker receives.
         num_workers: Number of workers N.
+        parcel_elements: The longest parcel of a process.
         has_feedback: Whether what is lost of messages is fed back.
     """
 
-    def __init__(self, exchange: Exchange, num_workers: int, has_feedback: bool = False) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        num_workers: int,
+        parcel_elements: int,
+        has_feedback: bool = False,
+    ) -> None:
         self._exchange = exchange
         self._num_workers = num_workers
+        self._parcel_elements = parcel_elements
         self.has_feedback = has_feedback
         self._rounds: dict[tuple[int, int], HubRound] = {}
 
@@ -38,8 +49,12 @@ class Hub:
         key = (index, parcel.slices[0].start)
         if key not in self._rounds:
             self._rounds = {k: r for k, r in self._rounds.items() if k[0] == index}
-            self._rounds[key] = HubRound(self, self._num_workers, index)
+            self._rounds[key] = HubRound(self, self._num_workers, index, self._lengths(parcel))
         return self._rounds[key]
+
+    def _lengths(self, parcel: Parcel) -> list[int]:
+        groups = group_chunks([part.chunk for part in parcel.parts], self._parcel_elements)
+        return [sum(map(len, group)) for group in groups]
 
 
 class HubRound:
@@ -49,12 +64,14 @@ class HubRound:
         hub: Says what each worker receives.
         num_workers: How many messages to wait for.
         index: Number of the round.
+        lengths: Of the parcels that processes would send.
     """
 
-    def __init__(self, hub: Hub, num_workers: int, index: int) -> None:
+    def __init__(self, hub: Hub, num_workers: int, index: int, lengths: Sequence[int]) -> None:
         self._hub = hub
         self._num_workers = num_workers
         self._index = index
+        self._lengths = list(lengths)
         self._messages: dict[int, Tensor] = {}
         self._received: list[Tensor] = []
 
@@ -76,8 +93,11 @@ class HubRound:
         if not self.is_complete:
             raise RuntimeError("A simulated round ends before all workers have begun it.")
         if not self._received:
-            messages = [self._messages[worker] for worker in range(self._num_workers)]
-            self._received = self._hub.simulate(messages, self._index)
+            workers, lengths = range(self._num_workers), self._lengths
+            messages = [torch.split_with_sizes(self._messages[w], lengths) for w in workers]
+            parcels = zip(*messages, strict=True)
+            received = [self._hub.simulate(parcel, self._index) for parcel in parcels]
+            self._received = [torch.cat(parts) for parts in zip(*received, strict=True)]
         return self._received[worker]
 
     def lost(self, worker: int) -> Tensor | None:

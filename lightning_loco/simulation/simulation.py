@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from lightning_loco.rounds.exchange import make_exchange
 from lightning_loco.rounds.flight import Flight
 from lightning_loco.rounds.lane import Lane
 from lightning_loco.rounds.rounds import Rounds
-from lightning_loco.rounds.settings import WHOLE_MODEL_BYTES, RoundSettings
+from lightning_loco.rounds.settings import RoundSettings
 from lightning_loco.schedules import Now, SyncEvery, by_steps
 from lightning_loco.simulation.hub import Hub
 
@@ -87,7 +86,6 @@ class Simulation:
     def _set_up(self, models: Sequence[nn.Module], settings: RoundSettings) -> None:
         if not models:
             raise ValueError("A simulation needs at least one model, one per worker; got none.")
-        settings = dataclasses.replace(settings, bucket_bytes=WHOLE_MODEL_BYTES)
         self.settings = settings.prepare(len(models), torch.initial_seed() % 2**31)
         self.algorithm = self.settings.algorithm
         self._schedule = self.settings.schedule
@@ -111,8 +109,9 @@ class Simulation:
 
     def _layout_of(self, model: nn.Module) -> FlatLayout:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        cuts = self.settings.cuts({name: p.numel() for name, p in named}, 4)
-        return FlatLayout(named, cuts._replace(chunk_elements=None))
+        itemsize = max(4, *(p.element_size() for _, p in named))
+        cuts = self.settings.cuts({name: p.numel() for name, p in named}, itemsize)
+        return FlatLayout(named, cuts)
 
     def _make_lanes(self) -> list[list[Rounds]]:
         """By lane and worker; all workers of a lane exchange through one hub."""
@@ -125,9 +124,10 @@ class Simulation:
         start = layouts[0].new_flat()
         states = [self.algorithm.init(start.clone()) for _ in layouts]
         residuals = [settings.init_residual(start) for _ in layouts]
+        longest = settings.parcel_elements(layouts[0].numel, layouts[0].dtype.itemsize)
         lanes = []
         for stretches in settings.schedule.lanes(layouts[0].sizes):
-            hub = Hub(exchange, self.num_workers, has_feedback)
+            hub = Hub(exchange, self.num_workers, longest, has_feedback)
             lane = []
             for worker, layout in enumerate(layouts):
                 state, residual = states[worker], residuals[worker]

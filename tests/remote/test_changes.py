@@ -22,6 +22,8 @@ TENSORS: dict[str, Callable[[], Tensor]] = {
     "large": large,
     "transposed": lambda: large(6_000).view(100, 60).T,
     "part of another": lambda: large(6_000).view(100, 60)[:, 3:50],
+    "every other": lambda: large(6_000)[::2],
+    "second half": lambda: large(6_000)[3_000:],
     "double": lambda: large().double(),
     "bfloat16": lambda: large().bfloat16(),
 }
@@ -68,6 +70,20 @@ def test_changes_are_noticed(kind: str, change: Callable[[Tensor], None]) -> Non
     clip(params[1])
     params[0].data.mul_(2)
     assert watch.digest() not in (None, digest)
+
+
+@pytest.mark.parametrize("kind", ["part of another", "every other", "second half"])
+def test_what_belongs_to_others_is_no_change(kind: str) -> None:
+    param = TENSORS[kind]()
+    others = torch.ones(6_000, dtype=torch.bool)
+    others.as_strided(param.shape, param.stride(), param.storage_offset()).fill_(False)
+    watch = ChangeWatch([param])
+    watch.note()
+    whole = torch.empty(0).set_(param.untyped_storage(), 0, (6_000,), (1,))
+    whole[others] += 1
+    assert watch.digest() is None
+    whole[~others] += 1
+    assert watch.digest() is not None
 
 
 def test_gradients_and_forward_passes_are_no_change() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -72,6 +73,19 @@ def test_same_numbers_in_processes_and_in_the_simulation(
         assert torch.equal(found[:ROUNDS], expected[:ROUNDS])
     exact = simulate(RoundSettings(algorithm, schedule, topology), 3, ROUNDS, small_wide)
     assert (exact - expected).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize(("algorithm", "schedule"), MEANS)
+def test_in_several_parcels_too(pool: Pool, algorithm: Algorithm, schedule: EverySteps) -> None:
+    """What is lost of a sum stays with the worker that has added it up, which parcels decide."""
+    settings = RoundSettings(
+        algorithm, schedule, compression=rounding(algorithm), bucket_bytes=SMALL_BUCKET
+    )
+    expected = simulate(settings, 3, ROUNDS, large_wide)
+    found = torch.stack(pool.run(train, settings, ROUNDS, large_wide, world=3), dim=1)
+    assert torch.equal(found[:ROUNDS], expected[:ROUNDS])
+    at_once = dataclasses.replace(settings, bucket_bytes=64 * 2**20)
+    assert not torch.equal(simulate(at_once, 3, ROUNDS, large_wide), expected)
 
 
 @pytest.mark.parametrize(("algorithm", "schedule"), WAYS)
@@ -184,6 +198,10 @@ def diloco_by_hand(codec: Codec, num_workers: int, rounds: int, lr: float) -> Te
 
 def small_wide() -> Point:
     return Point(torch.zeros(150, dtype=torch.float64))
+
+
+def large_wide() -> Point:
+    return Point(torch.zeros(LARGE, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)

@@ -17,7 +17,7 @@ from lightning_loco.topology import Ring, Topology
 def hub(num_workers: int, topology: Topology | None = None) -> Hub:
     algorithm = LocalSGD() if topology is None else GASLoC()
     exchange = make_exchange(algorithm, WorkerGroup(0, 1), Statistics(), topology)
-    return Hub(exchange, num_workers)
+    return Hub(exchange, num_workers, parcel_elements=2)
 
 
 def parcel(value: float, start: int = 0) -> Parcel:

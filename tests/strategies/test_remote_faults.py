@@ -282,7 +282,7 @@ def test_enough_workers_go_on(tmp_path: Path) -> None:
 def test_enough_workers_go_on_without_a_frozen_one(
     tmp_path: Path, delay_s: float, world: int
 ) -> None:
-    options = {"num_workers": 3, "min_workers": 2, "timeout_s": 5}
+    options = {"num_workers": 3, "min_workers": 2, "timeout_s": 10}
     with running(tmp_path, world, 60, max_epochs=2, **options) as programs:
         programs[0].wait_for("five steps done")
         time.sleep(delay_s)
