@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, Store
 
+from lightning_loco.background import BackgroundThread
+
 T = TypeVar("T")
 
 PATIENCE_S = 5.0
@@ -147,7 +149,7 @@ class _Call:
         self.is_over.set()
 
 
-class _Line(threading.Thread):
+class _Line(BackgroundThread):
     """Makes one call after the other.
 
     Attributes:
@@ -155,7 +157,7 @@ class _Line(threading.Thread):
     """
 
     def __init__(self) -> None:
-        super().__init__(name="loco-store", daemon=True)
+        super().__init__("loco-store")
         self.asked_at: float | None = None
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._current: _Call | None = None
@@ -186,10 +188,9 @@ class _Line(threading.Thread):
         return result
 
     def end(self) -> None:
-        """Make no more calls; one that hangs is left alone with its thread.
+        """Make no more calls; one that hangs is left alone with its thread until the process ends.
 
-        One that has begun just now is waited for: a thread that comes back from the store when
-        Python is about to end ends the process with an error.
+        One that has begun just now is waited for.
         """
         self._has_ended = True
         asked_at = self.asked_at
@@ -199,3 +200,10 @@ class _Line(threading.Thread):
             self.join(max(_FAREWELL_S, _YOUNG_S - age_s))
         if (current := self._current) is not None:
             current.withdraw()
+
+    def end_with_process(self) -> float:
+        """Make no more calls; only one that has not hung for long is waited for."""
+        self._has_ended = True
+        asked_at = self.asked_at
+        self._calls.put(None)
+        return PATIENCE_S if asked_at is None else PATIENCE_S - (time.monotonic() - asked_at)

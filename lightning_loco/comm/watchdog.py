@@ -18,6 +18,7 @@ from fractions import Fraction
 import torch.distributed as dist
 from torch.distributed import Store
 
+from lightning_loco.background import BackgroundThread
 from lightning_loco.comm.store import PromptStore, StoreSilent
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class WorkerFailure(RuntimeError):
     """Another worker has failed or is missing; the message says which."""
 
 
-class Watchdog(threading.Thread):
+class Watchdog(BackgroundThread):
     """Publish where this worker is and watch for messages of the others.
 
     To stop together, every worker names the earliest point at which it can stop, its *position* in
@@ -72,7 +73,7 @@ class Watchdog(threading.Thread):
         names: Sequence[str] | None = None,
         timeout_s: float = math.inf,
     ) -> None:
-        super().__init__(name="loco-watchdog", daemon=True)
+        super().__init__("loco-watchdog")
         self.failure: str | None = None
         self.place = "setup"
         self.meetings = 0
@@ -276,3 +277,8 @@ class Watchdog(threading.Thread):
             self._store.close()
         if self.is_alive() and threading.current_thread() is not self:
             self.join(timeout=10 * _INTERVAL_S)
+
+    def end_with_process(self) -> float:
+        """Beat no more."""
+        self._end.set()
+        return super().end_with_process()

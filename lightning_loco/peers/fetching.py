@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 
+from lightning_loco.background import BackgroundThread
 from lightning_loco.peers.counts import FetchCounts
 from lightning_loco.peers.reader import Reader, ReaderStopped, Received
 from lightning_loco.peers.slow_reader import SlowReader
@@ -13,7 +14,7 @@ from lightning_loco.peers.slow_reader import SlowReader
 log = logging.getLogger(__name__)
 
 
-class FetchingThread(threading.Thread):
+class FetchingThread(BackgroundThread):
     """Make the fetches that the training thread asks for, and hand over what they bring.
 
     A fetch ends at the latest the reader's ``fetch_timeout_s`` after its start, with or without
@@ -24,7 +25,7 @@ class FetchingThread(threading.Thread):
     """
 
     def __init__(self, reader: Reader | SlowReader) -> None:
-        super().__init__(name="loco-peer-fetching", daemon=True)
+        super().__init__("loco-peer-fetching")
         self._reader = reader
         self._fetch_timeout_s = reader.fetch_timeout_s
         # Fetches are numbered; all below is shared with the training thread.
@@ -107,11 +108,19 @@ class FetchingThread(threading.Thread):
 
     def close(self) -> None:
         """End the thread; a second call does nothing."""
-        with self._changed:
-            self._closing = True
-            self._reader.stop()
-            self._changed.notify_all()
+        self._tell_to_end()
         if self.ident is None:
             self._reader.close()
         elif self.is_alive():
             self.join(self._fetch_timeout_s + 5)
+
+    def end_with_process(self) -> float:
+        """Give up the fetch under way."""
+        self._tell_to_end()
+        return super().end_with_process()
+
+    def _tell_to_end(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._reader.stop()
+            self._changed.notify_all()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import logging
-import threading
 
 import zmq
 
+from lightning_loco.background import BackgroundThread
 from lightning_loco.peers.answers import Answers
 from lightning_loco.peers.keys import Keys
 from lightning_loco.peers.listener import Listener
@@ -18,7 +18,7 @@ from lightning_loco.peers.router import Router
 log = logging.getLogger(__name__)
 
 
-class ServingThread(threading.Thread):
+class ServingThread(BackgroundThread):
     """Answer requests for chunks of the publications until closed.
 
     Requests have at most 1 KiB, only a few of them wait for each client, and clients that do not
@@ -51,7 +51,7 @@ class ServingThread(threading.Thread):
         keys: Keys | None = None,
         max_clients: int = 64,
     ) -> None:
-        super().__init__(name="loco-peer-serving", daemon=True)
+        super().__init__("loco-peer-serving")
         self._answers = Answers(model, publications)
         self._door = _open_door(self._answers, host, port or 0, max_clients, keys)
         self.port = self._door.port
@@ -82,6 +82,11 @@ class ServingThread(threading.Thread):
         self._door.stop()
         if self.is_alive():
             self.join()
+
+    def end_with_process(self) -> float:
+        """Answer nobody any more."""
+        self._door.stop()
+        return super().end_with_process()
 
 
 def _open_door(

@@ -5,17 +5,20 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from lightning_loco.comm.store import PromptStore, StoreSilent, in_time
 from tests.comm.workers import threads_named
+from tests.programs import Program
 
 
 @pytest.fixture
@@ -178,3 +181,44 @@ def test_closing_waits_for_a_call_that_has_just_begun() -> None:
         store.check(["key"], patience_s=0.1)
     store.close()
     assert not threads_named("loco-store")
+
+
+# Ends with a call under way to a server that goes on a second later. Python takes two to end.
+ENDING = """
+import os, signal, subprocess, sys, time
+
+import torch.distributed as dist
+
+from lightning_loco.comm.store import PromptStore, StoreSilent
+
+host = "import sys, torch.distributed as dist; "
+host += "server = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); "
+host += "print(server.port, flush=True); sys.stdin.read()"
+pipe = subprocess.PIPE
+server = subprocess.Popen([sys.executable, "-c", host], stdin=pipe, stdout=pipe, text=True)
+port = int(server.stdout.readline())
+client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+store = PromptStore.beside(client, 10.0)
+store.set("key", "value")
+os.kill(server.pid, signal.SIGSTOP)
+try:
+    store.check(["key"], patience_s=0.1)
+except StoreSilent:
+    print("silent")
+store.close()
+subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {server.pid}"])
+
+
+class Late:
+    def __del__(self):
+        time.sleep(2)
+        server.kill()
+
+
+late = Late()
+"""
+
+
+@pytest.mark.long
+def test_an_answer_that_comes_while_python_ends_does_no_harm(tmp_path: Path) -> None:
+    assert "silent" in Program([sys.executable, "-c", ENDING], tmp_path).succeed()

@@ -1,0 +1,62 @@
+"""A process ends well while threads of the package are at work."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.programs import Program
+from tests.test_layering import PACKAGE
+
+AT_WORK = """
+import threading
+import torch
+from lightning_loco.background import begin
+
+values = torch.ones(1_000_000)
+
+def work():
+    while threading.main_thread().is_alive():
+        values.mul_(1.0)  # comes back from PyTorch again and again
+    for _ in range(50):
+        values.mul_(1.0)
+    print("ready", flush=True)
+
+begin(work)
+"""
+HUNG = """
+import threading, time
+from lightning_loco.background import BackgroundThread
+
+class Forever(BackgroundThread):
+    def run(self):
+        threading.Event().wait()
+
+    def end_with_process(self):
+        print("told", flush=True)
+        return super().end_with_process()
+
+for number in range(20):
+    Forever(f"hung-{number}").start()
+"""
+
+
+@pytest.mark.slow
+def test_work_under_way_comes_to_its_end(tmp_path: Path) -> None:
+    assert "ready" in Program([sys.executable, "-c", AT_WORK], tmp_path).succeed()
+
+
+@pytest.mark.long
+def test_what_never_ends_is_left_behind(tmp_path: Path) -> None:
+    said = Program([sys.executable, "-c", HUNG], tmp_path).succeed(limit_s=30)
+    assert said.count("told") == 20
+
+
+def test_all_threads_that_a_process_leaves_behind_are_told() -> None:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.keyword) and node.arg == "daemon":
+                assert path.name == "background.py", path
