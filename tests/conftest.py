@@ -7,6 +7,8 @@ import os
 # Four processes share few cores: more threads would only wait for each other. torch reads this
 # when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# PyTorch's store asks for the names of addresses, and a name server may not answer.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -10,6 +10,7 @@ Or with rounds that travel during the next local steps: python examples/chaos/ch
 
 import argparse
 import json
+import os
 import random
 import signal
 import socket
@@ -25,6 +26,8 @@ HERE = Path(__file__).resolve().parent
 HEARTBEAT_S = 1.0
 LONGEST_ROUND_S, LONGEST_START_S = 60.0, 240.0
 MOST, FEWEST = 4, 2
+RESOLVER = {"RES_OPTIONS": "timeout:1 attempts:1"}
+"""PyTorch asks for the name of every address of which it reports an error, and waits for it."""
 
 
 def free_port() -> int:
@@ -83,6 +86,7 @@ class Run:
                     *(["--overlap"] if asked.overlap else []),
                 ],
                 stderr=errors,
+                env=os.environ | RESOLVER,
             )
         return number
 

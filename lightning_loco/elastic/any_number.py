@@ -8,7 +8,7 @@ from lightning_loco.algorithms import Algorithm
 from lightning_loco.topology import TOPOLOGIES, Topology, get_topology
 
 TYPICAL = 8
-"""The number of workers that ``"auto"`` settings are chosen for."""
+"""The number of workers that ``"auto"`` settings are chosen for, unless others need less."""
 
 LARGEST = 32
 """Up to so many workers are checked; there may be more."""
@@ -16,6 +16,8 @@ LARGEST = 32
 
 def prepare_for_any_number(algorithm: Algorithm, topology: Topology) -> Algorithm:
     """Check an algorithm for 1 to 32 workers; ``"auto"`` becomes what suits 8 of them.
+
+    If gossip then diverges with another number of workers, it becomes what suits that number.
 
     Args:
         algorithm: One that exchanges with neighbours.
@@ -33,11 +35,22 @@ def prepare_for_any_number(algorithm: Algorithm, topology: Topology) -> Algorith
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         ready = algorithm.prepare(TYPICAL, topology)
-        for count in range(1, LARGEST + 1):
+        numbers = range(1, LARGEST + 1)
+        if diverging := next((n for n in numbers if not _works(ready, n, topology)), None):
+            ready = algorithm.prepare(diverging, topology)
+        for count in numbers:
             ready.prepare(count, topology)
     if said:
         warnings.warn(said[0].message, stacklevel=2)
     return ready
+
+
+def _works(ready: Algorithm, num_workers: int, topology: Topology) -> bool:
+    try:
+        ready.prepare(num_workers, topology)
+    except ValueError:
+        return False
+    return True
 
 
 def for_any_number() -> list[str]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_loco.background import begin
+from lightning_loco.background import BackgroundThread, begin
 from lightning_loco.comm.rows import Row
 from lightning_loco.elastic.carriers import Carrier
 from lightning_loco.elastic.consistency import Consistency
@@ -110,7 +110,7 @@ class Flight:
             raise self.error
 
 
-class Flights(threading.Thread):
+class Flights(BackgroundThread):
     """Carries one flight after the other.
 
     Args:
@@ -140,7 +140,7 @@ class Flights(threading.Thread):
         timeout_s: float,
         consistency: Consistency,
     ) -> None:
-        super().__init__(name="loco-flights", daemon=True)
+        super().__init__("loco-flights")
         self._lighthouse = lighthouse
         self._groups = groups
         self._carrier = carrier
@@ -186,6 +186,12 @@ class Flights(threading.Thread):
         self.join(_PARTING_S)
         self._groups.close()
 
+    def end_with_process(self) -> float:
+        """Take part no longer."""
+        self._queue.put(None)
+        self._lighthouse.close()
+        return _PARTING_S
+
     def run(self) -> None:
         """Carry flights until :meth:`close`."""
         while (flight := self._queue.get()) is not None:
@@ -218,12 +224,12 @@ class Flights(threading.Thread):
     def _agree(self, flight: Flight, began: float) -> Plan:
         """Who takes part; waits until they are enough."""
         while True:
-            open_group, store = self._groups.name, self._groups.address
             enough = 1 if self.are_last else self._min_workers - self._groups.finished
+            open_group, store = self._groups.name, self._groups.address  # finished may change them
             reach, run = self._share.reach, self._fingerprint
             told = Told(flight.round_index, open_group, store, reach, run, enough)
             left_s = began + self._timeout_s - time.monotonic()
-            quorum = self._lighthouse.quorum(told._asdict(), left_s)
+            quorum = self._lighthouse.quorum(told._asdict(), left_s) if left_s > 0 else None
             if quorum is None:
                 raise RuntimeError(
                     f"Fewer than {self._min_workers} workers were there, or one that is alive did "

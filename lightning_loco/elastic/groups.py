@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import threading
+import ctypes
+import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import wait
 from datetime import timedelta
 
 import torch
@@ -13,14 +15,21 @@ from torch.distributed import TCPStore, Work
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 from torchft.process_group import ProcessGroupGloo
 
-from lightning_loco.elastic.gathering import Gathering, check_alive, connected
+from lightning_loco.background import BackgroundThread, begin
+from lightning_loco.comm.store import PromptStore, in_time
+from lightning_loco.elastic.gathering import SILENT_S, Gathering
 from lightning_loco.elastic.plan import Plan
+from lightning_loco.elastic.stores import check_alive, connected
+from lightning_loco.elastic.wakefulness import Wakefulness
 
 CONNECT_S = 20.0
 """Longest wait for the members of a new group: one of them may have died meanwhile."""
 
+log = logging.getLogger(__name__)
+
 _RUN, _FINISHED = "run", "finished"
-_GOODBYE_S = 6.0
+_GOODBYE_S, _OWN_S = 6.0, 3.0
+_MOST_OF = 0.8
 _END, _CAME = 2**20, 2**20 + 1  # tags of single bytes
 
 
@@ -39,38 +48,69 @@ class Groups:
     def __init__(self, host: str, timeout_s: float) -> None:
         self.name = ""
         self._timeout = timedelta(seconds=timeout_s)
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        self.address = f"{host}:{self._store.port}"
-        self._own_words = self._store
+        self._host = host
+        self._run = ""
+        self._finished_before = self._finished = 0
+        self._serve()
+        self._wakefulness = Wakefulness(_MOST_OF * min(SILENT_S, self._connect_s))
+        self._wakefulness.start()
         self._group: ProcessGroupGloo | None = None
+        self._gathering: Gathering | None = None
         self._plan: Plan | None = None
+
+    def _serve(self) -> None:
+        self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+        self.address = f"{self._host}:{self._store.port}"
+        self._own_words = PromptStore(self._store)
 
     def describe(self, run: str) -> None:
         """Keep what this worker's run is, for those who want to know why theirs is another."""
-        self._store.set(_RUN, run)
+        self._run = run
+        self._own_words.set(_RUN, run)
 
     def ask(self, store: str) -> str:
         """What another worker's run is; RuntimeError if it does not say."""
-        asked = connected(store, self._connect_s)
-        return asked.get(_RUN).decode()
+        asked = connected(store, "The run", self._connect_s)
+        return in_time(lambda: asked.get(_RUN), self._connect_s).decode()
 
     @property
     def finished(self) -> int:
         """How many of those who took part with this worker have finished since."""
         try:
-            return self._own_words.add(_FINISHED, 0)
-        except RuntimeError:  # something has cut the connection to this worker's own store
-            self._own_words = connected(self.address, self._connect_s)
-            return self._own_words.add(_FINISHED, 0)
+            found = self._own_words.add(_FINISHED, 0)
+        except RuntimeError:
+            found = self._finished_over_another_line()
+        self._finished = self._finished_before + found
+        return self._finished
+
+    def _finished_over_another_line(self) -> int:
+        """Something has cut the connection to this worker's own store, or has broken the store.
+
+        In its place another one is served then, at an address that the others hear next time.
+        """
+        self._own_words.close()
+        try:
+            self._own_words = PromptStore(connected(self.address, "This worker", _OWN_S))
+            return self._own_words.add(_FINISHED, 0, _OWN_S)
+        except RuntimeError:
+            log.warning("The key-value store that this worker serves is broken: it serves another.")
+        self._own_words.close()
+        self.drop()
+        keep = ctypes.py_object(self._store)
+        ctypes.pythonapi.Py_IncRef(keep)  # its end would wait for ever for what is broken
+        self._serve()
+        self.describe(self._run)
+        self._finished_before = self._finished
+        return 0
 
     def say_finished(self) -> None:
         """Tell those who took part last that this worker has finished, if they are there still."""
         plan = self._plan
-        for place, store in enumerate(plan.stores if plan is not None else ()):
-            if plan is not None and place != plan.own:
-                with suppress(RuntimeError):
-                    check_alive(plan, place)
-                    connected(store, _GOODBYE_S).add(_FINISHED, 1)
+        if plan is None:
+            return
+        members = list(zip(plan.stores, plan.names, strict=True))
+        others = members[: plan.own] + members[plan.own + 1 :]
+        wait([begin(functools.partial(_say_finished, *other)) for other in others], _GOODBYE_S)
 
     def open(self, plan: Plan) -> None:
         """Have the group of a plan; made anew if it is another one.
@@ -78,6 +118,7 @@ class Groups:
         Raises:
             RuntimeError: If a member does not come.
         """
+        self._wakefulness.begin()
         if not plan.is_new:
             return
         self.drop()
@@ -88,7 +129,8 @@ class Groups:
         except RuntimeError:
             gathering.leave()
             raise
-        self._group, self._plan, self.name = group, plan, plan.group
+        self._group, self._gathering = group, gathering
+        self._plan, self.name = plan, plan.group
 
     def _connect(self, plan: Plan) -> ProcessGroupGloo:
         group = ProcessGroupGloo(timeout=timedelta(seconds=self._connect_s))
@@ -98,21 +140,28 @@ class Groups:
 
     @property
     def _connect_s(self) -> float:
-        return min(CONNECT_S, self._timeout.total_seconds())
+        return min(CONNECT_S, self._timeout.total_seconds() / 3)
 
     def sum(self, flat: Tensor) -> None:
         """Add a flat tensor up over all members, in place."""
         options = AllreduceOptions()
         options.timeout = self._timeout
-        self._open.allreduce([flat], options).wait()
+        group = self._open
+        self._attend(lambda: group.allreduce([flat], options).wait())
 
     def gather(self, row: Tensor) -> Tensor:
-        """The rows of all members, of shape ``(members, width)``."""
+        """The rows of all members, of shape ``(members, width)``.
+
+        Raises:
+            RuntimeError: If one of them is lost, or this worker has slept since :meth:`open`: the
+                others may have given up meanwhile, and their rows be what they had sent before.
+        """
         group = self._open
         table = row.new_empty(group.size(), len(row))
         options = AllgatherOptions()
         options.timeout = self._timeout
-        group.allgather([list(table)], [row], options).wait()
+        self._attend(lambda: group.allgather([list(table)], [row], options).wait())
+        self._wakefulness.check()
         return table
 
     def send(self, tensors: Sequence[Tensor], to: int) -> None:
@@ -121,11 +170,11 @@ class Groups:
         Raises:
             RuntimeError: If that member is lost.
         """
-        self._move({to: tensors}, {})
+        self._attend(lambda: self._move({to: tensors}, {}))
 
     def receive(self, tensors: Sequence[Tensor], source: int) -> None:
         """Receive what a member sends, into tensors; RuntimeError if it is lost."""
-        self._move({}, {source: tensors})
+        self._attend(lambda: self._move({}, {source: tensors}))
 
     def swap(self, sent: Mapping[int, Tensor], inbox: Mapping[int, Tensor]) -> None:
         """Send each member its message, while those of others arrive in their places of an inbox.
@@ -133,10 +182,9 @@ class Groups:
         Raises:
             RuntimeError: If one of them is lost.
         """
-        self._move(
-            {to: [message] for to, message in sent.items()},
-            {source: [memory] for source, memory in inbox.items()},
-        )
+        messages = {to: [message] for to, message in sent.items()}
+        memories = {source: [memory] for source, memory in inbox.items()}
+        self._attend(lambda: self._move(messages, memories))
 
     def _move(
         self, sent: Mapping[int, Sequence[Tensor]], received: Mapping[int, Sequence[Tensor]]
@@ -182,16 +230,24 @@ class Groups:
             raise RuntimeError("There is no open group.")
         return self._group
 
+    def _attend(self, exchange: Callable[[], object]) -> None:
+        if self._gathering is None:
+            raise RuntimeError("There is no open group.")
+        self._gathering.attend(exchange)
+
     def drop(self) -> None:
         """Leave the open group without waiting for what is under way."""
-        groups = [self._group]
-        self._group, self.name = None, ""
-        if groups[0] is not None:
-            threading.Thread(target=_abort, args=(groups,), name="loco-left-group").start()
+        groups, gathering = [self._group], self._gathering
+        self._group, self._gathering, self.name = None, None, ""
+        if gathering is not None:
+            BackgroundThread("loco-left-group", functools.partial(_abort, groups)).start()
+            gathering.leave()
 
     def close(self) -> None:
         """Leave the group, and stop serving the store."""
         self.drop()
+        self._wakefulness.close()
+        self._own_words.close()
         del self._store, self._own_words
 
 
@@ -200,6 +256,11 @@ def _abort(groups: list[ProcessGroupGloo | None]) -> None:
     if groups[0] is not None:
         groups[0].abort(errored=False)
     groups.clear()
+
+
+def _say_finished(store: str, who: str) -> None:
+    check_alive(store, who)
+    connected(store, who, _GOODBYE_S).add(_FINISHED, 1)
 
 
 def _byte() -> Tensor:

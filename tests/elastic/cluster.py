@@ -123,9 +123,16 @@ class Cluster:
     def sleep_through_a_round(self, index: int, seen_by: int) -> None:
         """Stop one of three workers until the other two have made a round without it."""
         self.kill(index, signal.SIGSTOP)
-        until(lambda: len(self.lines(seen_by)[-1]["members"]) == 2, "a round of two")
+        self.meets(seen_by, 2)
         time.sleep(1)
         self.kill(index, signal.SIGCONT)
+
+    def meets(self, index: int, members: int) -> None:
+        """Wait until the last round of a worker was one of so many members."""
+        until(
+            lambda: [len(line["members"]) for line in self.lines(index)[-1:]] == [members],
+            f"round of {members} with worker {index}",
+        )
 
     def lines(self, index: int) -> list[Line]:
         """What a worker has written so far."""

@@ -1,4 +1,4 @@
-"""Places in a round at which a worker can be made to die: SIGKILL, sent by itself."""
+"""Places in a round at which a worker can be made to die or to freeze, by a signal to itself."""
 
 from __future__ import annotations
 
@@ -55,21 +55,36 @@ POINTS = {
 
 def die_at(point: str, is_time: Callable[[], bool]) -> None:
     """Die at the first call of a point when it is time."""
+    _at(point, is_time, die)
+
+
+def freeze_at(point: str, is_time: Callable[[], bool]) -> None:
+    """Stop at the first call of a point when it is time, until somebody sends SIGCONT."""
+    once = iter([True])
+    _at(point, lambda: is_time() and next(once, False), freeze)
+
+
+def _at(point: str, is_time: Callable[[], bool], end: Callable[[], None]) -> None:
     owner, name, delay_s = POINTS[point]
     original = getattr(owner, name)
 
     @functools.wraps(original)
-    def dying(*args: Any, **settings: Any) -> Any:
+    def ending(*args: Any, **settings: Any) -> Any:
         if is_time():
             if delay_s:
-                threading.Timer(delay_s, die).start()
+                threading.Timer(delay_s, end).start()
             else:
-                die()
+                end()
         return original(*args, **settings)
 
-    setattr(owner, name, dying)
+    setattr(owner, name, ending)
 
 
 def die() -> None:
     """End at once."""
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def freeze() -> None:
+    """Stop, as a suspended machine does."""
+    os.kill(os.getpid(), signal.SIGSTOP)

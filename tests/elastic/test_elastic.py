@@ -94,6 +94,14 @@ def test_below_the_minimum_they_wait_until_someone_comes(tmp_path: Path) -> None
 
 
 @pytest.mark.long
+def test_below_the_minimum_for_too_long_is_an_error(tmp_path: Path) -> None:
+    with cluster(tmp_path, "--timeout-s=6", min_workers=2, least=1) as made:
+        made.start(0)
+        assert made.exit_status(0) == 1
+        assert "Fewer than 2 workers were there" in made.errors(0)
+
+
+@pytest.mark.long
 def test_the_lighthouse_is_restarted(tmp_path: Path) -> None:
     with cluster(tmp_path, "--rounds=40", "--step-s=0.04") as made:
         made.start(0)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_loco.elastic.gathering import SILENT_S
 from tests.elastic import resume_worker
 from tests.elastic.cluster import HEARTBEAT_TIMEOUT_S, Cluster, cluster, until
 from tests.elastic.fault_points import POINTS
@@ -66,6 +67,24 @@ def test_a_newcomer_dies_while_it_receives_the_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("point", ["rows", QUICK, "before the group", *AT_A_JOIN])
+def test_one_that_freezes_is_left_behind_and_comes_back(tmp_path: Path, point: str) -> None:
+    settings = ("--rounds=400", "--step-s=0.02", "--numel=200000", "--timeout-s=300")
+    with cluster(tmp_path, *settings) as made:
+        made.start(0, f"--freeze-at={point}", "--die-in=8")
+        made.start(1)
+        made.reaches(1, 8 if point in AT_A_JOIN else 0)
+        made.start(2)
+        until(lambda: longest_wait(made) > SILENT_S, "round without the frozen one")
+        assert len(made.lines(1)[-1]["members"]) == 2
+        made.kill(0, signal.SIGCONT)
+        made.ends(0, 1, 2)
+        assert made.agree() == 401
+        assert len(made.lines(0)[-1]["members"]) == 3
+        assert longest_wait(made) < SILENT_S + HEARTBEAT_TIMEOUT_S + 10  # +4 on a quiet machine
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("point", OF_A_CHECKPOINT)
 def test_a_job_that_dies_while_it_saves_comes_back_with_what_it_has_saved(
     tmp_path: Path, point: str
@@ -114,7 +133,7 @@ def test_workers_leave_one_by_one_down_to_one(tmp_path: Path) -> None:
 def longest_wait(made: Cluster) -> float:
     """Of worker 1, from one round to the next, in seconds."""
     times = [line["time"] for line in made.lines(1)]
-    return max(after - before for before, after in itertools.pairwise(times))
+    return max((after - before for before, after in itertools.pairwise(times)), default=0.0)
 
 
 def members_now(made: Cluster) -> int:

@@ -6,13 +6,16 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
 from lightning_loco.elastic.gathering import Gathering
 from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.plan import Plan
+from lightning_loco.elastic.stores import connected
 
 PATIENCE_S = 20.0
 SOON_S = 12.0
@@ -44,10 +47,12 @@ def test_who_ends_while_the_group_is_made_is_not_waited_for() -> None:
     began = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
         opening = pool.submit(first.open, here)
-        Gathering(there, PATIENCE_S).assemble()
+        other = Gathering(there, PATIENCE_S)
+        other.assemble()
         second.close()
         with pytest.raises(RuntimeError, match="m1 has ended"):
             opening.result()
+        other.leave()
     assert time.monotonic() - began < SOON_S
     first.close()
 
@@ -62,20 +67,30 @@ def test_members_find_each_other() -> None:
         group.close()
 
 
+def sockets() -> Iterator[socket.socket]:
+    """Those of this process for TCP."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
+            if found.family != socket.AF_UNIX:
+                yield found
+
+
 def cut_connections_to(port: int) -> int:
     """End those of this process, as a network that fails does; how many."""
     count = 0
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            with socket.socket(fileno=os.dup(int(name))) as connection:
-                if connection.family == socket.AF_UNIX:
-                    continue
-                if connection.getpeername()[1] == port:
-                    connection.shutdown(socket.SHUT_RDWR)
-                    count += 1
-        except OSError:  # another kind of file, or a socket that only listens
-            continue
+    for connection in sockets():
+        with suppress(OSError):  # one that only listens
+            if connection.getpeername()[1] == port:
+                connection.shutdown(socket.SHUT_RDWR)
+                count += 1
     return count
+
+
+def stop_serving(port: int) -> None:
+    """End the connections of a server of this process, and take no more."""
+    for found in sockets():
+        if found.getsockname()[1] == port:
+            found.shutdown(socket.SHUT_RDWR)
 
 
 def test_members_that_have_finished_are_counted_over_a_cut_connection() -> None:
@@ -89,3 +104,15 @@ def test_members_that_have_finished_are_counted_over_a_cut_connection() -> None:
     assert groups.finished == 1
     groups.close()
     other.close()
+
+
+def test_a_store_of_ones_own_that_is_broken_is_replaced() -> None:
+    groups = Groups("127.0.0.1", PATIENCE_S)
+    groups.describe("a run")
+    before = groups.address
+    stop_serving(int(before.rpartition(":")[2]))
+    assert groups.finished == 0
+    assert groups.address != before
+    assert connected(groups.address, "m0", PATIENCE_S).get("run") == b"a run"
+    assert groups.finished == 0
+    groups.close()

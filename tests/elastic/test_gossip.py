@@ -119,7 +119,7 @@ def test_who_is_left_alone_goes_on_and_two_join_at_once(tmp_path: Path) -> None:
         made.start(1)
         made.reaches(0, 5)
         made.kill(1)
-        until(lambda: len(made.lines(0)[-1]["members"]) == 1, "a round alone")
+        made.meets(0, 1)
         made.start(2)
         made.start(3)
         made.ends(0, 2, 3)

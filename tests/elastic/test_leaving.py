@@ -18,13 +18,13 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("schedule", [("--overlap",), ()], ids=["overlap", "blocking"])
 def test_sigterm_leaves_after_the_flight(tmp_path: Path, schedule: tuple[str, ...]) -> None:
     """The first worker is fast: it has begun a round that the others come to a phase later."""
-    settings = ("--max-steps=60", "--step-s=0.1", *schedule)
+    settings = ("--max-steps=100", "--step-s=0.1", *schedule)
     with cluster(tmp_path, *settings, least=1, program=trainer_worker.main) as made:
         made.start(0, "--step-s=0.01")
         made.start(1)
         made.start(2)
         made.reaches(0, 3)
-        until(lambda: len(made.lines(1)[-1]["members"]) == 3, "a round of three")
+        made.meets(1, 3)
         made.kill(0, signal.SIGTERM)
         assert made.exit_status(0) == 0
         left_at = made.lines(0)[-1]["round"]

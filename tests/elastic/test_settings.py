@@ -19,7 +19,7 @@ from lightning_loco.algorithms import (
     NoLoCo,
     PairwiseAverage,
 )
-from lightning_loco.elastic.any_number import for_any_number
+from lightning_loco.elastic.any_number import for_any_number, prepare_for_any_number
 from lightning_loco.rounds import Engine, RoundSettings
 from lightning_loco.schedules import Staggered
 from lightning_loco.topology import Torus, get_topology
@@ -66,7 +66,9 @@ def test_topologies_of_some_numbers_only_are_refused(topology: Any) -> None:
 
 
 @pytest.mark.parametrize("topology", for_any_number())
-@pytest.mark.parametrize("algorithm", [GASLoC(), NoLoCo(), NeighborAverage()])
+@pytest.mark.parametrize(
+    "algorithm", [GASLoC(), GASLoC(momentum_on="gossiped"), NoLoCo(), NeighborAverage()]
+)
 def test_all_other_topologies_work(topology: str, algorithm: Algorithm) -> None:
     model = nn.Linear(1, 1)
     engine = StepEngine(model, algorithm, topology=topology, membership=Elastic(HERE))
@@ -81,6 +83,16 @@ def test_gossip_that_diverges_with_some_number_is_refused() -> None:
     algorithm.prepare(2, Torus())
     with pytest.raises(ValueError, match="makes gossip on this topology of .* workers diverge"):
         StepEngine(nn.Linear(1, 1), algorithm, topology="torus", membership=Elastic(HERE))
+
+
+def test_auto_becomes_what_suits_the_number_that_needs_least() -> None:
+    algorithm, grid = GASLoC(momentum_on="gossiped"), get_topology("grid")
+    alone = algorithm.prepare(8, grid)
+    with pytest.raises(ValueError, match="of 30 workers diverge"):
+        alone.prepare(30, grid)
+    ready = prepare_for_any_number(algorithm, grid)
+    assert isinstance(alone.momentum, float)
+    assert 0 < ready.momentum < alone.momentum
 
 
 def test_random_topologies_of_their_own_agree_whatever_the_seed() -> None:

@@ -1,0 +1,52 @@
+"""The store of a member that ends, or freezes, while another one connects with it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+
+from lightning_loco.background import BackgroundThread
+from lightning_loco.elastic.groups import Groups
+from lightning_loco.elastic.stores import check_alive, connected
+
+PATIENCE_S = 5.0
+
+
+def test_who_ends_while_one_connects_is_not_waited_for() -> None:
+    """A process that is killed still takes connections for a moment, and then takes no more."""
+    with socket.create_server(("127.0.0.1", 0)) as dying:
+        store = f"127.0.0.1:{dying.getsockname()[1]}"
+        check_alive(store, "m0")
+        threading.Timer(0.5, dying.close).start()
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"m0 has ended\."):
+            connected(store, "m0", PATIENCE_S)
+    assert time.monotonic() - began < 0.7 * PATIENCE_S
+    wait_for_what_is_left()
+
+
+def test_who_does_not_answer_is_waited_for_so_long() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        store = f"127.0.0.1:{frozen.getsockname()[1]}"
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"m0 has not answered for 2 s"):
+            connected(store, "m0", 2.0)
+        assert 2.0 <= time.monotonic() - began < 8.0
+    wait_for_what_is_left()
+
+
+def wait_for_what_is_left() -> None:
+    """Wait for PyTorch's attempts to connect, which nobody can end."""
+    for thread in threading.enumerate():
+        if isinstance(thread, BackgroundThread):
+            thread.join(60)
+
+
+def test_a_store_that_is_served_is_reached() -> None:
+    groups = Groups("127.0.0.1", PATIENCE_S)
+    groups.describe("a run")
+    assert connected(groups.address, "m0", PATIENCE_S).get("run") == b"a run"
+    groups.close()
