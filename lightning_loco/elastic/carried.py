@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_loco.comm.rows import PendingRows
 from lightning_loco.comm.waiting import Timed
-from lightning_loco.elastic.flights import Flight
+from lightning_loco.elastic.flight import Flight
 from lightning_loco.rounds.engine import Engine
 
 

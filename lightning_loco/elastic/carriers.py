@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from lightning_loco.elastic.flight import Flight
 from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.handover import Handover, receive, send
 from lightning_loco.elastic.plan import Plan
 from lightning_loco.elastic.state import copy_state, lane_of, longest_state
 from lightning_loco.rounds.compressed_sum import CompressedSum
 from lightning_loco.rounds.engine import Engine
-
-if TYPE_CHECKING:
-    from lightning_loco.elastic.flights import Flight
 
 log = logging.getLogger(__name__)
 

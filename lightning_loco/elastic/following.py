@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_loco.elastic.carried import Carried, rows_of
-from lightning_loco.elastic.flights import Flight
+from lightning_loco.elastic.flight import Flight
 from lightning_loco.elastic.state import adopt_state, lane_of
 from lightning_loco.rounds.engine import Engine
 from lightning_loco.rounds.flight import Flight as LaneFlight

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from lightning_loco.elastic.flight import Flight
 from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.handover import Handover, receive, send
 from lightning_loco.elastic.plan import UNKNOWING, Plan
@@ -16,9 +16,6 @@ from lightning_loco.rounds.compressed_mixing import mix_compressed
 from lightning_loco.rounds.engine import Engine
 from lightning_loco.rounds.mixing import Mix
 from lightning_loco.topology import Topology
-
-if TYPE_CHECKING:
-    from lightning_loco.elastic.flights import Flight
 
 _MESSAGE = "message"
 

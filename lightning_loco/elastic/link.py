@@ -13,7 +13,8 @@ from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Timed
 from lightning_loco.elastic.carried import Carried, rows_of
 from lightning_loco.elastic.elastic import Elastic
-from lightning_loco.elastic.flights import Flight, Flights
+from lightning_loco.elastic.flight import Flight
+from lightning_loco.elastic.flights import Flights
 from lightning_loco.elastic.following import follow, position_of, take_part
 from lightning_loco.elastic.plan import UNKNOWING, resumed
 from lightning_loco.elastic.resumed import is_ahead, land_saved_rounds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lightning_loco.algorithms import Mix
-from lightning_loco.elastic.flights import Flight
+from lightning_loco.elastic.flight import Flight
 from lightning_loco.rounds.engine import Engine
 from lightning_loco.rounds.late import land_late
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_loco.codecs import shared_part
+from lightning_loco.elastic.flight import Flight
 from lightning_loco.elastic.handover import Handover
 from lightning_loco.rounds.engine import Engine
 from lightning_loco.rounds.rounds import Rounds
-
-if TYPE_CHECKING:
-    from lightning_loco.elastic.flights import Flight
 
 STATES = 8
 """The most vectors of the length of a message that a state is made of."""

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_loco.algorithms import DiLoCo
 from lightning_loco.comm.rows import ROUND, Row
-from lightning_loco.elastic.flights import Flight
+from lightning_loco.elastic.flight import Flight
 from lightning_loco.elastic.handover import Handover
 from lightning_loco.elastic.plan import resumed
 from lightning_loco.elastic.resumed import is_ahead, land_saved_rounds

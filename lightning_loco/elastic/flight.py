@@ -1,0 +1,87 @@
+"""One exchange of a worker, from its begin to its end; the training thread waits for it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+from torch import Tensor
+
+from lightning_loco.comm.rows import Row
+from lightning_loco.elastic.handover import Handover
+from lightning_loco.elastic.plan import UNKNOWING, Plan
+
+PATIENCE_S = 30.0
+"""How long a wait may be before something is said."""
+
+log = logging.getLogger(__name__)
+
+
+class Flight:
+    """One exchange of this worker.
+
+    Args:
+        round_index: The round; :data:`UNKNOWING` to join a run.
+        row: What it tells the others.
+
+    Attributes:
+        values: Where the engine is as it begins, for newcomers.
+        message: For the others; None if this worker only joins. Stays as it is until the end of the
+            flight, since the exchange may have to be repeated.
+        stays: Whether local steps are made while it is under way.
+        is_sent: Set it once the message is there, and the state will not change until the landing.
+        received: What the messages have come to; None if the run has only begun.
+        lost: What was lost of this worker's message on the wire, if it is fed back.
+        bytes_sent: By this worker, for its message.
+        bytes_saved: How much more that would have been without compression.
+        rows: Of all members, of shape ``(members, width)``.
+        plan: How it was carried in the end; None before that.
+        state: The state of the run, if this worker needed it.
+        is_adopted: Whether the engine goes on from it already.
+        error: Why it was not carried.
+    """
+
+    def __init__(self, round_index: int, row: Row) -> None:
+        self.round_index = round_index
+        self.row = row
+        self.values: dict[str, Any] = {}
+        self.message: Tensor | None = None
+        self.stays = False
+        self.is_sent = threading.Event()
+        self.received: Tensor | None = None
+        self.lost: Tensor | None = None
+        self.bytes_sent = self.bytes_saved = 0
+        self.rows: Tensor | None = None
+        self.plan: Plan | None = None
+        self.state: Handover | None = None
+        self.is_adopted = False
+        self.error: BaseException | None = None
+        self._is_over = threading.Event()
+
+    @property
+    def has_drifted(self) -> bool:
+        """Whether this worker got the state because its own was another one than the others'."""
+        return self.plan is not None and self.plan.own in self.plan.drifted
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Nothing more will come."""
+        self.error = error
+        self._is_over.set()
+
+    def is_over(self) -> bool:
+        """Whether :meth:`wait` would return or raise at once."""
+        return self._is_over.is_set()
+
+    def wait(self) -> None:
+        """Wait for its end, and say so when that takes long; raises what has gone wrong."""
+        if not self._is_over.wait(PATIENCE_S):
+            what = "A run" if self.round_index <= UNKNOWING else f"Round {self.round_index}"
+            log.warning(
+                "%s waits for other workers. The page of the lighthouse (its address in a browser) "
+                "shows who is alive.",
+                what,
+            )
+            self._is_over.wait()
+        if self.error is not None:
+            raise self.error
