@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_loco.comm.rows import Row
 from lightning_loco.elastic.handover import Handover
 from lightning_loco.elastic.plan import UNKNOWING, Plan
+from lightning_loco.elastic.receipt import Receipt
 
 PATIENCE_S = 30.0
 """How long a wait may be before something is said."""
@@ -36,6 +37,7 @@ class Flight:
         bytes_sent: By this worker, for its message.
         bytes_saved: How much more that would have been without compression.
         rows: Of all members, of shape ``(members, width)``.
+        receipt: What was received, before all members have.
         plan: How it was carried in the end; None before that.
         state: The state of the run, if this worker needed it.
         is_adopted: Whether the engine goes on from it already.
@@ -53,6 +55,7 @@ class Flight:
         self.lost: Tensor | None = None
         self.bytes_sent = self.bytes_saved = 0
         self.rows: Tensor | None = None
+        self.receipt: Receipt | None = None
         self.plan: Plan | None = None
         self.state: Handover | None = None
         self.is_adopted = False

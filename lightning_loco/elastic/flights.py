@@ -27,6 +27,7 @@ from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.handover import Handover
 from lightning_loco.elastic.lighthouse import Lighthouse
 from lightning_loco.elastic.plan import UNKNOWING, OtherRun, Plan, Told, difference, make_plan
+from lightning_loco.elastic.receipt import Receipt
 from lightning_loco.elastic.sharing import DataShare
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,8 @@ class Flights(BackgroundThread):
     Attributes:
         are_last: Whether this worker leaves after them, and waits for no more members than there
             are.
+        made: The group in which the last one was carried; empty if this worker has kept a state of
+            its own.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Flights(BackgroundThread):
         self._timeout_s = timeout_s
         self._consistency = consistency
         self.are_last = False
+        self.made = ""
         self._queue: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
 
     def carry(self, flight: Flight) -> None:
@@ -132,6 +136,10 @@ class Flights(BackgroundThread):
         self._share.begin_round()
         while flight.plan is None:
             plan = self._agree(flight, began)
+            receipt, flight.receipt = flight.receipt, None
+            if receipt is not None and plan.own in plan.counted:
+                self._count(flight, receipt)
+                continue
             if plan.is_new:
                 self._share.deal(plan.data, plan.own, len(plan.names))
             copy = functools.partial(self._carrier.copy, flight, plan)
@@ -144,8 +152,9 @@ class Flights(BackgroundThread):
                 if time.monotonic() - began > self._timeout_s:
                     raise
                 text = str(error).partition("\n")[0]
+                what = "is repeated" if flight.receipt is None else "may count already"
                 log.warning(
-                    "Round %d is repeated, since a member was lost: %s", plan.round_index, text
+                    "Round %d %s, since a member was lost: %s", plan.round_index, what, text
                 )
 
     def _agree(self, flight: Flight, began: float) -> Plan:
@@ -154,7 +163,10 @@ class Flights(BackgroundThread):
             enough = 1 if self.are_last else self._min_workers - self._groups.finished
             open_group, store = self._groups.name, self._groups.address  # finished may change them
             reach, run = self._share.reach, self._fingerprint
-            told = Told(flight.round_index, open_group, store, reach, run, enough)
+            received = [] if flight.receipt is None else flight.receipt.words
+            told = Told(
+                flight.round_index, open_group, store, reach, run, enough, self.made, received
+            )
             left_s = began + self._timeout_s - time.monotonic()
             quorum = self._lighthouse.quorum(told._asdict(), left_s) if left_s > 0 else None
             if quorum is None:
@@ -168,7 +180,7 @@ class Flights(BackgroundThread):
             except OtherRun as other:
                 theirs = json.loads(self._groups.ask(other.store))
                 raise ValueError(difference(self._told, theirs, other.who)) from None
-            if len(plan.names) >= plan.enough:
+            if len(plan.names) >= plan.enough and (not plan.counted or plan.own in plan.counted):
                 return plan
             time.sleep(_PAUSE_S)
 
@@ -184,20 +196,42 @@ class Flights(BackgroundThread):
             state = copied.result()
         received, rows = None, None
         if plan.round_index != UNKNOWING:
-            received = self._carrier.exchange(flight, plan)
-            rows = self._gather_rows(flight, plan, is_newcomer)  # says that all have received
+            received, rows = self._receive(flight, plan)
+            self._groups.confirm()
         if is_newcomer:
             flight.state, for_newcomers = self._carrier.fetch(plan)
             received = received if for_newcomers is None else for_newcomers
-        if received is not None and not is_newcomer:
+        elif received is not None:
             received = self._carrier.settle(flight, received)
-        flight.received, flight.rows, flight.plan = received, rows, plan
-        flight.end()
+        self._end(flight, plan, received, rows)
         if state is not None:
             self._carrier.bring(state, plan)
 
-    def _gather_rows(self, flight: Flight, plan: Plan, is_newcomer: bool) -> Tensor:
+    def _receive(self, flight: Flight, plan: Plan) -> tuple[Tensor | None, Tensor]:
+        """What the messages come to, and the rows of all members."""
         row = flight.row._replace(round_index=plan.round_index)
-        if is_newcomer:
+        if plan.own in plan.newcomers:
             row = row._replace(weight=0.0)
-        return self._groups.gather(torch.tensor(row.numbers, dtype=torch.float64))
+        rows = self._groups.begin_gather(torch.tensor(row.numbers, dtype=torch.float64))
+        received = self._carrier.exchange(flight, plan)
+        receipt = Receipt(plan, received, rows())
+        if flight.round_index == plan.round_index:
+            flight.receipt = receipt
+        return receipt.received, receipt.rows
+
+    def _count(self, flight: Flight, receipt: Receipt) -> None:
+        """End with what was received; whoever needs the state as well asks again for it."""
+        plan, received = receipt.plan, receipt.received
+        if plan.own in plan.newcomers or received is None:
+            return
+        log.warning(
+            "Round %d counts: all members that are left have received it.", plan.round_index
+        )
+        self._end(flight, plan, self._carrier.settle(flight, received), receipt.rows)
+
+    def _end(
+        self, flight: Flight, plan: Plan, received: Tensor | None, rows: Tensor | None
+    ) -> None:
+        flight.received, flight.rows, flight.plan = received, rows, plan
+        flight.receipt, self.made = None, plan.group
+        flight.end()

@@ -17,10 +17,9 @@ from torchft.process_group import ProcessGroupGloo
 
 from lightning_loco.background import BackgroundThread, begin
 from lightning_loco.comm.store import PromptStore, in_time
-from lightning_loco.elastic.gathering import SILENT_S, Gathering
+from lightning_loco.elastic.gathering import Gathering
 from lightning_loco.elastic.plan import Plan
 from lightning_loco.elastic.stores import check_alive, connected
-from lightning_loco.elastic.wakefulness import Wakefulness
 
 CONNECT_S = 20.0
 """Longest wait for the members of a new group: one of them may have died meanwhile."""
@@ -29,7 +28,6 @@ log = logging.getLogger(__name__)
 
 _RUN, _FINISHED = "run", "finished"
 _GOODBYE_S, _OWN_S = 6.0, 3.0
-_MOST_OF = 0.8
 _END, _CAME = 2**20, 2**20 + 1  # tags of single bytes
 
 
@@ -52,8 +50,6 @@ class Groups:
         self._run = ""
         self._finished_before = self._finished = 0
         self._serve()
-        self._wakefulness = Wakefulness(_MOST_OF * min(SILENT_S, self._connect_s))
-        self._wakefulness.start()
         self._group: ProcessGroupGloo | None = None
         self._gathering: Gathering | None = None
         self._plan: Plan | None = None
@@ -118,7 +114,6 @@ class Groups:
         Raises:
             RuntimeError: If a member does not come.
         """
-        self._wakefulness.begin()
         if not plan.is_new:
             return
         self.drop()
@@ -150,19 +145,26 @@ class Groups:
         self._attend(lambda: group.allreduce([flat], options).wait())
 
     def gather(self, row: Tensor) -> Tensor:
-        """The rows of all members, of shape ``(members, width)``.
+        """The rows of all members, of shape ``(members, width)``; RuntimeError if one is lost."""
+        return self.begin_gather(row)()
 
-        Raises:
-            RuntimeError: If one of them is lost, or this worker has slept since :meth:`open`: the
-                others may have given up meanwhile, and their rows be what they had sent before.
-        """
+    def begin_gather(self, row: Tensor) -> Callable[[], Tensor]:
+        """Begin to :meth:`gather`, beside what follows; what is returned waits for the end."""
         group = self._open
         table = row.new_empty(group.size(), len(row))
         options = AllgatherOptions()
         options.timeout = self._timeout
-        self._attend(lambda: group.allgather([list(table)], [row], options).wait())
-        self._wakefulness.check()
-        return table
+        gathering = group.allgather([list(table)], [row], options)
+
+        def end() -> Tensor:
+            self._attend(gathering.wait)
+            return table
+
+        return end
+
+    def confirm(self) -> None:
+        """Say that this member has received, and wait until all have; RuntimeError if not."""
+        self.gather(_byte())
 
     def send(self, tensors: Sequence[Tensor], to: int) -> None:
         """Send tensors to one member, which receives as many; empty ones do not travel.
@@ -246,7 +248,6 @@ class Groups:
     def close(self) -> None:
         """Leave the group, and stop serving the store."""
         self.drop()
-        self._wakefulness.close()
         self._own_words.close()
         del self._store, self._own_words
 

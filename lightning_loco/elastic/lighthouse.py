@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from torchft.coordination import LighthouseClient, ManagerServer
 
+from lightning_loco.elastic.uptime import Uptime
+
 HEARTBEAT_S = 0.1
 """Time between two signs of life."""
 
@@ -75,6 +77,7 @@ class Lighthouse:
         self._address = address
         self._patience = timedelta(seconds=timeout_s)
         self._client: LighthouseClient | None = None
+        self._uptime = Uptime(address)
         try:
             self._heart = ManagerServer(
                 replica_id=name,
@@ -91,7 +94,7 @@ class Lighthouse:
             raise self._unreachable(error, timeout_s) from error
 
     def quorum(self, told: dict[str, Any], wait_s: float) -> Quorum | None:
-        """Ask to take part, and wait for the others.
+        """Ask to take part, and wait for the others; not before the lighthouse has heard of all.
 
         Args:
             told: What the others should know of this worker, as plain values.
@@ -105,16 +108,17 @@ class Lighthouse:
         """
         deadline = time.monotonic() + wait_s
         while True:
-            left_s = max(_PAUSE_S, deadline - time.monotonic())
             try:
+                self._uptime.wait(deadline)
+                left_s = max(_PAUSE_S, deadline - time.monotonic())
                 if self._client is None:
                     self._client = LighthouseClient(self._url, timedelta(seconds=left_s))
                 found = self._client.quorum(self.name, timedelta(seconds=left_s), data=told)
             except TimeoutError:
                 return None
-            except RuntimeError as error:
+            except (RuntimeError, ConnectionError) as error:
                 self._client = None
-                if time.monotonic() + _PAUSE_S > deadline:
+                if self._uptime.is_closed or time.monotonic() + _PAUSE_S > deadline:
                     raise self._unreachable(error, wait_s) from error
                 time.sleep(_PAUSE_S)
                 continue
@@ -130,4 +134,5 @@ class Lighthouse:
     def close(self) -> None:
         """Stop the signs of life; the others go on without this worker."""
         self._heart.shutdown()
+        self._uptime.close()
         self._client = None

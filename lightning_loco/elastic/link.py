@@ -139,6 +139,7 @@ class ElasticLink:
             assert flight.plan is not None
             engine.statistics.members = len(flight.plan.names)
             if is_ahead(engine, flight):
+                self._flights.made = ""
                 return
             if flight.state is not None:
                 follow(engine, self.host, flight, in_step=False)

@@ -5,9 +5,11 @@ Every member makes its plan of the same words of all members, and so all make th
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, NamedTuple
 
 from lightning_loco.elastic.lighthouse import Member, Quorum
+from lightning_loco.elastic.receipt import counting
 
 UNKNOWING = -1
 """The round of a worker that knows nothing of the run, or whose knowledge is out of date."""
@@ -32,6 +34,9 @@ class Told(NamedTuple):
         data: The first position in the stream of samples that it cannot have taken.
         run: Fingerprint of settings and schema.
         enough: The least number of members with which it makes this round.
+        made: The group in which it made the round before; empty if it knows it from a checkpoint.
+        received: Group and members of an exchange of this round that has failed after this worker
+            had received it; empty if there is none.
     """
 
     round_index: int
@@ -40,6 +45,8 @@ class Told(NamedTuple):
     data: int
     run: str
     enough: int
+    made: str
+    received: list[str]
 
 
 class Plan(NamedTuple):
@@ -58,6 +65,8 @@ class Plan(NamedTuple):
         data: Where the members of a new group go on in the stream of samples.
         enough: With fewer members the round waits: what the least demanding of them has told.
         drifted: Places of those newcomers whose state was found to be another one than the others'.
+        counted: Places of those for whom the exchange counts that has failed; if there are any, no
+            other is made in this quorum.
     """
 
     group: str
@@ -71,6 +80,7 @@ class Plan(NamedTuple):
     data: int
     enough: int = 1
     drifted: tuple[int, ...] = ()
+    counted: tuple[int, ...] = ()
 
 
 class OtherRun(Exception):
@@ -93,17 +103,18 @@ def read(member: Member) -> Told | None:
         told = Told(**member.told)
     except TypeError:
         return None
-    kinds = (int, str, str, int, str, int)
+    kinds = (int, str, str, int, str, int, str, list)
     is_told = all(type(value) is kind for value, kind in zip(told, kinds, strict=True))
-    return told if is_told else None
+    return told if is_told and all(type(word) is str for word in told.received) else None
 
 
 def make_plan(quorum: Quorum, own_name: str) -> Plan:
     """What to do in a quorum.
 
     Who is ahead knows the run, and the first of them brings the state to all others: they take part
-    without weight. If nobody makes a round, the run begins with the state of the first of those who
-    have made most, or of the first member if nobody knows anything.
+    without weight. Of those who are ahead, but made the round before in other groups, and so have
+    another state, most know the run. If nobody makes a round, the run begins with the state of the
+    first of those who have made most, or of the first member if nobody knows anything.
     Strangers, whose words are none, take no part.
 
     Args:
@@ -121,7 +132,9 @@ def make_plan(quorum: Quorum, own_name: str) -> Plan:
         raise RuntimeError(f"The lighthouse does not say what this worker, {own_name}, has told.")
     rounds = [one.round_index for one in told.values()]
     ahead = max(rounds) if max(rounds) > UNKNOWING else min(rounds)
-    donor = next(name for name, one in told.items() if one.round_index == ahead)
+    in_front = [name for name, one in told.items() if one.round_index == ahead]
+    made = Counter(told[name].made for name in in_front).most_common(1)[0][0]
+    donor = next(name for name in in_front if told[name].made == made)
     reference = told[donor].run
     names = tuple(name for name, one in told.items() if one.run == reference)
     if own_name not in names:
@@ -129,9 +142,8 @@ def make_plan(quorum: Quorum, own_name: str) -> Plan:
     open_groups = {told[name].group for name in names}
     open_group = min(open_groups)
     is_new = len(open_groups) > 1 or not is_group_of(open_group, len(names))
-    behind = [i for i, name in enumerate(names) if told[name].round_index != ahead]
-    if ahead == UNKNOWING:
-        behind = [i for i, name in enumerate(names) if name != donor]
+    knowing = [donor] if ahead == UNKNOWING else [n for n in in_front if told[n].made == made]
+    counted = counting({name: told[name] for name in names})
     return Plan(
         group=f"{quorum.number}/{len(names)}" if is_new else open_group,
         names=names,
@@ -139,10 +151,11 @@ def make_plan(quorum: Quorum, own_name: str) -> Plan:
         stores=tuple(told[name].store for name in names),
         is_new=is_new,
         donor=names.index(donor),
-        newcomers=tuple(behind),
+        newcomers=tuple(i for i, name in enumerate(names) if name not in knowing),
         round_index=max(ahead, UNKNOWING),
         data=max(told[name].data for name in names),
         enough=min(told[name].enough for name in names),
+        counted=tuple(i for i, name in enumerate(names) if name in counted),
     )
 
 

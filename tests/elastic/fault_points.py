@@ -41,9 +41,11 @@ POINTS = {
     "before sending": Point(ElasticLink, "start"),
     "before the group": Point(Groups, "open"),
     "making the group": Point(ProcessGroupGloo, "configure"),
-    "rows": Point(Groups, "gather"),
+    "rows": Point(Groups, "begin_gather"),
     "exchange": Point(Groups, "sum"),
     "within the exchange": Point(Groups, "sum", 0.002),
+    "confirming": Point(Groups, "confirm"),
+    "within the confirmation": Point(Groups, "confirm", 0.0005),
     "outer step": Point(Rounds, "_commit"),
     "copying the state": Point(Summing, "bring"),
     "sending the state": Point(handover.Groups, "send", 0.002),
@@ -62,6 +64,19 @@ def freeze_at(point: str, is_time: Callable[[], bool]) -> None:
     """Stop at the first call of a point when it is time, until somebody sends SIGCONT."""
     once = iter([True])
     _at(point, lambda: is_time() and next(once, False), freeze)
+
+
+def lose_confirmation(is_time: Callable[[], bool]) -> None:
+    """Let the first confirmation when it is time reach the others, but theirs not this worker."""
+    original = Groups.confirm
+    once = iter([True])
+
+    def losing(groups: Groups) -> None:
+        original(groups)
+        if is_time() and next(once, False):
+            raise RuntimeError("the others' confirmations are lost")
+
+    Groups.confirm = losing  # type: ignore[method-assign]
 
 
 def _at(point: str, is_time: Callable[[], bool], end: Callable[[], None]) -> None:

@@ -39,6 +39,25 @@ def test_one_of_three_dies(tmp_path: Path, point: str) -> None:
         assert longest_wait(made) < HEARTBEAT_TIMEOUT_S + 6  # +1 on a quiet machine
 
 
+@pytest.mark.parametrize(
+    ("overlap", "lost"), [((), 8), pytest.param(("--overlap",), 7, marks=pytest.mark.long)]
+)
+def test_a_round_counts_though_the_only_one_that_has_landed_it_is_dead(
+    tmp_path: Path, overlap: tuple[str, ...], lost: int
+) -> None:
+    with cluster(tmp_path, "--rounds=24", "--step-s=0.02", *overlap) as made:
+        made.start(0, "--die-at=local step", "--die-in=9")
+        made.start(1, "--lose-in=8")
+        made.start(2, "--lose-in=8")
+        assert made.exit_status(0) == -signal.SIGKILL
+        made.ends(1, 2)
+        assert made.agree() == 25
+        for index in (1, 2):
+            assert f"Round {lost} counts" in made.errors(index)
+            members = {line["round"]: len(line["members"]) for line in made.lines(index)}
+            assert [members[number] for number in (8, 9, 10)] == [3, 3, 2]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("point", AT_A_JOIN)
 def test_the_one_that_brings_the_state_dies(tmp_path: Path, point: str) -> None:
@@ -67,7 +86,7 @@ def test_a_newcomer_dies_while_it_receives_the_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("point", ["rows", QUICK, "before the group", *AT_A_JOIN])
+@pytest.mark.parametrize("point", ["rows", QUICK, "confirming", "before the group", *AT_A_JOIN])
 def test_one_that_freezes_is_left_behind_and_comes_back(tmp_path: Path, point: str) -> None:
     settings = ("--rounds=400", "--step-s=0.02", "--numel=200000", "--timeout-s=300")
     with cluster(tmp_path, *settings) as made:

@@ -11,7 +11,13 @@ from lightning_loco.elastic.plan import UNKNOWING, OtherRun, Plan, difference, m
 
 
 def told(
-    round_index: int, group: str = "", data: int = 0, run: str = "ours", enough: int = 2
+    round_index: int,
+    group: str = "",
+    data: int = 0,
+    run: str = "ours",
+    enough: int = 2,
+    made: str = "",
+    received: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     return {
         "round_index": round_index,
@@ -20,6 +26,8 @@ def told(
         "data": data,
         "run": run,
         "enough": enough,
+        "made": made,
+        "received": list(received),
     }
 
 
@@ -74,6 +82,19 @@ def test_who_is_behind_gets_the_state() -> None:
     assert plan.round_index == 5
 
 
+def test_who_has_another_past_than_most_gets_the_state() -> None:
+    members = {"a": told(5, made="1.0/1"), "b": told(5, made="2.0/2"), "c": told(5, made="2.0/2")}
+    for plan in plans(**members).values():
+        assert (plan.donor, plan.newcomers, plan.round_index) == (1, (0,), 5)
+
+
+def test_a_round_that_counts_is_not_made_again() -> None:
+    received = ("1.0/3", "a", "b", "gone")
+    found = plans(a=told(5, received=received), b=told(5, received=received), c=told(UNKNOWING))
+    assert {plan.counted for plan in found.values()} == {(0, 1)}
+    assert plans(a=told(5, received=received), b=told(5))["a"].counted == ()
+
+
 def test_all_go_on_in_the_data_where_nobody_has_been() -> None:
     found = plans(a=told(5, "", data=40), b=told(5, "", data=90), c=told(UNKNOWING))
     assert {plan.data for plan in found.values()} == {90}
@@ -99,7 +120,10 @@ def test_the_first_difference_is_told() -> None:
     assert "outer_lr is 0.5 here and 0.7 in the run (as a has it)" in text
 
 
-@pytest.mark.parametrize("words", [{}, {"round": 1}, {**told(1), "data": "x"}, {**told(1), "x": 1}])
+@pytest.mark.parametrize(
+    "words",
+    [{}, {"round": 1}, {**told(1), "data": "x"}, {**told(1), "x": 1}, {**told(1), "received": [1]}],
+)
 def test_strangers_take_no_part(words: dict[str, Any]) -> None:
     quorum = Quorum("7.5", [Member("a", told(1, "1.0/1")), Member("stranger", words)])
     assert make_plan(quorum, "a").names == ("a",)

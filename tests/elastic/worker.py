@@ -28,7 +28,7 @@ from lightning_loco.rounds.membership import Membership
 from lightning_loco.schedules import Staggered
 from tests.algorithms.toys import Point
 from tests.elastic.arguments import elastic_of, make_parser
-from tests.elastic.fault_points import die_at, freeze_at
+from tests.elastic.fault_points import die_at, freeze_at, lose_confirmation
 
 TOPOLOGIES = {"gasloc": "ring", "noloco": "random_matching", "neighbor_average": "ring"}
 PULL = 0.05
@@ -127,6 +127,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--die-at", help="a point of fault_points.py")
     parser.add_argument("--die-in", type=int, default=0, help="in this round or a later one")
     parser.add_argument("--freeze-at", help="a point of fault_points.py")
+    parser.add_argument("--lose-in", type=int, help="the others' confirmations of this round")
     parser.add_argument("--nan-in", type=int, default=-1, help="this round")
     parser.add_argument("--flip-at", type=int, default=-1)
     parser.add_argument("--save-at", type=int, default=-1)
@@ -149,6 +150,9 @@ def main(arguments: list[str]) -> None:
         die_at(asked.die_at, lambda: engine.worker.round_index >= asked.die_in)
     if asked.freeze_at:
         freeze_at(asked.freeze_at, lambda: engine.worker.round_index >= asked.die_in)
+
+    if asked.lose_in:
+        lose_confirmation(lambda: engine.worker.round_index >= asked.lose_in)
 
     with open(asked.log, "a", buffering=1) as log:
 
