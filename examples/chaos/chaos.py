@@ -18,9 +18,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+
+from verdict import Record, different, judge
 
 HERE = Path(__file__).resolve().parent
 HEARTBEAT_S = 1.0
@@ -48,8 +49,7 @@ class Run:
     def __init__(self, folder: Path, asked: argparse.Namespace) -> None:
         self.folder, self.asked, self.port = folder, asked, free_port()
         self.workers: dict[int, subprocess.Popen[bytes]] = {}
-        self.absent: dict[int, list[tuple[float, float]]] = defaultdict(list)
-        self.killed_at: list[float] = []
+        self._seen = Record()
         folder.mkdir()
         self.start_lighthouse()
 
@@ -67,6 +67,15 @@ class Run:
             stderr=subprocess.DEVNULL,
         )
         time.sleep(0.3)
+
+    def restart_lighthouse(self) -> None:
+        """Kill it, and start it again a moment later."""
+        began = time.time()
+        self.lighthouse.kill()
+        self.lighthouse.wait()
+        time.sleep(0.5)
+        self.start_lighthouse()
+        self._seen.without_lighthouse.append((began, time.time()))
 
     def start(self) -> int:
         """Start a worker; its number."""
@@ -96,6 +105,11 @@ class Run:
         text = path.read_text() if path.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
+    def record(self) -> Record:
+        """All that has happened so far."""
+        self._seen.lines = {number: self.lines(number) for number in self.workers}
+        return self._seen
+
     def alive(self) -> list[int]:
         """Workers that run."""
         return [number for number, process in self.workers.items() if process.poll() is None]
@@ -121,7 +135,7 @@ class Run:
         """SIGKILL."""
         self.workers[number].kill()
         self.workers[number].wait()
-        self.killed_at.append(time.time())
+        self._seen.killed_at.append(time.time())
 
     def sleep(self, number: int, seconds: float) -> None:
         """SIGSTOP, and SIGCONT later."""
@@ -129,7 +143,7 @@ class Run:
         self.workers[number].send_signal(signal.SIGSTOP)
         time.sleep(seconds)
         self.workers[number].send_signal(signal.SIGCONT)
-        self.absent[number].append((began, time.time() + 3 * HEARTBEAT_S))
+        self._seen.absent[number].append((began, time.time() + 3 * HEARTBEAT_S))
 
     def cut(self, number: int) -> None:
         """Let a worker lose all its connections."""
@@ -167,10 +181,7 @@ def disturb(run: Run, asked: argparse.Namespace, chance: random.Random) -> dict[
             run.cut(chance.choice(there))
             counts["cuts"] += 1
         elif wanted > 0.95 and counts["lighthouse restarts"] < asked.restarts:
-            run.lighthouse.kill()
-            run.lighthouse.wait()
-            time.sleep(0.5)
-            run.start_lighthouse()
+            run.restart_lighthouse()
             counts["lighthouse restarts"] += 1
         progress(run, counts)
     return counts
@@ -192,41 +203,6 @@ def wait_while(some: Callable[[], list[int]], limit_s: float) -> bool:
     return not some()
 
 
-def judge(run: Run) -> dict[str, float]:
-    """What has become of the invariants."""
-    by_round: dict[int, dict[int, dict]] = defaultdict(dict)
-    spans = {}
-    for number in run.workers:
-        lines = [line for line in run.lines(number) if "round" in line]
-        for line in lines:
-            by_round[line["round"]][number] = line
-        if lines:
-            spans[number] = (lines[0], lines[-1])
-    took_part = live = different = 0
-    for made in by_round.values():
-        different += len({line["checksum"] for line in made.values()}) > 1
-        when = min(line["time"] for line in made.values())
-        for number, (first, last) in spans.items():
-            sleeps = any(began < when < ended for began, ended in run.absent[number])
-            if first["time"] <= when <= last["time"] and not sleeps:
-                live += 1
-                took_part += number in made
-    ends = sorted(min(line["time"] for line in made.values()) for made in by_round.values())
-    waits = [min((end - at for end in ends if end > at), default=0.0) for at in run.killed_at]
-    losses = [
-        line["loss"] for number in run.workers for line in run.lines(number) if "loss" in line
-    ]
-    return {
-        "rounds": len(by_round),
-        "lost": max(by_round) - min(by_round) + 1 - len(by_round),
-        "different": different,
-        "part": took_part / max(1, live),
-        "longest wait": max(waits, default=0.0),
-        "weight": sum(next(iter(made.values()))["weight"] for made in by_round.values()),
-        "loss": sum(losses) / len(losses) if losses else float("nan"),
-    }
-
-
 def undisturbed(folder: Path, asked: argparse.Namespace, found: dict[str, float]) -> float:
     """Loss of as many workers that nobody disturbs, with as much data."""
     workers = round(found["weight"] / found["rounds"])
@@ -236,7 +212,7 @@ def undisturbed(folder: Path, asked: argparse.Namespace, found: dict[str, float]
         for _ in range(workers):
             run.start()
         wait_while(run.alive, 600)
-        return judge(run)["loss"]
+        return judge(run.record())["loss"]
     finally:
         run.close()
 
@@ -267,7 +243,7 @@ def main() -> int:
             if not run.round:
                 print("No round was made.", *errors, sep="\n")
                 return 1
-            found = judge(run)
+            found, differences = judge(run.record()), different(run.record())
         finally:
             run.close()
         print(file=sys.stderr)
@@ -290,7 +266,7 @@ def main() -> int:
     ]
     for name, is_well, figure in rows:
         print(f"{name:<30} {figure:>18}  {'ok' if is_well else 'MISSED'}")
-    for text in errors:
+    for text in [*errors, *differences]:
         print(text)
     return int(not all(is_well for _, is_well, _ in rows))
 
