@@ -140,6 +140,20 @@ def test_a_worker_that_drifts_is_named_and_repaired(
 
 
 @pytest.mark.slow
+def test_who_made_the_round_before_without_the_others_goes_on_from_their_state(
+    tmp_path: Path,
+) -> None:
+    settings = ("--rounds=8", "--check-every=0", "--step-s=0.02")
+    with cluster(tmp_path, *settings, min_workers=3) as made:
+        for index in range(3):
+            made.start(index, *(("--flip-at=4", "--other-past") if index == 1 else ()))
+        made.ends(0, 1, 2)
+        assert made.agree() == 9
+        lines = [line for line in made.lines(0) if line["weights"]]
+        assert {line["round"] for line in lines if sum(line["weights"]) < 3} == {5}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [("--check-every=2",), ("--check-every=0",), ("--algorithm=local_sgd",)]
 )

@@ -130,6 +130,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--lose-in", type=int, help="the others' confirmations of this round")
     parser.add_argument("--nan-in", type=int, default=-1, help="this round")
     parser.add_argument("--flip-at", type=int, default=-1)
+    parser.add_argument("--other-past", action="store_true", help="as if alone in --flip-at")
     parser.add_argument("--save-at", type=int, default=-1)
     parser.add_argument("--keep-in", type=int, default=-1, help="this round, after one step")
     parser.add_argument("--resume", help="what was kept")
@@ -192,6 +193,8 @@ def main(arguments: list[str]) -> None:
                 if worker.round_index == asked.flip_at:
                     engine.lanes[0].lane.state["outer"].view(torch.int32)[0] ^= 2**16
                     asked.flip_at = -1
+                    if asked.other_past:
+                        engine.link._flights.made = "another/1"
             if (worker.round_index, worker.steps_since_round) == (asked.keep_in, 1):
                 torch.save(engine.state_dict(), asked.log.with_suffix(".pt"))
         if asked.steps:
