@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from verdict import Record, different, judge
@@ -149,6 +148,12 @@ class Run:
         """Let a worker lose all its connections."""
         self.workers[number].send_signal(signal.SIGUSR1)
 
+    def stop_latecomers(self) -> None:
+        """Once a worker has finished, end those that have made no round: they would begin a run."""
+        if any(process.poll() == 0 for process in self.workers.values()):
+            for number in set(self.alive()) - set(self.taking_part()):
+                self.workers[number].kill()
+
     def close(self) -> None:
         """End all."""
         for process in [*self.workers.values(), self.lighthouse]:
@@ -195,12 +200,13 @@ def progress(run: Run, counts: dict[str, int]) -> None:
         print(f"\r{line:<78}", end="", file=sys.stderr, flush=True)
 
 
-def wait_while(some: Callable[[], list[int]], limit_s: float) -> bool:
-    """Whether some workers end by themselves in time."""
+def ends_by_itself(run: Run, limit_s: float) -> bool:
+    """Whether all workers that take part end in time."""
     deadline = time.monotonic() + limit_s
-    while some() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return not some()
+    while run.alive() and time.monotonic() < deadline:
+        run.stop_latecomers()
+        time.sleep(0.1)
+    return not run.taking_part()
 
 
 def undisturbed(folder: Path, asked: argparse.Namespace, found: dict[str, float]) -> float:
@@ -211,7 +217,7 @@ def undisturbed(folder: Path, asked: argparse.Namespace, found: dict[str, float]
     try:
         for _ in range(workers):
             run.start()
-        wait_while(run.alive, 600)
+        ends_by_itself(run, 600)
         return judge(run.record())["loss"]
     finally:
         run.close()
@@ -237,8 +243,7 @@ def main() -> int:
             for _ in range(3):
                 run.start()
             counts = disturb(run, asked, random.Random(asked.seed))
-            # One that came too late to make a round has nobody left to join.
-            has_ended = wait_while(run.taking_part, 120)
+            has_ended = ends_by_itself(run, 120)
             errors = run.errors()
             if not run.round:
                 print("No round was made.", *errors, sep="\n")
