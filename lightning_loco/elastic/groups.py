@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from datetime import timedelta
 
-import torch
 from torch import Tensor
-from torch.distributed import TCPStore, Work
+from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 from torchft.process_group import ProcessGroupGloo
 
 from lightning_loco.background import BackgroundThread, begin
 from lightning_loco.comm.store import PromptStore, in_time
 from lightning_loco.elastic.gathering import Gathering
+from lightning_loco.elastic.moving import move, one_byte
 from lightning_loco.elastic.plan import Plan
 from lightning_loco.elastic.stores import check_alive, connected
 
@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 
 _RUN, _FINISHED = "run", "finished"
 _GOODBYE_S, _OWN_S = 6.0, 3.0
-_END, _CAME = 2**20, 2**20 + 1  # tags of single bytes
 
 
 class Groups:
@@ -164,7 +163,7 @@ class Groups:
 
     def confirm(self) -> None:
         """Say that this member has received, and wait until all have; RuntimeError if not."""
-        self.gather(_byte())
+        self.gather(one_byte())
 
     def send(self, tensors: Sequence[Tensor], to: int) -> None:
         """Send tensors to one member, which receives as many; empty ones do not travel.
@@ -172,11 +171,11 @@ class Groups:
         Raises:
             RuntimeError: If that member is lost.
         """
-        self._attend(lambda: self._move({to: tensors}, {}))
+        self._move({to: tensors}, {})
 
     def receive(self, tensors: Sequence[Tensor], source: int) -> None:
         """Receive what a member sends, into tensors; RuntimeError if it is lost."""
-        self._attend(lambda: self._move({}, {source: tensors}))
+        self._move({}, {source: tensors})
 
     def swap(self, sent: Mapping[int, Tensor], inbox: Mapping[int, Tensor]) -> None:
         """Send each member its message, while those of others arrive in their places of an inbox.
@@ -186,45 +185,13 @@ class Groups:
         """
         messages = {to: [message] for to, message in sent.items()}
         memories = {source: [memory] for source, memory in inbox.items()}
-        self._attend(lambda: self._move(messages, memories))
+        self._move(messages, memories)
 
     def _move(
         self, sent: Mapping[int, Sequence[Tensor]], received: Mapping[int, Sequence[Tensor]]
     ) -> None:
-        """Send and receive several tensors from and to several members, by their places.
-
-        Gloo leaves those waiting whose messages are cut off in the middle by the death of the other
-        end, but not those who wait for a message that has not begun. So two single bytes are waited
-        for: one follows the tensors, and one comes back once all of them are there.
-        """
-        moved: list[Work] = []
-        ends: list[Work] = []
-        came: list[Work] = []
-        try:
-            for source, tensors in received.items():
-                moved += self._start(self._open.recv, tensors, source)
-                ends.append(self._open.recv([_byte()], source, _END))
-            came += [self._open.recv([_byte()], receiver, _CAME) for receiver in sent]
-            for receiver, tensors in sent.items():
-                moved += self._start(self._open.send, tensors, receiver)
-                moved.append(self._open.send([_byte()], receiver, _END))
-            self._wait(ends)
-            moved += [self._open.send([_byte()], source, _CAME) for source in received]
-            self._wait(came)
-            self._wait(moved)
-        finally:
-            for works in (moved, ends, came):
-                works.clear()  # or they would keep the group's connections open after a failure
-
-    def _start(
-        self, start: Callable[[list[Tensor], int, int], Work], tensors: Sequence[Tensor], peer: int
-    ) -> list[Work]:
-        full = (tensor for tensor in tensors if tensor.numel())
-        return [start([tensor.view(torch.uint8)], peer, tag) for tag, tensor in enumerate(full)]
-
-    def _wait(self, works: list[Work]) -> None:
-        while works:
-            works.pop(0).wait(self._timeout)
+        group, timeout = self._open, self._timeout
+        self._attend(lambda: move(group, sent, received, timeout))
 
     @property
     def _open(self) -> ProcessGroupGloo:
@@ -262,7 +229,3 @@ def _abort(groups: list[ProcessGroupGloo | None]) -> None:
 def _say_finished(store: str, who: str) -> None:
     check_alive(store, who)
     connected(store, who, _GOODBYE_S).add(_FINISHED, 1)
-
-
-def _byte() -> Tensor:
-    return torch.zeros(1, dtype=torch.uint8)

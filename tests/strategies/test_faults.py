@@ -118,13 +118,13 @@ def test_interrupted_run_equals_unbroken_run(pool: Pool, tmp_path: Path) -> None
     """A stop inside a round, somewhere; then the same losses as without it."""
     event = "if (trainer.global_rank, batch_idx) == (1, 13): os.kill(os.getpid(), signal.SIGTERM)"
     with running(tmp_path, event, sync_every=50, max_steps=400) as program:
-        _, first = program.finish(60)
+        _, first = program.finish(120)
     path = tmp_path / "interrupted.ckpt"
     step = torch.load(path)["global_step"]
     assert step % 50 != 0
     assert "finished" not in first
     with running(tmp_path, sync_every=50, max_steps=400, ckpt_path=str(path)) as program:
-        again = losses(program.finish(60)[1])
+        again = losses(program.finish(120)[1])
     for worker, whole in enumerate(pool.run(fit_whole, world=3)):
         assert again[worker] == whole[step:]
 
