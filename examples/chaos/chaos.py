@@ -69,12 +69,11 @@ class Run:
 
     def restart_lighthouse(self) -> None:
         """Kill it, and start it again a moment later."""
-        began = time.time()
         self.lighthouse.kill()
         self.lighthouse.wait()
         time.sleep(0.5)
         self.start_lighthouse()
-        self._seen.without_lighthouse.append((began, time.time()))
+        self._seen.lighthouse_back.append(time.time())
 
     def start(self) -> int:
         """Start a worker; its number."""

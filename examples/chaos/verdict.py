@@ -12,13 +12,13 @@ class Record:
         lines: What every worker has written.
         absent: When a worker slept.
         killed_at: When one was killed.
-        without_lighthouse: When there was none.
+        lighthouse_back: When a lighthouse that was killed had been started again.
     """
 
     lines: dict[int, list[dict]] = field(default_factory=dict)
     absent: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
     killed_at: list[float] = field(default_factory=list)
-    without_lighthouse: list[tuple[float, float]] = field(default_factory=list)
+    lighthouse_back: list[float] = field(default_factory=list)
 
 
 def rounds_of(record: Record) -> dict[int, dict[int, dict]]:
@@ -43,10 +43,10 @@ def different(record: Record) -> list[str]:
     return found
 
 
-def wait_after(kill: float, ends: list[float], outages: list[tuple[float, float]]) -> float:
+def wait_after(kill: float, ends: list[float], lighthouse_back: list[float]) -> float:
     """From a kill, or from the return of a lighthouse that was away then, to the next round."""
     end = min((end for end in ends if end > kill), default=kill)
-    return end - max([kill, *(back for gone, back in outages if kill < back and gone < end)])
+    return end - max([kill, *(back for back in lighthouse_back if kill < back < end)])
 
 
 def judge(record: Record) -> dict[str, float]:
@@ -66,7 +66,7 @@ def judge(record: Record) -> dict[str, float]:
                 live += 1
                 took_part += number in made
     ends = sorted(min(line["time"] for line in made.values()) for made in by_round.values())
-    waits = [wait_after(at, ends, record.without_lighthouse) for at in record.killed_at]
+    waits = [wait_after(at, ends, record.lighthouse_back) for at in record.killed_at]
     losses = [line["loss"] for lines in record.lines.values() for line in lines if "loss" in line]
     return {
         "rounds": len(by_round),
