@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 
 import pytest
 
+from lightning_loco.elastic.uptime import HEARD_S
 from tests.elastic.cluster import HEARTBEAT_TIMEOUT_S, Cluster, cluster, until
 
 pytestmark = pytest.mark.slow
@@ -112,6 +114,36 @@ def test_the_lighthouse_is_restarted(tmp_path: Path) -> None:
         made.lighthouse.start()
         made.ends(0, 1)
         assert made.agree() == 41
+
+
+def connections_with(port: int) -> int:
+    """How many TCP connections lead to a port of this machine."""
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    columns = [line.split() for line in lines]
+    return sum(
+        remote.endswith(f":{port:04X}") and state == "01" for _, _, remote, state, *_ in columns
+    )
+
+
+@pytest.mark.long
+def test_those_who_come_first_to_a_new_lighthouse_begin_no_other_run(tmp_path: Path) -> None:
+    """The members are silent for a moment, as if it took them longer to find it again."""
+    with cluster(tmp_path, "--rounds=60", "--step-s=0.05") as made:
+        made.begin(2)
+        made.lighthouse.stop()
+        for index in (2, 3):
+            made.start(index)
+        time.sleep(8)  # until they look for it
+        for index in (0, 1):
+            made.kill(index, signal.SIGSTOP)
+        made.lighthouse.start()
+        until(lambda: connections_with(made.lighthouse.port) >= 2, "connection")
+        time.sleep(0.4 * HEARD_S)
+        for index in (0, 1):
+            made.kill(index, signal.SIGCONT)
+        made.ends(0, 1, 2, 3)
+        assert made.agree() == 61
+        assert len(made.lines(0)[-1]["members"]) == 4
 
 
 @pytest.mark.long
