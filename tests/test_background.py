@@ -44,6 +44,7 @@ for number in range(20):
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_work_under_way_comes_to_its_end(tmp_path: Path) -> None:
     assert "ready" in Program([sys.executable, "-c", AT_WORK], tmp_path).succeed()

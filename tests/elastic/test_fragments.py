@@ -58,17 +58,18 @@ def checksums(made: Cluster, index: int) -> list[int]:
     return [line["checksum"] for line in made.lines(index)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("workers", "schedule", "compression"),
     [
         (2, (2, 2, 10), None),
-        pytest.param(3, (2, 2, 10), None, marks=pytest.mark.long),
-        pytest.param(2, (2, 0, 10), None, marks=pytest.mark.long),
-        pytest.param(2, (3, 3, 10), None, marks=pytest.mark.long),
-        pytest.param(2, (1, 3, 10), None, marks=pytest.mark.long),
-        pytest.param(2, (1, 10, 10), None, marks=pytest.mark.long),
+        (3, (2, 2, 10), None),
+        (2, (2, 0, 10), None),
+        (2, (3, 3, 10), None),
+        (2, (1, 3, 10), None),
+        (2, (1, 10, 10), None),
         (3, (2, 2, 10), "e3m0"),
-        pytest.param(2, (2, 2, 10), "int8", marks=pytest.mark.long),
+        (2, (2, 2, 10), "int8"),
     ],
 )
 def test_it_equals_a_run_of_ranks(

@@ -86,12 +86,13 @@ def check_rounds(made: Cluster, algorithm: str) -> set[int]:
     return sizes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "algorithm",
     [
         "gasloc",
-        pytest.param("noloco", marks=pytest.mark.long),
-        pytest.param("neighbor_average", marks=pytest.mark.long),
+        "noloco",
+        "neighbor_average",
     ],
 )
 def test_one_joins_one_is_killed_and_all_rounds_are_those_of_the_members(

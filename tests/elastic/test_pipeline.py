@@ -40,6 +40,7 @@ def members_of(line: Line) -> list[int]:
     return [int(name[1]) for name, weight in pairs if weight]
 
 
+@pytest.mark.long
 def test_a_newcomer_is_inserted_as_the_plain_loop_does(tmp_path: Path) -> None:
     with cluster(tmp_path, "--rounds=40", "--step-s=0.02", "--overlap") as made:
         made.begin(2, rounds=5)

@@ -241,6 +241,7 @@ def hold(rank: int, world: int, settings: RoundSettings) -> tuple[Tensor, Tensor
 # ------------------------------------------------------------------------------------ gossip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("codec", [BFloat16(), Float16(), Int8(8)], ids=str)
 @pytest.mark.parametrize("topology", ["ring", "random_matching", "one_peer_exponential"])
 def test_gossip_keeps_the_mean_and_comes_together(pool: Pool, codec: Codec, topology: str) -> None:

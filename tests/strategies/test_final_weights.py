@@ -245,6 +245,7 @@ def count_zeros(state: dict[str, Tensor]) -> int:
     return sum(int((state[f"model.{layer}.weight"] == 0).sum()) for layer in (0, 3))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lottery", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_pruning_keeps_its_zeros(pool: Pool, tmp_path: Path, method: str, lottery: bool) -> None:

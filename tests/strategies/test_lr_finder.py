@@ -61,6 +61,7 @@ def fit(rank: int, world: int, method: str, folder: str, lr: float | None) -> di
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "method",
     ["local_sgd", "diloco", "async_diloco", "gasloc", "async_model_average", "pairwise_gossip"],

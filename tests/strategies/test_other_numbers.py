@@ -468,6 +468,7 @@ def test_rounds_become_pairs_and_pairs_rounds(
     assert "all workers begin at the consensus" in starts[0].warnings[0]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The checkpoint was written by 3 workers")
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")

@@ -107,6 +107,7 @@ def load(files: SideFiles, stamp: str) -> tuple[tuple[Any, Any] | None, str]:
         return None, str(error)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("worker", [1, None], ids=["worker_00001.pt", "shared.pt"])
 def test_flipped_bits_are_found(checkpoint: Path, worker: int | None) -> None:
     """Of 200 flipped bits, none changes what is read; those in padding change nothing at all."""
