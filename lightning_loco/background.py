@@ -3,15 +3,18 @@
 A thread that comes back from PyTorch, or from any other library in C++, while Python ends the
 interpreter takes the process down with it by SIGABRT: ``terminate called without an active
 exception``. So at the end of a process these threads are told to end, and waited for, for a moment.
+One that is still there then sleeps for ever when it comes back, as Python 3.14 has it do.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -68,3 +71,12 @@ def _end_all() -> None:
     ends = [time.monotonic() + thread.end_with_process() for thread in threads]
     for thread, end in zip(threads, ends, strict=True):
         thread.join(max(0.0, end - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):
+        _have_threads_sleep()
+
+
+def _have_threads_sleep() -> None:
+    """Let C++ stop a thread where it would abort the process, if its library can be told so."""
+    with suppress(OSError, AttributeError):
+        libc, libstdcpp = ctypes.CDLL(None), ctypes.CDLL("libstdc++.so.6")
+        libstdcpp._ZSt13set_terminatePFvvE(libc.pause)  # std::set_terminate

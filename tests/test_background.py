@@ -61,3 +61,35 @@ def test_all_threads_that_a_process_leaves_behind_are_told() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.keyword) and node.arg == "daemon":
                 assert path.name == "background.py", path
+
+
+COMES_BACK_LATE = """
+import time
+
+import torch
+
+from lightning_loco.background import begin
+
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(1)  # while Python ends the interpreter
+
+
+def work():
+    while True:
+        values.mul_(1.0)
+
+
+slow = Slow()
+values = torch.ones(1_000_000)
+begin(work, parting_s=0.1)
+time.sleep(0.5)
+print("ready", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_thread_that_comes_back_too_late_does_no_harm(tmp_path: Path) -> None:
+    assert "ready" in Program([sys.executable, "-c", COMES_BACK_LATE], tmp_path).succeed()
