@@ -78,5 +78,5 @@ def _end_all() -> None:
 def _have_threads_sleep() -> None:
     """Let C++ stop a thread where it would abort the process, if its library can be told so."""
     with suppress(OSError, AttributeError):
-        libc, libstdcpp = ctypes.CDLL(None), ctypes.CDLL("libstdc++.so.6")
-        libstdcpp._ZSt13set_terminatePFvvE(libc.pause)  # std::set_terminate
+        set_terminate = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
+        set_terminate(ctypes.CDLL(None).pause)

@@ -12,6 +12,7 @@ from contextlib import suppress
 
 import pytest
 
+from lightning_loco.background import BackgroundThread
 from lightning_loco.elastic.gathering import Gathering
 from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.plan import Plan
@@ -55,6 +56,9 @@ def test_who_ends_while_the_group_is_made_is_not_waited_for() -> None:
         other.leave()
     assert time.monotonic() - began < SOON_S
     first.close()
+    for thread in threading.enumerate():
+        if isinstance(thread, BackgroundThread):
+            thread.join(PATIENCE_S)  # what makes the group cannot be ended
 
 
 def test_members_find_each_other() -> None:
