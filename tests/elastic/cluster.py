@@ -70,6 +70,13 @@ def until(is_so: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) 
         time.sleep(0.02)
 
 
+def lines_of(folder: Path, index: int) -> list[Line]:
+    """What a worker has written so far."""
+    path = folder / f"{index}.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
 class Cluster:
     """Workers that share a lighthouse.
 
@@ -136,9 +143,7 @@ class Cluster:
 
     def lines(self, index: int) -> list[Line]:
         """What a worker has written so far."""
-        path = self._folder / f"{index}.jsonl"
-        text = path.read_text() if path.exists() else ""
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        return lines_of(self._folder, index)
 
     def errors(self, index: int) -> str:
         """What it has said."""

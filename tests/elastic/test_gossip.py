@@ -87,14 +87,7 @@ def check_rounds(made: Cluster, algorithm: str) -> set[int]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        "gasloc",
-        "noloco",
-        "neighbor_average",
-    ],
-)
+@pytest.mark.parametrize("algorithm", ["gasloc", "noloco", "neighbor_average"])
 def test_one_joins_one_is_killed_and_all_rounds_are_those_of_the_members(
     tmp_path: Path, algorithm: str
 ) -> None:
