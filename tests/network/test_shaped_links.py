@@ -1,9 +1,11 @@
-"""What is foretold and emulated, beside what a link of that rate takes: namespaces and tc."""
+"""What is foretold and emulated, beside what a link of that rate takes: namespaces and tc.
+
+The quickest of a few rounds counts, on a link so slow that what a busy machine adds is little.
+"""
 
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +24,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 NUMEL = 1_000_000
 BYTES = 4 * NUMEL
-RATE = Link(mbit_per_s=100)
-TIMES = 4
+MBIT_PER_S = 25
+RATE = Link(mbit_per_s=MBIT_PER_S)
+TIMES = 3
 LIMIT_S = 120.0
 
 WORKER = "import sys; from tests.network.worker import main; main(sys.argv[1:])"
@@ -36,7 +39,7 @@ def network(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Network]
 
 
 def measure(network: Network, method: str, link: Any = None, **others: Any) -> list[float]:
-    """The median of the seconds that each worker's rounds or fetches have taken."""
+    """The seconds of the quickest round or fetch of each worker."""
     words = {"method": method, "world": len(network.spaces), "numel": NUMEL, "times": TIMES}
     words |= {"link": json.dumps(link), **others}
     programs = []
@@ -48,7 +51,7 @@ def measure(network: Network, method: str, link: Any = None, **others: Any) -> l
     assert [len(seconds) for seconds in found] == [TIMES] * len(programs)
     for program in programs if method != "pairwise" else ():  # which serve until they are killed
         assert program.finish(LIMIT_S)[0] == 0
-    return [statistics.median(seconds) for seconds in found]
+    return [min(seconds) for seconds in found]
 
 
 def check(found: list[float], foretold: float) -> None:
@@ -59,21 +62,21 @@ def check(found: list[float], foretold: float) -> None:
 
 @pytest.mark.parametrize("network", [2, 3], indirect=True)
 def test_a_round_of_diloco_takes_as_long_as_foretold(network: Network) -> None:
-    """On a link of 100 Mbit/s, and by the emulator on one without a limit."""
+    """On a slow link, and by the emulator on one without a limit."""
     world = len(network.spaces)
     sent = 2 * (world - 1) / world * BYTES
     foretold = LinkTimes(Links(RATE), world).mean(sent, 2 * (world - 1), 0).seconds
-    check(measure(network, "diloco", {"mbit_per_s": RATE.mbit_per_s}), foretold)
-    network.slow_down("100mbit")
+    check(measure(network, "diloco", {"mbit_per_s": MBIT_PER_S}), foretold)
+    network.slow_down(f"{MBIT_PER_S}mbit")
     check(measure(network, "diloco"), foretold)
 
 
 def test_a_round_of_gasloc_takes_as_long_as_foretold(network: Network) -> None:
     """Each of three workers sends two messages."""
     foretold = LinkTimes(Links(RATE), 3).neighbors(0, BYTES, Ring(), 0).seconds
-    assert foretold == pytest.approx(2 * 8 * BYTES / 1e8)
-    check(measure(network, "gasloc", {"mbit_per_s": RATE.mbit_per_s}), foretold)
-    network.slow_down("100mbit")
+    assert foretold == pytest.approx(2 * 8 * BYTES / (MBIT_PER_S * 1e6))
+    check(measure(network, "gasloc", {"mbit_per_s": MBIT_PER_S}), foretold)
+    network.slow_down(f"{MBIT_PER_S}mbit")
     check(measure(network, "gasloc"), foretold)
 
 
@@ -84,5 +87,5 @@ def test_a_fetch_of_pairwise_gossip_takes_as_long_as_foretold(
     """Over ZeroMQ, with keys; both fetch from each other at once."""
     write_key_file(tmp_path / "job.key")
     foretold = LinkTimes(Links(RATE), 2).fetch(0, 1, BYTES, 0).seconds
-    network.slow_down("100mbit")
+    network.slow_down(f"{MBIT_PER_S}mbit")
     check(measure(network, "pairwise", keys=tmp_path / "job.key"), foretold)
