@@ -2,12 +2,15 @@
 
 PYTHON ?= python3
 RUN := .venv/bin/python
+export JOBS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses=$(JOBS) --dist=worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-long test-versions check
 
 help: ## Show this list
-	@echo "Targets of lightning-loco (make PYTHON=python3.12 ... chooses the Python of .venv):"
+	@echo "Targets of lightning-loco (make PYTHON=python3.12 ... chooses the Python of .venv,"
+	@echo "make JOBS=4 ... how many tests run at once):"
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: .venv/.installed ## Make .venv and install the project with the tested versions into it
@@ -16,10 +19,10 @@ demo: .venv/.installed ## Train a small GPT with GASLoC on a ring of 4 CPU worke
 	$(RUN) train.py experiment=demo
 
 test: .venv/.installed ## Run the test suite on the CPU, doctests and slow tests included
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not long" --durations=10
+	$(PYTEST) -m "not long" --durations=10
 
 test-long: .venv/.installed ## Run the tests that take tens of seconds each, and test-versions
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -m long --durations=10
+	$(PYTEST) -m long --durations=10
 	$(MAKE) test-versions
 
 test-versions: .venv/.installed ## Run what depends on them with other versions of Lightning and Python

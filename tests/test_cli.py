@@ -218,6 +218,7 @@ class TestLaunchers:
 
 @pytest.mark.slow
 class TestCommand:
+    @pytest.mark.alone
     @pytest.mark.parametrize("arguments", [("--help",), ("--cfg", "job", "algorithm=diloco")])
     def test_help_and_configuration_come_at_once(
         self, tmp_path: Path, arguments: tuple[str, ...]

@@ -136,6 +136,7 @@ def test_an_example_is_short_and_says_how_to_run_it(name: str) -> None:
     assert len(text.splitlines()) < 100
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",

@@ -155,7 +155,8 @@ def run_tests(name: str, python: str, tests: Sequence[str], **environ: str) -> O
     """Run the tests in a process of their own; its exit status is said if it is not 0."""
     print(f"\n=== {name}: {' '.join(tests)}", flush=True)
     began = time.monotonic()
-    command = [python, "-m", "pytest", "-q", "-m", "not long", *tests]
+    at_once = [f"--numprocesses={os.environ.get('JOBS', '2')}", "--dist=worksteal"]
+    command = [python, "-m", "pytest", "-q", *at_once, "-m", "not long", *tests]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environ})
     minutes = (time.monotonic() - began) / 60
     status = done.returncode

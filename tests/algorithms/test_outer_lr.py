@@ -41,7 +41,8 @@ SCHEDULES: list[OuterLR] = [
     halved,
     partial(halved, first=0.4),
 ]
-of_schedule = pytest.mark.parametrize("outer_lr", SCHEDULES, ids=str)
+NAMES = ["cosine", "linear", "piecewise", "function", "partial"]
+of_schedule = pytest.mark.parametrize("outer_lr", SCHEDULES, ids=NAMES)
 
 
 # ------------------------------------------------------------------------------- the values

@@ -317,6 +317,7 @@ def time_run(rank: int, world: int, delays: dict[int, float]) -> tuple[float, fl
     return time.perf_counter() - started_s, trainer.strategy.statistics.wait_s
 
 
+@pytest.mark.alone
 def test_straggler_simulator_delays_training_batches_of_chosen_workers(pool: Pool) -> None:
     (_, wait_0_s), (elapsed_1_s, wait_1_s) = pool.run(time_run, {1: 0.04, 7: 5.0}, world=2)
     assert 0.2 <= elapsed_1_s < 1.5  # five training batches, none of the fifty others

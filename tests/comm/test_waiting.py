@@ -20,6 +20,7 @@ from tests.late_backend import DELAY_S, late_group
 from tests.pool import Pool
 
 
+@pytest.mark.alone
 def test_seconds_add_up() -> None:
     statistics = Statistics(wait_s=1.0)
     for _ in range(2):
@@ -71,6 +72,7 @@ def test_an_error_becomes_the_failure_that_another_worker_has_reported(
             raise RuntimeError("Connection closed by peer")
 
 
+@pytest.mark.alone
 def test_what_is_explained_is_not_explained_again() -> None:
     with watchdogs(2) as dogs:
         group = group_of(dogs[0], 0, 2)

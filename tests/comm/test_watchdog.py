@@ -284,6 +284,7 @@ class FrozenStore(dist.Store):
         return False
 
 
+@pytest.mark.alone
 def test_a_silent_store_is_the_silence_of_worker_0() -> None:
     store = FrozenStore()
     dog = Watchdog(store, 1, 3, timeout_s=1.0)
@@ -308,6 +309,7 @@ def test_a_silent_store_is_the_silence_of_worker_0() -> None:
 # ------------------------------------------------------------------------------ its end
 
 
+@pytest.mark.alone
 def test_it_ends_at_once_and_twice_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # a beat a second, as in a real run
     with watchdogs(2) as dogs:

@@ -32,6 +32,7 @@ def wait(uptime: Uptime, at_most_s: float = 60.0) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.alone
 def test_only_a_new_lighthouse_is_waited_for(lighthouse: Lighthouse, uptime: Uptime) -> None:
     assert wait(uptime) >= HEARD_S
     assert wait(uptime) < HEARD_S / 2
@@ -40,6 +41,7 @@ def test_only_a_new_lighthouse_is_waited_for(lighthouse: Lighthouse, uptime: Upt
     assert wait(uptime) >= HEARD_S
 
 
+@pytest.mark.alone
 def test_the_wait_ends_in_time(lighthouse: Lighthouse, uptime: Uptime) -> None:
     assert wait(uptime, at_most_s=0.1) < HEARD_S / 2
 

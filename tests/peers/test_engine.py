@@ -151,6 +151,7 @@ def test_a_worker_with_nan_takes_the_parameters_of_its_peer() -> None:
     close(workers)
 
 
+@pytest.mark.alone
 def test_steps_never_wait_for_a_fetch() -> None:
     (_, engine), (_, other) = workers = pair(1.0, 4.0)
     other.close()

@@ -72,6 +72,7 @@ def test_what_nobody_has_taken_is_gone_when_the_next_fetch_starts() -> None:
         assert thread.wait() is None
 
 
+@pytest.mark.alone
 def test_a_short_wait_leaves_the_fetch_to_be_waited_for_again() -> None:
     nodes = peers(2)
     with silent(nodes[1]), fetching(nodes, fetch_timeout_s=0.5) as thread:
@@ -87,6 +88,7 @@ def test_a_short_wait_leaves_the_fetch_to_be_waited_for_again() -> None:
         assert thread.counts.timeouts == 1
 
 
+@pytest.mark.alone
 def test_a_wait_ends_with_the_timeout_even_if_the_directory_hangs() -> None:
     class Slow(StoreDirectory):
         def find(self, name: str) -> Peer | None:

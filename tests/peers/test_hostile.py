@@ -219,6 +219,7 @@ def test_a_reader_drops_replies_that_it_has_not_asked_for(
         here.close()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("length", [0, 1, 100, MAX_CHUNK_BYTES, 2 * MAX_CHUNK_BYTES])
 def test_a_frame_of_another_length_than_announced_is_not_handed_over(length: int) -> None:
     def answer(request: Request) -> Iterator[list[bytes]]:
@@ -234,6 +235,7 @@ def test_a_frame_of_another_length_than_announced_is_not_handed_over(length: int
         here.close()
 
 
+@pytest.mark.alone
 def test_a_peer_whose_publications_are_always_gone_does_not_hold_up_a_wait() -> None:
     asked = []
 

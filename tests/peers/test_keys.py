@@ -73,6 +73,7 @@ def test_peers_with_the_same_file_read_from_each_other(key_file: Path) -> None:
         node.close()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("case", ["another", "reader without", "server without"])
 def test_other_keys_and_no_keys_are_refused_at_once(
     key_file: Path, tmp_path: Path, case: str

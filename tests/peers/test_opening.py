@@ -60,6 +60,7 @@ def test_a_node_with_another_model_is_refused() -> None:
         node.close()
 
 
+@pytest.mark.alone
 def test_what_the_user_has_set_reaches_the_node(tmp_path: Path) -> None:
     write_key_file(tmp_path / "job.key")
     nodes = peers(2)

@@ -60,6 +60,7 @@ def test_a_peer_without_parameters_keeps_its_score() -> None:
         assert flow.scores == {"p1": 1000}
 
 
+@pytest.mark.alone
 def test_a_silent_peer_is_left_at_the_deadline() -> None:
     nodes = peers(2)
     with silent(nodes[1]), reading(nodes, fetch_timeout_s=0.2) as (reader, flow):
@@ -70,6 +71,7 @@ def test_a_silent_peer_is_left_at_the_deadline() -> None:
         assert flow.scores == {"p1": 900}
 
 
+@pytest.mark.alone
 def test_of_two_peers_a_silent_one_is_left_after_half_of_the_time() -> None:
     nodes = peers(3)
     with (
@@ -126,6 +128,7 @@ def test_a_publication_that_is_gone_in_the_middle_is_begun_anew() -> None:
         assert reader.counts.bytes_received == 6000
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("kind", "count", "score"), [(EMPTY, "empty", 1000), (OTHER_MODEL, "refused", 900)]
 )

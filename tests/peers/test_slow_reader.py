@@ -20,6 +20,8 @@ from tests.algorithms.toys import Point
 from tests.peers.helpers import fetch, make_node, peers, two_nodes
 from tests.pool import Pool
 
+pytestmark = pytest.mark.alone
+
 NUMEL = 250_000
 SLOW = Link(mbit_per_s=16, latency_s=0.05)
 FORETOLD = 0.5 + 2 * 0.05

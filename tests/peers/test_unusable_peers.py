@@ -134,6 +134,7 @@ def test_a_peer_that_accepts_and_is_silent_costs_half_of_the_timeout() -> None:
         there.close()
 
 
+@pytest.mark.alone
 def test_the_longest_wait_is_the_timeout() -> None:
     nodes = peers(4)
     listening = [socket.create_server((HOST, node.port)) for node in nodes[1:]]
@@ -165,6 +166,7 @@ def test_a_store_that_fails_is_logged_and_costs_no_more_than_the_timeout(
     ]
 
 
+@pytest.mark.alone
 def test_a_store_that_hangs_does_not_hold_up_a_wait() -> None:
     released = threading.Event()
 

@@ -145,6 +145,7 @@ def with_straggler(rank: int, world: int, topology: str | None) -> tuple[float, 
     return seconds, waited
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @every_topology
 def test_a_straggler_slows_nobody(pool: Pool, topology: str | None) -> None:

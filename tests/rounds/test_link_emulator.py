@@ -43,6 +43,8 @@ from tests.pool import Pool, PoolError, make_trainer
 from tests.rounds.toys import approach, flat, train
 from tests.tiny import TinyModule, WorkerData
 
+pytestmark = pytest.mark.alone
+
 NUMEL = 250_000
 MEGABYTE = 4 * NUMEL
 SLOW = Link(mbit_per_s=16, latency_s=0.05)

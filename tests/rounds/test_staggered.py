@@ -314,6 +314,7 @@ def lag(rank: int, world: int) -> float:
     return waited_s
 
 
+@pytest.mark.alone
 def test_a_landing_waits_for_no_round_that_has_begun_since(pool: Pool) -> None:
     for waited_s in pool.run(lag, world=2):
         assert waited_s < LAG_S / 2

@@ -202,6 +202,7 @@ def fit_with_straggler(rank: int, world: int) -> float:
     return seconds[1] - seconds[0]
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_straggler_slows_nobody(pool: Pool) -> None:
     slow, *fast = pool.run(fit_with_straggler, world=3)

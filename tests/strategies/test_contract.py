@@ -220,6 +220,7 @@ def time_batches(rank: int, world: int) -> float:
     return clock.elapsed_s
 
 
+@pytest.mark.alone
 def test_a_slow_worker_does_not_hold_back_the_others_inside_a_round(pool: Pool) -> None:
     slow, *fast = pool.run(time_batches, world=3)
     assert slow >= 0.5

@@ -65,6 +65,7 @@ def fit(
     return told, strategy.statistics.emulated_s, is_logged
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", WITH_WORKERS)
 def test_every_strategy_of_workers_takes_a_link(pool: Pool, name: str) -> None:
     first, second = pool.run(fit, name, LINK, world=2)

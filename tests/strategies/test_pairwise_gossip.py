@@ -433,6 +433,7 @@ def workers(nodes: Path) -> Iterator[dict[str, Worker]]:
         worker.end()
 
 
+@pytest.mark.alone
 @pytest.mark.long
 @pytest.mark.slow
 def test_killed_stopped_late_and_restarted(nodes: Path, workers: dict[str, Worker]) -> None:
