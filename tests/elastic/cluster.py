@@ -7,14 +7,14 @@ import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+
+from torchft.coordination import LighthouseServer
 
 from tests.elastic import worker
 from tests.pool import PRELOADED
@@ -28,7 +28,7 @@ Line = dict[str, Any]
 
 
 class Lighthouse:
-    """The ``torchft_lighthouse`` program."""
+    """A lighthouse of torchft, in a process of its own."""
 
     def __init__(self, min_workers: int) -> None:
         (self.port,) = free_ports()
@@ -38,18 +38,9 @@ class Lighthouse:
 
     def start(self) -> None:
         """Start it, and wait until it listens."""
-        self.process = subprocess.Popen(
-            [
-                str(Path(sys.executable).parent / "torchft_lighthouse"),
-                f"--bind={self.address}",
-                f"--min_replicas={self._min_workers}",
-                f"--heartbeat_timeout_ms={HEARTBEAT_TIMEOUT_S * 1000:.0f}",
-                "--quorum_tick_ms=20",
-                "--join_timeout_ms=60000",
-            ],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        _processes.set_forkserver_preload(PRELOADED)
+        self.process = _processes.Process(target=shine, args=(self.address, self._min_workers))
+        self.process.start()
         until(self._listens, "the lighthouse")
 
     def _listens(self) -> bool:
@@ -59,7 +50,20 @@ class Lighthouse:
     def stop(self) -> None:
         """Kill it."""
         self.process.kill()
-        self.process.wait()
+        self.process.join()
+
+
+def shine(address: str, min_workers: int) -> None:
+    """Be a lighthouse, until this process is killed."""
+    lighthouse = LighthouseServer(
+        bind=address,
+        min_replicas=min_workers,
+        join_timeout_ms=60_000,
+        quorum_tick_ms=20,
+        heartbeat_timeout_ms=int(1000 * HEARTBEAT_TIMEOUT_S),
+    )
+    signal.pause()
+    lighthouse.shutdown()
 
 
 def until(is_so: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
@@ -110,7 +114,7 @@ class Cluster:
             *settings,
         ]
         errors = str(self._folder / f"{index}.err")
-        _processes.set_forkserver_preload([*PRELOADED, "torchft"])
+        _processes.set_forkserver_preload(PRELOADED)
         self.processes[index] = _processes.Process(
             target=work, args=(self._program, arguments, errors)
         )

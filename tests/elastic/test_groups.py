@@ -72,7 +72,7 @@ def member(place: int, line: Connection, dies: bool, sends: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sender_dies", [False, True])
 def test_a_death_within_a_message_is_noticed_at_once(sender_dies: bool) -> None:
-    _processes.set_forkserver_preload([*PRELOADED, "torchft"])
+    _processes.set_forkserver_preload(PRELOADED)
     lines = [_processes.Pipe() for _ in range(2)]
     roles = ((False, not sender_dies), (True, sender_dies))
     members = [

@@ -24,9 +24,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.alone]
 
 NUMEL = 1_000_000
 BYTES = 4 * NUMEL
-MBIT_PER_S = 25
+MBIT_PER_S = 50
 RATE = Link(mbit_per_s=MBIT_PER_S)
-TIMES = 3
+TIMES = 4
 LIMIT_S = 120.0
 
 WORKER = "import sys; from tests.network.worker import main; main(sys.argv[1:])"
