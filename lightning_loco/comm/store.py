@@ -102,6 +102,15 @@ class PromptStore:
         self._line.end()
 
 
+def publish(store: Store | PromptStore, key: str, value: str) -> None:
+    """Write a value, and return once whoever asks finds it.
+
+    A store does not answer a ``set``, and this question only when it has read what came before.
+    """
+    store.set(key, value)
+    store.check([key])
+
+
 def in_time(work: Callable[[], T], patience_s: float) -> T:
     """Do something that asks a store by itself, in another thread.
 

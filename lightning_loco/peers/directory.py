@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from torch.distributed import Store
 
-from lightning_loco.comm.store import PromptStore
+from lightning_loco.comm.store import PromptStore, publish
 
 _ENTRY = re.compile(r"(\d{1,5}) ([\w.:%-]{1,253})", re.ASCII)
 _LONGEST_ENTRY = 300
@@ -108,7 +108,7 @@ class StoreDirectory:
 
     def announce(self, port: int) -> None:
         """Write host and port to the store; a restarted worker overwrites what was there."""
-        self._store.set(f"peer/{self._own}", f"{port} {self._host}")
+        publish(self._store, f"peer/{self._own}", f"{port} {self._host}")
 
     def find(self, name: str) -> Peer | None:
         """Look into the store, once; it is asked again after :meth:`forget`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.store import publish
 
 _SLOTS = 1024
 
@@ -25,9 +26,7 @@ class Departures:
 
     def note(self, number: int, at: float) -> None:
         """Message ``number`` of this worker leaves then."""
-        key = self._key(self._worker, number)
-        self._store.set(key, f"{number} {at!r}")
-        self._store.check([key])  # a store answers no ``set``, and this once it has read it
+        publish(self._store, self._key(self._worker, number), f"{number} {at!r}")
 
     def latest(self, number: int, workers: Collection[int], own: float) -> float:
         """When the last of these workers' messages ``number`` has left, or one's own has.

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,9 @@ import torch.distributed as dist
 
 from lightning_loco.comm.store import PromptStore, StoreSilent, in_time
 from tests.comm.workers import threads_named
+from tests.frozen import freeze_process
 from tests.programs import Program
+from tests.store_server import server_in_a_process
 
 
 @pytest.fixture
@@ -26,33 +26,6 @@ def store() -> Iterator[PromptStore]:
     store = PromptStore(dist.HashStore())
     yield store
     store.close()
-
-
-def host(connection: Connection) -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    connection.send(server.port)
-    connection.poll(None)
-
-
-@contextmanager
-def server_in_a_process() -> Iterator[tuple[PromptStore, int]]:
-    """A connection to a server in a process of its own, and the number of that process."""
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["torch", "torch.distributed", "lightning.pytorch"])
-    ours, theirs = processes.Pipe()
-    process = processes.Process(target=host, args=(theirs,))
-    process.start()
-    client = dist.TCPStore("127.0.0.1", ours.recv(), is_master=False, wait_for_workers=False)
-    store = PromptStore.beside(client, 10.0)
-    assert process.pid is not None
-    try:
-        yield store, process.pid
-    finally:
-        with suppress(ProcessLookupError):  # a test may have ended it
-            os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        store.close()
-        ours.close()
 
 
 def test_it_does_what_a_store_does(store: PromptStore) -> None:
@@ -98,7 +71,7 @@ def test_a_frozen_server_is_noticed_in_time_and_forgiven() -> None:
     with server_in_a_process() as (store, pid):
         store.set("a", "1")
         assert store.get("a") == b"1"
-        os.kill(pid, signal.SIGSTOP)
+        freeze_process(pid)
         began = time.monotonic()
         for _ in range(2):
             with pytest.raises(StoreSilent, match="has not answered"):
@@ -112,7 +85,7 @@ def test_a_frozen_server_is_noticed_in_time_and_forgiven() -> None:
 
 def test_closing_does_not_wait_for_a_frozen_server() -> None:
     with server_in_a_process() as (store, pid):
-        os.kill(pid, signal.SIGSTOP)
+        freeze_process(pid)
         errors: list[Exception] = []
 
         def wait_long() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from typing import Any
 
 import pytest
@@ -13,6 +16,8 @@ from lightning_loco.peers import (
     StoreDirectory,
     address_towards,
 )
+from tests.frozen import freeze_process
+from tests.store_server import server_in_a_process
 
 NODES = [Peer("a", "localhost", 4001), Peer("b", "127.0.0.2", 4002), Peer("c", "::1", 4003)]
 
@@ -30,6 +35,18 @@ def test_workers_find_each_other_in_the_store_also_late_and_after_a_restart() ->
     assert first.find("worker1") == Peer("worker1", "127.0.0.1", 5000)
     assert first.find("worker2") is None
     assert first.port is None
+
+
+def test_who_has_announced_itself_is_found() -> None:
+    with server_in_a_process() as (store, server):
+        freeze_process(server)
+        announcing = threading.Thread(target=StoreDirectory(store, 1, 2).announce, args=(4000,))
+        announcing.start()
+        announcing.join(0.2)
+        assert announcing.is_alive()
+        os.kill(server, signal.SIGCONT)
+        announcing.join()
+        assert StoreDirectory(store, 0, 2).find("worker1") == Peer("worker1", "127.0.0.1", 4000)
 
 
 def test_a_store_directory_knows_whether_others_are_elsewhere() -> None:

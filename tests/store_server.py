@@ -1,0 +1,42 @@
+"""A key-value store whose server is a process of its own, which a test may freeze or kill."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+
+import torch.distributed as dist
+
+from lightning_loco.comm.store import PromptStore
+from tests.pool import PRELOADED
+
+
+def _host(connection: Connection) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connection.send(server.port)
+    connection.poll(None)
+
+
+@contextmanager
+def server_in_a_process() -> Iterator[tuple[PromptStore, int]]:
+    """A connection to a server in a process of its own, and the number of that process."""
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(PRELOADED)
+    ours, theirs = processes.Pipe()
+    process = processes.Process(target=_host, args=(theirs,))
+    process.start()
+    client = dist.TCPStore("127.0.0.1", ours.recv(), is_master=False, wait_for_workers=False)
+    store = PromptStore.beside(client, 10.0)
+    assert process.pid is not None
+    try:
+        yield store, process.pid
+    finally:
+        with suppress(ProcessLookupError):  # a test may have ended it
+            os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        store.close()
+        ours.close()
