@@ -36,6 +36,10 @@ class Meanwhile:
         """Have somebody told, from now on, that this rank is alive and waits."""
         self._reassure.append(tell)
 
+    def end(self) -> None:
+        """Reassure nobody any more, and let go of all."""
+        self._reassure.clear()
+
     def pauses(
         self, timeout_s: float | None, last_sign: Callable[[], float] = lambda: 0.0
     ) -> Iterator[float]:

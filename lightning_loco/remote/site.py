@@ -160,6 +160,7 @@ class Site:
         finally:
             for wire in self._wires:
                 wire.end()
+            self.meanwhile.end()
 
     def _share_norms(self, others: Mapping[int, Wire], norms: list[Tensor]) -> list[Tensor]:
         """Exchange norms of gradients with the other servers' optimizers; returns all, in order."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from lightning_loco.remote import RemoteOptimizer, Transport, run_role
 from lightning_loco.remote.meanwhile import Meanwhile
 from lightning_loco.remote.requests import Requests
 from lightning_loco.remote.waiter import PARTING_S, Waiter
@@ -73,3 +78,45 @@ def serve_one(rank: int, world: int) -> int:
 
 def test_who_has_left_is_listened_to_no_more(pool: Pool) -> None:
     assert pool.run(serve_one, world=2) == [0, 0]
+
+
+def gloo_threads() -> int:
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return names.count("pt_gloo_runloop\n")
+
+
+def train_in_a_group(num_workers: int) -> None:
+    """Train in a group of its own, and destroy that."""
+    group = dist.new_group()
+    model = torch.nn.Linear(2, 2)
+
+    def train(remote: RemoteOptimizer) -> None:
+        for _ in range(3):
+            remote.expect_backward()
+            model(torch.ones(1, 2)).sum().backward()
+            remote.step()
+
+    sgd = torch.optim.SGD
+    transport = Transport(group=group, timeout_s=20)
+    run_role(train, model.parameters(), sgd, num_workers, transport=transport)
+    dist.destroy_process_group(group)
+
+
+def threads_after_training(rank: int, world: int, num_workers: int) -> tuple[int, int]:
+    """How many threads of gloo are left, before and after a garbage collection."""
+    gc.collect()  # what other tests have left
+    gc.disable()
+    try:
+        train_in_a_group(num_workers)
+        time.sleep(0.2)  # until the system has forgotten those that have ended
+        before = gloo_threads()
+    finally:
+        gc.enable()
+    gc.collect()
+    return before, gloo_threads()
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_a_group_that_is_destroyed_has_no_threads_any_more(pool: Pool, num_workers: int) -> None:
+    for before, after in pool.run(threads_after_training, num_workers, world=4):
+        assert before == after > 0
