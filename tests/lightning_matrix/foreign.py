@@ -126,15 +126,28 @@ class Clipped(Manual):
 
     def step(self, batch: Any) -> Tensor:
         loss = super().step(batch)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.clamp_(-0.01, 0.01)
+        self.clip()
         return loss
+
+    @torch.no_grad()
+    def clip(self) -> None:
+        for parameter in self.parameters():
+            parameter.clamp_(-0.01, 0.01)
 
 
 def clipped_weights(kit: Kit) -> Facts:
     """Weights are within the bounds at the end, as means of bounded weights are."""
+    return fit_clipped(kit, Clipped())
+
+
+def always_clipped_weights(kit: Kit) -> Facts:
+    """The same with weights that are bounded before the first step, too."""
     module = Clipped()
+    module.clip()
+    return fit_clipped(kit, module)
+
+
+def fit_clipped(kit: Kit, module: Clipped) -> Facts:
     facts = fit(kit, module)
     largest = max(float(parameter.detach().abs().max()) for parameter in module.parameters())
     return {**facts, "bounded": largest < 0.0101}
