@@ -17,6 +17,7 @@ import pytest
 
 from tests.guards import Surroundings
 from tests.pool import Pool
+from tests.turns import pytest_collection_finish as pytest_collection_finish
 from tests.turns import pytest_runtest_protocol as pytest_runtest_protocol
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -116,6 +116,8 @@ def _call(job: Job, store: dist.TCPStore) -> Any:
         fn, args = pickle.loads(job.call)
         _seed(job.rank)
         torch.set_num_threads(1)
+        # A set-up that failed because another rank died has counted its group: names would differ.
+        dist.distributed_c10d._world.group_count = 0
         dist.init_process_group(
             "gloo",
             store=dist.PrefixStore(job.prefix, store),

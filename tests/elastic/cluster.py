@@ -17,6 +17,7 @@ from typing import Any
 from torchft.coordination import LighthouseServer
 
 from tests.elastic import worker
+from tests.frozen import is_frozen
 from tests.pool import PRELOADED
 from tests.programs import free_ports
 
@@ -166,10 +167,17 @@ class Cluster:
 
     def kill(self, index: int, number: signal.Signals = signal.SIGKILL) -> float:
         """Send a signal; the time."""
+        os.kill(self._process_id(index), number)
+        return time.time()
+
+    def is_frozen(self, index: int) -> bool:
+        """Whether a worker has been stopped by a signal and not been woken."""
+        return is_frozen(self._process_id(index))
+
+    def _process_id(self, index: int) -> int:
         process_id = self.processes[index].pid
         assert process_id is not None
-        os.kill(process_id, number)
-        return time.time()
+        return process_id
 
     def runs_to_the_end(self, count: int) -> None:
         """Start so many workers, the first one first, and wait until they have ended well."""

@@ -127,6 +127,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--die-at", help="a point of fault_points.py")
     parser.add_argument("--die-in", type=int, default=0, help="in this round or a later one")
     parser.add_argument("--freeze-at", help="a point of fault_points.py")
+    parser.add_argument("--freeze-among", type=int, default=0, help="after a round of so many")
     parser.add_argument("--lose-in", type=int, help="the others' confirmations of this round")
     parser.add_argument("--nan-in", type=int, default=-1, help="this round")
     parser.add_argument("--flip-at", type=int, default=-1)
@@ -150,7 +151,13 @@ def main(arguments: list[str]) -> None:
     if asked.die_at:
         die_at(asked.die_at, lambda: engine.worker.round_index >= asked.die_in)
     if asked.freeze_at:
-        freeze_at(asked.freeze_at, lambda: engine.worker.round_index >= asked.die_in)
+
+        def is_time() -> bool:
+            last = engine.link.last
+            members = 0 if last is None else len(last.plan.names)
+            return engine.worker.round_index >= asked.die_in and members >= asked.freeze_among
+
+        freeze_at(asked.freeze_at, is_time)
 
     if asked.lose_in:
         lose_confirmation(lambda: engine.worker.round_index >= asked.lose_in)

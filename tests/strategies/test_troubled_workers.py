@@ -23,7 +23,7 @@ from tests.own_store import Job, freeze
 from tests.pool import make_trainer
 from tests.tiny import ValidatedModule, make_loader
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 TIMEOUT_S = 4.0
 LONGEST_S = TIMEOUT_S + 6
