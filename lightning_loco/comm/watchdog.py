@@ -91,6 +91,8 @@ class Watchdog(BackgroundThread):
         self._end = threading.Event()
         self._beats = 0
         self._complaints: set[str] = set()
+        self._lifeless: set[int] = set()
+        self._has_reported = False
 
     def run(self) -> None:
         """Beat once a second until ended; faster while a stop is being agreed."""
@@ -102,10 +104,7 @@ class Watchdog(BackgroundThread):
                 pass  # whoever waits for somebody says so
             except RuntimeError as error:
                 if not self._end.is_set():
-                    self.failure = (
-                        "The job's key-value store no longer answers, so worker 0, which hosts "
-                        f"it, has ended ({type(error).__name__})."
-                    )
+                    self._note_the_end_of_the_store(error)
                 return
             except Exception as error:
                 self._complain("the job's key-value store", repr(error))
@@ -123,6 +122,13 @@ class Watchdog(BackgroundThread):
                 name = self._names[worker]
                 self.failure = f"{name[0].upper()}{name[1:]} failed:\n{found[2]}"
                 self._store.set(f"read/{self._worker}", "")
+
+    def _note_the_end_of_the_store(self, error: RuntimeError) -> None:
+        if self.failure is None:
+            self.failure = (
+                "The job's key-value store no longer answers, so worker 0, which hosts it, has "
+                f"ended ({type(error).__name__})."
+            )
 
     def _agree_on_stop(self) -> None:
         if self.stop_reason is not None and not self.stop_seen:
@@ -174,11 +180,13 @@ class Watchdog(BackgroundThread):
     def report(self, text: str) -> None:
         """Tell all workers that this one has failed; only the first report counts.
 
-        Worker 0, whose end is the end of the store, gives the others a moment to read it.
+        Worker 0, whose end is the end of the store, gives the others a moment to read it, unless
+        they were found to give no sign of life.
         """
-        if self._store.silent_s > _LOOK_S:
+        if self._has_reported or self._store.silent_s > _LOOK_S:
             return
-        others = [f"read/{other}" for other in self._others]
+        self._has_reported = True
+        others = [f"read/{other}" for other in self._others if other not in self._lifeless]
         deadline = time.monotonic() + 3 * _INTERVAL_S
         with suppress(RuntimeError):
             entry = f"{self._worker}|{text[-_LONGEST_REPORT:]}"
@@ -209,7 +217,8 @@ class Watchdog(BackgroundThread):
         late = []
         for worker in self._others:
             count, meetings, where = second.get(worker, (0, -1, "never seen"))
-            if first is not None and count == first.get(worker, (0, 0, ""))[0]:
+            if count == 0 or (first is not None and count == first.get(worker, (0, 0, ""))[0]):
+                self._lifeless.add(worker)
                 late.append(f"{self._names[worker]} (no sign of life; last seen in {where})")
             elif meetings < self.meetings:
                 late.append(f"{self._names[worker]} (alive, last exchange: {where})")
@@ -263,8 +272,9 @@ class Watchdog(BackgroundThread):
             values = self._store.get_all(keys, _LOOK_S) if keys else []
         except StoreSilent:
             return None
-        except RuntimeError:
-            return beats
+        except RuntimeError as error:
+            self._note_the_end_of_the_store(error)
+            return None
         for key, value in zip(keys, values, strict=True):
             if (found := self._parse(key, _BEAT, value)) is not None:
                 beats[int(key.partition("/")[2])] = (int(found[1]), int(found[2]), found[3])

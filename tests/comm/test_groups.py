@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_loco.comm import watchdog
 from lightning_loco.comm.groups import WorkerGroup
 from tests.comm.workers import threads_named
 from tests.own_store import Job
@@ -174,6 +175,24 @@ def test_a_gathering_names_who_does_not_come(what: str, words: str) -> None:
         for outcome in job.outcomes([0, 2], 30):
             assert outcome.error is not None
             assert re.search(words, outcome.error), outcome.error
+
+
+def look_for_long(rank: int, world: int) -> None:
+    group = WorkerGroup.create(timeout_s=2)
+    group.come_to("the beginning")
+    if rank == 1:
+        time.sleep(20)
+    if rank == 2:
+        watchdog._SETTLE_S = 5.0
+    group.gather_objects(rank, "the gathering")
+
+
+@pytest.mark.slow
+def test_worker_0_does_not_end_before_the_others_know_why() -> None:
+    with Job(look_for_long, world=3) as job:
+        for outcome in job.outcomes([0, 2], 30):
+            assert outcome.error is not None
+            assert "from worker 1 (alive, last exchange: the beginning)" in outcome.error
 
 
 def begin_or_not(rank: int, world: int) -> None:

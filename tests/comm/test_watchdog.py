@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import threading
 import time
 from fractions import Fraction
@@ -9,8 +12,10 @@ from fractions import Fraction
 import pytest
 import torch.distributed as dist
 
+from lightning_loco.comm import watchdog as module
 from lightning_loco.comm.watchdog import Watchdog, WorkerFailure
 from tests.comm.workers import hurry, start, threads_named, wait_until, watchdogs
+from tests.store_server import server_in_a_process
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +88,25 @@ def test_the_end_of_the_store_is_a_failure_of_worker_0() -> None:
     dog.end()
     with pytest.raises(RuntimeError, match="worker 0, which hosts it, has ended"):
         dog.raise_if_failed()
+
+
+def test_a_store_that_ends_while_it_is_asked_makes_nobody_alive() -> None:
+    with server_in_a_process() as (store, server):
+        dog = Watchdog(store, 2, 3)  # its thread does not run: who explains finds it out
+        dog.meetings = 1
+        os.kill(server, signal.SIGKILL)
+        assert re.fullmatch(r".* worker 0, which hosts it, has ended .*", dog.explain("r", 1.0))
+
+
+def test_who_was_found_without_life_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with watchdogs(3) as dogs:
+        start(*dogs[:2])
+        assert "from worker 2 (no sign of life" in dogs[0].explain("round 1", 1.0)
+        monkeypatch.setattr(module, "_INTERVAL_S", 5.0)
+        began = time.monotonic()
+        dogs[0].report("nobody else reads it")
+        assert time.monotonic() - began < 2
+        assert dogs[1].failure == "Worker 0 failed:\nnobody else reads it"
 
 
 def test_waiting_for_a_failure() -> None:
