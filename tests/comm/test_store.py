@@ -67,6 +67,7 @@ def test_what_the_store_raises_arrives(store: PromptStore) -> None:
     assert store.get("text") == b"no number"
 
 
+@pytest.mark.alone
 def test_a_frozen_server_is_noticed_in_time_and_forgiven() -> None:
     with server_in_a_process() as (store, pid):
         store.set("a", "1")
@@ -83,6 +84,7 @@ def test_a_frozen_server_is_noticed_in_time_and_forgiven() -> None:
         assert store.silent_s == 0
 
 
+@pytest.mark.alone
 def test_closing_does_not_wait_for_a_frozen_server() -> None:
     with server_in_a_process() as (store, pid):
         freeze_process(pid)

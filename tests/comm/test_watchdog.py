@@ -70,6 +70,7 @@ def test_the_host_of_the_store_lets_the_others_read_its_report() -> None:
         assert [dog.failure for dog in dogs[1:]] == ["Worker 0 failed:\nout of memory"] * 2
 
 
+@pytest.mark.alone
 def test_the_host_of_the_store_does_not_wait_for_the_dead() -> None:
     with watchdogs(2) as dogs:
         start(dogs[0])
@@ -98,6 +99,7 @@ def test_a_store_that_ends_while_it_is_asked_makes_nobody_alive() -> None:
         assert re.fullmatch(r".* worker 0, which hosts it, has ended .*", dog.explain("r", 1.0))
 
 
+@pytest.mark.alone
 def test_who_was_found_without_life_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with watchdogs(3) as dogs:
         start(*dogs[:2])
@@ -109,6 +111,7 @@ def test_who_was_found_without_life_is_not_waited_for(monkeypatch: pytest.Monkey
         assert dogs[1].failure == "Worker 0 failed:\nnobody else reads it"
 
 
+@pytest.mark.alone
 def test_waiting_for_a_failure() -> None:
     with watchdogs(2) as dogs:
         start(*dogs)

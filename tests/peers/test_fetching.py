@@ -125,6 +125,7 @@ def test_a_broken_flow_ends_the_thread_with_a_line_and_waits_end_in_time(
     thread.close()
 
 
+@pytest.mark.alone
 def test_close_gives_up_the_fetch_under_way_and_ends_a_wait() -> None:
     nodes = peers(2)
     with silent(nodes[1]):

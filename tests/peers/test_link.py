@@ -131,6 +131,7 @@ def test_a_peer_that_does_not_listen_breaks_the_link(
     link.close()
 
 
+@pytest.mark.alone
 def test_a_peer_that_goes_away_breaks_the_link_and_ends_a_wait(
     connect: Callable[[Peer], Link],
     keys: Keys | None,
@@ -151,6 +152,7 @@ def test_a_peer_that_goes_away_breaks_the_link_and_ends_a_wait(
     link.close()
 
 
+@pytest.mark.alone
 def test_a_wait_for_a_silent_peer_ends(connect: Callable[[Peer], Link], keys: Keys | None) -> None:
     (peer,) = peers(1)
     with silent(peer):

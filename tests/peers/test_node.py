@@ -214,6 +214,7 @@ def test_after_close_no_thread_no_file_and_no_port_is_left() -> None:
         socket.create_server((HOST, peer.port)).close()
 
 
+@pytest.mark.alone
 def test_close_does_not_wait_for_a_silent_peer() -> None:
     nodes = peers(2)
     with socket.create_server((HOST, nodes[1].port)):

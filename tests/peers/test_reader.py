@@ -165,6 +165,7 @@ def test_a_peer_that_is_too_slow_is_named_once_with_a_mend(
     assert "of 4000 bytes came in fetch_timeout_s=0.25. Raise it" in record.getMessage()
 
 
+@pytest.mark.alone
 def test_a_fetch_can_be_stopped_from_another_thread() -> None:
     nodes = peers(2)
     with silent(nodes[1]), reading(nodes, fetch_timeout_s=30) as (reader, _):

@@ -145,6 +145,7 @@ def test_close_ends_the_thread_and_frees_the_port_whether_it_ran_or_not() -> Non
     assert open_files() <= before
 
 
+@pytest.mark.alone
 def test_close_does_not_wait_for_who_never_reads() -> None:
     (peer,) = peers(1)
     with dealer(peer.port) as connection:

@@ -26,6 +26,7 @@ from tests.peers.helpers import (
 )
 
 
+@pytest.mark.alone
 def test_a_peer_without_parameters_is_no_fault() -> None:
     with two_nodes() as (here, _):
         started = time.monotonic()
@@ -84,6 +85,7 @@ def test_peers_with_another_model_are_refused_and_named(
     assert text in record.getMessage()
 
 
+@pytest.mark.alone
 def test_a_peer_that_does_not_listen_is_left_at_once_and_found_when_it_comes() -> None:
     nodes = peers(2)
     here = make_node(nodes, 0)
@@ -115,6 +117,7 @@ def test_a_refusal_costs_no_more_than_another_peer() -> None:
         node.close()
 
 
+@pytest.mark.alone
 def test_a_peer_that_accepts_and_is_silent_costs_half_of_the_timeout() -> None:
     nodes = peers(3)
     with silent(nodes[1]):

@@ -50,6 +50,7 @@ def run_uneven_with_two_servers(rank: int, world: int) -> Tensor:
     return flat(module)
 
 
+@pytest.mark.alone
 def test_a_worker_without_data_waits_at_all_servers_at_once(pool: Pool) -> None:
     first, second, *_ = pool.run(run_uneven_with_two_servers, world=4)
     assert torch.equal(first, second)
@@ -74,6 +75,7 @@ def run_slowly(rank: int, world: int) -> Tensor:
     return flat(module)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("num_tiers", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_worker_without_data_waits_longer_than_the_timeout(pool: Pool, num_tiers: int) -> None:
