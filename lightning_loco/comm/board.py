@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from lightning_loco.comm import messages
 from lightning_loco.comm.store import PromptStore, StoreSilent
-from lightning_loco.comm.watchdog import Watchdog, WorkerFailure
+from lightning_loco.comm.watchdog import Watchdog
 
 _PAUSE_FOR_EACH_S = 0.0001
 _LONGEST_PAUSE_S = 0.01
@@ -84,7 +84,7 @@ class Board:
             except StoreSilent:
                 left_s = 0.0
             if left_s <= 0:
-                raise WorkerFailure(watchdog.explain(place, timeout_s))
+                raise watchdog.blame(place, timeout_s)
         return None if found == _A_ROUND else _table(found, self._num_workers, len(numbers))
 
     def _key_of(self, worker: int) -> str:

@@ -183,9 +183,6 @@ class WorkerGroup:
     def explained(self, error: RuntimeError, place: str, began: float) -> RuntimeError:
         """What to raise instead of a backend's error: one that names the worker to blame.
 
-        Worker 0 tells it to the others as well: what raises may be its end, and that of the store
-        which they look into.
-
         Args:
             error: Of the backend, or one that names somebody already and stays as it is.
             place: What was being waited for, in words.
@@ -194,10 +191,7 @@ class WorkerGroup:
         self.failed = True
         if self.watchdog is None or isinstance(error, WorkerFailure):
             return error
-        failure = WorkerFailure(self.watchdog.explain(place, time.monotonic() - began))
-        if self.worker == 0:
-            self.watchdog.report(str(failure))
-        return failure
+        return self.watchdog.blame(place, time.monotonic() - began)
 
     def gather_objects(self, value: Any, place: str = "an agreement") -> list[Any]:
         """Collect a small value from every worker, in order.

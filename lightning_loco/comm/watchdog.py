@@ -124,11 +124,10 @@ class Watchdog(BackgroundThread):
                 self._store.set(f"read/{self._worker}", "")
 
     def _note_the_end_of_the_store(self, error: RuntimeError) -> None:
-        if self.failure is None:
-            self.failure = (
-                "The job's key-value store no longer answers, so worker 0, which hosts it, has "
-                f"ended ({type(error).__name__})."
-            )
+        self.failure = self.failure or (
+            "The job's key-value store no longer answers, so worker 0, which hosts it, has ended "
+            f"({type(error).__name__})."
+        )
 
     def _agree_on_stop(self) -> None:
         if self.stop_reason is not None and not self.stop_seen:
@@ -173,7 +172,7 @@ class Watchdog(BackgroundThread):
         while self.stop_at is None:
             self.raise_if_failed()
             if time.monotonic() > deadline:
-                raise WorkerFailure(self.explain("the agreement to stop", timeout_s))
+                raise self.blame("the agreement to stop", timeout_s)
             time.sleep(_INTERVAL_S / 100)
         return self.stop_at
 
@@ -206,6 +205,13 @@ class Watchdog(BackgroundThread):
             raise WorkerFailure(self.failure)
         if self._store.silent_s > self._timeout_s:
             raise WorkerFailure(self._unreachable(self.place, self._timeout_s))
+
+    def blame(self, place: str, waited_s: float) -> WorkerFailure:
+        """What to raise for an exchange that has failed; worker 0, before it ends, tells all."""
+        text = self.explain(place, waited_s)
+        if self._worker == 0:
+            self.report(text)
+        return WorkerFailure(text)
 
     def explain(self, place: str, waited_s: float) -> str:
         """Say why an exchange failed (in ``"round 12"``, say): whose failure, or who is missing."""
