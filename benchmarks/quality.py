@@ -76,13 +76,19 @@ SHORT_DELAY = (
     *("algorithm.delay=1", "algorithm.mix=0.1"),
     *("algorithm.outer_lr=0.7", "algorithm.outer_momentum=0.8"),
 )
+SPARSE = ("compression=sparse",)
+IN_MODEL = (
+    "compression.error_feedback=model",
+    *("algorithm.outer_lr=1.5", "algorithm.outer_momentum=0.5"),
+)
 ROWS = {
     "ddp": Row("ddp"),
     "diloco": Row("diloco", bound=5.5),
     "diloco_momentum_0.7": Row("diloco", also=MORE_MOMENTUM),
     "diloco_int8": Row("diloco", None, 0.5, "diloco", ("compression=int8",)),
     "diloco_e3m0": Row("diloco", None, 1.0, "diloco", ("compression=e3m0",)),
-    "diloco_sparse": Row("diloco", None, 3.0, "diloco", ("compression=sparse",)),
+    "diloco_sparse": Row("diloco", None, 3.0, "diloco", (*SPARSE, *IN_MODEL)),
+    "diloco_sparse_fed_back": Row("diloco", also=SPARSE),
     "async_diloco": Row("async_diloco"),
     "async_diloco_late": Row("async_diloco", also=WHOLE),
     "async_diloco_delay_2": Row("async_diloco", also=DELAYED),

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from lightning_loco.codecs import Codec, ErrorFeedback
+from lightning_loco.codecs import Codec, Compensated, ErrorFeedback
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 
 log = logging.getLogger(__name__)
@@ -105,9 +105,11 @@ def with_part(
     return functools.partial(make, **{group: made})
 
 
-def codec_of(compression: DictConfig) -> Codec | ErrorFeedback:
-    """The codec of a configuration, with an error feedback if it says how much."""
+def codec_of(compression: DictConfig) -> Codec | ErrorFeedback | Compensated:
+    """The codec of a configuration, with an error feedback if it says how much or where."""
     settings = {key: value for key, value in compression.items() if key != "error_feedback"}
     codec: Codec = hydra.utils.instantiate(settings)
-    decay = compression.error_feedback
-    return codec if decay is None else ErrorFeedback(codec, decay)
+    feedback = compression.error_feedback
+    if feedback == "model":
+        return Compensated(codec)
+    return codec if feedback is None else ErrorFeedback(codec, feedback)

@@ -32,6 +32,7 @@ from lightning_loco import (
     StreamingDiLoCoStrategy,
 )
 from lightning_loco.algorithms import Algorithm, Cosine, Linear, Piecewise
+from lightning_loco.codecs import Compensated, Sparse
 from lightning_loco.rounds import RoundSettings
 from lightning_loco.topology import Topology, get_topology
 
@@ -54,7 +55,7 @@ class Case:
         fragments: How many parts take turns, if that is the schedule.
         delay: Local steps after which their results land, if a phase is longer.
         mix: The local share in that.
-        compression: How messages are written, by name.
+        compression: How messages are written.
         accuracy: How near it comes to the optimum of some quadratics within 300 rounds.
         variant_of: The row from which this one differs by its formula alone; what is slow and does
             not depend on the formula is left to that row.
@@ -68,7 +69,7 @@ class Case:
     fragments: int | None = None
     delay: int = 0
     mix: float = 0.0
-    compression: str | None = None
+    compression: Compensated | str | None = None
     accuracy: float = 1e-6
     variant_of: str | None = None
     not_in: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -208,6 +209,13 @@ CASES = {
     ),
     "local_sgd_compressed": Case(
         LocalSGD(), compression="int8", accuracy=1e-2, variant_of="local_sgd", not_in=ROUNDED
+    ),
+    "diloco_compensated": Case(
+        DiLoCo(1.5, 0.3),
+        compression=Compensated(Sparse(k=4, block=16)),
+        accuracy=0.2,
+        variant_of="diloco",
+        not_in=ROUNDED,
     ),
     "gasloc_compressed": Case(
         GASLoC(),

@@ -15,7 +15,7 @@ import train
 from lightning_loco import Elastic
 from lightning_loco.algorithms import Cosine
 from lightning_loco.chosen_strategy import SettingsError, build_strategy
-from lightning_loco.codecs import CODECS, ErrorFeedback, Int8, as_compression
+from lightning_loco.codecs import CODECS, Compensated, ErrorFeedback, Int8, Sparse, as_compression
 from lightning_loco.comm.link import LINKS
 from lightning_loco.comm.links import Links
 from lightning_loco.schedules import VaryingSteps
@@ -117,6 +117,12 @@ def test_an_error_feedback_by_hand() -> None:
     choice = ["algorithm=diloco", "compression=int8", "compression.error_feedback=0.5"]
     settings = build_strategy(config(*choice, "compression.block=64")).settings
     assert settings.compression == ErrorFeedback(Int8(64), 0.5)
+
+
+def test_what_is_lost_stays_in_the_model_if_one_wants() -> None:
+    choice = ["algorithm=diloco", "compression=sparse", "compression.error_feedback=model"]
+    settings = build_strategy(config(*choice, "compression.k=32")).settings
+    assert settings.compression == Compensated(Sparse(k=32))
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "int8"])

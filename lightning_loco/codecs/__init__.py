@@ -3,6 +3,7 @@
 from lightning_loco.codecs.base import Codec
 from lightning_loco.codecs.compression import (
     CODECS,
+    Compensated,
     Compression,
     ErrorFeedback,
     as_compression,
@@ -19,6 +20,7 @@ __all__ = [
     "E3M0",
     "BFloat16",
     "Codec",
+    "Compensated",
     "Compression",
     "ErrorFeedback",
     "Float16",

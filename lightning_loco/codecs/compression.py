@@ -69,6 +69,42 @@ class ErrorFeedback:
 
 
 @dataclasses.dataclass(frozen=True)
+class Compensated:
+    r"""What a codec loses of a worker's progress stays in that worker's own model.
+
+    .. math::
+        u^i = \Theta - \theta^i, \quad \Theta \leftarrow \Theta - \eta\,\frac1N\sum_j Q(u^j), \quad
+        \theta^i \leftarrow \Theta - \big(u^i - Q(u^i)\big)
+
+    An :class:`ErrorFeedback` keeps what is lost beside the model: the worker does not see it, and
+    makes the same progress again, until it has been told more than there is. Here local steps begin
+    where the worker has come to. With :math:`\eta = 1` the mean over the workers is what it would
+    be without compression, and it is the consensus model, as in gossip. It costs one more vector
+    ``(P,)``, and an average in float32 wherever the consensus is shown.
+
+    For means, with rounds that end where they begin.
+
+    Args:
+        codec: How messages are written.
+
+    Raises:
+        TypeError: If it is no codec.
+
+    Example:
+        >>> from lightning_loco.codecs import Sparse
+        >>> Compensated(Sparse(k=32))
+        Compensated(codec=Sparse(k=32, block=4096))
+    """
+
+    codec: Codec
+
+    def __post_init__(self) -> None:
+        """Check the type."""
+        if not isinstance(self.codec, Codec):
+            raise TypeError(f"Compensated needs a codec such as Sparse(), got {self.codec!r}.")
+
+
+@dataclasses.dataclass(frozen=True)
 class Compression:
     """How the messages of one algorithm are compressed, and what a worker remembers of it.
 
@@ -77,16 +113,19 @@ class Compression:
         decay: Of the error feedback; None for none.
         is_relative: Whether messages are parameters, and only their difference to what the last
             round has brought, which is equal on all workers, is sent.
+        stays_in_model: Whether what is lost stays in the worker's model, and so is in the next
+            message without being added.
     """
 
     codec: Codec
     decay: float | None = None
     is_relative: bool = False
+    stays_in_model: bool = False
 
     @property
     def has_feedback(self) -> bool:
         """Whether what is lost is remembered."""
-        return self.decay is not None
+        return self.stays_in_model or self.decay is not None
 
     def init(self, params: Tensor) -> State:
         """The state of a worker: tensors of shape ``(P,)``, cut along with the parameters.
@@ -113,10 +152,22 @@ class Compression:
             was_prepared: Whether the message held what was remembered before. A worker without
                 valid progress sends zeros, and keeps its own.
         """
-        if self.decay is None:
+        if not self.has_feedback:
             return
         residual: Tensor = state[_RESIDUAL]
         residual.copy_(lost) if was_prepared else residual.add_(lost)
+
+    def begin(self, result: Tensor, state: State, out: Tensor | None = None) -> Tensor:
+        """Where this worker's local steps begin, given where the algorithm lets them.
+
+        Args:
+            result: ``(P,)``; only read.
+            state: Only read.
+            out: Memory for another one; may be that of ``result``.
+        """
+        if not self.stays_in_model:
+            return result
+        return torch.add(result, state[_RESIDUAL], alpha=1 if self.is_relative else -1, out=out)
 
     def make_absolute(self, received: Tensor, state: State) -> None:
         """Make of what was received what the algorithm expects; the state is only read."""
@@ -141,8 +192,8 @@ def as_compression(
     """What a user has asked for, as it suits an algorithm.
 
     Args:
-        given: None or ``"none"``, the name of a codec, a codec, or an :class:`ErrorFeedback`. Rough
-            codecs get one for means by themselves.
+        given: None or ``"none"``, the name of a codec, a codec, an :class:`ErrorFeedback` or
+            :class:`Compensated`. Rough codecs get a feedback for means by themselves.
         exchange: Of the algorithm.
         sends_parameters: Whether its messages are parameters instead of differences.
 
@@ -155,11 +206,13 @@ def as_compression(
         return None
     if isinstance(given, str):
         given = CODECS[given]()
-    codec = given.codec if isinstance(given, ErrorFeedback) else given
+    if exchange == "mean" and isinstance(given, Compensated):
+        return Compression(given.codec, is_relative=sends_parameters, stays_in_model=True)
+    codec = given if isinstance(given, Codec) else given.codec
     if exchange == "mean":
         decay = given.decay if isinstance(given, ErrorFeedback) else float(codec.is_rough)
         return Compression(codec, decay or None, is_relative=sends_parameters)
-    if isinstance(given, ErrorFeedback):
+    if given is not codec:
         reason = (
             "Gossip keeps the mean of compressed messages without an error feedback."
             if exchange == "neighbors"
@@ -185,8 +238,8 @@ def check_compression(given: Any) -> None:
     if isinstance(given, str) and given not in ("none", *CODECS):
         names = ", ".join(["none", *CODECS])
         raise ValueError(f"compression must be one of {names}, or a codec; got {given!r}.")
-    if given is not None and not isinstance(given, (str, Codec, ErrorFeedback)):
+    if given is not None and not isinstance(given, (str, Codec, ErrorFeedback, Compensated)):
         raise TypeError(
-            "compression must be a name, a codec such as Int8(), or ErrorFeedback(...), got "
-            f"{given!r}."
+            "compression must be a name, a codec such as Int8(), ErrorFeedback(...) or "
+            f"Compensated(...), got {given!r}."
         )

@@ -102,6 +102,11 @@ class PairwiseSettings:
         return codec_of_peers(self.compression)
 
     @property
+    def consensus_key(self) -> str | None:
+        """The entry of the state that is the consensus: none, since it is the ranks' mean."""
+        return self.algorithm.consensus_key
+
+    @property
     def node_number(self) -> int:
         """Number of this worker among the nodes; 0 without nodes."""
         return [peer.name for peer in self.peers].index(self.name) if self.name else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_loco.codecs import CODECS, Codec, ErrorFeedback, check_compression
+from lightning_loco.codecs import CODECS, Codec, check_compression
 
 
 def as_codec(given: Any) -> Codec | None:
@@ -31,13 +31,13 @@ def as_codec(given: Any) -> Codec | None:
     if given is None or given == "none":
         return None
     named = CODECS[given]() if isinstance(given, str) else given
-    codec: Codec = named.codec if isinstance(named, ErrorFeedback) else named
+    codec: Codec = named if isinstance(named, Codec) else named.codec
     if codec.is_rough:
         raise ValueError(
             f"{codec} writes too roughly for a remote optimizer, where parameters travel in every "
             'step. Use compression="int8", "bf16" or "fp16", or an algorithm with rounds.'
         )
-    if isinstance(named, ErrorFeedback):
+    if named is not codec:
         raise ValueError(
             f"{named} has nothing to feed back to: under a remote optimizer a worker may miss "
             "messages, so nothing is remembered from one to the next. Give the codec alone: "

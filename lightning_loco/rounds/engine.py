@@ -250,7 +250,7 @@ class Engine:
 
     def outer(self) -> Tensor | None:
         """The consensus parameters ``(P,)``; None for the mean over the workers."""
-        key = self.settings.algorithm.consensus_key
+        key = self.settings.consensus_key
         return None if key is None else self.lanes[0].lane.state[key]
 
     @torch.no_grad()

@@ -79,7 +79,10 @@ class Part:
 
     def start(self) -> Tensor | None:
         """The parameters at which the round began, if the algorithm remembers them."""
-        return self._algorithm.restart(self.state)
+        start = self._algorithm.restart(self.state)
+        if start is None or self._compression is None:
+            return start
+        return self._compression.begin(start, self.residual)
 
     def read_local(self, into: Tensor) -> None:
         """Pack the local parameters, exact to the drift.
@@ -129,6 +132,12 @@ class Part:
         result = self._algorithm.depart(leaving, (self.message, received), self.state)
         assert result is not None
         return result
+
+    def begin(self, result: Tensor) -> Tensor:
+        """Where local steps begin, given the result of a round that has ended."""
+        if self._compression is None:
+            return result
+        return self._compression.begin(result, self.residual, out=self.scratch)
 
 
 class Parcel:

@@ -237,6 +237,7 @@ class Rounds:
         if flight.stayed and valid and flight.finite and self._landing.keeps_progress:
             part.read_local(part.scratch)
             result = self._landing.land(result, part.scratch, part.departure)
+        result = part.begin(result)
         part.unpack(result)
         if part.departure is not None and part.departure is not result:
             part.departure.copy_(result)

@@ -33,8 +33,8 @@ class RoundSettings:
         algorithm: What a round computes.
         schedule: When rounds begin and end.
         topology: Who exchanges with whom. Default: the algorithm's own.
-        compression: How messages are written on the wire: a codec, its name, or an
-            ``ErrorFeedback``. Default: as they are.
+        compression: How messages are written on the wire: a codec, its name, an
+            ``ErrorFeedback`` or ``Compensated``. Default: as they are.
         landing: What becomes of late results. Default: what the algorithm names.
         bucket_bytes: Memory for messages under way, in bytes. Rounds that stay under way have as
             much as they need.
@@ -147,7 +147,21 @@ class RoundSettings:
         if isinstance(self.compression, Compression):
             return self.compression
         algorithm = self.algorithm
-        return as_compression(self.compression, algorithm.exchange, algorithm.sends_parameters)
+        made = as_compression(self.compression, algorithm.exchange, algorithm.sends_parameters)
+        if made is not None and made.stays_in_model and (self.stays or self.membership is not None):
+            when = "are under way during local steps" if self.stays else "members come and go in"
+            raise ValueError(
+                f"{self.compression} leaves what is lost in the model, and rounds that {when} know "
+                f"no such model. Use compression=ErrorFeedback({made.codec}), or blocking rounds "
+                "of workers that are there from begin to end."
+            )
+        return made
+
+    @property
+    def consensus_key(self) -> str | None:
+        """The entry of the algorithm's state that is the consensus; None for the workers' mean."""
+        is_mean = self.compression is not None and self.compression.stays_in_model
+        return None if is_mean else self.algorithm.consensus_key
 
     def init_residual(self, params: Tensor) -> State:
         """What a worker remembers because of compression; ``params`` ``(P,)`` are equal on all."""

@@ -32,8 +32,8 @@ class StepEngine(Engine):
         topology: Who is whose neighbour. Default: the algorithm's own.
         bucket_bytes: Memory for messages under way, in bytes.
         compression: How messages are written on the wire: ``"int8"``, another name of
-            :data:`~lightning_loco.codecs.CODECS`, a codec or an ``ErrorFeedback``. Default: as they
-            are.
+            :data:`~lightning_loco.codecs.CODECS`, a codec, an ``ErrorFeedback`` or
+            ``Compensated``. Default: as they are.
         group: The workers. Default: all ranks of the default process group, with groups of its own.
         membership: Who takes part, if workers come and go: ``Elastic(...)``. This job is then one
             worker; call :meth:`join` before the first step.

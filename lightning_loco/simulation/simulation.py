@@ -205,7 +205,7 @@ class Simulation:
 
     def consensus(self) -> Tensor:
         """The consensus parameters ``(P,)``: outer parameters, or the mean over the workers."""
-        key = self.algorithm.consensus_key
+        key = self.settings.consensus_key
         if key is not None:
             outer: Tensor = self.states[0][key]
             return outer.clone()

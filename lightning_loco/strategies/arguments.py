@@ -14,7 +14,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from typing_extensions import get_type_hints
 
-from lightning_loco.codecs import Codec, ErrorFeedback
+from lightning_loco.codecs import Codec, Compensated, ErrorFeedback
 from lightning_loco.comm.links import LinkLike
 from lightning_loco.rounds.membership import Membership
 
@@ -41,7 +41,7 @@ class RoundArguments(CommonArguments, total=False):
     """And what those take that make rounds after so many steps."""
 
     bucket_bytes: int
-    compression: Codec | ErrorFeedback | str | None
+    compression: Codec | ErrorFeedback | Compensated | str | None
     membership: Membership | None
     link: LinkLike | None
     outer_device: Literal["cpu"] | None

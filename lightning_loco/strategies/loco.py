@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import Unpack
 
 from lightning_loco.algorithms import Algorithm, Landing
-from lightning_loco.codecs import Codec, ErrorFeedback
+from lightning_loco.codecs import Codec, Compensated, ErrorFeedback
 from lightning_loco.comm import WorkerGroup
 from lightning_loco.comm.links import LinkLike, as_links
 from lightning_loco.comm.saved import Saved
@@ -53,7 +53,7 @@ class LocoStrategy(EngineStrategy):
         bucket_bytes: Memory for messages under way, in bytes.
         compression: How messages are written on the wire: ``"bf16"``, ``"fp16"``, ``"int8"``,
             ``"int4"``, ``"e3m0"``, ``"sparse"``, or a codec such as ``Int8(block=128)`` or
-            ``ErrorFeedback(Sparse(k=32))``. Default: as they are.
+            ``ErrorFeedback(Sparse(k=32))`` or ``Compensated(Sparse())``. Default: as they are.
         membership: Who takes part, if workers come and go: ``Elastic("host:port")``. Every job is
             then one worker. Default: all ranks, from begin to end.
         link: A slower link to emulate: ``"wan"``, ``"dsl"``, ``"lan"``, ``"datacentre"``, a
@@ -94,7 +94,7 @@ class LocoStrategy(EngineStrategy):
         warm_start: bool = True,
         topology: Any | None = None,
         bucket_bytes: int = BUCKET_BYTES,
-        compression: Codec | ErrorFeedback | str | None = None,
+        compression: Codec | ErrorFeedback | Compensated | str | None = None,
         membership: Membership | None = None,
         link: LinkLike | None = None,
         outer_device: Literal["cpu"] | None = None,
@@ -120,7 +120,7 @@ class LocoStrategy(EngineStrategy):
         *,
         topology: Any | None = None,
         bucket_bytes: int = BUCKET_BYTES,
-        compression: Codec | ErrorFeedback | str | None = None,
+        compression: Codec | ErrorFeedback | Compensated | str | None = None,
         membership: Membership | None = None,
         link: LinkLike | None = None,
         outer_device: Literal["cpu"] | None = None,

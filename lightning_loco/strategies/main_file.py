@@ -77,7 +77,7 @@ def entry_of(engine: Engine, stamp: str) -> dict[str, Any]:
         "algorithm": type(algorithm).__name__,
         "settings": engine.settings.describe(),
         "has_shared": algorithm.replicated,
-        "consensus_key": algorithm.consensus_key,
+        "consensus_key": engine.settings.consensus_key,
         "round_index": engine.worker.round_index,
     }
 

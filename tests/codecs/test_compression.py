@@ -11,6 +11,7 @@ from lightning_loco.codecs import (
     CODECS,
     E3M0,
     BFloat16,
+    Compensated,
     Compression,
     ErrorFeedback,
     Int8,
@@ -36,6 +37,25 @@ def test_objects_are_taken_as_they_are() -> None:
     assert as_compression(given, "mean", True) == Compression(Sparse(), 0.95, is_relative=True)
 
 
+def test_what_is_lost_stays_in_the_model_with_the_sign_of_the_message() -> None:
+    for sends_parameters, begun in ((False, [9.0, 22.0]), (True, [11.0, 18.0])):
+        compression = as_compression(Compensated(Sparse()), "mean", sends_parameters)
+        assert compression is not None
+        assert compression.has_feedback
+        state = compression.init(torch.zeros(2))
+        message = torch.tensor([3.0, 4.0])
+        compression.prepare(message, state)
+        assert message.tolist() == [3.0, 4.0]
+        compression.keep(torch.tensor([1.0, -2.0]), state, was_prepared=True)
+        result = torch.tensor([10.0, 20.0])
+        assert compression.begin(result, state).tolist() == begun
+        assert compression.begin(result, state, out=result) is result
+        assert result.tolist() == begun
+        message.zero_()
+        compression.prepare(message, state)
+        assert message.tolist() == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("given", [None, "none"])
 def test_nothing_is_nothing(given: Any) -> None:
     assert as_compression(given, "mean", False) is None
@@ -46,6 +66,8 @@ def test_nothing_is_nothing(given: Any) -> None:
     [
         ("zip", "mean", ValueError, "one of none, bf16, fp16, int8, int4, e3m0, sparse"),
         (8, "mean", TypeError, "a codec such as Int8"),
+        (Compensated(Int8()), "neighbors", ValueError, "without an error feedback"),
+        (Compensated(Int8()), "pull", ValueError, "Pulls take no error feedback.*codec alone"),
         ("sparse", "neighbors", ValueError, "too roughly for gossip"),
         ("e3m0", "neighbors", ValueError, "too roughly for gossip"),
         (ErrorFeedback(Int8()), "neighbors", ValueError, "without an error feedback"),
