@@ -92,7 +92,6 @@ class Watchdog(BackgroundThread):
         self._beats = 0
         self._complaints: set[str] = set()
         self._lifeless: set[int] = set()
-        self._has_reported = False
 
     def run(self) -> None:
         """Beat once a second until ended; faster while a stop is being agreed."""
@@ -179,12 +178,10 @@ class Watchdog(BackgroundThread):
     def report(self, text: str) -> None:
         """Tell all workers that this one has failed; only the first report counts.
 
-        Worker 0, whose end is the end of the store, gives the others a moment to read it, unless
-        they were found to give no sign of life.
+        Worker 0, whose end is that of the store, gives those with a sign of life a moment to read.
         """
-        if self._has_reported or self._store.silent_s > _LOOK_S:
+        if self._store.silent_s > _LOOK_S:
             return
-        self._has_reported = True
         others = [f"read/{other}" for other in self._others if other not in self._lifeless]
         deadline = time.monotonic() + 3 * _INTERVAL_S
         with suppress(RuntimeError):
@@ -211,6 +208,9 @@ class Watchdog(BackgroundThread):
         text = self.explain(place, waited_s)
         if self._worker == 0:
             self.report(text)
+        else:
+            with suppress(RuntimeError):
+                self._store.set(f"read/{self._worker}", "", _LOOK_S)  # who knows need not be told
         return WorkerFailure(text)
 
     def explain(self, place: str, waited_s: float) -> str:

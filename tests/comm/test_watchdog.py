@@ -112,6 +112,18 @@ def test_who_was_found_without_life_is_not_waited_for(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.alone
+def test_who_has_found_it_out_and_left_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with watchdogs(2) as dogs:
+        start(*dogs)
+        assert "No message in round 1" in str(dogs[1].blame("round 1", 1.0))
+        dogs[1].end()
+        monkeypatch.setattr(module, "_INTERVAL_S", 5.0)
+        began = time.monotonic()
+        dogs[0].report("No message in round 1")
+        assert time.monotonic() - began < 2
+
+
+@pytest.mark.alone
 def test_waiting_for_a_failure() -> None:
     with watchdogs(2) as dogs:
         start(*dogs)
