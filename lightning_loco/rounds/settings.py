@@ -149,11 +149,13 @@ class RoundSettings:
         algorithm = self.algorithm
         made = as_compression(self.compression, algorithm.exchange, algorithm.sends_parameters)
         if made is not None and made.stays_in_model and (self.stays or self.membership is not None):
-            when = "are under way during local steps" if self.stays else "members come and go in"
+            reason = "members that come and go know nothing of it"
+            if self.stays:
+                reason = "results that come late would overwrite it"
             raise ValueError(
-                f"{self.compression} leaves what is lost in the model, and rounds that {when} know "
-                f"no such model. Use compression=ErrorFeedback({made.codec}), or blocking rounds "
-                "of workers that are there from begin to end."
+                f"{self.compression} leaves what is lost in the worker's model, and {reason}. Use "
+                f"compression=ErrorFeedback({made.codec}), or blocking rounds of workers that are "
+                "there from begin to end."
             )
         return made
 
