@@ -79,6 +79,14 @@ class Case:
         """Whether rounds fall by the clock instead of every so many steps."""
         return isinstance(self.algorithm, ModelAverage) and not self.overlap
 
+    @property
+    def consensus_key(self) -> str | None:
+        """The entry of the state that is the consensus; None for the workers' mean."""
+        settings = RoundSettings(
+            self.algorithm, topology=self.topology, compression=self.compression
+        )
+        return settings.prepare(2).consensus_key
+
     def prepared(self, num_workers: int) -> Algorithm:
         """The algorithm with its automatic settings filled in."""
         return RoundSettings(self.algorithm, topology=self.topology).prepare(num_workers).algorithm

@@ -184,6 +184,7 @@ NUMBERS = (
     "gasloc",
     "gasloc_overlap",
     "noloco",
+    "diloco_compensated",
 )
 SHORT = ("diloco", "gasloc_overlap")
 
@@ -210,7 +211,7 @@ def test_four_workers_go_on_as_three_and_then_as_five(
 
 def check_start(case: Case, saved: Files, starts: list[Start]) -> None:
     """Consensus, outer parameters, momentum, optimizers, random numbers and positions."""
-    key = case.algorithm.consensus_key
+    key = case.consensus_key
     for worker, start in enumerate(starts):
         is_new = worker >= len(saved.workers)
         own = saved.workers[0 if is_new else worker]
@@ -262,7 +263,7 @@ def check_words(case: Case, before: int, starts: list[Start]) -> None:
         f"The checkpoint was written by {before} workers with {algorithm}, and {now} workers with "
         f"{algorithm} go on from it: "
     )
-    place = "the consensus" if case.algorithm.consensus_key is None else "the mean of the"
+    place = "the consensus" if case.consensus_key is None else "the mean of the"
     assert f"all workers begin at {place}" in text
     if now == 3:
         assert "the optimizers, schedules and positions of worker 3 are dropped" in text
