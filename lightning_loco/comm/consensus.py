@@ -45,9 +45,9 @@ def measure_consensus(worker: Worker, max_elements: int) -> float:
     """Root mean square distance to the mean, from a sample of elements, the same everywhere."""
     sample = worker.replica.sample(max_elements, worker.round_index)
     n = worker.group.num_workers
-    sums = torch.stack([sample, sample.square()])
+    sums = torch.cat([sample, sample.square().sum().view(1)])
     Sum(worker.group, worker.statistics, sums, "the consensus distance").wait()
-    variance = (sums[1] / n - (sums[0] / n).square()).clamp_(min=0).sum()
+    variance = (sums[-1] / n - (sums[:-1] / n).square().sum()).clamp_(min=0)
     return math.sqrt(float(variance) * worker.replica.layout.numel / max(sample.numel(), 1))
 
 

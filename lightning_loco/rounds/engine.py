@@ -58,7 +58,7 @@ class Engine:
         self.worker, self.settings, self.lanes, self._carriers, exchange, self.link = made
         self.statistics = self.worker.statistics
         self.paused = self.measure_outer_gradient = False
-        self.consensus_every, self.consensus_elements = 0, 65536
+        self.consensus_every, self.consensus_elements = 0, 8192
         self._schedule = self.settings.schedule.of_worker(group.worker)
         self._sync_every = self._schedule.sync_every_of(group.worker)
         self._is_weighted = exchange.is_weighted

@@ -187,10 +187,10 @@ def test_consensus_distance_equals_a_direct_computation(
         expected = distance([result["before_rounds"][step] for result in results])
         assert logged[step] == pytest.approx(expected, rel=1e-6)
     assert (logged[2] == 0) == (world == 1)
-    # The measurement is an all-reduce of two numbers for each parameter.
+    # The measurement is an all-reduce of a number for each parameter, and one more.
     first = results[0]["bytes_sent"]
     plain = pool.run(fit, tmp_path / "plain", [], strategy, {}, world=world)[0]["bytes_sent"]
-    assert first - plain == 4 * (2 * (world - 1) * 2 * P_BYTES // world)
+    assert first - plain == 4 * (2 * (world - 1) * (P_BYTES + 8) // world)
 
 
 def test_consensus_is_measured_every_n_rounds(pool: Pool, tmp_path: Path) -> None:
