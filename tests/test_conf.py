@@ -168,6 +168,11 @@ def test_gossip_of_workers_that_come_and_go(name: str) -> None:
     assert settings.topology.name == "random_matching"
 
 
+@pytest.mark.parametrize("name", names("experiment"))
+def test_elastic_jobs_are_one_worker_each_in_every_experiment(name: str) -> None:
+    assert config(f"experiment={name}", "membership=elastic").trainer.devices == 1
+
+
 @pytest.mark.parametrize("name", LINKS)
 def test_links_reach_the_strategy(name: str) -> None:
     for algorithm in METHODS.keys() - {"remote_optimizer"}:
