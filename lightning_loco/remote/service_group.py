@@ -87,7 +87,7 @@ class ServiceGroup:
             group: dist.ProcessGroup = in_time(connect, self._timeout_s + 1)
         except RuntimeError as error:
             waited_s = time.monotonic() - began
-            raise WorkerFailure(self.watchdog.explain("the set-up", waited_s)) from error
+            raise self.watchdog.blame("the set-up", waited_s) from error
         return group
 
     def raise_together(self, error: Exception | None) -> None:
