@@ -82,14 +82,15 @@ class Case:
     @property
     def consensus_key(self) -> str | None:
         """The entry of the state that is the consensus; None for the workers' mean."""
-        settings = RoundSettings(
-            self.algorithm, topology=self.topology, compression=self.compression
-        )
-        return settings.prepare(2).consensus_key
+        return self._prepared(2).consensus_key
 
     def prepared(self, num_workers: int) -> Algorithm:
         """The algorithm with its automatic settings filled in."""
-        return RoundSettings(self.algorithm, topology=self.topology).prepare(num_workers).algorithm
+        return self._prepared(num_workers).algorithm
+
+    def _prepared(self, num_workers: int) -> RoundSettings:
+        made = RoundSettings(self.algorithm, topology=self.topology, compression=self.compression)
+        return made.prepare(num_workers)
 
     @property
     def graph(self) -> Topology | None:

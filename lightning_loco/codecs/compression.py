@@ -77,7 +77,7 @@ class Compensated:
         \theta^i \leftarrow \Theta - \big(u^i - Q(u^i)\big)
 
     An :class:`ErrorFeedback` keeps what is lost beside the model: the worker does not see it, and
-    makes the same progress again, until it has been told more than there is. Here local steps begin
+    makes the same progress again, until it has told more than there is. Here local steps begin
     where the worker has come to. With :math:`\eta = 1` the mean over the workers is what it would
     be without compression, and it is the consensus model, as in gossip. It costs one more vector
     ``(P,)``, and an average in float32 wherever the consensus is shown.
