@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from typing_extensions import Self
 
 from tests.pool import PRELOADED
 from tests.programs import free_ports
@@ -48,31 +49,27 @@ class Outcome(NamedTuple):
     ended_at: float
 
 
-class Job:
-    """Processes that each call ``fn(rank, world, *args)`` in a default process group of gloo.
+class Start:
+    """Processes that each call ``fn(rank, world, *args)``.
 
     Args:
         fn: A function of a module.
         *args: What else it is called with.
         world: Number of processes.
-        group_timeout_s: Of the default process group.
     """
 
-    def __init__(
-        self, fn: Callable[..., Any], *args: Any, world: int, group_timeout_s: float = 60.0
-    ) -> None:
+    def __init__(self, fn: Callable[..., Any], *args: Any, world: int) -> None:
         _processes.set_forkserver_preload(PRELOADED)
-        (port,) = free_ports()
         self.workers = []
         for rank in range(world):
             ours, theirs = _processes.Pipe()
-            target = (theirs, rank, world, port, group_timeout_s, fn, args)
+            target = (theirs, rank, world, fn, args)
             process = _processes.Process(target=_run, args=target, name=f"job-rank{rank}")
             process.start()
             theirs.close()
             self.workers.append((process, ours))
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -101,32 +98,54 @@ class Job:
         return outcomes
 
 
+class Job(Start):
+    """Processes that each call ``fn(rank, world, *args)`` in a default process group of gloo.
+
+    Args:
+        fn: A function of a module.
+        *args: What else it is called with.
+        world: Number of processes.
+        group_timeout_s: Of the default process group.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], *args: Any, world: int, group_timeout_s: float = 60.0
+    ) -> None:
+        (port,) = free_ports()
+        super().__init__(_in_group, port, group_timeout_s, fn, args, world=world)
+
+
 def freeze() -> None:
     """Stop this process, as a suspended machine does."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _run(
-    connection: Connection,
+def _in_group(
     rank: int,
     world: int,
     port: int,
     group_timeout_s: float,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
+) -> Any:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=group_timeout_s),
+    )
+    return fn(rank, world, *args)
+
+
+def _run(
+    connection: Connection, rank: int, world: int, fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dist.init_process_group(
-                "gloo",
-                init_method=f"tcp://127.0.0.1:{port}",
-                rank=rank,
-                world_size=world,
-                timeout=timedelta(seconds=group_timeout_s),
-            )
             answer = fn(rank, world, *args), None
     except BaseException as error:
         answer = None, "".join(traceback.format_exception(error))

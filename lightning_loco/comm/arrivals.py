@@ -1,4 +1,4 @@
-"""Who has come to the set-up of the groups, for an error that says who has not."""
+"""Who has come to the set-up, and what each tells, for an error that says who has not come."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import time
 from collections.abc import Sequence
 
 from lightning_loco.comm.store import PromptStore, StoreSilent
+from lightning_loco.comm.watchdog import WorkerFailure
 
 _LOOK_S = 1.0
 _FAREWELL_S = 2.0
-_PAUSE_S = 0.05
+_PAUSE_S = 0.02
 
 
 class Arrivals:
@@ -20,6 +21,9 @@ class Arrivals:
         worker: Number of this worker; it has come.
         names: What to call the workers in messages.
         timeout_s: Longest wait for them, in seconds.
+
+    Attributes:
+        times: How often this worker has come.
     """
 
     def __init__(
@@ -30,7 +34,33 @@ class Arrivals:
         self._names = names
         self._timeout_s = timeout_s
         self._keys = [str(w) for w in range(len(names))]
-        self._own = store.add(self._keys[worker], 1, timeout_s)
+        self.times = store.add(self._keys[worker], 1, timeout_s)
+
+    def exchange(self, word: str) -> list[str]:
+        """Tell all workers a word, once; returns those of all, in order.
+
+        Raises:
+            WorkerFailure: If one does not come in time; the message says which.
+        """
+        keys = [f"{self.times}/{key}" for key in self._keys]
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            self._store.set(keys[self._worker], word, self._timeout_s)
+            while not self._store.check(keys, self._timeout_s):
+                if time.monotonic() > deadline:
+                    raise WorkerFailure(self.explain())
+                time.sleep(_PAUSE_S)
+            return [told.decode() for told in self._store.get_all(keys, self._timeout_s)]
+        except WorkerFailure:
+            raise
+        except RuntimeError as error:
+            raise WorkerFailure(self.explain()) from error
+
+    def part(self) -> None:
+        """Before an error that all workers raise: worker 0 hosts the store, and ends last."""
+        let_the_others_look(
+            self._store.under(f"parted/{self.times}"), self._worker, len(self._names)
+        )
 
     def explain(self) -> str:
         """Say who has not come."""
@@ -43,8 +73,8 @@ class Arrivals:
         try:
             counts = [self._store.add(key, 0, _LOOK_S) for key in self._keys]
             pairs = zip(self._names, counts, strict=True)
-            late = [name for name, count in pairs if count < self._own]
-            looked = self._store.under(f"looked/{self._own}")
+            late = [name for name, count in pairs if count < self.times]
+            looked = self._store.under(f"looked/{self.times}")
             let_the_others_look(looked, self._worker, len(self._names) - len(late))
         except RuntimeError as error:
             return lost_store(self._names[0], error)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import Store
+
+from lightning_loco.comm.arrivals import Arrivals
 
 CPU = torch.device("cpu")
 
@@ -69,23 +69,19 @@ def check_same_kind(kinds: Sequence[str]) -> None:
             )
 
 
-def tell_kind(device: torch.device, store: Store, timeout_s: float) -> list[str]:
-    """Tell all ranks of the default process group on what kind of device this one is.
-
-    It needs no process group, which is made for one kind of device. All ranks must call it, equally
-    often.
+def check_device_here(device: torch.device, arrivals: Arrivals) -> None:
+    """As :func:`check_same_kind`, of all that arrive; before a process group waits for some.
 
     Args:
         device: Where this rank computes.
-        store: The job's key-value store.
-        timeout_s: Longest wait for another rank, in seconds.
+        arrivals: This one and all others.
 
-    Returns:
-        ``torch.device.type`` of every rank, in order.
+    Raises:
+        ValueError: On all ranks, if some are on a CPU and others on a GPU, say.
+        WorkerFailure: If one does not come in time.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    call = store.add(f"lightning_loco/kind/calls/{rank}", 1)
-    keys = [f"lightning_loco/kind/{call}/{other}" for other in range(world)]
-    store.set(keys[rank], device.type)
-    store.wait(keys, timedelta(seconds=timeout_s))
-    return [kind.decode() for kind in store.multi_get(keys)]
+    try:
+        check_same_kind(arrivals.exchange(device.type))
+    except ValueError:
+        arrivals.part()
+        raise

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning_loco.comm import messages
 from lightning_loco.comm.arrivals import Arrivals
 from lightning_loco.comm.board import Board
-from lightning_loco.comm.devices import CPU, backend_on, check_same_kind, tell_kind
+from lightning_loco.comm.devices import CPU, backend_on, check_same_kind
 from lightning_loco.comm.store import PromptStore, in_time
 from lightning_loco.comm.watchdog import Watchdog, WorkerFailure
 
@@ -26,6 +26,11 @@ MARGIN_S = 60.0
 """By how much a backend whose failures end the process has more patience than we, in seconds."""
 
 _PARTING_S = 2.0
+
+
+def connect_to_default_store(timeout_s: float) -> PromptStore:
+    """A connection of its own to the key-value store of the default process group."""
+    return PromptStore.beside(dist.distributed_c10d._get_default_store(), timeout_s)
 
 
 @dataclasses.dataclass
@@ -97,7 +102,7 @@ class WorkerGroup:
             return cls(worker=0, num_workers=1)
         worker, num_workers = dist.get_rank(), dist.get_world_size()
         group = cls(worker, num_workers, timeout_s=timeout_s)
-        store = PromptStore.beside(dist.distributed_c10d._get_default_store(), timeout_s)
+        store = connect_to_default_store(timeout_s)
         try:
             group._begin(store)
         except BaseException:
@@ -144,23 +149,6 @@ class WorkerGroup:
             lambda: dist.new_group(timeout=timeout, backend=backend), self.timeout_s + 1
         )
         return group
-
-    @staticmethod
-    def check_device(device: torch.device, timeout_s: float) -> None:
-        """Refuse workers on different kinds of devices, before a process group waits for them.
-
-        All ranks of the default process group must call it, equally often.
-
-        Args:
-            device: Where this rank computes.
-            timeout_s: Longest wait for another rank, in seconds.
-
-        Raises:
-            ValueError: On all ranks, if some are on a CPU and others on a GPU, say.
-        """
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            store = dist.distributed_c10d._get_default_store()
-            check_same_kind(tell_kind(device, store, timeout_s))
 
     def own_store(self, name: str) -> PromptStore:
         """The job's key-value store, with keys of its own for this group and this purpose.

@@ -131,7 +131,6 @@ class EngineStrategy(MeetingStrategy):
     def setup_environment(self) -> None:
         """Connect the ranks; from here on those of a ``fit`` watch over each other."""
         super().setup_environment()
-        WorkerGroup.check_device(self.root_device, self.timeout_s)
         if self.is_fitting:
             self._finished = False
             self.group = WorkerGroup.begin(timeout_s=self.timeout_s)

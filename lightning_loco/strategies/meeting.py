@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.job import init_workers
 from lightning_loco.comm.stopping import StopAgreed
 from lightning_loco.comm.waiting import Explained
 from lightning_loco.strategies import lightning_private
@@ -62,10 +63,12 @@ class MeetingStrategy(DDPStrategy):
 
     Attributes:
         checkpoints: Does the work of the hooks for checkpoints.
+        timeout_s: Longest wait for another worker, in seconds.
         group: Workers that watch over each other, so that errors name one of them; or None.
     """
 
     checkpoints: Checkpoints
+    timeout_s: float
     group: WorkerGroup | None = None
     _finished = False
 
@@ -73,6 +76,23 @@ class MeetingStrategy(DDPStrategy):
     @abstractmethod
     def meeting_place(self) -> MeetingPlace | None:
         """Where the workers meet during ``fit``; None at other times."""
+
+    def setup_distributed(self) -> None:
+        """Make the default process group; who does not come, or has another device, is named."""
+        self.set_world_ranks()
+        self._init_default_group()
+        super().setup_distributed()
+
+    def _init_default_group(self) -> None:
+        place = self.cluster_environment
+        assert place is not None
+        init_workers(
+            lambda: (place.main_address, place.main_port),
+            (self.global_rank, self.world_size),
+            lightning_private.backend_of(self),
+            self.root_device,
+            self.timeout_s,
+        )
 
     @property
     def num_workers(self) -> int:

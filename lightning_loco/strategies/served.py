@@ -112,14 +112,12 @@ class ServedStrategy(MeetingStrategy):
         )
         if not self.serves:
             self._present = self._present or tuple(range(tiers.num_training))
-            self._init_default_group()
             super().setup_distributed()
 
     def _init_default_group(self) -> None:
         assert self._all_ranks is not None
-        device = self.root_device if self.root_device.type != "cpu" else None
         backend = lightning_private.backend_of(self)
-        self._all_ranks.init_default_group(self._present, backend, device)
+        self._all_ranks.init_default_group(self._present, backend, self.root_device)
 
     def connect_ranks(self) -> ServiceGroup:
         """Connect those that train with those that serve, until :meth:`teardown`."""

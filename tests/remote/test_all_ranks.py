@@ -17,6 +17,7 @@ from tests.programs import free_ports
 
 TIMEOUT_S = 3.0
 LONGEST_S = TIMEOUT_S + 6
+CPU = torch.device("cpu")
 NAMES = ("worker 0", "worker 1", "the aggregator-optimizer (rank 2)")
 
 
@@ -35,7 +36,7 @@ def all_ranks(rank: int, port: int, timeout_s: float) -> Iterator[AllRanks]:
 def agree_and_fail(rank: int, world: int, port: int) -> str:
     with all_ranks(rank, port, 20.0) as ranks:
         if rank < 2:
-            ranks.init_default_group([0, 1], "gloo", None)
+            ranks.init_default_group([0, 1], "gloo", CPU)
             total = torch.ones(1)
             dist.all_reduce(total)
             assert total == 2
@@ -71,7 +72,7 @@ def freeze_in(rank: int, world: int, port: int, phase: str, victim: int) -> tupl
         with all_ranks(rank, port, TIMEOUT_S) as ranks:
             began = time.monotonic()
             if phase == "default group":
-                freeze() if is_victim else ranks.init_default_group([0, 1, 2], "gloo", None)
+                freeze() if is_victim else ranks.init_default_group([0, 1, 2], "gloo", CPU)
             if phase == "arrival" and is_victim:
                 freeze()
             if phase == "connection" and is_victim:

@@ -1,0 +1,88 @@
+"""Workers that find each other before any process group exists, or say who does not come."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_loco.comm.job import init_workers
+from tests.own_store import Outcome, Start, freeze
+from tests.programs import free_ports
+
+TIMEOUT_S = 3.0
+LONGEST_S = TIMEOUT_S + 6
+
+
+def find_each_other(rank: int, world: int, port: int, timeout_s: float, kind: str = "cpu") -> None:
+    device = torch.device(kind)
+    init_workers(lambda: ("127.0.0.1", port), (rank, world), "gloo", device, timeout_s)
+
+
+def find_each_other_twice(rank: int, world: int, port: int) -> float:
+    """A second group in the same processes, at the same place."""
+    total = torch.ones(1)
+    for _ in range(2):
+        find_each_other(rank, world, port, 30.0)
+        dist.all_reduce(total)
+        find_each_other(rank, world, port, 30.0)  # there is one, and it fits
+        dist.barrier()
+        dist.destroy_process_group()
+    return float(total)
+
+
+def come_with_another_device(rank: int, world: int, port: int) -> str:
+    try:
+        find_each_other(rank, world, port, 60.0, "cuda" if rank == 1 else "cpu")
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def do_not_come(rank: int, world: int, port: int, victim: int, how: str) -> tuple[str, float]:
+    began = time.monotonic()
+    if rank == victim:
+        freeze() if how == "frozen" else os._exit(0)
+    try:
+        find_each_other(rank, world, port, TIMEOUT_S)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - began
+    return "nothing", 0.0
+
+
+def outcomes(
+    fn: Callable[..., Any], *args: Any, ranks: tuple[int, ...] = (0, 1, 2)
+) -> list[Outcome]:
+    (port,) = free_ports()
+    with Start(fn, port, *args, world=3) as job:
+        return job.outcomes(ranks, 60)
+
+
+def test_workers_find_each_other_again_and_again() -> None:
+    assert [outcome.result for outcome in outcomes(find_each_other_twice)] == [9.0, 9.0, 9.0]
+
+
+def test_other_devices_are_refused_before_a_group_waits_for_them() -> None:
+    began = time.monotonic()
+    found = outcomes(come_with_another_device)
+    assert time.monotonic() - began < 30  # processes start meanwhile; the group would wait for 60 s
+    for outcome in found:
+        assert "Worker 1 is on a device of kind 'cuda' and worker 0 on 'cpu'" in outcome.result
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["frozen", "ended"])
+@pytest.mark.parametrize("victim", range(3))
+def test_who_does_not_come_is_named_in_time(victim: int, how: str) -> None:
+    others = tuple(rank for rank in range(3) if rank != victim)
+    for outcome in outcomes(do_not_come, victim, how, ranks=others):
+        assert outcome.error is None, outcome.error
+        text, seconds = outcome.result
+        assert f"worker {victim}" in text
+        assert seconds < LONGEST_S
