@@ -28,6 +28,18 @@ class Window(NamedTuple):
 
     by_dtype: list[tuple[list[Tensor], list[Tensor]]]
 
+    @classmethod
+    def of(cls, views: list[Tensor], parts: list[Tensor]) -> Window:
+        """Tie views to their places, which all have one dtype."""
+        if len({view.dtype for view in views}) == 1:
+            return cls([(views, parts)])
+        by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        for view, part in zip(views, parts, strict=True):
+            of_dtype = by_dtype.setdefault(view.dtype, ([], []))
+            of_dtype[0].append(view)
+            of_dtype[1].append(part)
+        return cls(list(by_dtype.values()))
+
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Each view with its place."""
         for views, parts in self.by_dtype:
@@ -78,7 +90,6 @@ class Chunk:
         self._sizes = [view.numel() for view in views]
         self._shapes = [view.shape if view.ndim > 1 else None for view in views]
         self.stop = start + sum(self._sizes)
-        self._dtypes = {view.dtype for view in views}
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -103,15 +114,7 @@ class Chunk:
 
     def window(self, flat: Tensor) -> Window:
         """Tie the chunk to ``flat``, ``(len(self),)`` on the same device, for many copies."""
-        views, parts = self.views, self._parts(flat)
-        if len(self._dtypes) == 1:
-            return Window([(views, parts)])
-        by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        for view, part in zip(views, parts, strict=True):
-            of_dtype = by_dtype.setdefault(view.dtype, ([], []))
-            of_dtype[0].append(view)
-            of_dtype[1].append(part)
-        return Window(list(by_dtype.values()))
+        return Window.of(self.views, self._parts(flat))
 
     def tied(self, flat: Tensor) -> Window | DistantWindow:
         """Tie the chunk to ``flat``, ``(len(self),)`` on any device, for many copies."""

@@ -69,12 +69,16 @@ class OptimizerState(NamedTuple):
 
     @classmethod
     def receive(cls, wire: Wire, description: dict[str, Any]) -> OptimizerState:
-        """Receive what :meth:`send` sends, once the description has come."""
+        """Receive what :meth:`send` sends, once the description has come.
+
+        Raises:
+            RuntimeError: If the description is of another form.
+        """
         values: dict[int, dict[str, Any]] = {}
         for number, name, described in description["entries"]:
             value = described
             if isinstance(described, dict):
-                value = torch.empty(described["shape"], dtype=getattr(torch, described["dtype"]))
+                value = _memory_for(described, wire.name)
                 if value.numel():
                     wire.wait(wire.receive(value.view(-1), Lane.STATE), "the optimizer's state")
             values.setdefault(number, {})[name] = value
@@ -95,6 +99,15 @@ def _describe(value: Any) -> Any:
     if isinstance(value, Tensor):
         return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
     return value
+
+
+def _memory_for(described: dict[str, Any], sender: str) -> Tensor:
+    match described:
+        case {"shape": [*shape], "dtype": str(name)} if all(type(n) is int for n in shape):
+            dtype = getattr(torch, name, None)
+            if isinstance(dtype, torch.dtype):
+                return torch.empty(shape, dtype=dtype)
+    raise RuntimeError(f"{sender} has described no tensor: {str(described)[:100]}")
 
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo, Store
 
 from lightning_loco.comm.arrivals import let_the_others_look, lost_store
+from lightning_loco.comm.messages import read
 from lightning_loco.comm.store import PromptStore, in_time
 from lightning_loco.comm.watchdog import Watchdog, WorkerFailure
 
@@ -107,9 +108,14 @@ class ServiceGroup:
             raise (error or missing) from missing
         if error is not None:
             raise error
-        for name, (kind, text) in zip(self._names, found, strict=True):
-            if kind is not None:
-                raise _ERRORS.get(kind, RuntimeError)(f"{name[0].upper()}{name[1:]}: {text}")
+        for name, told in zip(self._names, found, strict=True):
+            match told:
+                case [None, _]:
+                    continue
+                case [str(kind), text]:
+                    raise _ERRORS.get(kind, RuntimeError)(f"{name[0].upper()}{name[1:]}: {text}")
+                case _:
+                    raise RuntimeError(f"{name} has told something else than what it has found.")
 
     def gather(self, value: Any) -> list[Any]:
         """Collect a value from every rank, in order.
@@ -126,7 +132,9 @@ class ServiceGroup:
             self._store.set(keys[self._rank], json.dumps(value), self._timeout_s)
         except RuntimeError as error:
             raise self._late(lost_store(self._names[0], error)) from error
-        return list(map(json.loads, self._wait_for(keys)))
+        return [
+            read(text, who) for text, who in zip(self._wait_for(keys), self._names, strict=True)
+        ]
 
     def _wait_for(self, keys: Sequence[str]) -> list[bytes]:
         """The values of all ranks, as soon as they are there."""

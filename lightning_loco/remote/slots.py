@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.comm.devices import has_streams
+from lightning_loco.comm.flat import Window
 from lightning_loco.remote.message import Message
 
 Tensors = Sequence[Tensor] | Mapping[int, Tensor | None]
@@ -114,7 +115,7 @@ class Slot:
             self._part(tensors[span.param], span.start, span.stop, part)
             for span, part in zip(self.message.spans, self._parts, strict=True)
         ]
-        torch._foreach_copy_(targets, self._parts)
+        Window.of(targets, self._parts).unpack()
 
     def _pack(self, tensors: Tensors) -> Tensor:
         """Put the values side by side, on the device."""
@@ -126,8 +127,7 @@ class Slot:
             else:
                 targets.append(part)
                 sources.append(self._part(tensor, span.start, span.stop, part))
-        if targets:
-            torch._foreach_copy_(targets, sources)
+        Window.of(sources, targets).pack()
         return self._packed
 
     def _direct(self, tensors: Tensors) -> Tensor | None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_loco.comm.messages import LONGEST_BYTES, read
 from lightning_loco.comm.watchdog import Watchdog
 from lightning_loco.remote.meanwhile import Meanwhile
 from lightning_loco.remote.unreachable import Explained, Unreachable, late
@@ -211,10 +212,11 @@ class Wire:
     def _receive_note(self, lane: Lane, wait: Callable[[dist.Work], object]) -> Note:
         first = self._receive_frame(FRAME_BYTES, lane, wait)
         size, text = int.from_bytes(first[:8], "little"), first[8:]
+        if size > LONGEST_BYTES:
+            raise RuntimeError(f"{self.name} has announced a note of {size} bytes.")
         if size > len(text):
             text += self._receive_frame(size - len(text), lane, wait)
-        kind, content = json.loads(text[:size])
-        return Note(Kind(kind), content)
+        return _as_note(text[:size], self.name)
 
     def _receive_frame(self, size: int, lane: Lane, wait: Callable[[dist.Work], object]) -> bytes:
         self.bytes_received += size
@@ -231,6 +233,14 @@ class Wire:
 
     def _explained(self, what: str) -> Explained:
         return Explained(self.name, self.rank, what, self._watchdog)
+
+
+def _as_note(text: bytes, sender: str) -> Note:
+    match read(text, sender):
+        case [int(kind), dict(content)] if type(kind) is int and kind in list(Kind):
+            return Note(Kind(kind), content)
+        case other:
+            raise RuntimeError(f"{sender} has sent no note: {str(other)[:100]}")
 
 
 def _frames(note: Note) -> list[bytes]:

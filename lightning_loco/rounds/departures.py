@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 
 from lightning_loco.comm.groups import WorkerGroup
@@ -39,8 +40,14 @@ class Departures:
         keys = [self._key(worker, number) for worker in workers]
         if not keys or not self._store.check(keys):
             return own
-        notes = [note.split() for note in self._store.get_all(keys)]
-        return max([own, *(float(at) for seen, at in notes if int(seen) == number)])
+        noted = [_read(note, number) for note in self._store.get_all(keys)]
+        return max([own, *(at for at in noted if at is not None)])
 
     def _key(self, worker: int, number: int) -> str:
         return f"{worker}/{number % _SLOTS}"
+
+
+def _read(note: bytes, number: int) -> float | None:
+    """When the message of this number has left, if the note says so."""
+    found = re.fullmatch(rb"(\d{1,18}) (\d{1,12}(?:\.\d{1,12})?)", note)
+    return float(found[2]) if found and int(found[1]) == number else None

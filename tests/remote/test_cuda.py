@@ -117,3 +117,26 @@ def test_a_courier_does_not_wait_for_the_device() -> None:
         thread.join()
     for size in (10, 1_000_000):
         send_and_receive(groups, size)
+
+
+@pytest.mark.parametrize("codec", [BFloat16(), Int8()])
+def test_tensors_of_one_dtype_are_copied_at_a_time(
+    codec: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch 2.5 to 2.10 copy wrong values on a GPU if one list holds several dtypes."""
+    seen: list[tuple[set[torch.dtype], set[torch.dtype]]] = []
+    original = torch._foreach_copy_
+
+    def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        seen.append(({t.dtype for t in targets}, {s.dtype for s in sources}))
+        original(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", copy)
+    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.bfloat16]
+    params = [torch.full((i + 1,), float(i), dtype=d) for i, d in enumerate(dtypes)]
+    (message,) = plan_messages(params, 10_000, codec)
+    Slot(message, params).round(params)
+    for i, param in enumerate(params):
+        assert param.tolist() == pytest.approx([i] * (i + 1), abs=0.02)
+    assert len(seen) == 4
+    assert all(len(targets) == len(sources) == 1 for targets, sources in seen)

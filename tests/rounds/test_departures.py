@@ -26,6 +26,11 @@ def note_and_read(rank: int, world: int) -> list[float]:
     told.note(later, 200.5 + rank)
     dist.barrier()
     found += [told.latest(5, others, own=7.5), told.latest(later, others, own=7.5)]
+    for garbage in ("", "6", "6 inf", "6 nan", "6 -1", "x 3", "6 1e400", "6 3 9", "9" * 50 + " 1"):
+        told._store.set(told._key(rank, 6), garbage)
+        dist.barrier()
+        found.append(told.latest(6, others, own=7.5))
+        dist.barrier()
     group.close()
     return found
 
@@ -34,4 +39,4 @@ def test_the_last_departure_counts(pool: Pool) -> None:
     for rank, found in enumerate(pool.run(note_and_read, world=3)):
         last, first = [102.0, 102.0, 102.0], [101.0, 100.0, 100.0]
         highest = [202.5, 202.5, 201.5]
-        assert found == [7.5, last[rank], 7.5, 1000.0, first[rank], 7.5, highest[rank]]
+        assert found == [7.5, last[rank], 7.5, 1000.0, first[rank], 7.5, highest[rank], *[7.5] * 9]

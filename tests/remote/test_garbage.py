@@ -1,0 +1,112 @@
+"""What is no message of this program is an error that names its sender, and takes no memory."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_loco.comm.job import Job
+from lightning_loco.comm.store import PromptStore
+from lightning_loco.remote.optimizer_state import OptimizerState
+from lightning_loco.remote.service_group import ServiceGroup, agreement_key
+from lightning_loco.remote.wire import FRAME_BYTES, Kind, Lane, Wire
+from tests.own_store import Start
+from tests.pool import Pool
+from tests.programs import free_ports
+
+NOTES = [
+    b"",
+    b"\xff\xfe",
+    b"[2",
+    b"[]",
+    b"{}",
+    b'"STEP"',
+    b"[99, {}]",
+    b"[true, {}]",
+    b'["2", {}]',
+    b"[2, []]",
+    b"[2, {}, 1]",
+    b"[" + b"1" * 450 + b", {}]",
+]
+
+
+def send_notes(rank: int, world: int) -> list[str]:
+    """Rank 0 sends them, and a length that no memory has; rank 1 says what it makes of each."""
+    wire = Wire(1 - rank, f"Worker {1 - rank}")
+    frames = [len(text).to_bytes(8, "little") + text for text in NOTES]
+    frames += [(2**62).to_bytes(8, "little"), (4).to_bytes(8, "little") + b"null"]
+    found = []
+    for frame in frames:
+        if rank == 0:
+            memory = torch.frombuffer(bytearray(frame.ljust(FRAME_BYTES)), dtype=torch.uint8)
+            wire.wait(wire.send(memory, Lane.REQUESTS), "a note")
+            continue
+        with pytest.raises(RuntimeError) as raised:
+            wire.next_request()
+        found.append(str(raised.value))
+    return found
+
+
+def test_notes(pool: Pool) -> None:
+    _, found = pool.run(send_notes, world=2)
+    assert len(found) == len(NOTES) + 2
+    assert all(text.startswith("Worker 0 has ") for text in found), found
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        {},
+        {"shape": [2], "dtype": "nn"},
+        {"shape": [2], "dtype": "no_such_dtype"},
+        {"shape": [2.5], "dtype": "float32"},
+        {"shape": [True], "dtype": "float32"},
+        {"shape": "2", "dtype": "float32"},
+        {"shape": [2], "dtype": 4},
+    ],
+)
+def test_descriptions_of_a_state(described: object, pool: Pool) -> None:
+    pool.run(receive_state, described, world=2)
+
+
+def receive_state(rank: int, world: int, described: object) -> None:
+    wire = Wire(1 - rank, "The aggregator")
+    description = {"entries": [[0, "momentum_buffer", described]], "groups": []}
+    with pytest.raises(RuntimeError, match="The aggregator has described no tensor"):
+        OptimizerState.receive(wire, description)
+
+
+def agree_with_garbage(rank: int, world: int, port: int, garbage: str) -> str:
+    names = ["worker 0", "worker 1"]
+    job = Job("127.0.0.1", port, rank, names, 30.0)
+    for_gloo = dist.PrefixStore("gloo", job.raw_store)
+    group = ServiceGroup(job.store.under("group"), for_gloo, rank, names, 30.0)
+    try:
+        if rank == 1:
+            store: PromptStore = job.store.under("group")
+            store.set(agreement_key(2, 1), garbage)
+            return "sent"
+        group.raise_together(None)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        if rank == 0:
+            job.store.set("seen", "")
+        while not job.store.check(["seen"]):
+            pass
+        group.close()
+        job.close()
+    return "nothing"
+
+
+@pytest.mark.parametrize("garbage", ["[", "[]", "3", json.dumps([int(Kind.STEP), ""]), "\u00e9"])
+def test_agreements(garbage: str) -> None:
+    (port,) = free_ports()
+    with Start(agree_with_garbage, port, garbage, world=2) as job:
+        first, second = job.outcomes([0, 1], 60)
+    assert first.error is None, first.error
+    assert second.result == "sent"
+    assert first.result.startswith("worker 1 has ")
