@@ -35,6 +35,7 @@ ALL = ("tests/strategies", "tests/callbacks", "tests/test_cli.py", "tests/test_t
 
 CORE = (
     "tests/callbacks",
+    "tests/strategies/test_async_average.py",
     "tests/strategies/test_checkpoint.py",
     "tests/strategies/test_contract.py",
     "tests/strategies/test_data_dealt_anew.py",

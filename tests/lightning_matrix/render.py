@@ -24,12 +24,14 @@ What comes of a feature of Lightning, or of an idiom of code written for DDP, un
 Every cell is a run of two workers in a test. The weights after fit are always finite, and equal on
 both unless DDP leaves each worker its own.
 
-- **=** as under DDP: the same steps, epochs, batches, hooks, logged names and files.
+- **=** as under DDP: the same steps, epochs, batches, hooks, logged names and files, or the same
+  error.
 - **+** better than DDP, which hangs, fails or goes wrong there.
 - **~** ends well, but not as under DDP, which is in the nature of the method.
 - **no**: refused with a clear message on all ranks.
 
-This page is made from the table of the tests.
+This page is made from the table of the tests. Two of its rows need `transformers`, and are skipped
+without; a job of the workflow for GitHub has it.
 """
 
 

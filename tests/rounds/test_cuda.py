@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from lightning_loco import ClockEngine, DiLoCo, GASLoC, StepEngine
+from lightning_loco import ClockEngine, DiLoCo, GASLoC, PairwiseEngine, StepEngine
 from lightning_loco.algorithms.base import State
 from lightning_loco.algorithms.outer import step_outer_optimizer
 from lightning_loco.comm import Statistics, WorkerGroup
@@ -73,6 +74,26 @@ def test_a_local_step_reads_nothing_back(name: str) -> None:
 
 
 # --------------------------------------------------------------------- memory and devices
+
+
+@pytest.mark.usefixtures("no_checksum")
+@pytest.mark.parametrize("make", [StepEngine, ClockEngine, PairwiseEngine])
+def test_a_plain_loop_gets_groups_for_the_models_device(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's parameters would not be for gloo."""
+    devices: list[torch.device] = []
+    create = WorkerGroup.create
+
+    def note(*, device: torch.device) -> WorkerGroup:
+        devices.append(device)
+        return create(device=device)
+
+    monkeypatch.setattr(WorkerGroup, "create", note)
+    model = nn.Linear(3, 4).to(DEVICE)
+    engine = make(model, DiLoCo(), sync_every=2) if make is StepEngine else make(model)
+    engine.close()
+    assert devices == [DEVICE]
 
 
 def test_what_is_set_aside_is_in_the_hosts_memory() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -268,6 +268,25 @@ def test_a_first_save_that_fails_leaves_nothing(pool: Pool, tmp_path: Path) -> N
     assert os.listdir(tmp_path) == ["same.ckpt"]
 
 
+class DeafIO(TorchCheckpointIO):
+    """A storage that says nothing and keeps the file that it has."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        if not Path(path).exists():
+            super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def test_a_file_that_was_not_replaced_keeps_what_belongs_to_it(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "same.ckpt"
+    messages = pool.run(fit_and_fail, str(path), 3, False, None, 0.1, 0, DeafIO, world=WORLD)
+    assert all("could not be replaced" in found for found in messages), messages
+    stamp = torch.load(path)["lightning_loco"]["stamp"]
+    assert stamp in os.listdir(f"{path}.loco")
+    assert pool.run(fit, str(path), 2, True, world=WORLD) == [2, 2]
+
+
 # ------------------------------------------------------------------- other ways to write
 
 
@@ -331,6 +350,29 @@ def test_file_appears_as_a_whole(tmp_path: Path) -> None:
     assert torch.load(path) == {"a": 2}
     assert os.listdir(path.parent) == ["one.ckpt"]
     assert path.stat().st_mode & 0o777 == 0o666 & ~_umask()
+
+
+def test_content_is_on_the_disk_before_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that loses its power has the old file or the new one, and all of it."""
+    done: list[tuple[str, str]] = []
+    sync, replace = os.fsync, Path.replace
+
+    def note_sync(descriptor: int) -> None:
+        done.append(("sync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        sync(descriptor)
+
+    def note_replace(self: Path, target: Path) -> Path:
+        done.append(("replace", self.name))
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(Path, "replace", note_replace)
+    WholeFileIO().save_checkpoint({"a": 1}, tmp_path / "some.ckpt")
+    (_, part), *others = done
+    assert part.endswith(".part")
+    assert done == [("sync", part), ("replace", part), ("sync", tmp_path.name)], others
 
 
 def _umask() -> int:

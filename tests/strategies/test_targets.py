@@ -81,8 +81,11 @@ def test_a_teacher_is_local_in_training_and_a_mean_in_the_consensus(
     assert not torch.equal(results[0][0][4], results[1][0][4])
 
 
-def fit_resumed(rank: int, world: int, case: Case, folder: str) -> tuple[Tensor, Tensor]:
-    """An unbroken run, and one that is resumed in its middle, the last batches of both."""
+def fit_resumed(rank: int, world: int, case: Case, folder: str) -> list[Tensor]:
+    """An unbroken run, and one that is resumed in its middle, the last batches of both.
+
+    Then the worker's teacher in the middle, and the one that was saved there.
+    """
     found = []
     for path in (None, f"{folder}/middle.ckpt"):
         module = TeacherModule("frozen")
@@ -98,15 +101,23 @@ def fit_resumed(rank: int, world: int, case: Case, folder: str) -> tuple[Tensor,
             module.on_train_epoch_end = save  # type: ignore[method-assign]
         trainer.fit(module, make_loader(rank, 5), make_loader(0, 1), ckpt_path=path)
         found.append(torch.stack(module.own[-5:]))
-    return found[0], found[1]
+        if path is None:
+            own = module.own[4]
+    state = torch.load(f"{folder}/middle.ckpt", weights_only=False)["state_dict"]
+    saved = [state[f"teacher.{name}"].reshape(-1) for name, _ in module.teacher.named_parameters()]
+    return [*found, own, torch.cat(saved)]
 
 
 @rows("resume", [name for name in SOME if name in without_variants()])
 def test_a_resumed_run_goes_on_with_the_teacher_of_each_worker(
     pool: Pool, tmp_path: Path, case: Case
 ) -> None:
-    for unbroken, resumed in pool.run(fit_resumed, case, str(tmp_path), world=2):
+    results = pool.run(fit_resumed, case, str(tmp_path), world=2)
+    mean = sum(own for _, _, own, _ in results) / 2
+    for unbroken, resumed, own, saved in results:
         assert torch.equal(unbroken, resumed)
+        torch.testing.assert_close(saved, mean, rtol=0, atol=1e-12)
+        assert not torch.equal(saved, own)
 
 
 # ------------------------------------------------------------------ what is exchanged no more
