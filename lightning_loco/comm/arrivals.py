@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from lightning_loco.comm.store import PromptStore, StoreSilent
 from lightning_loco.comm.watchdog import WorkerFailure
@@ -58,9 +59,9 @@ class Arrivals:
 
     def part(self) -> None:
         """Before an error that all workers raise: worker 0 hosts the store, and ends last."""
-        let_the_others_look(
-            self._store.under(f"parted/{self.times}"), self._worker, len(self._names)
-        )
+        parted = self._store.under(f"parted/{self.times}")
+        with suppress(RuntimeError):
+            let_the_others_look(parted, self._worker, len(self._names))
 
     def explain(self) -> str:
         """Say who has not come."""

@@ -99,7 +99,8 @@ class Job:
             try:
                 in_time(connect, self._timeout_s + 1)
             except RuntimeError as error:
-                raise WorkerFailure(arrivals.explain()) from error
+                reason = str(error).strip().split("\n")[0]
+                raise WorkerFailure(f"{arrivals.explain()} PyTorch says: {reason}") from error
         if backend == "nccl":
             atexit.register(_destroy_default_group)
 
