@@ -55,6 +55,8 @@ def test_a_read_is_noticed(read: Any) -> None:
 def make_engine(case: Case, model: nn.Module) -> Engine:
     if case.by_clock:
         return ClockEngine(model, interval_s=1000.0, topology=case.topology)
+    if case.fragments is not None:
+        return Engine.from_settings(model, case.strategy(sync_every=100).settings)
     return StepEngine(model, case.algorithm, **case.settings(sync_every=100))
 
 
@@ -65,9 +67,10 @@ def test_a_local_step_reads_nothing_back(name: str) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(DEVICE)
     engine = make_engine(case, model)
     assert engine.worker.replica.layout.device == DEVICE
+    assert len(engine.lanes) == (case.fragments or 1)
     if case.by_clock:
         engine.lanes[0].landed_at = time.monotonic()  # the first round would be due at once
-    for _ in range(50):
+    for _ in range(49):  # the first of two fragments would begin a round after 50
         engine.worker.last_loss = model(torch.ones(2, 3, device=DEVICE)).sum()
         assert not engine.step()
     engine.close()
