@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 import torch.distributed as dist
@@ -15,6 +16,22 @@ from lightning_loco.comm.board import Board
 from lightning_loco.comm.store import PromptStore
 from lightning_loco.comm.watchdog import Watchdog
 from tests.comm.workers import TIMEOUT_S, hurry, on_every_worker, start, watchdogs
+
+
+class CountingStore(dist.HashStore):
+    """Counts what it is asked to read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[int] = []
+
+    def get(self, key: str) -> bytes:
+        self.reads.append(1)
+        return super().get(key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.reads.append(len(keys))
+        return super().multi_get(keys)
 
 
 @pytest.fixture(autouse=True)
@@ -161,6 +178,18 @@ def test_numbers_arrive_as_they_are(store: PromptStore) -> None:
             found = on_every_worker(2, lambda w: both[w].meet(told[w], dogs[w], "here", TIMEOUT_S))
             assert [repr(table) for table in found] == [repr(told)] * 2
             told.reverse()
+
+
+@pytest.mark.parametrize("num_workers", [2, 8, 16])
+def test_the_numbers_of_all_workers_are_one_question_to_the_store(num_workers: int) -> None:
+    counting = CountingStore()
+    with closing(PromptStore(counting)) as store, watchdogs(num_workers) as dogs:
+        all_boards = boards(store, num_workers)
+        for _ in range(3):
+            counting.reads.clear()
+            on_every_worker(num_workers, lambda w: comes_to_a_meeting(all_boards[w], dogs[w]))
+            # Who comes last reads what all have said; all others, and it, too, what it makes of it.
+            assert sorted(counting.reads) == [1] * num_workers + [num_workers]
 
 
 GARBAGE = ["no rows", "null", "{}", "[1, 2]", "[[1.0]]", '[["a"], [1.0]]', "[[true], [1.0]]"]
