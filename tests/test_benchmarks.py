@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import json
 import os
 import re
@@ -38,6 +40,23 @@ def cells(output: str, row: str) -> list[str]:
     return re.split(r"\s{2,}", line)
 
 
+def value_and_bound(output: str, row: str, column: str) -> tuple[float, str]:
+    """What a row of the table says in this column, and in the one after it."""
+    header = next(line for line in output.splitlines() if column in line)
+    at = re.split(r"\s{2,}", header).index(column)
+    value, bound = cells(output, row)[at : at + 2]
+    return float(value.split()[0]), bound
+
+
+def judge(value: float, bound: str) -> float:
+    """The bound, if it says rightly whether the value, which is rounded, keeps it."""
+    found = re.fullmatch(r"<= (\d+\.\d+) (ok|MISSED)", bound)
+    assert found is not None, bound
+    most = float(found[1])
+    assert (found[2] == "ok") == (value <= most) or value == pytest.approx(most, abs=0.01)
+    return most
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_stragglers_print_what_they_cost() -> None:
@@ -60,16 +79,27 @@ def test_stragglers_print_what_they_cost() -> None:
         ("overlap", "0.3M, 2 workers", "waited, ratio of means"),
         ("fetch_beside_training", "fetching", "/ alone"),
         ("remote_optimizer", "demo", "ours/raw"),
-        ("scale", "4 workers", "meeting/gather"),
     ],
 )
 def test_prints_ratio_and_bound(name: str, row: str, ratio: str) -> None:
-    output = run(name, "--quick")
-    header = next(line for line in output.splitlines() if ratio in line)
-    column = re.split(r"\s{2,}", header).index(ratio)
-    value, bound = cells(output, row)[column : column + 2]
-    assert 0 < float(value.split()[0]) < 100
-    assert bound.startswith("<= ")
+    value, bound = value_and_bound(run(name, "--quick"), row, ratio)
+    assert 0 < value < 100
+    judge(value, bound)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_scale_judges_the_set_up_and_the_meeting_of_4_to_32_workers() -> None:
+    output = run("scale", "--workers", "2", "4", "32", "--jobs", "1", "--repetitions", "1")
+    for row, column, most in (
+        ("setting up {} workers", "set-up", 2.0),
+        ("{} workers", "meeting/gather", 1.3),
+    ):
+        assert value_and_bound(output, row.format(2), column)[1] == "-"
+        for num_workers in (4, 32):
+            value, bound = value_and_bound(output, row.format(num_workers), column)
+            assert 0 < value < 100
+            assert judge(value, bound) == most
 
 
 @pytest.mark.long
@@ -246,3 +276,10 @@ def test_help_says_how_to_read_it(
     with pytest.raises(SystemExit, match="^0$"):
         runpy.run_path(str(BENCHMARKS / f"{name}.py"), run_name="__main__")
     assert "How to read it" in capsys.readouterr().out
+
+
+def test_a_bound_says_whether_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    failed, tried = doctest.testmod(importlib.import_module("common"))
+    assert failed == 0
+    assert tried >= 3
