@@ -26,15 +26,19 @@ class RoundMonitor(pl.Callback):
 
     def __init__(self, prog_bar: bool = False) -> None:
         self.prog_bar = prog_bar
-        self._logged_rounds = 0
+        self._logged: object = 0
 
     @abstractmethod
     def figures(self, strategy: Any) -> dict[str, float]:
         """The names and values to log, of one of the :attr:`strategies`."""
 
+    def news(self, strategy: Any) -> object:
+        """What is another thing as soon as there is something to log: the number of rounds."""
+        return strategy.statistics.rounds
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Forget the rounds of an earlier fit."""
-        self._logged_rounds = 0
+        self._logged = 0
         if not isinstance(trainer.strategy, self.strategies):
             rank_zero_info(
                 f"{type(self).__name__} logs nothing with {type(trainer.strategy).__name__}, which "
@@ -49,14 +53,16 @@ class RoundMonitor(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Log if a round has ended since the last time; no communication."""
+        """Log if there are news since the last time; no communication."""
         strategy: Any = trainer.strategy
         if not isinstance(strategy, self.strategies):
             return
-        rounds = strategy.statistics.rounds
-        if rounds == self._logged_rounds or not (self.prog_bar or is_logging_step(trainer)):
+        if not (self.prog_bar or is_logging_step(trainer)):
             return
-        self._logged_rounds = rounds
+        news = self.news(strategy)
+        if news == self._logged:
+            return
+        self._logged = news
         pl_module.log_dict(
             self.figures(strategy), prog_bar=self.prog_bar, on_step=True, on_epoch=False
         )

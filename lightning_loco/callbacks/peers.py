@@ -28,6 +28,10 @@ class PeerMonitor(RoundMonitor):
         Trainer(strategy=PairwiseGossipStrategy(), callbacks=[PeerMonitor()])
     """
 
+    def news(self, strategy: EngineStrategy) -> object:
+        """The figures themselves: a fetch that fails makes no round."""
+        return self.figures(strategy)
+
     def figures(self, strategy: EngineStrategy) -> dict[str, float]:
         """Fetches of this worker so far, and how old and how useful what they brought was."""
         engine = strategy.engine

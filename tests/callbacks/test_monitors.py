@@ -22,6 +22,8 @@ from lightning_loco import (
     GASLoC,
     LocalSGD,
     LocoStrategy,
+    PairwiseGossipStrategy,
+    PeerMonitor,
     StragglerSimulator,
     WorkerLogs,
 )
@@ -250,6 +252,52 @@ def test_consensus_distance_of_a_large_model_is_estimated(pool: Pool) -> None:
 def test_bad_settings(settings: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         ConsensusMonitor(**settings)
+
+
+# ----------------------------------------------------------------------------- PeerMonitor
+
+
+class Away(pl.Callback):
+    """Worker 1 is at one value everywhere whenever it serves; steps are slow enough to fetch."""
+
+    def __init__(self, value: float | None) -> None:
+        self.value = value
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        time.sleep(0.005)
+        if trainer.global_rank == 1 and self.value is not None:
+            for parameter in pl_module.parameters():
+                parameter.data.fill_(self.value)
+
+
+def gossip(rank: int, world: int, folder: Path, value: float | None) -> dict[str, float]:
+    strategy = PairwiseGossipStrategy(max_peer_distance=100.0, finalize="keep", timeout_s=30)
+    trainer = make_trainer(
+        strategy,
+        max_epochs=1,
+        use_distributed_sampler=False,
+        callbacks=[Away(value), PeerMonitor()],
+        logger=CSVLogger(folder),
+        log_every_n_steps=1,
+    )
+    trainer.fit(TinyModule(lr=0.01), make_loader(rank, 150))
+    return {name: value.item() for name, value in trainer.logged_metrics.items()}
+
+
+@pytest.mark.parametrize("value", [None, 1e6])
+def test_fetches_from_a_peer_that_is_too_far_away_are_counted(
+    pool: Pool, tmp_path: Path, value: float | None
+) -> None:
+    logged = pool.run(gossip, tmp_path, value, world=2)[0]
+    too_far = list(column(read(tmp_path), "loco/fetches_too_far").values())
+    assert too_far[-1] == logged["loco/fetches_too_far"]
+    assert too_far == sorted(too_far)
+    if value is None:
+        assert set(too_far) == {0.0}
+        assert logged["loco/fetches"] > 3
+    else:
+        assert too_far[-1] > 3
+    assert logged["loco/fetches_not_finite"] == logged["loco/malformed"] == 0.0
 
 
 # -------------------------------------------------------------------------------- effects
