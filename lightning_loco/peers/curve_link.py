@@ -27,14 +27,15 @@ _LOST = (
 _FRAMING_BYTES = 1024
 _STRAY_BYTES = 64 * 1024
 _NO_LIMIT = 0
-_NEVER = -1
+_NEVER_MS = 2**30
 
 
 class CurveLink:
     """A :class:`~lightning_loco.peers.link.Link` with keys.
 
     ZeroMQ's own limit of replies that wait is off: libzmq 4.3.5 ends the whole process when a peer
-    that has filled it sends a ping and goes away.
+    that has filled it sends a ping and goes away. So it does when a peer goes away in the middle of
+    a reply that is being read, if it is told never to connect again: hence a time beyond all links.
 
     Args:
         context: Of the thread that uses the link.
@@ -64,7 +65,7 @@ class CurveLink:
         self._socket.linger = 0
         self._socket.rcvhwm = _NO_LIMIT
         self._socket.maxmsgsize = chunk_bytes + _FRAMING_BYTES
-        self._socket.reconnect_ivl = _NEVER
+        self._socket.reconnect_ivl = _NEVER_MS
         self._socket.ipv6 = ":" in peer.host
         keys.present(self._socket)
         self._monitor = self._socket.get_monitor_socket(_LOST | zmq.EVENT_CONNECTED)
@@ -101,13 +102,11 @@ class CurveLink:
         """Return when something has come, or after a while.
 
         Raises:
-            LinkBroken: If the link broke, and nothing has come, or too much comes.
+            LinkBroken: If the link broke, and nothing has come, or a message that does not end.
         """
         deadline = time.monotonic() + timeout_s
         while True:
             left_s = deadline - time.monotonic()
-            if self._held is not None and self._held.exceeds(self._most_waiting):
-                raise LinkBroken(f"{self.peer.address} sends more than was asked for")
             ready = dict(self._poller.poll(max(1, int(1000 * left_s))))
             if self._socket in ready:
                 return
@@ -126,10 +125,11 @@ class CurveLink:
         Raises:
             LinkBroken: If there is no connection that would take it.
         """
-        try:
-            self._socket.send(request, zmq.NOBLOCK)
-        except zmq.Again:
-            raise LinkBroken(f"no connection to {self.peer.address}") from None
+        if self._loss is None:
+            with suppress(zmq.Again):
+                self._socket.send(request, zmq.NOBLOCK)
+                return
+        raise LinkBroken(f"no connection to {self.peer.address}")
 
     def receive(self, transfer: Transfer) -> Reply | None:
         """Take one reply, and put its chunk into its place.
@@ -142,8 +142,10 @@ class CurveLink:
 
         Raises:
             MalformedMessage: If what has come is none, or not expected; it is dropped.
-            LinkBroken: If it has far more frames than a reply.
+            LinkBroken: If it has far more frames than a reply, or more waits than was asked for.
         """
+        if self._held is not None and self._held.exceeds(self._most_waiting):
+            raise LinkBroken(f"{self.peer.address} sends more than was asked for")
         try:
             header = self._socket.recv(zmq.NOBLOCK)
         except zmq.Again:

@@ -7,14 +7,16 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from zmq.utils import z85
 
 from lightning_loco.algorithms.pairwise import Tag
-from lightning_loco.peers.keys import write_key_file
+from lightning_loco.peers.keys import Keys, write_key_file
 from lightning_loco.peers.protocol import EMPTY, MAX_CHUNK_BYTES, Request, pack_reply, pack_request
+from tests.peers.curve import sodium
 from tests.peers.flooder import GREETING, READY, flooding, frame
 from tests.peers.helpers import (
     CHECKSUM,
@@ -34,7 +36,7 @@ MOST_GROWTH = 16 * MB
 REQUEST = Request(CHECKSUM, MODEL.wire_format, 7, 0, 0, 8)
 FLOODS = {
     "tiny": frame(b"x", has_more=True) * 20_000,
-    "large": frame(bytes(1000), has_more=True) * 60,
+    "large": frame(bytes(900), has_more=True) * 60,
     "huge": frame(bytes(600_000), has_more=True) * 2,
     "messages": frame(b"x") * 20_000,
     "requests": frame(pack_request(REQUEST)) * 1000,
@@ -58,21 +60,68 @@ def largest_growth(during: subprocess.Popen[str]) -> int:
     return largest - before
 
 
-def kinds(floods: dict[str, bytes], *long_ones: str) -> list[Any]:
-    """What is sent and for how many seconds; one kind in the short suite."""
-    cases = [*((kind, 2) for kind in floods), *((kind, 8) for kind in long_ones)]
-    return [pytest.param(*c, marks=[] if c == ("large", 2) else pytest.mark.long) for c in cases]
+def kinds(floods: dict[str, bytes], long_ones: list[str], with_keys: list[str]) -> list[Any]:
+    """Whether there are keys, what is sent and for how many seconds; one kind in the short suite.
+
+    Args:
+        floods: All kinds.
+        long_ones: Those that are sent for longer, too, without keys.
+        with_keys: Those with keys; the first one for longer, too.
+    """
+    cases = [*((False, kind, 2) for kind in floods), *((False, kind, 8) for kind in long_ones)]
+    cases += [*((True, kind, 2) for kind in with_keys), (True, with_keys[0], 16)]
+    return [
+        pytest.param(*case, marks=[] if case[1:] == ("large", 2) else pytest.mark.long)
+        for case in cases
+    ]
+
+
+class Job(NamedTuple):
+    """With or without keys, which the one who floods has got hold of.
+
+    Attributes:
+        settings: Of a node.
+        keys: If there are any.
+        raw: As the one who floods takes them.
+        most_growth: In bytes; with keys ZeroMQ reads ahead until it is seen how much.
+    """
+
+    settings: dict[str, Any]
+    keys: Keys | None
+    raw: bytes
+    most_growth: int
+
+
+@pytest.fixture
+def job(has_keys: bool, tmp_path: Path) -> Job:
+    if not has_keys:
+        return Job({}, None, b"", MOST_GROWTH)
+    if sodium() is None:
+        pytest.skip("libsodium is within ZeroMQ here, out of reach")
+    keys = write_key_file(tmp_path / "keys")
+    raw = b"".join(map(z85.decode, keys))
+    return Job({"key_file": tmp_path / "keys"}, keys, raw, 4 * MOST_GROWTH)
+
+
+def greetings(flooder: subprocess.Popen[str]) -> int:
+    """How often the one who floods, and has ended, came as far as that."""
+    assert flooder.stdout is not None
+    return int(flooder.stdout.read())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "seconds"), kinds(FLOODS, "tiny", "requests"))
-def test_a_server_does_not_grow_and_goes_on_serving(kind: str, seconds: float) -> None:
-    with two_nodes(NUMEL) as (here, there):
+@pytest.mark.parametrize(
+    ("has_keys", "kind", "seconds"),
+    kinds(FLOODS, ["tiny", "requests"], with_keys=["tiny", "large", "huge"]),
+)
+def test_a_server_does_not_grow_and_goes_on_serving(job: Job, kind: str, seconds: float) -> None:
+    with two_nodes(NUMEL, **job.settings) as (here, there):
         flat = torch.randn(NUMEL)
         there.publish(flat, Tag(1, 2))
         assert fetch(here) is not None
-        with flooding("connect", there.port, FLOODS[kind], seconds) as flooder:
-            assert largest_growth(flooder) < MOST_GROWTH
+        with flooding("connect", there.port, FLOODS[kind], seconds, keys=job.raw) as flooder:
+            assert largest_growth(flooder) < job.most_growth
+            assert greetings(flooder) > 0
         received = fetch(here)
         assert received is not None
         assert torch.equal(received.params, flat)
@@ -80,14 +129,22 @@ def test_a_server_does_not_grow_and_goes_on_serving(kind: str, seconds: float) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_idle", [False, True])
-@pytest.mark.parametrize(("kind", "seconds"), kinds(REPLIES, "tiny", "replies"))
+@pytest.mark.parametrize(
+    ("has_keys", "kind", "seconds"),
+    kinds(
+        REPLIES,
+        ["tiny", "replies"],
+        with_keys=["messages", "tiny", "large", "huge", "replies", "chunks"],
+    ),
+)
 def test_a_reader_does_not_grow_whether_it_fetches_or_not(
-    kind: str, seconds: float, is_idle: bool
+    job: Job, kind: str, seconds: float, is_idle: bool
 ) -> None:
     nodes = peers(2)
     role = "listen_idle" if is_idle else "listen"
-    with flooding(role, nodes[1].port, REPLIES[kind], seconds, reply=EMPTY_REPLY) as flooder:
-        here = make_node(nodes, 0, NUMEL, fetch_timeout_s=seconds)
+    flood = REPLIES[kind], seconds, EMPTY_REPLY, job.raw
+    with flooding(role, nodes[1].port, *flood) as flooder:
+        here = make_node(nodes, 0, NUMEL, fetch_timeout_s=seconds, **job.settings)
 
         def read() -> None:
             while flooder.poll() is None:
@@ -100,11 +157,12 @@ def test_a_reader_does_not_grow_whether_it_fetches_or_not(
         growth = largest_growth(flooder)
         reading.join()
         here.close()
-        assert growth < MOST_GROWTH
+        assert growth < job.most_growth
+        assert greetings(flooder) > 0
         assert here.statistics.fetches == 0
         assert (here.statistics.empty > 0) == is_idle
-    with serving(nodes[1], 3.0, MODEL._replace(numel=NUMEL)):
-        here = make_node(nodes, 0, NUMEL)
+    with serving(nodes[1], 3.0, MODEL._replace(numel=NUMEL), job.keys):
+        here = make_node(nodes, 0, NUMEL, **job.settings)
         assert fetch(here) is not None
         here.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -162,6 +163,32 @@ def test_a_wait_for_a_silent_peer_ends(connect: Callable[[Peer], Link], keys: Ke
         assert 0.05 < time.monotonic() - started < 2
         link.check()
         link.close()
+
+
+def test_a_link_with_keys_that_is_read_without_a_pause_breaks_when_more_waits_than_was_asked_for(
+    tmp_path: Path,
+) -> None:
+    def answer(request: Request) -> Iterator[list[bytes]]:
+        return ([bytes(1000)] for _ in range(800))
+
+    (peer,) = peers(1)
+    keys = write_key_file(tmp_path / "keys")
+    with answering(peer.port, answer, keys), zmq.Context() as context:
+        transfer, _ = make_transfer()
+        with contextlib.closing(CurveLink(context, peer, keys, chunk_bytes=4000)) as link:
+            for request in transfer.requests():
+                link.send(request)
+            link.wait(PATIENCE_S)
+            time.sleep(0.5)
+            with pytest.raises(LinkBroken, match="sends more than was asked for"):
+                drop(link, transfer, 100)
+
+
+def drop(link: Link, transfer: Transfer, count: int) -> None:
+    """Take so many replies, none of which was asked for."""
+    for _ in range(count):
+        with contextlib.suppress(MalformedMessage):
+            assert link.receive(transfer) is None
 
 
 # ------------------------------------------------------------------------- to all peers
