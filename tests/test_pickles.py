@@ -1,0 +1,241 @@
+"""Our own traffic carries no pickles: the source has no way to read one, and no fit takes one."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import Strategy
+
+from lightning_loco import PairwiseGossipStrategy, RemoteOptimizerStrategy
+from tests.cases import CASES
+from tests.pool import Pool
+from tests.strategies.remote_runs import fit_with
+from tests.test_layering import PACKAGE
+from tests.test_private_names import sources
+from tests.tiny import ValidatedModule, make_loader
+
+COLLECTIVES = (
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "recv_object_list",
+    "scatter_object_list",
+    "send_object_list",
+)
+"""Of torch.distributed: they pickle what they are given, and unpickle what comes."""
+
+# ------------------------------------------------------------------------------ the source
+
+PICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+OBJECTS = {*COLLECTIVES, "send_pyobj", "recv_pyobj", "allow_pickle"}
+WRITES_ONE = "lightning_loco.values"
+"""It tells values apart by their pickles, which nobody reads."""
+
+GIVES_TO_LIGHTNING = {
+    "lightning_loco.callbacks.worker_logs",
+    "lightning_loco.strategies.meeting",
+    "lightning_loco.strategies.served",
+}
+"""Who may call Lightning's ``Strategy.broadcast``, which pickles: see docs/security.md."""
+
+
+def findings(module: str, source: str) -> Iterator[str]:
+    """What reads a pickle, or may, and in which line."""
+    for node in ast.walk(ast.parse(source)):
+        if any(is_one(module, node) for is_one in (_imports, _reads, _loads, _gives)):
+            yield f"{module}:{node.lineno}: {ast.unparse(node)}"  # type: ignore[attr-defined]
+
+
+def _imports(module: str, node: ast.AST) -> bool:
+    if isinstance(node, ast.ImportFrom):
+        names = {node.module or "", *(alias.name for alias in node.names)}
+        return bool(names & (PICKLERS | OBJECTS))
+    roots = {a.name.partition(".")[0] for a in node.names} if isinstance(node, ast.Import) else ()
+    return bool(PICKLERS.intersection(roots)) and module != WRITES_ONE
+
+
+def _reads(module: str, node: ast.AST) -> bool:
+    if isinstance(node, ast.keyword):
+        return node.arg in OBJECTS
+    if not isinstance(node, ast.Attribute):
+        return False
+    of_pickle = isinstance(node.value, ast.Name) and node.value.id in PICKLERS
+    return node.attr in OBJECTS or (of_pickle and node.attr != "dumps")
+
+
+def _loads(module: str, node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call) or ast.unparse(node.func) != "torch.load":
+        return False
+    given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+    return given.get("weights_only") != "True"
+
+
+def _gives(module: str, node: ast.AST) -> bool:
+    is_broadcast = isinstance(node, ast.Attribute) and node.attr == "broadcast"
+    of_tensors = is_broadcast and ast.unparse(node).startswith("dist.")  # type: ignore[arg-type]
+    return is_broadcast and not of_tensors and module not in GIVES_TO_LIGHTNING
+
+
+def test_nothing_in_the_source_reads_a_pickle() -> None:
+    found = [one for module, source in sources().items() for one in findings(module, source)]
+    assert not found, "\n".join(found)
+
+
+def test_allowances_are_still_needed() -> None:
+    texts = sources()
+    assert "pickle.dumps" in texts[WRITES_ONE]
+    for module in GIVES_TO_LIGHTNING:
+        assert list(findings("elsewhere", texts[module]))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "import torch, dill",
+        "from pickle import loads",
+        "from torch.distributed import all_gather_object",
+        "dist.broadcast_object_list(values)",
+        "torch.distributed.distributed_c10d.gather_object(value)",
+        "socket.recv_pyobj()",
+        "numpy.load(path, allow_pickle=True)",
+        "torch.load(file)",
+        "torch.load(file, weights_only=False)",
+        "trainer.strategy.broadcast(value)",
+    ],
+)
+def test_a_way_to_read_one_is_found(line: str) -> None:
+    assert list(findings("lightning_loco.comm.groups", line))
+
+
+def test_a_pickle_that_is_only_written_is_none() -> None:
+    assert not list(findings(WRITES_ONE, "import pickle\npickle.dumps(value)"))
+    assert list(findings(WRITES_ONE, "import pickle\npickle.loads(value)"))
+    assert not list(findings("elsewhere", "dist.broadcast(x, 0)\ntorch.load(f, weights_only=True)"))
+
+
+# ------------------------------------------------------------------------------- every fit
+
+
+class Call(NamedTuple):
+    """Of something that pickles: its name, and the file from which it is called."""
+
+    name: str
+    file: str
+
+    @property
+    def is_ours(self) -> bool:
+        return PACKAGE in Path(self.file).parents
+
+
+@contextmanager
+def recorded() -> Iterator[list[Call]]:
+    """All calls of what pickles for others, or reads a pickle, while they go through."""
+    calls: list[Call] = []
+
+    def recording(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            calls.append(Call(name, sys._getframe(1).f_code.co_filename))
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    class Unpickler(pickle.Unpickler):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            calls.append(Call("Unpickler", sys._getframe(1).f_code.co_filename))
+            super().__init__(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in COLLECTIVES:
+            replaced = recording(name, getattr(dist, name))
+            patch.setattr(dist, name, replaced)
+            patch.setattr(dist.distributed_c10d, name, replaced)
+        for name in ("load", "loads"):
+            patch.setattr(pickle, name, recording(name, getattr(pickle, name)))
+        patch.setattr(pickle, "Unpickler", Unpickler)
+        yield calls
+
+
+def fit(rank: int, world: int, strategy: Strategy, folder: Path) -> list[Call]:
+    """Train with validations and checkpoints, and go on from one where the same group allows it."""
+    with recorded() as calls:
+        for number in (1, 2):
+            saves = ModelCheckpoint(folder / str(number), monitor="val_loss", filename="saved")
+            fit_with(
+                copy.deepcopy(strategy),
+                ValidatedModule(),
+                make_loader(rank, 6),
+                make_loader(rank, 2),
+                ckpt_path=None if number == 1 else str(folder / "1" / "saved.ckpt"),
+                max_epochs=number,
+                callbacks=[saves],
+                enable_checkpointing=True,
+            )
+            if isinstance(strategy, RemoteOptimizerStrategy):
+                break
+    return calls
+
+
+STRATEGIES: dict[str, Strategy] = {
+    **{
+        name: CASES[name].strategy(2)
+        for name in ("diloco", "streaming_diloco", "gasloc", "async_model_average")
+    },
+    "pairwise_gossip": PairwiseGossipStrategy(timeout_s=30),
+    "remote_optimizer": RemoteOptimizerStrategy(2, timeout_s=20),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_fit_sends_and_reads_no_pickle_but_those_of_lightning(
+    pool: Pool, tmp_path: Path, name: str
+) -> None:
+    results = pool.run(fit, STRATEGIES[name], tmp_path, world=3)
+    for calls in results:
+        assert not [call for call in calls if call.is_ours]
+    # Lightning's, of a path: the record is kept.
+    assert "broadcast_object_list" in {call.name for call in results[0]}
+
+
+CALLS = """
+import io, pickle
+import torch.distributed as dist
+
+def call(world):
+    found = [None] * world
+    dist.all_gather_object(found, 3)
+    dist.distributed_c10d.broadcast_object_list(found, 0)
+    pickle.loads(pickle.dumps(found))
+    pickle.Unpickler(io.BytesIO(pickle.dumps(found))).load()
+"""
+
+
+def call_from(rank: int, world: int, file: str) -> list[Call]:
+    place: dict[str, Any] = {}
+    exec(compile(CALLS, file, "exec"), place)
+    with recorded() as calls:
+        place["call"](world)
+    return calls
+
+
+def test_a_pickle_of_ours_would_be_seen(pool: Pool) -> None:
+    ours, theirs = str(PACKAGE / "comm" / "new.py"), "/elsewhere/lightning_loco.py"
+    names = ["all_gather_object", "broadcast_object_list", "loads", "Unpickler"]
+    for file in (ours, theirs):
+        for calls in pool.run(call_from, file, world=2):
+            own = [call for call in calls if call.file == file]
+            assert [call.name for call in own] == names
+            assert {call.is_ours for call in own} == {file == ours}
