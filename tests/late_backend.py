@@ -13,14 +13,18 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_loco.comm import WorkerGroup
+from lightning_loco.comm.devices import CPU
 
 NAME = "late"
 DELAY_S = 0.01
@@ -155,3 +159,22 @@ def late_group(timeout_s: float = 20.0) -> WorkerGroup:
     """The workers of the default process group, with messages that travel late."""
     register()
     return WorkerGroup.create(timeout_s=timeout_s, backend=NAME)
+
+
+@contextmanager
+def late_messages() -> Iterator[None]:
+    """Let this backend carry the messages of a Trainer's workers, which on a CPU would be gloo.
+
+    It comes in where a GPU would bring NCCL in: when the workers' groups are connected.
+    """
+    register()
+    connect = WorkerGroup.connect
+
+    def connect_late(
+        group: WorkerGroup, device: torch.device = CPU, backend: str | None = None
+    ) -> None:
+        connect(group, device, backend or NAME)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WorkerGroup, "connect", connect_late)
+        yield
