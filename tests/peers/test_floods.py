@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +32,7 @@ from tests.peers.helpers import (
     two_nodes,
 )
 from tests.peers.test_hostile import MB, resident_bytes
+from tests.programs import Program, python_script
 
 NUMEL = 2_000_000
 MOST_GROWTH = 16 * MB
@@ -183,6 +186,23 @@ time.sleep(60)
 """
 
 
+@contextlib.contextmanager
+def idle_connections(port: int, has_keys: bool) -> Iterator[None]:
+    """Two thousand, of somebody who greets, where greeting needs no keys, and asks for nothing."""
+    arguments = [str(port), str(not has_keys), (GREETING + READY + b"DEALER").hex()]
+    stranger = subprocess.Popen(
+        [sys.executable, "-c", IDLE, *arguments], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert stranger.stdout is not None
+        assert stranger.stdout.readline() == "there\n"
+        yield
+    finally:
+        stranger.kill()
+        stranger.wait()
+        stranger.stdout.close()
+
+
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("has_keys", [False, True])
@@ -196,18 +216,64 @@ def test_thousands_of_idle_connections_leave_files_for_others(
         there.publish(torch.ones(1000), Tag(1, 1))
         assert fetch(here) is not None
         before = open_files()
-        arguments = [str(there.port), str(not has_keys), (GREETING + READY + b"DEALER").hex()]
-        stranger = subprocess.Popen(
-            [sys.executable, "-c", IDLE, *arguments], stdout=subprocess.PIPE, text=True
-        )
-        try:
-            assert stranger.stdout is not None
-            assert stranger.stdout.readline() == "there\n"
+        with idle_connections(there.port, has_keys):
             time.sleep(0.5)
             assert open_files() < before + 100
             for _ in range(20):
                 assert fetch(here) is not None
-        finally:
-            stranger.kill()
-            stranger.wait()
-            stranger.stdout.close()
+
+
+SAVING = """
+import resource, time
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+from pathlib import Path
+import torch
+from lightning.pytorch import Callback
+from lightning_loco import PairwiseGossipStrategy
+from tests.tiny import TinyModule, make_loader, quiet_trainer
+
+folder = Path({folder!r})
+
+class Save(Callback):
+    def on_train_start(self, *_):
+        print("serving", flush=True)
+        while not (folder / "they are there").exists():
+            time.sleep(0.01)
+
+    def on_train_batch_end(self, trainer, *_):
+        trainer.save_checkpoint(folder / f"{{trainer.global_step}}.ckpt")
+
+torch.set_num_threads(1)
+strategy = PairwiseGossipStrategy(
+    nodes={nodes!r}, name="p0", key_file={key_file!r}, fetch_timeout_s=0.5
+)
+trainer = quiet_trainer(strategy=strategy, devices=1, max_steps=20, callbacks=[Save()])
+trainer.fit(TinyModule(), make_loader(0, 20))
+print("ended", flush=True)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("has_keys", [False, True])
+def test_a_trainer_saves_its_checkpoints_beside_thousands_of_idle_connections(
+    tmp_path: Path, has_keys: bool
+) -> None:
+    """With 1,024 open files for all, which cannot be raised."""
+    key_file = str(tmp_path / "keys") if has_keys else None
+    if key_file is not None:
+        write_key_file(key_file)
+    own, other = peers(2)
+    nodes = [node._asdict() for node in (own, other)]
+    text = SAVING.format(folder=str(tmp_path), nodes=nodes, key_file=key_file)
+    with Program(python_script(tmp_path, text), tmp_path) as program, serving(other, 1.0):
+        program.wait_for("serving")
+        with idle_connections(own.port, has_keys):
+            time.sleep(0.5)
+            (tmp_path / "they are there").touch()
+            code, output = program.finish(60)
+    assert code == 0, output
+    assert "ended" in output
+    for step in range(1, 21):
+        saved = torch.load(tmp_path / f"{step}.ckpt", weights_only=True)
+        assert saved["global_step"] == step
