@@ -155,10 +155,11 @@ class Clients:
 
     def finish_sending(self, sending: Iterable[tuple[Wire, dist.Work]]) -> None:
         """Wait until clients have what was sent to them."""
-        for client, work in sending:
+        waits = [(c, c.begin_wait(work, "the parameters")) for c, work in sending if c in self.left]
+        for client, wait in waits:
             if client in self.left:
                 with self.losing(client):
-                    client.wait(work, "the parameters")
+                    wait()
 
     # ------------------------------------------------------------------ faults
 

@@ -159,10 +159,7 @@ class GradientServer:
         self._mean.expect(wanted)
 
     def _make_step(self, wanted: dict[Wire, Note]) -> None:
-        """Sum, step and send back message by message; what can begin early does.
-
-        All answers come last: who has one waits for no other rank any more.
-        """
+        """Sum, step and send back message by message; what can begin early does."""
         streaming = [client for client, note in wanted.items() if note.kind == Kind.STREAM]
         calls = {c: Call.read(n.content) for c, n in wanted.items() if n.kind == Kind.STEP}
         is_late = streaming or any(call.changed for call in calls.values())
@@ -178,15 +175,21 @@ class GradientServer:
         call = Call.merge(list(calls.values()))
         answer = self._backend.finish(call)
         answer["stop"] = call.stop or answer.get("stop") or self._stop_reason()
-        sending += self._send(wanted, self._backend.remaining())
+        for index in self._backend.remaining():
+            if index == self._num_messages - 1:
+                self._answer_step(wanted, answer)
+            sending += self._send(wanted, [index])
         self._behind.update(client for client in self._clients.left if client not in wanted)
-        for client in wanted:
-            self._clients.answer(client, answer)
         if answer["stop"]:
             self._release(answer["stop"])
         self._clients.served = []
         self._clients.finish_sending(sending)
         self._mean.expect(wanted)
+
+    def _answer_step(self, wanted: Iterable[Wire], answer: dict[str, Any]) -> None:
+        """Answer once all parameters are known: who has an answer waits for no other rank."""
+        for client in wanted:
+            self._clients.answer(client, answer)
 
     def _send(
         self, clients: Iterable[Wire], indices: Iterable[int]

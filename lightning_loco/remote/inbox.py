@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,9 @@ class Inbox:
         self._longest = -(-max(message.num_bytes for message in messages) // _ALIGNED) * _ALIGNED
         self._places = min(len(messages), max(2, AHEAD_BYTES // self._longest))
         self._memory: Tensor | None = None
-        self._coming: deque[tuple[Tensor, dist.Work | Unreachable]] = deque()
+        self._coming: deque[tuple[Tensor, dist.Work]] = deque()
+        self._awaited: deque[tuple[Tensor, Callable[[], None]]] = deque()
+        self._failure: Unreachable | None = None
         self._next = len(messages)
 
     def open(self) -> None:
@@ -59,23 +61,34 @@ class Inbox:
         Raises:
             Unreachable: If the client is gone or too late.
         """
-        memory, work = self._coming.popleft()
-        if isinstance(work, Unreachable):
-            raise work
-        self._client.wait(work, "its gradients")
+        self._await()
+        if not self._awaited:
+            assert self._failure is not None
+            raise self._failure
+        memory, wait = self._awaited.popleft()
+        wait()
         self._receive_ahead()
+        self._await()
         return memory
+
+    def _await(self) -> None:
+        """Begin to wait for what has been asked for: it comes without fail once a step begins."""
+        while self._coming:
+            memory, work = self._coming.popleft()
+            self._awaited.append((memory, self._client.begin_wait(work, "its gradients")))
 
     def _receive_ahead(self) -> None:
         while self._next < len(self._messages) and (
-            self._is_direct or len(self._coming) < self._places - 1 or self._places == 1
+            self._is_direct
+            or len(self._coming) + len(self._awaited) < self._places - 1
+            or self._places == 1
         ):
             memory = self._place(self._next)
             self._next += 1
             try:
                 self._coming.append((memory, self._client.receive(memory, Lane.GRADIENTS)))
             except Unreachable as error:
-                self._coming.append((memory, error))
+                self._failure = error
                 self._next = len(self._messages)
 
     def _place(self, index: int) -> Tensor:

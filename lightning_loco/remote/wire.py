@@ -21,7 +21,7 @@ from lightning_loco.comm.messages import LONGEST_BYTES, read
 from lightning_loco.comm.watchdog import Watchdog
 from lightning_loco.remote.meanwhile import Meanwhile
 from lightning_loco.remote.unreachable import Explained, Unreachable, late
-from lightning_loco.remote.waiter import Waiter
+from lightning_loco.remote.waiter import Outcome, Waiter
 
 FRAME_BYTES = 512
 _FOREVER_S = 10 * 365 * 24 * 3600.0
@@ -137,13 +137,23 @@ class Wire:
         Raises:
             Unreachable: With the name of the other rank, if it is gone or too late.
         """
+        self.begin_wait(work, what)()
+
+    def begin_wait(self, work: dist.Work, what: str) -> Callable[[], None]:
+        """Begin to wait for what was begun; servers do it in a thread, in the order of the calls.
+
+        Returns:
+            What waits for the end of that, as :meth:`wait` does.
+        """
         if self._waiter is None:
-            self._finish(work, what, self._timeout_s)
-            return
+            return functools.partial(self._finish, work, what, self._timeout_s)
         forever_s = None if self._timeout_s is None else _FOREVER_S
-        finish = functools.partial(self._finish, work, what, forever_s)
+        outcome = self._waiter.begin(functools.partial(self._finish, work, what, forever_s))
+        return functools.partial(self._await, self._waiter, outcome, what)
+
+    def _await(self, waiter: Waiter, outcome: Outcome, what: str) -> None:
         try:
-            self._waiter.wait(finish, self._timeout_s, lambda: self.last_sign_s)
+            waiter.wait(outcome, self._timeout_s, lambda: self.last_sign_s)
         except TimeoutError as error:
             raise Unreachable(late(self.name, what), self.rank) from error
 

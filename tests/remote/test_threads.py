@@ -44,17 +44,35 @@ def test_a_waiter_keeps_nothing_of_what_has_come() -> None:
     def finish(_: Work = work) -> None:
         time.sleep(0.01)
 
-    waiter.wait(finish, 5.0, lambda: 0.0)
+    waiter.wait(waiter.begin(finish), 5.0, lambda: 0.0)
     del finish, work
     assert kept() is None
     waiter.end()
     assert not count_threads("loco-waiter-worker 7")
 
 
+def test_nothing_more_is_waited_for_from_a_rank_that_is_lost() -> None:
+    waiter, waited = Waiter("worker 9", Meanwhile(5.0)), []
+
+    def fail() -> None:
+        raise RuntimeError("gone")
+
+    outcomes = [waiter.begin(finish) for finish in (lambda: waited.append(1), fail, fail)]
+    outcomes.append(waiter.begin(lambda: waited.append(2)))
+    waiter.wait(outcomes[0], 5.0, lambda: 0.0)
+    with pytest.raises(RuntimeError, match="gone"):
+        waiter.wait(outcomes[1], 5.0, lambda: 0.0)
+    for outcome in outcomes[2:]:
+        with pytest.raises(ConnectionError, match="is lost"):
+            waiter.wait(outcome, 5.0, lambda: 0.0)
+    assert waited == [1]
+    waiter.end()
+
+
 def test_the_thread_that_waits_for_a_lost_rank_is_left_behind(blocked: threading.Event) -> None:
     waiter = Waiter("worker 8", Meanwhile(0.1))
     with pytest.raises(TimeoutError):
-        waiter.wait(blocked.wait, 0.1, lambda: 0.0)
+        waiter.wait(waiter.begin(blocked.wait), 0.1, lambda: 0.0)
     began = time.monotonic()
     waiter.end()
     assert PARTING_S <= time.monotonic() - began < PARTING_S + 3
