@@ -26,8 +26,7 @@ test-long: .venv/.installed ## Run the tests that take tens of seconds each, and
 	$(MAKE) test-versions
 
 test-versions: .venv/.installed ## Run what depends on them with other versions of Lightning and Python
-	OMP_NUM_THREADS=1 $(RUN) -m tests.versions $(if $(INSTALL),--install) $(if $(ALL),--all) \
-	    --only "$(ONLY)"
+	OMP_NUM_THREADS=1 $(RUN) -m tests.versions $(if $(INSTALL),--install) --only "$(ONLY)"
 
 check: .venv/.installed ## Lint, check the formatting and the types
 	$(RUN) -m ruff check .

@@ -42,7 +42,7 @@ def test_the_workflow_has_older_versions_of_lightning() -> None:
     job = WORKFLOW["jobs"]["older-lightning"]
     assert tuple(job["strategy"]["matrix"]["lightning"]) == versions.LIGHTNING[:-1]
     command = job["steps"][-1]["run"]
-    assert command == 'make test-versions ALL=1 ONLY="Lightning ${{ matrix.lightning }}"'
+    assert command == 'make test-versions ONLY="Lightning ${{ matrix.lightning }}"'
 
 
 def test_the_workflow_has_the_oldest_torch() -> None:
@@ -78,9 +78,8 @@ def test_what_cannot_be_installed_is_not_run(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("tests", [versions.ALL, versions.CORE])
-def test_what_is_run_is_there(tests: tuple[str, ...]) -> None:
-    for path in tests:
+def test_what_is_run_is_there() -> None:
+    for path in versions.TESTS:
         assert (ROOT / path).exists()
 
 

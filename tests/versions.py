@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -30,31 +29,8 @@ PYTHON = ("3.10", "3.11", "3.12", "3.13")
 OLDER = {"JSONARGPARSE_DEPRECATION_WARNINGS": "off"}
 """The LightningCLI of older versions calls what newer versions of jsonargparse warn of."""
 
-ALL = ("tests/strategies", "tests/callbacks", "tests/test_cli.py", "tests/test_threads.py")
-"""With `make test-versions ALL=1`."""
-
-CORE = (
-    "tests/callbacks",
-    "tests/strategies/test_async_average.py",
-    "tests/strategies/test_checkpoint.py",
-    "tests/strategies/test_contract.py",
-    "tests/strategies/test_data_dealt_anew.py",
-    "tests/strategies/test_ddp_idioms.py",
-    "tests/strategies/test_evaluation.py",
-    "tests/strategies/test_final_weights.py",
-    "tests/strategies/test_launchers.py",
-    "tests/strategies/test_lr_finder.py",
-    "tests/strategies/test_methods.py",
-    "tests/strategies/test_other_numbers.py",
-    "tests/strategies/test_remote.py",
-    "tests/strategies/test_remote_callbacks.py",
-    "tests/strategies/test_remote_features.py",
-    "tests/strategies/test_resume.py",
-    "tests/strategies/test_saving.py",
-    "tests/strategies/test_training.py",
-    "tests/test_threads.py",
-)
-"""Loops, hooks, launchers, checkpoints and threads: where versions differ, in a few minutes."""
+TESTS = ("tests/strategies", "tests/callbacks", "tests/test_cli.py", "tests/test_threads.py")
+"""Whatever meets Lightning, and threads."""
 
 Outcome = str
 """One line: passed, FAILED, or why it was not run."""
@@ -68,22 +44,20 @@ def main() -> int:
     """Run them all; the exit status is 1 if one has failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--install", action="store_true", help="make environments of other Pythons")
-    parser.add_argument("--all", action="store_true", help="run all tests of the strategies")
     parser.add_argument("--only", default="", help="part of the names of the runs to make")
     chosen = parser.parse_args()
-    tests = ALL if chosen.all else CORE
     outcomes = {}
     for release in LIGHTNING:
         if chosen.only in (name := f"Lightning {release}"):
-            outcomes[name] = try_lightning(release, tests)
+            outcomes[name] = try_lightning(release)
     for release in PYTHON:
         if chosen.only in (name := f"Python {release}"):
-            outcomes[name] = try_python(release, chosen.install, tests)
+            outcomes[name] = try_python(release, chosen.install)
     print("\n" + "\n".join(f"{name}: {outcome}" for name, outcome in outcomes.items()))
     return int(any(outcome.startswith("FAILED") for outcome in outcomes.values()))
 
 
-def try_lightning(release: str, tests: Sequence[str] = CORE) -> Outcome:
+def try_lightning(release: str) -> Outcome:
     """Run the tests with another version of Lightning."""
     if version("lightning") == release:
         return "that of .venv: make test and make test-long run everything with it"
@@ -93,7 +67,7 @@ def try_lightning(release: str, tests: Sequence[str] = CORE) -> Outcome:
             install_lightning(release, folder)
         except NotInstalled as error:
             return f"not run: pip could not install it ({error})"
-    return run_tests(f"Lightning {release}", sys.executable, tests, PYTHONPATH=str(folder), **OLDER)
+    return run_tests(f"Lightning {release}", sys.executable, PYTHONPATH=str(folder), **OLDER)
 
 
 def install_lightning(release: str, folder: Path) -> None:
@@ -104,7 +78,7 @@ def install_lightning(release: str, folder: Path) -> None:
     part.rename(folder)
 
 
-def try_python(release: str, install: bool, tests: Sequence[str] = CORE) -> Outcome:
+def try_python(release: str, install: bool) -> Outcome:
     """Run the tests with another version of Python."""
     if release == "{}.{}".format(*sys.version_info):
         return "that of .venv: make test and make test-long run everything with it"
@@ -119,7 +93,7 @@ def try_python(release: str, install: bool, tests: Sequence[str] = CORE) -> Outc
             make_environment(command, environment)
         except NotInstalled as error:
             return f"not run: pip could not install what it needs ({error})"
-    return run_tests(f"Python {release}", str(environment / "bin" / "python"), tests)
+    return run_tests(f"Python {release}", str(environment / "bin" / "python"))
 
 
 def make_environment(command: str, folder: Path) -> None:
@@ -152,12 +126,12 @@ def find_python(release: str) -> str | None:
     return None
 
 
-def run_tests(name: str, python: str, tests: Sequence[str], **environ: str) -> Outcome:
+def run_tests(name: str, python: str, **environ: str) -> Outcome:
     """Run the tests in a process of their own; its exit status is said if it is not 0."""
-    print(f"\n=== {name}: {' '.join(tests)}", flush=True)
+    print(f"\n=== {name}: {' '.join(TESTS)}", flush=True)
     began = time.monotonic()
     at_once = [f"--numprocesses={os.environ.get('JOBS', '2')}", "--dist=worksteal"]
-    command = [python, "-m", "pytest", "-q", *at_once, "-m", "not long", *tests]
+    command = [python, "-m", "pytest", "-q", *at_once, "-m", "not long", *TESTS]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environ})
     minutes = (time.monotonic() - began) / 60
     status = done.returncode
