@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_loco import PairwiseGossipStrategy, RemoteOptimizerStrategy
 from tests.cases import CASES
 from tests.pool import Pool, make_trainer
-from tests.strategies.remote_runs import all_ranks, remote_trainer
+from tests.strategies.remote_runs import fit_with
 from tests.tiny import TinyModule, ValidatedModule, flat, make_loader, norm_model
 from tests.weight_averaging import (
     EMAWeightAveraging,
@@ -54,6 +54,8 @@ def make_strategy(method: str, **common: Any) -> Strategy:
         return DDPStrategy()
     if method == "pairwise_gossip":
         return PairwiseGossipStrategy(**common)
+    if method == "remote_optimizer":
+        return RemoteOptimizerStrategy(num_workers=2)
     return CASES[method].strategy(3, timeout_s=30, **common)
 
 
@@ -96,14 +98,15 @@ def fit_averaging(rank: int, world: int, method: str, kind: str, folder: str) ->
     module, notes = Remembering(DECAY if kind == "ema" else None), TakeNotes()
     averaging = EMAWeightAveraging(decay=DECAY) if kind == "ema" else WeightAveraging()
     saving = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
-    trainer = make_trainer(
+    fit_with(
         make_strategy(method),
+        module,
+        make_loader(rank, 7),
+        make_loader(0, 1),
         max_epochs=2,
-        use_distributed_sampler=False,
         callbacks=[averaging, notes, saving],
         enable_checkpointing=True,
     )
-    trainer.fit(module, make_loader(rank, 7), make_loader(0, 1))
     (held,) = [v for v in vars(averaging).values() if isinstance(v, AveragedModel)]
     return {
         "final": flat(module),
@@ -137,26 +140,25 @@ def test_the_average_of_all_workers_is_validated_saved_and_final(
         torch.testing.assert_close(values, results[0]["validated"][epoch], rtol=0, atol=0)
 
 
-def fit_remotely(rank: int, world: int) -> tuple[Tensor, Tensor]:
-    module, averaging = TinyModule(), EMAWeightAveraging(decay=DECAY)
-    with all_ranks() as environment:
-        trainer = remote_trainer(
-            environment,
-            RemoteOptimizerStrategy(num_workers=2),
-            max_epochs=1,
-            use_distributed_sampler=False,
-            callbacks=[averaging],
-        )
-        trainer.fit(module, make_loader(rank, 7))
-    (held,) = [v for v in vars(averaging).values() if isinstance(v, AveragedModel)]
-    return flat(module), flat(held)
-
-
 @needs_weight_averaging
-def test_with_a_remote_optimizer_the_average_is_final_too(pool: Pool) -> None:
-    (final, held), (final_1, _), _ = pool.run(fit_remotely, world=3)
-    assert torch.equal(final, held)
-    assert torch.equal(final, final_1)
+@pytest.mark.parametrize("kind", ["ema", "mean"])
+def test_with_a_remote_optimizer_the_average_is_that_of_ddp(
+    pool: Pool, tmp_path: Path, kind: str
+) -> None:
+    *workers, _ = pool.run(
+        fit_averaging, "remote_optimizer", kind, str(tmp_path / "remote"), world=3
+    )
+    expected = pool.run(fit_averaging, "ddp", kind, str(tmp_path / "ddp"), world=2)[0]
+    torch.testing.assert_close(expected["final"], expected["by hand"], rtol=0, atol=1e-12)
+    for result in workers:
+        assert torch.equal(result["final"], expected["final"])
+        assert torch.equal(result["held"], expected["final"])
+        for one, other in zip(result["validated"], expected["validated"], strict=True):
+            assert torch.equal(one, other)
+    for epoch, validated in enumerate(expected["validated"]):
+        path = tmp_path / "remote" / f"epoch={epoch}.ckpt"
+        saved = torch.load(path, weights_only=True)["state_dict"]
+        assert torch.equal(torch.cat([value.reshape(-1) for value in saved.values()]), validated)
 
 
 def fit_in_parts(rank: int, world: int, folder: str, resume: str | None) -> Tensor:
