@@ -64,7 +64,18 @@ def fit(rank: int, world: int, method: str, folder: str, lr: float | None) -> di
 @pytest.mark.long
 @pytest.mark.parametrize(
     "method",
-    ["local_sgd", "diloco", "async_diloco", "gasloc", "async_model_average", "pairwise_gossip"],
+    [
+        "local_sgd",
+        "diloco",
+        "async_diloco",
+        "streaming_diloco",
+        "eager_diloco",
+        "delayed_nesterov",
+        "gasloc",
+        "noloco",
+        "async_model_average",
+        "pairwise_gossip",
+    ],
 )
 def test_a_search_and_then_a_fit(pool: Pool, tmp_path: Path, method: str) -> None:
     results = pool.run(fit, method, str(tmp_path / "search"), None, world=2)
