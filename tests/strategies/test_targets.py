@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+from lightning_loco import PairwiseEngine, PairwiseGossipStrategy
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from tests.cases import CASES, Case, rows, without_variants
 from tests.pool import Pool, make_trainer
 from tests.tiny import TinyModule, flat, make_loader, make_model
 
-SOME = ["local_sgd", "diloco", "async_diloco", "gasloc", "noloco", "async_model_average"]
+SOME = [
+    "local_sgd",
+    "diloco",
+    "async_diloco",
+    "streaming_diloco",
+    "eager_diloco",
+    "delayed_nesterov",
+    "gasloc",
+    "noloco",
+    "async_model_average",
+]
+ALL = [*SOME, "pairwise_gossip"]
+
+
+def strategy_of(name: str) -> EngineStrategy:
+    case = CASES.get(name)
+    return PairwiseGossipStrategy() if case is None else case.strategy(sync_every=3)
 
 
 class TeacherModule(TinyModule):
@@ -37,6 +55,12 @@ class TeacherModule(TinyModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.begun.append(flat(self.teacher))
 
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        engine = self.trainer.strategy.engine
+        while isinstance(engine, PairwiseEngine) and not engine.is_due:
+            time.sleep(0.001)  # so that this step ends with a blend
+        return super().training_step(batch, batch_idx)
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.kind == "replaced":
             self.teacher = copy.deepcopy(self.model)
@@ -54,23 +78,24 @@ class TeacherModule(TinyModule):
 
 
 def fit(
-    rank: int, world: int, case: Case, kind: str, folder: str = ""
+    rank: int, world: int, name: str, kind: str
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
     module = TeacherModule(kind)
-    strategy = case.strategy(sync_every=3)
+    strategy = strategy_of(name)
     trainer = make_trainer(
         strategy, max_epochs=2, num_sanity_val_steps=0, use_distributed_sampler=False
     )
     trainer.fit(module, make_loader(rank, 5), make_loader(0, 1))
+    assert strategy.statistics.rounds > 0
     return module.own, module.validated, module.begun, flat(module.teacher)
 
 
 @pytest.mark.parametrize("kind", ["frozen", "in place", "replaced"])
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", ALL)
 def test_a_teacher_is_local_in_training_and_a_mean_in_the_consensus(
     pool: Pool, name: str, kind: str
 ) -> None:
-    results = pool.run(fit, CASES[name], kind, world=2)
+    results = pool.run(fit, name, kind, world=2)
     means = [sum(one) / 2 for one in zip(*(own for own, *_ in results), strict=True)]
     for own, validated, begun, final in results:
         for before, after in zip(own, begun[1:], strict=False):
@@ -153,10 +178,9 @@ class LateModule(ReplacingModule):
         return torch.optim.SGD(self.model.parameters(), lr=self.lr)
 
 
-def fit_replacing(rank: int, world: int, case: Case, how: str) -> str:
+def fit_replacing(rank: int, world: int, name: str, how: str) -> str:
     module = LateModule(how) if how == "joined" else ReplacingModule(how)
-    strategy: EngineStrategy = case.strategy(sync_every=3)
-    trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
+    trainer = make_trainer(strategy_of(name), max_epochs=1, use_distributed_sampler=False)
     try:
         trainer.fit(module, make_loader(rank, 9))
     except RuntimeError as error:
@@ -164,18 +188,20 @@ def fit_replacing(rank: int, world: int, case: Case, how: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", ALL)
 def test_a_parameter_that_is_replaced_is_named_on_every_worker(pool: Pool, name: str) -> None:
-    for error in pool.run(fit_replacing, CASES[name], "replaced", world=2):
+    for error in pool.run(fit_replacing, name, "replaced", world=2):
         assert "Parameter 'model.0.weight' was replaced by another object during fit" in error
         assert "parameter.data.copy_(values)" in error
 
 
 def test_a_parameter_of_another_name_stays_in_the_exchange(pool: Pool) -> None:
-    assert pool.run(fit_replacing, CASES["diloco"], "renamed", world=2) == ["", ""]
+    assert pool.run(fit_replacing, "diloco", "renamed", world=2) == ["", ""]
 
 
-@pytest.mark.parametrize("name", ["diloco", "async_model_average"])
+@pytest.mark.parametrize(
+    "name", ["diloco", "streaming_diloco", "async_model_average", "pairwise_gossip"]
+)
 def test_a_parameter_that_joins_an_optimizer_is_named(pool: Pool, name: str) -> None:
-    for error in pool.run(fit_replacing, CASES[name], "joined", world=2):
+    for error in pool.run(fit_replacing, name, "joined", world=2):
         assert "Parameter 'late' was given to an optimizer during fit" in error
