@@ -50,10 +50,10 @@ class TeacherModule(TinyModule):
         self.kind = kind
         self.own: list[Tensor] = []
         self.validated: list[Tensor] = []
-        self.begun: list[Tensor] = []
+        self.unwritten: list[tuple[Tensor, Tensor]] = []
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.begun.append(flat(self.teacher))
+        self.begun = flat(self.teacher)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         engine = self.trainer.strategy.engine
@@ -62,6 +62,7 @@ class TeacherModule(TinyModule):
         return super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.unwritten.append((self.begun, flat(self.teacher)))
         if self.kind == "replaced":
             self.teacher = copy.deepcopy(self.model)
         else:
@@ -79,7 +80,7 @@ class TeacherModule(TinyModule):
 
 def fit(
     rank: int, world: int, name: str, kind: str
-) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
+) -> tuple[list[Tensor], list[Tensor], list[tuple[Tensor, Tensor]], Tensor]:
     module = TeacherModule(kind)
     strategy = strategy_of(name)
     trainer = make_trainer(
@@ -87,7 +88,7 @@ def fit(
     )
     trainer.fit(module, make_loader(rank, 5), make_loader(0, 1))
     assert strategy.statistics.rounds > 0
-    return module.own, module.validated, module.begun, flat(module.teacher)
+    return module.own, module.validated, module.unwritten, flat(module.teacher)
 
 
 @pytest.mark.parametrize("kind", ["frozen", "in place", "replaced"])
@@ -97,9 +98,10 @@ def test_a_teacher_is_local_in_training_and_a_mean_in_the_consensus(
 ) -> None:
     results = pool.run(fit, name, kind, world=2)
     means = [sum(one) / 2 for one in zip(*(own for own, *_ in results), strict=True)]
-    for own, validated, begun, final in results:
-        for before, after in zip(own, begun[1:], strict=False):
-            assert torch.equal(before, after)  # no round has moved it
+    for own, validated, unwritten, final in results:
+        for before, (begun, ended) in zip(own, unwritten[1:], strict=False):
+            assert torch.equal(before, begun)
+            assert torch.equal(begun, ended)  # no round has moved it
         for seen, mean in zip(validated, (means[4], means[9]), strict=True):
             torch.testing.assert_close(seen, mean, rtol=0, atol=1e-12)
         torch.testing.assert_close(final, means[9], rtol=0, atol=1e-12)
