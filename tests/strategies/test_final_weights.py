@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_loco import PairwiseGossipStrategy, RemoteOptimizerStrategy
+from lightning_loco.comm.replica import pruning_masks
 from tests.cases import CASES
 from tests.pool import Pool, make_trainer
 from tests.strategies.remote_runs import fit_with
@@ -225,11 +226,24 @@ def test_stochastic_weight_averaging(pool: Pool, method: str, has_norm: bool) ->
         torch.testing.assert_close(result["final"], expected, rtol=0, atol=1e-12)
 
 
-def fit_pruning(rank: int, world: int, method: str, lottery: bool, folder: str) -> dict[str, Any]:
-    module = ValidatedModule()
+class TakeMasks(Callback):
+    """Notes the masks of each worker, before a checkpoint makes them equal."""
+
+    def __init__(self) -> None:
+        self.masks = torch.zeros(0)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.masks = torch.cat([mask.reshape(-1) for _, mask in pruning_masks(pl_module)])
+
+
+def fit_pruning(
+    rank: int, world: int, method: str, how: str, lottery: bool, folder: str
+) -> tuple[dict[str, Any], Tensor]:
+    module, notes = ValidatedModule(), TakeMasks()
     module.model = norm_model()
+    torch.manual_seed(rank)
     pruning = ModelPruning(
-        "l1_unstructured",
+        how,
         parameters_to_prune=[(module.model[0], "weight"), (module.model[3], "weight")],
         amount=0.5,
         use_lottery_ticket_hypothesis=lottery,
@@ -239,11 +253,11 @@ def fit_pruning(rank: int, world: int, method: str, lottery: bool, folder: str) 
         make_strategy(method),
         max_epochs=2,
         use_distributed_sampler=False,
-        callbacks=[pruning, saving],
+        callbacks=[pruning, notes, saving],
         enable_checkpointing=True,
     )
     trainer.fit(module, make_loader(rank, 7), make_loader(0, 1))
-    return {name: value.clone() for name, value in module.state_dict().items()}
+    return {name: value.clone() for name, value in module.state_dict().items()}, notes.masks
 
 
 def count_zeros(state: dict[str, Tensor]) -> int:
@@ -251,18 +265,26 @@ def count_zeros(state: dict[str, Tensor]) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("lottery", [False, True])
+@pytest.mark.parametrize(
+    ("how", "lottery"),
+    [("l1_unstructured", False), ("l1_unstructured", True), ("random_unstructured", False)],
+)
 @pytest.mark.parametrize("method", METHODS)
-def test_pruning_keeps_its_zeros(pool: Pool, tmp_path: Path, method: str, lottery: bool) -> None:
-    expected = pool.run(fit_pruning, "ddp", lottery, str(tmp_path / "ddp"), world=2)[0]
-    results = pool.run(fit_pruning, method, lottery, str(tmp_path / "own"), world=2)
+def test_pruning_keeps_its_zeros(
+    pool: Pool, tmp_path: Path, method: str, how: str, lottery: bool
+) -> None:
+    expected, _ = pool.run(fit_pruning, "ddp", how, lottery, str(tmp_path / "ddp"), world=2)[0]
+    results = pool.run(fit_pruning, method, how, lottery, str(tmp_path / "own"), world=2)
+    (first, masks), (second, masks_1) = results
+    if how == "random_unstructured":
+        assert not torch.equal(masks, masks_1)
     saved = torch.load(next((tmp_path / "own").glob("last*.ckpt")), weights_only=True)["state_dict"]
-    for state in (*results, saved):
+    for state in (first, second, saved):
         assert set(state) == set(expected)
         assert count_zeros(state) == count_zeros(expected) == 15  # of 20, half of them twice
-    for name, value in results[0].items():
+    for name, value in first.items():
         if value.is_floating_point():
-            assert torch.equal(value, results[1][name]), name
+            assert torch.equal(value, second[name]), name
 
 
 class WritesAtTheEnd(Callback):
