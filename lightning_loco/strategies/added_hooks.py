@@ -13,13 +13,19 @@ from lightning_loco.strategies.foreign_collectives import ForeignCollectives
 Surrounding = Callable[[], AbstractContextManager[object]]
 
 
+def _nothing() -> None:
+    pass
+
+
 def add_hooks(
     trainer: pl.Trainer,
     *,
     end: Surrounding,
     meet: Callable[[str], None],
-    batches_end: Callable[[], None] | None = None,
+    batches_end: Callable[[], None] = _nothing,
     saving: Surrounding = nullcontext,
+    validation_start: Callable[[], None] = _nothing,
+    validation_end: Callable[[], None] = _nothing,
 ) -> ExitStack:
     """Surround methods of a trainer; only the instance is touched.
 
@@ -31,6 +37,9 @@ def add_hooks(
             the end of training epochs; gets the name of the place.
         batches_end: When the batches of a training epoch have ended, before all hooks of its end.
         saving: From before a checkpoint is collected until it is written.
+        validation_start: Before all hooks of the start of a validation, so that what they write
+            into the model is validated.
+        validation_end: After all hooks of its end, which may take that out again.
 
     Returns:
         What gives the trainer its own methods back when it is closed.
@@ -46,16 +55,24 @@ def add_hooks(
 
     @contextmanager
     def epoch_end() -> Iterator[None]:
-        if batches_end is not None:
-            batches_end()
+        batches_end()
         with collectives:
             yield
 
+    @contextmanager
+    def around(before: Callable[[], None], after: Callable[[], None]) -> Iterator[None]:
+        before()
+        yield
+        after()
+
+    validation = loop.epoch_loop.val_loop
     for owner, name, surrounding in (
         (loop, "on_run_end", end),
         (trainer, "save_checkpoint", saving),
         (loop, "on_advance_start", epoch_start),
         (loop, "on_advance_end", epoch_end),
+        (validation, "on_run_start", lambda: around(validation_start, _nothing)),
+        (validation, "on_run_end", lambda: around(_nothing, validation_end)),
     ):
         stack.callback(_surround(owner, name, surrounding))
     return stack

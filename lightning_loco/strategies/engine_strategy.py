@@ -161,6 +161,8 @@ class EngineStrategy(MeetingStrategy):
             end=self._end_training,
             saving=self.checkpoints.consensus_shown,
             meet=self.meet,
+            validation_start=self._begin_validation,
+            validation_end=self._end_validation,
         )
         if self._pace is not None:
             self._added.callback(self._pace.restore)
@@ -286,14 +288,12 @@ class EngineStrategy(MeetingStrategy):
             self.model = self.lightning_module
         super().teardown()
 
-    def on_validation_start(self) -> None:
-        """Show the consensus to the validation."""
+    def _begin_validation(self) -> None:
         if self.is_training and self.evaluate == "average":
             self._weights.share_start()
             self.meet("validation")
             self._engine.worker.show_consensus("validation of the consensus")
 
-    def on_validation_end(self) -> None:
-        """Bring the local parameters back."""
+    def _end_validation(self) -> None:
         if self.is_training:
             self._engine.worker.show_local()

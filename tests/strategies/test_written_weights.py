@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from torch import Tensor
 
 from lightning_loco import DiLoCoStrategy, LocalSGDStrategy, PairwiseGossipStrategy
@@ -61,6 +62,25 @@ class SeenModule(TinyModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.validated.append(flat(self))
+
+
+OWN_ROWS = [
+    "local_sgd",
+    "diloco",
+    "async_diloco",
+    "streaming_diloco",
+    "eager_diloco",
+    "delayed_nesterov",
+    "gasloc",
+    "noloco",
+    "async_model_average",
+]
+QUICK = ("diloco", "streaming_diloco", "pairwise_gossip")
+METHODS = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.long)
+    for name in (*OWN_ROWS, "pairwise_gossip")
+]
+BY_TIME = ("async_model_average", "pairwise_gossip")
 
 
 def strategy_of(case: Case | None) -> EngineStrategy:
@@ -190,6 +210,125 @@ def fit_clipped(rank: int, world: int) -> Tensor:
 def test_what_is_written_within_a_batch_belongs_to_the_local_step(pool: Pool) -> None:
     for weights in pool.run(fit_clipped, world=2):
         assert weights.abs().max() <= 0.3
+
+
+IN_VALIDATION = (
+    "on_validation_start",
+    "on_validation_epoch_start",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_validation_epoch_end",
+    "on_validation_end",
+)
+
+
+class WritesInValidation(pl.Callback):
+    """Writes weights that no training survives, others on each worker, in every validation."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self.write)
+
+    def write(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        for parameter in module.parameters():
+            parameter.data.fill_(1e9 + trainer.global_rank)
+
+
+def fit_validating(rank: int, world: int, name: str) -> dict[str | None, SeenModule]:
+    """By the hook that writes, and without one."""
+    found: dict[str | None, Any] = {}
+    for hook in (None, *IN_VALIDATION):
+        module = SeenModule()
+        trainer = make_trainer(
+            strategy_of(CASES.get(name)),
+            max_epochs=2,
+            val_check_interval=4,
+            use_distributed_sampler=False,
+            callbacks=[] if hook is None else [WritesInValidation(hook)],
+        )
+        trainer.fit(module, make_loader(rank, 7), make_loader(0, 1))
+        found[hook] = flat(module), module.validated[-1]
+    return found
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_is_written_in_a_validation_ends_with_it(pool: Pool, name: str) -> None:
+    for rank, found in enumerate(pool.run(fit_validating, name, world=2)):
+        expected, _ = found.pop(None)
+        for hook, (final, validated) in found.items():
+            assert final.abs().max() < 10.0, hook
+            if name not in BY_TIME:
+                assert torch.equal(final, expected), hook
+            is_seen = hook in IN_VALIDATION[:3]
+            assert torch.equal(validated, torch.full_like(validated, 1e9 + rank)) == is_seen, hook
+
+
+class SwappingModule(SeenModule):
+    """Takes an average of its weights into each validation and its own back afterwards.
+
+    Args:
+        hooks: Where; None for no average.
+    """
+
+    def __init__(self, hooks: Sequence[str] | None) -> None:
+        super().__init__()
+        self.at_validation: list[Tensor] = []
+        self.average: dict[str, Tensor] = {}
+        self.own: dict[str, Tensor] = {}
+        if hooks is not None:
+            for hook, swap in zip(hooks, (self.swap_in, self.swap_out), strict=True):
+                setattr(self, hook, swap)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for name, parameter in self.named_parameters():
+            before = self.average.get(name, parameter.detach())
+            self.average[name] = before.lerp(parameter.detach(), 0.5)
+
+    def swap_in(self) -> None:
+        if self.average:
+            self.own = {name: p.detach().clone() for name, p in self.named_parameters()}
+            self.load_state_dict(self.average)
+            self.at_validation.append(flat(self))
+
+    def swap_out(self) -> None:
+        if self.average:
+            self.load_state_dict(self.own)
+
+
+def fit_swapping(
+    rank: int, world: int, name: str, hooks: Sequence[str] | None
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    module = SwappingModule(hooks)
+    trainer = make_trainer(
+        strategy_of(CASES.get(name)),
+        max_epochs=3,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, make_loader(rank, 7), make_loader(0, 1))
+    return flat(module), module.validated, module.at_validation
+
+
+@pytest.mark.parametrize(
+    "hooks",
+    [
+        ("on_validation_start", "on_validation_end"),
+        ("on_validation_epoch_start", "on_validation_epoch_end"),
+    ],
+    ids=["validation", "epoch"],
+)
+@pytest.mark.parametrize("name", METHODS)
+def test_an_average_that_a_module_swaps_in_is_validated_and_no_more(
+    pool: Pool, name: str, hooks: Sequence[str]
+) -> None:
+    results = pool.run(fit_swapping, name, hooks, world=2)
+    plain = pool.run(fit_swapping, name, None, world=2)
+    for (final, validated, expected), (without, *_) in zip(results, plain, strict=True):
+        assert len(validated) == len(expected) == 3
+        for seen, average in zip(validated, expected, strict=True):
+            assert torch.equal(seen, average)
+        if name not in BY_TIME:
+            assert torch.equal(final, without)
+        assert torch.equal(final, results[0][0])
 
 
 def fit_resumed(rank: int, world: int, folder: str, hook: str) -> tuple[str, Tensor]:
