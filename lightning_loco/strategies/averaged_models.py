@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_loco.comm import WorkerGroup
+from lightning_loco.comm.fingerprint import fingerprints
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.driven import Engine
 
@@ -20,6 +23,24 @@ def averaged_models(trainer: pl.Trainer) -> list[nn.Module]:
         if isinstance(callback, StochasticWeightAveraging):
             found += lightning_private.average_of(callback)
     return found
+
+
+def share_complete_averages(trainer: pl.Trainer, group: WorkerGroup) -> None:
+    """Give all workers the averages of the one that has updated them most often, if they differ.
+
+    For workers whose parameters are the same: who has had fewer batches has missed some of them.
+    """
+    models = averaged_models(trainer)
+    tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
+    updates = [int(getattr(model, "n_averaged", 0)) for model in models]
+    everyone = group.gather_objects([updates, fingerprints(tensors)], "the averaged models")
+    if all(one == everyone[0] for one in everyone):
+        return
+    source = max(range(group.num_workers), key=lambda worker: everyone[worker][0])
+    for tensor in tensors:
+        sent = tensor.detach().to(trainer.strategy.root_device).contiguous()
+        dist.broadcast(sent, source, group.data)
+        tensor.detach().copy_(sent)
 
 
 def finish_with_averages(engine: Engine, trainer: pl.Trainer, *, keeps_local: bool) -> None:

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -252,15 +251,7 @@ class RemoteOptimizerStrategy(ServedStrategy):
         else:
             self.checkpoints.load_param_groups(self.remote, checkpoint)
 
-    # ---------------------------------------------------------------- evaluate
-
-    def on_validation_start(self) -> None:
-        """Validate with the buffers of worker 0, as DDP does."""
-        if self.is_training and self.world_size > 1:
-            self.meet("buffers")
-            assert self.lightning_module is not None
-            for buffer in self.lightning_module.buffers():
-                dist.broadcast(buffer, 0)
+    # --------------------------------------------------------------------- end
 
     def on_train_end(self) -> None:
         """Fetch the optimizer's state for checkpoints after ``fit``, and leave the servers."""

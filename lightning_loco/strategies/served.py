@@ -22,6 +22,7 @@ from lightning_loco.remote.replica_group import new_replica_group
 from lightning_loco.remote.service_group import ServiceGroup
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.added_hooks import add_hooks
+from lightning_loco.strategies.averaged_models import averaged_models, share_complete_averages
 from lightning_loco.strategies.local_model import LocalModel
 from lightning_loco.strategies.meeting import MeetingStrategy
 
@@ -130,7 +131,13 @@ class ServedStrategy(MeetingStrategy):
         if not self.serves:
             super().setup(trainer)
             if self.is_fitting:
-                self._added = add_hooks(trainer, end=self._all_at_the_end, meet=self.meet)
+                self._added = add_hooks(
+                    trainer,
+                    end=self._all_at_the_end,
+                    saving=self._saving,
+                    meet=self.meet,
+                    validation_start=self._begin_validation,
+                )
                 self._places = self._find_places()
         elif self.is_fitting:
             assert self.accelerator is not None
@@ -158,9 +165,29 @@ class ServedStrategy(MeetingStrategy):
 
     @contextmanager
     def _all_at_the_end(self) -> Iterator[None]:
-        """Meet before all hooks of the end: those with less data have old parameters until then."""
-        self.meet("end of training")
+        """Meet before all hooks of the end."""
+        self._catch_up("end of training")
         yield
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        if averaged_models(self._trainer):
+            self._catch_up("checkpoint")
+        yield
+
+    def _begin_validation(self) -> None:
+        """Validate with the buffers of worker 0, as DDP does."""
+        if self.is_training and self.world_size > 1:
+            self._catch_up("validation")
+            assert self.lightning_module is not None
+            for buffer in self.lightning_module.buffers():
+                dist.broadcast(buffer, 0)
+
+    def _catch_up(self, purpose: str) -> None:
+        """Meet: workers with less data have old parameters until then, and old averages of them."""
+        self.meet(purpose)
+        if self.is_training and averaged_models(self._trainer):
+            share_complete_averages(self._trainer, self.present_workers())
 
     def report_before_service(self, error: BaseException) -> None:
         """Tell the ranks that wait for this one before training why it does not come."""

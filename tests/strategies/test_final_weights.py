@@ -69,6 +69,10 @@ class Remembering(ValidatedModule):
         self.average: Tensor | None = None
         self.averaged = 0
         self.validated: list[Tensor] = []
+        self.ended: list[Tensor | None] = []
+
+    def on_train_epoch_end(self) -> None:
+        self.ended.append(self.average)
 
     def on_train_batch_end(self, *args: Any) -> None:
         now = flat(self)
@@ -95,15 +99,24 @@ class TakeNotes(Callback):
             self.averages.append(pl_module.average)
 
 
-def fit_averaging(rank: int, world: int, method: str, kind: str, folder: str) -> dict[str, Any]:
+def fit_averaging(
+    rank: int,
+    world: int,
+    method: str,
+    kind: str,
+    folder: str,
+    batches: tuple[int, ...] = (7, 7, 7),
+    validates: bool = True,
+) -> dict[str, Any]:
     module, notes = Remembering(DECAY if kind == "ema" else None), TakeNotes()
     averaging = EMAWeightAveraging(decay=DECAY) if kind == "ema" else WeightAveraging()
     saving = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
     fit_with(
         make_strategy(method),
         module,
-        make_loader(rank, 7),
+        make_loader(rank, batches[rank]),
         make_loader(0, 1),
+        limit_val_batches=1 if validates else 0,
         max_epochs=2,
         callbacks=[averaging, notes, saving],
         enable_checkpointing=True,
@@ -115,6 +128,7 @@ def fit_averaging(rank: int, world: int, method: str, kind: str, folder: str) ->
         "by hand": module.average,
         "validated": module.validated,
         "at validation": notes.averages,
+        "at epochs' ends": module.ended,
     }
 
 
@@ -160,6 +174,27 @@ def test_with_a_remote_optimizer_the_average_is_that_of_ddp(
         path = tmp_path / "remote" / f"epoch={epoch}.ckpt"
         saved = torch.load(path, weights_only=True)["state_dict"]
         assert torch.equal(torch.cat([value.reshape(-1) for value in saved.values()]), validated)
+
+
+@needs_weight_averaging
+@pytest.mark.parametrize("validates", [True, False])
+@pytest.mark.parametrize("batches", [(4, 9, 0), (9, 4, 0)], ids=str)
+def test_with_a_remote_optimizer_the_average_is_that_of_the_worker_with_the_most_data(
+    pool: Pool, tmp_path: Path, batches: tuple[int, ...], validates: bool
+) -> None:
+    settings = "remote_optimizer", "ema", str(tmp_path), batches, validates
+    *workers, _ = pool.run(fit_averaging, *settings, world=3)
+    full = workers[batches.index(9)]
+    averages = full["at epochs' ends"]
+    for result in workers:
+        torch.testing.assert_close(result["final"], full["by hand"], rtol=0, atol=1e-12)
+        assert len(result["validated"]) == (2 if validates else 0)
+        for seen, average in zip(result["validated"], averages, strict=validates):
+            torch.testing.assert_close(seen, average, rtol=0, atol=1e-12)
+    for epoch, average in enumerate(averages):
+        saved = torch.load(tmp_path / f"epoch={epoch}.ckpt", weights_only=True)["state_dict"]
+        values = torch.cat([value.reshape(-1) for value in saved.values()])
+        torch.testing.assert_close(values, average, rtol=0, atol=1e-12)
 
 
 def fit_in_parts(rank: int, world: int, folder: str, resume: str | None) -> Tensor:

@@ -15,6 +15,7 @@ from lightning_loco import DiLoCoStrategy, LocalSGDStrategy, PairwiseGossipStrat
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from tests.cases import CASES, Case, rows, without_variants
 from tests.pool import Pool, make_trainer
+from tests.strategies.remote_runs import fit_with, remote_or_ddp
 from tests.tiny import TinyModule, flat, make_loader
 
 AT_START = (
@@ -329,6 +330,40 @@ def test_an_average_that_a_module_swaps_in_is_validated_and_no_more(
         if name not in BY_TIME:
             assert torch.equal(final, without)
         assert torch.equal(final, results[0][0])
+
+
+def fit_swapping_remotely(
+    rank: int, world: int, num_workers: int | None, swaps: bool, batches: Sequence[int]
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    module = SwappingModule(("on_validation_start", "on_validation_end") if swaps else None)
+    fit_with(
+        remote_or_ddp(num_workers),
+        module,
+        make_loader(rank, batches[rank]),
+        make_loader(0, 1),
+        max_epochs=3,
+        num_sanity_val_steps=0,
+    )
+    return flat(module), module.validated, module.at_validation
+
+
+def test_with_a_remote_optimizer_an_average_is_swapped_as_under_ddp(pool: Pool) -> None:
+    *workers, _ = pool.run(fit_swapping_remotely, 2, True, (7, 7, 0), world=3)
+    expected = pool.run(fit_swapping_remotely, None, True, (7, 7), world=2)
+    for (final, validated, _), (final_ddp, validated_ddp, _) in zip(workers, expected, strict=True):
+        assert torch.equal(final, final_ddp)
+        assert torch.equal(torch.stack(validated), torch.stack(validated_ddp))
+
+
+@pytest.mark.parametrize("batches", [(4, 9, 0), (9, 4, 0)], ids=str)
+def test_with_a_remote_optimizer_an_average_is_swapped_when_all_are_up_to_date(
+    pool: Pool, batches: Sequence[int]
+) -> None:
+    *workers, _ = pool.run(fit_swapping_remotely, 2, True, batches, world=3)
+    plain = pool.run(fit_swapping_remotely, 2, False, batches, world=3)
+    for final, validated, expected in workers:
+        assert torch.equal(final, plain[0][0])
+        assert torch.equal(torch.stack(validated), torch.stack(expected))
 
 
 def fit_resumed(rank: int, world: int, folder: str, hook: str) -> tuple[str, Tensor]:
