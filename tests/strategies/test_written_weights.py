@@ -199,6 +199,55 @@ class Clipped(SeenModule):
             parameter.data.clamp_(-0.3, 0.3)
 
 
+SHIFTS = (0.1, 0.3)
+
+
+class Shifting(TinyModule):
+    """Learns nothing; each worker shifts all weights by its own number after two batches an epoch.
+
+    The second one is the last of the epoch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.0)
+        self.left: list[Tensor] = []
+        self.found: list[Tensor] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.found.append(flat(self))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx in (1, 6):
+            for parameter in self.parameters():
+                parameter.data.add_(SHIFTS[self.global_rank])
+        self.left.append(flat(self))
+
+
+def fit_shifting(rank: int, world: int, name: str) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    module = Shifting()
+    trainer = make_trainer(
+        strategy_of(CASES.get(name)), max_epochs=2, use_distributed_sampler=False
+    )
+    trainer.fit(module, make_loader(rank, 7))
+    return module.left, module.found, flat(module)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_each_worker_writes_within_a_batch_stays_and_is_its_progress(
+    pool: Pool, name: str
+) -> None:
+    results = pool.run(fit_shifting, name, world=2)
+    mean = 4 * sum(SHIFTS) / 2
+    for left, found, final in results:
+        for before, after in zip(left, found[1:], strict=False):
+            assert torch.equal(before, after)
+        moved = final - found[0]
+        assert moved.min() > mean / 4
+        if name == "local_sgd":
+            torch.testing.assert_close(moved, torch.full_like(moved, mean), rtol=0, atol=1e-12)
+        assert torch.equal(final, results[0][2])
+
+
 def fit_clipped(rank: int, world: int) -> Tensor:
     module = Clipped()
     trainer = make_trainer(
