@@ -106,7 +106,7 @@ def fit_averaging(
     kind: str,
     folder: str,
     batches: tuple[int, ...] = (7, 7, 7),
-    validates: bool = True,
+    until: str = "validation",
 ) -> dict[str, Any]:
     module, notes = Remembering(DECAY if kind == "ema" else None), TakeNotes()
     averaging = EMAWeightAveraging(decay=DECAY) if kind == "ema" else WeightAveraging()
@@ -116,10 +116,10 @@ def fit_averaging(
         module,
         make_loader(rank, batches[rank]),
         make_loader(0, 1),
-        limit_val_batches=1 if validates else 0,
+        limit_val_batches=1 if until == "validation" else 0,
         max_epochs=2,
-        callbacks=[averaging, notes, saving],
-        enable_checkpointing=True,
+        callbacks=[averaging, notes, *([] if until == "end" else [saving])],
+        enable_checkpointing=until != "end",
     )
     (held,) = [v for v in vars(averaging).values() if isinstance(v, AveragedModel)]
     return {
@@ -177,21 +177,21 @@ def test_with_a_remote_optimizer_the_average_is_that_of_ddp(
 
 
 @needs_weight_averaging
-@pytest.mark.parametrize("validates", [True, False])
+@pytest.mark.parametrize("until", ["validation", "checkpoint", "end"])
 @pytest.mark.parametrize("batches", [(4, 9, 0), (9, 4, 0)], ids=str)
 def test_with_a_remote_optimizer_the_average_is_that_of_the_worker_with_the_most_data(
-    pool: Pool, tmp_path: Path, batches: tuple[int, ...], validates: bool
+    pool: Pool, tmp_path: Path, batches: tuple[int, ...], until: str
 ) -> None:
-    settings = "remote_optimizer", "ema", str(tmp_path), batches, validates
+    settings = "remote_optimizer", "ema", str(tmp_path), batches, until
     *workers, _ = pool.run(fit_averaging, *settings, world=3)
     full = workers[batches.index(9)]
     averages = full["at epochs' ends"]
     for result in workers:
         torch.testing.assert_close(result["final"], full["by hand"], rtol=0, atol=1e-12)
-        assert len(result["validated"]) == (2 if validates else 0)
-        for seen, average in zip(result["validated"], averages, strict=validates):
+        assert len(result["validated"]) == (2 if until == "validation" else 0)
+        for seen, average in zip(result["validated"], averages, strict=False):
             torch.testing.assert_close(seen, average, rtol=0, atol=1e-12)
-    for epoch, average in enumerate(averages):
+    for epoch, average in enumerate(() if until == "end" else averages):
         saved = torch.load(tmp_path / f"epoch={epoch}.ckpt", weights_only=True)["state_dict"]
         values = torch.cat([value.reshape(-1) for value in saved.values()])
         torch.testing.assert_close(values, average, rtol=0, atol=1e-12)
