@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import resource
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any
@@ -19,6 +20,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -26,10 +28,14 @@ from torch.utils.data import DataLoader
 from lightning_loco import DiLoCo, LocalSGD, LocoStrategy
 from lightning_loco.strategies.whole_files import WholeFileIO
 from tests.pool import Pool, PoolError, make_trainer
+from tests.strategies.deaths import Death
 
 WORLD = 2
 ROOT_ID, NOBODY_ID = 0, 65534
-pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+]
 
 
 @pytest.fixture
@@ -86,14 +92,25 @@ def fit(
     megabytes: float = 0.1,
     extra: int = 0,
     plugin: type[CheckpointIO] | None = None,
+    callback: pl.Callback | None = None,
+    checkpoint_folder: str = "shared",
 ) -> int:
-    """Save to one path after each step; how many steps were made."""
+    """Save to one path after each step, or let a callback do so; how many steps were made."""
     if "FOR_TEMPORARY_FILES" in os.environ:
         tempfile.tempdir = os.environ["FOR_TEMPORARY_FILES"]
-    checkpoint_io = None if plugin is None else plugin()
-    strategy = LocoStrategy(DiLoCo(), sync_every=2, timeout_s=30, checkpoint_io=checkpoint_io)
+    strategy = LocoStrategy(
+        DiLoCo(),
+        sync_every=2,
+        timeout_s=30,
+        checkpoint_io=None if plugin is None else plugin(),
+        checkpoint_folder=checkpoint_folder,
+    )
     trainer = make_trainer(
-        strategy, max_steps=max_steps, callbacks=[SaveEachStep(path, then)], max_epochs=-1
+        strategy,
+        max_steps=max_steps,
+        callbacks=[callback or SaveEachStep(path, then)],
+        max_epochs=-1,
+        enable_checkpointing=isinstance(callback, ModelCheckpoint),
     )
     try:
         module = LargeModule(megabytes, extra)
@@ -123,6 +140,7 @@ class Killer(threading.Thread):
         super().__init__(name="killer")
         self.path = path
         self.in_the_copy = in_the_copy
+        self.of_side_files = in_the_copy and draw.random() < 0.5
         self.after_s = draw.uniform(0.0, 0.2)
 
     def run(self) -> None:
@@ -138,8 +156,11 @@ class Killer(threading.Thread):
             os.kill(int(file.read_text()), SIGKILL)
 
     def sees_part(self, size: int) -> bool:
-        """Whether a file beside the checkpoint, or itself, is being written."""
+        """Whether a side file, or a file beside the checkpoint or itself, is being written."""
         with suppress(FileNotFoundError):
+            if self.of_side_files:
+                parts = Path(f"{self.path}.loco").glob("*/.*.part")
+                return any(part.stat().st_size > size // 16 for part in parts)
             files = [entry for entry in os.scandir(self.path.parent) if entry.is_file()]
             return any(size // 16 < entry.stat().st_size < size for entry in files)
         return False
@@ -159,6 +180,7 @@ def test_kill_while_saving_leaves_a_checkpoint(
     temporary.mkdir()
     monkeypatch.setenv("FOR_TEMPORARY_FILES", str(temporary))
     draw = random.Random(count)
+    cut: list[bool] = []
     for number in range(count):
         folder = other_disk / str(number)
         folder.mkdir()
@@ -169,6 +191,7 @@ def test_kill_while_saving_leaves_a_checkpoint(
             pool.run(fit, str(path), 10_000, False, write_process, 8.0, world=WORLD)
         killer.join()
         assert error.value.missing == [0, 1], error.value
+        cut += [part.parent == folder for part in folder.rglob(".*.part")]
         step = torch.load(path)["global_step"]
         steps = pool.run(fit, str(path), step + 2, True, None, 8.0, world=WORLD)
         assert steps == [step + 2] * WORLD
@@ -176,6 +199,127 @@ def test_kill_while_saving_leaves_a_checkpoint(
         assert len(os.listdir(f"{path}.loco")) == 1
         assert os.listdir(temporary) == []
         shutil.rmtree(folder)
+    assert not in_the_copy or count < 20 or {True, False} <= {*cut}, "of main and side files"
+
+
+class SaveAndDie(SaveEachStep):
+    """Overwrites one checkpoint after each step, and may not outlive the second time."""
+
+    def __init__(self, path: str, death: Death) -> None:
+        super().__init__(path)
+        self.death = death
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        with self.death.may_come() if trainer.global_step == 2 else nullcontext():
+            super().on_train_batch_end(trainer, *args)
+
+
+class KeepNewestAndDie(ModelCheckpoint):
+    """Saves to another path after each step, then removes the one before."""
+
+    def __init__(self, path: str, death: Death) -> None:
+        folder = os.path.dirname(path)
+        super().__init__(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=1)
+        self.death = death
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        with self.death.may_come() if trainer.global_step == 2 else nullcontext():
+            super().on_train_batch_end(trainer, *args)
+
+
+WAYS = {"shared": SaveAndDie, "private": SaveAndDie, "newest": KeepNewestAndDie}
+WRITTEN, SHARED = ["write", "sync"], ["write", "sync", "replace shared.pt", "write", "sync"]
+FILES = ["shared.pt", "worker_00000.pt", "worker_00001.pt"]
+REMOVED = ["remove S", *(f"remove {name}" for name in FILES)]
+OWN = [[*WRITTEN, f"replace worker_{worker:05d}.pt"] for worker in range(WORLD)]
+CHANGES = {  # those of a save, and in any order those that remove the one before
+    ("shared", 0): ([*OWN[0], *SHARED, "replace same.ckpt"], REMOVED),
+    ("shared", 1): (OWN[1], []),
+    ("private", 0): ([*OWN[0], *SHARED, "replace main.ckpt", "replace same.ckpt"], REMOVED),
+    ("private", 1): (OWN[1], []),
+    ("newest", 0): (
+        [*OWN[0], *SHARED, "replace step=2.ckpt", "remove step=1.ckpt"],
+        [*REMOVED, "remove step=1.ckpt.loco"],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "worker", "all_die", "chosen"),
+    [
+        ("shared", 0, True, ("replace same.ckpt", "remove worker_00001.pt")),
+        ("shared", 1, True, ("replace worker_00001.pt",)),
+        *(
+            pytest.param(*kill, marks=pytest.mark.long)
+            for kill in [
+                ("shared", 0, True, None),
+                ("shared", 0, False, ("replace same.ckpt", "remove worker_00001.pt")),
+                ("shared", 1, False, None),
+                ("private", 0, True, ("replace", "remove")),
+                ("private", 1, True, None),
+                ("newest", 0, True, ("replace step=2.ckpt", "remove")),
+            ]
+        ),
+    ],
+)
+def test_kill_before_any_change_of_a_file_leaves_a_checkpoint(
+    pool: Pool,
+    tmp_path: Path,
+    other_disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+    worker: int,
+    all_die: bool,
+    chosen: tuple[str, ...] | None,
+) -> None:
+    """At half of a file, before it is brought to the disk or renamed, while the old ones go."""
+    temporary, notes = tmp_path / "temporary", tmp_path / "changes"
+    temporary.mkdir()
+    monkeypatch.setenv("FOR_TEMPORARY_FILES", str(temporary))
+    folder_kind = "private" if way == "private" else "shared"
+
+    def run(number: int, folder: Path, resume: Path | None = None) -> Path:
+        """The checkpoint after four steps, unless the workers are killed."""
+        folder.mkdir(exist_ok=True)
+        path = str(resume or folder / "same.ckpt")
+        callback = WAYS[way](path, Death(worker, number, str(folder), str(notes), all_die))
+        fixed: tuple[Any, ...] = (None, 0.1, 0, None)
+        steps = pool.run(
+            fit, path, 4, resume is not None, *fixed, callback, folder_kind, world=WORLD
+        )
+        assert steps == [4] * WORLD
+        return folder / ("step=4.ckpt" if way == "newest" else "same.ckpt")
+
+    def changes() -> list[str]:
+        return re.sub(r"step\d-\w{8}", "S", notes.read_text()).split("\n")
+
+    unbroken = torch.load(run(0, other_disk / "unbroken"))["state_dict"]
+    all_changes, (ordered, others) = changes(), CHANGES[way, worker]
+    for number, change in enumerate(all_changes, 1):
+        if chosen is not None and not change.startswith(chosen):
+            continue
+        folder = other_disk / str(number)
+        with pytest.raises(PoolError) as error:
+            run(number, folder)
+        assert error.value.missing == ([0, 1] if all_die else [worker]), error.value
+        assert len(changes()) == number
+        assert os.listdir(temporary) == []
+        saves = sorted(path for path in folder.iterdir() if path.suffix == ".ckpt")
+        for path in saves:
+            stamp = torch.load(path)["lightning_loco"]["stamp"]
+            assert set(FILES) <= {*os.listdir(f"{path}.loco/{stamp}")}, change
+        if way == "newest":
+            assert saves[-1].name == f"step={1 + (change != 'replace step=2.ckpt')}.ckpt"
+        else:
+            assert torch.load(saves[0])["global_step"] == 1 + (number > len(ordered))
+        last = run(0, folder, saves[-1])
+        assert torch.equal(torch.load(last)["state_dict"]["weight"], unbroken["weight"]), change
+        assert os.listdir(temporary) == []
+        assert len(os.listdir(f"{last}.loco")) == 1
+        if way != "newest":  # there side files that no main file names may stay
+            assert sorted(os.listdir(folder)) == ["same.ckpt", "same.ckpt.loco"]
+    assert all_changes[: len(ordered)] == ordered
+    assert sorted(all_changes[len(ordered) :]) == sorted(others)
 
 
 def test_requeue_that_was_killed_goes_on_from_the_one_before(pool: Pool, tmp_path: Path) -> None:
