@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from lightning_loco.rounds.mean_exchange import MeanExchange
+from lightning_loco.rounds.neighbor_exchange import NeighborExchange
 from tests.cases import CASES
 from tests.pool import Pool, PoolError, make_trainer
 from tests.tiny import flat
@@ -27,8 +30,10 @@ from tests.tiny import flat
 WORLD = 2
 BATCHES = 6  # of an epoch
 STEPS = 27
+LATEST_S = 0.03  # after the start of a step that twelve or more follow
 LET_IT_BE_HEARD_S = 1.5  # the workers hear of a stop from their watchdogs, once a second
 ALGORITHMS = ("local_sgd", "async_diloco", "gasloc")
+MORE_ALGORITHMS = (*ALGORITHMS, "streaming_diloco", "delayed_nesterov", "noloco")
 NO_VALIDATION: dict[str, Any] = {"limit_val_batches": 0}
 VALIDATIONS: dict[str, dict[str, Any]] = {
     "every epoch": {"check_val_every_n_epoch": 1},
@@ -39,7 +44,14 @@ VALIDATIONS: dict[str, dict[str, Any]] = {
     "no check before training": {"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0},
     "never": NO_VALIDATION,
 }
-PLACES = ("batch 8", "batch 12", "batch 18", "epoch 12", "epoch 18", "validation 12", "start 12")
+PLACES = ("batch 8", "batch 12", "batch 18", "epoch 12", "epoch 18", "start 12")
+VALIDATION_PLACES = {
+    "validation 12": {*VALIDATIONS} - {"every 3 epochs", "never"},
+    "validation 18": {"every epoch", "every 3 epochs"},
+}
+"""Where validations end, and in which runs."""
+LATEST, AFTER_ALL_MOMENTS = 14, 19  # steps before an interruption is due, and when it has come
+MOMENTS = ("start", "backward", "round", "validation", "file", "clock")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
     pytest.mark.filterwarnings("ignore:Using `isinstance"),
@@ -105,21 +117,67 @@ class SaveAt(pl.Callback):
 
 
 class Interrupt(pl.Callback):
-    """Sends a signal: to one worker, or the one that cannot be caught to all of them."""
+    """Sends a signal, once: to one worker, or the one that cannot be caught to all of them.
 
-    def __init__(self, number: int, step: int, worker: int) -> None:
+    Args:
+        number: Of the signal.
+        step: Local steps before it.
+        worker: Whose moment it is.
+        moment: The start of the next step, the end of its backward pass, in the next round, in the
+            next validation, in the next writing of a file, or some milliseconds later.
+    """
+
+    def __init__(self, number: int, step: int, worker: int, moment: str = "start") -> None:
         self.number = number
         self.step = step
         self.worker = worker
+        self.moment = moment
+        self.is_due = False
+        self.processes: list[Any] = []
+
+    def come(self, moment: str) -> None:
+        """Send the signal, if it is due, of this worker and for this moment."""
+        if not self.is_due or self.worker != dist.get_rank() or self.moment != moment:
+            return
+        self.is_due = False
+        others = self.processes if self.number == signal.SIGKILL else []
+        for process in [*(one for one in others if one != os.getpid()), os.getpid()]:
+            os.kill(process, self.number)
+
+    def watch(self, patch: pytest.MonkeyPatch) -> None:
+        """Notice rounds and files, until the patches are undone."""
+        for exchange in (MeanExchange, NeighborExchange):
+            patch.setattr(exchange, "start", self.then_come(exchange.start, "round"))
+        patch.setattr(os, "fsync", self.then_come(os.fsync, "file"))
+
+    def then_come(self, function: Callable[..., Any], moment: str) -> Callable[..., Any]:
+        def surrounded(*args: Any) -> Any:
+            result = function(*args)
+            self.come(moment)
+            return result
+
+        return surrounded
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.processes = [None] * trainer.world_size
+        dist.all_gather_object(self.processes, os.getpid())
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step and self.number == signal.SIGKILL:
-            dist.barrier()
-            os.kill(os.getpid(), self.number)
-        elif trainer.global_step == self.step:
-            if trainer.global_rank == self.worker:
-                os.kill(os.getpid(), self.number)
+        if trainer.global_step == self.step:
+            self.is_due = True
+            if self.moment == "clock":
+                delay_s = random.Random(self.step).uniform(0.0, LATEST_S)
+                threading.Timer(delay_s, self.come, ["clock"]).start()
+        self.come("start")
+        listens_at = self.step if self.moment == "start" else AFTER_ALL_MOMENTS
+        if self.number == signal.SIGTERM and trainer.global_step == listens_at:
             time.sleep(LET_IT_BE_HEARD_S)
+
+    def on_after_backward(self, *_: Any) -> None:
+        self.come("backward")
+
+    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
+        self.come("validation")
 
 
 class SaveOften(pl.Callback):
@@ -158,7 +216,10 @@ def fit(
     )
     module = DrawingModule(dropout)
     validation = None if settings == NO_VALIDATION else [loader(1), loader(1)]
-    with suppress(SIGTERMException):
+    with pytest.MonkeyPatch.context() as patch, suppress(SIGTERMException):
+        for callback in callbacks:
+            if isinstance(callback, Interrupt):
+                callback.watch(patch)
         trainer.fit(module, loader(world), validation, ckpt_path=resume)
     state = torch.cat([flat(module), *(b.flatten() for b in module.buffers())])
     return module.losses, module.validated, state
@@ -178,19 +239,18 @@ def check_resumed(whole: Sequence[Outcome], again: Sequence[Outcome], name: str)
         assert torch.equal(one[2], other[2]), f"{name}, worker {worker}: the final model"
 
 
-def check_places(
-    pool: Pool, folder: Path, algorithm: str, validation: str, dropout: float
-) -> set[str]:
-    """Resume from each place of a run; the places."""
+def check_places(pool: Pool, folder: Path, algorithm: str, validation: str, dropout: float) -> None:
+    """Resume from each place of a run."""
     settings = VALIDATIONS[validation]
-    save = SaveAt(str(folder), PLACES)
+    save = SaveAt(str(folder), [*PLACES, *VALIDATION_PLACES])
     whole = pool.run(fit, algorithm, settings, dropout, str(folder), None, [save], world=WORLD)
     saved = sorted(folder.glob("*.ckpt"))
+    validated = [place for place, found in VALIDATION_PLACES.items() if validation in found]
+    assert {path.stem for path in saved} == {*PLACES, *validated}
     for path in saved:
         again = pool.run(fit, algorithm, settings, dropout, str(folder), str(path), world=WORLD)
         assert min(again[0][0]) == int(path.stem.split()[1])
         check_resumed(whole, again, f"{algorithm}, validation {validation}, from {path.stem}")
-    return {path.stem for path in saved}
 
 
 @pytest.mark.parametrize(
@@ -200,14 +260,16 @@ def check_places(
         ("every 4 steps", "async_diloco"),
         ("every 4 steps", "streaming_diloco"),
         pytest.param("every 2 steps of 2nd epochs", "gasloc", marks=pytest.mark.long),
+        pytest.param("every 3 epochs", "streaming_diloco", marks=pytest.mark.long),
+        pytest.param("every 3 epochs", "delayed_nesterov", marks=pytest.mark.long),
+        pytest.param("every epoch", "noloco", marks=pytest.mark.long),
         ("no check before training", "local_sgd"),
     ],
 )
 def test_resumed_run_equals_unbroken_run(
     pool: Pool, tmp_path: Path, validation: str, algorithm: str
 ) -> None:
-    places = check_places(pool, tmp_path, algorithm, validation, 0.3)
-    assert {"batch 8", "batch 12", "batch 18", "epoch 12", "epoch 18", "start 12"} <= places
+    check_places(pool, tmp_path, algorithm, validation, 0.3)
 
 
 @pytest.mark.long
@@ -225,35 +287,37 @@ def test_resumed_run_equals_unbroken_run_everywhere(
 def test_interrupted_run_equals_unbroken_run(
     pool: Pool, tmp_path: Path, kind: str, count: int
 ) -> None:
-    """Interruptions at random steps, under random settings."""
+    """Interruptions at all moments of random steps, under random settings."""
     draw = random.Random(count)
-    unbroken: dict[tuple[str, str], list[Outcome]] = {}
+    unbroken: dict[tuple[str, str, float], list[Outcome]] = {}
     for number in range(count):
-        algorithm = draw.choice(ALGORITHMS)
-        validation = draw.choice([*VALIDATIONS])
-        step, worker, every = (
-            draw.randrange(6, STEPS - 8),
-            draw.randrange(WORLD),
-            draw.choice([1, 2, 3]),
-        )
+        moment = MOMENTS[(number + 2) % len(MOMENTS)]
+        algorithm = draw.choice(MORE_ALGORITHMS)
+        validation = draw.choice([*VALIDATIONS][: -1 if moment == "validation" else None])
+        dropout = draw.choice([0.0, 0.3])
+        step = draw.randrange(6, 12 if moment == "validation" else LATEST + 1)
+        worker, every = draw.randrange(WORLD), draw.choice([1, 2, 3])
         folder = tmp_path / str(number)
         folder.mkdir()
-        run = algorithm, VALIDATIONS[validation], 0.3, str(folder)
-        name = f"{kind} {number}: {algorithm}, validation {validation}, step {step}, every {every}"
-        if (algorithm, validation) not in unbroken:
-            unbroken[algorithm, validation] = pool.run(fit, *run, world=WORLD)
-        interrupt = Interrupt(getattr(signal, kind), step, worker)
+        run = algorithm, VALIDATIONS[validation], dropout, str(folder)
+        name = f"{kind} {number}, {moment} after step {step} of worker {worker}: {algorithm}, "
+        name += f"validation {validation}, dropout {dropout}, saved every {every}"
+        key = algorithm, validation, dropout
+        if key not in unbroken:
+            unbroken[key] = pool.run(fit, *run, world=WORLD)
+        interrupt = Interrupt(getattr(signal, kind), step, worker, moment)
+        callbacks = [SaveOften(str(folder), every), interrupt]
+        often, path = folder / "often.ckpt", folder / "interrupted.ckpt"
         if kind == "SIGTERM":
-            path = folder / "interrupted.ckpt"
-            broken = pool.run(fit, *run, None, [interrupt], world=WORLD)
+            broken = pool.run(fit, *run, None, callbacks, world=WORLD)
             assert max(broken[0][0]) < STEPS - 1, f"{name}: was not interrupted"
         else:
-            path = folder / "often.ckpt"
             with pytest.raises(PoolError) as error:
-                pool.run(fit, *run, None, [SaveOften(str(folder), every), interrupt], world=WORLD)
-            assert error.value.missing == [0, 1]
-        again = pool.run(fit, *run, str(path), world=WORLD)
-        check_resumed(unbroken[algorithm, validation], again, name)
+                pool.run(fit, *run, None, callbacks, world=WORLD)
+            assert error.value.missing == [0, 1], name
+        again = pool.run(fit, *run, str(path if path.exists() else often), world=WORLD)
+        assert kind == "SIGKILL" or min(again[0][0]) == max(broken[0][0]) + 1, name
+        check_resumed(unbroken[key], again, name)
 
 
 @pytest.mark.parametrize("kind", ["SIGTERM", "SIGKILL"])
