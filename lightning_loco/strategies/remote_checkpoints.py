@@ -30,12 +30,12 @@ class RemoteCheckpoints:
     def __init__(self, strategy: RemoteOptimizerStrategy) -> None:
         self._strategy = strategy
         self._resumed: ResumedPlace | None = None
-        self._saved_on_stop = False
+        self._saved_on_stop: int | None = None
         self._final_state: dict[str, Any] = {}
 
     def begin_fit(self) -> None:
         """Forget how an earlier fit has ended."""
-        self._saved_on_stop = False
+        self._saved_on_stop = None
         self._final_state = {}
 
     def end_fit(self, remote: RemoteOptimizer) -> None:
@@ -95,7 +95,7 @@ class RemoteCheckpoints:
         if strategy.is_training and "optimizer_states" in checkpoint:
             assert strategy.remote is not None
             assert strategy.lightning_module is not None
-            self._saved_on_stop = strategy.remote.stop_agreed is not None
+            self._saved_on_stop = checkpoint["global_step"] if strategy.remote.stop_agreed else None
             strategy.meet("checkpoint")
             position = Position.of(strategy.lightning_module.trainer)
             own = {"loops": checkpoint["loops"], "position": position._asdict()}
@@ -170,4 +170,4 @@ class RemoteCheckpoints:
 
     def save_interrupted(self, trainer: pl.Trainer, reason: str) -> None:
         """Save once more after an agreed stop, unless that is done; all workers must call it."""
-        save_where_stopped(trainer, reason, self._saved_on_stop)
+        save_where_stopped(trainer, reason, self._saved_on_stop == trainer.global_step)

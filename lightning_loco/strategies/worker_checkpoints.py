@@ -61,7 +61,7 @@ class WorkerCheckpoints:
         self._writes_main: bool | None = None
         self._readers: dict[int, int] | None = None
         self._resumed: tuple[SavedRun, ResumedPlace] | None = None
-        self._saved_on_stop = False
+        self._saved_on_stop: int | None = None
 
     def begin_fit(self) -> None:
         """Forget an earlier fit; on disks of their own, the workers will agree on a checkpoint.
@@ -69,7 +69,7 @@ class WorkerCheckpoints:
         Raises:
             ValueError: If files are written in a way that does not work on such disks.
         """
-        self._saved_on_stop = False
+        self._saved_on_stop = None
         self._readers = None
         if self._is_private:
             if not isinstance(self._strategy.checkpoint_io, TorchCheckpointIO):
@@ -156,7 +156,7 @@ class WorkerCheckpoints:
         if not is_whole:
             self._writes_main = save_main_apart(group, save)
             return
-        self._saved_on_stop = engine.worker.stop_agreed is not None
+        self._saved_on_stop = checkpoint["global_step"] if engine.worker.stop_agreed else None
         checkpoint[KEY] = entry_of(engine, stamp)
         own, shared = self._parts(engine, checkpoint)
         write = save_apart if self._is_private else save_together
@@ -248,7 +248,7 @@ class WorkerCheckpoints:
 
     def save_interrupted(self, trainer: pl.Trainer, reason: str) -> None:
         """Save once more after an agreed stop, unless that is done; all workers must call it."""
-        save_where_stopped(trainer, reason, self._saved_on_stop)
+        save_where_stopped(trainer, reason, self._saved_on_stop == trainer.global_step)
 
     def remove(self, path: str | Path) -> None:
         """Delete a checkpoint and its side files."""

@@ -320,6 +320,17 @@ def test_interrupted_run_equals_unbroken_run(
         check_resumed(unbroken[key], again, name)
 
 
+def test_stop_at_the_end_of_an_epoch_loses_no_step(pool: Pool, tmp_path: Path) -> None:
+    """It comes after the first batch of the next epoch, but all agree on it before a save."""
+    run = "local_sgd", VALIDATIONS["every epoch"], 0.3, str(tmp_path)
+    unbroken = pool.run(fit, *run, world=1)
+    callbacks = [SaveOften(str(tmp_path), 2 * BATCHES), Interrupt(signal.SIGTERM, 11, 0)]
+    broken = pool.run(fit, *run, None, callbacks, world=1)
+    again = pool.run(fit, *run, str(tmp_path / "interrupted.ckpt"), world=1)
+    assert min(again[0][0]) == max(broken[0][0]) + 1 == 2 * BATCHES + 1
+    check_resumed(unbroken, again, "stopped at the end of an epoch")
+
+
 @pytest.mark.parametrize("kind", ["SIGTERM", "SIGKILL"])
 @pytest.mark.parametrize(
     "step", [9, *(pytest.param(n, marks=pytest.mark.long) for n in range(10, 13))]
