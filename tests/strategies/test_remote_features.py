@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_loco import RemoteOptimizerStrategy
-from tests.pool import Pool, PoolEnvironment, make_trainer
+from tests.pool import Pool, PoolEnvironment, PoolError, make_trainer
 from tests.strategies.remote_runs import all_ranks, fit_part, remote_trainer
 from tests.tiny import TinyModule, ValidatedModule, WorkerData, flat, loss_of, make_loader
 
@@ -420,3 +420,16 @@ def test_an_infinity_skips_the_step_on_all_workers(pool: Pool) -> None:
         assert own_steps == steps
     assert torch.equal(found[0][0], found[2][0])
     assert torch.equal(found[0][0], found[1][0])
+
+
+@pytest.mark.parametrize("entry", ["loops", "position"])
+def test_a_position_that_is_missing_is_named(pool: Pool, tmp_path: Path, entry: str) -> None:
+    pool.run(cut, str(tmp_path), "first", 2, world=3)
+    path = tmp_path / "cut.ckpt"
+    content = torch.load(path, weights_only=True)
+    del content["lightning_loco_positions"][1][entry]
+    torch.save(content, path)
+    with pytest.raises(PoolError, match="does not say where its workers were") as error:
+        pool.run(cut, str(tmp_path), "second", 2, world=3)
+    assert sorted(error.value.failures) == [0, 1, 2]
+    assert str(path) in error.value.failures[1].message

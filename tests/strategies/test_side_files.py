@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_loco import DiLoCo, LocoStrategy
+from lightning_loco import LocoStrategy, PairwiseGossipStrategy
 from lightning_loco.strategies.main_file import is_stamp, new_stamp
 from lightning_loco.strategies.random_states import random_states
 from lightning_loco.strategies.sealed import checksum, seal
 from lightning_loco.strategies.side_files import SideFiles
 from lightning_loco.strategies.whole_files import WholeFileIO
+from tests.cases import CASES, without_variants
 from tests.pool import Pool, PoolError, make_trainer
 from tests.tiny import TinyModule, make_loader
 
@@ -25,9 +26,15 @@ WORLD = 2
 pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that")
 
 
-def fit(rank: int, world: int, path: str, resume: bool = False) -> int:
+def strategy_of(kind: str) -> LocoStrategy | PairwiseGossipStrategy:
+    if kind == "pairwise_gossip":
+        return PairwiseGossipStrategy(timeout_s=30, fetch_timeout_s=0.2)
+    return CASES[kind].strategy(2, timeout_s=30)
+
+
+def fit(rank: int, world: int, path: str, resume: bool = False, kind: str = "diloco") -> int:
     trainer = make_trainer(
-        LocoStrategy(DiLoCo(), sync_every=3, timeout_s=30),
+        strategy_of(kind),
         max_steps=8 if resume else 4,
         use_distributed_sampler=False,
     )
@@ -51,10 +58,10 @@ def folder_of(checkpoint: Path) -> Path:
     return folder
 
 
-def check_refused(pool: Pool, checkpoint: Path, *words: str) -> None:
+def check_refused(pool: Pool, checkpoint: Path, *words: str, kind: str = "diloco") -> None:
     """It is refused on both workers, in these words."""
     with pytest.raises(PoolError) as error:
-        pool.run(fit, str(checkpoint), True, world=WORLD)
+        pool.run(fit, str(checkpoint), True, kind, world=WORLD)
     assert sorted(error.value.failures) == [0, 1]
     for failure in error.value.failures.values():
         assert failure.type_name == "ValueError"
@@ -211,6 +218,70 @@ def test_missing_file_of_a_worker_that_is_no_more_is_named(pool: Pool, tmp_path:
 def test_stamps_have_the_form_that_is_asked_for() -> None:
     assert all(is_stamp(new_stamp(steps)) for steps in (0, 7, 10**9))
     assert not is_stamp("step4-01234567\n")
+
+
+# ----------------------------------------------------------------- every kind of strategy
+
+
+KINDS = ("pairwise_gossip", *without_variants())
+QUICK_KINDS = ("streaming_diloco",)
+
+
+def flipped(tensor: Tensor) -> Tensor:
+    """The same with another lowest bit of one element."""
+    changed = tensor.clone().contiguous()
+    changed.view(-1).view(torch.uint8)[0] ^= 1
+    return changed
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *QUICK_KINDS,
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS if kind not in QUICK_KINDS),
+    ],
+)
+def test_files_of_every_kind_are_looked_at(pool: Pool, tmp_path: Path, kind: str) -> None:
+    """Flipped, another worker's, behind a link and with a part missing; then as it was."""
+    checkpoint = tmp_path / "one.ckpt"
+    pool.run(fit, str(checkpoint), False, kind, world=WORLD)
+    folder = folder_of(checkpoint)
+    file, stamp = folder / "worker_00001.pt", folder.name
+    whole = file.read_bytes()
+
+    content = torch.load(file)
+    content["engine"]["params"] = flipped(content["engine"]["params"])
+    torch.save(content, file)
+    check_refused(pool, checkpoint, str(file), "has changed since it was written", kind=kind)
+
+    shutil.copy(folder / "worker_00000.pt", file)
+    check_refused(pool, checkpoint, str(file), "belongs to worker 0", kind=kind)
+
+    file.write_bytes(whole)
+    for part, name in [(None, "engine"), (None, "position"), ("engine", "params")]:
+        content = torch.load(file)
+        del content["seal"]
+        del (content if part is None else content[part])[name]
+        torch.save(seal(content, stamp, 1), file)
+        check_refused(pool, checkpoint, str(file), f"has no {name!r}", kind=kind)
+        file.write_bytes(whole)
+
+    if (folder / "shared.pt").exists():
+        shared = folder / "shared.pt"
+        all_of_it = shared.read_bytes()
+        content = torch.load(shared)
+        content["shared"][0]["state"]["outer"] = flipped(content["shared"][0]["state"]["outer"])
+        torch.save(content, shared)
+        check_refused(pool, checkpoint, str(shared), "has changed since it was written", kind=kind)
+        shared.write_bytes(all_of_it)
+
+    elsewhere = tmp_path / "elsewhere"
+    folder.rename(elsewhere)
+    folder.symlink_to(elsewhere)
+    check_refused(pool, checkpoint, f"{folder} is a symbolic link", kind=kind)
+    folder.unlink()
+    elsewhere.rename(folder)
+    assert pool.run(fit, str(checkpoint), True, kind, world=WORLD) == [8, 8]
 
 
 # ------------------------------------------------------------------------------- links
