@@ -13,12 +13,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from lightning_loco import (
-    AsyncModelAverageStrategy,
-    DiLoCoStrategy,
-    GASLoCStrategy,
-    PairwiseGossipStrategy,
-)
+from lightning_loco import DiLoCoStrategy, PairwiseGossipStrategy
+from lightning_loco.strategies import METHODS
+from tests.cases import CASES
 from tests.own_store import Job, freeze
 from tests.pool import make_trainer
 from tests.tiny import ValidatedModule, make_loader
@@ -37,6 +34,13 @@ WORDS = {
     "hangs": "(alive, last exchange: ",
     "raises": "LookupError: trouble",
 }
+LOST = {
+    ("killed", 0): "worker 0, which hosts it, has ended",
+    ("frozen", 0): "worker 0 is unreachable",
+    ("killed", 1): "worker 1 (no sign of life",
+}
+TESTED_ABOVE = {"diloco", "local_sgd"}
+"""The second has the rounds of the first."""
 
 
 class TroubleAt(pl.Callback):
@@ -125,10 +129,12 @@ def troubles(kinds: Iterable[str], phases: list[str]) -> list[Any]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "phase"), troubles(["frozen"], PHASES))
-def test_worker_0_is_frozen_and_with_it_the_store(kind: str, phase: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "phase"), [*troubles(["frozen"], PHASES), *troubles(["killed"], ["round"])]
+)
+def test_worker_0_is_lost_and_with_it_the_store(kind: str, phase: str, tmp_path: Path) -> None:
     for error in survivors(diloco(phase), phase, kind, 0, tmp_path):
-        assert "worker 0 is unreachable" in error, error
+        assert LOST[kind, 0] in error, error
 
 
 @pytest.mark.parametrize(("kind", "phase"), troubles(WORDS, PHASES[:-1]))
@@ -139,19 +145,27 @@ def test_another_worker_is_in_trouble(kind: str, phase: str, tmp_path: Path) -> 
         assert WORDS[kind] in error
 
 
+def strategy_of(method: str) -> Any:
+    """With rounds every few steps, or as often as there can be one."""
+    if method == "pairwise_gossip":
+        return PairwiseGossipStrategy(timeout_s=TIMEOUT_S)
+    return CASES[method].strategy(5, timeout_s=TIMEOUT_S)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("phase", ["round", "meeting"])
 @pytest.mark.parametrize(
-    "strategy",
+    ("kind", "worker", "phase"),
     [
-        GASLoCStrategy("ring", sync_every=5, timeout_s=TIMEOUT_S),
-        AsyncModelAverageStrategy(interval_s=0.01, timeout_s=TIMEOUT_S),
-        PairwiseGossipStrategy(timeout_s=TIMEOUT_S),
+        ("killed", 1, "round"),
+        ("killed", 1, "meeting"),
+        ("killed", 0, "round"),
+        ("frozen", 0, "round"),
+        ("frozen", 0, "meeting"),
     ],
-    ids=["gasloc", "async_model_average", "pairwise_gossip"],
 )
-def test_worker_0_is_frozen_under_other_strategies(
-    strategy: Any, phase: str, tmp_path: Path
+@pytest.mark.parametrize("method", sorted(set(METHODS) - TESTED_ABOVE - {"remote_optimizer"}))
+def test_a_worker_is_lost_under_other_methods(
+    method: str, kind: str, worker: int, phase: str, tmp_path: Path
 ) -> None:
-    for error in survivors(strategy, phase, "frozen", 0, tmp_path):
-        assert "worker 0 is unreachable" in error
+    for error in survivors(strategy_of(method), phase, kind, worker, tmp_path):
+        assert LOST[kind, worker] in error, error
