@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tests.conftest import ROOT
@@ -114,6 +115,23 @@ def python_script(folder: Path, text: str) -> list[str]:
     path = folder / "script.py"
     path.write_text(text)
     return [sys.executable, str(path)]
+
+
+@contextmanager
+def one_per_rank(command: Sequence[str], world: int, folder: Path) -> Iterator[list[Program]]:
+    """A program for each rank of a job, none of which ends another; what is left is killed."""
+    (port,) = free_ports()
+    job = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "NODE_RANK": "0",
+        "WORLD_SIZE": str(world),
+    }
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(Program(command, folder, LOCAL_RANK=str(rank), **job))
+            for rank in range(world)
+        ]
 
 
 def free_ports(count: int = 1) -> list[int]:

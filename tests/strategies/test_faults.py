@@ -6,13 +6,14 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from lightning_loco import GASLoCStrategy
 from tests.pool import Pool, make_trainer
-from tests.programs import Program, python_script
+from tests.programs import Program, one_per_rank, python_script
 from tests.tiny import TinyModule, make_loader
 
 pytestmark = pytest.mark.slow
@@ -53,22 +54,26 @@ if __name__ == "__main__":
 """
 
 
-def running(
-    tmp_path: Path,
+def script(
+    folder: Path,
     event: str = "pass",
     sync_every: int = 1000,
     max_steps: int = 3000,
     ckpt_path: str | None = None,
-) -> Program:
-    """Start the script with three workers."""
-    text = SCRIPT.format(
+) -> str:
+    """The script with these settings."""
+    return SCRIPT.format(
         event=event,
         sync_every=sync_every,
         max_steps=max_steps,
-        folder=str(tmp_path),
+        folder=str(folder),
         ckpt_path=ckpt_path,
     )
-    return Program(python_script(tmp_path, text), tmp_path)
+
+
+def running(folder: Path, *event: str, **settings: Any) -> Program:
+    """Start the script; Lightning starts two more workers."""
+    return Program(python_script(folder, script(folder, *event, **settings)), folder)
 
 
 @pytest.mark.long
@@ -86,16 +91,28 @@ def test_crash_on_one_worker_ends_all_with_its_traceback(tmp_path: Path, worker:
         assert "WorkerFailure: Worker 0 failed:" in output
 
 
+KILLED = "if (trainer.global_rank, batch_idx) == (2, 7): os.kill(os.getpid(), signal.SIGKILL)"
+
+
 @pytest.mark.long
-def test_killed_worker_ends_all(tmp_path: Path) -> None:
-    event = "if (trainer.global_rank, batch_idx) == (2, 7): os.kill(os.getpid(), signal.SIGKILL)"
-    with running(tmp_path, event, sync_every=10) as program:
+def test_killed_worker_ends_all_by_the_launcher(tmp_path: Path) -> None:
+    """Lightning's looks after its processes every 5 s, and kills all when one has died."""
+    with running(tmp_path, KILLED) as program:
         program.wait_for("five batches done")
         code, output = program.finish(30)
-        assert code != 0
-    assert re.search(r"No message in round 0 .* worker 2 \(no sign of life", output) or (
-        "terminated with code -9" in output
-    )
+    assert code == -signal.SIGKILL
+    assert "terminated with code -9" in output
+    assert "No message" not in output
+
+
+@pytest.mark.long
+def test_killed_worker_is_named_where_no_launcher_ends_all(tmp_path: Path) -> None:
+    command = python_script(tmp_path, script(tmp_path, KILLED, sync_every=10))
+    with one_per_rank(command, 3, tmp_path) as programs:
+        for program in programs[:2]:
+            code, output = program.finish(30)
+            assert code == 1
+            assert re.search(r"No message in round 0 .* worker 2 \(no sign of life", output), output
 
 
 @pytest.mark.long
