@@ -87,6 +87,10 @@ class Network:
         rule = ("rule", "add", "pref", "1", *selector, "blackhole")
         optional("ip", "-n", self.spaces[rank], *rule)
 
+    def cut(self, rank: int) -> None:
+        """Pull a machine's cable at the switch."""
+        ip("-n", self._switch, "link", "set", f"port{rank}", "down")
+
     def slow_down(self, rate: str) -> None:
         """Let all machines send at a rate."""
         shape = ["root", "tbf", "rate", rate, "burst", "32k", "latency", "500ms"]
