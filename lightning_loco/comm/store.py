@@ -10,8 +10,9 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, Store
@@ -209,6 +210,11 @@ class _Line(BackgroundThread):
             self.join(max(_FAREWELL_S, _YOUNG_S - age_s))
         if (current := self._current) is not None:
             current.withdraw()
+        with suppress(Empty):
+            while True:
+                if (later := self._calls.get_nowait()) is not None:
+                    later.withdraw()
+        self._calls.put(None)
 
     def end_with_process(self) -> float:
         """Make no more calls; only one that has not hung for long is waited for."""
