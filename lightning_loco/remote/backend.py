@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_loco.remote.calls import Call
 from lightning_loco.remote.optimizer_state import OptimizerState
+from lightning_loco.remote.wire import Sending
 
 
 class Backend(Protocol):
@@ -72,3 +73,6 @@ class Backend(Protocol):
 
     def end(self, farewell: dict[str, Any]) -> None:
         """All clients have left, with a last word for whoever has the optimizer."""
+
+    def fail(self, text: str) -> list[Sending]:
+        """The server ends because of an error; returns what is on its way to the optimizer."""

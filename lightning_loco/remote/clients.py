@@ -17,7 +17,7 @@ from lightning_loco.remote.calls import Call
 from lightning_loco.remote.meanwhile import Meanwhile
 from lightning_loco.remote.requests import Requests
 from lightning_loco.remote.unreachable import Unreachable
-from lightning_loco.remote.wire import Kind, Lane, Note, Wire
+from lightning_loco.remote.wire import Kind, Lane, Note, Sending, Wire
 
 log = logging.getLogger(__name__)
 
@@ -193,11 +193,12 @@ class Clients:
         """Listen to nobody any more."""
         self._requests.end()
 
-    def tell_failure(self, error: Exception) -> None:
-        """Tell those who wait for an answer, or soon will, why none comes."""
+    def tell_failure(self, error: Exception, tell: Callable[[str], list[Sending]]) -> None:
+        """Tell those who wait for an answer, or soon will, why none comes, and somebody else."""
         lines = str(error).strip().split("\n")
         text = " ".join([lines[0], *lines[1:][-1:]])[:_FAILURE_CHARACTERS]
         sending = [last for c in self.left for last in c.last_answer({"failure": text})]
+        sending += tell(text)
         for work, _ in sending:
             with suppress(RuntimeError):
                 work.wait(timedelta(seconds=_FAILURE_S))

@@ -80,7 +80,7 @@ class GradientServer:
                 self._clients.hear_all()
                 self._answer_all()
         except Exception as error:
-            self._clients.tell_failure(error)
+            self._clients.tell_failure(error, self._backend.fail)
             raise
         finally:
             self._clients.end()

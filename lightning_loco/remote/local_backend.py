@@ -15,6 +15,7 @@ from lightning_loco.remote.message import Message
 from lightning_loco.remote.optimizer_state import OptimizerState
 from lightning_loco.remote.slots import Slot
 from lightning_loco.remote.supported_optimizers import is_step_per_parameter
+from lightning_loco.remote.wire import Sending
 
 
 class LocalBackend:
@@ -133,6 +134,10 @@ class LocalBackend:
 
     def end(self, farewell: dict[str, Any]) -> None:
         """Nobody else is to be told."""
+
+    def fail(self, text: str) -> list[Sending]:
+        """Nobody else is to be told."""
+        return []
 
     def _up_to(self, stop: int) -> range:
         ready = range(self._next, stop)

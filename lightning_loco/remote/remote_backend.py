@@ -20,7 +20,7 @@ from lightning_loco.remote.asking import (
 from lightning_loco.remote.calls import Call
 from lightning_loco.remote.message import Message
 from lightning_loco.remote.optimizer_state import OptimizerState
-from lightning_loco.remote.wire import Kind, Lane, Note, Wire
+from lightning_loco.remote.wire import Kind, Lane, Note, Sending, Wire
 
 LAG = 2
 
@@ -127,3 +127,7 @@ class RemoteBackend:
     def end(self, farewell: dict[str, Any]) -> None:
         """Tell the other rank that all workers have left."""
         self._wire.ask(Note(Kind.LEAVE, farewell))
+
+    def fail(self, text: str) -> list[Sending]:
+        """Begin to tell the other rank, if it is there, why nothing more comes."""
+        return self._wire.last_request(Note(Kind.FAIL, {"text": text}))

@@ -184,9 +184,11 @@ class Wire:
 
     def last_answer(self, content: dict[str, Any]) -> list[Sending]:
         """As :meth:`answer`, without a word if the client is gone, to wait for it."""
-        with suppress(RuntimeError):
-            return self._post(Note(Kind.ANSWER, content), Lane.ANSWERS)
-        return []
+        return self._last(Note(Kind.ANSWER, content), Lane.ANSWERS)
+
+    def last_request(self, note: Note) -> list[Sending]:
+        """Begin to send a request to a server that may be gone, to wait for it."""
+        return self._last(note, Lane.REQUESTS)
 
     def answered(self) -> dict[str, Any]:
         """Wait for a server's answer."""
@@ -206,6 +208,11 @@ class Wire:
         """End the thread that waits for the other rank, if there is one, as soon as it can."""
         if self._waiter is not None:
             self._waiter.end()
+
+    def _last(self, note: Note, lane: Lane) -> list[Sending]:
+        with suppress(RuntimeError):
+            return self._post(note, lane)
+        return []
 
     def _post(self, note: Note, lane: Lane) -> list[Sending]:
         """Begin to send a note; its frames follow each other, whichever thread sends others."""
