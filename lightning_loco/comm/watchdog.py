@@ -215,16 +215,15 @@ class Watchdog(BackgroundThread):
 
     def explain(self, place: str, waited_s: float) -> str:
         """Say why an exchange failed (in ``"round 12"``, say): whose failure, or who is missing."""
-        first, second = self._watch_for_a_moment()
+        beats = self._watch_for_a_moment()
         if self.failure is not None:
             return self.failure
-        if second is None:
+        if beats is None:
             return self._unreachable(place, waited_s)
         late = []
         for worker in self._others:
-            count, meetings, where = second.get(worker, (0, -1, "never seen"))
-            if count == 0 or (first is not None and count == first.get(worker, (0, 0, ""))[0]):
-                self._lifeless.add(worker)
+            _, meetings, where = beats.get(worker, (0, -1, "never seen"))
+            if worker in self._lifeless:
                 late.append(f"{self._names[worker]} (no sign of life; last seen in {where})")
             elif meetings < self.meetings:
                 late.append(f"{self._names[worker]} (alive, last exchange: {where})")
@@ -244,28 +243,28 @@ class Watchdog(BackgroundThread):
 
     def silent(self) -> list[str]:
         """Names of those that give no sign of life for a moment; none if a failure is known."""
-        first, second = self._watch_for_a_moment()
-        if self.failure is not None:
-            return []
-        if first is None or second is None:
-            return [self._names[0]]
-        still = [w for w in self._others if second.get(w, (0,))[0] == first.get(w, (0,))[0]]
-        return [self._names[worker] for worker in still]
+        beats = self._watch_for_a_moment()
+        lifeless = [0] if beats is None else sorted(self._lifeless)
+        return [self._names[worker] for worker in lifeless] if self.failure is None else []
 
     def wait_for_failure(self) -> str | None:
         """What another worker reports before it ends, given a moment; None if nothing comes."""
+        if self.failure is None:
+            self._watch_for_a_moment()
+        return self.failure
+
+    def _watch_for_a_moment(self) -> Beats | None:
+        """Wait for a failure, or see who is lifeless; the last beats if the store has answered."""
+        old = self._read_beats() or {}
         deadline = time.monotonic() + _SETTLE_S
         while self.failure is None and time.monotonic() < deadline and self.is_alive():
             if self._store.silent_s > _SETTLE_S:
                 break
             time.sleep(0.1)
-        return self.failure
-
-    def _watch_for_a_moment(self) -> tuple[Beats | None, Beats | None]:
-        """The beats before and after; None where the store has not answered."""
-        first = self._read_beats()
-        self.wait_for_failure()
-        return first, self._read_beats()
+        new = self._read_beats()
+        if self.failure is None and new is not None:
+            self._lifeless = {w for w in self._others if new.get(w, (0,))[0] == old.get(w, (0,))[0]}
+        return new
 
     def _read_beats(self) -> Beats | None:
         if self._store.silent_s > _SETTLE_S:

@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
@@ -100,10 +101,21 @@ def test_a_store_that_ends_while_it_is_asked_makes_nobody_alive() -> None:
 
 
 @pytest.mark.alone
-def test_who_was_found_without_life_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "find_out",
+    [
+        lambda dog: "from worker 2 (no sign of life" in dog.explain("round 1", 1.0),
+        lambda dog: dog.silent() == ["worker 2"],
+        lambda dog: dog.wait_for_failure() is None,
+    ],
+    ids=["explain", "silent", "wait_for_failure"],
+)
+def test_who_was_found_without_life_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, find_out: Callable[[Watchdog], bool]
+) -> None:
     with watchdogs(3) as dogs:
         start(*dogs[:2])
-        assert "from worker 2 (no sign of life" in dogs[0].explain("round 1", 1.0)
+        assert find_out(dogs[0])
         monkeypatch.setattr(module, "_INTERVAL_S", 5.0)
         began = time.monotonic()
         dogs[0].report("nobody else reads it")
