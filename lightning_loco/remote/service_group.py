@@ -43,7 +43,7 @@ class ServiceGroup:
         for_gloo: The same, used by nothing but the set-up of gloo.
         rank: This rank.
         names: What to call the ranks in messages.
-        timeout_s: Longest wait for an agreement, in seconds.
+        timeout_s: Longest wait for an agreement, and longest silence of the store, in seconds.
 
     Attributes:
         group: gloo, for messages between two ranks.
@@ -68,7 +68,7 @@ class ServiceGroup:
         self._timeout_s = timeout_s
         self._agreements = 0
         self.group: dist.ProcessGroup | None = None
-        self.watchdog = Watchdog(store.under("watchdog"), rank, len(names), names)
+        self.watchdog = Watchdog(store.under("watchdog"), rank, len(names), names, timeout_s)
         self.raise_together(None)  # says who is missing, unlike gloo
         self.watchdog.start()
         try:
@@ -76,6 +76,7 @@ class ServiceGroup:
         except BaseException:
             self.close()
             raise
+        self.watchdog.place = "training"
 
     def _connected_by_gloo(self, store: Store) -> dist.ProcessGroup:
         size, timeout = len(self._names), timedelta(seconds=self._timeout_s)
@@ -172,6 +173,16 @@ class ServiceGroup:
             text = f"No sign of life from {', '.join(silent)}.\n{text}"
             log.error(text.split("\n")[0])
         self.watchdog.report(text)
+
+    def wait_for_store(self) -> None:
+        """Wait until the store owes no answer.
+
+        Raises:
+            WorkerFailure: If it has been silent for too long.
+        """
+        while self._store.silent_s > 0:
+            self.watchdog.raise_if_failed()
+            time.sleep(_PAUSE_S)
 
     def close(self) -> None:
         """End the thread and let go of the connections."""

@@ -224,10 +224,10 @@ class ServedStrategy(MeetingStrategy):
         """Close the connections."""
         self._added.close()
         self._places = None
+        self._leave_ranks()  # first: nobody waits any more for a store that is silent
         if self.service is not None:
             self.service.close()
             self.service = None
-        self._leave_ranks()
         if isinstance(self.model, LocalModel):
             self.model = self.lightning_module
         super().teardown()
@@ -283,5 +283,7 @@ class ServedStrategy(MeetingStrategy):
         gone = [self.tiers.name(rank) for rank in self._present if rank not in present]
         rank_zero_warn(f"Going on without {', '.join(gone)}; their share of the data is lost.")
         self._present = present
+        assert self.service is not None
+        self.service.wait_for_store()
         dist.destroy_process_group()
         self._init_default_group()

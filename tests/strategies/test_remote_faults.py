@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import nn
 from lightning_loco import RemoteOptimizerStrategy
 from lightning_loco.codecs import ErrorFeedback, Int8, Sparse
 from tests.pool import Pool, PoolError
-from tests.programs import LIMIT_S, Program, free_ports, python_script
+from tests.programs import LIMIT_S, Program, one_per_rank, python_script
 from tests.strategies.remote_runs import all_ranks, remote_trainer
 from tests.tiny import TinyModule, ValidatedModule, make_loader
 
@@ -192,7 +191,10 @@ def main():
         use_distributed_sampler=False, default_root_dir={folder!r}, num_sanity_val_steps=0,
     )
     loader = StatefulDataLoader(WorkerData(rank, {steps}), batch_size=None)
-    trainer.fit(module, loader, make_loader(9, 2), ckpt_path={ckpt_path!r})
+    try:
+        trainer.fit(module, loader, make_loader(9, 2), ckpt_path={ckpt_path!r})
+    finally:
+        print("ended at", time.monotonic(), flush=True)
     print(f"rank {{rank}} finished at {{trainer.global_step}} losses {{module.losses}}", flush=True)
 
 if __name__ == "__main__":
@@ -200,7 +202,6 @@ if __name__ == "__main__":
 """
 
 
-@contextmanager
 def running(
     folder: Path,
     world: int,
@@ -208,8 +209,8 @@ def running(
     max_epochs: int = 1,
     ckpt_path: str | None = None,
     **options: Any,
-) -> Iterator[list[Program]]:
-    """One program per rank, none of which ends another; kills what is left at the end."""
+) -> AbstractContextManager[list[Program]]:
+    """One program per rank."""
     words = {"num_workers": 2, "timeout_s": 15, **options}
     text = SCRIPT.format(
         options=", ".join(f"{name}={value!r}" for name, value in words.items()),
@@ -219,19 +220,7 @@ def running(
         folder=str(folder),
         ckpt_path=ckpt_path,
     )
-    (port,) = free_ports()
-    environ = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "NODE_RANK": "0",
-        "WORLD_SIZE": str(world),
-    }
-    command = python_script(folder, text)
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(Program(command, folder, LOCAL_RANK=str(rank), **environ))
-            for rank in range(world)
-        ]
+    return one_per_rank(python_script(folder, text), world, folder)
 
 
 def finish(programs: list[Program], limit_s: float = LIMIT_S) -> tuple[list[int], list[str]]:
@@ -241,23 +230,56 @@ def finish(programs: list[Program], limit_s: float = LIMIT_S) -> tuple[list[int]
     return [code for code, _ in ends], [text for _, text in ends]
 
 
+LOST = {
+    0: "worker 0",
+    1: "worker 1",
+    2: "the aggregator (rank 2)",
+    3: "the optimizer (rank 3)",
+}
+TIMEOUT_S = 5.0
+LONGEST_S = TIMEOUT_S + 6
+
+
+def check_ends_without(programs: list[Program], victim: int, trouble: signal.Signals) -> None:
+    """Get a rank into trouble: all others end in time, and their errors name it."""
+    programs[0].wait_for("five steps done")
+    time.sleep(0.3)
+    began = time.monotonic()
+    programs[victim].signal(trouble)
+    others = [program for rank, program in enumerate(programs) if rank != victim]
+    for code, text in zip(*finish(others), strict=True):
+        assert code == 1, text[-3000:]
+        assert LOST[victim] in text.rpartition("Traceback (most recent")[2].lower(), text[-3000:]
+        ended_at = float(text.partition("ended at ")[2].split()[0])
+        assert ended_at - began < LONGEST_S, text[-3000:]
+
+
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [1, 2])
-def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path, victim: int) -> None:
-    with running(tmp_path, 4, 2000) as programs:
-        programs[0].wait_for("five steps done")
-        time.sleep(0.3)
-        programs[victim].signal(signal.SIGKILL)
-        codes, texts = finish(programs)
-        name = {1: "worker 1", 2: "the aggregator (rank 2)"}[victim]
-        for rank, text in enumerate(texts):
-            if rank != victim:
-                assert codes[rank] != 0
-                assert name in text.lower(), text[-3000:]
-    for path in tmp_path.glob("checkpoints/*.ckpt"):
+@pytest.mark.alone
+@pytest.mark.parametrize("victim", LOST)
+@pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_ends_the_run_in_time_and_is_named(
+    tmp_path: Path, trouble: signal.Signals, victim: int
+) -> None:
+    with running(tmp_path, 4, 2000, timeout_s=TIMEOUT_S) as programs:
+        check_ends_without(programs, victim, trouble)
+    paths = list(tmp_path.glob("checkpoints/*.ckpt"))
+    assert paths
+    for path in paths:
         assert torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
-    assert list(tmp_path.glob("checkpoints/*.ckpt"))
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP])
+def test_enough_workers_do_not_go_on_without_worker_0_who_hosts_the_store(
+    tmp_path: Path, trouble: signal.Signals
+) -> None:
+    options = {"num_workers": 3, "min_workers": 2, "timeout_s": TIMEOUT_S}
+    with running(tmp_path, 4, 2000, **options) as programs:
+        check_ends_without(programs, 0, trouble)
 
 
 @pytest.mark.long
