@@ -109,6 +109,7 @@ def test_killed_worker_ends_all_by_the_launcher(tmp_path: Path) -> None:
 def test_killed_worker_is_named_where_no_launcher_ends_all(tmp_path: Path) -> None:
     command = python_script(tmp_path, script(tmp_path, KILLED, sync_every=10))
     with one_per_rank(command, 3, tmp_path) as programs:
+        programs[0].wait_for("five batches done")
         for program in programs[:2]:
             code, output = program.finish(30)
             assert code == 1
