@@ -6,7 +6,8 @@ import json
 import logging
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -165,10 +166,33 @@ class ServiceGroup:
         let_the_others_look(seen, self._rank, len(keys) - len(missing))
         return ", ".join(missing) or "a rank that came too late"
 
+    @contextmanager
+    def naming(self, place: str) -> Iterator[None]:
+        """Let an error of PyTorch inside name whoever has failed or gives no sign of life.
+
+        Args:
+            place: What is being waited for, in words.
+        """
+        try:
+            yield
+        except WorkerFailure:
+            raise
+        except RuntimeError as error:
+            silent = self.watchdog.silent()
+            if self.watchdog.failure is not None:
+                raise WorkerFailure(self.watchdog.failure) from error
+            if not silent:
+                raise
+            raise WorkerFailure(
+                f"No message in {place} from {', '.join(silent)} (no sign of life). Look into its "
+                "output first."
+            ) from error
+
     def report_failure(self, error: BaseException) -> None:
         """Tell the other ranks that this one has failed, and whom it has not heard of lately."""
         text = "".join(traceback.format_exception(error))
-        silent = self.watchdog.silent() if isinstance(error, RuntimeError) else []
+        is_named = isinstance(error, WorkerFailure) or not isinstance(error, RuntimeError)
+        silent = [] if is_named else self.watchdog.silent()
         if silent:
             text = f"No sign of life from {', '.join(silent)}.\n{text}"
             log.error(text.split("\n")[0])

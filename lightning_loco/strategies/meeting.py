@@ -149,7 +149,7 @@ class MeetingStrategy(DDPStrategy):
             except StopAgreed as stop:
                 raise SIGTERMException from stop
 
-    def _waiting_in(self, place: str) -> AbstractContextManager[object]:
+    def waiting_in(self, place: str) -> AbstractContextManager[object]:
         """Let an error inside name the worker that has not come to this place."""
         if self.group is None:
             return nullcontext()
@@ -161,7 +161,7 @@ class MeetingStrategy(DDPStrategy):
         place = f"barrier {args[0] if args else kwargs.get('name', '')}"
         self.meet(place)
         if not self._is_alone:
-            with self._waiting_in(place):
+            with self.waiting_in(place):
                 super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -169,7 +169,7 @@ class MeetingStrategy(DDPStrategy):
         self.meet("broadcast")
         if self._is_alone:
             return obj
-        with self._waiting_in("broadcast"):
+        with self.waiting_in("broadcast"):
             return super().broadcast(obj, src)
 
     def reduce(
@@ -181,7 +181,7 @@ class MeetingStrategy(DDPStrategy):
         self.meet("reduce")
         if self._is_alone:
             return tensor
-        with self._waiting_in("reduce"):
+        with self.waiting_in("reduce"):
             return super().reduce(tensor, group, reduce_op)
 
     def all_gather(
@@ -191,7 +191,7 @@ class MeetingStrategy(DDPStrategy):
         self.meet("all_gather")
         if self._is_alone:
             return tensor
-        with self._waiting_in("all_gather"):
+        with self.waiting_in("all_gather"):
             return super().all_gather(tensor, group, sync_grads)
 
     @property

@@ -168,7 +168,8 @@ class RemoteOptimizerStrategy(ServedStrategy):
     def _connect(self, trainer: pl.Trainer) -> None:
         """Replace the optimizer of this worker by a connection to the real one."""
         assert self.lightning_module is not None
-        share_from_worker_0(self.lightning_module, self.present_workers())
+        with self.waiting_in("the set-up"):
+            share_from_worker_0(self.lightning_module, self.present_workers())
         (local,) = self.optimizers
         lightning_private.expect_no_step(local)
         self.remote = RemoteOptimizer(

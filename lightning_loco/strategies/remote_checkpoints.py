@@ -99,7 +99,8 @@ class RemoteCheckpoints:
             strategy.meet("checkpoint")
             position = Position.of(strategy.lightning_module.trainer)
             own = {"loops": checkpoint["loops"], "position": position._asdict()}
-            checkpoint[_KEY] = strategy.present_workers().gather_states(own, "a checkpoint")
+            with strategy.waiting_in("a checkpoint"):
+                checkpoint[_KEY] = strategy.present_workers().gather_states(own, "a checkpoint")
         if strategy.is_global_zero:
             strategy.checkpoint_io.save_checkpoint(
                 checkpoint, path, storage_options=storage_options

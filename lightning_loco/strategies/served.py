@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -180,14 +180,16 @@ class ServedStrategy(MeetingStrategy):
         if self.is_training and self.world_size > 1:
             self._catch_up("validation")
             assert self.lightning_module is not None
-            for buffer in self.lightning_module.buffers():
-                dist.broadcast(buffer, 0)
+            with self.waiting_in("validation"):
+                for buffer in self.lightning_module.buffers():
+                    dist.broadcast(buffer, 0)
 
     def _catch_up(self, purpose: str) -> None:
         """Meet: workers with less data have old parameters until then, and old averages of them."""
         self.meet(purpose)
         if self.is_training and averaged_models(self._trainer):
-            share_complete_averages(self._trainer, self.present_workers())
+            with self.waiting_in(purpose):
+                share_complete_averages(self._trainer, self.present_workers())
 
     def report_before_service(self, error: BaseException) -> None:
         """Tell the ranks that wait for this one before training why it does not come."""
@@ -255,6 +257,10 @@ class ServedStrategy(MeetingStrategy):
     ) -> torch.Tensor:
         """Collect a tensor from the ranks that train."""
         return tensor if self.serves else super().all_gather(tensor, group, sync_grads)
+
+    def waiting_in(self, place: str) -> AbstractContextManager[object]:
+        """Let an error inside name the rank that has not come to this place."""
+        return nullcontext() if self.service is None else self.service.naming(place)
 
     def present_workers(self) -> WorkerGroup:
         """The ranks that train and are left, as a group of their collectives."""
