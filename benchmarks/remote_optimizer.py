@@ -42,7 +42,7 @@ from lightning_loco.demo.model import ByteGPT
 from lightning_loco.remote import RemoteOptimizer, Tiers, aggregator_optimizer
 
 NUM_WORKERS = 2
-AHEAD_BYTES = 8 * 2**20  # of messages under way on the server, for each worker but the first
+AHEAD_BYTES = 16 * 2**20  # of messages under way on the server, for each worker but the first
 BOUND_BYTES = 1.01
 SERVER = NUM_WORKERS
 BOUND_RAW = 1.5

@@ -87,9 +87,9 @@ class Model(NamedTuple):
             The values: ``room``, or the part of ``wire`` in which they stand as they are.
         """
         if self.codec is None:
-            return wire.view(self.dtype)[start : start + len(room)]
+            return wire.view(self.dtype)[start : start + room.numel()]
         begin = start // self.block * self.row_bytes
-        end = begin + self.codec.num_bytes(len(room))
+        end = begin + self.codec.num_bytes(room.numel())
         return self.codec.decode(wire[begin:end], room, SERIAL_ELEMENTS)
 
 

@@ -6,6 +6,7 @@ import math
 import secrets
 import statistics
 from collections import deque
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ _FEWEST = 5
 _MOST_TRIES = 3
 _ABSURD = 1e9
 _NORM_ERROR = 0.01
+
+Values = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
 
 class Nearness:
@@ -63,7 +66,9 @@ class Nearness:
         self._own = own if max_peer_distance is not None else None
         self._most = max_peer_distance
         self._stride = math.ceil(model.numel / _MEASURED)
-        self._differences = torch.empty(model.piece, dtype=model.dtype)
+        self._piece = model.piece
+        self._room = torch.empty(model.piece, dtype=model.dtype)
+        self._differences: Values = np.empty(_SERIAL_DOT, self._room.numpy().dtype)
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self.clear()
 
@@ -78,34 +83,39 @@ class Nearness:
 
     def add(self, start: int, values: Tensor) -> None:
         """Look at values from ``start`` on in the flat vector, where a block of the wire begins."""
-        array = values.numpy()
-        blocks = (array[i : i + _SERIAL_DOT] for i in range(0, len(array), _SERIAL_DOT))
         with np.errstate(all="ignore"):
-            squares = sum(float(np.dot(block, block)) for block in blocks)
+            self._add(start, values)
+
+    def _add(self, start: int, values: Tensor) -> None:
+        array = values.numpy()
+        squares = sum(_squared(array[at : at + _SERIAL_DOT]) for at in _blocks(array))
         if not math.isfinite(squares):  # squares of finite values may be too large, too
             self.is_finite = self.is_finite and bool(torch.isfinite(values).all())
         self._squares += squares
-        self._num_seen += len(values)
+        self._num_seen += len(array)
         if not self._is_relative:
             return
-        for block in torch.split(values, self._model.piece):
+        for place in range(0, len(array), self._piece):
             if self._skip == 0:
-                self._measure(start, block)
+                self._measure(start + place, array[place : place + self._piece])
             self._skip = (self._skip or self._stride) - 1
-            start += len(block)
 
-    def _measure(self, start: int, theirs: Tensor) -> None:
+    def _measure(self, start: int, theirs: Values) -> None:
         """Compare with one's own latest parameters, which are published anew at any moment."""
         assert self._own is not None
-        differences = self._differences[: len(theirs)]
+        room = self._room[: len(theirs)]
         for _ in range(_MOST_TRIES):
             own = self._own.newest
             assert own is not None
             number = own.number
-            torch.sub(theirs, self._model.read(own.wire, start, differences), out=differences)
+            values = self._model.read(own.wire, start, room).numpy()
+            squares = 0.0
+            for at in _blocks(theirs):
+                block = theirs[at : at + _SERIAL_DOT]
+                differences = self._differences[: len(block)]
+                squares += _squared(np.subtract(block, values[at : at + len(block)], differences))
             if own.number == number != 0:
-                norm = float(torch.linalg.vector_norm(differences))
-                self._measured_squares += norm * norm
+                self._measured_squares += squares
                 self._num_measured += len(theirs)
                 return
 
@@ -137,3 +147,13 @@ class Nearness:
         if distance > 0:
             self._recent.append(min(distance, limit))
         return distance <= limit
+
+
+def _blocks(values: Values) -> range:
+    """Where each begins."""
+    return range(0, len(values), _SERIAL_DOT)
+
+
+def _squared(block: Values) -> float:
+    """Its squared norm; infinity or NaN if there is one, or a square is too large."""
+    return float(np.dot(block, block))

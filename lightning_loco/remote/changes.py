@@ -32,6 +32,7 @@ class ChangeWatch:
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._params = params
         self._marks: list[tuple[int, int]] = []
+        self._small: list[Tensor] = []
         self._samples: list[Tensor] = []
         self._seen = torch.empty(0)
         self._differs = torch.zeros((), dtype=torch.bool, pin_memory=has_streams(params[0].device))
@@ -42,7 +43,9 @@ class ChangeWatch:
         pointers = [mark[1] for mark in self._marks]
         self._marks = [(param._version, param.data_ptr()) for param in self._params]
         if pointers != [mark[1] for mark in self._marks]:
-            self._samples = [_sample(param) for param in self._params]
+            samples = [_sample(param) for param in self._params]
+            self._small = [sample for sample in samples if sample.shape != _SAMPLE]
+            self._samples = [sample for sample in samples if sample.shape == _SAMPLE]
         self._seen = self._look()
 
     @torch.no_grad()
@@ -90,9 +93,10 @@ class ChangeWatch:
         return f"{checksum:08x}"
 
     def _look(self) -> Tensor:
-        whole = [sample.reshape(-1) for sample in self._samples if sample.shape != _SAMPLE]
-        parts = [sample for sample in self._samples if sample.shape == _SAMPLE]
-        return torch.cat([*whole, torch.cat(parts).view(-1)] if parts else whole)
+        lines = [sample if sample.ndim == 1 else sample.reshape(-1) for sample in self._small]
+        if self._samples:
+            lines.append(torch.cat(self._samples).view(-1))
+        return torch.cat(lines)
 
 
 def _sample(param: Tensor) -> Tensor:

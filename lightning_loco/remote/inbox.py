@@ -14,7 +14,7 @@ from lightning_loco.remote.message import Message
 from lightning_loco.remote.unreachable import Unreachable
 from lightning_loco.remote.wire import Lane, Wire
 
-AHEAD_BYTES = 8 * 2**20
+AHEAD_BYTES = 16 * 2**20
 _ALIGNED = 8
 
 

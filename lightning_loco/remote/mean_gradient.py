@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -67,7 +68,7 @@ class MeanGradient:
 
 def _is_finite(values: Tensor) -> bool:
     """Whether all are finite; the sum tells in most cases, in one pass."""
-    return bool(values.sum().isfinite()) or bool(values.isfinite().all())
+    return math.isfinite(values.sum().item()) or bool(values.isfinite().all())
 
 
 def _whose_is_not_finite(

@@ -148,8 +148,8 @@ class Slot:
 
     def _part(self, tensor: Tensor, start: int, stop: int, part: Tensor) -> Tensor:
         if part.numel() == tensor.numel():
-            return tensor.detach()
-        return tensor.detach().reshape(-1)[start:stop]
+            return tensor
+        return tensor.reshape(-1)[start:stop]
 
     # ----------------------------------------------- buffers, made on first use
 
