@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_loco.comm.watchdog import WorkerFailure
 from lightning_loco.remote.calls import Call
 from lightning_loco.remote.meanwhile import Meanwhile
 from lightning_loco.remote.requests import Requests
@@ -22,7 +23,10 @@ from lightning_loco.remote.wire import Kind, Lane, Note, Sending, Wire
 log = logging.getLogger(__name__)
 
 _FAILURE_CHARACTERS = 300
+_LEAST_S = 0.01
 _FAILURE_S = 2.0
+_REPORTED_FAILURE_S = 0.5
+"""Less for what a watchdog has told: it tells the others, too, and a frozen one takes nothing."""
 _NO_STEP = "step {:g} s after another worker's"
 _NO_MEETING = "meeting {:g} s after another worker's"
 _NO_SIGN = "sign of life for {:g} s"
@@ -199,6 +203,9 @@ class Clients:
         text = " ".join([lines[0], *lines[1:][-1:]])[:_FAILURE_CHARACTERS]
         sending = [last for c in self.left for last in c.last_answer({"failure": text})]
         sending += tell(text)
+        patience_s = _REPORTED_FAILURE_S if isinstance(error, WorkerFailure) else _FAILURE_S
+        deadline = time.monotonic() + patience_s
         for work, _ in sending:
+            left_s = max(deadline - time.monotonic(), _LEAST_S)
             with suppress(RuntimeError):
-                work.wait(timedelta(seconds=_FAILURE_S))
+                work.wait(timedelta(seconds=left_s))
