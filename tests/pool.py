@@ -39,7 +39,7 @@ from tests.pool_worker import Failure, Job, Success, serve, serve_store
 from tests.tiny import quiet_trainer
 
 START_TIMEOUT_S = 120.0
-# How long the other ranks may go on after one rank has failed.
+# How long the other ranks may go on after one rank has failed, unless a test says otherwise.
 GRACE_S = 5.0
 # How long a rank may take to close its process group and end its threads.
 CLEAN_UP_S = 20.0
@@ -77,7 +77,12 @@ class Pool:
         self._calls = 0
 
     def run(
-        self, fn: Callable[..., Any], *args: Any, world: int = 4, timeout_s: float = 60.0
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        world: int = 4,
+        timeout_s: float = 60.0,
+        grace_s: float = GRACE_S,
     ) -> list[Any]:
         """Call fn(rank, world, *args) on every rank inside a fresh gloo group.
 
@@ -88,6 +93,7 @@ class Pool:
             *args: Sent by pickle.
             world: Number of ranks, 1 to `size`.
             timeout_s: Ranks that have not answered by then are killed and replaced.
+            grace_s: How long the other ranks may go on after one rank has failed.
 
         Returns:
             The results by rank.
@@ -104,7 +110,7 @@ class Pool:
             for rank in range(world):
                 job = self._job(rank, world, timeout_s, call)
                 self._workers[rank].connection.send_bytes(pickle.dumps(job))
-            results, failures, missing = self._collect(world, timeout_s)
+            results, failures, missing = self._collect(world, timeout_s, grace_s)
         except BaseException:
             self.close()  # an interrupted call leaves workers that nobody listens to
             raise
@@ -160,7 +166,7 @@ class Pool:
         )
 
     def _collect(
-        self, world: int, timeout_s: float
+        self, world: int, timeout_s: float, grace_s: float
     ) -> tuple[dict[int, Any], dict[int, Failure], dict[int, str]]:
         """The answers by rank: results, what was raised, and why others gave no answer."""
         results: dict[int, Any] = {}
@@ -181,7 +187,7 @@ class Pool:
                     else:
                         failures[rank] = answer
             if failures or missing:
-                deadline = min(deadline, time.monotonic() + GRACE_S)
+                deadline = min(deadline, time.monotonic() + grace_s)
         for rank in sorted(waiting):
             stacks = self._workers[rank].stacks()
             missing[rank] = f"did not answer and was killed. It was here:\n{stacks}"

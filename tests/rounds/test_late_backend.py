@@ -191,7 +191,7 @@ def test_a_worker_that_makes_no_round_is_named(pool: Pool, name: str) -> None:
 )
 def test_a_killed_worker_is_named(pool: Pool, name: str) -> None:
     with pytest.raises(PoolError) as raised:
-        pool.run(raise_what_is_said, name, world=3)
+        pool.run(raise_what_is_said, name, world=3, grace_s=LATEST_S)
     assert raised.value.missing == [1]
     for rank in (0, 2):
         assert "worker 1 (no sign of life; last seen in " in raised.value.failures[rank].message

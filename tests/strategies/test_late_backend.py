@@ -143,7 +143,7 @@ def test_a_worker_that_never_sends_is_named_in_time(pool: Pool, name: str) -> No
 )
 def test_a_killed_worker_is_named_in_time(pool: Pool, name: str) -> None:
     with pytest.raises(PoolError) as raised:
-        pool.run(lose_a_worker, name, "killed", world=3)
+        pool.run(lose_a_worker, name, "killed", world=3, grace_s=LATEST_S)
     assert raised.value.missing == [1]
     for rank in (0, 2):
         assert "worker 1 (no sign of life; last seen in " in raised.value.failures[rank].message
