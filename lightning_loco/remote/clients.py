@@ -23,7 +23,7 @@ from lightning_loco.remote.wire import Kind, Lane, Note, Sending, Wire
 log = logging.getLogger(__name__)
 
 _FAILURE_CHARACTERS = 300
-_LEAST_S = 0.01
+_LEAST_S = 0.01  # gloo takes 0 for the timeout of the group
 _FAILURE_S = 2.0
 _REPORTED_FAILURE_S = 0.5
 """Less for what a watchdog has told: it tells the others, too, and a frozen one takes nothing."""
