@@ -61,9 +61,17 @@ class MeanGradient:
         if not arrived:
             raise RuntimeError("All workers that were making a step are gone.")
         if len(arrived) > 1:
-            target.div_(len(arrived))
+            _divide(target, len(arrived))
         if not _is_finite(target):
             raise RuntimeError(_whose_is_not_finite(message, arrived, target))
+
+
+def _divide(values: Tensor, count: int) -> None:
+    """Divide in place; a power of two is inverted without rounding, and products are faster."""
+    if count & (count - 1) == 0:
+        values.mul_(1 / count)
+    else:
+        values.div_(count)
 
 
 def _is_finite(values: Tensor) -> bool:

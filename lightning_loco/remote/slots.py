@@ -111,24 +111,27 @@ class Slot:
             self.message.read(self._written, self._packed if values is None else values)
             if values is not None:
                 return
-        targets = [
-            self._part(tensors[span.param], span.start, span.stop, part)
-            for span, part in zip(self.message.spans, self._parts, strict=True)
-        ]
-        Window.of(targets, self._parts).unpack()
+        self._beside(tensors).unpack()
 
     def _pack(self, tensors: Tensors) -> Tensor:
         """Put the values side by side, on the device."""
-        sources, targets = [], []
-        for span, part in zip(self.message.spans, self._parts, strict=True):
-            tensor = tensors[span.param]
+        self._beside(tensors).pack()
+        return self._packed
+
+    def _beside(self, tensors: Tensors) -> Window:
+        """The values of the tensors and their places side by side; those of none become zero."""
+        if tensors is self._params and self._params_beside is not None:
+            return self._params_beside
+        values, places = [], []
+        for (index, start, stop), part in zip(self.message.spans, self._parts, strict=True):
+            tensor = tensors[index]
             if tensor is None:
                 part.zero_()
             else:
-                targets.append(part)
-                sources.append(self._part(tensor, span.start, span.stop, part))
-        Window.of(sources, targets).pack()
-        return self._packed
+                places.append(part)
+                whole = part.numel() == tensor.numel()
+                values.append(tensor if whole else tensor.reshape(-1)[start:stop])
+        return Window.of(values, places)
 
     def _direct(self, tensors: Tensors) -> Tensor | None:
         """The message in the memory of the only tensor that it has parts of, if it can be there."""
@@ -145,11 +148,6 @@ class Slot:
         if tensor is None or tensor.dtype != self.message.dtype or not tensor.is_contiguous():
             return None
         return tensor.detach().view(-1)[start:stop]
-
-    def _part(self, tensor: Tensor, start: int, stop: int, part: Tensor) -> Tensor:
-        if part.numel() == tensor.numel():
-            return tensor
-        return tensor.reshape(-1)[start:stop]
 
     # ----------------------------------------------- buffers, made on first use
 
@@ -169,6 +167,13 @@ class Slot:
             part.view(shape) if part.numel() == shape.numel() else part
             for shape, part in zip(shapes, torch.split(self._packed, sizes), strict=True)
         ]
+
+    @functools.cached_property
+    def _params_beside(self) -> Window | None:
+        """All tensors beside their places, for good; None if one is cut, as its memory may move."""
+        tensors = [self._params[index] for index in self.indices]
+        is_cut = any(t.numel() != p.numel() for t, p in zip(tensors, self._parts, strict=True))
+        return None if is_cut else Window.of(tensors, self._parts)
 
     @functools.cached_property
     def _written(self) -> Tensor:
