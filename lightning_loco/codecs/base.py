@@ -101,36 +101,38 @@ class Codec(ABC):
         Args:
             wire: What :meth:`encode` has written, or any other bytes of that number.
             values: Where to; flat, float32 or float64.
-            at_once: Values of a piece, as in :meth:`pieces`.
+            at_once: About how many to read at once, at least a block. Default: :attr:`at_once`.
 
         Returns:
             The values.
         """
-        for part, written in self.pieces(values, at_once):
-            rows = wire[written].view(-1, self.row_bytes)
-            whole, rest = self._blocks(values[part])
-            if len(whole):
-                self.decode_blocks(rows[: len(whole)], whole)
-            if rest.numel():
-                last = whole.new_empty(1, self.block)
-                self.decode_blocks(rows[len(whole) :], last)
-                rest.copy_(last[0, : rest.numel()])
+        rows = wire[: self.num_bytes(values.numel())].view(-1, self.row_bytes)
+        whole, rest = self._blocks(values)
+        if len(whole):
+            longest = self._longest_piece(values, at_once or self.at_once)
+            split = torch.split(rows[: len(whole)], longest), torch.split(whole, longest)
+            for written, piece in zip(*split, strict=True):
+                self.decode_blocks(written, piece)
+        if rest.numel():
+            last = whole.new_empty(1, self.block)
+            self.decode_blocks(rows[len(whole) :], last)
+            rest.copy_(last[0, : rest.numel()])
         return values
 
-    def pieces(self, values: Tensor, at_once: int | None = None) -> Iterator[tuple[slice, slice]]:
-        """Where values and their bytes are, a piece that fits the cache after the other.
-
-        ``at_once``: about how many values a piece has, at least a block. Default:
-        :attr:`at_once`.
-        """
-        blocks, on_cpu = self.num_blocks(values.numel()), values.device.type == "cpu"
-        longest = max(1, (at_once or self.at_once) // self.block if on_cpu else blocks)
+    def pieces(self, values: Tensor) -> Iterator[tuple[slice, slice]]:
+        """Where values and their bytes are, a piece that fits the cache after the other."""
+        blocks, longest = self.num_blocks(values.numel()), self._longest_piece(values, self.at_once)
         for first in range(0, blocks, longest):
             last = min(first + longest, blocks)
             yield (
                 slice(first * self.block, min(last * self.block, values.numel())),
                 slice(first * self.row_bytes, last * self.row_bytes),
             )
+
+    def _longest_piece(self, values: Tensor, at_once: int) -> int:
+        """In blocks; on a GPU there is one piece."""
+        is_near = values.device.type == "cpu"
+        return max(1, at_once // self.block if is_near else self.num_blocks(values.numel()))
 
     def _blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """The whole blocks, and what is left."""
