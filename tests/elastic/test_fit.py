@@ -64,7 +64,7 @@ def test_a_third_job_joins_and_the_first_is_killed(
     tmp_path: Path, schedule: tuple[str, ...]
 ) -> None:
     program = trainer_worker.main
-    with cluster(tmp_path, "--max-steps=160", *schedule, program=program) as made:
+    with cluster(tmp_path, "--max-steps=240", *schedule, program=program) as made:
         made.begin(2)
         made.join(2, rounds=4)
         made.kill(0)
@@ -78,7 +78,7 @@ def test_a_third_job_joins_and_the_first_is_killed(
             assert line["betas"] == own[round_index]["betas"]
             assert line["steps"] == own[round_index]["steps"]
         assert {len(line["members"]) for line in own.values()} >= {2, 3}
-        assert own[max(own)]["steps"] == 160
+        assert own[max(own)]["steps"] == 240
         for line in (*own.values(), *newcomer.values()):
             if line["members"]:
                 assert line["logged"]["loco/members"] == len(line["members"])
@@ -102,7 +102,7 @@ def test_loaders_with_processes_share_the_data(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_gossiping_jobs_go_on_when_one_joins_and_one_is_killed(tmp_path: Path) -> None:
-    settings = ("--max-steps=120", "--gossip")
+    settings = ("--max-steps=240", "--gossip")
     with cluster(tmp_path, *settings, program=trainer_worker.main) as made:
         made.begin(2)
         made.join(2, rounds=4)
@@ -116,5 +116,5 @@ def test_gossiping_jobs_go_on_when_one_joins_and_one_is_killed(tmp_path: Path) -
             assert line["steps"] == lines[1][round_index]["steps"]
         assert {len(line["members"]) for line in made.lines(1)} >= {2, 3}
         ends = [line[max(line)] for line in lines[1:]]
-        assert [end["steps"] for end in ends] == [120, 120]
+        assert [end["steps"] for end in ends] == [240, 240]
         assert ends[0]["checksum"] != ends[1]["checksum"]

@@ -91,8 +91,8 @@ def check_rounds(made: Cluster, algorithm: str) -> set[int]:
 def test_one_joins_one_is_killed_and_all_rounds_are_those_of_the_members(
     tmp_path: Path, algorithm: str
 ) -> None:
-    settings = (*BASE, "--rounds=40", "--step-s=0.02", f"--algorithm={algorithm}")
-    with cluster(tmp_path, *settings) as made:
+    settings = (*BASE, "--rounds=30", "--from-members=4", "--step-s=0.02")
+    with cluster(tmp_path, *settings, f"--algorithm={algorithm}") as made:
         for index in range(3):
             made.start(index)
         made.reaches(1, 5)
@@ -142,8 +142,8 @@ def test_a_sleeper_comes_back_at_the_mean(tmp_path: Path) -> None:
 def test_with_overlap_the_mean_is_kept_when_one_joins(
     tmp_path: Path, algorithm: str, dtype: str, tolerance: float
 ) -> None:
-    own = ("--rounds=30", "--step-s=0.02", "--overlap", f"--algorithm={algorithm}")
-    with cluster(tmp_path, *BASE, f"--dtype={dtype}", *own) as made:
+    own = ("--rounds=10", "--from-members=4", "--step-s=0.02", "--overlap", f"--dtype={dtype}")
+    with cluster(tmp_path, *BASE, *own, f"--algorithm={algorithm}") as made:
         for index in range(3):
             made.start(index)
         made.reaches(1, 5)

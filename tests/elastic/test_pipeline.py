@@ -42,7 +42,7 @@ def members_of(line: Line) -> list[int]:
 
 @pytest.mark.long
 def test_a_newcomer_is_inserted_as_the_plain_loop_does(tmp_path: Path) -> None:
-    with cluster(tmp_path, "--rounds=40", "--step-s=0.02", "--overlap") as made:
+    with cluster(tmp_path, "--rounds=20", "--from-members=3", "--step-s=0.02", "--overlap") as made:
         made.begin(2, rounds=5)
         made.join(2, rounds=5)
         made.ends(0, 1, 2)

@@ -120,6 +120,7 @@ def main(arguments: list[str]) -> None:
     parser = make_parser()
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, help="instead of rounds")
+    parser.add_argument("--from-members", type=int, default=0, help="count only from such a round")
     parser.add_argument("--algorithm", default="diloco")
     parser.add_argument("--sync-every", type=int, default=4)
     parser.add_argument("--step-s", type=float, default=0.01)
@@ -162,13 +163,20 @@ def main(arguments: list[str]) -> None:
     if asked.lose_in:
         lose_confirmation(lambda: engine.worker.round_index >= asked.lose_in)
 
+    worker = engine.worker
+    counted_from = None if asked.from_members else 0
+
+    def made() -> int:
+        return worker.steps if asked.steps else worker.round_index
+
     with open(asked.log, "a", buffering=1) as log:
 
         def note() -> None:
+            nonlocal counted_from
             last = engine.link.last
             line = {
-                "round": engine.worker.round_index,
-                "steps": engine.worker.steps,
+                "round": worker.round_index,
+                "steps": worker.steps,
                 "under_way": sum(lane.flight is not None for lane in engine.lanes),
                 "members": [] if last is None else list(last.plan.names),
                 "own": "" if last is None else last.plan.names[last.plan.own],
@@ -181,12 +189,13 @@ def main(arguments: list[str]) -> None:
                 "vectors": vectors(engine) if asked.vectors else {},
             }
             log.write(json.dumps(line) + "\n")
+            if counted_from is None and len(line["members"]) == asked.from_members:
+                counted_from = made()
 
         engine.join()
         note()
         model.mark.fill_(asked.index)
-        worker = engine.worker
-        while worker.steps < asked.steps if asked.steps else worker.round_index < asked.rounds:
+        while counted_from is None or made() - counted_from < (asked.steps or asked.rounds):
             with torch.no_grad():
                 for p in model.parameters():
                     p.lerp_(torch.full_like(p, asked.index + 1), PULL)
