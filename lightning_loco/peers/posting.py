@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import time
 
-import torch
 from torch import Tensor
 
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.peers.blending import Blending
 from lightning_loco.peers.node import PeerNode
+from lightning_loco.peers.norms import norm_of
 
 SHARE = 0.05
 """Of the time, at most, that goes into copying the parameters for others."""
@@ -58,7 +58,7 @@ class Posting:
         started = time.perf_counter()
         draft = self._node.draft()
         self._blending.pack(draft)
-        norm = float(torch.linalg.vector_norm(draft))
+        norm = norm_of(draft)
         self.was_finite = math.isfinite(norm)
         if self.was_finite:
             self._node.post(Tag(clock, self.loss or 0.0), norm)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.peers.model import Model
+from lightning_loco.peers.norms import copy_with_norm
 from lightning_loco.peers.protocol import LATEST
 
 _MOST_READERS = 64
@@ -126,8 +127,7 @@ class Publications:
                 "Publish one flat vector of the model's size."
             )
         with torch.no_grad():
-            draft = self.draft().copy_(flat)
-            norm = float(torch.linalg.vector_norm(draft))
+            norm = copy_with_norm(flat, self.draft())
         return self.post(tag, norm)
 
     def draft(self) -> Tensor:
