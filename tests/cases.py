@@ -34,11 +34,16 @@ from lightning_loco import (
 from lightning_loco.algorithms import Algorithm, Cosine, Linear, Piecewise
 from lightning_loco.codecs import Compensated, Sparse
 from lightning_loco.rounds import RoundSettings
+from lightning_loco.strategies import METHODS
 from lightning_loco.topology import Topology, get_topology
 
 BY_CLOCK = "its rounds fall by the clock, so that no two runs are equal"
 BY_FRAGMENTS = "its schedule is tests/rounds/test_staggered.py's, and its algorithm has a row"
-IN_A_TRAINER = ("same numbers", "resume", "uneven", "nan", "nan by hand")
+DECAYS = "the decay of the weights moves them by itself"
+IN_A_TRAINER = (
+    *("same numbers", "resume", "uneven", "written weights"),
+    *("nan", "nan by hand", "nan ends", "nan in statistics"),
+)
 LEFT_OUT = (BY_CLOCK, BY_FRAGMENTS)
 """The only reasons for which a row is left out; with any other one the test must fail."""
 
@@ -149,7 +154,7 @@ CASES = {
     "gasloc": Case(GASLoC(), "ring"),
     "noloco": Case(loco.NoLoCo()),
     "async_model_average": Case(ModelAverage(), not_in=CLOCK),
-    # Other settings of them.
+    # Other settings of them. In a Trainer they run in the long suite.
     "diloco_schedule": Case(DiLoCo(Cosine(0.9, 0.2, rounds=5), 0.5), variant_of="diloco"),
     "delayed_nesterov_schedule": Case(
         loco.DelayedNesterov(Linear(0.5, 1.4, rounds=3), 0.5), variant_of="delayed_nesterov"
@@ -170,7 +175,7 @@ CASES = {
     "diloco_adamw": Case(
         DiLoCo(outer_optimizer=torch.optim.AdamW),
         accuracy=2.0,
-        not_in={"without progress": "the decay of the weights moves them by itself"},
+        not_in={"without progress": DECAYS, "written weights": DECAYS},
     ),
     "diloco_adagrad": Case(DiLoCo(outer_optimizer=adagrad), accuracy=1e-2, variant_of="diloco"),
     "async_diloco_momentum": Case(DiLoCo(0.7, 0.3), overlap=True),
@@ -252,14 +257,14 @@ def rows(test: str, names: Iterable[str] = CASES) -> pytest.MarkDecorator:
 
     Args:
         test: Its name in ``not_in``: rows with a reason of ``LEFT_OUT`` are left out, others fail.
-            Of tests that train in a Trainer, variants are in the long suite.
+            Of tests that train in a Trainer, all but the methods themselves are in the long suite.
         names: Another choice of rows.
     """
     chosen = []
     for name in names:
         reason = CASES[name].not_in.get(test)
         marks = [] if reason is None else [pytest.mark.xfail(strict=True, reason=reason)]
-        if CASES[name].variant_of is not None and test in IN_A_TRAINER:
+        if name not in METHODS and test in IN_A_TRAINER:
             marks.append(pytest.mark.long)
         if reason not in LEFT_OUT:
             chosen.append(pytest.param(CASES[name], id=name, marks=marks))

@@ -157,7 +157,6 @@ def come_late_or_not(rank: int, world: int, what: str) -> float:
     return took_s
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "words"),
@@ -188,7 +187,6 @@ def look_for_long(rank: int, world: int) -> None:
     group.gather_objects(rank, "the gathering")
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_worker_0_does_not_end_before_the_others_know_why() -> None:
     with Job(look_for_long, world=3) as job:
@@ -203,7 +201,6 @@ def begin_or_not(rank: int, world: int) -> None:
     WorkerGroup.create(timeout_s=5)
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_who_does_not_come_to_the_set_up_is_named() -> None:
     with Job(begin_or_not, world=3) as job:

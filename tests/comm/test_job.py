@@ -75,10 +75,18 @@ def test_other_devices_are_refused_before_a_group_waits_for_them() -> None:
         assert "Worker 1 is on a device of kind 'cuda' and worker 0 on 'cpu'" in outcome.result
 
 
-@pytest.mark.alone
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["frozen", "ended"])
-@pytest.mark.parametrize("victim", range(3))
+@pytest.mark.parametrize(
+    ("victim", "how"),
+    [
+        (0, "frozen"),
+        (1, "ended"),
+        pytest.param(0, "ended", marks=pytest.mark.long),
+        pytest.param(1, "frozen", marks=pytest.mark.long),
+        pytest.param(2, "frozen", marks=pytest.mark.long),
+        pytest.param(2, "ended", marks=pytest.mark.long),
+    ],
+)
 def test_who_does_not_come_is_named_in_time(victim: int, how: str) -> None:
     others = tuple(rank for rank in range(3) if rank != victim)
     for outcome in outcomes(do_not_come, victim, how, ranks=others):

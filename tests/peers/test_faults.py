@@ -33,7 +33,6 @@ def is_nothing(received: Received | None) -> bool:
     return received is None
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_a_peer_is_late_killed_and_started_again_at_the_same_port() -> None:
     nodes = peers(2)
@@ -53,7 +52,6 @@ def test_a_peer_is_late_killed_and_started_again_at_the_same_port() -> None:
     assert sorted(waits)[len(waits) // 2] < 0.1  # a dead peer refuses; nobody waits for it
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_a_stopped_peer_costs_at_most_the_timeout_and_takes_part_again() -> None:
     nodes = peers(2)
@@ -73,7 +71,6 @@ def test_a_stopped_peer_costs_at_most_the_timeout_and_takes_part_again() -> None
     assert max(waits) < TIMEOUT_S + SLACK_S
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_with_a_dead_and_a_stopped_peer_the_third_is_read_from() -> None:
     nodes = peers(4)

@@ -91,7 +91,6 @@ def freeze_in(rank: int, world: int, port: int, phase: str, victim: int) -> tupl
 PHASES = ("default group", "arrival", "connection", "agreement")
 
 
-@pytest.mark.alone
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", range(3))

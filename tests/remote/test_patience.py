@@ -26,7 +26,7 @@ from lightning_loco.remote.calls import Call
 from lightning_loco.remote.channel import Channel
 from tests.own_store import Job, Outcome, freeze
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 TIMEOUT_S = 2.0
 LONGEST_S = TIMEOUT_S + 6

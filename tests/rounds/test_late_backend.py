@@ -164,7 +164,6 @@ def lose_a_worker(rank: int, world: int, name: str, how: str) -> tuple[str, floa
     return error, lasted_s, time.monotonic() - began, data.was_aborted
 
 
-@pytest.mark.alone
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
@@ -179,7 +178,6 @@ def test_a_worker_that_makes_no_round_is_named(pool: Pool, name: str) -> None:
     assert closing_s < 3.0
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -238,7 +236,6 @@ def leave(rank: int, world: int, name: str) -> float:
     return time.monotonic() - began
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("name", ["late gasloc", "clock"])
 def test_who_leaves_a_round_does_not_wait_for_it(pool: Pool, name: str) -> None:
     for closing_s in pool.run(leave, name, world=2):

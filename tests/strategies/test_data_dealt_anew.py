@@ -84,7 +84,15 @@ def read(
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-@pytest.mark.parametrize(("before", "now"), [(4, 3), (2, 4), (3, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (4, 3),
+        (2, 4),
+        pytest.param(3, 1, marks=pytest.mark.long),
+        pytest.param(1, 2, marks=pytest.mark.long),
+    ],
+)
 def test_no_sample_is_left_out_or_repeated(
     pool: Pool, tmp_path: Path, kind: str, before: int, now: int
 ) -> None:

@@ -248,7 +248,7 @@ def fit_swa(rank: int, world: int, method: str, has_norm: bool) -> dict[str, Any
     }
 
 
-@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("has_norm", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("method", METHODS)
 def test_stochastic_weight_averaging(pool: Pool, method: str, has_norm: bool) -> None:
     results = pool.run(fit_swa, method, has_norm, world=2)

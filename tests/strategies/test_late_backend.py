@@ -123,7 +123,6 @@ def lose_a_worker(rank: int, world: int, name: str, how: str) -> tuple[str, floa
     return str(raised.value), lasted_s
 
 
-@pytest.mark.alone
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
@@ -135,7 +134,6 @@ def test_a_worker_that_never_sends_is_named_in_time(pool: Pool, name: str) -> No
         assert TIMEOUT_S / 2 < lasted_s < LATEST_S
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",

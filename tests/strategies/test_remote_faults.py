@@ -256,7 +256,6 @@ def check_ends_without(programs: list[Program], victim: int, trouble: signal.Sig
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.parametrize("victim", LOST)
 @pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_rank_ends_the_run_in_time_and_is_named(
@@ -272,7 +271,6 @@ def test_a_lost_rank_ends_the_run_in_time_and_is_named(
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP])
 def test_enough_workers_do_not_go_on_without_worker_0_who_hosts_the_store(
     tmp_path: Path, trouble: signal.Signals

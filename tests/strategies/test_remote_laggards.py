@@ -152,7 +152,7 @@ def run_clipped(
     return flat(module)
 
 
-@pytest.mark.parametrize("num_tiers", [2, 3])
+@pytest.mark.parametrize("num_tiers", [2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("how", ["data", "tracked", "before_forward", "manual"])
 def test_weights_clipped_by_hand_are_those_of_ddp(pool: Pool, how: str, num_tiers: int) -> None:
     found = pool.run(run_clipped, how, True, {}, STEPS, world=1 + num_tiers)

@@ -258,7 +258,7 @@ def check_places(pool: Pool, folder: Path, algorithm: str, validation: str, drop
     [
         pytest.param("every 2 epochs", "local_sgd", marks=pytest.mark.long),
         ("every 4 steps", "async_diloco"),
-        ("every 4 steps", "streaming_diloco"),
+        pytest.param("every 4 steps", "streaming_diloco", marks=pytest.mark.long),
         pytest.param("every 2 steps of 2nd epochs", "gasloc", marks=pytest.mark.long),
         pytest.param("every 3 epochs", "streaming_diloco", marks=pytest.mark.long),
         pytest.param("every 3 epochs", "delayed_nesterov", marks=pytest.mark.long),

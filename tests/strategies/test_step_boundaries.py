@@ -68,7 +68,11 @@ def fit(rank: int, world: int, name: str, manual: bool, accumulate: int) -> tupl
 
 @pytest.mark.parametrize(
     ("manual", "accumulate"),
-    [(False, 1), pytest.param(False, 3, marks=pytest.mark.long), (True, 1)],
+    [
+        (False, 1),
+        pytest.param(False, 3, marks=pytest.mark.long),
+        pytest.param(True, 1, marks=pytest.mark.long),
+    ],
 )
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_collective_in_a_training_step(

@@ -91,7 +91,9 @@ def fit(
     return module.own, module.validated, module.unwritten, flat(module.teacher)
 
 
-@pytest.mark.parametrize("kind", ["frozen", "in place", "replaced"])
+@pytest.mark.parametrize(
+    "kind", ["frozen", pytest.param("in place", marks=pytest.mark.long), "replaced"]
+)
 @pytest.mark.parametrize("name", ALL)
 def test_a_teacher_is_local_in_training_and_a_mean_in_the_consensus(
     pool: Pool, name: str, kind: str

@@ -20,7 +20,7 @@ from tests.own_store import Job, freeze
 from tests.pool import make_trainer
 from tests.tiny import ValidatedModule, make_loader
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 TIMEOUT_S = 4.0
 LONGEST_S = TIMEOUT_S + 6

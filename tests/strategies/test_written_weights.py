@@ -114,7 +114,7 @@ def check_start(pool: Pool, case: Case | None, values: Sequence[float | None]) -
 
 
 @pytest.mark.slow
-@rows("without progress", without_variants())
+@rows("written weights", without_variants())
 def test_weights_that_are_set_before_the_first_batch_are_the_start(pool: Pool, case: Case) -> None:
     check_start(pool, case, [VALUE, VALUE])
 
@@ -152,7 +152,7 @@ def fit_later(
 
 
 @pytest.mark.parametrize("batches", [(7, 7), (4, 9)], ids=str)
-@rows("without progress", without_variants())
+@rows("written weights", without_variants())
 def test_the_same_weights_on_all_workers_are_a_new_start(
     pool: Pool, case: Case, batches: tuple[int, int]
 ) -> None:
