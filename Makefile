@@ -21,8 +21,9 @@ demo: .venv/.installed ## Train a small GPT with GASLoC on a ring of 4 CPU worke
 test: .venv/.installed ## Run the test suite on the CPU, doctests and slow tests included
 	$(PYTEST) -m "not long" --durations=10
 
+# One more at once than in the others, because for much of their time these wait.
 test-long: .venv/.installed ## Run the tests that take tens of seconds each, and test-versions
-	$(PYTEST) -m long --durations=10
+	$(PYTEST) --numprocesses=$$(($(JOBS) + 1)) -m long --durations=10
 	$(MAKE) test-versions
 
 test-versions: .venv/.installed ## Run what depends on them with other versions of Lightning and Python

@@ -19,7 +19,7 @@ from tests.elastic.cluster import until
 from tests.programs import Program, environment, free_ports
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SETTINGS = ("experiment=smoke", "trainer.max_steps=4000", "trainer.val_check_interval=500")
+SETTINGS = ("experiment=smoke", "trainer.max_steps=2000", "trainer.val_check_interval=500")
 
 
 def commands() -> list[str]:

@@ -17,6 +17,7 @@ TIMEOUT_S = 4.0
 LONGEST_S = TIMEOUT_S + 6
 SCRIPT = """
 import os, time
+from pathlib import Path
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning_loco import DiLoCoStrategy, GASLoCStrategy
@@ -29,12 +30,16 @@ class Slow(Callback):
         time.sleep(0.02)
 
 torch.set_num_threads(1)
+folder, rank = Path(__file__).parent, os.environ["NODE_RANK"]
+(folder / f"ready {{rank}}").touch()
+while len(list(folder.glob("ready *"))) < {world}:  # some take longer to import than timeout_s
+    time.sleep(0.01)
 trainer = quiet_trainer(
     strategy={strategy}(sync_every=5, timeout_s={timeout_s}), devices=1, num_nodes={world},
     max_epochs=1, callbacks=[Slow()], use_distributed_sampler=False,
 )
 try:
-    trainer.fit(TinyModule(), make_loader(int(os.environ["NODE_RANK"]), 10_000))
+    trainer.fit(TinyModule(), make_loader(int(rank), 10_000))
 finally:
     print("ended at", time.monotonic(), flush=True)
 """
