@@ -40,9 +40,15 @@ from lightning_loco.topology import Topology, get_topology
 BY_CLOCK = "its rounds fall by the clock, so that no two runs are equal"
 BY_FRAGMENTS = "its schedule is tests/rounds/test_staggered.py's, and its algorithm has a row"
 DECAYS = "the decay of the weights moves them by itself"
-IN_A_TRAINER = (
-    *("same numbers", "resume", "uneven", "written weights"),
-    *("nan", "nan by hand", "nan ends", "nan in statistics"),
+SLOW = (
+    "same numbers",
+    "resume",
+    "uneven",
+    "written weights",
+    "nan",
+    "nan by hand",
+    "nan ends",
+    "nan in statistics",
 )
 LEFT_OUT = (BY_CLOCK, BY_FRAGMENTS)
 """The only reasons for which a row is left out; with any other one the test must fail."""
@@ -154,7 +160,7 @@ CASES = {
     "gasloc": Case(GASLoC(), "ring"),
     "noloco": Case(loco.NoLoCo()),
     "async_model_average": Case(ModelAverage(), not_in=CLOCK),
-    # Other settings of them. In a Trainer they run in the long suite.
+    # Other settings of them; in slow tests they run in the long suite.
     "diloco_schedule": Case(DiLoCo(Cosine(0.9, 0.2, rounds=5), 0.5), variant_of="diloco"),
     "delayed_nesterov_schedule": Case(
         loco.DelayedNesterov(Linear(0.5, 1.4, rounds=3), 0.5), variant_of="delayed_nesterov"
@@ -257,14 +263,14 @@ def rows(test: str, names: Iterable[str] = CASES) -> pytest.MarkDecorator:
 
     Args:
         test: Its name in ``not_in``: rows with a reason of ``LEFT_OUT`` are left out, others fail.
-            Of tests that train in a Trainer, all but the methods themselves are in the long suite.
+            Of slow ones, all rows but the methods themselves are in the long suite.
         names: Another choice of rows.
     """
     chosen = []
     for name in names:
         reason = CASES[name].not_in.get(test)
         marks = [] if reason is None else [pytest.mark.xfail(strict=True, reason=reason)]
-        if name not in METHODS and test in IN_A_TRAINER:
+        if name not in METHODS and test in SLOW:
             marks.append(pytest.mark.long)
         if reason not in LEFT_OUT:
             chosen.append(pytest.param(CASES[name], id=name, marks=marks))

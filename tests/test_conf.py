@@ -177,17 +177,18 @@ def test_elastic_jobs_are_one_worker_each_in_every_experiment(name: str) -> None
 
 
 @pytest.mark.parametrize("name", LINKS)
-def test_links_reach_the_strategy(name: str) -> None:
-    strategy = build_strategy(compose("train", [f"link={name}"]))
-    assert strategy.settings.link == Links(LINKS[name])
+def test_a_link_takes_other_values(name: str) -> None:
     faster = build_strategy(compose("train", [f"link={name}", "link.mbit_per_s=7"]))
     assert faster.settings.link.default.mbit_per_s == 7
 
 
+@pytest.mark.parametrize(
+    "name", [n if n == "wan" else pytest.param(n, marks=pytest.mark.long) for n in LINKS]
+)
 @pytest.mark.parametrize("algorithm", sorted(METHODS.keys() - {"remote_optimizer"}))
-def test_a_link_reaches_every_strategy(algorithm: str) -> None:
-    strategy = build_strategy(compose("train", [f"algorithm={algorithm}", "link=wan"]))
-    assert strategy.settings.link == Links(LINKS["wan"])
+def test_every_link_reaches_every_strategy(algorithm: str, name: str) -> None:
+    strategy = build_strategy(compose("train", [f"algorithm={algorithm}", f"link={name}"]))
+    assert strategy.settings.link == Links(LINKS[name])
 
 
 def test_without_a_link_there_is_none() -> None:

@@ -1,4 +1,8 @@
-"""Norms of flat vectors on the CPU, block by block, so that a block is still in the cache."""
+"""Norms of flat vectors on the CPU, block by block, so that a block is still in the cache.
+
+For the thread that trains, with PyTorch's threads; what comes from peers is looked at in one thread
+beside it, by ``nearness.py``.
+"""
 
 from __future__ import annotations
 

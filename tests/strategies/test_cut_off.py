@@ -32,7 +32,8 @@ class Slow(Callback):
 torch.set_num_threads(1)
 folder, rank = Path(__file__).parent, os.environ["NODE_RANK"]
 (folder / f"ready {{rank}}").touch()
-while len(list(folder.glob("ready *"))) < {world}:  # some take longer to import than timeout_s
+deadline = time.monotonic() + 60  # some take longer to import than timeout_s
+while len(list(folder.glob("ready *"))) < {world} and time.monotonic() < deadline:
     time.sleep(0.01)
 trainer = quiet_trainer(
     strategy={strategy}(sync_every=5, timeout_s={timeout_s}), devices=1, num_nodes={world},
