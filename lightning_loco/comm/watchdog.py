@@ -92,6 +92,7 @@ class Watchdog(BackgroundThread):
         self._beats = 0
         self._complaints: set[str] = set()
         self._lifeless: set[int] = set()
+        self._read_by = math.inf
 
     def run(self) -> None:
         """Beat once a second until ended; faster while a stop is being agreed."""
@@ -178,17 +179,17 @@ class Watchdog(BackgroundThread):
     def report(self, text: str) -> None:
         """Tell all workers that this one has failed; only the first report counts.
 
-        Worker 0, whose end is that of the store, gives those with a sign of life a moment to read.
+        Worker 0, whose end is that of the store, gives the living a moment to read, once in all.
         """
         if self._store.silent_s > _LOOK_S:
             return
         others = [f"read/{other}" for other in self._others if other not in self._lifeless]
-        deadline = time.monotonic() + 3 * _INTERVAL_S
+        self._read_by = min(self._read_by, time.monotonic() + 3 * _INTERVAL_S)
         with suppress(RuntimeError):
             entry = f"{self._worker}|{text[-_LONGEST_REPORT:]}"
             self._store.compare_set("failure", "", entry, _LOOK_S)
             self._store.set(f"read/{self._worker}", "", _LOOK_S)
-            while self._worker == 0 and time.monotonic() < deadline:
+            while self._worker == 0 and time.monotonic() < self._read_by:
                 if self._store.check(others, _LOOK_S):
                     return
                 time.sleep(_INTERVAL_S / 20)

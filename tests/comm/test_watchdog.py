@@ -124,6 +124,19 @@ def test_who_was_found_without_life_is_not_waited_for(
 
 
 @pytest.mark.alone
+def test_who_never_reads_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with watchdogs(3) as dogs:
+        start(*dogs[:2])
+        dogs[1].report("No message in round 1 from worker 2")
+        wait_until(lambda: dogs[0].failure)
+        monkeypatch.setattr(module, "_INTERVAL_S", 0.5)
+        began = time.monotonic()
+        for _ in range(3):
+            dogs[0].report("Worker 1 failed")
+        assert time.monotonic() - began < 2.5
+
+
+@pytest.mark.alone
 def test_who_has_found_it_out_and_left_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with watchdogs(2) as dogs:
         start(*dogs)
