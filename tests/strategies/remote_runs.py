@@ -24,10 +24,11 @@ class PortEnvironment(PoolEnvironment):
         rank: This one.
         world: All of them.
         port: A free one.
+        num_nodes: Pretend that the ranks are spread over this many machines.
     """
 
-    def __init__(self, rank: int, world: int, port: int) -> None:
-        super().__init__()
+    def __init__(self, rank: int, world: int, port: int, num_nodes: int = 1) -> None:
+        super().__init__(num_nodes)
         self._rank = rank
         self._world = world
         self._port = port
@@ -43,10 +44,10 @@ class PortEnvironment(PoolEnvironment):
         return self._rank
 
     def local_rank(self) -> int:
-        return self._rank
+        return self._rank % (self._world // self.num_nodes)
 
     def node_rank(self) -> int:
-        return 0
+        return self._rank // (self._world // self.num_nodes)
 
     def set_global_rank(self, rank: int) -> None:
         assert rank == self._rank
@@ -68,7 +69,7 @@ def take_group_away() -> None:
 
 
 @contextmanager
-def all_ranks() -> Iterator[PortEnvironment]:
+def all_ranks(num_nodes: int = 1) -> Iterator[PortEnvironment]:
     """Take the pool's process group away, and all that was made instead of it at the end."""
     rank, world = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
@@ -77,7 +78,7 @@ def all_ranks() -> Iterator[PortEnvironment]:
     take_group_away()
     port = int(store.get("port"))
     try:
-        yield PortEnvironment(rank, world, port)
+        yield PortEnvironment(rank, world, port, num_nodes)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -1,0 +1,188 @@
+"""Trainer.fit with several workers on one GPU, over gloo and over NCCL itself.
+
+NCCL refuses two ranks on one GPU only if they are on one machine, which NCCL_HOSTID hides from it.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch import Tensor
+
+from lightning_loco import PairwiseGossipStrategy, RemoteOptimizerStrategy
+from tests.algorithms.toys import assert_close
+from tests.cases import CASES, without_variants
+from tests.conftest import ROOT
+from tests.pool import Pool
+from tests.programs import Program, free_ports, python_path, python_script
+from tests.strategies.remote_runs import all_ranks, remote_trainer
+from tests.tiny import ValidatedModule, flat, make_loader
+
+pytestmark = pytest.mark.gpu
+
+BACKENDS = ["gloo", "nccl"]
+SYNC_EVERY = 4
+EXACT = [name for name in without_variants() if not CASES[name].by_clock]
+BY_CLOCK = [name for name in without_variants() if CASES[name].by_clock]
+
+
+def nccl_environment(rank: int) -> dict[str, str]:
+    """What lets NCCL take this rank for one on a machine of its own."""
+    return {"NCCL_HOSTID": f"worker{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+
+
+# ------------------------------------------------------------------------ the same numbers
+
+
+class Run(NamedTuple):
+    """What a worker has to tell of its training."""
+
+    model: Tensor
+    val_loss: float
+    places: list[tuple[str, str]]
+
+
+class Look(Callback):
+    """Notes on which device a worker trains and what carries its messages, and saves its epochs."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.places: list[tuple[str, str]] = []
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        group = getattr(getattr(trainer.strategy, "group", None), "data", None)
+        backend = "" if group is None else dist.get_backend(group)
+        self.places.append((next(module.parameters()).device.type, backend))
+
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def make_strategy(name: str, world: int, backend: str) -> Strategy:
+    if name == "ddp":
+        return DDPStrategy(process_group_backend=backend)
+    if name == "remote":
+        return RemoteOptimizerStrategy(world - 1, timeout_s=20, process_group_backend=backend)
+    if name == "pairwise":
+        return PairwiseGossipStrategy(timeout_s=20, process_group_backend=backend)
+    return CASES[name].strategy(SYNC_EVERY, timeout_s=20, process_group_backend=backend)
+
+
+def train(rank: int, world: int, name: str, backend: str, gpu: bool, folder: Path) -> Run:
+    """Two epochs with validations; on a GPU the second resumes from the checkpoint of the first."""
+    os.environ.update(nccl_environment(rank))
+    path = folder / "saved.ckpt"
+    parts = [(1, None), (2, str(path))] if gpu else [(2, None)]
+    with all_ranks(num_nodes=world if gpu else 1) as environment:
+        for max_epochs, ckpt_path in parts:
+            module, look = ValidatedModule(optimizer="AdamW"), Look(path)
+            trainer = remote_trainer(
+                environment,
+                make_strategy(name, world, backend),
+                max_epochs=max_epochs,
+                use_distributed_sampler=False,
+                callbacks=[look],
+                **({"accelerator": "gpu", "devices": 1, "num_nodes": world} if gpu else {}),
+            )
+            trainer.fit(module, make_loader(rank, 10), make_loader(9, 2), ckpt_path=ckpt_path)
+    return Run(flat(module).cpu(), trainer.callback_metrics["val_loss"].item(), look.places)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", EXACT)
+def test_workers_on_one_gpu_give_the_numbers_of_the_cpu(
+    pool: Pool, tmp_path: Path, name: str, backend: str
+) -> None:
+    expected = pool.run(train, name, "gloo", False, tmp_path / "cpu", world=2)
+    found = pool.run(train, name, backend, True, tmp_path / "gpu", world=2)
+    for on_cpu, on_gpu in zip(expected, found, strict=True):
+        assert_close(on_gpu.model, on_cpu.model)
+        assert on_gpu.val_loss == pytest.approx(on_cpu.val_loss)
+        assert (on_cpu.places, on_gpu.places) == ([("cpu", "gloo")], [("cuda", backend)])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", [*BY_CLOCK, "pairwise"])
+def test_workers_on_one_gpu_agree_at_the_end(
+    pool: Pool, tmp_path: Path, name: str, backend: str
+) -> None:
+    found = pool.run(train, name, backend, True, tmp_path, world=2)
+    for run in found:
+        assert torch.isfinite(run.model).all()
+        assert torch.equal(run.model, found[0].model)
+        assert run.places[0][0] == "cuda"
+
+
+def test_a_remote_optimizer_gives_the_numbers_of_ddp(pool: Pool, tmp_path: Path) -> None:
+    expected = pool.run(train, "ddp", "gloo", False, tmp_path / "cpu", world=2)
+    for backend in BACKENDS:
+        found = pool.run(train, "remote", backend, True, tmp_path / backend, world=3)
+        for on_gpu in found:
+            assert_close(on_gpu.model, expected[0].model)
+            assert on_gpu.val_loss == pytest.approx(expected[0].val_loss)
+
+
+# ------------------------------------------------------------------------- faults on NCCL
+
+TIMEOUT_S = 4.0
+LATEST_S = TIMEOUT_S + 6.0
+METHODS = ["diloco", "async_diloco", "gasloc", "gasloc_overlap", "streaming_diloco"]
+
+FAULTY = f"""
+import os, signal, sys, time
+from lightning.pytorch import Callback
+from tests.cases import CASES
+from tests.tiny import TinyModule, make_loader, quiet_trainer
+
+name, how = sys.argv[1:]
+began = 0.0
+
+class Fault(Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        global began
+        if batch_idx != {2 * SYNC_EVERY + 1}:
+            return
+        began = time.monotonic()
+        if trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+
+strategy = CASES[name].strategy({SYNC_EVERY}, timeout_s={TIMEOUT_S})
+trainer = quiet_trainer(
+    strategy=strategy, accelerator="gpu", devices=1, num_nodes=3, max_epochs=1,
+    use_distributed_sampler=False, callbacks=[Fault()],
+)
+try:
+    trainer.fit(TinyModule(), make_loader(int(os.environ["NODE_RANK"]), 4000))
+finally:
+    print(f"lasted {{time.monotonic() - began:.1f}}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+@pytest.mark.parametrize("name", METHODS)
+def test_who_is_lost_on_nccl_is_named_in_time(tmp_path: Path, name: str, how: str) -> None:
+    (port,) = free_ports()
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
+    job |= {"PYTHONPATH": python_path(), "WORLD_SIZE": "3"}
+    command = [*python_script(tmp_path, FAULTY), name, how]
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(
+                Program(command, ROOT, **job, **nccl_environment(rank), NODE_RANK=str(rank))
+            )
+            for rank in range(3)
+        ]
+        for rank in (0, 2):
+            code, output = workers[rank].finish(60)
+            assert code != 0, output
+            assert "worker 1 (no sign of life" in output, output
+            lasted_s = float(output.rpartition("lasted ")[2].split()[0])
+            assert lasted_s < LATEST_S, output
