@@ -60,6 +60,7 @@ EXTRA = {
 MAY_USE_PRIVATE = {
     "lightning_loco.strategies.lightning_private",
     "lightning_loco.comm.groups",
+    "lightning_loco.comm.parting",
     "lightning_loco.comm.waiting",
 }
 # Fused operations on lists of tensors, which the whole of PyTorch's optimizers is built on.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -19,13 +18,12 @@ from lightning_loco.comm import messages
 from lightning_loco.comm.arrivals import Arrivals
 from lightning_loco.comm.board import Board
 from lightning_loco.comm.devices import CPU, backend_on, check_same_kind
+from lightning_loco.comm.parting import abandon
 from lightning_loco.comm.store import PromptStore, in_time
 from lightning_loco.comm.watchdog import Watchdog, WorkerFailure
 
 MARGIN_S = 60.0
 """By how much a backend whose failures end the process has more patience than we, in seconds."""
-
-_PARTING_S = 2.0
 
 
 def connect_to_default_store(timeout_s: float) -> PromptStore:
@@ -269,19 +267,6 @@ class WorkerGroup:
         groups = [g for g in (self.data, self.control) if g is not None and dist.is_initialized()]
         self.data = self.control = self.board = self.store = None
         if self.failed:
-            _abandon(groups)
+            abandon(groups)
         else:
             list(map(dist.destroy_process_group, groups))
-
-
-def _abandon(groups: list[dist.ProcessGroup]) -> None:
-    """Abort the groups and empty the list, hardly waiting for what is under way.
-
-    gloo cannot be aborted: the last reference to its group waits, so it goes in a thread. That is
-    no daemon: one that Python cuts off within a destructor ends the process by a signal.
-    """
-    abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
-    list(map(abort, groups))  # no name here may hold a group
-    thread = threading.Thread(target=groups.clear, name="loco-abandoned")
-    thread.start()
-    thread.join(_PARTING_S)

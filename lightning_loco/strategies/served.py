@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_loco.comm.checks import check_same_tensors
 from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.parting import abandon_default_group
 from lightning_loco.comm.places import Places
 from lightning_loco.remote import RemoteOptimizer, Tiers
 from lightning_loco.remote.all_ranks import AllRanks
@@ -291,5 +292,5 @@ class ServedStrategy(MeetingStrategy):
         self._present = present
         assert self.service is not None
         self.service.wait_for_store()
-        dist.destroy_process_group()
+        abandon_default_group()
         self._init_default_group()

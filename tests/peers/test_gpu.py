@@ -15,6 +15,7 @@ from lightning_loco.peers.blending import Blending
 from lightning_loco.peers.gpu import Upload, make_posting, pack_with_numbers
 from lightning_loco.peers.posting import Posting
 from tests.no_values import no_checksum, with_streams
+from tests.no_waits import no_waits_for_the_gpu
 from tests.peers.helpers import make_node, peers
 
 __all__ = ["no_checksum"]
@@ -153,16 +154,13 @@ def test_models_on_a_gpu_gossip_without_a_wait(
         keep_progress=keep_progress,
     )
     loss = torch.ones((), device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits_for_the_gpu():
         deadline = time.monotonic() + 20
         factor = 0.0
         while factor == 0.0 and time.monotonic() < deadline:
             served.update_send(loss)
             puller.update_send(loss)
             factor = puller.update_wait(loss)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert factor == 0.5
     assert here.weight.unique().tolist() == pytest.approx([2.0], rel=1e-6)
     for _, engine in workers:

@@ -17,6 +17,7 @@ from lightning_loco.remote.plan import plan_messages
 from lightning_loco.remote.slots import Slot
 from lightning_loco.remote.wire import Lane, Wire
 from tests.no_values import DEVICE, with_streams
+from tests.no_waits import no_waits_for_the_gpu
 from tests.pool import Pool
 
 
@@ -84,13 +85,10 @@ def send_and_receive(groups: dict[int, ProcessGroupGloo], size: int) -> None:
         slot.outgoing(here)  # makes the buffers
     torch.cuda.synchronize()
     before = [values.clone() for values in here]
-    torch.cuda.set_sync_debug_mode("error")  # from here on nothing may wait for the device
-    try:
+    with no_waits_for_the_gpu():
         sending = [courier.send(slot, here, Lane.GRADIENTS) for slot in slots]
         for values in here:
             values.zero_()  # what was sent is as it was then
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for message in messages:
         slot = Slot(message, there)
         receiver.wait(receiver.receive(slot.incoming(there), Lane.GRADIENTS), "gradients")

@@ -6,7 +6,9 @@ NCCL refuses two ranks on one GPU only if they are on one machine, which NCCL_HO
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -134,55 +136,87 @@ def test_a_remote_optimizer_gives_the_numbers_of_ddp(pool: Pool, tmp_path: Path)
 
 TIMEOUT_S = 4.0
 LATEST_S = TIMEOUT_S + 6.0
-METHODS = ["diloco", "async_diloco", "gasloc", "gasloc_overlap", "streaming_diloco"]
+EXIT_S = 5.0
+METHODS = ["diloco", "async_diloco", "gasloc", "gasloc_overlap", "streaming_diloco", "remote"]
 
 FAULTY = f"""
-import os, signal, sys, time
+import faulthandler, os, pathlib, signal, sys, time
 from lightning.pytorch import Callback
+from lightning_loco import RemoteOptimizerStrategy
 from tests.cases import CASES
 from tests.tiny import TinyModule, make_loader, quiet_trainer
 
-name, how = sys.argv[1:]
-began = 0.0
+name, how, steps, folder = sys.argv[1:]
+rank = os.environ["NODE_RANK"]
+faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 class Fault(Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        global began
         if batch_idx != {2 * SYNC_EVERY + 1}:
             return
-        began = time.monotonic()
+        print("lost at", time.time(), flush=True)
         if trainer.global_rank == 1:
             os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
 
-strategy = CASES[name].strategy({SYNC_EVERY}, timeout_s={TIMEOUT_S})
+if name == "remote":
+    strategy = RemoteOptimizerStrategy(2, timeout_s={TIMEOUT_S})
+elif name == "remote with enough":
+    strategy = RemoteOptimizerStrategy(2, min_workers=1, timeout_s={TIMEOUT_S})
+else:
+    strategy = CASES[name].strategy({SYNC_EVERY}, timeout_s={TIMEOUT_S})
+pathlib.Path(folder, rank).touch()
+while not all(pathlib.Path(folder, str(other)).exists() for other in range(3)):
+    time.sleep(0.01)
 trainer = quiet_trainer(
     strategy=strategy, accelerator="gpu", devices=1, num_nodes=3, max_epochs=1,
     use_distributed_sampler=False, callbacks=[Fault()],
 )
 try:
-    trainer.fit(TinyModule(), make_loader(int(os.environ["NODE_RANK"]), 4000))
+    trainer.fit(TinyModule(), make_loader(int(rank), int(steps)))
 finally:
-    print(f"lasted {{time.monotonic() - began:.1f}}", flush=True)
+    print("raised at", time.time(), flush=True)
+print("finished at", trainer.global_step)
 """
 
 
-@pytest.mark.parametrize("how", ["killed", "frozen"])
-@pytest.mark.parametrize("name", METHODS)
-def test_who_is_lost_on_nccl_is_named_in_time(tmp_path: Path, name: str, how: str) -> None:
+@contextmanager
+def three_on_nccl(folder: Path, name: str, how: str, steps: int) -> Iterator[list[Program]]:
+    """Three ranks on one GPU; number 1 is killed or freezes in the tenth step."""
     (port,) = free_ports()
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
     job |= {"PYTHONPATH": python_path(), "WORLD_SIZE": "3"}
-    command = [*python_script(tmp_path, FAULTY), name, how]
+    command = [*python_script(folder, FAULTY), name, how, str(steps), str(folder)]
     with ExitStack() as stack:
-        workers = [
+        yield [
             stack.enter_context(
                 Program(command, ROOT, **job, **nccl_environment(rank), NODE_RANK=str(rank))
             )
             for rank in range(3)
         ]
+
+
+def number_after(words: str, output: str) -> float:
+    return float(output.rpartition(words)[2].split()[0])
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+@pytest.mark.parametrize("name", METHODS)
+def test_who_is_lost_on_nccl_is_named_in_time(tmp_path: Path, name: str, how: str) -> None:
+    with three_on_nccl(tmp_path, name, how, steps=4000) as workers:
         for rank in (0, 2):
-            code, output = workers[rank].finish(60)
-            assert code != 0, output
-            assert "worker 1 (no sign of life" in output, output
-            lasted_s = float(output.rpartition("lasted ")[2].split()[0])
-            assert lasted_s < LATEST_S, output
+            code, output = workers[rank].finish(90)
+            ended_at = time.time()
+            assert code == 1, output
+            assert "worker 1" in output.rpartition("Traceback (most recent")[2].lower(), output
+            lost_at = number_after("lost at", output) if rank == 0 else lost_at
+            assert number_after("raised at", output) - lost_at < LATEST_S, output
+            assert ended_at - lost_at < LATEST_S + EXIT_S, output
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+def test_enough_workers_of_a_remote_optimizer_go_on_on_nccl(tmp_path: Path, how: str) -> None:
+    with three_on_nccl(tmp_path, "remote with enough", how, steps=100) as ranks:
+        for rank in (0, 2):
+            code, output = ranks[rank].finish(90)
+            assert code == 0, output
+            assert rank == 2 or number_after("finished at", output) == 100, output
