@@ -46,11 +46,11 @@ class Worker:
         self._barrier.wait()
 
     @contextlib.contextmanager
-    def process_group(self) -> Iterator[None]:
-        """A new default process group (gloo) of all workers."""
+    def process_group(self, backend: str = "gloo") -> Iterator[None]:
+        """A new default process group of all workers."""
         self._groups += 1
         dist.init_process_group(
-            "gloo",
+            backend,
             store=dist.PrefixStore(f"group{self._groups}", self._store),
             rank=self.rank,
             world_size=self.num_workers,
@@ -81,6 +81,8 @@ def _work(
     rank: int, num_workers: int, port: int, barrier: Any, fn: Callable[..., Any], args: Any
 ) -> None:
     torch.set_num_threads(1)
+    # NCCL takes the workers for machines then, which may share one GPU.
+    os.environ.update(NCCL_HOSTID=f"worker{rank}", NCCL_SOCKET_IFNAME="lo")
     store = dist.TCPStore(HOST, port, is_master=False, wait_for_workers=False)
     result = fn(Worker(rank, num_workers, store, barrier), *args)
     store.set(f"result{rank}", pickle.dumps(result))
@@ -97,13 +99,35 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
     return parser
 
 
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Give a parser ``--device``."""
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cuda: all workers share the first GPU, and NCCL carries their messages",
+    )
+
+
+def backend_for(device: str) -> str:
+    """What carries messages of a device: ``"gloo"`` or ``"nccl"``."""
+    return "nccl" if device == "cuda" else "gloo"
+
+
+def wait_for_device(device: str) -> None:
+    """Let a GPU finish what it has been given."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def print_machine() -> None:
     """One line that says where the numbers come from, and how busy this machine already is."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
     print(
         f"{cores} cores ({platform.machine()}), torch {torch.__version__}, one thread per process, "
-        f"load before the start {load:.1f}",
+        f"load before the start {load:.1f}"
+        + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""),
         flush=True,
     )
 

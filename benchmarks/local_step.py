@@ -26,7 +26,18 @@ import warnings
 from typing import Any
 
 import torch
-from common import Worker, against, make_parser, print_machine, print_table, run_workers, spread
+from common import (
+    Worker,
+    add_device,
+    against,
+    backend_for,
+    make_parser,
+    print_machine,
+    print_table,
+    run_workers,
+    spread,
+    wait_for_device,
+)
 from lightning.pytorch import Callback, Trainer, seed_everything
 from torch.utils.data import DataLoader
 
@@ -43,27 +54,32 @@ MODELS: dict[str, tuple[dict[str, int], int, int]] = {
 
 
 class Clock(Callback):
-    """Notes when each batch starts."""
+    """Notes when each batch starts, once the device has done all before."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        self.device = device
         self.started: list[float] = []
 
     def on_train_batch_start(self, *args: Any) -> None:
+        wait_for_device(self.device)
         self.started.append(time.perf_counter())
 
 
-def fit(worker: Worker, kind: str, settings: dict[str, int], steps: int) -> list[float]:
+def fit(
+    worker: Worker, kind: str, settings: dict[str, int], steps: int, device: str
+) -> list[float]:
     """Seconds between the starts of the batches of one fit."""
     seed_everything(0, verbose=False)
     model = ByteGPT(**settings)
     generator = torch.Generator().manual_seed(worker.rank)
     shape = (steps * BATCH_SIZE, model.hparams["context"] + 1)
     windows = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
-    clock = Clock()
+    clock = Clock(device)
     trainer = Trainer(
         strategy=DiLoCoStrategy(sync_every=10**6) if kind == "diloco" else "auto",
-        devices=worker.num_workers if kind == "diloco" else 1,
-        accelerator="cpu",
+        devices=1,
+        num_nodes=worker.num_workers if kind == "diloco" else 1,
+        accelerator=device,
         max_steps=steps,
         gradient_clip_val=1.0,
         callbacks=[clock],
@@ -76,7 +92,7 @@ def fit(worker: Worker, kind: str, settings: dict[str, int], steps: int) -> list
     loader = DataLoader(windows, batch_size=BATCH_SIZE)  # type: ignore[arg-type]
     worker.wait_for_all()
     if kind == "diloco":
-        with worker.process_group():
+        with worker.process_group(backend_for(device)):
             trainer.fit(model, loader)
     else:
         trainer.fit(model, loader)
@@ -85,10 +101,11 @@ def fit(worker: Worker, kind: str, settings: dict[str, int], steps: int) -> list
 
 
 def time_pairs(
-    worker: Worker, settings: dict[str, int], steps: int, warm_up: int, pairs: int
+    worker: Worker, settings: dict[str, int], steps: int, warm_up: int, pairs: int, device: str
 ) -> list[dict[str, float]]:
     """Median seconds of a step, one pair of fits after the other; the first pair is dropped."""
-    os.environ["LOCAL_RANK"] = str(worker.rank)  # Lightning starts no processes then
+    # Each is a machine of its own to Lightning, which starts no processes then.
+    os.environ.update(LOCAL_RANK="0", NODE_RANK=str(worker.rank))
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     medians = []
@@ -96,7 +113,7 @@ def time_pairs(
         kinds = ("plain", "diloco") if pair % 2 else ("diloco", "plain")
         medians.append(
             {
-                kind: statistics.median(fit(worker, kind, settings, steps)[warm_up:])
+                kind: statistics.median(fit(worker, kind, settings, steps, device)[warm_up:])
                 for kind in kinds
             }
         )
@@ -107,6 +124,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--workers", type=int, default=2, help="processes at the same time")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of fits for each model")
+    add_device(parser)
     options = parser.parse_args()
     print_machine()
     rows = []
@@ -115,7 +133,9 @@ def main() -> None:
         pairs = options.pairs
         if options.quick:
             steps, warm_up, pairs = 8, 3, 2
-        results = run_workers(time_pairs, options.workers, settings, steps, warm_up, pairs)
+        results = run_workers(
+            time_pairs, options.workers, settings, steps, warm_up, pairs, options.device
+        )
         medians = [pair for result in results for pair in result]
         plain_s = statistics.median(pair["plain"] for pair in medians)
         extra_s = [pair["diloco"] - pair["plain"] for pair in medians]
