@@ -16,8 +16,8 @@ At the end the three rounds must have led to the same parameters.
 
 How to read it: times are medians over the repetitions. A ratio is the median of the ratios within
 a repetition, with its quartiles in brackets. ours/fused should be at most 1.1 and ours/naive at
-most 0.7 (1.1 on a GPU, which hides what is naive); ours/raw and fused/naive have no bound. Use an idle machine with at least as many cores as
-workers, or read the ratios only.
+most 0.7 (1.1 on a GPU, which hides what is naive); ours/raw and fused/naive have no bound. Use an
+idle machine with at least as many cores as workers, or read the ratios only.
 """
 
 from __future__ import annotations
