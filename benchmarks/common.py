@@ -32,11 +32,15 @@ class Worker:
         num_workers: Number of processes.
         store: Key-value store of all of them.
         barrier: Shared by all of them; it uses no network.
+        device: ``"cpu"`` or ``"cuda"``.
     """
 
-    def __init__(self, rank: int, num_workers: int, store: dist.Store, barrier: Any) -> None:
+    def __init__(
+        self, rank: int, num_workers: int, store: dist.Store, barrier: Any, device: str
+    ) -> None:
         self.rank = rank
         self.num_workers = num_workers
+        self.device = device
         self._store = store
         self._barrier = barrier
         self._groups = 0
@@ -45,12 +49,17 @@ class Worker:
         """Come out at the same time as all other workers."""
         self._barrier.wait()
 
+    def wait_for_device(self) -> None:
+        """Let a GPU finish what it has been given."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
     @contextlib.contextmanager
-    def process_group(self, backend: str = "gloo") -> Iterator[None]:
-        """A new default process group of all workers."""
+    def process_group(self) -> Iterator[None]:
+        """A new default process group of all workers: gloo, or NCCL on a GPU."""
         self._groups += 1
         dist.init_process_group(
-            backend,
+            "nccl" if self.device == "cuda" else "gloo",
             store=dist.PrefixStore(f"group{self._groups}", self._store),
             rank=self.rank,
             world_size=self.num_workers,
@@ -62,7 +71,9 @@ class Worker:
             dist.destroy_process_group()
 
 
-def run_workers(fn: Callable[..., Any], num_workers: int, *args: Any) -> list[Any]:
+def run_workers(
+    fn: Callable[..., Any], num_workers: int, *args: Any, device: str = "cpu"
+) -> list[Any]:
     """Call ``fn(worker, *args)`` in ``num_workers`` new processes and return the results by rank.
 
     Raises:
@@ -72,19 +83,25 @@ def run_workers(fn: Callable[..., Any], num_workers: int, *args: Any) -> list[An
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     barrier = multiprocessing.get_context("spawn").Barrier(num_workers)
     torch.multiprocessing.spawn(
-        _work, args=(num_workers, store.port, barrier, fn, args), nprocs=num_workers
+        _work, args=(num_workers, store.port, barrier, device, fn, args), nprocs=num_workers
     )
     return [pickle.loads(store.get(f"result{rank}")) for rank in range(num_workers)]
 
 
 def _work(
-    rank: int, num_workers: int, port: int, barrier: Any, fn: Callable[..., Any], args: Any
+    rank: int,
+    num_workers: int,
+    port: int,
+    barrier: Any,
+    device: str,
+    fn: Callable[..., Any],
+    args: Any,
 ) -> None:
     torch.set_num_threads(1)
     # NCCL takes the workers for machines then, which may share one GPU.
     os.environ.update(NCCL_HOSTID=f"worker{rank}", NCCL_SOCKET_IFNAME="lo")
     store = dist.TCPStore(HOST, port, is_master=False, wait_for_workers=False)
-    result = fn(Worker(rank, num_workers, store, barrier), *args)
+    result = fn(Worker(rank, num_workers, store, barrier, device), *args)
     store.set(f"result{rank}", pickle.dumps(result))
 
 
@@ -107,17 +124,6 @@ def add_device(parser: argparse.ArgumentParser) -> None:
         default="cpu",
         help="cuda: all workers share the first GPU, and NCCL carries their messages",
     )
-
-
-def backend_for(device: str) -> str:
-    """What carries messages of a device: ``"gloo"`` or ``"nccl"``."""
-    return "nccl" if device == "cuda" else "gloo"
-
-
-def wait_for_device(device: str) -> None:
-    """Let a GPU finish what it has been given."""
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def print_machine() -> None:

@@ -30,13 +30,11 @@ from common import (
     Worker,
     add_device,
     against,
-    backend_for,
     make_parser,
     print_machine,
     print_table,
     run_workers,
     spread,
-    wait_for_device,
 )
 from lightning.pytorch import Callback, Trainer, seed_everything
 from torch.utils.data import DataLoader
@@ -56,30 +54,28 @@ MODELS: dict[str, tuple[dict[str, int], int, int]] = {
 class Clock(Callback):
     """Notes when each batch starts, once the device has done all before."""
 
-    def __init__(self, device: str) -> None:
-        self.device = device
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
         self.started: list[float] = []
 
     def on_train_batch_start(self, *args: Any) -> None:
-        wait_for_device(self.device)
+        self.worker.wait_for_device()
         self.started.append(time.perf_counter())
 
 
-def fit(
-    worker: Worker, kind: str, settings: dict[str, int], steps: int, device: str
-) -> list[float]:
+def fit(worker: Worker, kind: str, settings: dict[str, int], steps: int) -> list[float]:
     """Seconds between the starts of the batches of one fit."""
     seed_everything(0, verbose=False)
     model = ByteGPT(**settings)
     generator = torch.Generator().manual_seed(worker.rank)
     shape = (steps * BATCH_SIZE, model.hparams["context"] + 1)
     windows = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
-    clock = Clock(device)
+    clock = Clock(worker)
     trainer = Trainer(
         strategy=DiLoCoStrategy(sync_every=10**6) if kind == "diloco" else "auto",
         devices=1,
         num_nodes=worker.num_workers if kind == "diloco" else 1,
-        accelerator=device,
+        accelerator=worker.device,
         max_steps=steps,
         gradient_clip_val=1.0,
         callbacks=[clock],
@@ -92,7 +88,7 @@ def fit(
     loader = DataLoader(windows, batch_size=BATCH_SIZE)  # type: ignore[arg-type]
     worker.wait_for_all()
     if kind == "diloco":
-        with worker.process_group(backend_for(device)):
+        with worker.process_group():
             trainer.fit(model, loader)
     else:
         trainer.fit(model, loader)
@@ -101,7 +97,7 @@ def fit(
 
 
 def time_pairs(
-    worker: Worker, settings: dict[str, int], steps: int, warm_up: int, pairs: int, device: str
+    worker: Worker, settings: dict[str, int], steps: int, warm_up: int, pairs: int
 ) -> list[dict[str, float]]:
     """Median seconds of a step, one pair of fits after the other; the first pair is dropped."""
     # Each is a machine of its own to Lightning, which starts no processes then.
@@ -113,7 +109,7 @@ def time_pairs(
         kinds = ("plain", "diloco") if pair % 2 else ("diloco", "plain")
         medians.append(
             {
-                kind: statistics.median(fit(worker, kind, settings, steps, device)[warm_up:])
+                kind: statistics.median(fit(worker, kind, settings, steps)[warm_up:])
                 for kind in kinds
             }
         )
@@ -134,7 +130,7 @@ def main() -> None:
         if options.quick:
             steps, warm_up, pairs = 8, 3, 2
         results = run_workers(
-            time_pairs, options.workers, settings, steps, warm_up, pairs, options.device
+            time_pairs, options.workers, settings, steps, warm_up, pairs, device=options.device
         )
         medians = [pair for result in results for pair in result]
         plain_s = statistics.median(pair["plain"] for pair in medians)

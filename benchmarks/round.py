@@ -33,13 +33,11 @@ from common import (
     Worker,
     add_device,
     against,
-    backend_for,
     make_parser,
     print_machine,
     print_table,
     run_workers,
     spread,
-    wait_for_device,
 )
 from torch import Tensor, nn
 
@@ -136,19 +134,18 @@ def make_naive(params: list[Tensor]) -> Callable[[], None]:
 
 @torch.no_grad()
 def time_rounds(
-    worker: Worker, size: tuple[int, int, int], repetitions: int, device: str
+    worker: Worker, size: tuple[int, int, int], repetitions: int
 ) -> dict[str, list[float]]:
     """Seconds of this worker in every round of every variant.
 
     Raises:
         AssertionError: If the rounds do not lead to the same parameters.
     """
-    with worker.process_group(backend_for(device)):
-        model = Shapes(gpt_shapes(*size)).to(device)
+    with worker.process_group():
+        model = Shapes(gpt_shapes(*size)).to(worker.device)
         params = [p.detach() for p in model.parameters()]
         generator = torch.Generator().manual_seed(1 + worker.rank)
-        drift = [0.01 * torch.randn(p.shape, generator=generator).to(device) for p in params]
-        local = [p + d for p, d in zip(params, drift, strict=True)]
+        local = [p + 0.01 * torch.randn(p.shape, generator=generator).to(p) for p in params]
         engine = StepEngine(model, DiLoCo(LR, MOMENTUM), sync_every=1)
         rounds: dict[str, Callable[[], object]] = {
             "raw": make_raw(params),
@@ -162,11 +159,11 @@ def time_rounds(
         for _ in range(NUM_WARM_UP + repetitions):
             for name in order.sample(VARIANTS, len(VARIANTS)):
                 torch._foreach_copy_(params, local)
-                wait_for_device(device)
+                worker.wait_for_device()
                 worker.wait_for_all()
                 started = time.perf_counter()
                 rounds[name]()
-                wait_for_device(device)
+                worker.wait_for_device()
                 seconds[name].append(time.perf_counter() - started)
                 samples[name] = torch.cat([p.reshape(-1)[:1000] for p in params])
         for name in ("naive", "ours"):
@@ -196,7 +193,7 @@ def main() -> None:
                 num_workers,
                 tuple(size),
                 options.repetitions or repetitions,
-                options.device,
+                device=options.device,
             )
             # A round is over when the last worker is done.
             seconds = {
