@@ -1,12 +1,18 @@
-"""On a real GPU: who waits for it is an error."""
+"""For tests on a real GPU: many ranks on one, and none that waits for it."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+
+def let_nccl_share_the_gpu(rank: int) -> None:
+    """Let NCCL take this process for a machine of its own: it refuses two ranks on one's GPU."""
+    os.environ.update(NCCL_HOSTID=f"worker{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
 
 
 @contextmanager

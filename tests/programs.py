@@ -118,20 +118,28 @@ def python_script(folder: Path, text: str) -> list[str]:
 
 
 @contextmanager
-def one_per_rank(command: Sequence[str], world: int, folder: Path) -> Iterator[list[Program]]:
+def one_per_rank(
+    command: Sequence[str], world: int, folder: Path, num_nodes: int = 1
+) -> Iterator[list[Program]]:
     """A program for each rank of a job, none of which ends another; what is left is killed."""
     (port,) = free_ports()
-    job = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "NODE_RANK": "0",
-        "WORLD_SIZE": str(world),
-    }
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+    places = [divmod(rank, world // num_nodes) for rank in range(world)]
     with ExitStack() as stack:
         yield [
-            stack.enter_context(Program(command, folder, LOCAL_RANK=str(rank), **job))
-            for rank in range(world)
+            stack.enter_context(
+                Program(command, folder, NODE_RANK=str(node), LOCAL_RANK=str(local), **job)
+            )
+            for node, local in places
         ]
+
+
+def start_together(folder: Path, rank: int, world: int, timeout_s: float = 60.0) -> None:
+    """Called by each program of a job: wait until all are here, as some take long to import."""
+    (folder / f"ready {rank}").touch()
+    deadline = time.monotonic() + timeout_s
+    while len(list(folder.glob("ready *"))) < world and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def free_ports(count: int = 1) -> list[int]:

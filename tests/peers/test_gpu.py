@@ -15,7 +15,7 @@ from lightning_loco.peers.blending import Blending
 from lightning_loco.peers.gpu import Upload, make_posting, pack_with_numbers
 from lightning_loco.peers.posting import Posting
 from tests.no_values import no_checksum, with_streams
-from tests.no_waits import no_waits_for_the_gpu
+from tests.one_gpu import no_waits_for_the_gpu
 from tests.peers.helpers import make_node, peers
 
 __all__ = ["no_checksum"]

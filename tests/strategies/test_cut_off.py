@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning_loco import DiLoCoStrategy, GASLoCStrategy
+from tests.programs import start_together
 from tests.tiny import TinyModule, make_loader, quiet_trainer
 
 class Slow(Callback):
@@ -30,17 +31,14 @@ class Slow(Callback):
         time.sleep(0.02)
 
 torch.set_num_threads(1)
-folder, rank = Path(__file__).parent, os.environ["NODE_RANK"]
-(folder / f"ready {{rank}}").touch()
-deadline = time.monotonic() + 60  # some take longer to import than timeout_s
-while len(list(folder.glob("ready *"))) < {world} and time.monotonic() < deadline:
-    time.sleep(0.01)
+rank = int(os.environ["NODE_RANK"])
+start_together(Path(__file__).parent, rank, {world})
 trainer = quiet_trainer(
     strategy={strategy}(sync_every=5, timeout_s={timeout_s}), devices=1, num_nodes={world},
     max_epochs=1, callbacks=[Slow()], use_distributed_sampler=False,
 )
 try:
-    trainer.fit(TinyModule(), make_loader(int(rank), 10_000))
+    trainer.fit(TinyModule(), make_loader(rank, 10_000))
 finally:
     print("ended at", time.monotonic(), flush=True)
 """

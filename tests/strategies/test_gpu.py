@@ -1,14 +1,9 @@
-"""Trainer.fit with several workers on one GPU, over gloo and over NCCL itself.
-
-NCCL refuses two ranks on one GPU only if they are on one machine, which NCCL_HOSTID hides from it.
-"""
+"""Trainer.fit with several workers on one GPU, over gloo and over NCCL itself."""
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,9 +17,9 @@ from torch import Tensor
 from lightning_loco import PairwiseGossipStrategy, RemoteOptimizerStrategy
 from tests.algorithms.toys import assert_close
 from tests.cases import CASES, without_variants
-from tests.conftest import ROOT
+from tests.one_gpu import let_nccl_share_the_gpu
 from tests.pool import Pool
-from tests.programs import Program, free_ports, python_path, python_script
+from tests.programs import Program, one_per_rank, python_script
 from tests.strategies.remote_runs import all_ranks, remote_trainer
 from tests.tiny import ValidatedModule, flat, make_loader
 
@@ -34,12 +29,6 @@ BACKENDS = ["gloo", "nccl"]
 SYNC_EVERY = 4
 EXACT = [name for name in without_variants() if not CASES[name].by_clock]
 BY_CLOCK = [name for name in without_variants() if CASES[name].by_clock]
-
-
-def nccl_environment(rank: int) -> dict[str, str]:
-    """What lets NCCL take this rank for one on a machine of its own."""
-    return {"NCCL_HOSTID": f"worker{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-
 
 # ------------------------------------------------------------------------ the same numbers
 
@@ -80,7 +69,7 @@ def make_strategy(name: str, world: int, backend: str) -> Strategy:
 
 def train(rank: int, world: int, name: str, backend: str, gpu: bool, folder: Path) -> Run:
     """Two epochs with validations; on a GPU the second resumes from the checkpoint of the first."""
-    os.environ.update(nccl_environment(rank))
+    let_nccl_share_the_gpu(rank)
     path = folder / "saved.ckpt"
     parts = [(1, None), (2, str(path))] if gpu else [(2, None)]
     with all_ranks(num_nodes=world if gpu else 1) as environment:
@@ -140,14 +129,18 @@ EXIT_S = 5.0
 METHODS = ["diloco", "async_diloco", "gasloc", "gasloc_overlap", "streaming_diloco", "remote"]
 
 FAULTY = f"""
-import faulthandler, os, pathlib, signal, sys, time
+import faulthandler, os, signal, sys, time
+from pathlib import Path
 from lightning.pytorch import Callback
 from lightning_loco import RemoteOptimizerStrategy
 from tests.cases import CASES
+from tests.one_gpu import let_nccl_share_the_gpu
+from tests.programs import start_together
 from tests.tiny import TinyModule, make_loader, quiet_trainer
 
-name, how, steps, folder = sys.argv[1:]
-rank = os.environ["NODE_RANK"]
+name, how, steps = sys.argv[1:]
+rank = int(os.environ["NODE_RANK"])
+let_nccl_share_the_gpu(rank)
 faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 class Fault(Callback):
@@ -164,35 +157,25 @@ elif name == "remote with enough":
     strategy = RemoteOptimizerStrategy(2, min_workers=1, timeout_s={TIMEOUT_S})
 else:
     strategy = CASES[name].strategy({SYNC_EVERY}, timeout_s={TIMEOUT_S})
-pathlib.Path(folder, rank).touch()
-while not all(pathlib.Path(folder, str(other)).exists() for other in range(3)):
-    time.sleep(0.01)
+start_together(Path(__file__).parent, rank, 3)
 trainer = quiet_trainer(
     strategy=strategy, accelerator="gpu", devices=1, num_nodes=3, max_epochs=1,
     use_distributed_sampler=False, callbacks=[Fault()],
 )
 try:
-    trainer.fit(TinyModule(), make_loader(int(rank), int(steps)))
+    trainer.fit(TinyModule(), make_loader(rank, int(steps)))
 finally:
     print("raised at", time.time(), flush=True)
 print("finished at", trainer.global_step)
 """
 
 
-@contextmanager
-def three_on_nccl(folder: Path, name: str, how: str, steps: int) -> Iterator[list[Program]]:
+def three_on_nccl(
+    folder: Path, name: str, how: str, steps: int
+) -> AbstractContextManager[list[Program]]:
     """Three ranks on one GPU; number 1 is killed or freezes in the tenth step."""
-    (port,) = free_ports()
-    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
-    job |= {"PYTHONPATH": python_path(), "WORLD_SIZE": "3"}
-    command = [*python_script(folder, FAULTY), name, how, str(steps), str(folder)]
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                Program(command, ROOT, **job, **nccl_environment(rank), NODE_RANK=str(rank))
-            )
-            for rank in range(3)
-        ]
+    command = [*python_script(folder, FAULTY), name, how, str(steps)]
+    return one_per_rank(command, 3, folder, num_nodes=3)
 
 
 def number_after(words: str, output: str) -> float:
