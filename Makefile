@@ -6,7 +6,7 @@ export JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses=$(JOBS) --dist=worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-versions check
+.PHONY: help setup demo check test test-faults soak test-versions
 
 help: ## Show this list
 	@echo "Targets of lightning-loco (make PYTHON=python3.12 ... chooses the Python of .venv,"
@@ -18,12 +18,15 @@ setup: .venv/.installed ## Make .venv and install the project with the tested ve
 demo: .venv/.installed ## Train a small GPT with GASLoC on a ring of 4 CPU workers
 	$(RUN) train.py experiment=demo
 
-test: .venv/.installed ## Run the test suite on the CPU, doctests and slow tests included
-	$(PYTEST) -m "not long" --durations=10
+test: .venv/.installed ## Run the tests that need one process or the pool of four, and the doctests
+	$(PYTEST) -m "not process and not soak" --durations=10
 
 # One more at once than in the others, because for much of their time these wait.
-test-long: .venv/.installed ## Run the tests that take tens of seconds each, and test-versions
-	$(PYTEST) --numprocesses=$$(($(JOBS) + 1)) -m long --durations=10
+test-faults: .venv/.installed ## Run the tests that start processes: kills, launchers, elastic members
+	$(PYTEST) --numprocesses=$$(($(JOBS) + 1)) -m "process and not soak" --durations=10
+
+soak: .venv/.installed ## Run all that takes too long for every change (an hour and more), and test-versions
+	$(PYTEST) --numprocesses=$$(($(JOBS) + 1)) --full -m soak --durations=10
 	$(MAKE) test-versions
 
 test-versions: .venv/.installed ## Run what depends on them with other versions of Lightning and Python

@@ -271,7 +271,7 @@ def rows(test: str, names: Iterable[str] = CASES) -> pytest.MarkDecorator:
         reason = CASES[name].not_in.get(test)
         marks = [] if reason is None else [pytest.mark.xfail(strict=True, reason=reason)]
         if name not in METHODS and test in SLOW:
-            marks.append(pytest.mark.long)
+            marks.append(pytest.mark.soak)
         if reason not in LEFT_OUT:
             chosen.append(pytest.param(CASES[name], id=name, marks=marks))
     return pytest.mark.parametrize("case", chosen)

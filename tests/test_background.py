@@ -44,13 +44,13 @@ for number in range(20):
 """
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 def test_work_under_way_comes_to_its_end(tmp_path: Path) -> None:
     assert "ready" in Program([sys.executable, "-c", AT_WORK], tmp_path).succeed()
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_what_never_ends_is_left_behind(tmp_path: Path) -> None:
     said = Program([sys.executable, "-c", HUNG], tmp_path).succeed(limit_s=30)
     assert said.count("told") == 20
@@ -89,7 +89,7 @@ print("ready", flush=True)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.process
+@pytest.mark.soak
 def test_a_thread_that_comes_back_too_late_does_no_harm(tmp_path: Path) -> None:
     assert "ready" in Program([sys.executable, "-c", COMES_BACK_LATE], tmp_path).succeed()

@@ -57,8 +57,8 @@ def judge(value: float, bound: str) -> float:
     return most
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 def test_stragglers_print_what_they_cost() -> None:
     output = run("stragglers", "--quick")
     for who in ("3 fast workers, 1 ten times slower", "4 equal workers"):
@@ -69,8 +69,8 @@ def test_stragglers_print_what_they_cost() -> None:
             assert 0 <= float(ratio) < 100
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("name", "row", "ratio"),
     [
@@ -87,8 +87,8 @@ def test_prints_ratio_and_bound(name: str, row: str, ratio: str) -> None:
     judge(value, bound)
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 def test_scale_judges_the_set_up_and_the_meeting_of_4_to_32_workers() -> None:
     output = run("scale", "--workers", "2", "4", "32", "--jobs", "1", "--repetitions", "1")
     for row, column, most in (
@@ -102,8 +102,8 @@ def test_scale_judges_the_set_up_and_the_meeting_of_4_to_32_workers() -> None:
             assert judge(value, bound) == most
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 def test_elastic_prints_what_is_more() -> None:
     pytest.importorskip("torchft")
     output = run("elastic", "--quick")
@@ -115,8 +115,8 @@ def test_elastic_prints_what_is_more() -> None:
     assert 0 < float(usual) <= float(longest)
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 def test_compression_prints_bytes_and_times_of_each_codec() -> None:
     output = run("compression", "--quick")
     rounds, codecs = output.split("\n\n")[1:3]
@@ -130,8 +130,8 @@ def test_compression_prints_bytes_and_times_of_each_codec() -> None:
         assert decode_s > 0
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 def test_peers_prints_a_row_for_each_library(tmp_path: Path) -> None:
     picture = tmp_path / "peers.png"
     output = run("peers", "--quick", "--png", str(picture))
@@ -154,8 +154,8 @@ def test_peers_prints_a_row_for_each_library(tmp_path: Path) -> None:
         assert loss == pytest.approx(losses["lightning_loco DiLoCo"], abs=2e-4)
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 def test_peers_on_a_shaped_link() -> None:
     sizes = ("--models", "0.8M", "--rounds", "1", "--sync-every", "2", "--repetitions", "1")
     output = run("peers", *sizes, "--links", "shaped", "--rate", "100mbit", "--only", "ours")
@@ -167,9 +167,9 @@ def test_peers_on_a_shaped_link() -> None:
     assert float(blocking_ms) > 0.9 * 8 * float(sent_mb) / 100 * 1000
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes as Linux lists them")
-@pytest.mark.long
+@pytest.mark.soak
 def test_peers_ends_what_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LATE_BENCHMARK", mark := secrets.token_hex(8))
     ended = subprocess.run(
@@ -193,16 +193,16 @@ def environment_of(file: Path) -> str:
         return ""
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 def test_fetch_prints_ratio_and_bound() -> None:
     output = run("fetch", "--quick")
     assert ">= 0.80" in output
     assert "fetch/socket" in output
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 def test_memory_keeps_its_bounds() -> None:
     output = run("memory", "--quick")
     for row in ("Local SGD", "DiLoCo"):
@@ -210,8 +210,8 @@ def test_memory_keeps_its_bounds() -> None:
         assert found[3].endswith("ok"), output
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 def test_throughput_prints_the_pace() -> None:
     output = run("throughput", "--quick")
     pace, bound = cells(output, "loopback, 2, 4 fragments")[3:5]
@@ -219,8 +219,8 @@ def test_throughput_prints_the_pace() -> None:
     assert bound.startswith(">= 0.950 ")
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 def test_hidden_keeps_finished_trainings(tmp_path: Path) -> None:
     file, picture = tmp_path / "hidden.json", tmp_path / "hidden.png"
     arguments = ("--quick", "--out", str(file), "--png", str(picture))
@@ -236,8 +236,8 @@ def test_hidden_keeps_finished_trainings(tmp_path: Path) -> None:
     assert to_diloco.endswith((" ok", " MISSED"))
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 def test_quality_keeps_finished_fits(tmp_path: Path) -> None:
     file = tmp_path / "quality.json"
     arguments = ("--quick", "--only", "ddp", "diloco", "--out", str(file))

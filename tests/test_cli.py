@@ -216,7 +216,7 @@ class TestLaunchers:
         assert train.rank() == 5
 
 
-@pytest.mark.slow
+@pytest.mark.process
 class TestCommand:
     @pytest.mark.alone
     @pytest.mark.parametrize("arguments", [("--help",), ("--cfg", "job", "algorithm=diloco")])
@@ -237,7 +237,7 @@ class TestCommand:
         )
         assert not {"torch", "lightning", "lightning_loco"} & set(done.stdout.split())
 
-    @pytest.mark.long
+    @pytest.mark.soak
     def test_two_workers_share_one_folder(self, tmp_path: Path) -> None:
         done = command("experiment=smoke", "topology=ring", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
@@ -248,7 +248,7 @@ class TestCommand:
         assert (report.parent / "train-rank1.log").exists()
         assert len(list(tmp_path.glob("outputs/*/*"))) == 1
 
-    @pytest.mark.long
+    @pytest.mark.soak
     def test_two_and_three_tiers_end_at_the_same_loss(self, tmp_path: Path) -> None:
         figures = []
         for devices in (3, 4):
@@ -267,7 +267,7 @@ class TestCommand:
         assert two["bytes_sent"] == three["bytes_sent"] > 0
         assert two["num_workers"] == 2
 
-    @pytest.mark.long
+    @pytest.mark.soak
     def test_a_remote_optimizer_sends_a_quarter_of_the_bytes(self, tmp_path: Path) -> None:
         done = command(
             "experiment=smoke", "algorithm=remote_optimizer", "algorithm.num_workers=2",
@@ -279,7 +279,7 @@ class TestCommand:
         figures = json.loads(report.read_text())
         assert 3 * figures["bytes_sent"] == pytest.approx(figures["bytes_saved"], rel=0.1)
 
-    @pytest.mark.long
+    @pytest.mark.soak
     def test_torchrun_decides_the_number_of_workers(self, tmp_path: Path) -> None:
         done = subprocess.run(
             [
@@ -304,23 +304,23 @@ class TestCommand:
             pytest.param(
                 ["algorithm=diloco", "topology=ring"],
                 "error: algorithm: DiLoCo averages over",
-                marks=pytest.mark.long,
+                marks=pytest.mark.soak,
             ),
             pytest.param(
                 ["algorithm=remote_optimizer", "algorithm.num_workers=2", "trainer.devices=5"],
                 "error: algorithm: 2 workers need 3 ranks (2 tiers:",
-                marks=pytest.mark.long,
+                marks=pytest.mark.soak,
             ),
             pytest.param(
                 ["--multirun", "seed=1,2"],
                 "error: 2 ranks on one machine cannot be swept by --multirun: each child would"
                 " repeat the sweep. Use trainer.devices=1, or hydra/launcher=submitit_slurm.",
-                marks=pytest.mark.long,
+                marks=pytest.mark.soak,
             ),
             pytest.param(
                 ["algorithm=async_diloco", "algorithm.fragments=null", "algorithm.sync_every=15"],
                 "error: overlap applies a round's result one round later",
-                marks=pytest.mark.long,
+                marks=pytest.mark.soak,
             ),
         ],
     )
@@ -332,13 +332,13 @@ class TestCommand:
         assert done.stderr.count(message) == 1
         assert "Traceback" not in done.stderr
 
-    @pytest.mark.long
+    @pytest.mark.soak
     def test_the_place_of_an_error_is_shown_on_request(self, tmp_path: Path) -> None:
         done = command("algorithm.sync_every=0", cwd=tmp_path, HYDRA_FULL_ERROR="1")
         assert done.returncode == 1
         assert "Traceback" in done.stderr
 
-    @pytest.mark.long
+    @pytest.mark.soak
     def test_a_sweep_of_single_workers(self, tmp_path: Path) -> None:
         done = command("--multirun", "algorithm=diloco,gasloc", *SMOKE, cwd=tmp_path)
         assert done.returncode == 0, done.stderr

@@ -183,7 +183,7 @@ def test_a_link_takes_other_values(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [n if n == "wan" else pytest.param(n, marks=pytest.mark.long) for n in LINKS]
+    "name", [n if n == "wan" else pytest.param(n, marks=pytest.mark.soak) for n in LINKS]
 )
 @pytest.mark.parametrize("algorithm", sorted(METHODS.keys() - {"remote_optimizer"}))
 def test_every_link_reaches_every_strategy(algorithm: str, name: str) -> None:

@@ -137,18 +137,18 @@ def test_an_example_is_short_and_says_how_to_run_it(name: str) -> None:
 
 
 @pytest.mark.alone
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[] if n.startswith("01_") else pytest.mark.long) for n in CHECKS],
+    [pytest.param(n, marks=[] if n.startswith("01_") else pytest.mark.soak) for n in CHECKS],
 )
 def test_an_example_shows_what_it_claims(tmp_path: Path, name: str) -> None:
     CHECKS[name](run([sys.executable, str(EXAMPLES / name)], tmp_path))
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 def test_the_plain_loop_under_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     example = str(EXAMPLES / "03_plain_pytorch.py")
@@ -164,8 +164,8 @@ def test_the_remote_plain_loop_says_how_to_run_it() -> None:
     assert len(text.splitlines()) < 100
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 def test_the_remote_plain_loop_under_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     example = str(REMOTE / "plain_loop.py")
@@ -211,8 +211,8 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 def test_the_batch_script(tmp_path: Path, cluster: dict[str, str]) -> None:
     run(["bash", str(BATCH_SCRIPT)], tmp_path, **cluster, CHANGES=f"{TINY} trainer.max_steps=8")
     figures = json.loads((tmp_path / "outputs/slurm-123456-0/report.json").read_text())
@@ -220,8 +220,8 @@ def test_the_batch_script(tmp_path: Path, cluster: dict[str, str]) -> None:
     assert figures["rounds"] == 2
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 def test_the_batch_script_goes_on_after_its_time_is_up(
     tmp_path: Path, cluster: dict[str, str]
 ) -> None:
@@ -241,8 +241,8 @@ def test_the_batch_script_goes_on_after_its_time_is_up(
     assert figures["rounds"] == -(-(step + 8) // 4)
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 def test_the_remote_batch_script_goes_on_after_its_time_is_up(
     tmp_path: Path, cluster: dict[str, str]
 ) -> None:
@@ -279,8 +279,8 @@ def test_a_batch_script_asks_for_one_gpu_per_task(script: Path) -> None:
     assert settings["signal"].startswith("SIGUSR1@")
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 @pytest.mark.parametrize("schedule", [[], ["--overlap"]])
 def test_chaos_ends_well(tmp_path: Path, schedule: list[str]) -> None:
     pytest.importorskip("torchft")

@@ -26,8 +26,8 @@ def test_it_shows_what_travels_when_and_names_the_license() -> None:
     assert {"docs/what_travels_when.svg", "LICENSE"} <= {link for _, link in README.links}
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 def test_the_quick_start_runs(tmp_path: Path) -> None:
     (tmp_path / "quick_start.py").write_text(QUICK_START)
     done = subprocess.run(

@@ -94,7 +94,7 @@ def test_alone(name):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_marked_tests_run_alone(tmp_path: Path) -> None:
     (tmp_path / "test_times.py").write_text(TESTS)
     options = ["-n2", "--dist=load", "--maxschedchunk=1", "-ptests.turns", f"--rootdir={ROOT}"]

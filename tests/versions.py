@@ -131,7 +131,7 @@ def run_tests(name: str, python: str, **environ: str) -> Outcome:
     print(f"\n=== {name}: {' '.join(TESTS)}", flush=True)
     began = time.monotonic()
     at_once = [f"--numprocesses={os.environ.get('JOBS', '2')}", "--dist=worksteal"]
-    command = [python, "-m", "pytest", "-q", *at_once, "-m", "not long", *TESTS]
+    command = [python, "-m", "pytest", "-q", *at_once, "-m", "not soak", *TESTS]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environ})
     minutes = (time.monotonic() - began) / 60
     status = done.returncode

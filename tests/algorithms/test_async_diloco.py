@@ -126,7 +126,7 @@ def test_it_is_the_order_of_the_published_file(inner: Any, warm: bool) -> None:
     assert (history - simulate(ALGORITHM, 3, 6, inner=inner, sync_every=2)).abs().max() > 1e-2
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_it_is_the_order_of_the_published_file_on_gloo(pool: Pool, world: int, warm: bool) -> None:

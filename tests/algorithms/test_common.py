@@ -55,7 +55,7 @@ def test_an_algorithm_without_rounds_is_refused(drive: Any) -> None:
 @every_case
 @pytest.mark.parametrize(
     "num_workers",
-    [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long), 4],
+    [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(3, marks=pytest.mark.soak), 4],
 )
 def test_it_converges_on_quadratics_with_other_targets_on_each_worker(
     case: Case, num_workers: int

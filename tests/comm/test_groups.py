@@ -157,7 +157,7 @@ def come_late_or_not(rank: int, world: int, what: str) -> float:
     return took_s
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("what", "words"),
     [
@@ -166,7 +166,7 @@ def come_late_or_not(rank: int, world: int, what: str) -> float:
         pytest.param(
             "hangs",
             r"from worker 1 \(alive, last exchange: the beginning\)",
-            marks=pytest.mark.long,
+            marks=pytest.mark.soak,
         ),
     ],
 )
@@ -187,7 +187,7 @@ def look_for_long(rank: int, world: int) -> None:
     group.gather_objects(rank, "the gathering")
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_worker_0_does_not_end_before_the_others_know_why() -> None:
     with Job(look_for_long, world=3) as job:
         for outcome in job.outcomes([0, 2], 30):
@@ -201,7 +201,7 @@ def begin_or_not(rank: int, world: int) -> None:
     WorkerGroup.create(timeout_s=5)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_who_does_not_come_to_the_set_up_is_named() -> None:
     with Job(begin_or_not, world=3) as job:
         for outcome in job.outcomes([0, 2], 30):
@@ -230,6 +230,6 @@ def close_in_the_middle(rank: int, world: int) -> float:
     return took
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_after_a_failure_closing_does_not_wait_for_what_is_under_way(pool: Pool) -> None:
     assert max(pool.run(close_in_the_middle, world=3)) < 6.0

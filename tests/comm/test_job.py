@@ -75,16 +75,16 @@ def test_other_devices_are_refused_before_a_group_waits_for_them() -> None:
         assert "Worker 1 is on a device of kind 'cuda' and worker 0 on 'cpu'" in outcome.result
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("victim", "how"),
     [
         (0, "frozen"),
         (1, "ended"),
-        pytest.param(0, "ended", marks=pytest.mark.long),
-        pytest.param(1, "frozen", marks=pytest.mark.long),
-        pytest.param(2, "frozen", marks=pytest.mark.long),
-        pytest.param(2, "ended", marks=pytest.mark.long),
+        pytest.param(0, "ended", marks=pytest.mark.soak),
+        pytest.param(1, "frozen", marks=pytest.mark.soak),
+        pytest.param(2, "frozen", marks=pytest.mark.soak),
+        pytest.param(2, "ended", marks=pytest.mark.soak),
     ],
 )
 def test_who_does_not_come_is_named_in_time(victim: int, how: str) -> None:

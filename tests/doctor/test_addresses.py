@@ -100,7 +100,7 @@ def test_nccl_takes_the_first_that_fits(
     assert find_addresses(own, [], "lo", setting, True).nccl == [expected]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("setting", ["", "lo"])
 def test_gloo_itself_listens_there(setting: str) -> None:

@@ -20,7 +20,7 @@ from tests.doctor.guest import Guest, facts_of
 from tests.doctor.machines import COMMAND, LIMIT_S, Machines, meet
 from tests.programs import environment
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 BOUND_S = 10.0
 START_S = 5.0
@@ -241,7 +241,7 @@ class TestStrangers:
             assert one.status == 1
             assert [text for check, text in one.faults() if check == "machines"] == told
 
-    @pytest.mark.long
+    @pytest.mark.soak
     def test_who_comes_too_late_is_told_so(self) -> None:
         with Machines(3, timeout_s=4) as machines:
             machines.start(0)
@@ -255,7 +255,7 @@ class TestStrangers:
         assert "has come after the others had begun" in late.answer.reason
         assert any(text == late.answer.reason for _, text in said[0].faults())
 
-    @pytest.mark.parametrize("fate", ["leaves", pytest.param("hangs", marks=pytest.mark.long)])
+    @pytest.mark.parametrize("fate", ["leaves", pytest.param("hangs", marks=pytest.mark.soak)])
     def test_a_machine_that_does_not_stay_is_named(self, fate: str) -> None:
         with Machines(3) as machines:
             machines.start(0)
@@ -296,7 +296,7 @@ class TestCommand:
         done = run(*COMMAND, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", **environ)
         assert (done.returncode, done.stdout) == (0, "")
 
-    @pytest.mark.long
+    @pytest.mark.soak
     def test_under_torchrun(self) -> None:
         with Machines(1) as machines:
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]

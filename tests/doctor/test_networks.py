@@ -15,7 +15,7 @@ from tests.programs import Program
 
 PORT = 29500
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_ports_that_a_firewall_closes(network: Network) -> None:
         assert not any("machine 0 (node-0)" in text for text in faults)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_the_masters_port_is_closed_to_one(network: Network) -> None:
     network.drop(0, "ipproto", "tcp", "sport", str(PORT), "to", address(2))
     first, second, third = examine(network)
@@ -91,7 +91,7 @@ def test_the_masters_port_is_closed_to_one(network: Network) -> None:
     assert f"Open TCP port {PORT} of machine 0" in text
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_slow_links_are_measured_and_not_taken_for_broken_ones(network: Network) -> None:
     network.slow_down("1mbit")
     for one in examine(network):
@@ -138,7 +138,7 @@ def test_doors_of_gloo_and_of_nccl(network: Network) -> None:
         assert len(ways) == 6
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_gloo_takes_ports_of_the_systems_range(network: Network) -> None:
     confine = 'echo "40000 40009" > /proc/sys/net/ipv4/ip_local_port_range && exec "$@"'
     inside = ("ip", "netns", "exec", network.spaces[0], "sh", "-c", confine, "sh")

@@ -55,8 +55,8 @@ def running(folder: Path, name: str, command: str, *more: str, **environ: str) -
         process.wait()
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.process
+@pytest.mark.soak
 def test_two_begin_a_third_joins_and_the_first_is_killed(tmp_path: Path) -> None:
     lighthouse, train = commands()
     (port,) = free_ports()
@@ -80,7 +80,7 @@ def test_two_begin_a_third_joins_and_the_first_is_killed(tmp_path: Path) -> None
             assert "on workers that come and go" in output.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_end_the_lighthouse(number: signal.Signals) -> None:
     (port,) = free_ports()

@@ -102,13 +102,13 @@ def column(made: Cluster, index: int, name: str) -> dict[int, Any]:
     return {line["round"]: line[name] for line in made.lines(index)}
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("schedule", "landed"),
     [
-        pytest.param((), 6, id="blocking", marks=pytest.mark.long),
+        pytest.param((), 6, id="blocking", marks=pytest.mark.soak),
         pytest.param(("--overlap",), 7, id="overlap"),
-        pytest.param(("--overlap", "--save-at=6"), 7, id="saved", marks=pytest.mark.long),
+        pytest.param(("--overlap", "--save-at=6"), 7, id="saved", marks=pytest.mark.soak),
     ],
 )
 def test_a_worker_that_drifts_is_named_and_repaired(
@@ -139,7 +139,7 @@ def test_a_worker_that_drifts_is_named_and_repaired(
         assert without == ({landed, landed + 1} if schedule == ("--overlap",) else {landed})
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_who_made_the_round_before_without_the_others_goes_on_from_their_state(
     tmp_path: Path,
 ) -> None:
@@ -153,7 +153,7 @@ def test_who_made_the_round_before_without_the_others_goes_on_from_their_state(
         assert {line["round"] for line in lines if sum(line["weights"]) < 3} == {5}
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize(
     "settings", [("--check-every=2",), ("--check-every=0",), ("--algorithm=local_sgd",)]
 )
@@ -166,8 +166,8 @@ def test_without_drift_nothing_is_repaired(tmp_path: Path, settings: tuple[str, 
         assert set(column(made, 0, "repaired").values()) == {0}
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.process
+@pytest.mark.soak
 def test_weights_that_a_hook_has_written_on_one_member_only_are_taken_back(tmp_path: Path) -> None:
     settings = ("--max-steps=80", "--check-every=4")
     with cluster(tmp_path, *settings, min_workers=3, program=trainer_worker.main) as made:

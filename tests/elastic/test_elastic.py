@@ -11,7 +11,7 @@ import pytest
 from lightning_loco.elastic.uptime import HEARD_S
 from tests.elastic.cluster import HEARTBEAT_TIMEOUT_S, Cluster, cluster, until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 SCHEDULES = [pytest.param((), id="blocking"), pytest.param(("--overlap",), id="overlap")]
 
@@ -28,7 +28,7 @@ def weight_of(line: dict[str, object]) -> object:
     return weights[members.index(line["own"])]
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_one_joins_one_is_killed_and_the_others_go_on(
     tmp_path: Path, schedule: tuple[str, ...]
@@ -50,7 +50,7 @@ def test_one_joins_one_is_killed_and_the_others_go_on(
         assert after - killed_at < HEARTBEAT_TIMEOUT_S + 6  # +1 on a quiet machine
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_newcomer_takes_the_outer_rate_of_the_round(
     tmp_path: Path, schedule: tuple[str, ...]
@@ -65,7 +65,7 @@ def test_a_newcomer_takes_the_outer_rate_of_the_round(
         assert weight_of(first_members(made, 2, 3)) == 0
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_sleeper_joins_anew(tmp_path: Path) -> None:
     with cluster(tmp_path, "--rounds=80", "--step-s=0.04", "--timeout-s=4") as made:
         for index in range(3):
@@ -80,7 +80,7 @@ def test_a_sleeper_joins_anew(tmp_path: Path) -> None:
         assert weight_of(made.lines(2)[-1]) == 1
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_below_the_minimum_they_wait_until_someone_comes(tmp_path: Path) -> None:
     with cluster(tmp_path, "--rounds=40", "--step-s=0.02") as made:
         made.start(0)
@@ -96,7 +96,7 @@ def test_below_the_minimum_they_wait_until_someone_comes(tmp_path: Path) -> None
         made.agree()
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_below_the_minimum_for_too_long_is_an_error(tmp_path: Path) -> None:
     with cluster(tmp_path, "--timeout-s=6", min_workers=2, least=1) as made:
         made.start(0)
@@ -104,7 +104,7 @@ def test_below_the_minimum_for_too_long_is_an_error(tmp_path: Path) -> None:
         assert "Fewer than 2 workers were there" in made.errors(0)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_the_lighthouse_is_restarted(tmp_path: Path) -> None:
     with cluster(tmp_path, "--rounds=40", "--step-s=0.04") as made:
         made.start(0)
@@ -126,7 +126,7 @@ def connections_with(port: int) -> int:
     )
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_those_who_come_first_to_a_new_lighthouse_begin_no_other_run(tmp_path: Path) -> None:
     """The members are silent for a moment, as if it took them longer to find it again."""
     with cluster(tmp_path, "--rounds=60", "--step-s=0.05") as made:
@@ -147,7 +147,7 @@ def test_those_who_come_first_to_a_new_lighthouse_begin_no_other_run(tmp_path: P
         assert len(made.lines(0)[-1]["members"]) == 4
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_another_model_is_refused_with_the_difference(tmp_path: Path) -> None:
     with cluster(tmp_path, "--rounds=60", "--step-s=0.04") as made:
         made.start(0)

@@ -14,7 +14,7 @@ from tests.elastic import resume_worker
 from tests.elastic.cluster import HEARTBEAT_TIMEOUT_S, Cluster, cluster, until
 from tests.elastic.fault_points import POINTS
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 AT_A_JOIN = ("making the group", "copying the state", "sending the state")
 OF_A_JOIN = (*AT_A_JOIN, "receiving the state")
@@ -24,7 +24,7 @@ OTHERS = [point for point in POINTS if point not in (QUICK, *OF_A_JOIN, *OF_A_CH
 
 
 @pytest.mark.parametrize(
-    "point", [QUICK, *(pytest.param(point, marks=pytest.mark.long) for point in OTHERS)]
+    "point", [QUICK, *(pytest.param(point, marks=pytest.mark.soak) for point in OTHERS)]
 )
 def test_one_of_three_dies(tmp_path: Path, point: str) -> None:
     size = "--numel=2000000" if point == QUICK else "--numel=1000"
@@ -40,7 +40,7 @@ def test_one_of_three_dies(tmp_path: Path, point: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overlap", "lost"), [((), 8), pytest.param(("--overlap",), 7, marks=pytest.mark.long)]
+    ("overlap", "lost"), [((), 8), pytest.param(("--overlap",), 7, marks=pytest.mark.soak)]
 )
 def test_a_round_counts_though_the_only_one_that_has_landed_it_is_dead(
     tmp_path: Path, overlap: tuple[str, ...], lost: int
@@ -58,7 +58,7 @@ def test_a_round_counts_though_the_only_one_that_has_landed_it_is_dead(
             assert [members[number] for number in (8, 9, 10)] == [3, 3, 2]
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("point", AT_A_JOIN)
 def test_the_one_that_brings_the_state_dies(tmp_path: Path, point: str) -> None:
     with cluster(tmp_path, "--rounds=60", "--step-s=0.02", "--numel=2000000") as made:
@@ -73,7 +73,7 @@ def test_the_one_that_brings_the_state_dies(tmp_path: Path, point: str) -> None:
         assert longest_wait(made) < HEARTBEAT_TIMEOUT_S + 6
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_newcomer_dies_while_it_receives_the_state(tmp_path: Path) -> None:
     with cluster(tmp_path, "--rounds=60", "--step-s=0.02", "--numel=2000000") as made:
         made.start(0)
@@ -85,7 +85,7 @@ def test_a_newcomer_dies_while_it_receives_the_state(tmp_path: Path) -> None:
         assert made.agree() == 61
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("point", ["rows", QUICK, "confirming", "before the group", *AT_A_JOIN])
 def test_one_that_freezes_is_left_behind_and_comes_back(tmp_path: Path, point: str) -> None:
     settings = ("--rounds=400", "--step-s=0.02", "--numel=200000", "--timeout-s=300")
@@ -108,7 +108,7 @@ def test_one_that_freezes_is_left_behind_and_comes_back(tmp_path: Path, point: s
         assert longest_wait(made) < SILENT_S + HEARTBEAT_TIMEOUT_S + 10  # +4 on a quiet machine
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("point", OF_A_CHECKPOINT)
 def test_a_job_that_dies_while_it_saves_comes_back_with_what_it_has_saved(
     tmp_path: Path, point: str
@@ -127,7 +127,7 @@ def test_a_job_that_dies_while_it_saves_comes_back_with_what_it_has_saved(
         assert longest_wait(made) < HEARTBEAT_TIMEOUT_S + 6
 
 
-@pytest.mark.parametrize("overlap", [pytest.param((), marks=pytest.mark.long), ("--overlap",)])
+@pytest.mark.parametrize("overlap", [pytest.param((), marks=pytest.mark.soak), ("--overlap",)])
 def test_a_member_without_valid_progress_has_no_weight(
     tmp_path: Path, overlap: tuple[str, ...]
 ) -> None:
@@ -141,7 +141,7 @@ def test_a_member_without_valid_progress_has_no_weight(
         assert made.lines(0)[-1]["outer"] == pytest.approx(1.5, abs=1.5)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_workers_leave_one_by_one_down_to_one(tmp_path: Path) -> None:
     with cluster(tmp_path, "--rounds=60", "--step-s=0.02", min_workers=1) as made:
         for index in range(3):

@@ -12,7 +12,7 @@ import pytest
 from tests.elastic import trainer_worker
 from tests.elastic.cluster import Cluster, cluster
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 
 def check_samples(made: Cluster, *indices: int) -> None:
@@ -36,7 +36,7 @@ def end_of(folder: Path, index: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("steps", "rounds"), [pytest.param(40, 20 + 1, marks=pytest.mark.long), (41, 20 + 2)]
+    ("steps", "rounds"), [pytest.param(40, 20 + 1, marks=pytest.mark.soak), (41, 20 + 2)]
 )
 def test_jobs_end_with_a_round_of_each_fragment(tmp_path: Path, steps: int, rounds: int) -> None:
     """But for one that has begun after the last step."""
@@ -55,9 +55,9 @@ def test_jobs_end_with_a_round_of_each_fragment(tmp_path: Path, steps: int, roun
 @pytest.mark.parametrize(
     "schedule",
     [
-        pytest.param((), id="blocking", marks=pytest.mark.long),
-        pytest.param(("--overlap",), id="overlap", marks=pytest.mark.long),
-        pytest.param(("--stream",), id="fragments", marks=pytest.mark.long),
+        pytest.param((), id="blocking", marks=pytest.mark.soak),
+        pytest.param(("--overlap",), id="overlap", marks=pytest.mark.soak),
+        pytest.param(("--stream",), id="fragments", marks=pytest.mark.soak),
     ],
 )
 def test_a_third_job_joins_and_the_first_is_killed(
@@ -89,7 +89,7 @@ def test_a_third_job_joins_and_the_first_is_killed(
         assert ends[0]["model"] == ends[1]["model"]
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_loaders_with_processes_share_the_data(tmp_path: Path) -> None:
     settings = ("--max-steps=60", "--num-loaders=1")
     with cluster(tmp_path, *settings, program=trainer_worker.main) as made:
@@ -100,7 +100,7 @@ def test_loaders_with_processes_share_the_data(tmp_path: Path) -> None:
         check_samples(made, 0, 1)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_gossiping_jobs_go_on_when_one_joins_and_one_is_killed(tmp_path: Path) -> None:
     settings = ("--max-steps=240", "--gossip")
     with cluster(tmp_path, *settings, program=trainer_worker.main) as made:

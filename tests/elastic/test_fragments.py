@@ -17,7 +17,7 @@ from tests.elastic.test_faults import longest_wait
 from tests.elastic.worker import PULL, Layers, checksum, streaming_settings
 from tests.pool import Pool
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 STREAM = ("--fragments=2", "--delay=2", "--sync-every=10")
 STEPS = 64
@@ -58,7 +58,7 @@ def checksums(made: Cluster, index: int) -> list[int]:
     return [line["checksum"] for line in made.lines(index)]
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("workers", "schedule", "compression"),
     [
@@ -103,7 +103,7 @@ def check_steps(made: Cluster, *indices: int) -> None:
             assert steps.setdefault(at, line["steps"]) == line["steps"], (index, at)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "settings",
     [
@@ -133,7 +133,7 @@ def test_one_joins_one_is_killed_and_the_others_go_on(
         assert {len(line["members"]) for line in made.lines(1)} >= {2, 3}
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("point", ["within the exchange", "local step", "rows", "outer step"])
 def test_one_of_three_dies_while_a_fragment_is_under_way(tmp_path: Path, point: str) -> None:
     size = "--numel=2000000" if point == "within the exchange" else "--numel=1000"
@@ -150,7 +150,7 @@ def test_one_of_three_dies_while_a_fragment_is_under_way(tmp_path: Path, point: 
         assert longest_wait(made) < HEARTBEAT_TIMEOUT_S + 6
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("settings", [(), ("--delay=0",), ("--delay=5",)])
 def test_a_sleeper_joins_anew(tmp_path: Path, settings: tuple[str, ...]) -> None:
     asked = ("--steps=300", "--step-s=0.04", "--timeout-s=8", *STREAM, *settings)
@@ -170,7 +170,7 @@ def test_a_sleeper_joins_anew(tmp_path: Path, settings: tuple[str, ...]) -> None
         assert checksums(made, 2)[-1] == checksums(made, 0)[-1]
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_worker_that_drifts_is_repaired(tmp_path: Path) -> None:
     settings = ("--steps=100", "--check-every=5", "--step-s=0.01", *STREAM)
     with cluster(tmp_path, *settings, min_workers=3) as made:
@@ -187,7 +187,7 @@ def test_a_worker_that_drifts_is_repaired(tmp_path: Path) -> None:
             assert "Round 5: the outer parameters or" in made.errors(index)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("settings", [(), ("--fragments=1", "--delay=3"), ("--compression=e3m0",)])
 def test_who_resumes_with_a_round_under_way_goes_on_as_if_nothing_had_been(
     tmp_path: Path, settings: tuple[str, ...]
@@ -216,7 +216,7 @@ def test_who_resumes_with_a_round_under_way_goes_on_as_if_nothing_had_been(
                 assert at == (4, 1) or line["steps"] == whole[index][at]["steps"], at
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_newcomer_gets_what_was_under_way_when_it_was_saved(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):

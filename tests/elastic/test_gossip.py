@@ -15,7 +15,7 @@ from lightning_loco.topology import get_topology
 from tests.elastic.cluster import HEARTBEAT_TIMEOUT_S, Cluster, Line, cluster, until
 from tests.elastic.worker import PULL, TOPOLOGIES, algorithm_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 SYNC_EVERY = 4
 BASE = ("--dtype=float64", "--numel=5", "--vectors", f"--sync-every={SYNC_EVERY}")
@@ -86,7 +86,7 @@ def check_rounds(made: Cluster, algorithm: str) -> set[int]:
     return sizes
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("algorithm", ["gasloc", "noloco", "neighbor_average"])
 def test_one_joins_one_is_killed_and_all_rounds_are_those_of_the_members(
     tmp_path: Path, algorithm: str
@@ -105,7 +105,7 @@ def test_one_joins_one_is_killed_and_all_rounds_are_those_of_the_members(
         assert len(full_members(made.lines(3)[-1])) == 3
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_who_is_left_alone_goes_on_and_two_join_at_once(tmp_path: Path) -> None:
     settings = (*BASE, "--rounds=120", "--step-s=0.02", "--algorithm=noloco")
     with cluster(tmp_path, *settings, min_workers=1) as made:
@@ -120,7 +120,7 @@ def test_who_is_left_alone_goes_on_and_two_join_at_once(tmp_path: Path) -> None:
         assert check_rounds(made, "noloco") >= {1, 3}
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_sleeper_comes_back_at_the_mean(tmp_path: Path) -> None:
     settings = (*BASE, "--rounds=80", "--step-s=0.03", "--algorithm=gasloc", "--timeout-s=4")
     with cluster(tmp_path, *settings) as made:
@@ -134,7 +134,7 @@ def test_a_sleeper_comes_back_at_the_mean(tmp_path: Path) -> None:
         assert len(full_members(made.lines(0)[-1])) == 3
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("algorithm", "dtype", "tolerance"),
     [("noloco", "float64", 1e-12), ("gasloc", "float32", 1e-6)],

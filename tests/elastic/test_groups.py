@@ -69,7 +69,7 @@ def member(place: int, line: Connection, dies: bool, sends: bool) -> None:
         line.send(None)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("sender_dies", [False, True])
 def test_a_death_within_a_message_is_noticed_at_once(sender_dies: bool) -> None:
     _processes.set_forkserver_preload(PRELOADED)

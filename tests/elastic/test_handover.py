@@ -76,7 +76,7 @@ def send_garbage(rank: int, world: int, garbage: bytes) -> str:
     "garbage",
     [
         b"\x80\x04no JSON",
-        pytest.param(messages.write([]), marks=pytest.mark.long),
+        pytest.param(messages.write([]), marks=pytest.mark.soak),
         messages.write({"tensors": {"a": ["float99", [3]]}, "values": {}}),
         messages.write({"tensors": {"a": ["torch.float32", [-3]]}, "values": {}}),
         messages.write({"tensors": {"a": ["torch.float32", [2.5]]}, "values": {}}),

@@ -11,10 +11,10 @@ import pytest
 from tests.elastic import trainer_worker
 from tests.elastic.cluster import cluster, until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("schedule", [("--overlap",), ()], ids=["overlap", "blocking"])
 def test_sigterm_leaves_after_the_flight(tmp_path: Path, schedule: tuple[str, ...]) -> None:
     """The first worker is fast: it has begun a round that the others come to a phase later."""
@@ -46,7 +46,7 @@ def test_sigterm_leaves_after_the_flight(tmp_path: Path, schedule: tuple[str, ..
         assert all(line["lr"] == rates[line["round"]] for line in shared)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_sigterm_leaves_after_the_flight_also_where_nothing_is_saved(tmp_path: Path) -> None:
     settings = ("--max-steps=20", "--step-s=0.7", "--overlap", "--dev-run")
     with cluster(tmp_path, *settings, least=1, program=trainer_worker.main) as made:
@@ -65,7 +65,7 @@ def test_sigterm_leaves_after_the_flight_also_where_nothing_is_saved(tmp_path: P
             assert [len(members[last + i]) for i in (1, 2)] == [3, 2]
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "schedule", [pytest.param((), id="blocking"), pytest.param(("--overlap",), id="overlap")]
 )
@@ -84,7 +84,7 @@ def test_who_has_finished_is_not_waited_for(tmp_path: Path, schedule: tuple[str,
         assert "Fewer than" not in made.errors(0)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_the_last_round_waits_for_nobody(tmp_path: Path) -> None:
     with cluster(tmp_path, "--steps=60", "--sync-every=40", "--step-s=0.05", least=1) as made:
         made.start(0)
@@ -95,7 +95,7 @@ def test_the_last_round_waits_for_nobody(tmp_path: Path) -> None:
         assert [len(line["members"]) for line in made.lines(0)][-2:] == [2, 1]
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_ctrl_c_in_the_last_round_ends_at_once(tmp_path: Path) -> None:
     with cluster(tmp_path, "--max-steps=2", program=trainer_worker.main) as made:
         made.start(0, "--step-s=0")

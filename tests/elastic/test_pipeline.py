@@ -8,7 +8,7 @@ import pytest
 
 from tests.elastic.cluster import Line, cluster
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 OUTER_LR, RATE, STEPS = 0.7, 0.05, 4
 
@@ -40,7 +40,7 @@ def members_of(line: Line) -> list[int]:
     return [int(name[1]) for name, weight in pairs if weight]
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_newcomer_is_inserted_as_the_plain_loop_does(tmp_path: Path) -> None:
     with cluster(tmp_path, "--rounds=20", "--from-members=3", "--step-s=0.02", "--overlap") as made:
         made.begin(2, rounds=5)

@@ -9,7 +9,7 @@ import pytest
 from tests.elastic.cluster import Lighthouse
 from tests.programs import Program, python_script
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 SCRIPT = """
 import logging, os, sys
@@ -32,7 +32,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize(("given", "is_loud"), [(None, False), ("info", True)])
 def test_lines_of_torchft(tmp_path: Path, given: str | None, is_loud: bool) -> None:
     lighthouse = Lighthouse(1)

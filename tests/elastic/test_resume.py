@@ -20,7 +20,7 @@ from tests.elastic.test_fit import check_samples
 from tests.elastic.trainer_worker import Model, Numbered
 from tests.pool import Pool, make_trainer
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:You're resuming from a")]
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:You're resuming from a")]
 
 
 def saved_round(path: Path) -> int:
@@ -92,7 +92,7 @@ def end_four_jobs(folder: Path, *schedule: str, more: int = 4) -> tuple[list[Pat
     "schedule",
     [pytest.param((), id="blocking"), pytest.param(("--overlap",), id="overlap")],
 )
-@pytest.mark.long
+@pytest.mark.soak
 def test_four_jobs_go_on_as_three_and_then_as_five(
     tmp_path: Path, schedule: tuple[str, ...]
 ) -> None:
@@ -126,7 +126,7 @@ def test_four_jobs_go_on_as_three_and_then_as_five(
         assert min(start_of(folder, index)["round"] for index in range(3)) == max(rounds)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_job_that_is_ahead_of_those_that_train_already_is_followed(tmp_path: Path) -> None:
     paths, _ = end_four_jobs(tmp_path / "first", more=40)
     rounds = [saved_round(path) for path in paths]
@@ -197,7 +197,7 @@ def fit_and_save(rank: int, world: int, path: str) -> set[int]:
     return samples
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_static_run_goes_on_as_jobs_and_these_as_a_static_run(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "static.ckpt"
     trained = set().union(*pool.run(fit_and_save, str(path), world=4))

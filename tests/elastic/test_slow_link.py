@@ -11,7 +11,7 @@ from tests.elastic.cluster import lines_of
 from tests.elastic.machines import start_lighthouse, start_worker
 from tests.networks import wired_together
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = [pytest.mark.process, pytest.mark.soak]
 
 ROUNDS = 6
 NUMEL = 1_000_000

@@ -16,8 +16,8 @@ __all__ = ["cluster"]
 SCRIPT = ROOT / "examples" / "slurm" / "elastic_array.sbatch"
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 def test_one_is_preempted_and_comes_again(tmp_path: Path, cluster: dict[str, str]) -> None:
     lighthouse = Lighthouse(1)
     batch = ["bash", str(SCRIPT)]

@@ -13,7 +13,7 @@ from tests.elastic.cluster import cluster
 from tests.elastic.worker import PULL, TOPOLOGIES, algorithm_of, checksum
 from tests.pool import Pool
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 ROUNDS = 12
 
@@ -47,15 +47,15 @@ def run_of_ranks(
     ("algorithm", "workers", "overlap", "compression"),
     [
         ("diloco", 2, False, None),
-        pytest.param("diloco", 2, True, None, marks=pytest.mark.long),
+        pytest.param("diloco", 2, True, None, marks=pytest.mark.soak),
         ("gasloc", 3, True, None),
-        pytest.param("noloco", 3, False, None, marks=pytest.mark.long),
-        pytest.param("gasloc", 4, False, None, marks=pytest.mark.long),
-        pytest.param("noloco", 4, True, None, marks=pytest.mark.long),
-        pytest.param("diloco", 3, True, "e3m0", marks=pytest.mark.long),
-        pytest.param("diloco", 3, False, "sparse", marks=pytest.mark.long),
-        pytest.param("local_sgd", 3, False, "int8", marks=pytest.mark.long),
-        pytest.param("gasloc", 3, False, "int8", marks=pytest.mark.long),
+        pytest.param("noloco", 3, False, None, marks=pytest.mark.soak),
+        pytest.param("gasloc", 4, False, None, marks=pytest.mark.soak),
+        pytest.param("noloco", 4, True, None, marks=pytest.mark.soak),
+        pytest.param("diloco", 3, True, "e3m0", marks=pytest.mark.soak),
+        pytest.param("diloco", 3, False, "sparse", marks=pytest.mark.soak),
+        pytest.param("local_sgd", 3, False, "int8", marks=pytest.mark.soak),
+        pytest.param("gasloc", 3, False, "int8", marks=pytest.mark.soak),
     ],
 )
 def test_it_equals_a_run_of_ranks(

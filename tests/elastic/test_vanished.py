@@ -13,7 +13,7 @@ from tests.elastic.machines import start_lighthouse, start_worker
 from tests.networks import wired_together
 from tests.programs import Program
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = [pytest.mark.process, pytest.mark.soak]
 
 SETTINGS = ["--numel=1000000", "--rounds=40", "--min-workers=2", "--timeout-s=300"]
 

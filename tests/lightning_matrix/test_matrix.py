@@ -51,7 +51,7 @@ CELLS = [
         feature,
         strategy,
         id=f"{feature} - {strategy}",
-        marks=[] if feature in SHORT and strategy not in KIN else [pytest.mark.long],
+        marks=[] if feature in SHORT and strategy not in KIN else [pytest.mark.soak],
     )
     for feature in ROWS
     for strategy in STRATEGIES

@@ -20,7 +20,7 @@ from lightning_loco.peers.keys import write_key_file
 from lightning_loco.topology import Ring
 from tests.networks import Network, wired_together
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.alone]
+pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.alone]
 
 NUMEL = 1_000_000
 BYTES = 4 * NUMEL

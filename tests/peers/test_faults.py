@@ -33,7 +33,7 @@ def is_nothing(received: Received | None) -> bool:
     return received is None
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_peer_is_late_killed_and_started_again_at_the_same_port() -> None:
     nodes = peers(2)
     here = make_node(nodes, 0, NUMEL, fetch_timeout_s=TIMEOUT_S)
@@ -52,7 +52,7 @@ def test_a_peer_is_late_killed_and_started_again_at_the_same_port() -> None:
     assert sorted(waits)[len(waits) // 2] < 0.1  # a dead peer refuses; nobody waits for it
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_stopped_peer_costs_at_most_the_timeout_and_takes_part_again() -> None:
     nodes = peers(2)
     here = make_node(nodes, 0, NUMEL, fetch_timeout_s=TIMEOUT_S)
@@ -71,7 +71,7 @@ def test_a_stopped_peer_costs_at_most_the_timeout_and_takes_part_again() -> None
     assert max(waits) < TIMEOUT_S + SLACK_S
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_with_a_dead_and_a_stopped_peer_the_third_is_read_from() -> None:
     nodes = peers(4)
     here = make_node(nodes, 0, NUMEL, fetch_timeout_s=TIMEOUT_S)
@@ -109,8 +109,8 @@ made[1].start_fetch()
 """
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 @pytest.mark.parametrize("ending", ["", "raise RuntimeError('end')"])
 def test_a_node_that_is_never_closed_does_not_keep_its_process_alive(ending: str) -> None:
     first, second = peers(2)

@@ -74,7 +74,7 @@ def kinds(floods: dict[str, bytes], long_ones: list[str], with_keys: list[str]) 
     cases = [*((False, kind, 2) for kind in floods), *((False, kind, 8) for kind in long_ones)]
     cases += [*((True, kind, 2) for kind in with_keys), (True, with_keys[0], 16)]
     return [
-        pytest.param(*case, marks=[] if case[1:] == ("large", 2) else pytest.mark.long)
+        pytest.param(*case, marks=[] if case[1:] == ("large", 2) else pytest.mark.soak)
         for case in cases
     ]
 
@@ -112,7 +112,7 @@ def greetings(flooder: subprocess.Popen[str]) -> int:
     return int(flooder.stdout.read())
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("has_keys", "kind", "seconds"),
     kinds(FLOODS, ["tiny", "requests"], with_keys=["tiny", "large", "huge"]),
@@ -130,7 +130,7 @@ def test_a_server_does_not_grow_and_goes_on_serving(job: Job, kind: str, seconds
         assert torch.equal(received.params, flat)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("is_idle", [False, True])
 @pytest.mark.parametrize(
     ("has_keys", "kind", "seconds"),
@@ -203,8 +203,8 @@ def idle_connections(port: int, has_keys: bool) -> Iterator[None]:
         stranger.stdout.close()
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 @pytest.mark.parametrize("has_keys", [False, True])
 def test_thousands_of_idle_connections_leave_files_for_others(
     tmp_path: Path, has_keys: bool
@@ -253,8 +253,8 @@ print("ended", flush=True)
 """
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 @pytest.mark.parametrize("has_keys", [False, True])
 def test_a_trainer_saves_its_checkpoints_beside_thousands_of_idle_connections(
     tmp_path: Path, has_keys: bool

@@ -131,8 +131,8 @@ def test_with_keys_there_is_no_warning(key_file: Path) -> None:
         make_node(nodes, 0, key_file=key_file).close()
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 def test_the_command_writes_a_file_once(tmp_path: Path) -> None:
     path = tmp_path / "job.keys"
     command = [sys.executable, "-m", "lightning_loco.peers.keys", str(path)]

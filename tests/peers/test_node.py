@@ -285,8 +285,8 @@ def test_another_dtype_is_refused(dtype: torch.dtype) -> None:
         PeerNode(10, dtype, directory, schema_checksum=1)
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 def test_no_reply_is_lost_among_thousands() -> None:
     nodes = peers(2)
     numel, chunk_bytes = 100_000, 4000

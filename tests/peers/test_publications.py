@@ -142,7 +142,7 @@ def test_strangers_do_not_fill_the_table_of_leases() -> None:
     assert sum(len(buffer.leases) for buffer in publications._buffers) <= 64
 
 
-@pytest.mark.parametrize("num_buffers", [3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_buffers", [3, pytest.param(4, marks=pytest.mark.soak)])
 def test_no_reader_ever_sees_a_mixed_model(num_buffers: int) -> None:
     numel = 20_000
     publications = make(num_buffers=num_buffers, lease_s=0.01, numel=numel)

@@ -91,8 +91,8 @@ def freeze_in(rank: int, world: int, port: int, phase: str, victim: int) -> tupl
 PHASES = ("default group", "arrival", "connection", "agreement")
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 @pytest.mark.parametrize("victim", range(3))
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_frozen_rank_is_named_in_time(phase: str, victim: int) -> None:

@@ -26,7 +26,7 @@ from lightning_loco.remote.calls import Call
 from lightning_loco.remote.channel import Channel
 from tests.own_store import Job, Outcome, freeze
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 TIMEOUT_S = 2.0
 LONGEST_S = TIMEOUT_S + 6
@@ -133,7 +133,7 @@ def nap() -> None:
     time.sleep(0.7 * TIMEOUT_S)
 
 
-@pytest.mark.parametrize("num_tiers", [pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("num_tiers", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_a_worker_waits_longer_for_a_step_than_another_one_may_be_late_for_a_message(
     num_tiers: int,
 ) -> None:
@@ -150,8 +150,8 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("num_tiers", [pytest.param(2, marks=pytest.mark.long), 3])
-@pytest.mark.parametrize("place", ["backward", pytest.param("answer", marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_tiers", [pytest.param(2, marks=pytest.mark.soak), 3])
+@pytest.mark.parametrize("place", ["backward", pytest.param("answer", marks=pytest.mark.soak)])
 def test_two_frozen_workers_one_after_the_other_are_waited_for(place: str, num_tiers: int) -> None:
     ended = outcomes(PLACES[place], num_tiers, lost=FROZEN)
     for rank, outcome in ended.items():
@@ -159,7 +159,7 @@ def test_two_frozen_workers_one_after_the_other_are_waited_for(place: str, num_t
         assert outcome.result == (STEPS if rank < 2 else None)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("num_tiers", [2, 3])
 def test_a_server_waits_for_the_norms_of_one_that_loses_workers(num_tiers: int) -> None:
     run = Run(4, 2, between_servers=freeze, num_troubled=2, num_servers=2)
@@ -169,7 +169,7 @@ def test_a_server_waits_for_the_norms_of_one_that_loses_workers(num_tiers: int) 
         assert outcome.result == (STEPS if rank < 2 else None)
 
 
-@pytest.mark.parametrize("victim", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("victim", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_a_frozen_server_ends_all_in_time_and_is_named(victim: int, tmp_path: Path) -> None:
     name = Tiers.detect(4, 2).name(victim)
     run = Run(2, frozen_later=(victim,), noted=tmp_path / "frozen_at")

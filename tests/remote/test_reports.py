@@ -15,7 +15,7 @@ from lightning_loco.comm.watchdog import Watchdog, WorkerFailure
 from lightning_loco.remote import RemoteOptimizer, Transport, run_role
 from tests.own_store import Job, freeze
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 REPORTING, WAITING, FROZEN, SERVER = range(4)
 TIMEOUT_S = 20.0

@@ -116,16 +116,16 @@ def train_ddp(rank: int, world: int, server_rank: int, name: str, clip: bool) ->
     ("name", "clip"),
     [
         ("AdamW", True),
-        pytest.param("SGD", False, marks=pytest.mark.long),
-        pytest.param("Adagrad", False, marks=pytest.mark.long),
+        pytest.param("SGD", False, marks=pytest.mark.soak),
+        pytest.param("Adagrad", False, marks=pytest.mark.soak),
     ],
 )
 @pytest.mark.parametrize(
     ("num_workers", "num_tiers"),
     [
-        pytest.param(2, 2, marks=pytest.mark.long),
+        pytest.param(2, 2, marks=pytest.mark.soak),
         (2, 3),
-        pytest.param(3, 2, marks=pytest.mark.long),
+        pytest.param(3, 2, marks=pytest.mark.soak),
     ],
 )
 def test_any_tiers_are_ddp(

@@ -101,8 +101,8 @@ def race(rank: int, world: int, topology: str | None, num_rounds: int) -> tuple[
     return model.values.detach().clone(), steps
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 @every_topology
 def test_no_update_is_lost_in_thousands_of_rounds(pool: Pool, topology: str | None) -> None:
     num_rounds = 2000
@@ -146,7 +146,7 @@ def with_straggler(rank: int, world: int, topology: str | None) -> tuple[float, 
 
 
 @pytest.mark.alone
-@pytest.mark.slow
+@pytest.mark.process
 @every_topology
 def test_a_straggler_slows_nobody(pool: Pool, topology: str | None) -> None:
     (slow, _), *fast = pool.run(with_straggler, topology, world=3)

@@ -118,9 +118,9 @@ def test_a_codec_that_loses_nothing_changes_nothing(
 @pytest.mark.parametrize(
     "world",
     [
-        pytest.param(2, marks=pytest.mark.long),
+        pytest.param(2, marks=pytest.mark.soak),
         3,
-        pytest.param(4, marks=pytest.mark.long),
+        pytest.param(4, marks=pytest.mark.soak),
     ],
 )
 @pytest.mark.parametrize(("algorithm", "schedule"), MEANS)
@@ -147,7 +147,7 @@ def pool_of_five() -> Iterator[Pool]:
         yield pool
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("world", [2, 3, 4, 5])
 @pytest.mark.parametrize(
     "schedule",
@@ -241,7 +241,7 @@ def hold(rank: int, world: int, settings: RoundSettings) -> tuple[Tensor, Tensor
 # ------------------------------------------------------------------------------------ gossip
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("codec", [BFloat16(), Float16(), Int8(8)], ids=str)
 @pytest.mark.parametrize("topology", ["ring", "random_matching", "one_peer_exponential"])
 def test_gossip_keeps_the_mean_and_comes_together(pool: Pool, codec: Codec, topology: str) -> None:
@@ -373,7 +373,7 @@ def vanish(rank: int, world: int, overlap: bool) -> str:
     return error
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("overlap", [False, True])
 def test_who_is_missing_is_named(pool: Pool, overlap: bool) -> None:
     errors = pool.run(vanish, overlap, world=3)

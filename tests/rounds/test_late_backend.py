@@ -164,8 +164,8 @@ def lose_a_worker(rank: int, world: int, name: str, how: str) -> tuple[str, floa
     return error, lasted_s, time.monotonic() - began, data.was_aborted
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_worker_that_makes_no_round_is_named(pool: Pool, name: str) -> None:
     (error, lasted_s, closing_s, was_aborted), _, _ = pool.run(
@@ -178,13 +178,13 @@ def test_a_worker_that_makes_no_round_is_named(pool: Pool, name: str) -> None:
     assert closing_s < 3.0
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize(
     "name",
     [
         "diloco",
-        pytest.param("gasloc", marks=pytest.mark.long),
-        pytest.param("clock", marks=pytest.mark.long),
+        pytest.param("gasloc", marks=pytest.mark.soak),
+        pytest.param("clock", marks=pytest.mark.soak),
     ],
 )
 def test_a_killed_worker_is_named(pool: Pool, name: str) -> None:

@@ -400,7 +400,7 @@ def fail_while_another_sleeps(rank: int, world: int) -> float:
     return time.monotonic() - began
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_worker_that_sleeps_hears_of_a_failure(pool: Pool) -> None:
     slept_s, _ = pool.run(fail_while_another_sleeps, world=2)
     assert slept_s < 6

@@ -17,7 +17,7 @@ from lightning_loco.comm import WorkerGroup
 from lightning_loco.topology import TOPOLOGIES, RandomMatching, Topology
 from tests.own_store import Job
 
-pytestmark = [pytest.mark.long, pytest.mark.slow]
+pytestmark = [pytest.mark.soak, pytest.mark.process]
 
 WORKERS = 32
 ROUNDS = 7

@@ -180,7 +180,7 @@ def vanish(rank: int, world: int, settings: RoundSettings) -> tuple[bool, bool, 
     return result
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("algorithm", [DiLoCo(), GASLoC()], ids=str)
 def test_a_worker_that_vanishes_leaves_the_others_as_they_were(
     pool: Pool, algorithm: Algorithm

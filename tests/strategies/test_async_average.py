@@ -203,7 +203,7 @@ def fit_with_straggler(rank: int, world: int) -> float:
 
 
 @pytest.mark.alone
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_straggler_slows_nobody(pool: Pool) -> None:
     slow, *fast = pool.run(fit_with_straggler, world=3)
     assert slow > 1.8

@@ -101,7 +101,7 @@ def test_run_resumed_within_a_round_equals_unbroken_run(
 @rows("resume", without_variants())
 @pytest.mark.parametrize(
     "every",
-    [8, *(pytest.param(kind, marks=pytest.mark.long) for kind in (3, "epoch", "validation"))],
+    [8, *(pytest.param(kind, marks=pytest.mark.soak) for kind in (3, "epoch", "validation"))],
 )  # an epoch has 8 steps
 def test_resumed_run_equals_unbroken_run(
     pool: Pool, tmp_path: Path, case: Case, every: int | str

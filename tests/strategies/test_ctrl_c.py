@@ -93,7 +93,7 @@ def fit(rank: int, world: int, name: str, ending: str) -> tuple[frozenset[str], 
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks into /proc")
-@pytest.mark.parametrize("ending", [pytest.param("exception", marks=pytest.mark.long), "ctrl_c"])
+@pytest.mark.parametrize("ending", [pytest.param("exception", marks=pytest.mark.soak), "ctrl_c"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_nothing_is_left(pool: Pool, name: str, ending: str) -> None:
     for used, left in pool.run(fit, name, ending, world=3):

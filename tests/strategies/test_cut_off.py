@@ -10,7 +10,7 @@ import pytest
 from tests.networks import address, wired_together
 from tests.programs import Program, python_script
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = [pytest.mark.process, pytest.mark.soak]
 
 WORLD = 3
 TIMEOUT_S = 4.0

@@ -89,8 +89,8 @@ def read(
     [
         (4, 3),
         (2, 4),
-        pytest.param(3, 1, marks=pytest.mark.long),
-        pytest.param(1, 2, marks=pytest.mark.long),
+        pytest.param(3, 1, marks=pytest.mark.soak),
+        pytest.param(1, 2, marks=pytest.mark.soak),
     ],
 )
 def test_no_sample_is_left_out_or_repeated(

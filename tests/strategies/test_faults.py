@@ -16,7 +16,7 @@ from tests.pool import Pool, make_trainer
 from tests.programs import Program, one_per_rank, python_script
 from tests.tiny import TinyModule, make_loader
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 SCRIPT = """
 import faulthandler, os, signal, sys, time
@@ -76,7 +76,7 @@ def running(folder: Path, *event: str, **settings: Any) -> Program:
     return Program(python_script(folder, script(folder, *event, **settings)), folder)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("worker", [0, 1])
 def test_crash_on_one_worker_ends_all_with_its_traceback(tmp_path: Path, worker: int) -> None:
     event = f"assert (trainer.global_rank, batch_idx) != ({worker}, 7), 'the sky fell'"
@@ -94,7 +94,7 @@ def test_crash_on_one_worker_ends_all_with_its_traceback(tmp_path: Path, worker:
 KILLED = "if (trainer.global_rank, batch_idx) == (2, 7): os.kill(os.getpid(), signal.SIGKILL)"
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_killed_worker_ends_all_by_the_launcher(tmp_path: Path) -> None:
     """Lightning's looks after its processes every 5 s, and kills all when one has died."""
     with running(tmp_path, KILLED) as program:
@@ -105,7 +105,7 @@ def test_killed_worker_ends_all_by_the_launcher(tmp_path: Path) -> None:
     assert "No message" not in output
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_killed_worker_is_named_where_no_launcher_ends_all(tmp_path: Path) -> None:
     command = python_script(tmp_path, script(tmp_path, KILLED, sync_every=10))
     with one_per_rank(command, 3, tmp_path) as programs:
@@ -116,7 +116,7 @@ def test_killed_worker_is_named_where_no_launcher_ends_all(tmp_path: Path) -> No
             assert re.search(r"No message in round 0 .* worker 2 \(no sign of life", output), output
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_sigterm_stops_all_at_one_step_with_a_checkpoint(tmp_path: Path) -> None:
     with running(tmp_path, max_steps=3000) as program:
         program.wait_for("five batches done")
@@ -134,7 +134,7 @@ def test_sigterm_stops_all_at_one_step_with_a_checkpoint(tmp_path: Path) -> None
 SYNC_EVERY = 150
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_interrupted_run_equals_unbroken_run(pool: Pool, tmp_path: Path) -> None:
     """A stop somewhere between two rounds; then the same losses as without it.
 
@@ -161,7 +161,7 @@ def fit_whole(rank: int, world: int) -> list[float]:
     return module.losses
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_ctrl_c_ends_all(tmp_path: Path) -> None:
     with running(tmp_path) as program:
         program.wait_for("five batches done")

@@ -133,7 +133,7 @@ def fit_averaging(
 
 
 @needs_weight_averaging
-@pytest.mark.parametrize("kind", ["ema", pytest.param("mean", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["ema", pytest.param("mean", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_average_of_all_workers_is_validated_saved_and_final(
     pool: Pool, tmp_path: Path, method: str, kind: str
@@ -248,7 +248,7 @@ def fit_swa(rank: int, world: int, method: str, has_norm: bool) -> dict[str, Any
     }
 
 
-@pytest.mark.parametrize("has_norm", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("has_norm", [pytest.param(False, marks=pytest.mark.soak), True])
 @pytest.mark.parametrize("method", METHODS)
 def test_stochastic_weight_averaging(pool: Pool, method: str, has_norm: bool) -> None:
     results = pool.run(fit_swa, method, has_norm, world=2)
@@ -299,7 +299,7 @@ def count_zeros(state: dict[str, Tensor]) -> int:
     return sum(int((state[f"model.{layer}.weight"] == 0).sum()) for layer in (0, 3))
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("how", "lottery"),
     [("l1_unstructured", False), ("l1_unstructured", True), ("random_unstructured", False)],

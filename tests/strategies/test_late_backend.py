@@ -123,8 +123,8 @@ def lose_a_worker(rank: int, world: int, name: str, how: str) -> tuple[str, floa
     return str(raised.value), lasted_s
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 @pytest.mark.parametrize("name", METHODS)
 def test_a_worker_that_never_sends_is_named_in_time(pool: Pool, name: str) -> None:
     found = pool.run(lose_a_worker, name, "asleep", world=3)
@@ -134,10 +134,10 @@ def test_a_worker_that_never_sends_is_named_in_time(pool: Pool, name: str) -> No
         assert TIMEOUT_S / 2 < lasted_s < LATEST_S
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name == "diloco" else pytest.mark.long) for name in METHODS],
+    [pytest.param(name, marks=[] if name == "diloco" else pytest.mark.soak) for name in METHODS],
 )
 def test_a_killed_worker_is_named_in_time(pool: Pool, name: str) -> None:
     with pytest.raises(PoolError) as raised:

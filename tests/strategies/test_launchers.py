@@ -16,7 +16,7 @@ from tests.algorithms.toys import simulate
 from tests.programs import Program, free_ports
 from tests.strategies import launched
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 SCRIPT = str(Path(launched.__file__))
 
@@ -42,7 +42,7 @@ def assert_trained(folder: Path, environment: str, launcher: str) -> None:
     assert torch.equal(torch.load(folder / "returned.pt"), results[0]["weights"])
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("start_method", "launcher"),
     [
@@ -57,7 +57,7 @@ def test_start_methods(tmp_path: Path, start_method: str, launcher: str) -> None
     assert_trained(tmp_path, "LightningEnvironment", launcher)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     Program([*torchrun, "--nproc-per-node=2", *script(tmp_path)]).succeed()
@@ -80,7 +80,7 @@ def slurm_variables(rank: int, port: int) -> dict[str, str]:
     }
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_slurm(tmp_path: Path) -> None:
     (port,) = free_ports()
     command = [sys.executable, *script(tmp_path)]
@@ -89,7 +89,7 @@ def test_slurm(tmp_path: Path) -> None:
     assert_trained(tmp_path, "SLURMEnvironment", "_SubprocessScriptLauncher")
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("start_method", ["popen", "fork"])
 def test_a_mistake_ends_the_program(tmp_path: Path, start_method: str) -> None:
     started_s = time.monotonic()

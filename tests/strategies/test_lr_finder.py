@@ -61,7 +61,7 @@ def fit(rank: int, world: int, method: str, folder: str, lr: float | None) -> di
     }
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "method",
     [

@@ -281,8 +281,8 @@ def run(*words: str, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 def test_a_module_a_config_and_a_line_are_enough(checkout: Path) -> None:
     run("-c", USE, cwd=checkout)
     printed = run(

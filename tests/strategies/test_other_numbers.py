@@ -191,7 +191,7 @@ SHORT = ("diloco", "gasloc_overlap")
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in SHORT else pytest.mark.long) for name in NUMBERS],
+    [pytest.param(name, marks=[] if name in SHORT else pytest.mark.soak) for name in NUMBERS],
 )
 def test_four_workers_go_on_as_three_and_then_as_five(
     five: Pool, tmp_path: Path, name: str
@@ -469,7 +469,7 @@ def test_rounds_become_pairs_and_pairs_rounds(
     assert "all workers begin at the consensus" in starts[0].warnings[0]
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:The checkpoint was written by 3 workers")
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
@@ -477,7 +477,7 @@ def test_rounds_become_pairs_and_pairs_rounds(
     ("before", "now", "world"),
     [
         *((name, name, 2) for name in without_variants()),
-        *(pytest.param(n, n, 4, marks=pytest.mark.long) for n in without_variants()),
+        *(pytest.param(n, n, 4, marks=pytest.mark.soak) for n in without_variants()),
         ("local_sgd", "gasloc", 2),
         ("async_diloco", "diloco_adamw", 4),
         ("gasloc_overlap", "async_model_average", 2),

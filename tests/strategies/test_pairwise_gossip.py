@@ -434,8 +434,8 @@ def workers(nodes: Path) -> Iterator[dict[str, Worker]]:
 
 
 @pytest.mark.alone
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 def test_killed_stopped_late_and_restarted(nodes: Path, workers: dict[str, Worker]) -> None:
     first = workers["w0"] = Worker(nodes, "w0")
     second = workers["w1"] = Worker(nodes, "w1")
@@ -464,8 +464,8 @@ def test_killed_stopped_late_and_restarted(nodes: Path, workers: dict[str, Worke
         assert worker.longest_pause_s(since) < 1.5
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 def test_trainers_end_by_themselves(nodes: Path, workers: dict[str, Worker]) -> None:
     for name in ("w0", "w1"):
         workers[name] = Worker(nodes, name, steps=150)

@@ -194,7 +194,7 @@ KILLS = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("name", "place"),
     [
@@ -331,7 +331,7 @@ def test_a_worker_that_has_found_no_file_goes_on_from_the_others_path(
     assert [min(losses) for (losses, _, _), _, _ in begun] == [0, 0]
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_name_with_a_number_need_not_be_the_same_on_all(pool: Pool, tmp_path: Path) -> None:
     """SLURM: killed while the second file took its place, one worker finds only the first one."""
     disks, whole_disks = disks_in(tmp_path / "killed", 2), disks_in(tmp_path / "whole", 2)

@@ -54,7 +54,7 @@ def train_wide(rank: int, world: int, compression: str | None) -> Any:
     return loss, module.losses, strategy.statistics
 
 
-@pytest.mark.parametrize("num_tiers", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_tiers", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_it_trains_with_a_quarter_of_the_bytes(pool: Pool, num_tiers: int) -> None:
     found = pool.run(train_wide, "int8", world=1 + num_tiers)
     exact = pool.run(train_wide, None, world=1 + num_tiers)

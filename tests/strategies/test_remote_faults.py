@@ -134,7 +134,7 @@ class Fails(TinyModule):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("world", [3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("world", [3, pytest.param(4, marks=pytest.mark.soak)])
 def test_an_exception_reaches_all_ranks(pool: Pool, world: int) -> None:
     with pytest.raises(PoolError) as caught:
         pool.run(fit, Fails, 2, world=world)
@@ -254,8 +254,8 @@ def check_ends_without(programs: list[Program], victim: int, trouble: signal.Sig
         assert ended_at - began < LONGEST_S, text[-3000:]
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 @pytest.mark.parametrize("victim", LOST)
 @pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_rank_ends_the_run_in_time_and_is_named(
@@ -269,8 +269,8 @@ def test_a_lost_rank_ends_the_run_in_time_and_is_named(
         assert torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 @pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP])
 def test_enough_workers_do_not_go_on_without_worker_0_who_hosts_the_store(
     tmp_path: Path, trouble: signal.Signals
@@ -280,8 +280,8 @@ def test_enough_workers_do_not_go_on_without_worker_0_who_hosts_the_store(
         check_ends_without(programs, 0, trouble)
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 def test_enough_workers_go_on(tmp_path: Path) -> None:
     with running(tmp_path, 4, 60, max_epochs=2, num_workers=3, min_workers=2) as programs:
         programs[0].wait_for("five steps done")
@@ -295,8 +295,8 @@ def test_enough_workers_go_on(tmp_path: Path) -> None:
         assert "worker 2 is gone" in texts[3].lower()
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 @pytest.mark.parametrize("delay_s", [0.0, 0.011, 0.027])
 @pytest.mark.parametrize("world", [4, 5])
 def test_enough_workers_go_on_without_a_frozen_one(
@@ -331,8 +331,8 @@ def train_whole(rank: int, world: int, steps: int) -> list[float]:
         return module.losses
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.process
 def test_sigterm_stops_at_a_common_step_and_resumes(pool: Pool, tmp_path: Path) -> None:
     whole = pool.run(train_whole, 100, world=3)
     with running(tmp_path, 3, 100) as programs:

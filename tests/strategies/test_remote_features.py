@@ -124,7 +124,7 @@ class Manual(TinyModule):
         self.automatic_optimization = False
 
 
-@pytest.mark.parametrize("num_tiers", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_tiers", [2, pytest.param(3, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("kind", [Plateau, Groups, Estimated, Manual])
 def test_modules_of_many_kinds_train_as_under_ddp(
     pool: Pool, kind: type[TinyModule], num_tiers: int

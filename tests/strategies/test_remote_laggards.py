@@ -76,8 +76,8 @@ def run_slowly(rank: int, world: int) -> Tensor:
 
 
 @pytest.mark.alone
-@pytest.mark.slow
-@pytest.mark.parametrize("num_tiers", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.process
+@pytest.mark.parametrize("num_tiers", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_a_worker_without_data_waits_longer_than_the_timeout(pool: Pool, num_tiers: int) -> None:
     first, second, *_, server = pool.run(run_slowly, world=1 + num_tiers)
     assert torch.equal(first, server)
@@ -152,7 +152,7 @@ def run_clipped(
     return flat(module)
 
 
-@pytest.mark.parametrize("num_tiers", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_tiers", [2, pytest.param(3, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("how", ["data", "tracked", "before_forward", "manual"])
 def test_weights_clipped_by_hand_are_those_of_ddp(pool: Pool, how: str, num_tiers: int) -> None:
     found = pool.run(run_clipped, how, True, {}, STEPS, world=1 + num_tiers)
@@ -204,7 +204,7 @@ def run_module(rank: int, world: int, module: TinyModule, settings: dict[str, An
     ("which", "text"),
     [
         ((1,), "on worker 1 but not on worker 0"),
-        pytest.param((0, 1), "but not to the same values", marks=pytest.mark.long),
+        pytest.param((0, 1), "but not to the same values", marks=pytest.mark.soak),
     ],
 )
 def test_changes_by_hand_that_differ_are_refused(
@@ -233,9 +233,9 @@ class NaNOnce(TinyModule):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, *(pytest.param(one, marks=pytest.mark.long) for one in OTHER_SETTINGS)]
+    "settings", [{}, *(pytest.param(one, marks=pytest.mark.soak) for one in OTHER_SETTINGS)]
 )
-@pytest.mark.parametrize("broken", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.parametrize("broken", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_a_loss_that_is_no_number_ends_the_run_and_is_named(
     pool: Pool, settings: dict[str, Any], broken: int
 ) -> None:

@@ -56,7 +56,7 @@ def run_loaded(rank: int, world: int, hook: str, lr: float, num_workers: int | N
     return flat(module)
 
 
-@pytest.mark.parametrize("num_tiers", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_tiers", [2, pytest.param(3, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_weights_loaded_before_the_first_step_count(pool: Pool, hook: str, num_tiers: int) -> None:
     for weights in pool.run(run_loaded, hook, 0.0, 2, world=1 + num_tiers)[:2]:

@@ -256,13 +256,13 @@ def check_places(pool: Pool, folder: Path, algorithm: str, validation: str, drop
 @pytest.mark.parametrize(
     ("validation", "algorithm"),
     [
-        pytest.param("every 2 epochs", "local_sgd", marks=pytest.mark.long),
+        pytest.param("every 2 epochs", "local_sgd", marks=pytest.mark.soak),
         ("every 4 steps", "async_diloco"),
-        pytest.param("every 4 steps", "streaming_diloco", marks=pytest.mark.long),
-        pytest.param("every 2 steps of 2nd epochs", "gasloc", marks=pytest.mark.long),
-        pytest.param("every 3 epochs", "streaming_diloco", marks=pytest.mark.long),
-        pytest.param("every 3 epochs", "delayed_nesterov", marks=pytest.mark.long),
-        pytest.param("every epoch", "noloco", marks=pytest.mark.long),
+        pytest.param("every 4 steps", "streaming_diloco", marks=pytest.mark.soak),
+        pytest.param("every 2 steps of 2nd epochs", "gasloc", marks=pytest.mark.soak),
+        pytest.param("every 3 epochs", "streaming_diloco", marks=pytest.mark.soak),
+        pytest.param("every 3 epochs", "delayed_nesterov", marks=pytest.mark.soak),
+        pytest.param("every epoch", "noloco", marks=pytest.mark.soak),
         ("no check before training", "local_sgd"),
     ],
 )
@@ -272,7 +272,7 @@ def test_resumed_run_equals_unbroken_run(
     check_places(pool, tmp_path, algorithm, validation, 0.3)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("validation", VALIDATIONS)
@@ -282,8 +282,8 @@ def test_resumed_run_equals_unbroken_run_everywhere(
     check_places(pool, tmp_path, algorithm, validation, dropout)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("SIGTERM", marks=pytest.mark.long), "SIGKILL"])
-@pytest.mark.parametrize("count", [2, pytest.param(30, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", [pytest.param("SIGTERM", marks=pytest.mark.soak), "SIGKILL"])
+@pytest.mark.parametrize("count", [2, pytest.param(30, marks=pytest.mark.soak)])
 def test_interrupted_run_equals_unbroken_run(
     pool: Pool, tmp_path: Path, kind: str, count: int
 ) -> None:
@@ -333,7 +333,7 @@ def test_stop_at_the_end_of_an_epoch_loses_no_step(pool: Pool, tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", ["SIGTERM", "SIGKILL"])
 @pytest.mark.parametrize(
-    "step", [9, *(pytest.param(n, marks=pytest.mark.long) for n in range(10, 13))]
+    "step", [9, *(pytest.param(n, marks=pytest.mark.soak) for n in range(10, 13))]
 )
 def test_fragments_under_way_survive_at_each_step_of_a_phase(
     pool: Pool, tmp_path: Path, kind: str, step: int

@@ -166,7 +166,7 @@ class Killer(threading.Thread):
         return False
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [2, pytest.param(20, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("in_the_copy", [False, True], ids=["at random", "in the copy"])
 def test_kill_while_saving_leaves_a_checkpoint(
     pool: Pool,
@@ -250,7 +250,7 @@ CHANGES = {  # those of a save, and in any order those that remove the one befor
         ("shared", 0, True, ("replace same.ckpt", "remove worker_00001.pt")),
         ("shared", 1, True, ("replace worker_00001.pt",)),
         *(
-            pytest.param(*kill, marks=pytest.mark.long)
+            pytest.param(*kill, marks=pytest.mark.soak)
             for kill in [
                 ("shared", 0, True, None),
                 ("shared", 0, False, ("replace same.ckpt", "remove worker_00001.pt")),

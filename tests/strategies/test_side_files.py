@@ -114,7 +114,7 @@ def load(files: SideFiles, stamp: str) -> tuple[tuple[Any, Any] | None, str]:
         return None, str(error)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("worker", [1, None], ids=["worker_00001.pt", "shared.pt"])
 def test_flipped_bits_are_found(checkpoint: Path, worker: int | None) -> None:
     """Of 200 flipped bits, none changes what is read; those in padding change nothing at all."""
@@ -238,7 +238,7 @@ def flipped(tensor: Tensor) -> Tensor:
     "kind",
     [
         *QUICK_KINDS,
-        *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS if kind not in QUICK_KINDS),
+        *(pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS if kind not in QUICK_KINDS),
     ],
 )
 def test_files_of_every_kind_are_looked_at(pool: Pool, tmp_path: Path, kind: str) -> None:

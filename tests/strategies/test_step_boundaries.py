@@ -70,8 +70,8 @@ def fit(rank: int, world: int, name: str, manual: bool, accumulate: int) -> tupl
     ("manual", "accumulate"),
     [
         (False, 1),
-        pytest.param(False, 3, marks=pytest.mark.long),
-        pytest.param(True, 1, marks=pytest.mark.long),
+        pytest.param(False, 3, marks=pytest.mark.soak),
+        pytest.param(True, 1, marks=pytest.mark.soak),
     ],
 )
 @pytest.mark.parametrize("name", STRATEGIES)

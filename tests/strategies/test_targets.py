@@ -92,7 +92,7 @@ def fit(
 
 
 @pytest.mark.parametrize(
-    "kind", ["frozen", pytest.param("in place", marks=pytest.mark.long), "replaced"]
+    "kind", ["frozen", pytest.param("in place", marks=pytest.mark.soak), "replaced"]
 )
 @pytest.mark.parametrize("name", ALL)
 def test_a_teacher_is_local_in_training_and_a_mean_in_the_consensus(

@@ -20,7 +20,7 @@ from tests.own_store import Job, freeze
 from tests.pool import make_trainer
 from tests.tiny import ValidatedModule, make_loader
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 TIMEOUT_S = 4.0
 LONGEST_S = TIMEOUT_S + 6
@@ -125,10 +125,10 @@ def diloco(phase: str) -> DiLoCoStrategy:
 def troubles(kinds: Iterable[str], phases: list[str]) -> list[Any]:
     """Kinds in phases, with a mark at those that are not in the short suite."""
     cases = itertools.product(kinds, phases)
-    return [pytest.param(*c, marks=[] if c in SHORT else pytest.mark.long) for c in cases]
+    return [pytest.param(*c, marks=[] if c in SHORT else pytest.mark.soak) for c in cases]
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("kind", "phase"), [*troubles(["frozen"], PHASES), *troubles(["killed"], ["round"])]
 )
@@ -152,7 +152,7 @@ def strategy_of(method: str) -> Any:
     return CASES[method].strategy(5, timeout_s=TIMEOUT_S)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("kind", "worker", "phase"),
     [

@@ -78,7 +78,7 @@ OWN_ROWS = [
 ]
 QUICK = ("diloco", "streaming_diloco", "pairwise_gossip")
 METHODS = [
-    pytest.param(name, marks=() if name in QUICK else pytest.mark.long)
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.soak)
     for name in (*OWN_ROWS, "pairwise_gossip")
 ]
 BY_TIME = ("async_model_average", "pairwise_gossip")
@@ -113,7 +113,7 @@ def check_start(pool: Pool, case: Case | None, values: Sequence[float | None]) -
                 assert (sanity - VALUE).abs().max() <= 1e-12, hook
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @rows("written weights", without_variants())
 def test_weights_that_are_set_before_the_first_batch_are_the_start(pool: Pool, case: Case) -> None:
     check_start(pool, case, [VALUE, VALUE])
