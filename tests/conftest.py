@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full",
         action="store_true",
-        help="products that cover() thins are run whole; what it leaves out otherwise is marked soak",
+        help="also collect what cover() leaves out of a product, marked soak",
     )
 
 
