@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.programs import Program
-from tests.test_layering import PACKAGE
+from tests.sources import PACKAGE
 
 AT_WORK = """
 import threading

@@ -20,9 +20,8 @@ from lightning.pytorch.strategies import Strategy
 from lightning_loco import PairwiseGossipStrategy, RemoteOptimizerStrategy
 from tests.cases import CASES
 from tests.pool import Pool
+from tests.sources import PACKAGE, sources
 from tests.strategies.remote_runs import fit_with
-from tests.test_layering import PACKAGE
-from tests.test_private_names import sources
 from tests.tiny import ValidatedModule, make_loader
 
 COLLECTIVES = (
@@ -99,9 +98,8 @@ def test_allowances_are_still_needed() -> None:
         assert list(findings("elsewhere", texts[module]))
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+def test_a_way_to_read_one_is_found(subtests: pytest.Subtests) -> None:
+    for line in [
         "import pickle",
         "import torch, dill",
         "from pickle import loads",
@@ -113,10 +111,9 @@ def test_allowances_are_still_needed() -> None:
         "torch.load(file)",
         "torch.load(file, weights_only=False)",
         "trainer.strategy.broadcast(value)",
-    ],
-)
-def test_a_way_to_read_one_is_found(line: str) -> None:
-    assert list(findings("lightning_loco.comm.groups", line))
+    ]:
+        with subtests.test(line):
+            assert list(findings("lightning_loco.comm.groups", line))
 
 
 def test_a_pickle_that_is_only_written_is_none() -> None:

@@ -131,7 +131,7 @@ class GASLoC(Algorithm):
             laplacian_scale=topology.laplacian_scale,
         )
         if 1 < num_workers <= _MAX_CHECKED_WORKERS:
-            ready._check_stable(num_workers, topology, gossip_step, momentum)
+            ready._check_stable(num_workers, topology, gossip_step, momentum)  # noqa: SLF001
         return ready
 
     def _auto_momentum(self, num_workers: int, topology: Topology, gossip_step: float) -> float:

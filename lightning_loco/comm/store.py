@@ -58,8 +58,8 @@ class PromptStore:
     def under(self, prefix: str) -> PromptStore:
         """The same connection, for keys that begin with ``prefix/``."""
         part = PromptStore.__new__(PromptStore)
-        part._store = PrefixStore(prefix, self._store)
-        part._line = self._line
+        part._store = PrefixStore(prefix, self._store)  # noqa: SLF001
+        part._line = self._line  # noqa: SLF001
         return part
 
     @property

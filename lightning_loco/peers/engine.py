@@ -119,7 +119,7 @@ class PairwiseEngine:
     ) -> PairwiseEngine:
         """An engine of settings that are made already, for some trainable parameters or all."""
         engine = cls.__new__(cls)
-        engine._set_up(model, lambda: settings, seed, group, optimized)
+        engine._set_up(model, lambda: settings, seed, group, optimized)  # noqa: SLF001
         return engine
 
     def _set_up(

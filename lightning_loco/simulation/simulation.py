@@ -80,7 +80,7 @@ class Simulation:
             ValueError: If the schedule goes by the clock, or as in the class.
         """
         simulation = cls.__new__(cls)
-        simulation._set_up(models, settings)
+        simulation._set_up(models, settings)  # noqa: SLF001
         return simulation
 
     def _set_up(self, models: Sequence[nn.Module], settings: RoundSettings) -> None:

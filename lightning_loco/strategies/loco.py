@@ -84,7 +84,7 @@ class LocoStrategy(EngineStrategy):
     settings: RoundSettings
     engine: Engine | None
 
-    @spelled_out(EngineStrategy._init_with)
+    @spelled_out(EngineStrategy._init_with)  # noqa: SLF001
     def __init__(
         self,
         algorithm: Algorithm,

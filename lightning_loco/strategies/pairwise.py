@@ -81,7 +81,7 @@ class PairwiseGossipStrategy(EngineStrategy):
 
     settings: PairwiseSettings
 
-    @spelled_out(EngineStrategy._init_with)
+    @spelled_out(EngineStrategy._init_with)  # noqa: SLF001
     def __init__(
         self,
         fetch_probability: float = 1.0,

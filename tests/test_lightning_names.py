@@ -1,0 +1,92 @@
+"""Private names of Lightning's classes are used, and overwritten, in one module only.
+
+Ruff (SLF001) finds ``trainer._x``; it does not see that ``self._x`` in a subclass of a class of
+Lightning is Lightning's.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_loco import LocalSGDStrategy
+from tests.sources import sources
+
+ALLOWED = "lightning_loco.strategies.lightning_private"
+READERS = {"getattr", "hasattr", "setattr", "delattr"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def own_attributes(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and name of each private attribute of ``self``, and of those read by ``getattr``."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name):
+                pass
+            case ast.Call(
+                func=ast.Name(id=reader), args=[_, ast.Constant(value=str(name)), *_]
+            ) if reader in READERS:
+                pass
+            case ast.FunctionDef(name=name):
+                pass
+            case _:
+                continue
+        if is_private(name):
+            yield node.lineno, name
+
+
+@functools.cache
+def names_of_lightning(kind: type) -> frozenset[str]:
+    """Private names in the classes of Lightning that a class builds on."""
+    found: set[str] = set()
+    for base in kind.__mro__:
+        if base.__module__.startswith(("lightning.", "pytorch_lightning.")):
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+            found |= {name for _, name in own_attributes(tree)}
+    return frozenset(found)
+
+
+def violations(module: str, text: str) -> list[str]:
+    """Where the classes of a module use a private name of the Lightning classes below them."""
+    found = []
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ClassDef):
+            kind = getattr(importlib.import_module(module), node.name)
+            theirs = names_of_lightning(kind)
+            found += [
+                f"{module}:{line}: {name} is Lightning's"
+                for line, name in own_attributes(node)
+                if name in theirs
+            ]
+    return found
+
+
+def test_private_names_of_lightning_are_used_in_one_module_only() -> None:
+    modules = {
+        name: text
+        for name, text in sources().items()
+        if name.startswith("lightning_loco.") and name != ALLOWED
+    }
+    assert not [line for name, text in modules.items() for line in violations(name, text)]
+
+
+@pytest.mark.parametrize(
+    "line", ["self._layer_sync", "self._ddp_kwargs['x'] = 1", "getattr(self, '_layer_sync', 1)"]
+)
+def test_a_private_name_of_lightning_is_found(line: str) -> None:
+    text = f"class LocalSGDStrategy(DDPStrategy):\n    def run(self):\n        {line}\n"
+    module = LocalSGDStrategy.__module__
+    assert len(violations(module, text)) == 1
+
+
+def test_a_name_of_our_own_is_not_found() -> None:
+    assert "_engine" not in names_of_lightning(LocalSGDStrategy)
