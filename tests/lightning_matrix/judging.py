@@ -10,7 +10,7 @@ from shutil import rmtree
 import torch
 
 from tests.lightning_matrix.kit import REMOTE, WORKERS, Outcome, run
-from tests.lightning_matrix.table import STRATEGIES, AsDDP, Better, Refused, Row, Verdict
+from tests.lightning_matrix.table import AsDDP, Better, Refused, Row, Verdict
 from tests.pool import Pool, PoolError
 
 Outcomes = Sequence[Outcome]
@@ -29,7 +29,7 @@ DIFFERENT = "workers end with different weights"
 
 
 class Runs:
-    """What has come of the rows that were run so far.
+    """Runs rows under some strategies.
 
     Args:
         pool: Where they run.
@@ -39,36 +39,29 @@ class Runs:
     def __init__(self, pool: Pool, folder: Path) -> None:
         self._pool = pool
         self._folder = folder
-        self._known: dict[tuple[str, str], Outcomes] = {}
         self._calls = 0
 
-    def outcomes(self, row: Row, strategy: str) -> Outcomes:
-        """What has come of a row; all strategies run when the first one is asked for."""
-        if (row.feature, strategy) not in self._known:
-            for name, found in self._run_all(row).items():
-                self._known[row.feature, name] = found
-        return self._known[row.feature, strategy]
-
-    def _run_all(self, row: Row) -> dict[str, Outcomes]:
-        """Run under DDP, if that is compared with, and all strategies.
+    def outcomes(self, row: Row, strategies: Sequence[str]) -> dict[str, Outcomes]:
+        """What comes of a row under some strategies, and under DDP where one is compared with it.
 
         Those that should end well share one call of the pool, one after the other in two lanes;
         from the first one on that does not, each has a call of its own, or one that it shares with
         another beside it, so that it does no harm to others.
         """
-        names = [name for name in STRATEGIES if name != REMOTE]
-        if any(isinstance(row.of(name), AsDDP) for name in STRATEGIES):
+        names = [name for name in strategies if name != REMOTE]
+        if any(isinstance(row.of(name), AsDDP) for name in strategies):
             names.insert(0, "ddp")
         found: dict[str, Outcomes] = {}
-        if not any(must_fail(row.of(name)) for name in names if name != "ddp"):
-            for lane, outcomes in self._call(row, [names[::2], names[1::2]], SHARED_S):
+        if names and not any(must_fail(row.of(name)) for name in names if name != "ddp"):
+            lanes = [lane for lane in (names[::2], names[1::2]) if lane]
+            for lane, outcomes in self._call(row, lanes, SHARED_S):
                 found |= dict(zip(lane, takewhile(is_well, outcomes), strict=False))
         missing = [name for name in names if name not in found]
         for pair in zip_longest(missing[::2], missing[1::2]):
             lanes = [[name] for name in pair if name is not None]
             for (name,), (outcomes,) in self._call(row, lanes, ALONE_S):
                 found[name] = outcomes
-        for name in [*names, REMOTE]:
+        for name in [*names, *([REMOTE] if REMOTE in strategies else [])]:
             if name not in found:
                 found[name] = self._alone(row, name)
         return found
