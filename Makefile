@@ -18,23 +18,25 @@ setup: .venv/.installed ## Make .venv and install the project with the tested ve
 demo: .venv/.installed ## Train a small GPT with GASLoC on a ring of 4 CPU workers
 	$(RUN) train.py experiment=demo
 
-test: .venv/.installed ## Run the tests that need one process or the pool of four, and the doctests
+test: .venv/.installed ## Run the tests of one process and of the pool of four, and the doctests
 	$(PYTEST) -m "not process and not soak" --durations=10
 
 # One more at once than in the others, because for much of their time these wait.
 test-faults: .venv/.installed ## Run the tests that start processes: kills, launchers, elastic members
-	$(PYTEST) --numprocesses=$$(($(JOBS) + 1)) -m "process and not soak" --durations=10
+	OMP_NUM_THREADS=1 $(RUN) -m tests.rerun --numprocesses=$$(($(JOBS) + 1)) --dist=worksteal \
+	    -m "process and not soak" --durations=10
 
-soak: .venv/.installed ## Run all that takes too long for every change (an hour and more), and test-versions
+soak: .venv/.installed ## Run what takes too long for every change (an hour and more), and test-versions
 	$(PYTEST) --numprocesses=$$(($(JOBS) + 1)) --full -m soak --durations=10
 	$(MAKE) test-versions
 
 test-versions: .venv/.installed ## Run what depends on them with other versions of Lightning and Python
-	OMP_NUM_THREADS=1 $(RUN) -m tests.versions $(if $(INSTALL),--install) --only "$(ONLY)"
+	OMP_NUM_THREADS=1 $(RUN) -m tests.versions $(if $(INSTALL),--install) --only "$(ONLY)" $(TESTS)
 
-check: .venv/.installed ## Lint, check the formatting and the types
+check: .venv/.installed ## Lint, check the formatting, the layers of imports and the types
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	.venv/bin/lint-imports --no-cache
 	$(RUN) -m mypy
 
 # Done again only when the requirements change.

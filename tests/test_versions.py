@@ -35,7 +35,8 @@ def test_lightning_is_tested_from_the_oldest_to_the_newest() -> None:
 def test_every_python_of_the_classifiers_is_in_the_workflow() -> None:
     told = tuple(re.findall(r"Python :: (3\.\d+)", PYPROJECT))
     assert told == versions.PYTHON
-    assert tuple(WORKFLOW["jobs"]["test"]["strategy"]["matrix"]["python"]) == told
+    for job in ("test", "soak"):
+        assert tuple(WORKFLOW["jobs"][job]["strategy"]["matrix"]["python"]) == told
 
 
 def test_the_workflow_has_older_versions_of_lightning() -> None:
@@ -61,11 +62,9 @@ def test_the_page_tells_of_each_version() -> None:
 
 def test_the_python_that_runs_is_found_and_one_that_is_missing_is_not() -> None:
     running = "{}.{}".format(*sys.version_info)
-    assert versions.try_python(running, install=False).startswith("that of .venv")
+    assert versions.try_python(running).startswith("that of .venv")
     assert versions.find_python("3.99") is None
-    assert versions.try_python("3.99", install=False) == (
-        "not run: there is no python3.99 on this machine"
-    )
+    assert versions.try_python("3.99") == ("not run: there is no python3.99 on this machine")
 
 
 def test_what_cannot_be_installed_is_not_run(
@@ -76,21 +75,3 @@ def test_what_cannot_be_installed_is_not_run(
     outcome = versions.try_lightning("2.5.0")
     assert outcome.startswith("not run: pip could not install it (ERROR: ")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_is_run_is_there() -> None:
-    for path in versions.TESTS:
-        assert (ROOT / path).exists()
-
-
-def test_test_long_runs_other_versions_too() -> None:
-    text = (ROOT / "Makefile").read_text(encoding="utf-8")
-    recipe = re.search(r"^test-long:.*\n((?:\t.*\n)+)", text, re.MULTILINE)
-    assert recipe
-    assert "$(MAKE) test-versions" in recipe.group(1)
-
-
-@pytest.mark.parametrize("line", ["make test-versions", "make test-long"])
-def test_the_targets_exist(line: str) -> None:
-    text = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert re.search(rf"^{line.removeprefix('make ')}:.*##", text, re.MULTILINE)

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -45,29 +46,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--install", action="store_true", help="make environments of other Pythons")
     parser.add_argument("--only", default="", help="part of the names of the runs to make")
+    parser.add_argument("tests", nargs="*", default=TESTS, help="files of tests to run")
     chosen = parser.parse_args()
     outcomes = {}
     for release in LIGHTNING:
         if chosen.only in (name := f"Lightning {release}"):
-            outcomes[name] = try_lightning(release)
+            outcomes[name] = try_lightning(release, chosen.tests)
     for release in PYTHON:
         if chosen.only in (name := f"Python {release}"):
-            outcomes[name] = try_python(release, chosen.install)
+            outcomes[name] = try_python(release, chosen.tests, chosen.install)
     print("\n" + "\n".join(f"{name}: {outcome}" for name, outcome in outcomes.items()))
     return int(any(outcome.startswith("FAILED") for outcome in outcomes.values()))
 
 
-def try_lightning(release: str) -> Outcome:
+def try_lightning(release: str, tests: Sequence[str] = TESTS) -> Outcome:
     """Run the tests with another version of Lightning."""
     if version("lightning") == release:
-        return "that of .venv: make test and make test-long run everything with it"
+        return "that of .venv: make test, make test-faults and make soak use it"
     folder = FOLDER / f"lightning-{release}"
     if not folder.is_dir():
         try:
             install_lightning(release, folder)
         except NotInstalled as error:
             return f"not run: pip could not install it ({error})"
-    return run_tests(f"Lightning {release}", sys.executable, PYTHONPATH=str(folder), **OLDER)
+    return run_tests(f"Lightning {release}", sys.executable, tests, PYTHONPATH=str(folder), **OLDER)
 
 
 def install_lightning(release: str, folder: Path) -> None:
@@ -78,10 +80,10 @@ def install_lightning(release: str, folder: Path) -> None:
     part.rename(folder)
 
 
-def try_python(release: str, install: bool) -> Outcome:
+def try_python(release: str, tests: Sequence[str] = TESTS, install: bool = False) -> Outcome:
     """Run the tests with another version of Python."""
     if release == "{}.{}".format(*sys.version_info):
-        return "that of .venv: make test and make test-long run everything with it"
+        return "that of .venv: make test, make test-faults and make soak use it"
     command = find_python(release)
     if command is None:
         return f"not run: there is no python{release} on this machine"
@@ -93,7 +95,7 @@ def try_python(release: str, install: bool) -> Outcome:
             make_environment(command, environment)
         except NotInstalled as error:
             return f"not run: pip could not install what it needs ({error})"
-    return run_tests(f"Python {release}", str(environment / "bin" / "python"))
+    return run_tests(f"Python {release}", str(environment / "bin" / "python"), tests)
 
 
 def make_environment(command: str, folder: Path) -> None:
@@ -126,12 +128,12 @@ def find_python(release: str) -> str | None:
     return None
 
 
-def run_tests(name: str, python: str, **environ: str) -> Outcome:
+def run_tests(name: str, python: str, tests: Sequence[str], **environ: str) -> Outcome:
     """Run the tests in a process of their own; its exit status is said if it is not 0."""
-    print(f"\n=== {name}: {' '.join(TESTS)}", flush=True)
+    print(f"\n=== {name}: {' '.join(tests)}", flush=True)
     began = time.monotonic()
     at_once = [f"--numprocesses={os.environ.get('JOBS', '2')}", "--dist=worksteal"]
-    command = [python, "-m", "pytest", "-q", *at_once, "-m", "not soak", *TESTS]
+    command = [python, "-m", "pytest", "-q", *at_once, "-m", "not process and not soak", *tests]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environ})
     minutes = (time.monotonic() - began) / 60
     status = done.returncode
