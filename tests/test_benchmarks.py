@@ -265,17 +265,18 @@ def test_quality_keeps_finished_fits(tmp_path: Path) -> None:
 SHARED = ("common", "curves", "equal_time", "local_phase")
 
 
-@pytest.mark.parametrize(
-    "name", sorted(file.stem for file in BENCHMARKS.glob("*.py") if file.stem not in SHARED)
-)
 def test_help_says_how_to_read_it(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    subtests: pytest.Subtests,
 ) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
-    with pytest.raises(SystemExit, match="^0$"):
-        runpy.run_path(str(BENCHMARKS / f"{name}.py"), run_name="__main__")
-    assert "How to read it" in capsys.readouterr().out
+    for name in sorted(file.stem for file in BENCHMARKS.glob("*.py") if file.stem not in SHARED):
+        with subtests.test(name):
+            monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+            with pytest.raises(SystemExit, match="^0$"):
+                runpy.run_path(str(BENCHMARKS / f"{name}.py"), run_name="__main__")
+            assert "How to read it" in capsys.readouterr().out
 
 
 def test_a_bound_says_whether_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

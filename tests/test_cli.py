@@ -113,9 +113,8 @@ class TestRun:
     def test_without_callbacks(self, tmp_path: Path) -> None:
         assert cli.run(config(tmp_path, "callbacks=none", "num_threads=1")) > 2
 
-    @pytest.mark.parametrize(
-        ("override", "message"),
-        [
+    def test_settings_that_cannot_work(self, tmp_path: Path, subtests: pytest.Subtests) -> None:
+        rows = [
             ("model.num_heads=3", "model: width must be a multiple of num_heads"),
             ("+model.wdth=3", "model: .* unexpected keyword argument 'wdth'"),
             ("data=text", "data.path has no value. Add data.path=VALUE."),
@@ -126,12 +125,12 @@ class TestRun:
             ("num_threads=0", "num_threads: num_threads must be at least 1, got 0"),
             ("ckpt_path=nowhere.ckpt", "ckpt_path: there is no checkpoint at .*nowhere.ckpt"),
             ("trainer.max_steps=-1", "The cosine schedule needs to know when training ends"),
-        ],
-    )
-    def test_settings_that_cannot_work(self, tmp_path: Path, override: str, message: str) -> None:
-        with pytest.raises(cli.SettingsError, match=message) as caught:
-            cli.run(config(tmp_path, override))
-        assert "\n" not in str(caught.value)
+        ]
+        for number, (override, message) in enumerate(rows):
+            with subtests.test(override):
+                with pytest.raises(cli.SettingsError, match=message) as caught:
+                    cli.run(config(tmp_path / str(number), override))
+                assert "\n" not in str(caught.value)
 
     def test_workers_say_together_what_is_on_their_own_disks(self, tmp_path: Path) -> None:
         private = ("algorithm.checkpoint_folder=private", "ckpt_path=nowhere.ckpt")

@@ -31,7 +31,6 @@ def names(group: str) -> list[str]:
 
 
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir())
-CHOICES = [f"{group}={name}" for group in GROUPS if group != "hydra" for name in names(group)]
 
 
 @pytest.fixture(autouse=True)
@@ -63,16 +62,19 @@ def test_the_groups_are_known() -> None:
     assert set(names("link")) == {*LINKS, "none", "file"}
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-def test_every_choice_composes(choice: str) -> None:
-    plain = OmegaConf.to_container(config(choice), resolve=True, throw_on_missing=True)
-    nodes = list(targets(plain))
-    assert len(nodes) >= 5
-    for target, node in nodes:
-        assert target.startswith(tuple(TARGETS))
-        assert callable(hydra.utils.get_object(target))
-        # Without it Lightning would put OmegaConf's containers into checkpoints.
-        assert node["_convert_"] == "all", target
+@pytest.mark.parametrize("group", [group for group in GROUPS if group != "hydra"])
+def test_every_choice_composes(group: str, subtests: pytest.Subtests) -> None:
+    for name in names(group):
+        with subtests.test(name):
+            composed = config(f"{group}={name}")
+            plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+            nodes = list(targets(plain))
+            assert len(nodes) >= 5
+            for target, node in nodes:
+                assert target.startswith(tuple(TARGETS))
+                assert callable(hydra.utils.get_object(target))
+                # Without it Lightning would put OmegaConf's containers into checkpoints.
+                assert node["_convert_"] == "all", target
 
 
 def test_the_defaults_are_the_demo() -> None:
@@ -80,37 +82,36 @@ def test_the_defaults_are_the_demo() -> None:
     assert config("algorithm=gasloc", "topology=none") == config()
 
 
-@pytest.mark.parametrize("name", names("algorithm"))
-def test_algorithms_are_built_with_the_values_of_the_file(name: str) -> None:
-    strategy = build_strategy(config(f"algorithm={name}"))
-    if name == "remote_optimizer":
-        assert (strategy.counts, strategy.timeout_s) == ((None, 1, 1), 600)
-    elif name != "ddp":
-        if "sync_every" in config(f"algorithm={name}").algorithm:
-            assert strategy.settings.schedule.sync_every == 10
-        assert strategy.evaluate == "average"
+def test_algorithms_are_built_as_the_file_says(subtests: pytest.Subtests) -> None:
+    for name in names("algorithm"):
+        with subtests.test(name):
+            composed = config(f"algorithm={name}")
+            strategy = build_strategy(composed)
+            if name != "ddp":
+                assert hydra.utils.get_class(composed.algorithm._target_) is METHODS[name]
+            if name == "remote_optimizer":
+                assert (strategy.counts, strategy.timeout_s) == ((None, 1, 1), 600)
+            elif name != "ddp":
+                if "sync_every" in composed.algorithm:
+                    assert strategy.settings.schedule.sync_every == 10
+                assert strategy.evaluate == "average"
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_the_config_of_a_method_names_its_class(name: str) -> None:
-    assert hydra.utils.get_class(config(f"algorithm={name}").algorithm._target_) is METHODS[name]
+def test_topologies_reach_the_strategy(subtests: pytest.Subtests) -> None:
+    assert build_strategy(compose("train", ["topology=none"])).settings.topology == "ring"
+    for name in sorted(set(names("topology")) - {"none", "file"}):
+        with subtests.test(name):
+            strategy = build_strategy(compose("train", [f"topology={name}"]))
+            assert isinstance(strategy.settings.topology, Topology)
+            assert strategy.settings.topology.name == name
 
 
-@pytest.mark.parametrize("name", [name for name in names("topology") if name != "file"])
-def test_topologies_reach_the_strategy(name: str) -> None:
-    strategy = build_strategy(compose("train", [f"topology={name}"]))
-    if name == "none":
-        assert strategy.settings.topology == "ring"
-    else:
-        assert isinstance(strategy.settings.topology, Topology)
-        assert strategy.settings.topology.name == name
-
-
-@pytest.mark.parametrize("name", names("compression"))
-def test_compressions_reach_the_strategy(name: str) -> None:
-    strategy = build_strategy(config("algorithm=diloco", f"compression={name}"))
-    expected = as_compression(name, "mean", sends_parameters=False)
-    assert strategy.settings.prepare(2).compression == expected
+def test_compressions_reach_the_strategy(subtests: pytest.Subtests) -> None:
+    for name in names("compression"):
+        with subtests.test(name):
+            strategy = build_strategy(config("algorithm=diloco", f"compression={name}"))
+            expected = as_compression(name, "mean", sends_parameters=False)
+            assert strategy.settings.prepare(2).compression == expected
 
 
 def test_an_error_feedback_by_hand() -> None:
@@ -171,24 +172,29 @@ def test_gossip_of_workers_that_come_and_go(name: str) -> None:
     assert settings.topology.name == "random_matching"
 
 
-@pytest.mark.parametrize("name", names("experiment"))
-def test_elastic_jobs_are_one_worker_each_in_every_experiment(name: str) -> None:
-    assert config(f"experiment={name}", "membership=elastic").trainer.devices == 1
+def test_elastic_jobs_are_one_worker_each_in_every_experiment(subtests: pytest.Subtests) -> None:
+    for name in names("experiment"):
+        with subtests.test(name):
+            assert config(f"experiment={name}", "membership=elastic").trainer.devices == 1
 
 
-@pytest.mark.parametrize("name", LINKS)
-def test_a_link_takes_other_values(name: str) -> None:
-    faster = build_strategy(compose("train", [f"link={name}", "link.mbit_per_s=7"]))
-    assert faster.settings.link.default.mbit_per_s == 7
+def test_a_link_takes_other_values(subtests: pytest.Subtests) -> None:
+    for name in LINKS:
+        with subtests.test(name):
+            faster = build_strategy(compose("train", [f"link={name}", "link.mbit_per_s=7"]))
+            assert faster.settings.link.default.mbit_per_s == 7
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == "wan" else pytest.param(n, marks=pytest.mark.soak) for n in LINKS]
-)
-@pytest.mark.parametrize("algorithm", sorted(METHODS.keys() - {"remote_optimizer"}))
-def test_every_link_reaches_every_strategy(algorithm: str, name: str) -> None:
-    strategy = build_strategy(compose("train", [f"algorithm={algorithm}", f"link={name}"]))
-    assert strategy.settings.link == Links(LINKS[name])
+def test_every_link_reaches_every_strategy(subtests: pytest.Subtests) -> None:
+    """Each choice is composed once: the groups do not depend on each other."""
+    links = {name: compose("train", [f"link={name}"]).link for name in LINKS}
+    for algorithm in sorted(METHODS.keys() - {"remote_optimizer"}):
+        composed = compose("train", [f"algorithm={algorithm}", "link=wan"])
+        for name, link in links.items():
+            with subtests.test(algorithm, link=name):
+                composed.link = link
+                strategy = build_strategy(composed)
+                assert strategy.settings.link == Links(LINKS[name])
 
 
 def test_without_a_link_there_is_none() -> None:
@@ -236,9 +242,8 @@ def test_outer_rates_that_change() -> None:
     assert strategy.settings.algorithm.outer_lr == Cosine(0.9, 0.3, rounds=60)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
+def test_values_that_cannot_work(subtests: pytest.Subtests) -> None:
+    for overrides, message in [
         (["algorithm.sync_every={5:10}"], "algorithm: sync_every must begin at step 0"),
         (["algorithm.sync_every=0"], "algorithm: sync_every counts .* at least 1, got 0"),
         (["algorithm.sync_every=1.5"], "algorithm: .* an integer .*, got 1.5"),
@@ -260,12 +265,11 @@ def test_outer_rates_that_change() -> None:
         (["algorithm=ddp", "membership=elastic"], "DDP cannot let workers come and go. Drop membe"),
         (["membership=elastic", "link=wan"], "not those of members .* Drop link or membership"),
         (["topology.matrix=[[1,0],[0,1]]", "topology=matrix"], "topology: .*not connected"),
-    ],
-)
-def test_values_that_cannot_work(overrides: list[str], message: str) -> None:
-    with pytest.raises(SettingsError, match=message) as caught:
-        build_strategy(compose("train", overrides))
-    assert "\n" not in str(caught.value)
+    ]:
+        with subtests.test(" ".join(overrides)):
+            with pytest.raises(SettingsError, match=message) as caught:
+                build_strategy(compose("train", overrides))
+            assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("override", ["algorithm.sync_evry=1", "trainer.divices=2", "sed=1"])

@@ -127,13 +127,14 @@ def test_every_example_is_checked() -> None:
     assert {file.name for file in EXAMPLES.glob("*.py")} == set(CHECKS)
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_an_example_is_short_and_says_how_to_run_it(name: str) -> None:
-    text = (EXAMPLES / name).read_text()
-    assert text.startswith('"""')
-    assert "What it shows: " in text
-    assert f"python examples/{name}" in text
-    assert len(text.splitlines()) < 100
+def test_an_example_is_short_and_says_how_to_run_it(subtests: pytest.Subtests) -> None:
+    for name in CHECKS:
+        with subtests.test(name):
+            text = (EXAMPLES / name).read_text()
+            assert text.startswith('"""')
+            assert "What it shows: " in text
+            assert f"python examples/{name}" in text
+            assert len(text.splitlines()) < 100
 
 
 @pytest.mark.alone

@@ -73,7 +73,6 @@ LOCO_DEFAULTS = {
     "finalize": "average",
     "timeout_s": 600,
 }
-REGISTRY = [(name, cls) for cls, (name, _) in STRATEGIES.items()]
 
 
 def test_all_names_exist() -> None:
@@ -95,15 +94,16 @@ def test_types_are_shipped() -> None:
     assert Path(loco.__file__).with_name("py.typed").is_file()
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_arguments_and_defaults(name: str) -> None:
-    parameters = inspect.signature(getattr(loco, name)).parameters
-    expected = STRATEGIES[name][1]
-    assert {key: parameters[key].default for key in expected} == expected
-    kinds = {key: parameter.kind for key, parameter in parameters.items()}
-    assert not {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL} & {*kinds.values()}
-    common = {kinds[key] for key in ("evaluate", "finalize", "timeout_s")}
-    assert common == {inspect.Parameter.KEYWORD_ONLY}
+def test_arguments_and_defaults(subtests: pytest.Subtests) -> None:
+    for name, (_, expected) in STRATEGIES.items():
+        with subtests.test(name):
+            parameters = inspect.signature(getattr(loco, name)).parameters
+            assert {key: parameters[key].default for key in expected} == expected
+            kinds = {key: parameter.kind for key, parameter in parameters.items()}
+            variable = {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+            assert not variable & {*kinds.values()}
+            common = {kinds[key] for key in ("evaluate", "finalize", "timeout_s")}
+            assert common == {inspect.Parameter.KEYWORD_ONLY}
 
 
 def test_arguments_and_defaults_of_the_composed_strategy() -> None:
@@ -114,32 +114,35 @@ def test_arguments_and_defaults_of_the_composed_strategy() -> None:
     assert {key: defaults[key] for key in LOCO_DEFAULTS} == LOCO_DEFAULTS
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_misspelt_arguments_are_refused(name: str) -> None:
-    with pytest.raises(TypeError, match="sync_evry"):
-        getattr(loco, name)(sync_evry=3)
+def test_misspelt_arguments_are_refused(subtests: pytest.Subtests) -> None:
+    for name in STRATEGIES:
+        with subtests.test(name), pytest.raises(TypeError, match="sync_evry"):
+            getattr(loco, name)(sync_evry=3)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_strategies_can_be_sent_to_other_processes(name: str) -> None:
-    strategy = getattr(loco, name)(sync_every=7)
-    assert isinstance(strategy, DDPStrategy)
-    assert isinstance(strategy, EngineStrategy)
-    assert type(pickle.loads(pickle.dumps(strategy))) is type(strategy)
+def test_strategies_can_be_sent_to_other_processes(subtests: pytest.Subtests) -> None:
+    for name in STRATEGIES:
+        with subtests.test(name):
+            strategy = getattr(loco, name)(sync_every=7)
+            assert isinstance(strategy, DDPStrategy)
+            assert isinstance(strategy, EngineStrategy)
+            assert type(pickle.loads(pickle.dumps(strategy))) is type(strategy)
 
 
-@pytest.mark.parametrize(("name", "cls"), REGISTRY)
-def test_a_trainer_takes_the_registry_string(name: str, cls: str) -> None:
-    trainer = Trainer(strategy=name, accelerator="cpu", devices=2, logger=False)
-    assert type(trainer.strategy) is getattr(loco, cls)
-    assert trainer.strategy.launcher.is_interactive_compatible is False
+def test_a_trainer_takes_the_registry_string(subtests: pytest.Subtests) -> None:
+    for cls, (name, _) in STRATEGIES.items():
+        with subtests.test(name):
+            trainer = Trainer(strategy=name, accelerator="cpu", devices=2, logger=False)
+            assert type(trainer.strategy) is getattr(loco, cls)
+            assert trainer.strategy.launcher.is_interactive_compatible is False
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "fork"])
-@pytest.mark.parametrize(("name", "cls"), REGISTRY)
-def test_twins_choose_how_processes_start(name: str, cls: str, start_method: str) -> None:
-    twin = f"{name}_{start_method}"
-    assert twin in StrategyRegistry.available_strategies()
-    trainer = Trainer(strategy=twin, accelerator="cpu", devices=2, logger=False)
-    assert type(trainer.strategy) is getattr(loco, cls)
-    assert trainer.strategy.launcher._start_method == start_method
+def test_twins_choose_how_processes_start(subtests: pytest.Subtests) -> None:
+    for cls, (name, _) in STRATEGIES.items():
+        for start_method in ("spawn", "fork"):
+            twin = f"{name}_{start_method}"
+            with subtests.test(twin):
+                assert twin in StrategyRegistry.available_strategies()
+                trainer = Trainer(strategy=twin, accelerator="cpu", devices=2, logger=False)
+                assert type(trainer.strategy) is getattr(loco, cls)
+                assert trainer.strategy.launcher._start_method == start_method

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from functools import partial
 from typing import Any
@@ -116,26 +117,29 @@ def test_the_printed_order_is_synchronous_and_shifted_by_one_phase() -> None:
     assert_close(printed[1:], synchronous[:5, 0])
 
 
-@pytest.mark.parametrize("warm", [False, True])
-@pytest.mark.parametrize("inner", [SGD, ADAMW], ids=["sgd", "adamw"])
-def test_it_is_the_order_of_the_published_file(inner: Any, warm: bool) -> None:
-    expected = file_order(3, 6, 2, inner, warm)
-    settings = {"overlap": True, "warm_start": warm, "sync_every": 2}
-    history = simulate(ALGORITHM, 3, 6, inner=inner, **settings)
-    assert_close(history, expected[:, None].expand(-1, 3, -1))
-    assert (history - simulate(ALGORITHM, 3, 6, inner=inner, sync_every=2)).abs().max() > 1e-2
+def test_it_is_the_order_of_the_published_file(subtests: pytest.Subtests) -> None:
+    for inner, warm in itertools.product([SGD, ADAMW], [False, True]):
+        with subtests.test(inner.func.__name__, warm_start=warm):
+            expected = file_order(3, 6, 2, inner, warm)
+            settings = {"overlap": True, "warm_start": warm, "sync_every": 2}
+            history = simulate(ALGORITHM, 3, 6, inner=inner, **settings)
+            assert_close(history, expected[:, None].expand(-1, 3, -1))
+            synchronous = simulate(ALGORITHM, 3, 6, inner=inner, sync_every=2)
+            assert (history - synchronous).abs().max() > 1e-2
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("warm", [False, True])
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_it_is_the_order_of_the_published_file_on_gloo(pool: Pool, world: int, warm: bool) -> None:
-    settings = {"overlap": True, "warm_start": warm, "sync_every": 2}
-    expected = file_order(world, 5, 2, ADAMW, warm)
-    results = pool.run(run_engine, ALGORITHM, 5, settings, ADAMW, world=world)
-    for history in results:
-        assert_close(history, expected)
-        assert torch.equal(history, results[0])
+def test_it_is_the_order_of_the_published_file_on_gloo(
+    pool: Pool, subtests: pytest.Subtests
+) -> None:
+    for world, warm in itertools.product([2, 3, 4], [False, True]):
+        with subtests.test(world=world, warm_start=warm):
+            settings = {"overlap": True, "warm_start": warm, "sync_every": 2}
+            expected = file_order(world, 5, 2, ADAMW, warm)
+            results = pool.run(run_engine, ALGORITHM, 5, settings, ADAMW, world=world)
+            for history in results:
+                assert_close(history, expected)
+                assert torch.equal(history, results[0])
 
 
 def errors(
@@ -163,25 +167,26 @@ def test_the_known_sequence_of_errors() -> None:
     assert found == pytest.approx([1, 1, 0.79, 0.58, 0.4141, 0.2923, 0.205339], abs=1e-12)
 
 
-@pytest.mark.parametrize(("rate", "contraction"), [(0.7, 0.3), (0.5, 0.9), (0.5, 0.5), (1.0, 0.9)])
-def test_the_error_follows_the_recursion_with_delay_1(rate: float, contraction: float) -> None:
+def test_the_error_follows_the_recursion_with_delay_1(subtests: pytest.Subtests) -> None:
     """e' = e - kappa e_previous; closed form with the roots of z^2 - z + kappa."""
-    found, _ = errors(DiLoCo(rate, 0.0), contraction, 20, **COLD)
-    kappa = rate * contraction
-    assert found[0] == found[1] == 1
-    for t in range(1, 20):
-        assert found[t + 1] == pytest.approx(found[t] - kappa * found[t - 1], abs=1e-12)
-    root = complex(0.25 - kappa) ** 0.5
-    if abs(root) > 1e-9:
-        z1, z2 = 0.5 + root, 0.5 - root
-        c1 = (1 - z2) / (z1 - z2)
-        closed = [(c1 * z1**t + (1 - c1) * z2**t).real for t in range(21)]
-    else:
-        closed = [(1 + t) * 0.5**t for t in range(21)]
-    assert found == pytest.approx(closed, abs=1e-12)
-    assert max(abs(0.5 + root), abs(0.5 - root)) == pytest.approx(
-        math.sqrt(kappa) if kappa > 0.25 else 0.5 + math.sqrt(0.25 - kappa)
-    )
+    for rate, contraction in ((0.7, 0.3), (0.5, 0.9), (0.5, 0.5), (1.0, 0.9)):
+        with subtests.test(rate=rate, contraction=contraction):
+            found, _ = errors(DiLoCo(rate, 0.0), contraction, 20, **COLD)
+            kappa = rate * contraction
+            assert found[0] == found[1] == 1
+            for t in range(1, 20):
+                assert found[t + 1] == pytest.approx(found[t] - kappa * found[t - 1], abs=1e-12)
+            root = complex(0.25 - kappa) ** 0.5
+            if abs(root) > 1e-9:
+                z1, z2 = 0.5 + root, 0.5 - root
+                c1 = (1 - z2) / (z1 - z2)
+                closed = [(c1 * z1**t + (1 - c1) * z2**t).real for t in range(21)]
+            else:
+                closed = [(1 + t) * 0.5**t for t in range(21)]
+            assert found == pytest.approx(closed, abs=1e-12)
+            assert max(abs(0.5 + root), abs(0.5 - root)) == pytest.approx(
+                math.sqrt(kappa) if kappa > 0.25 else 0.5 + math.sqrt(0.25 - kappa)
+            )
 
 
 def test_a_warm_start_makes_the_first_phase_count() -> None:

@@ -25,11 +25,10 @@ from lightning_loco.rounds import RoundSettings
 from lightning_loco.rounds.parcels import slice_state
 from lightning_loco.topology import FromMatrix
 from tests.algorithms.toys import Point, assert_close, flat_rounds, move_to, randn
-from tests.cases import CASES, Case, rows
+from tests.cases import CASES, Case, rows, without_variants
 from tests.pool import Pool
 
-every_case = rows("laws")
-elementwise_case = rows("laws", [n for n, case in CASES.items() if case.algorithm.granularity == 1])
+VARIANTS = [name for name in CASES if name not in without_variants()]
 
 
 def apply_rounds(algorithm: Algorithm, state: State, rounds: range, dtype: torch.dtype) -> Tensor:
@@ -52,14 +51,7 @@ def test_an_algorithm_without_rounds_is_refused(drive: Any) -> None:
         drive([model] if drive is Simulation else model, PairwiseAverage())
 
 
-@every_case
-@pytest.mark.parametrize(
-    "num_workers",
-    [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(3, marks=pytest.mark.soak), 4],
-)
-def test_it_converges_on_quadratics_with_other_targets_on_each_worker(
-    case: Case, num_workers: int
-) -> None:
+def check_that_it_converges(case: Case, num_workers: int) -> None:
     """The consensus comes to the mean of the targets, the optimum of the sum."""
     targets = randn(num_workers, 3)
     models = [Point(torch.zeros(3, dtype=torch.float64)) for _ in range(num_workers)]
@@ -76,9 +68,25 @@ def test_it_converges_on_quadratics_with_other_targets_on_each_worker(
     assert off < min(case.accuracy, before)
 
 
-@every_case
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_it_keeps_the_dtype(case: Case, dtype: torch.dtype) -> None:
+@rows("laws")
+def test_it_converges_on_quadratics_with_other_targets_on_each_worker(case: Case) -> None:
+    check_that_it_converges(case, num_workers=4 if case.variant_of is None else 3)
+
+
+@rows("laws", ["diloco", "eager_diloco", "gasloc", "async_model_average"])
+def test_one_worker_converges_on_a_quadratic(case: Case) -> None:
+    check_that_it_converges(case, num_workers=1)
+
+
+@pytest.mark.soak
+@rows("laws")
+def test_it_converges_with_any_number_of_workers(case: Case, subtests: pytest.Subtests) -> None:
+    for num_workers in (1, 2, 3, 4):
+        with subtests.test(num_workers=num_workers):
+            check_that_it_converges(case, num_workers)
+
+
+def law_messages_have_the_dtype_of_the_parameters(case: Case, dtype: torch.dtype) -> None:
     algorithm = case.prepared(4)
     params = randn(6).to(dtype)
     state = algorithm.init(params.clone())
@@ -92,9 +100,7 @@ def test_it_keeps_the_dtype(case: Case, dtype: torch.dtype) -> None:
                 assert value.dtype == dtype, key
 
 
-@every_case
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_the_model_keeps_its_dtype_and_the_state_is_wide(case: Case, dtype: torch.dtype) -> None:
+def law_the_model_keeps_its_dtype_and_the_state_is_wide(case: Case, dtype: torch.dtype) -> None:
     """Sums and outer parameters are float32 at least; the model is what it was."""
     models = [Point(torch.zeros(6).to(dtype)) for _ in range(3)]
     simulation = Simulation(models, case.algorithm, **case.settings())
@@ -109,8 +115,7 @@ def test_the_model_keeps_its_dtype_and_the_state_is_wide(case: Case, dtype: torc
                 assert value.dtype == wide, key
 
 
-@every_case
-def test_it_is_picklable_and_equal_after_a_round_trip(case: Case) -> None:
+def law_it_is_picklable_and_equal_after_a_round_trip(case: Case) -> None:
     for algorithm in (case.algorithm, case.prepared(4)):
         again = pickle.loads(pickle.dumps(algorithm))
         assert again == algorithm
@@ -118,8 +123,7 @@ def test_it_is_picklable_and_equal_after_a_round_trip(case: Case) -> None:
         assert repr(again) == repr(algorithm)
 
 
-@every_case
-def test_it_is_frozen(case: Case) -> None:
+def law_it_is_frozen(case: Case) -> None:
     for field in dataclasses.fields(case.algorithm):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(case.algorithm, field.name, 1)
@@ -127,16 +131,14 @@ def test_it_is_frozen(case: Case) -> None:
         case.algorithm.something_new = 1  # type: ignore[attr-defined]
 
 
-@every_case
-def test_preparing_changes_nothing_in_place_and_once_is_enough(case: Case) -> None:
+def law_preparing_changes_nothing_in_place_and_once_is_enough(case: Case) -> None:
     before = repr(case.algorithm)
     ready = case.prepared(4)
     assert repr(case.algorithm) == before
     assert RoundSettings(ready, topology=case.topology).prepare(4).algorithm == ready
 
 
-@every_case
-def test_its_state_is_tensors_and_plain_numbers(case: Case) -> None:
+def law_its_state_is_tensors_and_plain_numbers(case: Case) -> None:
     """Loaded without running code, it goes on to the same numbers, bit for bit."""
     algorithm = case.prepared(4)
     start = randn(6, seed=98)
@@ -156,8 +158,7 @@ def test_its_state_is_tensors_and_plain_numbers(case: Case) -> None:
     assert loaded.keys() == state.keys()
 
 
-@every_case
-def test_two_states_share_no_memory(case: Case) -> None:
+def law_two_states_share_no_memory(case: Case) -> None:
     """A state may keep the tensor it is made from, but not the parameters of later rounds."""
     algorithm = case.prepared(4)
     params = randn(6)
@@ -172,8 +173,7 @@ def test_two_states_share_no_memory(case: Case) -> None:
     assert len(set(pointers)) == len(pointers)
 
 
-@every_case
-def test_received_may_lie_in_the_memory_of_the_parameters(case: Case) -> None:
+def law_received_may_lie_in_the_memory_of_the_parameters(case: Case) -> None:
     """An all-reduce sums in place, so what is received is where the message was."""
     results = []
     for in_place in (False, True):
@@ -188,8 +188,7 @@ def test_received_may_lie_in_the_memory_of_the_parameters(case: Case) -> None:
     assert torch.equal(*results)
 
 
-@every_case
-def test_without_progress_a_round_begins_where_it_began(case: Case) -> None:
+def law_without_progress_a_round_begins_where_it_began(case: Case) -> None:
     """restart gives the parameters that the last apply has left."""
     algorithm = case.prepared(4)
     state = algorithm.init(randn(6))
@@ -204,23 +203,7 @@ def test_without_progress_a_round_begins_where_it_began(case: Case) -> None:
         assert torch.equal(start, params)
 
 
-@rows("alone")
-def test_a_worker_alone_keeps_to_the_same_formulas(case: Case) -> None:
-    """One worker is as many workers that all do the same."""
-    histories = []
-    for num_workers in (1, 4):
-        models = [Point(randn(6)) for _ in range(num_workers)]
-        algorithm = case.prepared(4)
-        if isinstance(algorithm, GASLoC):  # "auto" may choose otherwise for one worker
-            algorithm = dataclasses.replace(case.algorithm, momentum=algorithm.momentum)
-        simulation = Simulation(models, algorithm, **case.settings())
-        simulation.run(lambda worker: models[worker].value.data.mul_(0.8).add_(0.1), 5)  # noqa: B023
-        histories.append(simulation.params()[0])
-    assert_close(histories[0], histories[1])
-
-
-@every_case
-def test_all_workers_have_the_same_state_keys(case: Case) -> None:
+def law_all_workers_have_the_same_state_keys(case: Case) -> None:
     """Otherwise checkpoints and exchanges of state would not match."""
     models = [Point(torch.zeros(6)) for _ in range(3)]
     simulation = Simulation(models, case.algorithm, **case.settings(sync_every=1))
@@ -249,9 +232,7 @@ def run_on_slices(algorithm: Algorithm, cuts: list[int]) -> Tensor:
     return torch.cat([params, *whole])
 
 
-@elementwise_case
-@pytest.mark.parametrize("cuts", [[6], [1, 2, 5], list(range(1, 12)), [11]], ids=str)
-def test_slices_give_the_same_result_as_the_whole(case: Case, cuts: list[int]) -> None:
+def law_slices_give_the_same_result_as_the_whole(case: Case, cuts: list[int]) -> None:
     """Up to the last bit: vectorised kernels round the ends of a slice in another way."""
     algorithm = case.prepared(4)
     whole = run_on_slices(algorithm, [])
@@ -263,8 +244,7 @@ def bits(state: State) -> dict[str, Any]:
     return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
-@every_case
-def test_to_propose_is_pure(case: Case) -> None:
+def law_to_propose_is_pure(case: Case) -> None:
     """Asked twice, it says the same, and no entry of the state has moved by a bit."""
     algorithm = case.prepared(4)
     state = algorithm.init(randn(6))
@@ -278,8 +258,7 @@ def test_to_propose_is_pure(case: Case) -> None:
         algorithm.apply(params, message + randn(6, seed=10 + t), state)
 
 
-@every_case
-def test_restart_means_where_the_round_began(case: Case) -> None:
+def law_restart_means_where_the_round_began(case: Case) -> None:
     """From the first round to the last, and whatever has been proposed; or always None."""
     algorithm = case.prepared(4)
     params = randn(6)
@@ -293,6 +272,72 @@ def test_restart_means_where_the_round_began(case: Case) -> None:
         assert torch.equal(start, began) if knows else start is None
         params = message.clone()
         algorithm.apply(params, message + randn(6, seed=10 + t), state)
+
+
+def law_permuting_the_workers_permutes_the_results(case: Case) -> None:
+    """Relabelling the workers and their places in the graph changes nothing else."""
+    num_workers, order = 5, torch.tensor([3, 0, 4, 1, 2])
+    algorithm = case.prepared(num_workers)
+    targets, starts = randn(num_workers, 4), randn(4, seed=1).expand(num_workers, 4)
+    graphs: list[Any] = [None, None]
+    topology = case.graph
+    if topology is not None:
+        matrix = topology.mixing_matrix(num_workers, 0)
+        if topology.period(num_workers) != 1:  # several rounds make a connected graph
+            matrix = sum((topology.mixing_matrix(num_workers, t) for t in range(1, 8)), matrix) / 8
+        graphs = [FromMatrix(m, directed=True) for m in (matrix, matrix[order][:, order])]
+    plain = flat_rounds(algorithm, starts, move_to(targets, 0.4), 5, graphs[0])
+    permuted = flat_rounds(algorithm, starts, move_to(targets[order], 0.4), 5, graphs[1])
+    assert_close(permuted, plain[:, order])
+    if topology is not None:
+        assert (permuted - plain).abs().max() > 1e-3
+
+
+PLAIN_LAWS = [
+    law_it_is_picklable_and_equal_after_a_round_trip,
+    law_it_is_frozen,
+    law_preparing_changes_nothing_in_place_and_once_is_enough,
+    law_its_state_is_tensors_and_plain_numbers,
+    law_two_states_share_no_memory,
+    law_received_may_lie_in_the_memory_of_the_parameters,
+    law_without_progress_a_round_begins_where_it_began,
+    law_all_workers_have_the_same_state_keys,
+    law_to_propose_is_pure,
+    law_restart_means_where_the_round_began,
+    law_permuting_the_workers_permutes_the_results,
+]
+
+
+@rows("laws")
+def test_the_laws_of_every_algorithm_hold(case: Case, subtests: pytest.Subtests) -> None:
+    for law in PLAIN_LAWS:
+        with subtests.test(law.__name__.removeprefix("law_")):
+            law(case)
+    for dtype in (torch.float32, torch.float64):
+        with subtests.test("messages_have_the_dtype_of_the_parameters", dtype=dtype):
+            law_messages_have_the_dtype_of_the_parameters(case, dtype)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        with subtests.test("the_model_keeps_its_dtype_and_the_state_is_wide", dtype=dtype):
+            law_the_model_keeps_its_dtype_and_the_state_is_wide(case, dtype)
+    if case.algorithm.granularity == 1:
+        for cuts in ([6], [1, 2, 5], list(range(1, 12)), [11]):
+            with subtests.test("slices_give_the_same_result_as_the_whole", cuts=cuts):
+                law_slices_give_the_same_result_as_the_whole(case, cuts)
+
+
+@rows("alone")
+def test_a_worker_alone_keeps_to_the_same_formulas(case: Case) -> None:
+    """One worker is as many workers that all do the same."""
+    histories = []
+    for num_workers in (1, 4):
+        models = [Point(randn(6)) for _ in range(num_workers)]
+        algorithm = case.prepared(4)
+        if isinstance(algorithm, GASLoC):  # "auto" may choose otherwise for one worker
+            algorithm = dataclasses.replace(case.algorithm, momentum=algorithm.momentum)
+        simulation = Simulation(models, algorithm, **case.settings())
+        simulation.run(lambda worker: models[worker].value.data.mul_(0.8).add_(0.1), 5)  # noqa: B023
+        histories.append(simulation.params()[0])
+    assert_close(histories[0], histories[1])
 
 
 LARGE = 5000  # five chunks of at most 1024 elements, with four under way
@@ -311,8 +356,7 @@ def train_large(rank: int, world: int, case: Case, bucket_bytes: int) -> Tensor:
     return model.value.detach()
 
 
-@rows("chunks")
-def test_chunks_give_the_same_result_as_the_whole_on_gloo(pool: Pool, case: Case) -> None:
+def check_chunks(pool: Pool, case: Case) -> None:
     targets = [randn(LARGE, seed=worker) for worker in range(3)]
     models = [Point(torch.zeros(LARGE, dtype=torch.float64)) for _ in targets]
 
@@ -327,24 +371,17 @@ def test_chunks_give_the_same_result_as_the_whole_on_gloo(pool: Pool, case: Case
         assert_close(result, simulation.consensus())
 
 
-@every_case
-def test_permuting_the_workers_permutes_the_results(case: Case) -> None:
-    """Relabelling the workers and their places in the graph changes nothing else."""
-    num_workers, order = 5, torch.tensor([3, 0, 4, 1, 2])
-    algorithm = case.prepared(num_workers)
-    targets, starts = randn(num_workers, 4), randn(4, seed=1).expand(num_workers, 4)
-    graphs: list[Any] = [None, None]
-    topology = case.graph
-    if topology is not None:
-        matrix = topology.mixing_matrix(num_workers, 0)
-        if topology.period(num_workers) != 1:  # several rounds make a connected graph
-            matrix = sum((topology.mixing_matrix(num_workers, t) for t in range(1, 8)), matrix) / 8
-        graphs = [FromMatrix(m, directed=True) for m in (matrix, matrix[order][:, order])]
-    plain = flat_rounds(algorithm, starts, move_to(targets, 0.4), 5, graphs[0])
-    permuted = flat_rounds(algorithm, starts, move_to(targets[order], 0.4), 5, graphs[1])
-    assert_close(permuted, plain[:, order])
-    if topology is not None:
-        assert (permuted - plain).abs().max() > 1e-3
+@rows("chunks", without_variants())
+def test_chunks_give_the_same_result_as_the_whole_on_gloo(pool: Pool, case: Case) -> None:
+    check_chunks(pool, case)
+
+
+@pytest.mark.soak
+@rows("chunks", VARIANTS)
+def test_chunks_of_variants_give_the_same_result_as_the_whole_on_gloo(
+    pool: Pool, case: Case
+) -> None:
+    check_chunks(pool, case)
 
 
 MASTERS = [name for name, case in CASES.items() if case.algorithm.consensus_key is not None]

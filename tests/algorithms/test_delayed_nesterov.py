@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
@@ -45,30 +46,31 @@ def by_the_book(
     return history
 
 
-@pytest.mark.parametrize("between", [0.0, 0.1, 1 / 3])
-@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
-@pytest.mark.parametrize("every", [1, 2, 3])
-def test_it_is_the_published_loop(every: int, momentum: float, between: float) -> None:
+def test_it_is_the_published_loop(subtests: pytest.Subtests) -> None:
     gradients = randn(9, 4)
-    algorithm = DelayedNesterov(1.1, momentum, every, between)
-    state = algorithm.init(torch.zeros(4, dtype=torch.float64))
-    expected = by_the_book(gradients, 1.1, momentum, every, between)
-    for gradient, after in zip(gradients, expected, strict=True):
-        params = torch.zeros(4, dtype=torch.float64)
-        algorithm.apply(params, gradient.clone(), state)
-        assert_close(params, after)
-        assert torch.equal(state["outer"], params)
+    for every, momentum, between in itertools.product(
+        [1, 2, 3], [0.0, 0.5, 0.9], [0.0, 0.1, 1 / 3]
+    ):
+        with subtests.test(every=every, momentum=momentum, between=between):
+            algorithm = DelayedNesterov(1.1, momentum, every, between)
+            state = algorithm.init(torch.zeros(4, dtype=torch.float64))
+            expected = by_the_book(gradients, 1.1, momentum, every, between)
+            for gradient, after in zip(gradients, expected, strict=True):
+                params = torch.zeros(4, dtype=torch.float64)
+                algorithm.apply(params, gradient.clone(), state)
+                assert_close(params, after)
+                assert torch.equal(state["outer"], params)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_blocks_of_one_round_are_diloco_bit_for_bit(momentum: float, dtype: torch.dtype) -> None:
-    starts, targets = STARTS.to(dtype), TARGETS.to(dtype)
-    histories = [
-        flat_rounds(algorithm, starts, move_to(targets, 0.3), 12)
-        for algorithm in (DelayedNesterov(0.7, momentum, every=1), DiLoCo(0.7, momentum))
-    ]
-    assert torch.equal(*histories)
+def test_blocks_of_one_round_are_diloco_bit_for_bit(subtests: pytest.Subtests) -> None:
+    for momentum, dtype in itertools.product([0.0, 0.9], [torch.float32, torch.float64]):
+        with subtests.test(momentum=momentum, dtype=dtype):
+            starts, targets = STARTS.to(dtype), TARGETS.to(dtype)
+            histories = [
+                flat_rounds(algorithm, starts, move_to(targets, 0.3), 12)
+                for algorithm in (DelayedNesterov(0.7, momentum, every=1), DiLoCo(0.7, momentum))
+            ]
+            assert torch.equal(*histories)
 
 
 def test_blocks_of_one_round_are_torch_sgd_bit_for_bit() -> None:
@@ -113,16 +115,16 @@ def test_without_momentum_it_is_diloco_with_the_nth_of_the_rate() -> None:
     assert set(delayed.init(randn(4))) == {"outer"}
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("world", [2, 3])
-def test_processes_make_the_same_blocks(pool: Pool, world: int, overlap: bool) -> None:
+def test_processes_make_the_same_blocks(pool: Pool, subtests: pytest.Subtests) -> None:
     algorithm = DelayedNesterov(1.4, 0.3, every=2)
-    settings = {"sync_every": 2, "overlap": overlap}
-    expected = simulate(algorithm, world, 7, inner=ADAMW, **settings)
-    first, *others = pool.run(run_engine, algorithm, 7, settings, ADAMW, world=world)
-    assert_close(first, expected[:, 0])
-    for other in others:
-        assert torch.equal(other, first)
+    for world, overlap in itertools.product([2, 3], [False, True]):
+        with subtests.test(world=world, overlap=overlap):
+            settings = {"sync_every": 2, "overlap": overlap}
+            expected = simulate(algorithm, world, 7, inner=ADAMW, **settings)
+            first, *others = pool.run(run_engine, algorithm, 7, settings, ADAMW, world=world)
+            assert_close(first, expected[:, 0])
+            for other in others:
+                assert torch.equal(other, first)
 
 
 def test_the_strategy_takes_its_arguments() -> None:
@@ -130,9 +132,8 @@ def test_the_strategy_takes_its_arguments() -> None:
     assert strategy.settings.algorithm == DelayedNesterov(2.8, 0.9, 4, 0.1)
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
+def test_values_that_cannot_work_are_refused(subtests: pytest.Subtests) -> None:
+    rows: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"outer_lr": 0.0}, ValueError, r"outer_lr must be positive, got 0\.0"),
         ({"outer_momentum": 1.0}, ValueError, r"outer_momentum must be in \[0, 1\), got 1.0"),
         ({"every": 0}, ValueError, "every counts rounds and must be at least 1, got 0. Use 1 for"),
@@ -140,13 +141,10 @@ def test_the_strategy_takes_its_arguments() -> None:
         ({"every": True}, TypeError, "must be an integer, got True"),
         ({"between": 0.6}, ValueError, r"between must be in \[0, 1/every\], got 0.6 with every=2"),
         ({"between": -0.1}, ValueError, r"between must be in \[0, 1/every\], got -0.1"),
-    ],
-)
-def test_values_that_cannot_work_are_refused(
-    settings: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        DelayedNesterov(**settings)
+    ]
+    for settings, error, message in rows:
+        with subtests.test(str(settings)), pytest.raises(error, match=message):
+            DelayedNesterov(**settings)
 
 
 def test_it_takes_no_topology_and_warns_when_it_is_unstable_late() -> None:

@@ -61,13 +61,14 @@ def train_by_the_book(world: int, rounds: int, steps: int, make_outer: Any, inne
     return torch.stack(history)
 
 
-@pytest.mark.parametrize("inner", [SGD, ADAMW], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("kind", BUILT_IN)
-def test_it_is_the_published_loop_with_torch_sgd(kind: str, inner: Any) -> None:
-    expected = train_by_the_book(3, 6, 4, TORCH[kind], inner)
-    for algorithm in (BUILT_IN[kind], DiLoCo(outer_optimizer=TORCH[kind])):
-        history = simulate(algorithm, 3, 6, inner=inner, sync_every=4)
-        assert_close(history[:6], expected[:, None].expand(-1, 3, -1))
+def test_it_is_the_published_loop_with_torch_sgd(kind: str, subtests: pytest.Subtests) -> None:
+    for inner in (SGD, ADAMW):
+        with subtests.test(inner.func.__name__):
+            expected = train_by_the_book(3, 6, 4, TORCH[kind], inner)
+            for algorithm in (BUILT_IN[kind], DiLoCo(outer_optimizer=TORCH[kind])):
+                history = simulate(algorithm, 3, 6, inner=inner, sync_every=4)
+                assert_close(history[:6], expected[:, None].expand(-1, 3, -1))
 
 
 @pytest.mark.parametrize("kind", BUILT_IN)
@@ -77,11 +78,12 @@ def test_it_is_the_published_loop_on_gloo(pool: Pool, kind: str) -> None:
         assert_close(history[:4], expected)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_outer_sgd_with_rate_1_is_local_sgd(world: int) -> None:
+def test_outer_sgd_with_rate_1_is_local_sgd(subtests: pytest.Subtests) -> None:
     settings = {"inner": ADAMW, "sync_every": 3}
-    expected = simulate(LocalSGD(), world, 5, **settings)
-    assert_close(simulate(DiLoCo(1.0, 0.0), world, 5, **settings), expected)
+    for world in range(1, 5):
+        with subtests.test(world=world):
+            expected = simulate(LocalSGD(), world, 5, **settings)
+            assert_close(simulate(DiLoCo(1.0, 0.0), world, 5, **settings), expected)
 
 
 def test_outer_sgd_with_rate_1_is_local_sgd_on_gloo(pool: Pool) -> None:
@@ -182,20 +184,18 @@ def test_the_state_is_equal_on_all_workers() -> None:
         assert torch.equal(state["momentum"], simulation.states[0]["momentum"])
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"outer_lr": 0.0}, r"outer_lr must be positive, got 0.0\. A common value is 0.7"),
+def test_numbers_out_of_range_are_refused(subtests: pytest.Subtests) -> None:
+    rows = [
+        ({"outer_lr": 0.0}, r"outer_lr must be positive, got 0\.0\. A common value is 0.7"),
         ({"outer_lr": float("nan")}, "outer_lr must be positive, got nan"),
         ({"outer_lr": float("inf")}, "outer_lr must be positive, got inf"),
         ({"outer_momentum": 1.0}, r"outer_momentum must be in \[0, 1\), got 1.0"),
         ({"outer_momentum": -0.1}, r"outer_momentum must be in \[0, 1\), got -0.1"),
         ({"outer_momentum": float("nan")}, r"outer_momentum must be in \[0, 1\), got nan"),
-    ],
-)
-def test_numbers_out_of_range_are_refused(settings: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DiLoCo(**settings)
+    ]
+    for settings, message in rows:
+        with subtests.test(str(settings)), pytest.raises(ValueError, match=message):
+            DiLoCo(**settings)
 
 
 def test_it_takes_no_topology() -> None:

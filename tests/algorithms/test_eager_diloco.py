@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from functools import partial
 from typing import Any
@@ -78,39 +79,37 @@ def by_the_book(
     return torch.stack([*history, end.mean(0).expand_as(end)])
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("warm", [False, True])
-@pytest.mark.parametrize("inner", [SGD, ADAMW], ids=["sgd", "adamw"])
-def test_it_is_the_rule_as_a_plain_loop(inner: Any, warm: bool, nesterov: bool) -> None:
-    expected = by_the_book(3, 6, 2, inner, warm, nesterov)
-    algorithm = EagerDiLoCo(RATE, MOMENTUM, nesterov)
-    settings = {"overlap": True, "warm_start": warm, "sync_every": 2}
-    history = simulate(algorithm, 3, 6, inner=inner, **settings)
-    assert_close(history, expected)
-    late = simulate(DiLoCo(RATE, MOMENTUM, nesterov), 3, 6, inner=inner, **settings)
-    assert (history - late).abs().max() > 1e-3
+def test_it_is_the_rule_as_a_plain_loop(subtests: pytest.Subtests) -> None:
+    for inner, warm, nesterov in itertools.product([SGD, ADAMW], [False, True], [True, False]):
+        with subtests.test(inner.func.__name__, warm_start=warm, nesterov=nesterov):
+            expected = by_the_book(3, 6, 2, inner, warm, nesterov)
+            algorithm = EagerDiLoCo(RATE, MOMENTUM, nesterov)
+            settings = {"overlap": True, "warm_start": warm, "sync_every": 2}
+            history = simulate(algorithm, 3, 6, inner=inner, **settings)
+            assert_close(history, expected)
+            late = simulate(DiLoCo(RATE, MOMENTUM, nesterov), 3, 6, inner=inner, **settings)
+            assert (history - late).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_it_is_the_rule_on_gloo(pool: Pool, world: int, warm: bool) -> None:
-    expected = by_the_book(world, 5, 2, ADAMW, warm)
-    settings = {"overlap": True, "warm_start": warm, "sync_every": 2, "bucket_bytes": 4096}
-    results = pool.run(run_engine, ALGORITHM, 5, settings, ADAMW, world=world)
-    assert_close(torch.stack(results, dim=1), expected)
+def test_it_is_the_rule_on_gloo(pool: Pool, world: int, subtests: pytest.Subtests) -> None:
+    for warm in (False, True):
+        with subtests.test(warm_start=warm):
+            expected = by_the_book(world, 5, 2, ADAMW, warm)
+            settings = {"overlap": True, "warm_start": warm, "sync_every": 2, "bucket_bytes": 4096}
+            results = pool.run(run_engine, ALGORITHM, 5, settings, ADAMW, world=world)
+            assert_close(torch.stack(results, dim=1), expected)
 
 
-@pytest.mark.parametrize("warm", [False, True])
-@pytest.mark.parametrize(
-    ("momentum", "nesterov"), [(0.0, True), (0.9, True), (0.9, False)], ids=str
-)
-def test_one_worker_makes_synchronous_diloco_bit_for_bit(
-    momentum: float, nesterov: bool, warm: bool
-) -> None:
+def test_one_worker_makes_synchronous_diloco_bit_for_bit(subtests: pytest.Subtests) -> None:
     settings = {"inner": ADAMW, "sync_every": 3}
-    eager = EagerDiLoCo(0.7, momentum, nesterov)
-    history = simulate(eager, 1, 6, overlap=True, warm_start=warm, **settings)
-    assert torch.equal(history, simulate(DiLoCo(0.7, momentum, nesterov), 1, 6, **settings))
+    for momentum, nesterov in ((0.0, True), (0.9, True), (0.9, False)):
+        for warm in (False, True):
+            with subtests.test(momentum=momentum, nesterov=nesterov, warm_start=warm):
+                eager = EagerDiLoCo(0.7, momentum, nesterov)
+                history = simulate(eager, 1, 6, overlap=True, warm_start=warm, **settings)
+                diloco = DiLoCo(0.7, momentum, nesterov)
+                assert torch.equal(history, simulate(diloco, 1, 6, **settings))
 
 
 def test_blocking_rounds_are_diloco_bit_for_bit() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -43,26 +44,27 @@ def test_the_round_is_the_mean() -> None:
     assert_close(after, targets.mean(0).expand(3, 4))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("inner", LINEAR_IN_THE_GRADIENTS.values(), ids=LINEAR_IN_THE_GRADIENTS)
 @pytest.mark.parametrize("algorithm", [LocalSGD(), DiLoCo(1.0, 0.0)], ids=str)
 def test_a_round_after_every_step_is_data_parallel_training(
-    algorithm: LocalSGD | DiLoCo, inner: Any, world: int
+    algorithm: LocalSGD | DiLoCo, subtests: pytest.Subtests
 ) -> None:
     """Also with inner momentum, as long as it is kept: its mean is the momentum of the mean."""
-    history = simulate(algorithm, world, 8, inner=inner)
-    assert_close(history[:8], train_ddp(world, 8, inner)[:, None].expand(-1, world, -1))
+    for (name, inner), world in itertools.product(LINEAR_IN_THE_GRADIENTS.items(), range(1, 5)):
+        with subtests.test(inner=name, world=world):
+            history = simulate(algorithm, world, 8, inner=inner)
+            assert_close(history[:8], train_ddp(world, 8, inner)[:, None].expand(-1, world, -1))
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("algorithm", [LocalSGD(), DiLoCo(1.0, 0.0)], ids=str)
 def test_a_round_after_every_step_is_data_parallel_training_on_gloo(
-    pool: Pool, algorithm: LocalSGD | DiLoCo, world: int
+    pool: Pool, algorithm: LocalSGD | DiLoCo, subtests: pytest.Subtests
 ) -> None:
-    expected = train_ddp(world, 6, LINEAR_IN_THE_GRADIENTS["nesterov"])
     inner = LINEAR_IN_THE_GRADIENTS["nesterov"]
-    for history in pool.run(run_engine, algorithm, 6, {"sync_every": 1}, inner, world=world):
-        assert_close(history[:6], expected)
+    for world in (2, 3, 4):
+        with subtests.test(world=world):
+            results = pool.run(run_engine, algorithm, 6, {"sync_every": 1}, inner, world=world)
+            for history in results:
+                assert_close(history[:6], train_ddp(world, 6, inner))
 
 
 def test_inner_momentum_that_is_reset_is_not_data_parallel_training() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 
 import pytest
@@ -19,22 +20,22 @@ def prepared(algorithm: Algorithm, num_workers: int, topology: Topology) -> Algo
         return algorithm.prepare(num_workers, topology)
 
 
-@pytest.mark.parametrize("gossip_step", [None, 0.4])
-@pytest.mark.parametrize("topology", [RandomMatching(3), Ring()], ids=["pairs", "ring"])
-def test_it_is_the_two_sums_of_the_paper(topology: Topology, gossip_step: float | None) -> None:
+def test_it_is_the_two_sums_of_the_paper(subtests: pytest.Subtests) -> None:
     """Drifts and outer parameters averaged by themselves, as the published code does."""
     num_workers, a, beta = 6, 0.5, 0.7
-    gamma = beta if gossip_step is None else gossip_step
     targets, starts = randn(num_workers, 4), randn(num_workers, 4, seed=1)
-    algorithm = prepared(NoLoCo(a, beta, gossip_step), num_workers, topology)
-    history = flat_rounds(algorithm, starts, move_to(targets, 0.3), 6, topology)
-    phi, delta = starts.clone(), torch.zeros_like(starts)
-    for t in range(6):
-        theta = phi + 0.3 * (targets - phi)
-        mixing = topology.mixing_matrix(num_workers, t)
-        delta = a * delta + beta * mixing @ (theta - phi) + gamma * (mixing @ phi - phi)
-        phi = phi + delta
-        assert_close(history[t + 1], phi)
+    for topology, gossip_step in itertools.product([RandomMatching(3), Ring()], [None, 0.4]):
+        with subtests.test(str(topology), gossip_step=gossip_step):
+            gamma = beta if gossip_step is None else gossip_step
+            algorithm = prepared(NoLoCo(a, beta, gossip_step), num_workers, topology)
+            history = flat_rounds(algorithm, starts, move_to(targets, 0.3), 6, topology)
+            phi, delta = starts.clone(), torch.zeros_like(starts)
+            for t in range(6):
+                theta = phi + 0.3 * (targets - phi)
+                mixing = topology.mixing_matrix(num_workers, t)
+                delta = a * delta + beta * mixing @ (theta - phi) + gamma * (mixing @ phi - phi)
+                phi = phi + delta
+                assert_close(history[t + 1], phi)
 
 
 def test_equal_steps_send_the_local_parameters_as_they_are() -> None:

@@ -47,24 +47,28 @@ ELEMENTWISE: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("make_optimizer", ELEMENTWISE.values(), ids=ELEMENTWISE)
 def test_a_round_after_every_step_is_data_parallel_training_with_that_optimizer(
-    make_optimizer: Any,
+    subtests: pytest.Subtests,
 ) -> None:
-    algorithm = DiLoCo(outer_optimizer=make_optimizer)
-    history = simulate(algorithm, 3, 12, inner=UNIT_STEP)
-    assert_close(history[:12], train_ddp(3, 12, make_optimizer)[:, None].expand(-1, 3, -1))
+    for name, make_optimizer in ELEMENTWISE.items():
+        with subtests.test(name):
+            algorithm = DiLoCo(outer_optimizer=make_optimizer)
+            history = simulate(algorithm, 3, 12, inner=UNIT_STEP)
+            assert_close(history[:12], train_ddp(3, 12, make_optimizer)[:, None].expand(-1, 3, -1))
 
 
-@pytest.mark.parametrize("name", ["adamw", "adagrad", "nesterov", "rmsprop"])
-def test_a_round_after_every_step_is_that_optimizer_on_gloo(pool: Pool, name: str) -> None:
-    make_optimizer = ELEMENTWISE[name]
-    algorithm = DiLoCo(outer_optimizer=make_optimizer)
-    expected = train_ddp(4, 8, make_optimizer)
-    results = pool.run(run_engine, algorithm, 8, {"sync_every": 1}, UNIT_STEP, world=4)
-    for history in results:
-        assert_close(history[:8], expected)
-        assert torch.equal(history, results[0])
+def test_a_round_after_every_step_is_that_optimizer_on_gloo(
+    pool: Pool, subtests: pytest.Subtests
+) -> None:
+    for name in ("adamw", "adagrad", "nesterov", "rmsprop"):
+        with subtests.test(name):
+            make_optimizer = ELEMENTWISE[name]
+            algorithm = DiLoCo(outer_optimizer=make_optimizer)
+            expected = train_ddp(4, 8, make_optimizer)
+            results = pool.run(run_engine, algorithm, 8, {"sync_every": 1}, UNIT_STEP, world=4)
+            for history in results:
+                assert_close(history[:8], expected)
+                assert torch.equal(history, results[0])
 
 
 def test_one_round_late_it_steps_with_the_gradient_of_one_round_ago() -> None:
@@ -96,24 +100,28 @@ def test_its_state_is_tensors_and_numbers_under_its_own_names() -> None:
     assert state["optimizer.exp_avg"].shape == (3,)
 
 
-@pytest.mark.parametrize("make_optimizer", ELEMENTWISE.values(), ids=ELEMENTWISE)
-def test_a_run_that_saves_and_loads_its_state_equals_an_unbroken_one(make_optimizer: Any) -> None:
-    algorithm = DiLoCo(outer_optimizer=make_optimizer)
+def test_a_run_that_saves_and_loads_its_state_equals_an_unbroken_one(
+    subtests: pytest.Subtests,
+) -> None:
     gradients = randn(8, 4)
 
-    def apply(state: dict[str, Any], rounds: range) -> Tensor:
+    def apply(algorithm: DiLoCo, state: dict[str, Any], rounds: range) -> Tensor:
         params = torch.empty(4, dtype=torch.float64)
         for t in rounds:
             algorithm.apply(params, gradients[t].clone(), state)
         return params
 
-    expected = apply(algorithm.init(randn(4, seed=1)), range(8))
-    state = algorithm.init(randn(4, seed=1))
-    apply(state, range(4))
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    assert torch.equal(apply(torch.load(file, weights_only=True), range(4, 8)), expected)
+    for name, make_optimizer in ELEMENTWISE.items():
+        with subtests.test(name):
+            algorithm = DiLoCo(outer_optimizer=make_optimizer)
+            expected = apply(algorithm, algorithm.init(randn(4, seed=1)), range(8))
+            state = algorithm.init(randn(4, seed=1))
+            apply(algorithm, state, range(4))
+            file = io.BytesIO()
+            torch.save(state, file)
+            file.seek(0)
+            loaded = torch.load(file, weights_only=True)
+            assert torch.equal(apply(algorithm, loaded, range(4, 8)), expected)
 
 
 class Averaged(torch.optim.SGD):
@@ -134,15 +142,23 @@ class Remembering(torch.optim.SGD):
             self.state[p]["past"] = [*self.state[p].get("past", []), p.grad.clone()]
 
 
-@pytest.mark.parametrize(
-    "make_optimizer",
-    [torch.optim.Muon, torch.optim.LBFGS, torch.optim.SparseAdam, Remembering, lambda params: None],
-    ids=["muon", "lbfgs", "sparse_adam", "remembering", "nothing"],
-)
-def test_an_optimizer_that_cannot_work_is_refused_before_training(make_optimizer: Any) -> None:
+def test_an_optimizer_that_cannot_work_is_refused_before_training(
+    subtests: pytest.Subtests,
+) -> None:
     """An error that a user understands: it names the setting, not the inside of the optimizer."""
-    with pytest.raises((ValueError, TypeError), match="outer.optimizer"):
-        DiLoCo(outer_optimizer=make_optimizer).prepare(2, None)
+    optimizers: dict[str, Any] = {
+        "muon": torch.optim.Muon,
+        "lbfgs": torch.optim.LBFGS,
+        "sparse_adam": torch.optim.SparseAdam,
+        "remembering": Remembering,
+        "nothing": lambda params: None,
+    }
+    for name, make_optimizer in optimizers.items():
+        with (
+            subtests.test(name),
+            pytest.raises((ValueError, TypeError), match="outer.optimizer"),
+        ):
+            DiLoCo(outer_optimizer=make_optimizer).prepare(2, None)
 
 
 def test_an_optimizer_that_remembers_in_its_groups_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 from functools import partial
@@ -34,15 +35,13 @@ def halved(round_index: int, first: float = 0.8) -> float:
     return first * 0.5**round_index
 
 
-SCHEDULES: list[OuterLR] = [
-    Cosine(0.9, 0.1, rounds=6),
-    Linear(0.1, 0.9, rounds=3),
-    Piecewise({0: 0.7, 2: 0.3, 5: 0.1}),
-    halved,
-    partial(halved, first=0.4),
-]
-NAMES = ["cosine", "linear", "piecewise", "function", "partial"]
-of_schedule = pytest.mark.parametrize("outer_lr", SCHEDULES, ids=NAMES)
+SCHEDULES: dict[str, OuterLR] = {
+    "cosine": Cosine(0.9, 0.1, rounds=6),
+    "linear": Linear(0.1, 0.9, rounds=3),
+    "piecewise": Piecewise({0: 0.7, 2: 0.3, 5: 0.1}),
+    "function": halved,
+    "partial": partial(halved, first=0.4),
+}
 
 
 # ------------------------------------------------------------------------------- the values
@@ -58,66 +57,65 @@ def test_the_ways_of_the_schedules() -> None:
     assert rates == [0.7, 0.7, 0.2, 0.2]
 
 
-@of_schedule
-def test_they_can_be_pickled_compared_and_hashed(outer_lr: OuterLR) -> None:
-    again = pickle.loads(pickle.dumps(DiLoCo(outer_lr)))
-    assert [rate_at(again.outer_lr, t) for t in range(9)] == [
-        rate_at(outer_lr, t) for t in range(9)
-    ]
-    if not isinstance(outer_lr, partial):
-        assert again == DiLoCo(outer_lr)
-        assert hash(again) == hash(DiLoCo(outer_lr))
-    assert highest_rate(outer_lr) == max(rate_at(outer_lr, t) for t in range(9))
+def test_they_can_be_pickled_compared_and_hashed(subtests: pytest.Subtests) -> None:
+    for name, outer_lr in SCHEDULES.items():
+        with subtests.test(name):
+            again = pickle.loads(pickle.dumps(DiLoCo(outer_lr)))
+            rates = [rate_at(outer_lr, t) for t in range(9)]
+            assert [rate_at(again.outer_lr, t) for t in range(9)] == rates
+            if not isinstance(outer_lr, partial):
+                assert again == DiLoCo(outer_lr)
+                assert hash(again) == hash(DiLoCo(outer_lr))
+            assert highest_rate(outer_lr) == max(rates)
 
 
 # ------------------------------------------------------------------------ in the algorithms
 
 
-@of_schedule
-@pytest.mark.parametrize("momentum", [0.0, 0.6])
-def test_diloco_is_torch_sgd_whose_rate_is_set_before_each_step(
-    outer_lr: OuterLR, momentum: float
-) -> None:
-    outer = torch.nn.Parameter(STARTS[0].clone())
-    optimizer = torch.optim.SGD([outer], 1.0, momentum=momentum, nesterov=momentum > 0)
-    history = flat_rounds(DiLoCo(outer_lr, momentum), STARTS, move_to(TARGETS, 0.4), 8)
-    for t in range(8):
-        optimizer.param_groups[0]["lr"] = rate_at(outer_lr, t)
-        outer.grad = 0.4 * (outer.detach() - TARGETS.mean(0))
-        optimizer.step()
-        assert_close(history[t + 1], outer.detach().expand(4, 5))
+def test_diloco_is_torch_sgd_whose_rate_is_set_before_each_step(subtests: pytest.Subtests) -> None:
+    for (name, outer_lr), momentum in itertools.product(SCHEDULES.items(), [0.0, 0.6]):
+        with subtests.test(name, momentum=momentum):
+            outer = torch.nn.Parameter(STARTS[0].clone())
+            optimizer = torch.optim.SGD([outer], 1.0, momentum=momentum, nesterov=momentum > 0)
+            history = flat_rounds(DiLoCo(outer_lr, momentum), STARTS, move_to(TARGETS, 0.4), 8)
+            for t in range(8):
+                optimizer.param_groups[0]["lr"] = rate_at(outer_lr, t)
+                outer.grad = 0.4 * (outer.detach() - TARGETS.mean(0))
+                optimizer.step()
+                assert_close(history[t + 1], outer.detach().expand(4, 5))
 
 
-@of_schedule
-def test_delayed_nesterov_takes_the_rate_of_the_round(outer_lr: OuterLR) -> None:
+def test_delayed_nesterov_takes_the_rate_of_the_round(subtests: pytest.Subtests) -> None:
     gradients = randn(7, 5)
-    algorithm = DelayedNesterov(outer_lr, 0.6, every=3)
-    state = algorithm.init(torch.zeros(5, dtype=torch.float64))
-    moved = m = block_sum = torch.zeros(5, dtype=torch.float64)
-    for t, gradient in enumerate(gradients):
-        algorithm.update(gradient.clone(), gradient.clone(), state)
-        block_sum = block_sum + gradient
-        step = gradient / 3
-        if t % 3 == 2:
-            m, block_sum = 0.6 * m + block_sum / 3, torch.zeros_like(m)
-            step = step + 0.6 * m
-        moved = moved - rate_at(outer_lr, t) * step
-        assert_close(state["outer"], moved)
+    for name, outer_lr in SCHEDULES.items():
+        with subtests.test(name):
+            algorithm = DelayedNesterov(outer_lr, 0.6, every=3)
+            state = algorithm.init(torch.zeros(5, dtype=torch.float64))
+            moved = m = block_sum = torch.zeros(5, dtype=torch.float64)
+            for t, gradient in enumerate(gradients):
+                algorithm.update(gradient.clone(), gradient.clone(), state)
+                block_sum = block_sum + gradient
+                step = gradient / 3
+                if t % 3 == 2:
+                    m, block_sum = 0.6 * m + block_sum / 3, torch.zeros_like(m)
+                    step = step + 0.6 * m
+                moved = moved - rate_at(outer_lr, t) * step
+                assert_close(state["outer"], moved)
 
 
-@of_schedule
-@pytest.mark.parametrize("momentum", [0.0, 0.3])
 def test_gasloc_takes_the_rate_of_the_round_and_momentum_carries_it_on(
-    outer_lr: OuterLR, momentum: float
+    subtests: pytest.Subtests,
 ) -> None:
-    algorithm = GASLoC(outer_lr, 1.0, momentum).prepare(4, Ring())
-    history = flat_rounds(algorithm, STARTS, move_to(TARGETS, 0.4), 8, Ring())
     mixing = Ring().mixing_matrix(4, 0)
-    theta, before = STARTS.clone(), STARTS.clone()
-    for t in range(8):
-        u = theta + rate_at(outer_lr, t) * 0.4 * (TARGETS - theta)
-        theta, before = mixing @ u + momentum * (u - before), u
-        assert_close(history[t + 1], theta)
+    for (name, outer_lr), momentum in itertools.product(SCHEDULES.items(), [0.0, 0.3]):
+        with subtests.test(name, momentum=momentum):
+            algorithm = GASLoC(outer_lr, 1.0, momentum).prepare(4, Ring())
+            history = flat_rounds(algorithm, STARTS, move_to(TARGETS, 0.4), 8, Ring())
+            theta, before = STARTS.clone(), STARTS.clone()
+            for t in range(8):
+                u = theta + rate_at(outer_lr, t) * 0.4 * (TARGETS - theta)
+                theta, before = mixing @ u + momentum * (u - before), u
+                assert_close(history[t + 1], theta)
 
 
 def test_on_a_complete_graph_gasloc_is_diloco_without_momentum_only() -> None:
@@ -137,17 +135,19 @@ def test_on_a_complete_graph_gasloc_is_diloco_without_momentum_only() -> None:
     assert apart(cosine, 0.6) > 1e-2
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(
-    "kind", [DiLoCo, partial(DelayedNesterov, every=2), EagerDiLoCo, GASLoC], ids=str
-)
-def test_a_constant_schedule_is_the_number_bit_for_bit(kind: Any, overlap: bool) -> None:
-    if kind is GASLoC:
-        constant, number = GASLoC(Piecewise({0: 0.7})), GASLoC(0.7)
-    else:
-        constant, number = kind(Piecewise({0: 0.7}), 0.3), kind(0.7, 0.3)
-    settings = {"sync_every": 2, "overlap": overlap}
-    assert torch.equal(simulate(constant, 3, 5, **settings), simulate(number, 3, 5, **settings))
+def test_a_constant_schedule_is_the_number_bit_for_bit(subtests: pytest.Subtests) -> None:
+    constant = Piecewise({0: 0.7})
+    pairs: list[tuple[Algorithm, Algorithm]] = [
+        (DiLoCo(constant, 0.3), DiLoCo(0.7, 0.3)),
+        (DelayedNesterov(constant, 0.3, every=2), DelayedNesterov(0.7, 0.3, every=2)),
+        (EagerDiLoCo(constant, 0.3), EagerDiLoCo(0.7, 0.3)),
+        (GASLoC(constant), GASLoC(0.7)),
+    ]
+    for (scheduled, plain), overlap in itertools.product(pairs, [False, True]):
+        with subtests.test(type(plain).__name__, overlap=overlap):
+            settings = {"sync_every": 2, "overlap": overlap}
+            history = simulate(scheduled, 3, 5, **settings)
+            assert torch.equal(history, simulate(plain, 3, 5, **settings))
 
 
 def test_a_number_needs_no_counter() -> None:
@@ -205,52 +205,38 @@ def broken_later(round_index: int) -> float:
     return 0.7 if round_index < 2 else -1.0
 
 
-def no_number(round_index: int) -> Any:
-    return "0.7"
-
-
-@pytest.mark.parametrize("kind", [DiLoCo, GASLoC, EagerDiLoCo, DelayedNesterov])
-@pytest.mark.parametrize(
-    ("outer_lr", "error", "message"),
-    [
+def test_what_is_no_rate_is_refused(subtests: pytest.Subtests) -> None:
+    of_first_round = r"outer_lr\(0\), the rate of the first round,"
+    rows: list[tuple[Any, type[Exception], str]] = [
         ("0.7", TypeError, r"outer_lr must be a number, or a schedule such as Cosine\("),
         (True, TypeError, "outer_lr must be a number"),
         (-0.1, ValueError, "outer_lr must be positive, got -0.1"),
-        (
-            lambda t: 0.0,
-            ValueError,
-            r"outer_lr\(0\), the rate of the first round, must be positive",
-        ),
-        (no_number, TypeError, r"outer_lr\(0\), the rate of the first round, must be a number"),
-    ],
-)
-def test_what_is_no_rate_is_refused(
-    kind: Any, outer_lr: Any, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        kind(outer_lr)
+        (lambda t: 0.0, ValueError, f"{of_first_round} must be positive"),
+        (lambda t: "0.7", TypeError, f"{of_first_round} must be a number"),
+    ]
+    for kind in (DiLoCo, GASLoC, EagerDiLoCo, DelayedNesterov):
+        for outer_lr, error, message in rows:
+            name = kind.__name__
+            with subtests.test(name, message=message), pytest.raises(error, match=message):
+                kind(outer_lr)
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
+def test_schedules_of_what_is_no_rate_are_refused(subtests: pytest.Subtests) -> None:
+    rows: list[tuple[Any, type[Exception], str]] = [
         (lambda: Cosine(0.9, 0.0, rounds=3), ValueError, "end must be positive, got 0.0"),
         (lambda: Linear(-1.0, 0.1, rounds=3), ValueError, "start must be positive, got -1.0"),
         (lambda: Linear(0.1, 0.2, rounds=0), ValueError, "rounds must be at least 1, got 0"),
         (lambda: Linear(0.1, 0.2, rounds=1.5), TypeError, "rounds must be an integer, got 1.5"),
-        (lambda: Piecewise({1: 0.7}), ValueError, r"rates must begin at round 0, got \{1: 0.7\}"),
+        (lambda: Piecewise({1: 0.7}), ValueError, r"must begin at round 0, got \{1: 0.7\}"),
         (lambda: Piecewise({}), ValueError, "rates must begin at round 0"),
         (lambda: Piecewise({0: 0.7, -1: 0.1}), ValueError, "rates must begin at round 0"),
-        (lambda: Piecewise({0: 0.7, 5: -1}), ValueError, "the rate from round 5 on must be posi"),
-        (lambda: Piecewise({0.5: 0.7}), TypeError, "rates begin at the number of a round, got 0.5"),
+        (lambda: Piecewise({0: 0.7, 5: -1}), ValueError, "rate from round 5 on must be posi"),
+        (lambda: Piecewise({0.5: 0.7}), TypeError, "begin at the number of a round, got 0.5"),
         (lambda: Piecewise([0.7]), TypeError, r"rates must be a mapping such as \{0: 0.7\}"),
-    ],
-)
-def test_schedules_of_what_is_no_rate_are_refused(
-    make: Any, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        make()
+    ]
+    for number, (make, error, message) in enumerate(rows):
+        with subtests.test(message, row=number), pytest.raises(error, match=message):
+            make()
 
 
 def test_a_rate_that_breaks_later_is_named_with_its_round() -> None:

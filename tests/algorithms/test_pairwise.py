@@ -21,9 +21,8 @@ from lightning_loco.algorithms.pairwise import (
 NAN, INF = math.nan, math.inf
 
 
-@pytest.mark.parametrize(
-    ("interpolation", "own", "peer", "expected"),
-    [
+def test_factors(subtests: pytest.Subtests) -> None:
+    rows: list[tuple[str, tuple[float, float], tuple[float, float], float]] = [
         ("constant", (1, 1.0), (9, 9.0), 0.3),
         ("clock", (10, 1.0), (30, 1.0), 0.75),
         ("clock", (30, 1.0), (10, 1.0), 0.25),
@@ -42,18 +41,15 @@ NAN, INF = math.nan, math.inf
         ("constant", (1, 1.0), (1, NAN), 0.0),
         ("constant", (1, 1.0), (INF, 1.0), 0.0),
         ("clock", (1, 1.0), (NAN, 1.0), 0.0),
-    ],
-)
-def test_factors(
-    interpolation: Any, own: tuple[float, float], peer: tuple[float, float], expected: float
-) -> None:
-    average = PairwiseAverage(interpolation=interpolation, factor=0.3)
-    assert average.blend_factor(Tag(*own), Tag(*peer)) == expected
+    ]
+    for interpolation, own, peer, expected in rows:
+        with subtests.test(interpolation, own=own, peer=peer):
+            average = PairwiseAverage(interpolation=interpolation, factor=0.3)
+            assert average.blend_factor(Tag(*own), Tag(*peer)) == expected
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
+def test_it_is_known_whether_the_losses_matter(subtests: pytest.Subtests) -> None:
+    rows: list[tuple[dict[str, Any], bool]] = [
         ({}, False),
         ({"interpolation": "clock"}, False),
         ({"interpolation": by_clock}, False),
@@ -62,10 +58,10 @@ def test_factors(
         ({"interpolation": by_loss}, True),
         ({"interpolation": lambda *_: 0.5}, True),  # it may
         ({"divergence_threshold": 0.1}, True),
-    ],
-)
-def test_it_is_known_whether_the_losses_matter(settings: Any, expected: bool) -> None:
-    assert PairwiseAverage(**settings).uses_loss == expected
+    ]
+    for settings, expected in rows:
+        with subtests.test(str(settings)):
+            assert PairwiseAverage(**settings).uses_loss == expected
 
 
 def test_a_rule_of_ones_own_gets_clocks_and_losses_and_is_clamped() -> None:
@@ -83,13 +79,13 @@ def test_a_rule_of_ones_own_gets_clocks_and_losses_and_is_clamped() -> None:
     assert broken.blend_factor(Tag(1, 2.0), Tag(3, 4.0)) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("loss", "expected"),
-    [(0.2, 0.4), (0.4, 0.8), (0.39, 0.78), (0.1, 0.2), (0.0, 0.0), (-3.0, 0.0), (5.0, 0.8)],
-)
-def test_a_worker_below_the_threshold_moves_less(loss: float, expected: float) -> None:
+def test_a_worker_below_the_threshold_moves_less(subtests: pytest.Subtests) -> None:
     average = PairwiseAverage(factor=0.8, divergence_threshold=0.4)
-    assert average.blend_factor(Tag(1, loss), Tag(1, 1.0)) == pytest.approx(expected, abs=1e-15)
+    expected = {0.2: 0.4, 0.4: 0.8, 0.39: 0.78, 0.1: 0.2, 0.0: 0.0, -3.0: 0.0, 5.0: 0.8}
+    for loss, factor in expected.items():
+        with subtests.test(loss=loss):
+            found = average.blend_factor(Tag(1, loss), Tag(1, 1.0))
+            assert found == pytest.approx(factor, abs=1e-15)
 
 
 @pytest.mark.parametrize("loss", [-1.0, 0.0, 1e-9])
@@ -160,9 +156,8 @@ def test_gossip_without_gradients_reaches_consensus() -> None:
     assert params.std(dim=0).norm() < 1e-3 * spread
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
+def test_bad_settings_are_named(subtests: pytest.Subtests) -> None:
+    rows: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"fetch_probability": 1.1}, ValueError, r"in \[0, 1\], got 1.1"),
         ({"fetch_probability": NAN}, ValueError, "fetch_probability"),
         ({"factor": -0.1}, ValueError, "peer's share"),
@@ -172,18 +167,16 @@ def test_gossip_without_gradients_reaches_consensus() -> None:
         ({"divergence_threshold": INF}, ValueError, "finite"),
         ({"interpolation": "los"}, ValueError, "'constant', 'clock' or 'loss', got 'los'"),
         ({"interpolation": 0.5}, TypeError, "factor=0.5"),
-    ],
-)
-def test_bad_settings_are_named(
-    settings: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        PairwiseAverage(**settings)
+    ]
+    for settings, error, message in rows:
+        with subtests.test(str(settings)), pytest.raises(error, match=message):
+            PairwiseAverage(**settings)
 
 
-@pytest.mark.parametrize("interpolation", ["loss", by_clock, by_loss, Constant(0.2)])
-def test_is_frozen_and_can_be_sent_to_other_processes(interpolation: Any) -> None:
-    average = PairwiseAverage(interpolation=interpolation)
-    assert pickle.loads(pickle.dumps(average)) == average
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        average.factor = 0.1  # type: ignore[misc]
+def test_it_is_frozen_and_can_be_sent_to_other_processes(subtests: pytest.Subtests) -> None:
+    for interpolation in ("loss", by_clock, by_loss, Constant(0.2)):
+        with subtests.test(str(interpolation)):
+            average = PairwiseAverage(interpolation=interpolation)
+            assert pickle.loads(pickle.dumps(average)) == average
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                average.factor = 0.1  # type: ignore[misc]

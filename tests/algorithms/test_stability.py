@@ -15,27 +15,27 @@ from lightning_loco.algorithms import Algorithm, largest_stable_contraction
 from lightning_loco.topology import RandomMatching, RandomTwoPeer, Topology, get_topology
 from tests.algorithms.toys import Point, distances, flat_rounds, randn, stay
 
-LIMITS = {
-    # (outer_lr, momentum): delay 0, 1, 2; the search ends at 2
-    (0.7, 0.9): (1.94, 0.361, 0.115),
-    (0.4, 0.9): (2, 0.632, 0.201),
-    (0.2, 0.9): (2, 1.27, 0.40),
-    (0.1, 0.9): (2, 2, 0.81),
-    (0.7, 0.5): (2, 0.80, 0.45),
-    (0.7, 0.3): (2, 1.03, 0.61),
-    (0.7, 0.0): (2, 1.43, 0.88),
-    (1.0, 0.0): (2, 1.0, 0.62),
-}
+MOMENTUM_ON: list[Literal["local", "gossiped"]] = ["local", "gossiped"]
 
 
-@pytest.mark.parametrize("delay", [0, 1, 2])
-@pytest.mark.parametrize(("setting", "limits"), LIMITS.items(), ids=str)
-def test_table_of_the_largest_stable_contraction(
-    setting: tuple[float, float], limits: tuple[float, ...], delay: int
-) -> None:
-    digits = max(2, len(str(limits[delay]).partition(".")[2]))
-    found = largest_stable_contraction(*setting, delay=delay)
-    assert found == pytest.approx(limits[delay], abs=10**-digits)
+def test_table_of_the_largest_stable_contraction(subtests: pytest.Subtests) -> None:
+    table = {
+        # (outer_lr, momentum): delay 0, 1, 2; the search ends at 2
+        (0.7, 0.9): (1.94, 0.361, 0.115),
+        (0.4, 0.9): (2, 0.632, 0.201),
+        (0.2, 0.9): (2, 1.27, 0.40),
+        (0.1, 0.9): (2, 2, 0.81),
+        (0.7, 0.5): (2, 0.80, 0.45),
+        (0.7, 0.3): (2, 1.03, 0.61),
+        (0.7, 0.0): (2, 1.43, 0.88),
+        (1.0, 0.0): (2, 1.0, 0.62),
+    }
+    for (outer_lr, momentum), limits in table.items():
+        for delay, limit in enumerate(limits):
+            with subtests.test(outer_lr=outer_lr, momentum=momentum, delay=delay):
+                digits = max(2, len(str(limit).partition(".")[2]))
+                found = largest_stable_contraction(outer_lr, momentum, delay=delay)
+                assert found == pytest.approx(limit, abs=10**-digits)
 
 
 def test_limits_that_are_known_in_closed_form() -> None:
@@ -46,17 +46,18 @@ def test_limits_that_are_known_in_closed_form() -> None:
     assert limit == pytest.approx(2 * 1.6 / 3)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(("momentum", "every"), [(0.9, 2), (0.5, 3), (0.0, 4)])
 def test_the_limit_of_delayed_nesterov_is_where_it_begins_to_diverge(
-    momentum: float, every: int, overlap: bool
+    subtests: pytest.Subtests,
 ) -> None:
-    rate = 1.2 * every
-    limit = largest_stable_contraction(rate, momentum, delay=int(overlap), every=every)
-    assert limit < 2
-    algorithm = DelayedNesterov(rate, momentum, every)
-    assert error_after(algorithm, 0.95 * limit, 600, overlap) < 1e-3
-    assert error_after(algorithm, 1.05 * limit, 600, overlap) > 10
+    for momentum, every in ((0.9, 2), (0.5, 3), (0.0, 4)):
+        for overlap in (False, True):
+            with subtests.test(momentum=momentum, every=every, overlap=overlap):
+                rate = 1.2 * every
+                limit = largest_stable_contraction(rate, momentum, delay=int(overlap), every=every)
+                assert limit < 2
+                algorithm = DelayedNesterov(rate, momentum, every)
+                assert error_after(algorithm, 0.95 * limit, 600, overlap) < 1e-3
+                assert error_after(algorithm, 1.05 * limit, 600, overlap) > 10
 
 
 def test_a_block_of_one_round_is_nesterov_and_no_momentum_has_no_blocks() -> None:
@@ -76,21 +77,18 @@ def error_after(algorithm: Algorithm, contraction: float, rounds: int, overlap: 
     return abs(simulation.consensus().item())
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(
-    "algorithm",
-    [DiLoCo(1.4, 0.9), DiLoCo(2.2, 0.5), DiLoCo(2.4, 0.3, nesterov=False), DiLoCo(1.6, 0.0)],
-    ids=str,
-)
 def test_runs_diverge_right_above_the_limit_and_converge_right_below(
-    algorithm: DiLoCo, overlap: bool
+    subtests: pytest.Subtests,
 ) -> None:
-    limit = largest_stable_contraction(
-        algorithm.outer_lr, algorithm.outer_momentum, algorithm.nesterov, delay=int(overlap)
-    )
-    assert 0 < limit < 2
-    assert error_after(algorithm, 0.95 * limit, 1000, overlap) < 1e-2
-    assert error_after(algorithm, 1.05 * limit, 1000, overlap) > 10
+    algorithms = [DiLoCo(1.4, 0.9), DiLoCo(2.2, 0.5)]
+    algorithms += [DiLoCo(2.4, 0.3, nesterov=False), DiLoCo(1.6, 0.0)]
+    for algorithm, overlap in itertools.product(algorithms, [False, True]):
+        with subtests.test(str(algorithm), overlap=overlap):
+            settings = algorithm.outer_lr, algorithm.outer_momentum, algorithm.nesterov
+            limit = largest_stable_contraction(*settings, delay=int(overlap))
+            assert 0 < limit < 2
+            assert error_after(algorithm, 0.95 * limit, 1000, overlap) < 1e-2
+            assert error_after(algorithm, 1.05 * limit, 1000, overlap) > 10
 
 
 def said_about_overlap(algorithm: Algorithm) -> list[str]:
@@ -100,20 +98,12 @@ def said_about_overlap(algorithm: Algorithm) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        DiLoCo(0.7, 0.0),
-        DiLoCo(0.7, 0.3),
-        DiLoCo(0.2, 0.9),
-        DiLoCo(0.1, 0.9),
-        DiLoCo(1.0, 0.0),
-        DiLoCo(outer_optimizer=torch.optim.Adagrad),
-    ],
-    ids=str,
-)
-def test_pairs_that_stand_a_delay_are_taken_in_silence(algorithm: DiLoCo) -> None:
-    assert said_about_overlap(algorithm) == []
+def test_pairs_that_stand_a_delay_are_taken_in_silence(subtests: pytest.Subtests) -> None:
+    pairs = [(0.7, 0.0), (0.7, 0.3), (0.2, 0.9), (0.1, 0.9), (1.0, 0.0)]
+    algorithms = [DiLoCo(*pair) for pair in pairs]
+    for algorithm in (*algorithms, DiLoCo(outer_optimizer=torch.optim.Adagrad)):
+        with subtests.test(str(algorithm)):
+            assert said_about_overlap(algorithm) == []
 
 
 @pytest.mark.parametrize(
@@ -170,53 +160,58 @@ def growth(algorithm: GASLoC, num_workers: int, topology: Topology, rounds: int)
     return float((found[-1] / found[rounds // 2]) ** (2 / rounds))
 
 
-FIXED_OR_CYCLIC = [
-    ("ring", 5),
-    ("complete", 3),
-    ("star", 4),
-    ("torus", 6),
-    ("grid", 6),
-    ("hypercube", 4),
-    ("exponential", 6),
-    ("one_peer_exponential", 4),
-    ("one_peer_exponential", 6),
-    ("xor", 4),
-]
-
-
-@pytest.mark.parametrize("momentum_on", ["local", "gossiped"])
-@pytest.mark.parametrize(("name", "num_workers"), FIXED_OR_CYCLIC)
+@pytest.mark.parametrize(
+    ("name", "num_workers"),
+    [
+        ("ring", 5),
+        ("complete", 3),
+        ("star", 4),
+        ("torus", 6),
+        ("grid", 6),
+        ("hypercube", 4),
+        ("exponential", 6),
+        ("one_peer_exponential", 4),
+        ("one_peer_exponential", 6),
+        ("xor", 4),
+    ],
+)
 def test_what_is_refused_is_what_grows_in_a_run(
-    name: str, num_workers: int, momentum_on: Literal["local", "gossiped"]
+    name: str, num_workers: int, subtests: pytest.Subtests
 ) -> None:
     topology = get_topology(name)
-    seen = set()
-    for gossip_step, momentum in itertools.product([0.4, 1.0, 1.7, 3.2], [0.0, 0.5, 0.9]):
-        algorithm = GASLoC(1.0, gossip_step, momentum, momentum_on)
-        factor = growth(algorithm, num_workers, topology, 96)
-        if abs(factor - 1) > 0.02:  # closer to 1 a short run cannot tell
-            expected = "refused" if factor > 1 else "accepted"
-            assert verdict(algorithm, num_workers, topology) == expected, (algorithm, factor)
-            seen.add(expected)
-    assert seen == {"refused", "accepted"}
+    for momentum_on in MOMENTUM_ON:
+        with subtests.test(momentum_on=momentum_on):
+            seen = set()
+            for gossip_step, momentum in itertools.product([0.4, 1.0, 1.7, 3.2], [0.0, 0.5, 0.9]):
+                algorithm = GASLoC(1.0, gossip_step, momentum, momentum_on)
+                factor = growth(algorithm, num_workers, topology, 96)
+                if abs(factor - 1) > 0.02:  # closer to 1 a short run cannot tell
+                    expected = "refused" if factor > 1 else "accepted"
+                    assert verdict(algorithm, num_workers, topology) == expected, (
+                        algorithm,
+                        factor,
+                    )
+                    seen.add(expected)
+            assert seen == {"refused", "accepted"}
 
 
-@pytest.mark.parametrize("name", ["ring", "star", "torus", "hypercube", "complete"])
-def test_limit_of_a_fixed_graph_to_the_third_digit(name: str) -> None:
+def test_limit_of_a_fixed_graph_to_the_third_digit(subtests: pytest.Subtests) -> None:
     """local: gossip_step * lambda_max < 2 (1 + momentum); gossiped: < 1 + 1 / (1 + 2 momentum)."""
-    topology = get_topology(name)
-    spectrum = torch.linalg.eigvalsh(topology.mixing_matrix(8))
-    largest = 1 - float(spectrum[0])
-    for momentum in (0.0, 0.3, 0.9):
-        limits: dict[Any, float] = {
-            "local": 2 * (1 + momentum),
-            "gossiped": 1 + 1 / (1 + 2 * momentum),
-        }
-        for momentum_on, limit in limits.items():
-            below = GASLoC(1.0, 0.999 * limit / largest, momentum, momentum_on)
-            above = GASLoC(1.0, 1.001 * limit / largest, momentum, momentum_on)
-            assert verdict(below, 8, topology) == "accepted"
-            assert verdict(above, 8, topology) == "refused"
+    for name in ("ring", "star", "torus", "hypercube", "complete"):
+        with subtests.test(name):
+            topology = get_topology(name)
+            spectrum = torch.linalg.eigvalsh(topology.mixing_matrix(8))
+            largest = 1 - float(spectrum[0])
+            for momentum in (0.0, 0.3, 0.9):
+                limits: dict[Any, float] = {
+                    "local": 2 * (1 + momentum),
+                    "gossiped": 1 + 1 / (1 + 2 * momentum),
+                }
+                for momentum_on, limit in limits.items():
+                    below = GASLoC(1.0, 0.999 * limit / largest, momentum, momentum_on)
+                    above = GASLoC(1.0, 1.001 * limit / largest, momentum, momentum_on)
+                    assert verdict(below, 8, topology) == "accepted"
+                    assert verdict(above, 8, topology) == "refused"
 
 
 def test_the_error_says_what_to_do() -> None:
@@ -224,17 +219,17 @@ def test_the_error_says_what_to_do() -> None:
         GASLoC(gossip_step=2.0, momentum=0.0).prepare(8, get_topology("ring"))
 
 
-@pytest.mark.parametrize("num_workers", [4, 8, 9, 64])
 def test_momentum_for_hundreds_of_steps_is_warned_about_on_random_matchings(
-    num_workers: int,
+    subtests: pytest.Subtests,
 ) -> None:
-    with pytest.warns(UserWarning, match=r"gossip_step=0.5 with momentum=0.9 .*not mean-square st"):
-        GASLoC(gossip_step=0.5, momentum=0.9).prepare(num_workers, RandomMatching())
+    for num_workers in (4, 8, 9, 64):
+        text = r"gossip_step=0.5 with momentum=0.9 .*not mean-square st"
+        with subtests.test(num_workers=num_workers), pytest.warns(UserWarning, match=text):
+            GASLoC(gossip_step=0.5, momentum=0.9).prepare(num_workers, RandomMatching())
 
 
-@pytest.mark.parametrize(
-    ("gossip_step", "momentum", "momentum_on", "expected"),
-    [
+def test_limits_on_random_matchings_of_8_workers(subtests: pytest.Subtests) -> None:
+    rows: list[tuple[float, float, Literal["local", "gossiped"], str]] = [
         (0.5, 0.0, "local", "accepted"),
         (0.5, 0.7, "local", "accepted"),
         (0.5, 0.78, "local", "warned"),
@@ -243,16 +238,11 @@ def test_momentum_for_hundreds_of_steps_is_warned_about_on_random_matchings(
         (0.5, 0.84, "gossiped", "accepted"),
         (0.5, 0.9, "gossiped", "warned"),
         (0.2, 0.9, "gossiped", "accepted"),
-    ],
-)
-def test_limits_on_random_matchings_of_8_workers(
-    gossip_step: float,
-    momentum: float,
-    momentum_on: Literal["local", "gossiped"],
-    expected: str,
-) -> None:
-    algorithm = GASLoC(1.0, gossip_step, momentum, momentum_on)
-    assert verdict(algorithm, 8, RandomMatching()) == expected
+    ]
+    for gossip_step, momentum, momentum_on, expected in rows:
+        with subtests.test(momentum_on, gossip_step=gossip_step, momentum=momentum):
+            algorithm = GASLoC(1.0, gossip_step, momentum, momentum_on)
+            assert verdict(algorithm, 8, RandomMatching()) == expected
 
 
 @pytest.mark.parametrize("topology", [RandomMatching, RandomTwoPeer])
@@ -275,24 +265,23 @@ def test_workers_really_drift_apart_where_the_guard_warns(topology: Any) -> None
     assert means[1][-1] < 1e-3 * means[1][0]
 
 
-@pytest.mark.parametrize("num_workers", [2, 3, 4, 6, 8, 16])
 @pytest.mark.parametrize(
     "name",
     ["ring", "complete", "star", "torus", "hypercube", "exponential", "one_peer_exponential"]
     + ["xor", "random_matching", "random_two_peer", "grid"],
 )
-@pytest.mark.parametrize("momentum_on", ["local", "gossiped"])
-def test_automatic_settings_are_stable_everywhere(
-    name: str, num_workers: int, momentum_on: Literal["local", "gossiped"]
-) -> None:
+def test_automatic_settings_are_stable_everywhere(name: str, subtests: pytest.Subtests) -> None:
     topology = get_topology(name)
-    try:
-        topology.check(num_workers)
-    except ValueError:
-        assert name in ("hypercube", "xor")
-        assert not math.log2(num_workers).is_integer()
-        return
-    assert verdict(GASLoC(momentum_on=momentum_on), num_workers, topology) == "accepted"
+    for num_workers, momentum_on in itertools.product([2, 3, 4, 6, 8, 16], MOMENTUM_ON):
+        with subtests.test(num_workers=num_workers, momentum_on=momentum_on):
+            try:
+                topology.check(num_workers)
+            except ValueError:
+                assert name in ("hypercube", "xor")
+                assert not math.log2(num_workers).is_integer()
+                continue
+            algorithm = GASLoC(momentum_on=momentum_on)
+            assert verdict(algorithm, num_workers, topology) == "accepted"
 
 
 def test_a_single_worker_has_nobody_to_diverge_from() -> None:

@@ -20,13 +20,14 @@ from lightning_loco.codecs import (
 )
 
 
-@pytest.mark.parametrize("name", CODECS)
-def test_names_make_codecs_that_fit_the_exchange(name: str) -> None:
-    codec = CODECS[name]()
-    expected = Compression(codec, 1.0 if codec.is_rough else None)
-    assert as_compression(name, "mean", False) == expected
-    if not codec.is_rough:
-        assert as_compression(name, "neighbors", True) == Compression(codec)
+def test_names_make_codecs_that_fit_the_exchange(subtests: pytest.Subtests) -> None:
+    for name, kind in CODECS.items():
+        with subtests.test(name):
+            codec = kind()
+            expected = Compression(codec, 1.0 if codec.is_rough else None)
+            assert as_compression(name, "mean", False) == expected
+            if not codec.is_rough:
+                assert as_compression(name, "neighbors", True) == Compression(codec)
 
 
 def test_objects_are_taken_as_they_are() -> None:
@@ -61,9 +62,8 @@ def test_nothing_is_nothing(given: Any) -> None:
     assert as_compression(given, "mean", False) is None
 
 
-@pytest.mark.parametrize(
-    ("given", "exchange", "error", "words"),
-    [
+def test_what_does_not_work_is_refused(subtests: pytest.Subtests) -> None:
+    for given, exchange, error, words in (
         ("zip", "mean", ValueError, "one of none, bf16, fp16, int8, int4, e3m0, sparse"),
         (8, "mean", TypeError, "a codec such as Int8"),
         (Compensated(Int8()), "neighbors", ValueError, "without an error feedback"),
@@ -73,23 +73,21 @@ def test_nothing_is_nothing(given: Any) -> None:
         (ErrorFeedback(Int8()), "neighbors", ValueError, "without an error feedback"),
         ("int4", "pull", ValueError, "too roughly for gossip"),
         (ErrorFeedback(Int8()), "pull", ValueError, "Pulls take no error feedback.*codec alone"),
-    ],
-)
-def test_what_does_not_work_is_refused(
-    given: Any, exchange: Any, error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        as_compression(given, exchange, False)
+    ):
+        with subtests.test(given=given, exchange=exchange), pytest.raises(error, match=words):
+            as_compression(given, exchange, False)
 
 
-@pytest.mark.parametrize(
-    ("codec", "decay", "error"),
-    [("int8", 1.0, TypeError), (Int8(), 1.1, ValueError), (Int8(), -0.1, ValueError)]
-    + [(Int8(), True, TypeError), (Int8(), float("nan"), ValueError)],
-)
-def test_bad_error_feedback(codec: Any, decay: Any, error: type[Exception]) -> None:
-    with pytest.raises(error):
-        ErrorFeedback(codec, decay)
+def test_bad_error_feedback(subtests: pytest.Subtests) -> None:
+    for codec, decay, error in (
+        ("int8", 1.0, TypeError),
+        (Int8(), 1.1, ValueError),
+        (Int8(), -0.1, ValueError),
+        (Int8(), True, TypeError),
+        (Int8(), float("nan"), ValueError),
+    ):
+        with subtests.test(codec=codec, decay=decay), pytest.raises(error):
+            ErrorFeedback(codec, decay)
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.5, 0.0])

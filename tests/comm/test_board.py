@@ -192,13 +192,15 @@ def test_the_numbers_of_all_workers_are_one_question_to_the_store(num_workers: i
             assert sorted(counting.reads) == [1] * num_workers + [num_workers]
 
 
-GARBAGE = ["no rows", "null", "{}", "[1, 2]", "[[1.0]]", '[["a"], [1.0]]', "[[true], [1.0]]"]
-
-
-@pytest.mark.parametrize("garbage", GARBAGE)
-def test_garbage_on_the_board_is_an_error(store: PromptStore, garbage: str) -> None:
-    with watchdogs(2) as dogs:
-        board, _ = boards(store, 2)
-        store.set("1/all", garbage)
-        with pytest.raises(RuntimeError, match="he notice board has"):
-            comes_to_a_meeting(board, dogs[0])
+def test_garbage_on_the_board_is_an_error(subtests: pytest.Subtests) -> None:
+    rows = ("no rows", "null", "{}", "[1, 2]", "[[1.0]]", '[["a"], [1.0]]', "[[true], [1.0]]")
+    for garbage in rows:
+        with (
+            subtests.test(garbage),
+            closing(PromptStore(dist.HashStore())) as store,
+            watchdogs(2) as dogs,
+        ):
+            board, _ = boards(store, 2)
+            store.set("1/all", garbage)
+            with pytest.raises(RuntimeError, match="he notice board has"):
+                comes_to_a_meeting(board, dogs[0])

@@ -26,35 +26,31 @@ def frozen() -> nn.Module:
     return nn.Linear(2, 1).requires_grad_(False)
 
 
-@pytest.mark.parametrize(
-    ("model", "text"),
-    [
-        (nn.Sequential(nn.LazyLinear(2)), r"Parameter '0.weight' is not initialised yet"),
-        (nn.Sequential(nn.Embedding(4, 2, sparse=True)), "Module '0' makes sparse gradients"),
-        (nn.Sequential(nn.EmbeddingBag(4, 2, sparse=True)), "Module '0' makes sparse gradients"),
-        (frozen(), "no trainable parameters"),
-        (nn.Tanh(), "no trainable parameters"),
-    ],
-    ids=["lazy", "embedding", "bag", "frozen", "empty"],
-)
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
-def test_a_model_that_cannot_be_exchanged_is_refused(model: nn.Module, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        check_model(model)
+def test_a_model_that_cannot_be_exchanged_is_refused(subtests: pytest.Subtests) -> None:
+    sparse = "Module '0' makes sparse gradients"
+    rows = {
+        "lazy": (nn.Sequential(nn.LazyLinear(2)), "Parameter '0.weight' is not initialised yet"),
+        "embedding": (nn.Sequential(nn.Embedding(4, 2, sparse=True)), sparse),
+        "bag": (nn.Sequential(nn.EmbeddingBag(4, 2, sparse=True)), sparse),
+        "frozen": (frozen(), "no trainable parameters"),
+        "empty": (nn.Tanh(), "no trainable parameters"),
+    }
+    for name, (model, text) in rows.items():
+        with subtests.test(name), pytest.raises(ValueError, match=text):
+            check_model(model)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        nn.Linear(2, 1),
-        nn.Embedding(4, 2),
-        nn.Sequential(frozen(), nn.Linear(1, 1)),
-        nn.BatchNorm1d(3),
-    ],
-    ids=["linear", "embedding", "partly frozen", "with buffers"],
-)
-def test_other_models_are_fine(model: nn.Module) -> None:
-    check_model(model)
+def test_other_models_are_fine(subtests: pytest.Subtests) -> None:
+    rows = {
+        "linear": nn.Linear(2, 1),
+        "embedding": nn.Embedding(4, 2),
+        "partly frozen": nn.Sequential(frozen(), nn.Linear(1, 1)),
+        "with buffers": nn.BatchNorm1d(3),
+    }
+    for name, model in rows.items():
+        with subtests.test(name):
+            check_model(model)
 
 
 def test_a_checksum_tells_schemas_apart() -> None:
@@ -88,41 +84,42 @@ def test_equal_models_pass_whatever_their_values(pool: Pool) -> None:
     assert pool.run(compare_schemas, [SAME, other], world=2) == ["equal"] * 2
 
 
-@pytest.mark.parametrize(
-    ("other", "text"),
-    [
-        ({**SAME, "bias": torch.zeros(3)}, r"'bias' has shape \(3,\) there and \(2,\) on worker 0"),
-        (
+def test_the_first_difference_is_named_on_every_worker(
+    pool: Pool, subtests: pytest.Subtests
+) -> None:
+    rows = {
+        "shape": (
+            {**SAME, "bias": torch.zeros(3)},
+            r"'bias' has shape \(3,\) there and \(2,\) on worker 0",
+        ),
+        "dtype": (
             {**SAME, "bias": torch.zeros(2, dtype=torch.float64)},
             "'bias' has dtype .*float64 there and .*float32 on worker 0",
         ),
-        (
+        "strides": (
             {**SAME, "weight": torch.zeros(3, 2).T},
             r"'weight' has strides \(1, 2\) there and \(3, 1\) on worker 0",
         ),
-        (
+        "name": (
             {"kernel": SAME["weight"], "bias": SAME["bias"]},
             "parameter 'kernel' there stands where worker 0 has 'weight'",
         ),
-        (
+        "one more": (
             {**SAME, "scale": torch.zeros(1)},
             "3 trainable parameters there and 2 on worker 0; .* 'scale' on that worker",
         ),
-        (
+        "one less": (
             {"weight": SAME["weight"]},
             "1 trainable parameters there and 2 on worker 0; .* 'bias' on worker 0",
         ),
-    ],
-    ids=["shape", "dtype", "strides", "name", "one more", "one less"],
-)
-def test_the_first_difference_is_named_on_every_worker(
-    pool: Pool, other: Tensors, text: str
-) -> None:
-    message = f"Worker 2 holds a different model than worker 0: {text}"
-    with pytest.raises(PoolError, match=message) as caught:
-        pool.run(compare_schemas, [SAME, SAME, other], world=3)
-    assert sorted(caught.value.failures) == [0, 1, 2]
-    assert len({failure.message for failure in caught.value.failures.values()}) == 1
+    }
+    for name, (other, text) in rows.items():
+        with subtests.test(name):
+            message = f"Worker 2 holds a different model than worker 0: {text}"
+            with pytest.raises(PoolError, match=message) as caught:
+                pool.run(compare_schemas, [SAME, SAME, other], world=3)
+            assert sorted(caught.value.failures) == [0, 1, 2]
+            assert len({failure.message for failure in caught.value.failures.values()}) == 1
 
 
 def compare_settings(rank: int, world: int, of_worker: list[dict[str, Any]]) -> str:

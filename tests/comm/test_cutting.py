@@ -17,21 +17,18 @@ def tensors() -> list[tuple[str, torch.Tensor]]:
     return [(str(number), part) for number, part in enumerate(parts)]
 
 
-@pytest.mark.parametrize(
-    ("longest", "granularity", "boundaries"),
-    list(itertools.product((1, 3, 8, 100), (1, 2, 4), ((), (8,), (8, 20)))),
-)
-def test_everything_is_in_one_stretch(
-    longest: int, granularity: int, boundaries: tuple[int, ...]
-) -> None:
-    found = list(stretches(tensors(), longest, granularity, boundaries))
-    starts = [start for start, _ in found]
-    joined = [torch.cat(views) for _, views in found]
-    assert torch.cat(joined).tolist() == list(range(sum(SIZES)))
-    assert starts == [int(values[0]) for values in joined]
-    assert all(start % granularity == 0 for start in starts)
-    assert set(boundaries) <= set(starts)
-    assert max(map(len, joined)) <= max(longest, granularity)
+def test_everything_is_in_one_stretch(subtests: pytest.Subtests) -> None:
+    rows = itertools.product((1, 3, 8, 100), (1, 2, 4), ((), (8,), (8, 20)))
+    for longest, granularity, boundaries in rows:
+        with subtests.test(longest=longest, granularity=granularity, boundaries=boundaries):
+            found = list(stretches(tensors(), longest, granularity, boundaries))
+            starts = [start for start, _ in found]
+            joined = [torch.cat(views) for _, views in found]
+            assert torch.cat(joined).tolist() == list(range(sum(SIZES)))
+            assert starts == [int(values[0]) for values in joined]
+            assert all(start % granularity == 0 for start in starts)
+            assert set(boundaries) <= set(starts)
+            assert max(map(len, joined)) <= max(longest, granularity)
 
 
 def test_a_tensor_with_gaps_stays_whole() -> None:

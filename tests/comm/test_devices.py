@@ -18,19 +18,18 @@ from tests.tiny import TinyModule, quiet_trainer
 CUDA = torch.device("cuda:1")
 
 
-@pytest.mark.parametrize(
-    ("device", "backend", "name"),
-    [
+def test_the_backend_of_a_device(subtests: pytest.Subtests) -> None:
+    rows = [
         (CPU, "gloo", "gloo"),
         (CUDA, "gloo", "gloo"),
         (CUDA, "nccl", "nccl"),
         (CPU, "cpu:gloo,cuda:nccl", "gloo"),
         (CUDA, "cpu:gloo,cuda:nccl", "nccl"),
         (torch.device("xpu"), "cpu:gloo,cuda:nccl", ""),
-    ],
-)
-def test_the_backend_of_a_device(device: torch.device, backend: str, name: str) -> None:
-    assert backend_on(device, backend) == name
+    ]
+    for device, backend, name in rows:
+        with subtests.test(device=str(device), backend=backend):
+            assert backend_on(device, backend) == name
 
 
 def default_backend(rank: int, world: int) -> tuple[str, str]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_loco.comm.job import init_workers
+from tests.conftest import cover
 from tests.own_store import Outcome, Start, freeze
 from tests.programs import free_ports
 
@@ -76,17 +77,7 @@ def test_other_devices_are_refused_before_a_group_waits_for_them() -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    ("victim", "how"),
-    [
-        (0, "frozen"),
-        (1, "ended"),
-        pytest.param(0, "ended", marks=pytest.mark.soak),
-        pytest.param(1, "frozen", marks=pytest.mark.soak),
-        pytest.param(2, "frozen", marks=pytest.mark.soak),
-        pytest.param(2, "ended", marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.parametrize(("victim", "how"), cover((0, 1, 2), ("frozen", "ended"), strength=1))
 def test_who_does_not_come_is_named_in_time(victim: int, how: str) -> None:
     others = tuple(rank for rank in range(3) if rank != victim)
     for outcome in outcomes(do_not_come, victim, how, ranks=others):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 
@@ -31,9 +30,8 @@ def test_links_by_name_are_ordered_as_their_names_say() -> None:
     assert by_speed == ["dsl", "wan", "lan", "datacentre"]
 
 
-@pytest.mark.parametrize(
-    ("values", "error", "text"),
-    [
+def test_what_no_link_can_be_is_refused(subtests: pytest.Subtests) -> None:
+    rows = [
         ({"mbit_per_s": 0}, ValueError, r"mbit_per_s of a link must be positive .*, got 0"),
         ({"mbit_per_s": -1.0}, ValueError, "must be positive .*, got -1.0"),
         ({"mbit_per_s": NAN}, ValueError, "must be positive .*, got nan"),
@@ -44,9 +42,7 @@ def test_links_by_name_are_ordered_as_their_names_say() -> None:
         ({"latency_s": None}, TypeError, "latency_s of a link must be a number, got None"),
         ({"jitter_s": -1}, ValueError, "jitter_s of a link is in seconds, at least 0 .* got -1"),
         ({"jitter_s": NAN}, ValueError, "jitter_s of a link .* got nan"),
-    ],
-    ids=str,
-)
-def test_what_no_link_can_be(values: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        Link(**{"mbit_per_s": 100, **values})
+    ]
+    for values, error, text in rows:
+        with subtests.test(str(values)), pytest.raises(error, match=text):
+            Link(**{"mbit_per_s": 100, **values})

@@ -28,27 +28,29 @@ def ring_all_reduce(links: Links, n: int, message: float) -> float:
     return max(here)
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 7])
-def test_an_all_reduce_on_equal_links_is_a_ring(n: int) -> None:
-    links = Links(Link(80, 0.01))
-    span = LinkTimes(links, n).mean(2 * (n - 1) / n * BYTES, 2 * (n - 1), 0)
-    assert span.seconds == pytest.approx(ring_all_reduce(links, n, BYTES))
-    assert span.busy_s == pytest.approx(2 * (n - 1) / n * 0.1)
+def test_an_all_reduce_on_equal_links_is_a_ring(subtests: pytest.Subtests) -> None:
+    for n in (2, 3, 4, 7):
+        with subtests.test(n=n):
+            links = Links(Link(80, 0.01))
+            span = LinkTimes(links, n).mean(2 * (n - 1) / n * BYTES, 2 * (n - 1), 0)
+            assert span.seconds == pytest.approx(ring_all_reduce(links, n, BYTES))
+            assert span.busy_s == pytest.approx(2 * (n - 1) / n * 0.1)
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_the_slowest_link_of_an_all_reduce_keeps_everybody_waiting(seed: int) -> None:
+def test_the_slowest_link_keeps_an_all_reduce_waiting(subtests: pytest.Subtests) -> None:
     """Never less than the ring takes, and hardly more where one link is by far the slowest."""
-    draw = random.Random(seed)
-    n = draw.randint(2, 6)
-    links = as_links([Link(draw.uniform(10, 100), draw.uniform(0, 0.01)) for _ in range(n)])
-    numbers = 2 * (n - 1) / n * BYTES, 2 * (n - 1), 0
-    estimate, ring = LinkTimes(links, n).mean(*numbers).seconds, ring_all_reduce(links, n, BYTES)
-    assert ring <= estimate * (1 + 1e-9)
-    worst = Links(links.default, workers=((draw.randrange(n), Link(1, 0.1)),))
-    estimate, ring = LinkTimes(worst, n).mean(*numbers).seconds, ring_all_reduce(worst, n, BYTES)
-    assert 0.9 * estimate <= ring <= estimate * (1 + 1e-9)
-    assert LinkTimes(worst, n).mean(*numbers).busy_s == pytest.approx(8e-6 * numbers[0])
+    for seed in range(10):
+        with subtests.test(seed=seed):
+            draw = random.Random(seed)
+            n = draw.randint(2, 6)
+            links = as_links([Link(draw.uniform(10, 100), draw.uniform(0, 0.01)) for _ in range(n)])
+            numbers = 2 * (n - 1) / n * BYTES, 2 * (n - 1), 0
+            estimate = LinkTimes(links, n).mean(*numbers).seconds
+            assert ring_all_reduce(links, n, BYTES) <= estimate * (1 + 1e-9)
+            worst = Links(links.default, workers=((draw.randrange(n), Link(1, 0.1)),))
+            span, ring = LinkTimes(worst, n).mean(*numbers), ring_all_reduce(worst, n, BYTES)
+            assert 0.9 * span.seconds <= ring <= span.seconds * (1 + 1e-9)
+            assert span.busy_s == pytest.approx(8e-6 * numbers[0])
 
 
 def by_messages(links: Links, n: int, worker: int, topology: Topology, t: int) -> float:
@@ -70,23 +72,24 @@ def by_messages(links: Links, n: int, worker: int, topology: Topology, t: int) -
     return max(busy)
 
 
-@pytest.mark.parametrize("name", ["ring", "star", "complete", "one_peer_exponential"])
-@pytest.mark.parametrize("seed", range(5))
-def test_neighbours_share_links_with_all_that_passes(name: str, seed: int) -> None:
-    draw = random.Random(seed)
-    n, topology = draw.choice([2, 4, 8]), get_topology(name)
-    workers = tuple((worker, Link(draw.uniform(10, 100))) for worker in range(n))
-    pairs = tuple(
-        (*pair, Link(draw.uniform(1, 200)))
-        for pair in itertools.permutations(range(n), 2)
-        if draw.random() < 0.3
-    )
-    links = Links(Link(1), workers, pairs)
-    times = LinkTimes(links, n)
-    for worker, t in itertools.product(range(n), range(3)):
-        span = times.neighbors(worker, BYTES, topology, t)
-        assert span.busy_s == pytest.approx(by_messages(links, n, worker, topology, t))
-        assert span.latency_s == 0
+def test_neighbours_share_links_with_all_that_passes(subtests: pytest.Subtests) -> None:
+    names = ("ring", "star", "complete", "one_peer_exponential")
+    for name, seed in itertools.product(names, range(5)):
+        with subtests.test(name, seed=seed):
+            draw = random.Random(seed)
+            n, topology = draw.choice([2, 4, 8]), get_topology(name)
+            workers = tuple((worker, Link(draw.uniform(10, 100))) for worker in range(n))
+            pairs = tuple(
+                (*pair, Link(draw.uniform(1, 200)))
+                for pair in itertools.permutations(range(n), 2)
+                if draw.random() < 0.3
+            )
+            links = Links(Link(1), workers, pairs)
+            times = LinkTimes(links, n)
+            for worker, t in itertools.product(range(n), range(3)):
+                span = times.neighbors(worker, BYTES, topology, t)
+                assert span.busy_s == pytest.approx(by_messages(links, n, worker, topology, t))
+                assert span.latency_s == 0
 
 
 def test_neighbours_are_as_late_as_the_furthest() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -75,9 +74,8 @@ def test_files_in_json_and_of_other_forms(tmp_path: Path) -> None:
     assert read_links(written(tmp_path, "mbit_per_s: 20")) == Links(Link(20))
 
 
-@pytest.mark.parametrize(
-    ("value", "error", "text"),
-    [
+def test_links_that_are_not_understood_are_refused(subtests: pytest.Subtests) -> None:
+    rows = [
         ("wam", ValueError, r"link must be one of wan, dsl, lan, datacentre, .* got 'wam'"),
         (100, TypeError, r"link must be a name such as 'wan', a Link\(...\), .* got 100"),
         (True, TypeError, "link must be a name .* got True"),
@@ -97,29 +95,26 @@ def test_files_in_json_and_of_other_forms(tmp_path: Path) -> None:
         ({"default": "wan", "seed": "x"}, TypeError, "seed of the links must be an integer"),
         ("no/such.yaml", FileNotFoundError, "There is no file of links 'no/such.yaml'"),
         (Path("nowhere"), FileNotFoundError, "There is no file of links 'nowhere'"),
-    ],
-    ids=str,
-)
-def test_what_is_not_understood(value: Any, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        as_links(value)
+    ]
+    for value, error, text in rows:
+        with subtests.test(str(value)), pytest.raises(error, match=text):
+            as_links(value)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_files_that_are_not_understood_are_named(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    rows = [
         ("", "there is no link in it, only None"),
         ("wam", "there is no link in it, only 'wam'"),
         ("[", "cannot be read: "),
         ("default: wan\nworkers: {0: moon}", r"link.workers\[0\] must be one of wan, .* 'moon'"),
         ("mbit_per_s: fast", "mbit_per_s of a link must be a number, got 'fast'"),
-    ],
-)
-def test_files_that_are_not_understood_are_named(tmp_path: Path, text: str, message: str) -> None:
-    path = written(tmp_path, text)
-    with pytest.raises(ValueError, match=message) as caught:
-        as_links(path)
-    assert path in str(caught.value)
+    ]
+    for text, message in rows:
+        with subtests.test(text):
+            path = written(tmp_path, text)
+            with pytest.raises(ValueError, match=message) as caught:
+                as_links(path)
+            assert path in str(caught.value)
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:

@@ -29,11 +29,11 @@ class Crate:
         return 0
 
 
-@pytest.mark.parametrize(
-    "value", [None, 3, -(2**80), 0.1, math.inf, "ä|", [1, ["a", None]], {"a": [True, {"b": 2.5}]}]
-)
-def test_plain_values_arrive(value: object) -> None:
-    assert messages.read(messages.write(value), "Worker 1") == value
+def test_plain_values_arrive(subtests: pytest.Subtests) -> None:
+    values = (None, 3, -(2**80), 0.1, math.inf, "ä|", [1, ["a", None]], {"a": [True, {"b": 2.5}]})
+    for value in values:
+        with subtests.test(str(value)):
+            assert messages.read(messages.write(value), "Worker 1") == value
 
 
 def test_other_values_are_not_sent() -> None:
@@ -41,15 +41,20 @@ def test_other_values_are_not_sent() -> None:
         messages.write(Crate())
 
 
-@pytest.mark.parametrize(
-    "garbage",
-    [b"", b"\xff\xfe", b"{", b"[" * 100_000, b"9" * 10_000, pickle.dumps(Crate())],
-    ids=["nothing", "no text", "a half", "deep", "a long number", "a pickle"],
-)
-def test_garbage_is_an_error_that_names_its_sender(garbage: bytes) -> None:
-    with pytest.raises(RuntimeError, match="^Worker 1 has sent something that is no message"):
-        messages.read(garbage, "Worker 1")
-    assert Crate.opened == 0
+def test_garbage_is_an_error_that_names_its_sender(subtests: pytest.Subtests) -> None:
+    rows = {
+        "nothing": b"",
+        "no text": b"\xff\xfe",
+        "a half": b"{",
+        "deep": b"[" * 100_000,
+        "a long number": b"9" * 10_000,
+        "a pickle": pickle.dumps(Crate()),
+    }
+    for name, garbage in rows.items():
+        with subtests.test(name):
+            with pytest.raises(RuntimeError, match="^Worker 1 has sent .* no message"):
+                messages.read(garbage, "Worker 1")
+            assert Crate.opened == 0
 
 
 def test_states_hold_plain_values_and_tensors_only() -> None:
@@ -88,11 +93,11 @@ def test_errors_with_other_constructors_arrive_as_runtime_errors() -> None:
         assert str(again) == f"Worker 1: {type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize(
-    "value", ["text", [], ["ValueError"], ["ValueError", 3], {"a": 1}, ["SystemExit", "x"], 7]
-)
-def test_an_impossible_error_is_one(value: object) -> None:
-    assert type(messages.read_error(value, "Worker 1")) is RuntimeError
+def test_what_is_no_error_arrives_as_a_runtime_error(subtests: pytest.Subtests) -> None:
+    values = ("text", [], ["ValueError"], ["ValueError", 3], {"a": 1}, ["SystemExit", "x"], 7)
+    for value in values:
+        with subtests.test(str(value)):
+            assert type(messages.read_error(value, "Worker 1")) is RuntimeError
 
 
 def gather(rank: int, world: int) -> None:

@@ -79,13 +79,14 @@ def test_buffers_that_are_replaced_are_found_if_they_are_alike() -> None:
     assert replica.buffers.new_flat().tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(("most", "length"), [(6, 6), (3, 3), (1, 1), (100, 6)])
-def test_a_sample_is_of_at_most_so_many_elements_and_shifts(most: int, length: int) -> None:
-    replica = Replica(Mixed(), Cuts())
-    seen = [replica.sample(most, index) for index in range(12)]
-    assert {len(sample) for sample in seen} == {length}
-    assert {value for sample in seen for value in sample.tolist()} == set(range(6))
-    assert seen[0].dtype == torch.float64
+def test_a_sample_is_of_at_most_so_many_elements_and_shifts(subtests: pytest.Subtests) -> None:
+    for most, length in ((6, 6), (3, 3), (1, 1), (100, 6)):
+        with subtests.test(most=most):
+            replica = Replica(Mixed(), Cuts())
+            seen = [replica.sample(most, index) for index in range(12)]
+            assert {len(sample) for sample in seen} == {length}
+            assert {value for sample in seen for value in sample.tolist()} == set(range(6))
+            assert seen[0].dtype == torch.float64
 
 
 def mean(rank: int, world: int, valid: list[bool]) -> tuple[Tensor, int]:

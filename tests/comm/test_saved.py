@@ -12,8 +12,6 @@ from lightning_loco.comm.saved import Saved, mean_of_saved
 from tests.comm.test_worker import joined
 from tests.pool import Pool, PoolError
 
-WRITERS = 5
-
 
 def state_of(worker: int, **others: Any) -> dict[str, Any]:
     vector = torch.arange(4.0) + worker
@@ -47,17 +45,18 @@ def means(rank: int, world: int, writers: int, broken: int | None) -> dict[str, 
         worker.group.close()
 
 
-@pytest.mark.parametrize(("world", "writers"), [(2, 5), (3, 3), (4, 1), (1, 4), (4, 2)])
-def test_vectors_become_means_and_numbers_stay(pool: Pool, world: int, writers: int) -> None:
-    for rank, found in enumerate(pool.run(means, writers, None, world=world)):
-        every = torch.stack([state_of(worker)["vector"] for worker in range(writers)])
-        torch.testing.assert_close(found["vector"], every.mean(0))
-        (nested,) = found["nested"]
-        torch.testing.assert_close(nested["inner"], (every.double() ** 2).mean(0))
-        own = rank if rank < writers else 0
-        assert nested["count"] == int(found["integers"]) == own
-        assert nested["none"] is None
-        assert set(found) == {"vector", "nested", "integers"}
+def test_vectors_become_means_and_numbers_stay(pool: Pool, subtests: pytest.Subtests) -> None:
+    for world, writers in ((2, 5), (3, 3), (4, 1), (1, 4), (4, 2)):
+        with subtests.test(world=world, writers=writers):
+            for rank, found in enumerate(pool.run(means, writers, None, world=world)):
+                every = torch.stack([state_of(worker)["vector"] for worker in range(writers)])
+                torch.testing.assert_close(found["vector"], every.mean(0))
+                (nested,) = found["nested"]
+                torch.testing.assert_close(nested["inner"], (every.double() ** 2).mean(0))
+                own = rank if rank < writers else 0
+                assert nested["count"] == int(found["integers"]) == own
+                assert nested["none"] is None
+                assert set(found) == {"vector", "nested", "integers"}
 
 
 def test_vectors_that_are_not_finite_are_left_out(pool: Pool) -> None:

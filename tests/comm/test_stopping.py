@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from fractions import Fraction
@@ -35,12 +36,13 @@ def after_step(
     stop.note(rounds, steps, sync_every)
 
 
-@pytest.mark.parametrize("sync_every", [[5, 5, 5], [6, 2, 3], [1, 1, 1], [50, 50, 50]], ids=str)
-@pytest.mark.parametrize("who", [{1}, {0, 2}], ids=str)
-def test_all_stop_at_one_point_and_every_due_round_is_made_by_all(
+def stop_together(
     sync_every: list[int], who: set[int]
-) -> None:
-    """Each worker counts steps and meets the others after its `sync_every`, as an engine does."""
+) -> tuple[list[tuple[Fraction, str]], Fraction]:
+    """Where each worker has stopped and why, and the point that all have agreed on.
+
+    Each counts steps and meets the others after its `sync_every`, as an engine does.
+    """
     rounds_meet = threading.Barrier(3)
 
     with watchdogs(3) as dogs:
@@ -65,12 +67,22 @@ def test_all_stop_at_one_point_and_every_due_round_is_made_by_all(
 
         ends = on_every_worker(3, train)
         stop_at, _ = dogs[0].stop_at
-    assert {reason for _, reason in ends} == {"SIGTERM"}
-    for (point, _), steps in zip(ends, sync_every, strict=True):
-        # The last step of its own that is not beyond the common point.
-        assert point <= stop_at < point + Fraction(1, steps)
-    if len(set(sync_every)) == 1:
-        assert len(set(ends)) == 1
+    return ends, stop_at
+
+
+def test_all_stop_at_one_point_and_every_due_round_is_made_by_all(
+    subtests: pytest.Subtests,
+) -> None:
+    rows = itertools.product(([5, 5, 5], [6, 2, 3], [1, 1, 1], [50, 50, 50]), ({1}, {0, 2}))
+    for sync_every, who in rows:
+        with subtests.test(sync_every=sync_every, who=who):
+            ends, stop_at = stop_together(sync_every, who)
+            assert {reason for _, reason in ends} == {"SIGTERM"}
+            for (point, _), steps in zip(ends, sync_every, strict=True):
+                # The last step of its own that is not beyond the common point.
+                assert point <= stop_at < point + Fraction(1, steps)
+            if len(set(sync_every)) == 1:
+                assert len(set(ends)) == 1
 
 
 def test_without_a_request_nobody_stops() -> None:

@@ -50,9 +50,10 @@ def test_windows_predict_every_byte_once() -> None:
         windows[3]
 
 
-@pytest.mark.parametrize(("length", "expected"), [(0, 0), (10, 0), (11, 1), (20, 1), (21, 2)])
-def test_number_of_windows(length: int, expected: int) -> None:
-    assert len(Windows(np.zeros(length, dtype=np.uint8), context=10)) == expected
+def test_number_of_windows(subtests: pytest.Subtests) -> None:
+    for length, expected in [(0, 0), (10, 0), (11, 1), (20, 1), (21, 2)]:
+        with subtests.test(length=length):
+            assert len(Windows(np.zeros(length, dtype=np.uint8), context=10)) == expected
 
 
 def test_overlapping_windows() -> None:
@@ -151,18 +152,15 @@ def test_loader_state_can_be_loaded_safely(text: Path, tmp_path: Path) -> None:
     assert torch.load(tmp_path / "state.pt", weights_only=True) == loader.state_dict()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"batch_size": 0}, "data.batch_size must be at least 1, got 0"),
-        ({"context": 0}, "data.context must be at least 1, got 0"),
-        ({"val_fraction": 1.0}, "between 0 and 1, got 1.0"),
-        ({"num_workers": -1}, "data.num_workers must be at least 0, got -1"),
-    ],
-)
-def test_settings_out_of_range_are_refused(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ByteTextData(**changes)
+def test_settings_out_of_range_are_refused(subtests: pytest.Subtests) -> None:
+    for name, value, message in [
+        ("batch_size", 0, "data.batch_size must be at least 1, got 0"),
+        ("context", 0, "data.context must be at least 1, got 0"),
+        ("val_fraction", 1.0, "between 0 and 1, got 1.0"),
+        ("num_workers", -1, "data.num_workers must be at least 0, got -1"),
+    ]:
+        with subtests.test(name), pytest.raises(ValueError, match=message):
+            ByteTextData(**{name: value})
 
 
 def test_a_missing_or_empty_file_is_named(tmp_path: Path) -> None:

@@ -118,32 +118,29 @@ def test_a_small_model_learns() -> None:
     assert model.generate(b"abc", 6, temperature=0) == b"abcabc"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
-        ({"width": 15}, "multiple of num_heads, got width=15 and num_heads=2"),
-        ({"dropout": 1.0}, r"\[0, 1\), got 1.0"),
-        ({"lr": 0.0}, "must be positive, got 0.0"),
-        ({"warmup_steps": -1}, "warmup_steps must be at least 0, got -1"),
-        ({"weight_decay": -0.1}, "weight_decay must be at least 0, got -0.1"),
-        ({"total_steps": 0}, "total_steps must be at least 1, got 0"),
-        ({"optimizer": "moun"}, "optimizer must be one of adamw, muon, got 'moun'"),
-    ],
-)
-def test_settings_out_of_range_are_refused(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        small(**changes)
+def test_settings_out_of_range_are_refused(subtests: pytest.Subtests) -> None:
+    for name, value, message in [
+        ("num_layers", 0, "num_layers must be at least 1, got 0"),
+        ("width", 15, "multiple of num_heads, got width=15 and num_heads=2"),
+        ("dropout", 1.0, r"\[0, 1\), got 1.0"),
+        ("lr", 0.0, "must be positive, got 0.0"),
+        ("warmup_steps", -1, "warmup_steps must be at least 0, got -1"),
+        ("weight_decay", -0.1, "weight_decay must be at least 0, got -0.1"),
+        ("total_steps", 0, "total_steps must be at least 1, got 0"),
+        ("optimizer", "moun", "optimizer must be one of adamw, muon, got 'moun'"),
+    ]:
+        with subtests.test(name), pytest.raises(ValueError, match=message):
+            small(**{name: value})
 
 
-@pytest.mark.parametrize(
-    ("prompt", "count", "temperature"), [(b"", 1, 1), (b"a", -1, 1), (b"a", 1, -1)]
-)
-def test_generate_refuses_what_makes_no_sense(
-    prompt: bytes, count: int, temperature: float
-) -> None:
-    with pytest.raises(ValueError, match="got"):
-        small().generate(prompt, count, temperature=temperature)
+def test_generate_refuses_what_makes_no_sense(subtests: pytest.Subtests) -> None:
+    model = small()
+    for prompt, count, temperature in [(b"", 1, 1), (b"a", -1, 1), (b"a", 1, -1)]:
+        with (
+            subtests.test(prompt=prompt, count=count, temperature=temperature),
+            pytest.raises(ValueError, match="got"),
+        ):
+            model.generate(prompt, count, temperature=temperature)
 
 
 def test_hyper_parameters_are_plain() -> None:

@@ -29,23 +29,18 @@ from lightning_loco.peers.keys import write_key_file
 from tests.conftest import ROOT
 from tests.docs.pages import DOCS, LINKING, PAGES, README, Page, doc, overrides_of
 
-PYTHON = [
-    pytest.param(page, code, id=f"{page}-{number}")
+PYTHON = {
+    f"{page}, block {number}": code
     for page in PAGES
-    for number, code in enumerate(page.blocks("python"))
-]
-COMMANDS = [
-    pytest.param(command, id=f"{page}: {command}") for page in PAGES for command in page.commands
-]
+    for number, code in enumerate(page.blocks("python"), start=1)
+}
 BUILDABLE = (Strategy, Callback, loco.Algorithm, loco.Topology)
-of_page = pytest.mark.parametrize("page", PAGES, ids=str)
-of_linking_page = pytest.mark.parametrize("page", LINKING, ids=str)
 
 
 def test_there_is_something_to_check() -> None:
     assert len(DOCS) >= 10
     assert len(PYTHON) >= 10
-    assert len(COMMANDS) >= 20
+    assert sum(len(page.commands) for page in PAGES) >= 20
 
 
 # ------------------------------------------------------------------------- code
@@ -65,32 +60,34 @@ def calls_of(tree: ast.Module) -> Iterator[tuple[ast.Call, object, dict[str, obj
                 yield node, kind, names
 
 
-@pytest.mark.parametrize(("page", "code"), PYTHON)
-def test_code_compiles_and_names_what_exists(page: Page, code: str) -> None:
-    tree = ast.parse(code)
-    compile(tree, str(page), "exec")
-    calls = list(calls_of(tree))
-    for node, kind, _ in calls:
-        arguments = {str(word.arg): word.value for word in node.keywords}
-        inspect.signature(kind).bind_partial(*node.args, **arguments)  # type: ignore[arg-type]
-    assert calls
+def test_code_compiles_and_names_what_exists(subtests: pytest.Subtests) -> None:
+    for place, code in PYTHON.items():
+        with subtests.test(place):
+            tree = ast.parse(code)
+            compile(tree, place, "exec")
+            calls = list(calls_of(tree))
+            for node, kind, _ in calls:
+                arguments = {str(word.arg): word.value for word in node.keywords}
+                inspect.signature(kind).bind_partial(*node.args, **arguments)  # type: ignore[arg-type]
+            assert calls
 
 
-@pytest.mark.parametrize(("page", "code"), PYTHON)
-def test_methods_that_are_called_exist(page: Page, code: str) -> None:
-    tree = ast.parse(code)
-    kinds = {id(node): kind for node, kind, _ in calls_of(tree)}
-    made = {
-        node.targets[0].id: kinds[id(node.value)]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Name)
-        and id(node.value) in kinds
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            kind = made.get(node.value.id)
-            assert kind is None or hasattr(kind, node.attr), f"{page}: {ast.unparse(node)}"
+def test_methods_that_are_called_exist(subtests: pytest.Subtests) -> None:
+    for place, code in PYTHON.items():
+        with subtests.test(place):
+            tree = ast.parse(code)
+            kinds = {id(node): kind for node, kind, _ in calls_of(tree)}
+            made = {
+                node.targets[0].id: kinds[id(node.value)]
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Assign)
+                and isinstance(node.targets[0], ast.Name)
+                and id(node.value) in kinds
+            }
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                    kind = made.get(node.value.id)
+                    assert kind is None or hasattr(kind, node.attr), ast.unparse(node)
 
 
 @pytest.fixture
@@ -102,12 +99,13 @@ def files_of_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_key_file("job.key")
 
 
-@pytest.mark.parametrize(("page", "code"), PYTHON)
 @pytest.mark.usefixtures("files_of_the_text")
-def test_what_is_shown_can_be_built(page: Page, code: str) -> None:
-    for node, kind, names in calls_of(ast.parse(code)):
-        if isinstance(kind, type) and issubclass(kind, BUILDABLE):
-            assert isinstance(eval(ast.unparse(node), names), kind)
+def test_what_is_shown_can_be_built(subtests: pytest.Subtests) -> None:
+    for place, code in PYTHON.items():
+        with subtests.test(place):
+            for node, kind, names in calls_of(ast.parse(code)):
+                if isinstance(kind, type) and issubclass(kind, BUILDABLE):
+                    assert isinstance(eval(ast.unparse(node), names), kind)
 
 
 def test_strategies_are_shown() -> None:
@@ -128,41 +126,61 @@ def each_of_a_sweep(overrides: list[str]) -> Iterator[list[str]]:
                 yield [*plain, f"{override.key_or_group}={value}"]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+def new_commands() -> dict[Page, list[str]]:
+    """Of each page the commands whose overrides no page before it has."""
+    found: dict[Page, list[str]] = {}
+    known = set()
+    for page in PAGES:
+        for command in page.commands:
+            overrides = frozenset(overrides_of(command))
+            if overrides not in known:
+                found.setdefault(page, []).append(command)
+            known.add(overrides)
+    return found
+
+
+NEW_COMMANDS = new_commands()
+
+
+@pytest.mark.parametrize("page", NEW_COMMANDS, ids=str)
 @pytest.mark.usefixtures("files_of_the_text")
-def test_commands_compose(command: str) -> None:
+def test_commands_compose(page: Page, subtests: pytest.Subtests) -> None:
     with initialize_config_dir(train.conf_dir(), version_base="1.3"):
-        for overrides in each_of_a_sweep(overrides_of(command)):
-            files = [one for one in overrides if one.startswith("topology.path=")]
-            config = compose("train", overrides)
-            if not files:  # FILE stands for a file of the reader's
-                build_strategy(config)
+        for command in NEW_COMMANDS[page]:
+            with subtests.test(command):
+                for overrides in each_of_a_sweep(overrides_of(command)):
+                    files = [one for one in overrides if one.startswith("topology.path=")]
+                    config = compose("train", overrides)
+                    if not files:  # FILE stands for a file of the reader's
+                        build_strategy(config)
 
 
-@of_page
-def test_commands_name_files_that_exist(page: Page) -> None:
-    for line in page.shell:
-        words = shlex.split(line, comments=True)
-        for before, word in zip(["", *words], words, strict=False):
-            if before == "-m" and word.startswith("lightning_loco"):
-                assert importlib.util.find_spec(word), line
-            elif word.endswith((".py", ".sbatch")):
-                assert (ROOT / word).is_file(), line
+def test_commands_name_files_that_exist(subtests: pytest.Subtests) -> None:
+    for page in PAGES:
+        with subtests.test(str(page)):
+            for line in page.shell:
+                words = shlex.split(line, comments=True)
+                for before, word in zip(["", *words], words, strict=False):
+                    if before == "-m" and word.startswith("lightning_loco"):
+                        assert importlib.util.find_spec(word), line
+                    elif word.endswith((".py", ".sbatch")):
+                        assert (ROOT / word).is_file(), line
 
 
 # ------------------------------------------------------------------------ links
 
 
-@of_linking_page
-def test_links_lead_somewhere(page: Page) -> None:
-    for label, link in page.links:
-        target, anchor = page.target(link), link.partition("#")[2]
-        assert target.exists(), f"{page}: {link}"
-        assert ROOT in target.parents, f"{page}: {link}"
-        if anchor:
-            assert anchor in Page(target).anchors, f"{page}: {link}"
-        name = re.search(r"(?:^|/)([\w.]+\.(?:py|sbatch|md))$", label)
-        assert name is None or target.name == name.group(1), f"{page}: {label}"
+def test_links_lead_somewhere(subtests: pytest.Subtests) -> None:
+    for page in LINKING:
+        with subtests.test(str(page)):
+            for label, link in page.links:
+                target, anchor = page.target(link), link.partition("#")[2]
+                assert target.exists(), link
+                assert ROOT in target.parents, link
+                if anchor:
+                    assert anchor in Page(target).anchors, link
+                name = re.search(r"(?:^|/)([\w.]+\.(?:py|sbatch|md))$", label)
+                assert name is None or target.name == name.group(1), label
 
 
 def test_pictures_are_shown() -> None:
@@ -181,25 +199,27 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
     assert "(docs/README.md)" in README.text
 
 
-@of_page
-def test_files_in_the_text_exist(page: Page) -> None:
+def test_files_in_the_text_exist(subtests: pytest.Subtests) -> None:
     of_a_run = {"report.txt"}
-    for word in set(page.ticked) - of_a_run:
-        if re.fullmatch(r"(?!myconf)[\w./]+(/|\.(py|txt|md))", word):
-            assert (ROOT / word).exists(), word
+    for page in PAGES:
+        with subtests.test(str(page)):
+            for word in set(page.ticked) - of_a_run:
+                if re.fullmatch(r"(?!myconf)[\w./]+(/|\.(py|txt|md))", word):
+                    assert (ROOT / word).exists(), word
 
 
 # ------------------------------------------------------------------------ names
 
 
-@of_page
-def test_names_in_the_text_exist(page: Page) -> None:
-    for name in re.findall(r"\b[A-Z]\w*Strategy\b", page.text):
-        assert hasattr(loco, name), name
-    for name in (word for word in page.ticked if re.match(r"lightning_loco[\w.]*$", word)):
-        module, _, attribute = name.rpartition(".")
-        found = not module or hasattr(importlib.import_module(module), attribute)
-        assert found or importlib.util.find_spec(name), name
+def test_names_in_the_text_exist(subtests: pytest.Subtests) -> None:
+    for page in PAGES:
+        with subtests.test(str(page)):
+            for name in re.findall(r"\b[A-Z]\w*Strategy\b", page.text):
+                assert hasattr(loco, name), name
+            for name in (word for word in page.ticked if re.match(r"lightning_loco[\w.]*$", word)):
+                module, _, attribute = name.rpartition(".")
+                found = not module or hasattr(importlib.import_module(module), attribute)
+                assert found or importlib.util.find_spec(name), name
 
 
 def known_arguments() -> set[str]:
@@ -216,9 +236,10 @@ def known_arguments() -> set[str]:
     return known
 
 
-@of_page
-def test_arguments_in_the_text_exist(page: Page) -> None:
+def test_arguments_in_the_text_exist(subtests: pytest.Subtests) -> None:
     known = known_arguments()
-    for ticked in page.ticked:
-        for name in re.findall(r"(?:^|[(, ])([a-z]\w*)=", ticked):
-            assert name in known, f"{page}: {ticked}"
+    for page in PAGES:
+        with subtests.test(str(page)):
+            for ticked in page.ticked:
+                for name in re.findall(r"(?:^|[(, ])([a-z]\w*)=", ticked):
+                    assert name in known, ticked

@@ -16,7 +16,7 @@ from lightning_loco.rounds import StepEngine
 from lightning_loco.strategies import METHODS
 from lightning_loco.topology import TOPOLOGIES, consensus_rate
 from tests.conftest import ROOT
-from tests.docs.pages import DOCS, PAGES, README, Page, doc
+from tests.docs.pages import DOCS, PAGES, README, doc
 
 METHOD_PAGES = [page for page in DOCS if page.path.stem in METHODS]
 
@@ -36,27 +36,30 @@ def test_the_table_of_methods() -> None:
         assert README.target(link) == page.path or not page.path.exists(), name
 
 
-@pytest.mark.parametrize("page", METHOD_PAGES, ids=str)
-def test_a_method_page_names_its_strategy(page: Page) -> None:
-    name = page.path.stem
-    head = page.text.partition("\n## ")[0]
-    assert f'`{METHODS[name].__name__}`, `strategy="{name}"`, `algorithm={name}`.' in head
-    assert "https://" in head  # the source
-    limits = {"when-to-use-it", "bytes-and-memory", "what-it-computes", "limits"}
-    assert limits <= page.anchors
+def test_a_method_page_names_its_strategy(subtests: pytest.Subtests) -> None:
+    for page in METHOD_PAGES:
+        with subtests.test(str(page)):
+            name = page.path.stem
+            head = page.text.partition("\n## ")[0]
+            assert f'`{METHODS[name].__name__}`, `strategy="{name}"`, `algorithm={name}`.' in head
+            assert "https://" in head  # the source
+            limits = {"when-to-use-it", "bytes-and-memory", "what-it-computes", "limits"}
+            assert limits <= page.anchors
 
 
-@pytest.mark.parametrize("page", METHOD_PAGES, ids=str)
-def test_arguments_of_a_method(page: Page) -> None:
+def test_arguments_of_a_method(subtests: pytest.Subtests) -> None:
     """Those that a page tells exist, have the default that it says, and none is missing."""
     shared = {name.strip("`") for name, *_ in doc("methods/README.md").table("argument")}
-    parameters = inspect.signature(METHODS[page.path.stem]).parameters
-    told = page.table("argument") if page.has_table("argument") else []
-    for name, default, _ in told:
-        assert ast.literal_eval(default.strip("`")) == parameters[name.strip("`")].default, name
-    names = {name.strip("`") for name, *_ in told}
     of_ddp = set(inspect.signature(loco.LocoStrategy).parameters) - {"topology"}
-    assert set(parameters) - shared - of_ddp <= names
+    for page in METHOD_PAGES:
+        with subtests.test(str(page)):
+            parameters = inspect.signature(METHODS[page.path.stem]).parameters
+            told = page.table("argument") if page.has_table("argument") else []
+            for cell, default, _ in told:
+                name = cell.strip("`")
+                assert ast.literal_eval(default.strip("`")) == parameters[name].default, name
+            names = {name.strip("`") for name, *_ in told}
+            assert set(parameters) - shared - of_ddp <= names
 
 
 def test_arguments_of_all_methods() -> None:

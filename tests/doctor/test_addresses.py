@@ -28,24 +28,22 @@ def test_the_system_lists_loopback() -> None:
     assert {one.name for one in own} <= {name for _, name in socket.if_nameindex()}
 
 
-@pytest.mark.parametrize(
-    ("address", "name"),
-    [
-        ("10.0.0.5", "eth0"),
-        ("::ffff:10.0.0.5", "eth0"),
-        ("fd00::5", "eth0"),
-        ("127.0.1.1", "lo"),
-        ("10.9.9.9", ""),
-        ("", ""),
-    ],
-)
-def test_the_interface_of_an_address(address: str, name: str) -> None:
-    assert interface_of(address, HERE) == name
+def test_the_interface_of_an_address(subtests: pytest.Subtests) -> None:
+    names = {
+        "10.0.0.5": "eth0",
+        "::ffff:10.0.0.5": "eth0",
+        "fd00::5": "eth0",
+        "127.0.1.1": "lo",
+        "10.9.9.9": "",
+        "": "",
+    }
+    for address, name in names.items():
+        with subtests.test(address=address):
+            assert interface_of(address, HERE) == name
 
 
-@pytest.mark.parametrize(
-    ("name", "rule", "expected"),
-    [
+def test_the_rules_of_nccl(subtests: pytest.Subtests) -> None:
+    for name, rule, expected in [
         ("eth0", "eth", True),
         ("eth0", "eth1,eth0", True),
         ("eth0", "=eth", False),
@@ -54,10 +52,9 @@ def test_the_interface_of_an_address(address: str, name: str) -> None:
         ("eth0", "^=eth", True),
         ("lo", "^docker,lo", False),
         ("docker0", "^docker,lo", False),
-    ],
-)
-def test_the_rules_of_nccl(name: str, rule: str, expected: bool) -> None:
-    assert fits(name, rule) is expected
+    ]:
+        with subtests.test(name=name, rule=rule):
+            assert fits(name, rule) is expected
 
 
 def test_gloo_takes_the_first_address_of_the_name_that_is_its_own() -> None:
@@ -83,21 +80,17 @@ def test_an_interface_that_is_not_there_is_a_fault() -> None:
     assert nccl.startswith("NCCL_SOCKET_IFNAME=eth7 fits no interface here")
 
 
-@pytest.mark.parametrize(
-    ("own", "setting", "expected"),
-    [
+def test_nccl_takes_the_first_that_fits(subtests: pytest.Subtests) -> None:
+    for own, setting, expected in [
         (HERE, "", ETH0),
         ([LO, ETH0, IB], "", IB),
         ([LO, DOCKER], "", DOCKER),
         ([LO6, LO], "", LO),
         (HERE, "eth1", ETH1),
         (HERE, "^eth", LO),
-    ],
-)
-def test_nccl_takes_the_first_that_fits(
-    own: list[Interface], setting: str, expected: Interface
-) -> None:
-    assert find_addresses(own, [], "lo", setting, True).nccl == [expected]
+    ]:
+        with subtests.test(own=[one.name for one in own], setting=setting):
+            assert find_addresses(own, [], "lo", setting, True).nccl == [expected]
 
 
 @pytest.mark.process

@@ -243,9 +243,10 @@ def test_open_files() -> None:
     assert "only 256 files open" in text
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
+def test_a_machine_alone(subtests: pytest.Subtests) -> None:
+    place = Place(1, WORLD, "node-a", 29500, "", "", 10.0)
+    checks = {"host names", "interfaces", "versions", "open files"}
+    for kind, text in [
         ("name", "machine 1 (node-1) does not find node-a: give --master the address"),
         ("refused", "cannot reach machine 0 at 10.0.0.1:29500: the connection is refused"),
         ("silent", "10.0.0.1:29500: no answer, as when a firewall drops packets. Open TCP port"),
@@ -254,35 +255,31 @@ def test_open_files() -> None:
         ("turned_away", "machine 0 has turned this one away: no route"),
         ("lost", "machine 0 at 10.0.0.1:29500 was there, and has gone"),
         ("taken", "port 29500 of machine 0 (node-1) is taken"),
-    ],
-)
-def test_a_machine_alone(kind: str, text: str) -> None:
-    place = Place(1, WORLD, "node-a", 29500, "", "", 10.0)
-    found = judge_alone(place, machine(1), MasterError(kind, "10.0.0.1", "no route"))
-    first, *others = found
-    assert (first.check, first.status) == ("master port", FAILED)
-    assert text in first.text
-    assert {one.status for one in others} == {OK}
-    assert {one.check for one in others} == {"host names", "interfaces", "versions", "open files"}
+    ]:
+        with subtests.test(kind):
+            error = MasterError(kind, "10.0.0.1", "no route")
+            first, *others = judge_alone(place, machine(1), error)
+            assert (first.check, first.status) == ("master port", FAILED)
+            assert text in first.text
+            assert {one.status for one in others} == {OK}
+            assert {one.check for one in others} == checks
 
 
 class TestSoundness:
     def test_of_what_should_come(self) -> None:
         assert summary().is_sound()
 
-    @pytest.mark.parametrize(
-        "wrong",
-        [
+    def test_of_what_should_not(self, subtests: pytest.Subtests) -> None:
+        assert not dataclasses.replace(summary(), results=()).is_sound()
+        for wrong in (
             contact(1, 2),  # of another machine
             contact(0, 7),  # a machine that is not there
             dataclasses.replace(contact(0, 1), door=1),
             dataclasses.replace(contact(0, 1), door=-1),
             contact(0, 1, "tired"),
-        ],
-    )
-    def test_of_what_should_not(self, wrong: Contact) -> None:
-        assert not with_results(summary(), 0, contacts=(wrong,)).is_sound()
-        assert not dataclasses.replace(summary(), results=()).is_sound()
+        ):
+            with subtests.test(wrong=wrong):
+                assert not with_results(summary(), 0, contacts=(wrong,)).is_sound()
 
 
 def test_the_report_fits_the_terminal() -> None:

@@ -36,19 +36,18 @@ def where(found: Place) -> tuple[int, int, str, int]:
     return found.rank, found.world, found.host, found.port
 
 
-@pytest.mark.parametrize(
-    ("master", "host", "port"),
-    [
-        ("node-a:1234", "node-a", 1234),
-        ("node-a", "node-a", 29500),
-        ("10.0.0.1:80", "10.0.0.1", 80),
-        ("[fe80::1]:80", "fe80::1", 80),
-        ("[fe80::1]", "fe80::1", 29500),
-        ("fe80::1", "fe80::1", 29500),
-    ],
-)
-def test_arguments(master: str, host: str, port: int) -> None:
-    assert where(place(f"--master {master} --rank 1 --world 3")) == (1, 3, host, port)
+def test_arguments(subtests: pytest.Subtests) -> None:
+    masters = {
+        "node-a:1234": ("node-a", 1234),
+        "node-a": ("node-a", 29500),
+        "10.0.0.1:80": ("10.0.0.1", 80),
+        "[fe80::1]:80": ("fe80::1", 80),
+        "[fe80::1]": ("fe80::1", 29500),
+        "fe80::1": ("fe80::1", 29500),
+    }
+    for master, (host, port) in masters.items():
+        with subtests.test(master=master):
+            assert where(place(f"--master {master} --rank 1 --world 3")) == (1, 3, host, port)
 
 
 def test_variables_as_torchrun_sets_them_by_hand() -> None:
@@ -97,21 +96,19 @@ def test_interfaces() -> None:
     assert (found.gloo_interface, found.nccl_interface) == ("wg0", "wg0")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("", "missing: --master --rank --world"),
-        ("--master a --rank 0", "missing: --world,"),
-        ("--master a --rank 2 --world 2", "--rank must be 0 to 1 for --world 2, got 2"),
-        ("--master a --rank 0 --world 0", "--world must be 1 to 256"),
-        ("--master a:0 --rank 0 --world 1", "1 to 65535, got 0"),
-        ("--master a:b --rank 0 --world 1", "--master must be HOST:PORT, got 'a:b'"),
-        ("--master a --rank 0 --world 1 --timeout 1", "2 to 3600 seconds, got 1"),
-    ],
-)
-def test_what_cannot_be(words: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        place(words)
+def test_what_cannot_be(subtests: pytest.Subtests) -> None:
+    messages = {
+        "": "missing: --master --rank --world",
+        "--master a --rank 0": "missing: --world,",
+        "--master a --rank 2 --world 2": "--rank must be 0 to 1 for --world 2, got 2",
+        "--master a --rank 0 --world 0": "--world must be 1 to 256",
+        "--master a:0 --rank 0 --world 1": "1 to 65535, got 0",
+        "--master a:b --rank 0 --world 1": "--master must be HOST:PORT, got 'a:b'",
+        "--master a --rank 0 --world 1 --timeout 1": "2 to 3600 seconds, got 1",
+    }
+    for words, message in messages.items():
+        with subtests.test(words), pytest.raises(ValueError, match=message):
+            place(words)
 
 
 def test_a_variable_that_is_no_number_is_named() -> None:

@@ -21,21 +21,21 @@ RECORDS = [
 ]
 
 
-@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
-def test_a_record_comes_back_as_it_was(record: object) -> None:
-    line = write(record)
-    assert line.endswith(b"\n")
-    assert line.count(b"\n") == 1
-    assert read(line, Door, type(record)) == record
+def test_a_record_comes_back_as_it_was(subtests: pytest.Subtests) -> None:
+    for record in RECORDS:
+        with subtests.test(type(record).__name__):
+            line = write(record)
+            assert line.endswith(b"\n")
+            assert line.count(b"\n") == 1
+            assert read(line, Door, type(record)) == record
 
 
 def test_whole_numbers_are_taken_for_seconds() -> None:
     assert read(b'{"Bulk": {"seconds": 1}}\n', Bulk) == Bulk(1.0)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+def test_anything_else_is_refused(subtests: pytest.Subtests) -> None:
+    for line in [
         b"",
         b"\x80\x04K\x01.",  # a pickle
         b"GET / HTTP/1.1",
@@ -57,18 +57,15 @@ def test_whole_numbers_are_taken_for_seconds() -> None:
         b'{"Knock": {"token": "a", "rank": ' + b"9" * 10_000 + b"}}",
         b'{"Knock": {"token": "\\u001b[2J", "rank": 1}}',  # clears a terminal
         b'{"Knock": {"token": "' + b"a" * 501 + b'", "rank": 1}}',
-    ],
-    ids=lambda line: repr(line[:40]),
-)
-def test_anything_else_is_refused(line: bytes) -> None:
-    with pytest.raises(GarbledError):
-        read(line, Knock)
+    ]:
+        with subtests.test(line=line), pytest.raises(GarbledError):
+            read(line, Knock)
 
 
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "true", '"1"', "null"])
-def test_seconds_are_finite_numbers(number: str) -> None:
-    with pytest.raises(GarbledError):
-        read(f'{{"Bulk": {{"seconds": {number}}}}}'.encode(), Bulk)
+def test_seconds_are_finite_numbers(subtests: pytest.Subtests) -> None:
+    for number in ["NaN", "Infinity", "1e999", "true", '"1"', "null"]:
+        with subtests.test(number), pytest.raises(GarbledError):
+            read(f'{{"Bulk": {{"seconds": {number}}}}}'.encode(), Bulk)
 
 
 def test_parts_are_checked_as_well() -> None:
@@ -99,17 +96,12 @@ def test_a_line_is_received() -> None:
     assert received(write(Knock("a", 1)) + b"more") == Knock("a", 1)
 
 
-@pytest.mark.parametrize(
-    ("data", "ends", "error"),
-    [
+def test_what_does_not_end_or_does_not_come(subtests: pytest.Subtests) -> None:
+    for data, ends, error in [
         (b"x" * 1000, False, GarbledError),  # longer than the limit, and no end
         (b'{"Knock": {"tok', False, TimeoutError),
         (b'{"Knock": {"tok', True, ConnectionError),
         (b"", True, ConnectionError),
-    ],
-)
-def test_what_does_not_end_or_does_not_come(
-    data: bytes, ends: bool, error: type[Exception]
-) -> None:
-    with pytest.raises(error):
-        received(data, ends=ends)
+    ]:
+        with subtests.test(data=data, ends=ends), pytest.raises(error):
+            received(data, ends=ends)

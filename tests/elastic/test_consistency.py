@@ -28,19 +28,21 @@ def test_equal_states_have_equal_fingerprints() -> None:
     assert -(2**63) <= first < 2**63
 
 
-@pytest.mark.parametrize("name", list(STATE))
-def test_a_flipped_bit_is_seen(name: str) -> None:
-    value = STATE[name]
-    other = value.clone() if isinstance(value, Tensor) else 4
-    if isinstance(other, Tensor):
-        other.view(torch.uint8)[-1] ^= 1
-    assert fingerprint({**STATE, name: other}) != fingerprint(STATE)
+def test_a_flipped_bit_is_seen(subtests: pytest.Subtests) -> None:
+    for name, value in STATE.items():
+        with subtests.test(name):
+            other = value.clone() if isinstance(value, Tensor) else 4
+            if isinstance(other, Tensor):
+                other.view(torch.uint8)[-1] ^= 1
+            assert fingerprint({**STATE, name: other}) != fingerprint(STATE)
+
+
+def test_a_value_more_is_seen() -> None:
     assert fingerprint({**STATE, "more": torch.zeros(0)}) != fingerprint(STATE)
 
 
-@pytest.mark.parametrize(
-    ("every", "round_index", "newcomers", "is_due"),
-    [
+def test_when_it_is_due(subtests: pytest.Subtests) -> None:
+    for every, round_index, newcomers, is_due in [
         (10, 10, (), True),
         (10, 20, (), True),
         (10, 15, (), False),
@@ -49,43 +51,39 @@ def test_a_flipped_bit_is_seen(name: str) -> None:
         (0, 10, (), False),
         (10, 10, (0, 1, 2), True),
         (10, 10, (0, 1, 2, 3), False),
-    ],
-)
-def test_when_it_is_due(
-    every: int, round_index: int, newcomers: tuple[int, ...], is_due: bool
-) -> None:
-    assert Consistency(every, lambda: 0).is_due(plan(round_index, newcomers)) == is_due
+    ]:
+        with subtests.test(every=every, round_index=round_index, newcomers=newcomers):
+            assert Consistency(every, lambda: 0).is_due(plan(round_index, newcomers)) == is_due
 
 
-@pytest.mark.parametrize(
-    ("newcomers", "told", "drifted", "donor"),
-    [
-        ((), (7, 7, 7, 7, 7), (), 0),
-        ((), (7, 7, -8, 7, 7), (2,), 0),
-        ((), (-8, 7, 7, 7, 7), (0,), 1),
-        ((), (-8, 7, 9, 7, -8), (1, 2, 3), 0),
-        ((0, 4), (0, 7, 7, -8, 0), (3,), 1),
-        ((2, 3, 4), (-8, 7, 0, 0, 0), (1,), 0),
-    ],
-    ids=["none", "one", "the donor", "as many", "with newcomers", "two that know"],
-)
-def test_who_has_drifted(
-    newcomers: tuple[int, ...], told: tuple[int, ...], drifted: tuple[int, ...], donor: int
-) -> None:
-    for own, value in enumerate(told):
-        sent: list[int] = []
+def compared(own: int, told: tuple[int, ...], newcomers: tuple[int, ...]) -> Plan:
+    """What a member makes of what all have told."""
+    sent: list[int] = []
 
-        def gather(row: Tensor, sent: list[int] = sent) -> Tensor:
-            sent.append(int(row))
-            return torch.tensor(told)[:, None]
+    def gather(row: Tensor) -> Tensor:
+        sent.append(int(row))
+        return torch.tensor(told)[:, None]
 
-        found = Consistency(1, lambda value=value: value).compare(
-            plan(newcomers=newcomers, own=own), gather
-        )
-        assert sent == [value]
-        assert found.drifted == drifted
-        assert found.donor == donor
-        assert found.newcomers == tuple(sorted((*newcomers, *drifted)))
+    found = Consistency(1, lambda: told[own]).compare(plan(newcomers=newcomers, own=own), gather)
+    assert sent == [told[own]]
+    return found
+
+
+def test_who_has_drifted(subtests: pytest.Subtests) -> None:
+    for name, newcomers, told, drifted, donor in [
+        ("none", (), (7, 7, 7, 7, 7), (), 0),
+        ("one", (), (7, 7, -8, 7, 7), (2,), 0),
+        ("the donor", (), (-8, 7, 7, 7, 7), (0,), 1),
+        ("as many", (), (-8, 7, 9, 7, -8), (1, 2, 3), 0),
+        ("with newcomers", (0, 4), (0, 7, 7, -8, 0), (3,), 1),
+        ("two that know", (2, 3, 4), (-8, 7, 0, 0, 0), (1,), 0),
+    ]:
+        with subtests.test(name):
+            for own in range(len(told)):
+                found = compared(own, told, newcomers)
+                assert found.drifted == drifted
+                assert found.donor == donor
+                assert found.newcomers == tuple(sorted((*newcomers, *drifted)))
 
 
 def states(made: Cluster, round_index: int) -> list[int]:

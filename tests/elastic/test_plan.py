@@ -55,15 +55,17 @@ def test_the_same_members_keep_their_group() -> None:
     assert plan.round_index == 3
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [("1.0/2", ""), ("1.0/2", "2.0/2"), ("1.0/3", "1.0/3"), ("", "")],
-    ids=["one has failed", "two groups", "one is gone", "both have failed"],
-)
-def test_other_members_make_a_new_group(first: str, second: str) -> None:
-    plan = plans(a=told(3, first), b=told(3, second))["a"]
-    assert plan.is_new
-    assert plan.group == "7.5/2"
+def test_other_members_make_a_new_group(subtests: pytest.Subtests) -> None:
+    for name, first, second in [
+        ("one has failed", "1.0/2", ""),
+        ("two groups", "1.0/2", "2.0/2"),
+        ("one is gone", "1.0/3", "1.0/3"),
+        ("both have failed", "", ""),
+    ]:
+        with subtests.test(name):
+            plan = plans(a=told(3, first), b=told(3, second))["a"]
+            assert plan.is_new
+            assert plan.group == "7.5/2"
 
 
 def test_who_knows_nothing_gets_the_state_and_never_gives_it() -> None:
@@ -120,16 +122,20 @@ def test_the_first_difference_is_told() -> None:
     assert "outer_lr is 0.5 here and 0.7 in the run (as a has it)" in text
 
 
-@pytest.mark.parametrize(
-    "words",
-    [{}, {"round": 1}, {**told(1), "data": "x"}, {**told(1), "x": 1}, {**told(1), "received": [1]}],
-)
-def test_strangers_take_no_part(words: dict[str, Any]) -> None:
-    quorum = Quorum("7.5", [Member("a", told(1, "1.0/1")), Member("stranger", words)])
-    assert make_plan(quorum, "a").names == ("a",)
-    assert not make_plan(quorum, "a").is_new
-    with pytest.raises(RuntimeError, match="does not say what this worker, stranger, has told"):
-        make_plan(quorum, "stranger")
+def test_strangers_take_no_part(subtests: pytest.Subtests) -> None:
+    for words in (
+        {},
+        {"round": 1},
+        {**told(1), "data": "x"},
+        {**told(1), "x": 1},
+        {**told(1), "received": [1]},
+    ):
+        with subtests.test(words=words):
+            quorum = Quorum("7.5", [Member("a", told(1, "1.0/1")), Member("stranger", words)])
+            assert make_plan(quorum, "a").names == ("a",)
+            assert not make_plan(quorum, "a").is_new
+            with pytest.raises(RuntimeError, match="not say what this worker, stranger, has told"):
+                make_plan(quorum, "stranger")
 
 
 def test_a_run_is_resumed_from_the_newest_checkpoint() -> None:

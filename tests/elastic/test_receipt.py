@@ -41,24 +41,24 @@ def test_those_that_are_left_do_as_the_lost_ones_have_done() -> None:
             assert nobody_gives_it_up or LANDED not in fates
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        told(ROUND + 1, made="another/2"),
-        told(ROUND + 2, made=GROUP),
-        told(ROUND, received=("another/2", *MEMBERS)),
-    ],
-    ids=["has repeated it", "is further", "has received it in another group"],
-)
-def test_it_does_not_count_once_it_was_repeated(other: Told) -> None:
-    assert counting({"a": RECEIVED, "b": other}) == set()
+def test_it_does_not_count_once_it_was_repeated(subtests: pytest.Subtests) -> None:
+    for name, other in {
+        "has repeated it": told(ROUND + 1, made="another/2"),
+        "is further": told(ROUND + 2, made=GROUP),
+        "has received it in another group": told(ROUND, received=("another/2", *MEMBERS)),
+    }.items():
+        with subtests.test(name):
+            assert counting({"a": RECEIVED, "b": other}) == set()
 
 
-@pytest.mark.parametrize(
-    "other", [told(UNKNOWING), told(ROUND - 1), told(ROUND)], ids=["new", "behind", "was elsewhere"]
-)
-def test_others_have_no_say(other: Told) -> None:
-    assert counting({"a": RECEIVED, "b": RECEIVED, "stranger": other}) == {"a", "b"}
+def test_others_have_no_say(subtests: pytest.Subtests) -> None:
+    for name, other in {
+        "new": told(UNKNOWING),
+        "behind": told(ROUND - 1),
+        "was elsewhere": told(ROUND),
+    }.items():
+        with subtests.test(name):
+            assert counting({"a": RECEIVED, "b": RECEIVED, "stranger": other}) == {"a", "b"}
 
 
 def test_a_member_that_knows_nothing_of_the_round_has_no_say() -> None:

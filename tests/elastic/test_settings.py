@@ -30,22 +30,19 @@ from tests.rounds.fragments import Layers
 HERE = "127.0.0.1:29510"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"lighthouse": "somewhere"}, "lighthouse must be an address such as"),
-        ({"lighthouse": 3}, "lighthouse must be an address such as"),
-        ({"min_workers": 0}, "min_workers must be at least 1, got 0"),
-        ({"min_workers": 2.0}, "min_workers must be at least 1, got 2.0"),
-        ({"name": "a b"}, "name must be of letters"),
-        ({"timeout_s": 0}, "timeout_s is in seconds and must be positive, got 0"),
-        ({"check_every": -1}, "check_every counts rounds and must be at least 1, or 0"),
-        ({"check_every": 2.5}, "check_every counts rounds and must be at least 1, or 0"),
-    ],
-)
-def test_values_out_of_range(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Elastic(**{"lighthouse": HERE, **arguments})
+def test_values_out_of_range(subtests: pytest.Subtests) -> None:
+    for name, value, message in [
+        ("lighthouse", "somewhere", "lighthouse must be an address such as"),
+        ("lighthouse", 3, "lighthouse must be an address such as"),
+        ("min_workers", 0, "min_workers must be at least 1, got 0"),
+        ("min_workers", 2.0, "min_workers must be at least 1, got 2.0"),
+        ("name", "a b", "name must be of letters"),
+        ("timeout_s", 0, "timeout_s is in seconds and must be positive, got 0"),
+        ("check_every", -1, "check_every counts rounds and must be at least 1, or 0"),
+        ("check_every", 2.5, "check_every counts rounds and must be at least 1, or 0"),
+    ]:
+        with subtests.test(name, value=value), pytest.raises(ValueError, match=message):
+            Elastic(**{"lighthouse": HERE, name: value})
 
 
 def test_pulls_are_refused() -> None:
@@ -58,24 +55,28 @@ def test_an_algorithm_that_counts_the_workers_is_refused() -> None:
         StepEngine(nn.Linear(1, 1), EagerDiLoCo(), overlap=True, membership=Elastic(HERE))
 
 
-@pytest.mark.parametrize("topology", ["hypercube", "xor", Torus(rows=2), [[0.5, 0.5], [0.5, 0.5]]])
-def test_topologies_of_some_numbers_only_are_refused(topology: Any) -> None:
+def test_topologies_of_some_numbers_only_are_refused(subtests: pytest.Subtests) -> None:
     alternatives = "Those that do: ring, .* random_matching"
-    with pytest.raises(ValueError, match=f"exist for any number of them.*{alternatives}"):
-        StepEngine(nn.Linear(1, 1), GASLoC(), topology=topology, membership=Elastic(HERE))
+    message = f"exist for any number of them.*{alternatives}"
+    for topology in ("hypercube", "xor", Torus(rows=2), [[0.5, 0.5], [0.5, 0.5]]):
+        with subtests.test(topology=topology), pytest.raises(ValueError, match=message):
+            StepEngine(nn.Linear(1, 1), GASLoC(), topology=topology, membership=Elastic(HERE))
 
 
-@pytest.mark.parametrize("topology", for_any_number())
 @pytest.mark.parametrize(
-    "algorithm", [GASLoC(), GASLoC(momentum_on="gossiped"), NoLoCo(), NeighborAverage()]
+    "algorithm",
+    [GASLoC(), GASLoC(momentum_on="gossiped"), NoLoCo(), NeighborAverage()],
+    ids=["GASLoC", "GASLoC with gossiped momentum", "NoLoCo", "NeighborAverage"],
 )
-def test_all_other_topologies_work(topology: str, algorithm: Algorithm) -> None:
-    model = nn.Linear(1, 1)
-    engine = StepEngine(model, algorithm, topology=topology, membership=Elastic(HERE))
-    described = engine.settings.describe()
-    assert described["topology"] == plain(get_topology(topology))
-    assert described.get("momentum") != "auto"
-    engine.close()
+def test_all_other_topologies_work(algorithm: Algorithm, subtests: pytest.Subtests) -> None:
+    for topology in for_any_number():
+        with subtests.test(topology):
+            model = nn.Linear(1, 1)
+            engine = StepEngine(model, algorithm, topology=topology, membership=Elastic(HERE))
+            described = engine.settings.describe()
+            assert described["topology"] == plain(get_topology(topology))
+            assert described.get("momentum") != "auto"
+            engine.close()
 
 
 def test_gossip_that_diverges_with_some_number_is_refused() -> None:
@@ -133,16 +134,19 @@ def settings_of(algorithm: Algorithm, *schedule: int, topology: Any = None) -> R
     )
 
 
-@pytest.mark.parametrize(
-    ("schedule", "longest"),
-    [((10, 2, 6), 5), ((10, 3, 4), 3), ((7, 2, 4), 3), ((2, 2, 2), 1)],
-)
-def test_two_rounds_under_way_are_refused(schedule: tuple[int, ...], longest: int) -> None:
-    model = Layers()
-    message = rf"must be at most sync_every // fragments = .* = {longest}, got {schedule[2]}\. Use"
-    with pytest.raises(ValueError, match=message):
-        Engine.from_settings(model, settings_of(DiLoCo(), *schedule))
-    Engine.from_settings(model, settings_of(DiLoCo(), *schedule[:2], longest)).close()
+def test_two_rounds_under_way_are_refused(subtests: pytest.Subtests) -> None:
+    for every, fragments, delay, longest in [
+        (10, 2, 6, 5),
+        (10, 3, 4, 3),
+        (7, 2, 4, 3),
+        (2, 2, 2, 1),
+    ]:
+        with subtests.test(sync_every=every, fragments=fragments, delay=delay):
+            model = Layers()
+            message = rf"at most sync_every // fragments = .* = {longest}, got {delay}\. Use"
+            with pytest.raises(ValueError, match=message):
+                Engine.from_settings(model, settings_of(DiLoCo(), every, fragments, delay))
+            Engine.from_settings(model, settings_of(DiLoCo(), every, fragments, longest)).close()
 
 
 def test_fragments_of_gossip_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -57,19 +58,17 @@ def test_packing_copies_the_model(chunk_elements: int | None) -> None:
     assert torch.equal(flat(tensors), START)
 
 
-@pytest.mark.parametrize("chunk_elements", [None, 7, 1])
-@pytest.mark.parametrize("factor", [0.0, 0.25, 0.5, 1.0])
-def test_a_model_moves_to_the_peers_by_the_factor(
-    factor: float, chunk_elements: int | None
-) -> None:
-    blending, tensors = make(chunk_elements=chunk_elements)
-    theirs = THEIRS.clone()
-    blending.blend(theirs, factor, was_finite=True)
-    expected = factor * THEIRS + (1 - factor) * START
-    torch.testing.assert_close(flat(tensors), expected, rtol=0, atol=1e-14)
-    if factor in (0, 1):
-        assert torch.equal(flat(tensors), THEIRS if factor else START)
-    assert torch.equal(theirs, THEIRS)
+def test_a_model_moves_to_the_peers_by_the_factor(subtests: pytest.Subtests) -> None:
+    for factor, chunk_elements in itertools.product((0.0, 0.25, 0.5, 1.0), (None, 7, 1)):
+        with subtests.test(factor=factor, chunk_elements=chunk_elements):
+            blending, tensors = make(chunk_elements=chunk_elements)
+            theirs = THEIRS.clone()
+            blending.blend(theirs, factor, was_finite=True)
+            expected = factor * THEIRS + (1 - factor) * START
+            torch.testing.assert_close(flat(tensors), expected, rtol=0, atol=1e-14)
+            if factor in (0, 1):
+                assert torch.equal(flat(tensors), THEIRS if factor else START)
+            assert torch.equal(theirs, THEIRS)
 
 
 def test_narrow_parameters_are_blended_in_float32_and_rounded_once() -> None:

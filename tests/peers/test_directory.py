@@ -73,9 +73,8 @@ def test_nodes_of_a_list() -> None:
     assert not NodeDirectory([*NODES, Peer("d", "trainer-7", 4000)], "a").is_local
 
 
-@pytest.mark.parametrize(
-    ("nodes", "error", "message"),
-    [
+def test_bad_nodes_are_named(subtests: pytest.Subtests) -> None:
+    rows: list[tuple[list[Any], type[Exception], str]] = [
         ([*NODES, NODES[0]], ValueError, "doubled names: a"),
         (NODES[1:], ValueError, "no node 'a' in the list, only b, c"),
         ([], ValueError, "only nothing"),
@@ -87,11 +86,10 @@ def test_nodes_of_a_list() -> None:
         ([{"name": "a", "host": "h", "port": 65536}], ValueError, "port in 1 to 65535"),
         ([{"name": "a", "host": "h", "port": "80"}], ValueError, "port in 1 to 65535"),
         ([{"name": "a", "host": "h", "port": 1, "prot": 2}], ValueError, "unknown keys: prot"),
-    ],
-)
-def test_bad_nodes_are_named(nodes: list[Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        NodeDirectory(nodes, "a")
+    ]
+    for nodes, error, message in rows:
+        with subtests.test(nodes=nodes), pytest.raises(error, match=message):
+            NodeDirectory(nodes, "a")
 
 
 def test_the_address_towards_this_machine() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import socket
 import threading
 import time
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -78,23 +80,24 @@ def test_both_at_once_with_one_half_keep_the_mean() -> None:
     close(workers)
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
+def test_the_interpolation_decides(subtests: pytest.Subtests) -> None:
+    rows: list[tuple[dict[str, Any], float]] = [
         ({"interpolation": "loss"}, 0.75),
         ({"interpolation": "clock"}, 0.5),
         ({"interpolation": lambda clock, peer_clock, loss, peer_loss: 1.0}, 1.0),
         ({"divergence_threshold": 6.0}, 0.25),
         ({"factor": 0.0}, 0.0),
-    ],
-)
-def test_the_interpolation_decides(settings: dict[str, Any], expected: float) -> None:
-    (here, puller), (_, served) = workers = pair(0.0, 4.0, **settings)
-    served.update_send(loss=1.0)
-    puller.update_send(loss=3.0)
-    assert puller.update_wait(loss=3.0) == expected
-    assert here.values.tolist() == [4 * expected] * 5
-    close(workers)
+    ]
+    for settings, expected in rows:
+        with subtests.test(settings=settings):
+            (here, puller), (_, served) = workers = pair(0.0, 4.0, **settings)
+            try:
+                served.update_send(loss=1.0)
+                puller.update_send(loss=3.0)
+                assert puller.update_wait(loss=3.0) == expected
+                assert here.values.tolist() == [4 * expected] * 5
+            finally:
+                close(workers)
 
 
 @pytest.mark.parametrize(("interpolation", "expected"), [("constant", 0.5), ("loss", 0.0)])
@@ -188,33 +191,36 @@ class Spread(nn.Module):
         self.register_buffer("mean", torch.randn(5, generator=generator))
 
 
-@pytest.mark.parametrize("keep_progress", [False, True])
-@pytest.mark.parametrize("codec", [BFloat16(), Float16(), Int8(), Int8(block=12)])
-def test_a_blend_is_that_with_what_the_codec_makes_of_the_peer(
-    codec: Codec, keep_progress: bool
-) -> None:
+def test_a_blend_is_that_with_what_the_codec_makes_of_the_peer(subtests: pytest.Subtests) -> None:
+    for codec, keep_progress in itertools.product(
+        (BFloat16(), Float16(), Int8(), Int8(block=12)), (False, True)
+    ):
+        with subtests.test(codec=codec, keep_progress=keep_progress):
+            blend_what_a_codec_has_written(codec, keep_progress)
+
+
+def blend_what_a_codec_has_written(codec: Codec, keep_progress: bool) -> None:
     nodes, average = peers(2, "w"), PairwiseAverage(factor=0.25, keep_progress=keep_progress)
     models = [Spread(seed) for seed in range(2)]
     puller, served = (
         PairwiseEngine(model, average, nodes=nodes, name=node.name, compression=codec)
         for model, node in zip(models, nodes, strict=True)
     )
-    before, theirs = (engine._blending.layout.new_flat() for engine in (puller, served))
-    written = codec.decode(codec.encode(theirs), torch.empty_like(theirs))
-    served.update_send(1.0)
-    puller.update_send(1.0)
-    assert puller.update_wait(1.0) == 0.25
-    expected = before.clone()
-    average.blend(expected, written, 0.25)
-    assert torch.equal(puller._blending.layout.new_flat(), expected)
-    assert torch.equal(served._blending.layout.new_flat(), theirs)
-    num_bytes = codec.num_bytes(len(theirs))
-    assert served.node.bytes_sent == puller.node.statistics.bytes_received == num_bytes
-    served._note_blend(0.5, 0.0)  # what was handed out is counted with the next blend
-    assert served.statistics.bytes_sent == num_bytes
-    assert served.statistics.bytes_saved == theirs.nbytes - num_bytes
-    for engine in (puller, served):
-        engine.close()
+    with closing(puller), closing(served):
+        before, theirs = (engine._blending.layout.new_flat() for engine in (puller, served))
+        written = codec.decode(codec.encode(theirs), torch.empty_like(theirs))
+        served.update_send(1.0)
+        puller.update_send(1.0)
+        assert puller.update_wait(1.0) == 0.25
+        expected = before.clone()
+        average.blend(expected, written, 0.25)
+        assert torch.equal(puller._blending.layout.new_flat(), expected)
+        assert torch.equal(served._blending.layout.new_flat(), theirs)
+        num_bytes = codec.num_bytes(len(theirs))
+        assert served.node.bytes_sent == puller.node.statistics.bytes_received == num_bytes
+        served._note_blend(0.5, 0.0)  # what was handed out is counted with the next blend
+        assert served.statistics.bytes_sent == num_bytes
+        assert served.statistics.bytes_saved == theirs.nbytes - num_bytes
 
 
 def test_bytes_go_on_from_those_of_a_resumed_run() -> None:
@@ -277,9 +283,8 @@ def test_different_models_are_refused_on_every_rank(pool: Pool) -> None:
 NODES = [{"name": "a", "host": "127.0.0.1", "port": 45671}]
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "text"),
-    [
+def test_bad_settings_are_named(subtests: pytest.Subtests) -> None:
+    rows: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"nodes": NODES}, ValueError, "name"),
         ({"nodes": NODES, "name": "b"}, ValueError, "no node 'b'"),
         ({"name": "a"}, ValueError, "nodes"),
@@ -290,11 +295,10 @@ NODES = [{"name": "a", "host": "127.0.0.1", "port": 45671}]
         ({"compression": "zip"}, ValueError, "compression must be one of"),
         ({"compression": "int4"}, ValueError, "too roughly"),
         ({"key_file": "there/is/none.key"}, FileNotFoundError, "none.key"),
-    ],
-)
-def test_bad_settings(settings: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        PairwiseEngine(make_model(), **settings)
+    ]
+    for settings, error, text in rows:
+        with subtests.test(settings=settings), pytest.raises(error, match=text):
+            PairwiseEngine(make_model(), **settings)
 
 
 def test_a_taken_port_is_named() -> None:

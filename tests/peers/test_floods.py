@@ -16,7 +16,7 @@ import torch
 from zmq.utils import z85
 
 from lightning_loco.algorithms.pairwise import Tag
-from lightning_loco.peers.keys import Keys, write_key_file
+from lightning_loco.peers.keys import Keys, read_key_file, write_key_file
 from lightning_loco.peers.protocol import EMPTY, MAX_CHUNK_BYTES, Request, pack_reply, pack_request
 from tests.peers.curve import sodium
 from tests.peers.flooder import GREETING, READY, flooding, frame
@@ -63,20 +63,9 @@ def largest_growth(during: subprocess.Popen[str]) -> int:
     return largest - before
 
 
-def kinds(floods: dict[str, bytes], long_ones: list[str], with_keys: list[str]) -> list[Any]:
-    """Whether there are keys, what is sent and for how many seconds; one kind in the short suite.
-
-    Args:
-        floods: All kinds.
-        long_ones: Those that are sent for longer, too, without keys.
-        with_keys: Those with keys; the first one for longer, too.
-    """
-    cases = [*((False, kind, 2) for kind in floods), *((False, kind, 8) for kind in long_ones)]
-    cases += [*((True, kind, 2) for kind in with_keys), (True, with_keys[0], 16)]
-    return [
-        pytest.param(*case, marks=[] if case[1:] == ("large", 2) else pytest.mark.soak)
-        for case in cases
-    ]
+def both_ways(seconds: list[int], seconds_with_keys: list[int]) -> list[tuple[bool, int]]:
+    """Whether there are keys, and for how long there is a flood."""
+    return [*((False, one) for one in seconds), *((True, one) for one in seconds_with_keys)]
 
 
 class Job(NamedTuple):
@@ -95,15 +84,15 @@ class Job(NamedTuple):
     most_growth: int
 
 
-@pytest.fixture
-def job(has_keys: bool, tmp_path: Path) -> Job:
+def make_job(has_keys: bool, folder: Path) -> Job:
     if not has_keys:
         return Job({}, None, b"", MOST_GROWTH)
     if sodium() is None:
         pytest.skip("libsodium is within ZeroMQ here, out of reach")
-    keys = write_key_file(tmp_path / "keys")
+    file = folder / "keys"
+    keys = read_key_file(file) if file.exists() else write_key_file(file)
     raw = b"".join(map(z85.decode, keys))
-    return Job({"key_file": tmp_path / "keys"}, keys, raw, 4 * MOST_GROWTH)
+    return Job({"key_file": file}, keys, raw, 4 * MOST_GROWTH)
 
 
 def greetings(flooder: subprocess.Popen[str]) -> int:
@@ -114,35 +103,67 @@ def greetings(flooder: subprocess.Popen[str]) -> int:
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("has_keys", "kind", "seconds"),
-    kinds(FLOODS, ["tiny", "requests"], with_keys=["tiny", "large", "huge"]),
+    ("kind", "seconds", "seconds_with_keys"),
+    [
+        ("large", [2], [2]),
+        pytest.param("tiny", [2, 8], [2, 16], marks=pytest.mark.soak),
+        pytest.param("huge", [2], [2], marks=pytest.mark.soak),
+        pytest.param("messages", [2], [], marks=pytest.mark.soak),
+        pytest.param("requests", [2, 8], [], marks=pytest.mark.soak),
+        pytest.param("long_requests", [2], [], marks=pytest.mark.soak),
+    ],
+    ids=str,
 )
-def test_a_server_does_not_grow_and_goes_on_serving(job: Job, kind: str, seconds: float) -> None:
-    with two_nodes(NUMEL, **job.settings) as (here, there):
-        flat = torch.randn(NUMEL)
-        there.publish(flat, Tag(1, 2))
-        assert fetch(here) is not None
-        with flooding("connect", there.port, FLOODS[kind], seconds, keys=job.raw) as flooder:
-            assert largest_growth(flooder) < job.most_growth
-            assert greetings(flooder) > 0
-        received = fetch(here)
-        assert received is not None
-        assert torch.equal(received.params, flat)
+def test_a_server_does_not_grow_and_goes_on_serving(
+    kind: str,
+    seconds: list[int],
+    seconds_with_keys: list[int],
+    tmp_path: Path,
+    subtests: pytest.Subtests,
+) -> None:
+    for has_keys, duration in both_ways(seconds, seconds_with_keys):
+        with subtests.test(has_keys=has_keys, seconds=duration):
+            job = make_job(has_keys, tmp_path)
+            with two_nodes(NUMEL, **job.settings) as (here, there):
+                flat = torch.randn(NUMEL)
+                there.publish(flat, Tag(1, 2))
+                assert fetch(here) is not None
+                flood = FLOODS[kind], duration
+                with flooding("connect", there.port, *flood, keys=job.raw) as flooder:
+                    assert largest_growth(flooder) < job.most_growth
+                    assert greetings(flooder) > 0
+                received = fetch(here)
+                assert received is not None
+                assert torch.equal(received.params, flat)
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("is_idle", [False, True])
 @pytest.mark.parametrize(
-    ("has_keys", "kind", "seconds"),
-    kinds(
-        REPLIES,
-        ["tiny", "replies"],
-        with_keys=["messages", "tiny", "large", "huge", "replies", "chunks"],
-    ),
+    ("kind", "seconds", "seconds_with_keys"),
+    [
+        ("large", [2], [2]),
+        pytest.param("tiny", [2, 8], [2], marks=pytest.mark.soak),
+        pytest.param("huge", [2], [2], marks=pytest.mark.soak),
+        pytest.param("messages", [2], [2, 16], marks=pytest.mark.soak),
+        pytest.param("replies", [2, 8], [2], marks=pytest.mark.soak),
+        pytest.param("chunks", [2], [2], marks=pytest.mark.soak),
+    ],
+    ids=str,
 )
 def test_a_reader_does_not_grow_whether_it_fetches_or_not(
-    job: Job, kind: str, seconds: float, is_idle: bool
+    kind: str,
+    seconds: list[int],
+    seconds_with_keys: list[int],
+    tmp_path: Path,
+    subtests: pytest.Subtests,
 ) -> None:
+    for has_keys, duration in both_ways(seconds, seconds_with_keys):
+        for is_idle in (False, True):
+            with subtests.test(has_keys=has_keys, seconds=duration, is_idle=is_idle):
+                read_while_flooded(make_job(has_keys, tmp_path), kind, duration, is_idle)
+
+
+def read_while_flooded(job: Job, kind: str, seconds: float, is_idle: bool) -> None:
     nodes = peers(2)
     role = "listen_idle" if is_idle else "listen"
     flood = REPLIES[kind], seconds, EMPTY_REPLY, job.raw

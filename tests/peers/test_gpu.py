@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco import PairwiseAverage, PairwiseEngine
-from lightning_loco.codecs import BFloat16, Codec, Float16, Int8
+from lightning_loco.codecs import BFloat16, Float16, Int8
 from lightning_loco.comm.flat import Cuts, FlatLayout
 from lightning_loco.peers.blending import Blending
 from lightning_loco.peers.gpu import Upload, make_posting, pack_with_numbers
@@ -32,30 +33,29 @@ def make(device: str, dtype: torch.dtype, **settings: object) -> tuple[Blending,
 # The device "meta" holds no values, so that whoever reads one fails.
 
 
-@pytest.mark.parametrize("loss", [None, 2.0, "tensor"])
-@pytest.mark.parametrize("codec", [None, BFloat16(), Float16(), Int8(), Int8(block=12)])
-def test_packing_with_norm_and_loss_reads_nothing_back(
-    codec: Codec | None, loss: float | str | None
-) -> None:
-    blending, _ = make("meta", torch.float32)
-    flat = torch.empty(NUMEL, device="meta")
-    numbers = torch.zeros(2, dtype=torch.float64, device="meta")
-    given = torch.ones(1, device="meta") if isinstance(loss, str) else loss
-    pack_with_numbers(blending, flat, numbers, given)
-    if codec is not None:
-        assert codec.encode(flat).is_meta
-    with pytest.raises(RuntimeError, match="item"):
-        numbers[0].item()
+def test_packing_with_norm_and_loss_reads_nothing_back(subtests: pytest.Subtests) -> None:
+    losses = {"none": None, "a number": 2.0, "a tensor": torch.ones(1, device="meta")}
+    codecs = (None, BFloat16(), Float16(), Int8(), Int8(block=12))
+    for codec, (kind, loss) in itertools.product(codecs, losses.items()):
+        with subtests.test(codec=codec, loss=kind):
+            blending, _ = make("meta", torch.float32)
+            flat = torch.empty(NUMEL, device="meta")
+            numbers = torch.zeros(2, dtype=torch.float64, device="meta")
+            pack_with_numbers(blending, flat, numbers, loss)
+            if codec is not None:
+                assert codec.encode(flat).is_meta
+            with pytest.raises(RuntimeError, match="item"):
+                numbers[0].item()
 
 
-@pytest.mark.parametrize("keep_progress", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blending_reads_nothing_back(dtype: torch.dtype, keep_progress: bool) -> None:
-    blending, tensors = make("meta", dtype, keep_progress=keep_progress)
-    blending.note_fetch()
-    for was_finite in (True, False):
-        blending.blend(torch.zeros(NUMEL), 0.5, was_finite=was_finite)
-    assert all(tensor.device.type == "meta" for tensor in tensors)
+def test_blending_reads_nothing_back(subtests: pytest.Subtests) -> None:
+    for dtype, keep_progress in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+        with subtests.test(dtype=dtype, keep_progress=keep_progress):
+            blending, tensors = make("meta", dtype, keep_progress=keep_progress)
+            blending.note_fetch()
+            for was_finite in (True, False):
+                blending.blend(torch.zeros(NUMEL), 0.5, was_finite=was_finite)
+            assert all(tensor.device.type == "meta" for tensor in tensors)
 
 
 @pytest.mark.parametrize("loss", [None, 2.0, torch.tensor([3.0])])
@@ -105,63 +105,64 @@ def pair(
 
 
 @pytest.mark.usefixtures("no_checksum")
-@pytest.mark.parametrize("keep_progress", [False, True])
 @pytest.mark.parametrize(
     ("interpolation", "compression"),
     [("constant", None), ("clock", None), ("loss", None), ("loss", "int8"), ("clock", "bf16")],
 )
 def test_a_local_step_reads_nothing_back(
-    interpolation: str, compression: str | None, keep_progress: bool
+    interpolation: str, compression: str | None, subtests: pytest.Subtests
 ) -> None:
     """By the copies that nobody waits for, all parameters and losses are 0."""
-    with with_streams():
-        workers = pair(
-            0.0,
-            4.0,
-            device="meta",
-            compression=compression,
-            interpolation=interpolation,
-            keep_progress=keep_progress,
-        )
-        deadline = time.monotonic() + 20
-        factors: list[float] = []
-        while len(factors) < 5 and time.monotonic() < deadline:
-            for model, engine in workers:
-                loss = model(torch.ones(2, 300, device="meta")).sum()
-                engine.update_send(loss)
-                engine.worker.last_loss = loss.detach()
-                engine.step()
-            factors = workers[0][1].factors
-        assert len(factors) >= 5
-        assert workers[0][0].weight.is_meta
-        for _, engine in workers:
-            engine.close()
+    for keep_progress in (False, True):
+        with subtests.test(keep_progress=keep_progress), with_streams():
+            workers = pair(
+                0.0,
+                4.0,
+                device="meta",
+                compression=compression,
+                interpolation=interpolation,
+                keep_progress=keep_progress,
+            )
+            deadline = time.monotonic() + 20
+            factors: list[float] = []
+            while len(factors) < 5 and time.monotonic() < deadline:
+                for model, engine in workers:
+                    loss = model(torch.ones(2, 300, device="meta")).sum()
+                    engine.update_send(loss)
+                    engine.worker.last_loss = loss.detach()
+                    engine.step()
+                factors = workers[0][1].factors
+            assert len(factors) >= 5
+            assert workers[0][0].weight.is_meta
+            for _, engine in workers:
+                engine.close()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("keep_progress", [False, True])
 @pytest.mark.parametrize(
     ("interpolation", "compression"), [("constant", None), ("loss", None), ("constant", "int8")]
 )
 def test_models_on_a_gpu_gossip_without_a_wait(
-    interpolation: str, compression: str | None, keep_progress: bool
+    interpolation: str, compression: str | None, subtests: pytest.Subtests
 ) -> None:
-    (here, puller), (_, served) = workers = pair(
-        0.0,
-        4.0,
-        compression=compression,
-        interpolation=interpolation,
-        keep_progress=keep_progress,
-    )
     loss = torch.ones((), device="cuda")
-    with no_waits_for_the_gpu():
-        deadline = time.monotonic() + 20
-        factor = 0.0
-        while factor == 0.0 and time.monotonic() < deadline:
-            served.update_send(loss)
-            puller.update_send(loss)
-            factor = puller.update_wait(loss)
-    assert factor == 0.5
-    assert here.weight.unique().tolist() == pytest.approx([2.0], rel=1e-6)
-    for _, engine in workers:
-        engine.close()
+    for keep_progress in (False, True):
+        with subtests.test(keep_progress=keep_progress):
+            (here, puller), (_, served) = workers = pair(
+                0.0,
+                4.0,
+                compression=compression,
+                interpolation=interpolation,
+                keep_progress=keep_progress,
+            )
+            with no_waits_for_the_gpu():
+                deadline = time.monotonic() + 20
+                factor = 0.0
+                while factor == 0.0 and time.monotonic() < deadline:
+                    served.update_send(loss)
+                    puller.update_send(loss)
+                    factor = puller.update_wait(loss)
+            assert factor == 0.5
+            assert here.weight.unique().tolist() == pytest.approx([2.0], rel=1e-6)
+            for _, engine in workers:
+                engine.close()

@@ -220,19 +220,24 @@ def test_a_reader_drops_replies_that_it_has_not_asked_for(
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("length", [0, 1, 100, MAX_CHUNK_BYTES, 2 * MAX_CHUNK_BYTES])
-def test_a_frame_of_another_length_than_announced_is_not_handed_over(length: int) -> None:
-    def answer(request: Request) -> Iterator[list[bytes]]:
-        yield [pack_reply(right_reply(request, TOTAL_BYTES)), bytes(length)]
+def test_a_frame_of_another_length_than_announced_is_not_handed_over(
+    subtests: pytest.Subtests,
+) -> None:
+    for length in (0, 1, 100, MAX_CHUNK_BYTES, 2 * MAX_CHUNK_BYTES):
 
-    nodes = peers(2)
-    with answering(nodes[1].port, answer):
-        here = make_node(nodes, 0, NUMEL, fetch_timeout_s=0.3)
-        started = time.monotonic()
-        assert fetch(here) is None
-        assert time.monotonic() - started < 0.6
-        assert here.statistics.fetches == 0
-        here.close()
+        def answer(request: Request, length: int = length) -> Iterator[list[bytes]]:
+            yield [pack_reply(right_reply(request, TOTAL_BYTES)), bytes(length)]
+
+        nodes = peers(2)
+        with (
+            subtests.test(length=length),
+            answering(nodes[1].port, answer),
+            contextlib.closing(make_node(nodes, 0, NUMEL, fetch_timeout_s=0.3)) as here,
+        ):
+            started = time.monotonic()
+            assert fetch(here) is None
+            assert time.monotonic() - started < 0.6
+            assert here.statistics.fetches == 0
 
 
 @pytest.mark.alone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.codecs import BFloat16, Codec, Float16, Int8
 from lightning_loco.peers import PeerNode
 from lightning_loco.peers.protocol import Request, pack_reply
-from tests.peers.helpers import answering, fetch, make_node, peers, right_reply
+from tests.peers.helpers import Answer, answering, fetch, make_node, peers, right_reply
 
 CODECS = [BFloat16(), Float16(), Int8(), Int8(block=12)]
 
@@ -63,27 +64,16 @@ def test_ten_thousand_chunks_of_random_bytes_are_not_handed_over(codec: Codec) -
         here.close()
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_of_a_few_random_values_only_plausible_ones_are_handed_over(codec: Codec) -> None:
-    draw, own = random.Random(1), torch.randn(10)
-    total_bytes = codec.num_bytes(10)
-
+def random_bytes(draw: random.Random, total_bytes: int) -> Answer:
     def answer(request: Request) -> Iterator[list[bytes]]:
         yield [pack_reply(right_reply(request, total_bytes)), draw.randbytes(request.length)]
 
-    nodes = peers(2)
-    with answering(nodes[1].port, answer):
-        here = make_node(nodes, 0, 10, compression=codec)
-        here.publish(own, Tag(1, 1))
-        assert 0 <= fetch_often(here, own) < 300
-        here.close()
+    return answer
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_parameters_with_changed_bytes_are_finite_and_near_or_not_handed_over(codec: Codec) -> None:
-    draw, own = random.Random(2), torch.randn(1000)
-    wire = bytes(codec.encode(own).tolist())
-    scales = range(0, len(wire), codec.row_bytes)
+def changed_bytes(draw: random.Random, wire: bytes, row_bytes: int) -> Answer:
+    """A few bytes of what is right are others; in every other answer those of scales."""
+    scales = range(0, len(wire), row_bytes)
     changes = 0
 
     def answer(request: Request) -> Iterator[list[bytes]]:
@@ -96,30 +86,58 @@ def test_parameters_with_changed_bytes_are_finite_and_near_or_not_handed_over(co
         chunk = bytes(changed[request.offset : request.offset + request.length])
         yield [pack_reply(right_reply(request, len(wire))), chunk]
 
+    return answer
+
+
+@contextlib.contextmanager
+def reading(codec: Codec, own: torch.Tensor, answer: Answer) -> Iterator[PeerNode]:
+    """A node with parameters of its own, whose only peer answers like this."""
     nodes = peers(2)
-    with answering(nodes[1].port, answer):
-        here = make_node(nodes, 0, 1000, compression=codec)
+    with (
+        answering(nodes[1].port, answer),
+        contextlib.closing(make_node(nodes, 0, len(own), compression=codec)) as here,
+    ):
         here.publish(own, Tag(1, 1))
-        assert 0 < fetch_often(here, own) < 300
-        here.close()
+        yield here
 
 
-@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, 3e38, -3e38])
-def test_a_scale_that_no_model_has_makes_a_model_that_is_not_taken(scale: float) -> None:
-    own = torch.randn(1000)
-    wire = Int8().encode(own)
-    wire[260:264].view(torch.float32).fill_(scale)
-    data = bytes(wire.tolist())
+def test_of_a_few_random_values_only_plausible_ones_are_handed_over(
+    subtests: pytest.Subtests,
+) -> None:
+    for codec in CODECS:
+        own, answer = torch.randn(10), random_bytes(random.Random(1), codec.num_bytes(10))
+        with subtests.test(str(codec)), reading(codec, own, answer) as here:
+            assert 0 <= fetch_often(here, own) < 300
 
+
+def test_parameters_with_changed_bytes_are_finite_and_near_or_not_handed_over(
+    subtests: pytest.Subtests,
+) -> None:
+    for codec in CODECS:
+        own = torch.randn(1000)
+        wire = bytes(codec.encode(own).tolist())
+        answer = changed_bytes(random.Random(2), wire, codec.row_bytes)
+        with subtests.test(str(codec)), reading(codec, own, answer) as here:
+            assert 0 < fetch_often(here, own) < 300
+
+
+def exact_bytes(data: bytes) -> Answer:
     def answer(request: Request) -> Iterator[list[bytes]]:
         chunk = data[request.offset : request.offset + request.length]
         yield [pack_reply(right_reply(request, len(data))), chunk]
 
-    nodes = peers(2)
-    with answering(nodes[1].port, answer):
-        here = make_node(nodes, 0, 1000, compression="int8")
-        here.publish(own, Tag(1, 1))
-        assert fetch(here) is None
-        found = here.statistics
-        assert (found.not_finite, found.too_far) == ((0, 1) if math.isfinite(scale) else (1, 0))
-        here.close()
+    return answer
+
+
+def test_a_scale_that_no_model_has_makes_a_model_that_is_not_taken(
+    subtests: pytest.Subtests,
+) -> None:
+    for scale in (math.nan, math.inf, -math.inf, 3e38, -3e38):
+        own = torch.randn(1000)
+        wire = Int8().encode(own)
+        wire[260:264].view(torch.float32).fill_(scale)
+        answer = exact_bytes(bytes(wire.tolist()))
+        with subtests.test(scale=scale), reading(Int8(), own, answer) as here:
+            assert fetch(here) is None
+            found = here.statistics
+            assert (found.not_finite, found.too_far) == ((0, 1) if math.isfinite(scale) else (1, 0))

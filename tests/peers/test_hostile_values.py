@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -39,38 +40,42 @@ def against(value: float, tag: Tag, **settings: object) -> Iterator[tuple[Number
 
 
 @pytest.mark.parametrize("interpolation", ["constant", "clock", "loss"])
-@pytest.mark.parametrize(
-    "tag",
-    [
+def test_a_clock_or_loss_that_no_worker_has_changes_nothing(
+    interpolation: str, subtests: pytest.Subtests
+) -> None:
+    for tag in (
         *(Tag(value, 1.0) for value in (NAN, INF, -INF, 1e300, -1e300, -1.0, 1e15)),
         *(Tag(5.0, value) for value in (NAN, INF, -INF, 1e300, -1e300)),
-    ],
-)
-def test_a_clock_or_loss_that_no_worker_has_changes_nothing(tag: Tag, interpolation: str) -> None:
-    with against(2.0, tag, interpolation=interpolation) as (model, engine):
-        for step in range(1, 4):
-            engine.update_send(1.0)
-            assert engine.update_wait(1.0) == 0.0
-            assert engine.state_dict()["clock"] == step
-        assert model.values.tolist() == [1.0] * 5
-        assert engine.node.statistics.not_finite == 3
-        assert engine.statistics.rounds == 0
+    ):
+        with (
+            subtests.test(clock=tag.clock, loss=tag.loss),
+            against(2.0, tag, interpolation=interpolation) as (model, engine),
+        ):
+            for step in range(1, 4):
+                engine.update_send(1.0)
+                assert engine.update_wait(1.0) == 0.0
+                assert engine.state_dict()["clock"] == step
+            assert model.values.tolist() == [1.0] * 5
+            assert engine.node.statistics.not_finite == 3
+            assert engine.statistics.rounds == 0
 
 
-@pytest.mark.parametrize("was_finite", [True, False])
-@pytest.mark.parametrize("value", [3e38, -3e38, 1e12, 1e3])
-def test_parameters_from_too_far_away_are_not_blended_in(value: float, was_finite: bool) -> None:
-    with against(value, Tag(5, 1)) as (model, engine):
-        engine.update_send(1.0)
-        assert engine.update_wait(1.0) == 0.0
-        if not was_finite:
-            model.values.data.fill_(NAN)
-            engine._posting._next = 0.0
-        for _ in range(30):
+def test_parameters_from_too_far_away_are_not_blended_in(subtests: pytest.Subtests) -> None:
+    for value, was_finite in itertools.product((3e38, -3e38, 1e12, 1e3), (True, False)):
+        with (
+            subtests.test(value=value, was_finite=was_finite),
+            against(value, Tag(5, 1)) as (model, engine),
+        ):
             engine.update_send(1.0)
             assert engine.update_wait(1.0) == 0.0
-        assert engine.node.statistics.too_far == 31
-        assert model.mean.tolist() == [1.0] * 3
+            if not was_finite:
+                model.values.data.fill_(NAN)
+                engine._posting._next = 0.0
+            for _ in range(30):
+                engine.update_send(1.0)
+                assert engine.update_wait(1.0) == 0.0
+            assert engine.node.statistics.too_far == 31
+            assert model.mean.tolist() == [1.0] * 3
 
 
 def test_without_a_limit_they_are() -> None:

@@ -36,23 +36,29 @@ def test_a_key_file_comes_back_and_is_private(tmp_path: Path) -> None:
         write_key_file(tmp_path / "keys")
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o644])
-def test_a_file_that_others_may_touch_is_refused_with_a_mend(key_file: Path, mode: int) -> None:
-    key_file.chmod(mode)
-    with pytest.raises(ValueError, match=f"has mode {mode:o}.*chmod 600 {key_file}"):
-        read_key_file(key_file)
+def test_a_file_that_others_may_touch_is_refused_with_a_mend(
+    key_file: Path, subtests: pytest.Subtests
+) -> None:
+    for mode in (0o640, 0o604, 0o620, 0o644):
+        with subtests.test(f"{mode:o}"):
+            key_file.chmod(mode)
+            with pytest.raises(ValueError, match=f"has mode {mode:o}.*chmod 600 {key_file}"):
+                read_key_file(key_file)
 
 
-@pytest.mark.parametrize("damage", ["", "x", "\xff\xfe", "swapped", "short"])
-def test_other_files_are_refused(key_file: Path, damage: str) -> None:
+def test_other_files_are_refused(key_file: Path, subtests: pytest.Subtests) -> None:
     head, public, secret = key_file.read_text().splitlines()
-    damaged = {
+    for name, damaged in {
+        "empty": "",
+        "a letter": "x",
+        "not UTF-8": "\xff\xfe",
         "swapped": f"{head}\n{secret}\n{public}\n",
         "short": f"{head}\n{public}\n{secret[:-1]}\n",
-    }.get(damage, damage)
-    key_file.write_text(damaged, encoding="latin-1")
-    with pytest.raises(ValueError, match="is not a key file. Write a new one with"):
-        read_key_file(key_file)
+    }.items():
+        with subtests.test(name):
+            key_file.write_text(damaged, encoding="latin-1")
+            with pytest.raises(ValueError, match="is not a key file. Write a new one with"):
+                read_key_file(key_file)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -28,24 +29,23 @@ def test_without_a_codec_values_are_read_where_they_are(dtype: torch.dtype) -> N
     assert values.data_ptr() == flat[7:].data_ptr()
 
 
-@pytest.mark.parametrize("numel", [1, 64, 1001, 100_001])
-@pytest.mark.parametrize("codec", CODECS_OF_PEERS)
-def test_any_rows_are_read_as_the_codec_reads_them_all(codec: Codec, numel: int) -> None:
-    model = Model(1, numel, torch.float32, codec)
-    flat = torch.randn(numel)
-    wire = codec.encode(flat)
-    assert len(wire) == model.total_bytes
-    expected = codec.decode(wire, torch.empty(numel))
-    num_rows = model.total_bytes // model.row_bytes
-    for first in {0, 1, num_rows // 2, num_rows - 1} & set(range(num_rows)):
-        for count in {1, 2, num_rows - first} & set(range(1, num_rows - first + 1)):
-            part = model.elements(first * model.row_bytes, count * model.row_bytes)
-            assert part.start == first * codec.block
-            room = torch.empty(part.stop - part.start)
-            assert model.read(wire, part.start, room) is room
-            assert torch.equal(room, expected[part])
-    whole = model.elements(0, model.total_bytes)
-    assert whole == slice(0, numel)
+def test_any_rows_are_read_as_the_codec_reads_them_all(subtests: pytest.Subtests) -> None:
+    for codec, numel in itertools.product(CODECS_OF_PEERS, (1, 64, 1001, 100_001)):
+        with subtests.test(codec=codec, numel=numel):
+            model = Model(1, numel, torch.float32, codec)
+            flat = torch.randn(numel)
+            wire = codec.encode(flat)
+            assert len(wire) == model.total_bytes
+            expected = codec.decode(wire, torch.empty(numel))
+            num_rows = model.total_bytes // model.row_bytes
+            for first in {0, 1, num_rows // 2, num_rows - 1} & set(range(num_rows)):
+                for count in {1, 2, num_rows - first} & set(range(1, num_rows - first + 1)):
+                    part = model.elements(first * model.row_bytes, count * model.row_bytes)
+                    assert part.start == first * codec.block
+                    room = torch.empty(part.stop - part.start)
+                    assert model.read(wire, part.start, room) is room
+                    assert torch.equal(room, expected[part])
+            assert model.elements(0, model.total_bytes) == slice(0, numel)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +75,12 @@ def test_no_more_is_read_at_once_than_one_thread_does() -> None:
     assert sum(codec.largest) == 100_002
 
 
-@pytest.mark.parametrize("block", [4, 256, 260, SERIAL_ELEMENTS, 100_000])
-def test_a_piece_is_whole_blocks(block: int) -> None:
-    piece = Model(1, 10, torch.float32, Int8(block)).piece
-    assert piece % block == 0
-    assert piece == block or SERIAL_ELEMENTS - block < piece <= SERIAL_ELEMENTS
+def test_a_piece_is_whole_blocks(subtests: pytest.Subtests) -> None:
+    for block in (4, 256, 260, SERIAL_ELEMENTS, 100_000):
+        with subtests.test(block=block):
+            piece = Model(1, 10, torch.float32, Int8(block)).piece
+            assert piece % block == 0
+            assert piece == block or SERIAL_ELEMENTS - block < piece <= SERIAL_ELEMENTS
 
 
 def test_what_is_written_otherwise_has_another_format() -> None:
@@ -97,28 +98,26 @@ def test_nothing_is_no_codec(given: str | None) -> None:
     assert codec_of_peers(given) is None
 
 
-@pytest.mark.parametrize("name", CODECS)
-def test_a_codec_is_taken_unless_it_is_rough(name: str) -> None:
-    codec = CODECS[name]()
-    if codec.is_rough:
-        with pytest.raises(ValueError, match='too roughly for gossip.*compression="int8"'):
-            codec_of_peers(name)
-    else:
-        assert codec_of_peers(name) == codec_of_peers(codec) == codec
+def test_a_codec_is_taken_unless_it_is_rough(subtests: pytest.Subtests) -> None:
+    for name, make in CODECS.items():
+        with subtests.test(name):
+            codec = make()
+            if codec.is_rough:
+                with pytest.raises(ValueError, match='too roughly for gossip.*compression="int8"'):
+                    codec_of_peers(name)
+            else:
+                assert codec_of_peers(name) == codec_of_peers(codec) == codec
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "text"),
-    [
+def test_what_peers_cannot_use_is_refused(subtests: pytest.Subtests) -> None:
+    for given, error, text in (
         ("bfloat16", ValueError, "one of none, bf16, fp16, int8, .* got 'bfloat16'"),
         (torch.bfloat16, TypeError, "a codec such as Int8.*got torch.bfloat16"),
         (ErrorFeedback(Int8()), ValueError, "nobody knows which peer.*codec alone"),
         (Int8(MAX_CHUNK_BYTES), ValueError, "4194308 bytes for a block.*at most 4194304. Use a sm"),
-    ],
-)
-def test_what_peers_cannot_use_is_refused(given: Any, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        codec_of_peers(given)
+    ):
+        with subtests.test(given=given), pytest.raises(error, match=text):
+            codec_of_peers(given)
 
 
 def test_the_longest_block_fits_a_chunk() -> None:

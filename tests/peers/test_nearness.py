@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 
@@ -46,55 +47,50 @@ def at(own: Tensor, distance: float) -> Tensor:
     return own + step * (distance / step.norm())
 
 
-@pytest.mark.parametrize("chunk", [8, SERIAL_ELEMENTS, 50_000, NUMEL])
-@pytest.mark.parametrize(
-    ("dtype", "codec"),
-    [
+def test_the_distance_is_that_to_the_latest_publication(subtests: pytest.Subtests) -> None:
+    kinds = [
         (torch.float32, None),
         (torch.float64, None),
         (torch.float32, BFloat16()),
         (torch.float64, Int8()),
         (torch.float32, Int8(block=8)),
         (torch.float32, Int8(block=40_000)),
-    ],
-)
-def test_the_distance_is_that_to_the_latest_publication(
-    dtype: torch.dtype, codec: Codec | None, chunk: int
-) -> None:
-    numel = NUMEL if chunk > 8 else 300
-    own, theirs = torch.randn(2, numel, dtype=dtype)
-    nearness = make(own, dtype=dtype, codec=codec, numel=numel)
-    if codec is not None:
-        chunk = -(-chunk // codec.block) * codec.block
-        own = codec.decode(codec.encode(own), torch.empty_like(own))
-    look(nearness, theirs, chunk)
-    assert nearness.distance == pytest.approx(float((own - theirs).norm()), rel=1e-5)
+    ]
+    for (dtype, codec), chunk in itertools.product(kinds, (8, SERIAL_ELEMENTS, 50_000, NUMEL)):
+        with subtests.test(dtype=dtype, codec=codec, chunk=chunk):
+            numel = NUMEL if chunk > 8 else 300
+            own, theirs = torch.randn(2, numel, dtype=dtype)
+            nearness = make(own, dtype=dtype, codec=codec, numel=numel)
+            if codec is None:
+                look(nearness, theirs, chunk)
+            else:
+                look(nearness, theirs, -(-chunk // codec.block) * codec.block)
+                own = codec.decode(codec.encode(own), torch.empty_like(own))
+            assert nearness.distance == pytest.approx(float((own - theirs).norm()), rel=1e-5)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("own", [None, torch.zeros(NUMEL)])
-def test_one_value_that_is_not_finite_is_noticed_and_forgotten(
-    own: Tensor | None, value: float
-) -> None:
-    nearness = make(own)
-    theirs = torch.zeros(NUMEL)
-    theirs[SERIAL_ELEMENTS] = value
-    assert not look(nearness, theirs)
-    assert not nearness.is_finite
-    assert look(nearness, torch.zeros(NUMEL))
+def test_one_value_that_is_not_finite_is_noticed_and_forgotten(subtests: pytest.Subtests) -> None:
+    for own, value in itertools.product(
+        (None, torch.zeros(NUMEL)), (math.nan, math.inf, -math.inf)
+    ):
+        with subtests.test(has_published=own is not None, value=value):
+            nearness = make(own)
+            theirs = torch.zeros(NUMEL)
+            theirs[SERIAL_ELEMENTS] = value
+            assert not look(nearness, theirs)
+            assert not nearness.is_finite
+            assert look(nearness, torch.zeros(NUMEL))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("own", [None, torch.zeros(NUMEL)])
-def test_the_absurd_is_too_far_from_the_first_fetch_on(
-    own: Tensor | None, dtype: torch.dtype
-) -> None:
-    nearness = make(own if own is None else own.to(dtype), dtype=dtype)
-    for value in (3e38, 1e30, 1e12):
-        for _ in range(50):
-            assert not look(nearness, torch.full((NUMEL,), value, dtype=dtype))
-            assert nearness.is_finite
-    assert look(make(None, None, dtype), torch.full((NUMEL,), 3e38, dtype=dtype))
+def test_the_absurd_is_too_far_from_the_first_fetch_on(subtests: pytest.Subtests) -> None:
+    for dtype, has_published in itertools.product((torch.float32, torch.float64), (False, True)):
+        with subtests.test(dtype=dtype, has_published=has_published):
+            nearness = make(torch.zeros(NUMEL, dtype=dtype) if has_published else None, dtype=dtype)
+            for value in (3e38, 1e30, 1e12):
+                for _ in range(50):
+                    assert not look(nearness, torch.full((NUMEL,), value, dtype=dtype))
+                    assert nearness.is_finite
+            assert look(make(None, None, dtype), torch.full((NUMEL,), 3e38, dtype=dtype))
 
 
 def test_a_norm_of_ones_own_or_one_for_each_parameter_is_the_scale_of_the_first_fetches() -> None:

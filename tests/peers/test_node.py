@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import socket
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +31,15 @@ from tests.peers.helpers import (
 from tests.programs import free_ports
 
 
-@pytest.mark.parametrize("numel", [1, 7, 16_384, 100_003, 1_000_000])
-@pytest.mark.parametrize("chunk_bytes", [8, 4096, 2**20])
-def test_two_nodes_read_from_each_other_exactly(numel: int, chunk_bytes: int) -> None:
-    if numel * 4 // chunk_bytes > 3000:
-        numel = 3000
+def test_two_nodes_read_from_each_other_exactly(subtests: pytest.Subtests) -> None:
+    for numel, chunk_bytes in itertools.product(
+        (1, 7, 16_384, 100_003, 1_000_000), (8, 4096, 2**20)
+    ):
+        with subtests.test(numel=numel, chunk_bytes=chunk_bytes):
+            exchange(3000 if 4 * numel // chunk_bytes > 3000 else numel, chunk_bytes)
+
+
+def exchange(numel: int, chunk_bytes: int) -> None:
     with two_nodes(numel, chunk_bytes=chunk_bytes) as nodes:
         flats = torch.randn(2, numel)
         for index, node in enumerate(nodes):
@@ -52,8 +58,6 @@ def test_two_nodes_read_from_each_other_exactly(numel: int, chunk_bytes: int) ->
         assert [node.statistics.bytes_sent for node in nodes] == [4 * numel] * 2
 
 
-@pytest.mark.parametrize("numel", [1, 257, 100_001])
-@pytest.mark.parametrize("chunk_bytes", [8, 4096, 2**20])
 @pytest.mark.parametrize(
     ("codec", "dtype"),
     [
@@ -62,39 +66,37 @@ def test_two_nodes_read_from_each_other_exactly(numel: int, chunk_bytes: int) ->
         (Int8(), torch.float32),
         (Int8(block=12), torch.float64),
     ],
+    ids=str,
 )
 def test_values_travel_as_a_codec_writes_them(
-    codec: Codec, dtype: torch.dtype, chunk_bytes: int, numel: int
+    codec: Codec, dtype: torch.dtype, subtests: pytest.Subtests
 ) -> None:
-    if codec.num_bytes(numel) // chunk_bytes > 3000:
-        numel = 3001
-    nodes = [
-        PeerNode(
-            numel,
-            dtype,
-            NodeDirectory(listed, name),
-            schema_checksum=1,
-            compression=codec,
-            chunk_bytes=chunk_bytes,
-        )
-        for listed in [peers(2)]
-        for name in ("p0", "p1")
-    ]
-    for count in range(1, 3):
-        flat = torch.randn(numel, dtype=dtype)
-        nodes[1].publish(flat, Tag(count, 1))
-        received = fetch(nodes[0])
-        assert received is not None
-        expected = codec.decode(codec.encode(flat), torch.empty_like(flat))
-        assert received.params.dtype == dtype
-        assert torch.equal(received.params, expected)
-        assert (received.tag.clock, received.received_bytes) == (count, codec.num_bytes(numel))
-    num_bytes = 2 * codec.num_bytes(numel)
-    assert nodes[1].bytes_sent == nodes[0].statistics.bytes_received == num_bytes
-    assert nodes[1].count_sent() == (num_bytes, 2 * numel * dtype.itemsize)
-    assert nodes[1].count_sent() == (0, 0)
-    for node in nodes:
-        node.close()
+    for numel, chunk_bytes in itertools.product((1, 257, 100_001), (8, 4096, 2**20)):
+        with subtests.test(numel=numel, chunk_bytes=chunk_bytes):
+            is_long = codec.num_bytes(numel) // chunk_bytes > 3000
+            pull_twice(codec, dtype, 3001 if is_long else numel, chunk_bytes)
+
+
+def pull_twice(codec: Codec, dtype: torch.dtype, numel: int, chunk_bytes: int) -> None:
+    nodes = peers(2)
+    settings: Any = {"schema_checksum": 1, "compression": codec, "chunk_bytes": chunk_bytes}
+    with (
+        closing(PeerNode(numel, dtype, NodeDirectory(nodes, "p0"), **settings)) as here,
+        closing(PeerNode(numel, dtype, NodeDirectory(nodes, "p1"), **settings)) as there,
+    ):
+        for count in range(1, 3):
+            flat = torch.randn(numel, dtype=dtype)
+            there.publish(flat, Tag(count, 1))
+            received = fetch(here)
+            assert received is not None
+            expected = codec.decode(codec.encode(flat), torch.empty_like(flat))
+            assert received.params.dtype == dtype
+            assert torch.equal(received.params, expected)
+            assert (received.tag.clock, received.received_bytes) == (count, codec.num_bytes(numel))
+        num_bytes = 2 * codec.num_bytes(numel)
+        assert there.bytes_sent == here.statistics.bytes_received == num_bytes
+        assert there.count_sent() == (num_bytes, 2 * numel * dtype.itemsize)
+        assert there.count_sent() == (0, 0)
 
 
 def test_encoded_parameters_travel_with_keys_too(tmp_path: Path) -> None:
@@ -256,9 +258,8 @@ def test_without_keys_there_is_one_warning_for_other_machines() -> None:
     assert len(caught) == 1
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_bad_settings_are_named_and_leave_nothing(subtests: pytest.Subtests) -> None:
+    rows: list[tuple[dict[str, Any], str]] = [
         ({"fetch_timeout_s": 0}, "must be positive, got 0"),
         ({"chunk_bytes": 2**23}, "multiple of 8 up to 4194304, got 8388608"),
         ({"chunk_bytes": 12}, "multiple of 8"),
@@ -269,13 +270,13 @@ def test_without_keys_there_is_one_warning_for_other_machines() -> None:
         ({"compression": ErrorFeedback(Int8())}, "Pulls take no error feedback"),
         ({"compression": Int8(block=2**22)}, "4194308 bytes for a block.*smaller block"),
         ({"numel": 0}, "no parameters"),
-    ],
-)
-def test_bad_settings_are_named_and_leave_nothing(settings: dict[str, Any], message: str) -> None:
-    before = open_files()
-    with pytest.raises(ValueError, match=message):
-        make_node(peers(2), 0, **settings)
-    assert open_files() <= before
+    ]
+    for settings, message in rows:
+        with subtests.test(settings=settings):
+            before = open_files()
+            with pytest.raises(ValueError, match=message):
+                make_node(peers(2), 0, **settings)
+            assert open_files() <= before
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int32])

@@ -44,9 +44,8 @@ def test_a_file_with_a_list_and_one_with_a_map(tmp_path: Path) -> None:
     assert read(tmp_path, MAP) == ([Peer("a", "h", 1)], {"fetch_timeout_s": 0.1})
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_bad_files_are_named(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for text, message in (
         ("", "Expected a map"),
         ("3", "Expected a map"),
         ("- nodes", "Expected a map"),
@@ -63,12 +62,11 @@ def test_a_file_with_a_list_and_one_with_a_map(tmp_path: Path) -> None:
         ("nodes: [{name: a, host: h, port: 1}, {name: a, host: h, port: 2}]", "Doubled names: a"),
         ("nodes: [", "is not YAML"),
         ("nodes: !!python/object/apply:os.getpid []", "is not YAML"),
-    ],
-)
-def test_bad_files_are_named(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        read(tmp_path, text)
-    assert "nodes.yaml" in str(caught.value)
+    ):
+        with subtests.test(message, end=text[-40:]):
+            with pytest.raises(ValueError, match=message) as caught:
+                read(tmp_path, text)
+            assert "nodes.yaml" in str(caught.value)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

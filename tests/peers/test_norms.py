@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -9,18 +10,18 @@ import torch
 
 from lightning_loco.peers.norms import copy_with_norm, norm_of
 
-SIZES = [1, 2**17, 3 * 2**17 + 5]
+LARGE = 3 * 2**17 + 5
 
 
-@pytest.mark.parametrize("numel", SIZES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_norm_is_that_of_the_whole(numel: int, dtype: torch.dtype) -> None:
-    values = torch.randn(numel, dtype=dtype)
-    copy = torch.empty_like(values)
-    expected = values.double().norm().item()
-    assert norm_of(values) == pytest.approx(expected, rel=1e-5)
-    assert copy_with_norm(values, copy) == norm_of(values)
-    assert torch.equal(copy, values)
+def test_the_norm_is_that_of_the_whole(subtests: pytest.Subtests) -> None:
+    for numel, dtype in itertools.product((1, 2**17, LARGE), (torch.float32, torch.float64)):
+        with subtests.test(numel=numel, dtype=dtype):
+            values = torch.randn(numel, dtype=dtype)
+            copy = torch.empty_like(values)
+            expected = values.double().norm().item()
+            assert norm_of(values) == pytest.approx(expected, rel=1e-5)
+            assert copy_with_norm(values, copy) == norm_of(values)
+            assert torch.equal(copy, values)
 
 
 def test_the_norm_is_that_of_what_was_copied() -> None:
@@ -28,10 +29,10 @@ def test_the_norm_is_that_of_what_was_copied() -> None:
     assert copy_with_norm(values, torch.empty(2)) == 5
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3e38])
-@pytest.mark.parametrize("place", [0, -1])
-def test_what_is_not_finite_or_absurd_has_no_finite_norm(value: float, place: int) -> None:
-    values = torch.ones(SIZES[-1])
-    values[place] = value
-    assert not math.isfinite(norm_of(values))
-    assert not math.isfinite(copy_with_norm(values, torch.empty_like(values)))
+def test_what_is_not_finite_or_absurd_has_no_finite_norm(subtests: pytest.Subtests) -> None:
+    for value, place in itertools.product((math.inf, -math.inf, math.nan, 3e38), (0, -1)):
+        with subtests.test(value=value, place=place):
+            values = torch.ones(LARGE)
+            values[place] = value
+            assert not math.isfinite(norm_of(values))
+            assert not math.isfinite(copy_with_norm(values, torch.empty_like(values)))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_loco.algorithms.pairwise import Tag
-from lightning_loco.codecs import BFloat16, Codec, Float16, Int8
+from lightning_loco.codecs import BFloat16, Float16, Int8
 from lightning_loco.peers.model import Model
 from lightning_loco.peers.protocol import LATEST
 from lightning_loco.peers.publications import Publications
@@ -196,19 +196,20 @@ def test_values_are_narrowed_like_torch_does() -> None:
         assert torch.equal(publication.wire.view(torch.float32), flat.float())
 
 
-@pytest.mark.parametrize("codec", [BFloat16(), Float16(), Int8(), Int8(block=12)])
-def test_what_is_published_is_encoded(codec: Codec) -> None:
-    model = Model(1, NUMEL, torch.float32, codec)
-    publications = Publications(model)
-    for number in range(1, 6):
-        flat = torch.randn(NUMEL)
-        assert publications.publish(flat, Tag(0, 0)) == number
-        with publications.reading(number, READER) as publication:
-            assert publication is not None
-            assert len(publication.data) == model.total_bytes == codec.num_bytes(NUMEL)
-            assert torch.equal(publication.wire, codec.encode(flat))
-            assert bytes(publication.data) == publication.wire.numpy().tobytes()
-            assert publication.norm == pytest.approx(float(flat.norm()))
+def test_what_is_published_is_encoded(subtests: pytest.Subtests) -> None:
+    for codec in (BFloat16(), Float16(), Int8(), Int8(block=12)):
+        with subtests.test(codec=codec):
+            model = Model(1, NUMEL, torch.float32, codec)
+            publications = Publications(model)
+            for number in range(1, 6):
+                flat = torch.randn(NUMEL)
+                assert publications.publish(flat, Tag(0, 0)) == number
+                with publications.reading(number, READER) as publication:
+                    assert publication is not None
+                    assert len(publication.data) == model.total_bytes == codec.num_bytes(NUMEL)
+                    assert torch.equal(publication.wire, codec.encode(flat))
+                    assert bytes(publication.data) == publication.wire.numpy().tobytes()
+                    assert publication.norm == pytest.approx(float(flat.norm()))
 
 
 def test_what_was_encoded_elsewhere_is_served_as_it_is() -> None:

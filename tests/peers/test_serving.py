@@ -77,50 +77,49 @@ def test_a_reader_goes_on_with_the_publication_that_it_began_with() -> None:
         assert ask(connection, half)[0].tag == Tag(4.0, 4.0)
 
 
-@pytest.mark.parametrize(
-    ("value", "change", "kind"),
-    [
+def test_who_cannot_be_served_is_told_why(subtests: pytest.Subtests) -> None:
+    rows: list[tuple[float | None, dict[str, Any], int]] = [
         (None, {}, EMPTY),
         (1.0, {"publication": 2}, GONE),
         (1.0, {"checksum": 1}, OTHER_MODEL),
         (1.0, {"wire_format": 2}, OTHER_MODEL),
         (None, {"checksum": 1}, OTHER_MODEL),
         (1.0, {"checksum": 1, "offset": 2**40}, OTHER_MODEL),  # its model may be larger
-    ],
-)
-def test_who_cannot_be_served_is_told_why(
-    value: float | None, change: dict[str, Any], kind: int
+    ]
+    for value, change, kind in rows:
+        (peer,) = peers(1)
+        with (
+            subtests.test(value=value, change=change),
+            serving(peer, value) as (thread, _),
+            dealer(peer.port) as connection,
+        ):
+            reply, frames = ask(connection, WHOLE._replace(**change))
+            assert (reply.kind, reply.request_id, reply.length, frames) == (kind, 7, 0, [])
+            assert thread.bytes_sent == 0
+            assert thread.malformed == 0
+
+
+def test_what_is_no_request_gets_no_answer_and_one_line(
+    caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests
 ) -> None:
-    (peer,) = peers(1)
-    with serving(peer, value) as (thread, _), dealer(peer.port) as connection:
-        reply, frames = ask(connection, WHOLE._replace(**change))
-        assert (reply.kind, reply.request_id, reply.length, frames) == (kind, 7, 0, [])
-        assert thread.bytes_sent == 0
-        assert thread.malformed == 0
-
-
-@pytest.mark.parametrize(
-    "frames",
-    [
+    for frames in (
         [b""],
         [b"nonsense"],
         [pack_request(WHOLE), b""],
         [pack_request(WHOLE._replace(offset=8))],
         [pack_request(WHOLE._replace(offset=2**64 - 1))],
-    ],
-)
-def test_what_is_no_request_gets_no_answer_and_one_line(
-    frames: list[bytes], caplog: pytest.LogCaptureFixture
-) -> None:
-    (peer,) = peers(1)
-    with serving(peer, 1.0) as (thread, _), dealer(peer.port) as connection:
-        connection.send_multipart(frames)
-        connection.send_multipart(frames)
-        reply, _ = ask(connection, WHOLE)  # the first answer is the one to this
-        assert reply.kind == DATA
-        assert thread.malformed == 2
-    (record,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
-    assert f"Dropped a message from 127.0.0.1 on port {peer.port}" in record.getMessage()
+    ):
+        with subtests.test(frames=frames):
+            caplog.clear()
+            (peer,) = peers(1)
+            with serving(peer, 1.0) as (thread, _), dealer(peer.port) as connection:
+                connection.send_multipart(frames)
+                connection.send_multipart(frames)
+                reply, _ = ask(connection, WHOLE)  # the first answer is the one to this
+                assert reply.kind == DATA
+                assert thread.malformed == 2
+            (record,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
+            assert f"Dropped a message from 127.0.0.1 on port {peer.port}" in record.getMessage()
 
 
 def test_any_free_port_is_taken_if_none_is_wanted() -> None:

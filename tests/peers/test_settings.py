@@ -13,7 +13,7 @@ import torch
 
 from lightning_loco import DiLoCo, PairwiseAverage, PairwiseEngine
 from lightning_loco.algorithms.pairwise import Constant, Interpolation, by_clock, by_loss
-from lightning_loco.codecs import E3M0, BFloat16, Codec, ErrorFeedback, Int8
+from lightning_loco.codecs import E3M0, BFloat16, ErrorFeedback, Int8
 from lightning_loco.peers import Peer, write_key_file
 from lightning_loco.peers.settings import PairwiseSettings
 from tests.pool import Pool
@@ -30,9 +30,8 @@ def make(**given: Any) -> PairwiseSettings:
     return PairwiseSettings(**{"algorithm": PairwiseAverage(), **given})
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "text"),
-    [
+def test_mistakes_are_named(subtests: pytest.Subtests) -> None:
+    rows: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"algorithm": DiLoCo()}, TypeError, r"must be a PairwiseAverage\(\), got DiLoCo"),
         ({"algorithm": "pairwise"}, TypeError, "got 'pairwise'"),
         ({"algorithm": PairwiseAverage}, TypeError, "got <class"),
@@ -58,11 +57,10 @@ def make(**given: Any) -> PairwiseSettings:
         ({"compression": ErrorFeedback(Int8())}, ValueError, r"codec alone: .*=Int8\(block=256\)"),
         ({"compression": Int8(2**22)}, ValueError, "Use a smaller block"),
         ({"key_file": "there/is/none.key"}, FileNotFoundError, "none.key"),
-    ],
-)
-def test_mistakes_are_named(given: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        make(**given)
+    ]
+    for given, error, text in rows:
+        with subtests.test(given=given), pytest.raises(error, match=text):
+            make(**given)
 
 
 def test_nodes_come_from_a_list_or_a_file(tmp_path: Path) -> None:
@@ -123,15 +121,19 @@ def test_all_that_must_be_equal_is_described_and_what_is_each_workers_own_is_not
     assert other.describe() == settings.describe()
 
 
-@pytest.mark.parametrize(
-    ("given", "codec"),
-    [(None, None), ("none", None), ("bf16", BFloat16()), ("int8", Int8()), (Int8(64), Int8(64))],
-)
-def test_a_codec_is_described_by_what_it_does(given: Any, codec: Codec | None) -> None:
-    settings = make(compression=given)
-    assert settings.codec == codec
-    assert settings.describe() == make(compression=codec).describe()
-    assert settings.describe() != make(compression=Int8(128)).describe()
+def test_a_codec_is_described_by_what_it_does(subtests: pytest.Subtests) -> None:
+    for given, codec in (
+        (None, None),
+        ("none", None),
+        ("bf16", BFloat16()),
+        ("int8", Int8()),
+        (Int8(64), Int8(64)),
+    ):
+        with subtests.test(given=given):
+            settings = make(compression=given)
+            assert settings.codec == codec
+            assert settings.describe() == make(compression=codec).describe()
+            assert settings.describe() != make(compression=Int8(128)).describe()
 
 
 def share(clock: float, peer_clock: float, loss: float, peer_loss: float, power: int = 1) -> float:

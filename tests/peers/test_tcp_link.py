@@ -48,8 +48,8 @@ class Pair(NamedTuple):
                 self.receive()
 
 
-@pytest.fixture
-def pair() -> Iterator[Pair]:
+@contextlib.contextmanager
+def asking() -> Iterator[Pair]:
     before = open_files()
     (peer,) = peers(1)
     assembly = Assembly(MODEL)
@@ -71,6 +71,12 @@ def pair() -> Iterator[Pair]:
     assert open_files() <= before
 
 
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with asking() as pair:
+        yield pair
+
+
 def test_a_reply_that_comes_bit_by_bit_is_put_together(pair: Pair) -> None:
     sent = frame(pair.right[0], has_more=True) + frame(pair.right[1])
     for place in range(0, len(sent), 7):
@@ -90,21 +96,19 @@ def test_long_frames_are_skipped_and_what_comes_then_is_read(pair: Pair) -> None
     assert pair.receive().length == LONGEST
 
 
-@pytest.mark.parametrize(
-    ("flood", "text"),
-    [
+def test_what_no_peer_sends_breaks_the_link(subtests: pytest.Subtests) -> None:
+    for flood, text in (
         (b"\0\2hi" * 50 + PING * 20, "of another kind"),
         (frame(b"x", has_more=True) * 2 * MOST_FRAMES, "too many frames"),
         (b"\2" + (2**62).to_bytes(8, "big"), f"a frame of {2**62} bytes"),
         (b"\x08\1", "flags 8"),
-    ],
-)
-def test_what_no_peer_sends_breaks_the_link(pair: Pair, flood: bytes, text: str) -> None:
-    pair.there.sendall(flood)
-    with pytest.raises(LinkBroken, match=text):
-        pair.receive_until_broken()
-    with pytest.raises(LinkBroken, match="no connection to"):
-        pair.link.send(b"anything")
+    ):
+        with subtests.test(text), asking() as pair:
+            pair.there.sendall(flood)
+            with pytest.raises(LinkBroken, match=text):
+                pair.receive_until_broken()
+            with pytest.raises(LinkBroken, match="no connection to"):
+                pair.link.send(b"anything")
 
 
 @pytest.mark.parametrize("has_begun", [False, True])

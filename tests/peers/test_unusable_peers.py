@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import socket
 import threading
 import time
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -37,52 +39,46 @@ def test_a_peer_without_parameters_is_no_fault() -> None:
         assert here.statistics.scores == {"p1": 1000}
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("place", [0, 499_999, 999_999])
-def test_parameters_that_are_not_finite_are_not_handed_over(value: float, place: int) -> None:
-    with two_nodes(1_000_000) as (here, there):
-        flat = torch.zeros(1_000_000)
-        flat[place] = value
-        there.publish(flat, Tag(0, 0))
-        assert fetch(here) is None
-        assert here.statistics.not_finite == 1
-        assert here.statistics.scores == {"p1": 900}
-        there.publish(torch.zeros(1_000_000), Tag(0, 0))
-        assert fetch(here) is not None
+def test_parameters_that_are_not_finite_are_not_handed_over(subtests: pytest.Subtests) -> None:
+    places = (0, 499_999, 999_999)
+    for value, place in itertools.product((math.nan, math.inf, -math.inf), places):
+        with subtests.test(value=value, place=place), two_nodes(1_000_000) as (here, there):
+            flat = torch.zeros(1_000_000)
+            flat[place] = value
+            there.publish(flat, Tag(0, 0))
+            assert fetch(here) is None
+            assert here.statistics.not_finite == 1
+            assert here.statistics.scores == {"p1": 900}
+            there.publish(torch.zeros(1_000_000), Tag(0, 0))
+            assert fetch(here) is not None
 
 
-@pytest.mark.parametrize(
-    ("ours", "other", "text"),
-    [
+def test_peers_with_another_model_are_refused_and_named(
+    caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests
+) -> None:
+    rows: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({}, {"schema_checksum": 5}, "it holds another model"),
         ({}, {"compression": "int8"}, "another compression. Give all peers the same one"),
         ({"compression": "bf16"}, {"compression": "fp16"}, "another compression"),
         ({"compression": Int8()}, {"compression": Int8(block=128)}, "another compression"),
         ({"compression": "int8"}, {}, "another compression"),
-    ],
-)
-def test_peers_with_another_model_are_refused_and_named(
-    ours: dict[str, Any],
-    other: dict[str, Any],
-    text: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    nodes = peers(2)
-    here, there = make_node(nodes, 0, schema_checksum=1, **ours), None
-    try:
-        there = make_node(nodes, 1, **{"schema_checksum": 1, **other})
-        there.publish(torch.zeros(1000), Tag(0, 0))
-        for _ in range(3):
-            assert fetch(here) is None
-    finally:
-        here.close()
-        if there is not None:
-            there.close()
-    assert here.statistics.scores == {"p1": 700}
-    assert here.statistics.refused == 3
-    (record,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
-    assert record.getMessage().startswith("Reading from peer p1 failed: ")
-    assert text in record.getMessage()
+    ]
+    for ours, other, text in rows:
+        with subtests.test(ours=ours, other=other):
+            caplog.clear()
+            nodes = peers(2)
+            with (
+                closing(make_node(nodes, 0, **{"schema_checksum": 1, **ours})) as here,
+                closing(make_node(nodes, 1, **{"schema_checksum": 1, **other})) as there,
+            ):
+                there.publish(torch.zeros(1000), Tag(0, 0))
+                for _ in range(3):
+                    assert fetch(here) is None
+            assert here.statistics.scores == {"p1": 700}
+            assert here.statistics.refused == 3
+            (record,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
+            assert record.getMessage().startswith("Reading from peer p1 failed: ")
+            assert text in record.getMessage()
 
 
 @pytest.mark.alone

@@ -88,19 +88,17 @@ def freeze_in(rank: int, world: int, port: int, phase: str, victim: int) -> tupl
     return "nothing", 0.0
 
 
-PHASES = ("default group", "arrival", "connection", "agreement")
-
-
 @pytest.mark.soak
 @pytest.mark.process
-@pytest.mark.parametrize("victim", range(3))
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_frozen_rank_is_named_in_time(phase: str, victim: int) -> None:
-    (port,) = free_ports()
-    others = [rank for rank in range(3) if rank != victim]
-    with Job(freeze_in, port, phase, victim, world=3) as job:
-        for outcome in job.outcomes(others, 60):
-            assert outcome.error is None, outcome.error
-            text, seconds = outcome.result
-            assert NAMES[victim] in text
-            assert seconds < LONGEST_S
+@pytest.mark.parametrize("phase", ["default group", "arrival", "connection", "agreement"])
+def test_a_frozen_rank_is_named_in_time(phase: str, subtests: pytest.Subtests) -> None:
+    for victim in range(3):
+        with subtests.test(victim=NAMES[victim]):
+            (port,) = free_ports()
+            others = [rank for rank in range(3) if rank != victim]
+            with Job(freeze_in, port, phase, victim, world=3) as job:
+                for outcome in job.outcomes(others, 60):
+                    assert outcome.error is None, outcome.error
+                    text, seconds = outcome.result
+                    assert NAMES[victim] in text
+                    assert seconds < LONGEST_S

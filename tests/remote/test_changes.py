@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -29,6 +30,10 @@ TENSORS: dict[str, Callable[[], Tensor]] = {
 }
 
 
+def nothing(param: Tensor) -> None:
+    pass
+
+
 def tracked(param: Tensor) -> None:
     with torch.no_grad():
         param.view(-1)[-1:].add_(1) if param.is_contiguous() else param[-1].add_(1)
@@ -43,33 +48,32 @@ def load(param: Tensor) -> None:
     param.data.add_(1)
 
 
-@pytest.mark.parametrize("kind", TENSORS)
-@pytest.mark.parametrize("change", [lambda param: None, tracked, clip, load])
-def test_changes_are_noticed_without_a_wait(kind: str, change: Callable[[Tensor], None]) -> None:
-    params = [nn.Parameter(TENSORS["small"]()), nn.Parameter(TENSORS[kind]())]
-    with with_streams():
-        watch = ChangeWatch(params)
-        watch.note()
-        change(params[1])
-        assert watch.begin_digest(torch.cuda.Stream())() == watch.digest()
+def test_changes_are_noticed_without_a_wait(subtests: pytest.Subtests) -> None:
+    for (kind, make), change in itertools.product(TENSORS.items(), (nothing, tracked, clip, load)):
+        with subtests.test(kind, change=change.__name__), with_streams():
+            params = [nn.Parameter(TENSORS["small"]()), nn.Parameter(make())]
+            watch = ChangeWatch(params)
+            watch.note()
+            change(params[1])
+            assert watch.begin_digest(torch.cuda.Stream())() == watch.digest()
 
 
-@pytest.mark.parametrize("change", [tracked, clip, load])
-@pytest.mark.parametrize("kind", TENSORS)
-def test_changes_are_noticed(kind: str, change: Callable[[Tensor], None]) -> None:
-    params = [nn.Parameter(TENSORS["small"]()), nn.Parameter(TENSORS[kind]())]
-    watch = ChangeWatch(params)
-    watch.note()
-    assert watch.digest() is None
-    change(params[1])
-    digest = watch.digest()
-    assert digest is not None
-    assert ChangeWatch([param.detach().clone() for param in params]).digest() == digest
-    watch.note()
-    assert watch.digest() is None
-    clip(params[1])
-    params[0].data.mul_(2)
-    assert watch.digest() not in (None, digest)
+def test_changes_are_noticed(subtests: pytest.Subtests) -> None:
+    for (kind, make), change in itertools.product(TENSORS.items(), (tracked, clip, load)):
+        with subtests.test(kind, change=change.__name__):
+            params = [nn.Parameter(TENSORS["small"]()), nn.Parameter(make())]
+            watch = ChangeWatch(params)
+            watch.note()
+            assert watch.digest() is None
+            change(params[1])
+            digest = watch.digest()
+            assert digest is not None
+            assert ChangeWatch([param.detach().clone() for param in params]).digest() == digest
+            watch.note()
+            assert watch.digest() is None
+            clip(params[1])
+            params[0].data.mul_(2)
+            assert watch.digest() not in (None, digest)
 
 
 @pytest.mark.parametrize("kind", ["part of another", "every other", "second half"])

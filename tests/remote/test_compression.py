@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -119,19 +120,21 @@ def in_one_process(
 
 
 @pytest.mark.parametrize("num_tiers", [2, 3])
-@pytest.mark.parametrize(
-    ("bucket_bytes", "clip"),
-    [(1, False), (24, True), (10_000, False)],  # a block, some blocks, all in one message
-)
 def test_numbers_are_those_of_a_plain_loop(
-    pool: Pool, num_tiers: int, bucket_bytes: int, clip: bool
+    pool: Pool, num_tiers: int, subtests: pytest.Subtests
 ) -> None:
-    found = pool.run(train, bucket_bytes, clip, world=WORKERS + num_tiers - 1)
-    masters, shown = pool.run(in_one_process, num_tiers, bucket_bytes, clip, world=1)[0]
-    assert torch.equal(found[-1], masters)
-    assert all(torch.equal(weights, shown) for weights in found[:WORKERS])
-    assert not torch.equal(shown, masters)
-    assert not torch.equal(masters, flat(Net(seed=0)))
+    for bucket_bytes, clip in (
+        (1, False),  # a block is a message
+        (24, True),  # some blocks
+        (10_000, False),  # all of them
+    ):
+        with subtests.test(bucket_bytes=bucket_bytes, clip=clip):
+            found = pool.run(train, bucket_bytes, clip, world=WORKERS + num_tiers - 1)
+            masters, shown = pool.run(in_one_process, num_tiers, bucket_bytes, clip, world=1)[0]
+            assert torch.equal(found[-1], masters)
+            assert all(torch.equal(weights, shown) for weights in found[:WORKERS])
+            assert not torch.equal(shown, masters)
+            assert not torch.equal(masters, flat(Net(seed=0)))
 
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]
@@ -147,7 +150,7 @@ def make_params() -> list[nn.Parameter]:
     ]
 
 
-def train_mixed(rank: int, world: int, compression: Any, bucket_bytes: int) -> list[Tensor]:
+def train_mixed(rank: int, world: int, codec: Codec | None, bucket_bytes: int) -> list[Tensor]:
     params = make_params()
 
     def work(remote: RemoteOptimizer) -> None:
@@ -158,27 +161,27 @@ def train_mixed(rank: int, world: int, compression: Any, bucket_bytes: int) -> l
             sum((weight * param.double()).square().sum() for param in params).backward()
             remote.step()
 
-    transport = Transport(bucket_bytes=bucket_bytes, compression=compression)
+    transport = Transport(bucket_bytes=bucket_bytes, compression=codec)
     run_role(work, params, lambda p: torch.optim.SGD(p, lr=0.003), WORKERS, transport=transport)
     return [param.detach() for param in params]
 
 
 @pytest.mark.parametrize("num_tiers", [2, 3])
-@pytest.mark.parametrize("codec", [None, BFloat16(), Int8(block=4)], ids=str)
-@pytest.mark.parametrize("bucket_bytes", [16, 1000])
 def test_dtypes_side_by_side_and_odd_sizes(
-    pool: Pool, codec: Codec | None, bucket_bytes: int, num_tiers: int
+    pool: Pool, num_tiers: int, subtests: pytest.Subtests
 ) -> None:
     world = WORKERS + num_tiers - 1
-    found = pool.run(train_mixed, codec, bucket_bytes, world=world)
-    arrived = [param.clone() for param in found[-1]]
-    for message in plan_messages(arrived, bucket_bytes, codec):
-        Slot(message, arrived).round(arrived)
-    for worker in found[:WORKERS]:
-        assert all(map(torch.equal, worker, arrived))
-    for start, end, param in zip(make_params(), found[-1], arrived, strict=True):
-        assert start.dtype == end.dtype == param.dtype
-        assert (end.double().norm() < start.double().norm()) == (start.numel() > 0)
+    for codec, bucket_bytes in itertools.product((None, BFloat16(), Int8(block=4)), (16, 1000)):
+        with subtests.test(codec=codec, bucket_bytes=bucket_bytes):
+            found = pool.run(train_mixed, codec, bucket_bytes, world=world)
+            arrived = [param.clone() for param in found[-1]]
+            for message in plan_messages(arrived, bucket_bytes, codec):
+                Slot(message, arrived).round(arrived)
+            for worker in found[:WORKERS]:
+                assert all(map(torch.equal, worker, arrived))
+            for start, end, param in zip(make_params(), found[-1], arrived, strict=True):
+                assert start.dtype == end.dtype == param.dtype
+                assert (end.double().norm() < start.double().norm()) == (start.numel() > 0)
 
 
 def train_on_other_terms(rank: int, world: int) -> None:
@@ -243,31 +246,31 @@ def test_bytes_of_a_step(pool: Pool, compression: str | None, part: float) -> No
     assert saved == pytest.approx(1 - part, abs=0.001)
 
 
-@pytest.mark.parametrize("given", [None, "none"])
-def test_nothing_is_nothing(given: str | None) -> None:
-    assert as_codec(given) is None
+def test_names_make_codecs(subtests: pytest.Subtests) -> None:
+    for given, expected in (
+        (None, None),
+        ("none", None),
+        ("bf16", BFloat16()),
+        ("fp16", Float16()),
+        ("int8", Int8()),
+        (Int8(64), Int8(64)),
+    ):
+        with subtests.test(given=given):
+            assert as_codec(given) == expected
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [("bf16", BFloat16()), ("fp16", Float16()), ("int8", Int8()), (Int8(64), Int8(64))],
-)
-def test_names_make_codecs(given: Any, expected: Codec) -> None:
-    assert as_codec(given) == expected
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "words"),
-    [
+def test_what_does_not_work_is_refused(subtests: pytest.Subtests) -> None:
+    rows: list[tuple[Any, type[Exception], str]] = [
         ("zip", ValueError, "one of none, bf16, fp16, int8, int4, e3m0, sparse"),
         (8, TypeError, "a codec such as Int8"),
         ("int4", ValueError, r"Int4\(block=128\) writes too roughly for a remote optimizer"),
         (E3M0(8), ValueError, r'Use compression="int8", "bf16" or "fp16"'),
         (ErrorFeedback(Sparse()), ValueError, "Sparse.* writes too roughly for a remote"),
         (ErrorFeedback(Int8()), ValueError, r"codec alone: compression=Int8\(block=256\)\."),
-    ],
-)
-def test_what_does_not_work_is_refused(given: Any, error: type[Exception], words: str) -> None:
-    for refuse in (as_codec, lambda asked: Transport(compression=asked)):
-        with pytest.raises(error, match=words):
-            refuse(given)
+    ]
+    for given, error, words in rows:
+        with subtests.test(given=given):
+            with pytest.raises(error, match=words):
+                as_codec(given)
+            with pytest.raises(error, match=words):
+                Transport(compression=given)

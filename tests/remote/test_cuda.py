@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from datetime import timedelta
 
@@ -52,9 +53,13 @@ def make_model(device: str) -> nn.Sequential:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("codec", [None, BFloat16(), Int8(4)], ids=str)
-@pytest.mark.parametrize("bucket_bytes", [16, 1000])
-def test_what_is_on_a_gpu_arrives_on_another_rank(codec: Codec | None, bucket_bytes: int) -> None:
+def test_what_is_on_a_gpu_arrives_on_another_rank(subtests: pytest.Subtests) -> None:
+    for codec, bucket_bytes in itertools.product((None, BFloat16(), Int8(4)), (16, 1000)):
+        with subtests.test(codec=codec, bucket_bytes=bucket_bytes):
+            send_there_and_back(codec, bucket_bytes)
+
+
+def send_there_and_back(codec: Codec | None, bucket_bytes: int) -> None:
     here = [torch.randn(size, device="cuda") for size in (3, 50, 2)]
     there = [torch.zeros(size) for size in (3, 50, 2)]
     back = [torch.zeros(size, device="cuda") for size in (3, 50, 2)]

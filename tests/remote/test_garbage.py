@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -56,27 +57,37 @@ def test_notes(pool: Pool) -> None:
     assert all(text.startswith("Worker 0 has ") for text in found), found
 
 
-@pytest.mark.parametrize(
-    "described",
-    [
-        {},
-        {"shape": [2], "dtype": "nn"},
-        {"shape": [2], "dtype": "no_such_dtype"},
-        {"shape": [2.5], "dtype": "float32"},
-        {"shape": [True], "dtype": "float32"},
-        {"shape": "2", "dtype": "float32"},
-        {"shape": [2], "dtype": 4},
-    ],
-)
-def test_descriptions_of_a_state(described: object, pool: Pool) -> None:
-    pool.run(receive_state, described, world=2)
+NO_TENSORS: list[dict[str, Any]] = [
+    {},
+    {"shape": [2], "dtype": "nn"},
+    {"shape": [2], "dtype": "no_such_dtype"},
+    {"shape": [2.5], "dtype": "float32"},
+    {"shape": [True], "dtype": "float32"},
+    {"shape": "2", "dtype": "float32"},
+    {"shape": [2], "dtype": 4},
+]
 
 
-def receive_state(rank: int, world: int, described: object) -> None:
+def receive_states(rank: int, world: int) -> list[str]:
+    """What is raised about each of ``NO_TENSORS``."""
     wire = Wire(1 - rank, "The aggregator")
-    description = {"entries": [[0, "momentum_buffer", described]], "groups": []}
-    with pytest.raises(RuntimeError, match="The aggregator has described no tensor"):
-        OptimizerState.receive(wire, description)
+    found = []
+    for described in NO_TENSORS:
+        description = {"entries": [[0, "momentum_buffer", described]], "groups": []}
+        try:
+            OptimizerState.receive(wire, description)
+            found.append("nothing is raised")
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+def test_descriptions_of_a_state(pool: Pool, subtests: pytest.Subtests) -> None:
+    for described, *texts in zip(NO_TENSORS, *pool.run(receive_states, world=2), strict=True):
+        with subtests.test(described=described):
+            assert len(texts) == 2
+            for text in texts:
+                assert "The aggregator has described no tensor" in text
 
 
 def agree_with_garbage(rank: int, world: int, port: int, garbage: str) -> str:
@@ -102,11 +113,12 @@ def agree_with_garbage(rank: int, world: int, port: int, garbage: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("garbage", ["[", "[]", "3", json.dumps([int(Kind.STEP), ""]), "\u00e9"])
-def test_agreements(garbage: str) -> None:
-    (port,) = free_ports()
-    with Start(agree_with_garbage, port, garbage, world=2) as job:
-        first, second = job.outcomes([0, 1], 60)
-    assert first.error is None, first.error
-    assert second.result == "sent"
-    assert first.result.startswith("worker 1 has ")
+def test_agreements(subtests: pytest.Subtests) -> None:
+    for garbage in ("[", "[]", "3", json.dumps([int(Kind.STEP), ""]), "\u00e9"):
+        with subtests.test(garbage=garbage):
+            (port,) = free_ports()
+            with Start(agree_with_garbage, port, garbage, world=2) as job:
+                first, second = job.outcomes([0, 1], 60)
+            assert first.error is None, first.error
+            assert second.result == "sent"
+            assert first.result.startswith("worker 1 has ")

@@ -14,6 +14,7 @@ from lightning_loco.remote import RemoteOptimizer, Serving, Tiers, Transport, ru
 from lightning_loco.remote.accumulator import Accumulator
 from lightning_loco.remote.calls import Call, Clip
 from lightning_loco.remote.hyperparameters import HyperparameterMirror
+from lightning_loco.remote.message import Message
 from lightning_loco.remote.optimizer_state import OptimizerState
 from lightning_loco.remote.plan import plan_messages, share_parameters
 from lightning_loco.remote.slots import Slot
@@ -21,20 +22,29 @@ from lightning_loco.remote.supported_optimizers import check_optimizer, is_step_
 from tests.pool import Pool, PoolError
 
 
-@pytest.mark.parametrize("bucket_bytes", [4, 12, 40, 1000])
 @pytest.mark.parametrize("codec", [None, BFloat16(), Float16(), Int8(4)], ids=str)
-@pytest.mark.parametrize("sizes", [*itertools.product([1, 3, 11], repeat=3), (0, 5, 0), (7,), (0,)])
-def test_every_element_travels_once(
-    sizes: tuple[int, ...], bucket_bytes: int, codec: Codec | None
-) -> None:
-    params = [torch.randn(size) for size in sizes]
-    messages = plan_messages(params, bucket_bytes, codec)
-    covered = [torch.zeros(size) for size in sizes]
+def test_every_element_travels_once(codec: Codec | None, subtests: pytest.Subtests) -> None:
+    for sizes in (*itertools.product([1, 3, 11], repeat=3), (0, 5, 0), (7,), (0,)):
+        for bucket_bytes in (4, 12, 40, 1000):
+            with subtests.test(sizes=sizes, bucket_bytes=bucket_bytes):
+                params = [torch.randn(size) for size in sizes]
+                messages = plan_messages(params, bucket_bytes, codec)
+                assert_each_element_is_in_one_message(params, messages)
+                assert_what_arrives_is_what_the_sender_rounds_to(params, messages, codec)
+
+
+def assert_each_element_is_in_one_message(params: list[Tensor], messages: list[Message]) -> None:
+    covered = [torch.zeros_like(param) for param in params]
     for message in messages:
         assert message.numel == sum(stop - start for _, start, stop in message.spans)
         for index, start, stop in message.spans:
             covered[index][start:stop] += 1
     assert all((count == 1).all() for count in covered)
+
+
+def assert_what_arrives_is_what_the_sender_rounds_to(
+    params: list[Tensor], messages: list[Message], codec: Codec | None
+) -> None:
     slots = [Slot(message, params) for message in messages]
     copies = [torch.zeros_like(param) for param in params]
     received = [Slot(message, copies) for message in messages]
@@ -118,25 +128,25 @@ def test_hyperparameters_tell_each_other_what_changes() -> None:
     assert sender.changes() == [{"lr": 0.2, "betas": [0.9, 0.99]}]
 
 
-@pytest.mark.parametrize("kind", ["Adam", "SGD", "Adagrad", "RMSprop", "Adadelta", "NAdam"])
-def test_steps_one_by_one_are_a_step_of_all(kind: str) -> None:
-    torch.manual_seed(0)
-    both = []
-    for _ in range(2):
-        params = [nn.Parameter(torch.arange(1.0, 1 + size)) for size in (3, 5, 2)]
-        both.append((params, getattr(torch.optim, kind)(params, lr=0.1)))
-    for _ in range(5):
-        gradients = [torch.randn(size) for size in (3, 5, 2)]
-        for param, gradient in zip(both[0][0], gradients, strict=True):
-            param.grad = gradient
-        both[0][1].step()
-        for param, gradient in zip(both[1][0], gradients, strict=True):
-            param.grad = gradient
-            both[1][1].step()
-            param.grad = None
-    assert is_step_per_parameter(both[0][1])
-    for one, other in zip(both[0][0], both[1][0], strict=True):
-        assert torch.equal(one, other)
+def test_steps_one_by_one_are_a_step_of_all(subtests: pytest.Subtests) -> None:
+    for kind in ("Adam", "SGD", "Adagrad", "RMSprop", "Adadelta", "NAdam"):
+        with subtests.test(kind):
+            torch.manual_seed(0)
+            here, there = (
+                [nn.Parameter(torch.arange(1.0, 1 + size)) for size in (3, 5, 2)] for _ in range(2)
+            )
+            all_at_once, one_by_one = (
+                getattr(torch.optim, kind)(params, lr=0.1) for params in (here, there)
+            )
+            for _ in range(5):
+                for param, other in zip(here, there, strict=True):
+                    param.grad = torch.randn_like(param)
+                    other.grad = param.grad.clone()
+                    one_by_one.step()
+                    other.grad = None
+                all_at_once.step()
+            assert is_step_per_parameter(all_at_once)
+            assert all(map(torch.equal, here, there))
 
 
 def test_an_unknown_optimizer_steps_all_at_once() -> None:

@@ -21,6 +21,7 @@ from lightning_loco.remote import (
     aggregator_optimizer,
     run_role,
 )
+from tests.conftest import cover
 from tests.pool import Pool, PoolError
 
 STEPS = 200
@@ -113,20 +114,12 @@ def train_ddp(rank: int, world: int, server_rank: int, name: str, clip: bool) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "clip"),
-    [
-        ("AdamW", True),
-        pytest.param("SGD", False, marks=pytest.mark.soak),
-        pytest.param("Adagrad", False, marks=pytest.mark.soak),
-    ],
-)
-@pytest.mark.parametrize(
-    ("num_workers", "num_tiers"),
-    [
-        pytest.param(2, 2, marks=pytest.mark.soak),
-        (2, 3),
-        pytest.param(3, 2, marks=pytest.mark.soak),
-    ],
+    ("num_workers", "num_tiers", "name", "clip"),
+    cover(
+        [pytest.param(2, 2), pytest.param(2, 3), pytest.param(3, 2)],
+        [pytest.param("AdamW", True), pytest.param("SGD", False), pytest.param("Adagrad", False)],
+        strength=1,
+    ),
 )
 def test_any_tiers_are_ddp(
     pool: Pool, num_workers: int, num_tiers: int, name: str, clip: bool

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from lightning_loco.comm import WorkerGroup
 from lightning_loco.rounds import Engine, begin_anew
-from tests.cases import CASES, Case, rows
+from tests.cases import CASES, Case
 from tests.pool import Pool
+from tests.rounds.toys import run_each
 from tests.tiny import flat, make_model, train_step, worker_batch
 
 
@@ -37,13 +38,13 @@ def train(rank: int, world: int, case: Case) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
-PERIODIC = ("local_sgd", "diloco", "diloco_adam", "diloco_adagrad", "gasloc", "gasloc_plain")
-
-
-@rows("resume", PERIODIC)
-def test_nothing_of_the_past_is_left(pool: Pool, case: Case) -> None:
-    for past, new in pool.run(train, case, world=2):
-        assert torch.equal(past, new)
+def test_nothing_of_the_past_is_left(pool: Pool, subtests: pytest.Subtests) -> None:
+    names = ("local_sgd", "diloco", "diloco_adam", "diloco_adagrad", "gasloc", "gasloc_plain")
+    rows = {name: (CASES[name],) for name in names}
+    for name, results in run_each(pool, train, rows, world=2).items():
+        with subtests.test(name):
+            for past, new in results:
+                assert torch.equal(past, new)
 
 
 @pytest.mark.parametrize("overlapping", ["async_diloco_cold", "gasloc_overlap_cold"])

@@ -13,7 +13,7 @@ from lightning_loco.rounds import Engine, RoundSettings
 from lightning_loco.schedules import Staggered
 from tests.pool import Pool
 from tests.rounds.fragments import Layers
-from tests.rounds.toys import approach, flat
+from tests.rounds.toys import approach, flat, run_each
 
 
 def with_nan(rank: int, world: int, delay: int, at: int) -> tuple[Tensor, Tensor]:
@@ -36,11 +36,15 @@ def with_nan(rank: int, world: int, delay: int, at: int) -> tuple[Tensor, Tensor
     return torch.stack(history), flat(model)
 
 
-@pytest.mark.parametrize("delay", [0, 2, 5, 6])
-@pytest.mark.parametrize("at", [7, 8, 9])
-def test_a_worker_with_nan_goes_back_in_all_fragments(pool: Pool, delay: int, at: int) -> None:
-    (healthy, end), (broken, same) = pool.run(with_nan, delay, at, world=2)
-    assert torch.isfinite(healthy).all()
-    assert torch.isfinite(end).all()
-    assert torch.equal(end, same)
-    assert torch.isfinite(broken[at + 6 :]).all()
+def test_a_worker_with_nan_goes_back_in_all_fragments(
+    pool: Pool, subtests: pytest.Subtests
+) -> None:
+    rows = {f"{delay=} {at=}": (delay, at) for at in (7, 8, 9) for delay in (0, 2, 5, 6)}
+    for name, results in run_each(pool, with_nan, rows, world=2).items():
+        with subtests.test(name):
+            (healthy, end), (broken, same) = results
+            assert torch.isfinite(healthy).all()
+            assert torch.isfinite(end).all()
+            assert torch.equal(end, same)
+            _, at = rows[name]
+            assert torch.isfinite(broken[at + 6 :]).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -90,33 +91,32 @@ def carried(
 LATE = EverySteps(2, overlap=True)
 
 
-@pytest.mark.parametrize("numbers", [(3, 2), (2, 4)])
-@pytest.mark.parametrize(
-    ("schedule", "whole"),
-    [
+def test_counters_and_shared_vectors_are_exact(pool: Pool, subtests: pytest.Subtests) -> None:
+    kinds = [
         (EverySteps(2), False),
         (EverySteps(2), True),
         (LATE, False),
         (LATE, True),
         (Halves(2), False),
         (Halves(2, overlap=True), False),
-    ],
-)
-def test_counters_and_shared_vectors_are_exact(
-    pool: Pool, numbers: tuple[int, int], whole: bool, schedule: EverySteps
-) -> None:
-    settings = settings_of(Counting(whole), schedule)
-    states, found = carried(pool, settings, settings, numbers)
-    mean = torch.stack([state["params"] for state in states]).mean(0)
-    for notes, taken in found:
-        assert notes == [f"all workers begin at the mean of the {numbers[0]} workers' parameters"]
-        torch.testing.assert_close(taken["params"], mean, rtol=0, atol=1e-14)
-        for one, other in zip(states[0]["shared"], taken["shared"], strict=True):
-            assert one["state"].keys() == other["state"].keys()
-            for name, value in one["state"].items():
-                assert torch.equal(torch.as_tensor(value), torch.as_tensor(other["state"][name]))
-            assert (one["received"] is None) == (other["received"] is None)
-            assert one["received"] is None or torch.equal(one["received"], other["received"])
+    ]
+    for (schedule, whole), numbers in itertools.product(kinds, ((3, 2), (2, 4))):
+        with subtests.test(str(schedule), whole=whole, numbers=numbers):
+            settings = settings_of(Counting(whole), schedule)
+            states, found = carried(pool, settings, settings, numbers)
+            text = f"all workers begin at the mean of the {numbers[0]} workers' parameters"
+            mean = torch.stack([state["params"] for state in states]).mean(0)
+            for notes, taken in found:
+                assert notes == [text]
+                torch.testing.assert_close(taken["params"], mean, rtol=0, atol=1e-14)
+                for one, other in zip(states[0]["shared"], taken["shared"], strict=True):
+                    state, again = one["state"], other["state"]
+                    assert state.keys() == again.keys()
+                    for name, value in state.items():
+                        assert torch.equal(torch.as_tensor(value), torch.as_tensor(again[name]))
+                    kept, received = one["received"], other["received"]
+                    assert (kept is None) == (received is None)
+                    assert kept is None or torch.equal(kept, received)
 
 
 def test_what_compression_had_left_over_becomes_the_mean(pool: Pool) -> None:
@@ -160,18 +160,17 @@ def test_a_compression_that_is_no_more_is_named(pool: Pool) -> None:
     assert [notes for notes, _ in found] == [[], []]
 
 
-@pytest.mark.parametrize("schedule", [EverySteps(2), Halves(2)])
-@pytest.mark.parametrize("algorithm", [Counting(), DiLoCo(0.7, 0.3), Talking(), GASLoC()])
-def test_a_flight_lands_at_once_where_none_stays(
-    pool: Pool, algorithm: Algorithm, schedule: EverySteps
-) -> None:
-    late = dataclasses.replace(schedule, overlap=True)
-    before, now = settings_of(algorithm, late), settings_of(algorithm, schedule)
-    states, found = carried(pool, before, now, (2, 2))
-    for own, (notes, taken) in zip(states, found, strict=True):
-        assert notes == ["a round that was under way is landed at once"]
-        assert all(lane["flight"] is None for lane in taken["lanes"])
-        assert not torch.equal(taken["params"], own["params"])
-    for name, value in states[0]["shared"][0]["state"].items():
-        if isinstance(value, int):  # rounds that were made and heard of
-            assert found[0][1]["shared"][0]["state"][name] == value + 1
+def test_a_flight_lands_at_once_where_none_stays(pool: Pool, subtests: pytest.Subtests) -> None:
+    algorithms = (Counting(), DiLoCo(0.7, 0.3), Talking(), GASLoC())
+    for algorithm, schedule in itertools.product(algorithms, (EverySteps(2), Halves(2))):
+        with subtests.test(str(algorithm), schedule=schedule):
+            late = dataclasses.replace(schedule, overlap=True)
+            before, now = settings_of(algorithm, late), settings_of(algorithm, schedule)
+            states, found = carried(pool, before, now, (2, 2))
+            for own, (notes, taken) in zip(states, found, strict=True):
+                assert notes == ["a round that was under way is landed at once"]
+                assert all(lane["flight"] is None for lane in taken["lanes"])
+                assert not torch.equal(taken["params"], own["params"])
+            for name, value in states[0]["shared"][0]["state"].items():
+                if isinstance(value, int):  # rounds that were made and heard of
+                    assert found[0][1]["shared"][0]["state"][name] == value + 1

@@ -383,20 +383,18 @@ def test_the_interval_is_kept() -> None:
     engine.close()
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "text"),
-    [
+def test_bad_settings_are_refused(subtests: pytest.Subtests) -> None:
+    rows: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"interval_s": -1}, ValueError, "interval_s must be at least 0"),
         ({"interval_s": math.inf}, ValueError, "interval_s"),
         ({"interval_s": "0.5"}, TypeError, "interval_s must be a number"),
         ({"warmup_steps": -1}, ValueError, "warmup_steps"),
         ({"warmup_steps": 1.5}, TypeError, "warmup_steps"),
         ({"topology": "square"}, ValueError, "square"),
-    ],
-)
-def test_bad_settings(settings: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        ClockEngine(make_model(), **settings)
+    ]
+    for settings, error, text in rows:
+        with subtests.test(str(settings)), pytest.raises(error, match=text):
+            ClockEngine(make_model(), **settings)
 
 
 def state_comes_back(rank: int, world: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,15 +26,15 @@ from lightning_loco.rounds import Engine, RoundSettings
 from lightning_loco.schedules import EverySteps
 from tests.algorithms.toys import Point, assert_close
 from tests.pool import Pool
-from tests.rounds.toys import Exact, approach, flat, simulate, train, zeros
+from tests.rounds.toys import Exact, approach, flat, run_each, simulate, train, zeros
 
 ROUNDS, STEPS, NUMEL = 6, 2, 150
 CODECS = [Int8(8), E3M0(8), Sparse(4, 16)]
-ALGORITHMS = [
-    pytest.param(DiLoCo(2.0, 0.3), id="diloco"),
-    pytest.param(DelayedNesterov(), id="delayed nesterov"),
-    pytest.param(LocalSGD(), id="local sgd"),
-]
+ALGORITHMS = {
+    "diloco": DiLoCo(2.0, 0.3),
+    "delayed nesterov": DelayedNesterov(),
+    "local sgd": LocalSGD(),
+}
 
 
 def small() -> Point:
@@ -75,55 +76,65 @@ def written(codec: Codec, values: Tensor) -> Tensor:
     return codec.decode(codec.encode(values), torch.empty_like(values))
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-@pytest.mark.parametrize("world", [2, 4])
-def test_it_is_its_formula(pool: Pool, codec: Codec, world: int) -> None:
-    settings = settings_of(DiLoCo(1.5, 0.3), codec)
-    found = torch.stack(pool.run(train, settings, ROUNDS, small, world=world), dim=1)
-    assert_close(found, by_hand(codec, world, 1.5, 0.3))
+def test_it_is_its_formula(pool: Pool, subtests: pytest.Subtests) -> None:
+    rows = {str(c): (settings_of(DiLoCo(1.5, 0.3), c), ROUNDS, small) for c in CODECS}
+    for world in (2, 4):
+        results = run_each(pool, train, rows, world=world)
+        for codec in CODECS:
+            with subtests.test(str(codec), world=world):
+                found = torch.stack(results[str(codec)], dim=1)
+                assert_close(found, by_hand(codec, world, 1.5, 0.3))
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_same_numbers_in_processes_and_in_the_simulation(
-    pool: Pool, algorithm: Algorithm, codec: Codec
+    pool: Pool, subtests: pytest.Subtests
 ) -> None:
-    settings = settings_of(algorithm, codec)
-    expected = simulate(settings, 3, ROUNDS, small)
-    found = torch.stack(pool.run(train, settings, ROUNDS, small, world=3), dim=1)
-    assert torch.equal(found[:-1], expected[:-1])
-    assert_close(found[-1], expected[-1])  # the mean, in another order
-    fed_back = dataclasses.replace(settings, compression=ErrorFeedback(codec))
-    assert (simulate(fed_back, 3, ROUNDS, small) - expected).abs().max() > 1e-4
+    for name, algorithm in ALGORITHMS.items():
+        rows = {str(codec): (settings_of(algorithm, codec), ROUNDS, small) for codec in CODECS}
+        results = run_each(pool, train, rows, world=3)
+        for codec in CODECS:
+            with subtests.test(f"{name}, {codec}"):
+                settings = settings_of(algorithm, codec)
+                expected = simulate(settings, 3, ROUNDS, small)
+                found = torch.stack(results[str(codec)], dim=1)
+                assert torch.equal(found[:-1], expected[:-1])
+                assert_close(found[-1], expected[-1])  # the mean, in another order
+                fed_back = dataclasses.replace(settings, compression=ErrorFeedback(codec))
+                assert (simulate(fed_back, 3, ROUNDS, small) - expected).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("algorithm", [DiLoCo(1.0, 0.0), LocalSGD()], ids=["diloco", "local sgd"])
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_the_mean_is_that_without_compression(
-    pool: Pool, algorithm: Algorithm, codec: Codec
-) -> None:
+def test_the_mean_is_that_without_compression(pool: Pool, subtests: pytest.Subtests) -> None:
     """Local steps are linear here, so that a mean that is kept once is kept for ever."""
-    exact = pool.run(train, RoundSettings(algorithm, EverySteps(STEPS)), ROUNDS, small, world=3)
-    found = pool.run(train, settings_of(algorithm, codec), ROUNDS, small, world=3)
-    assert (found[0] - found[1])[:-1].abs().max() > 1e-3
-    torch.testing.assert_close(sum(found) / 3, sum(exact) / 3, rtol=0, atol=1e-12)
+    for name, algorithm in {"diloco": DiLoCo(1.0, 0.0), "local sgd": LocalSGD()}.items():
+        settings = {str(codec): settings_of(algorithm, codec) for codec in CODECS}
+        settings["none"] = RoundSettings(algorithm, EverySteps(STEPS))
+        rows = {codec: (one, ROUNDS, small) for codec, one in settings.items()}
+        results = run_each(pool, train, rows, world=3)
+        exact = results.pop("none")
+        for codec, found in results.items():
+            with subtests.test(f"{name}, {codec}"):
+                assert (found[0] - found[1])[:-1].abs().max() > 1e-3
+                torch.testing.assert_close(sum(found) / 3, sum(exact) / 3, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_codec_that_loses_nothing_changes_nothing(pool: Pool, algorithm: Algorithm) -> None:
-    found = pool.run(train, settings_of(algorithm, Exact()), ROUNDS, small, world=2)
-    exact = pool.run(train, RoundSettings(algorithm, EverySteps(STEPS)), ROUNDS, small, world=2)
-    assert_close(torch.stack(found), torch.stack(exact))
+def test_a_codec_that_loses_nothing_changes_nothing(pool: Pool, subtests: pytest.Subtests) -> None:
+    for name, algorithm in ALGORITHMS.items():
+        with subtests.test(name):
+            found = pool.run(train, settings_of(algorithm, Exact()), ROUNDS, small, world=2)
+            plain = RoundSettings(algorithm, EverySteps(STEPS))
+            exact = pool.run(train, plain, ROUNDS, small, world=2)
+            assert_close(torch.stack(found), torch.stack(exact))
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_resumed_run_is_the_unbroken_one_in_several_parcels(
-    pool: Pool, algorithm: Algorithm
+    pool: Pool, subtests: pytest.Subtests
 ) -> None:
-    settings = settings_of(algorithm, Sparse(4, 16))
-    unbroken = torch.stack(pool.run(train, settings, ROUNDS, world=3))
-    resumed = torch.stack(pool.run(train, settings, ROUNDS, zeros, 3, world=3))
-    assert torch.equal(resumed, unbroken)
+    for name, algorithm in ALGORITHMS.items():
+        with subtests.test(name):
+            settings = settings_of(algorithm, Sparse(4, 16))
+            unbroken = torch.stack(pool.run(train, settings, ROUNDS, world=3))
+            resumed = torch.stack(pool.run(train, settings, ROUNDS, zeros, 3, world=3))
+            assert torch.equal(resumed, unbroken)
 
 
 def in_bfloat16(rank: int, world: int, codec: Codec) -> list[Tensor]:
@@ -207,20 +218,20 @@ def test_who_has_no_data_left_keeps_what_it_has_not_told(pool: Pool) -> None:
 BLOCKING = "Use compression=ErrorFeedback"
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda c: LocoStrategy(DiLoCo(0.7, 0.0), compression=c, overlap=True), BLOCKING),
-        (lambda c: StreamingDiLoCoStrategy(compression=c), BLOCKING),
-        (lambda c: AsyncModelAverageStrategy(compression=c), BLOCKING),
-        (lambda c: DiLoCoStrategy(compression=c, membership=Elastic("localhost:1")), BLOCKING),
-        (lambda c: PairwiseGossipStrategy(compression=c), "Give the codec alone"),
-        (lambda c: RemoteOptimizerStrategy(2, compression=c), "Give the codec alone"),
-    ],
-)
-def test_what_it_does_not_go_with_is_refused(make: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        make(Compensated(Int8())).settings.prepare(2)
+def test_what_it_does_not_go_with_is_refused(subtests: pytest.Subtests) -> None:
+    blocking, alone = "Use compression=ErrorFeedback", "Give the codec alone"
+    given = {"compression": Compensated(Int8())}
+    rows: dict[str, tuple[Any, str]] = {
+        "overlap": (partial(LocoStrategy, DiLoCo(0.7, 0.0), overlap=True), blocking),
+        "fragments": (StreamingDiLoCoStrategy, blocking),
+        "by the clock": (AsyncModelAverageStrategy, blocking),
+        "elastic": (partial(DiLoCoStrategy, membership=Elastic("localhost:1")), blocking),
+        "pairs": (PairwiseGossipStrategy, alone),
+        "remote": (partial(RemoteOptimizerStrategy, 2), alone),
+    }
+    for name, (make, text) in rows.items():
+        with subtests.test(name), pytest.raises(ValueError, match=text):
+            make(**given).settings.prepare(2)
 
 
 def test_gossip_does_it_by_itself() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -29,6 +30,7 @@ from lightning_loco.rounds import Engine, RoundSettings
 from lightning_loco.schedules import EveryInterval, EverySteps
 from lightning_loco.topology import get_topology
 from tests.algorithms.toys import Point, assert_close, randn
+from tests.conftest import cover
 from tests.pool import Pool
 from tests.rounds.toys import (
     LARGE,
@@ -38,6 +40,7 @@ from tests.rounds.toys import (
     approach,
     flat,
     rounding,
+    run_each,
     saved_and_loaded,
     simulate,
     train,
@@ -45,87 +48,104 @@ from tests.rounds.toys import (
 )
 
 ROUNDS = 5
-WAYS = [
-    pytest.param(DiLoCo(), EverySteps(2), id="diloco"),
-    pytest.param(DiLoCo(0.7, 0.3), EverySteps(2, overlap=True), id="late diloco"),
-    pytest.param(DiLoCo(), Halves(2), id="diloco by halves"),
-    pytest.param(LocalSGD(), EverySteps(2), id="local sgd"),
-    pytest.param(GASLoC(), EverySteps(2), id="gasloc"),
-    pytest.param(GASLoC(), EverySteps(2, overlap=True), id="late gasloc"),
-    pytest.param(GASLoC(), Halves(2, overlap=True), id="late gasloc by halves"),
-    pytest.param(NoLoCo(), EverySteps(2), id="noloco"),
-    pytest.param(ModelAverage(), EverySteps(2, overlap=True), id="late average"),
-]
-MEANS = [way for way in WAYS if way.values[0].exchange == "mean"]
+WAYS = {
+    "diloco": (DiLoCo(), EverySteps(2)),
+    "late diloco": (DiLoCo(0.7, 0.3), EverySteps(2, overlap=True)),
+    "diloco by halves": (DiLoCo(), Halves(2)),
+    "local sgd": (LocalSGD(), EverySteps(2)),
+    "gasloc": (GASLoC(), EverySteps(2)),
+    "late gasloc": (GASLoC(), EverySteps(2, overlap=True)),
+    "late gasloc by halves": (GASLoC(), Halves(2, overlap=True)),
+    "noloco": (NoLoCo(), EverySteps(2)),
+    "late average": (ModelAverage(), EverySteps(2, overlap=True)),
+}
+MEANS = {name: way for name, way in WAYS.items() if way[0].exchange == "mean"}
 CODECS = [BFloat16(), Float16(), Int8(8), Int4(8), E3M0(8), Sparse(4, 16)]
 
 
-@pytest.mark.parametrize(("algorithm", "schedule"), WAYS)
 def test_same_numbers_in_processes_and_in_the_simulation(
-    pool: Pool, algorithm: Algorithm, schedule: EverySteps
+    pool: Pool, subtests: pytest.Subtests
 ) -> None:
-    topology = "ring" if algorithm.exchange == "neighbors" else None
-    settings = RoundSettings(algorithm, schedule, topology, rounding(algorithm))
-    expected = simulate(settings, 3, ROUNDS, small_wide)
-    found = torch.stack(pool.run(train, settings, ROUNDS, small_wide, world=3), dim=1)
-    assert_close(found, expected)
-    if algorithm.exchange == "mean":
-        assert torch.equal(found[:ROUNDS], expected[:ROUNDS])
-    exact = simulate(RoundSettings(algorithm, schedule, topology), 3, ROUNDS, small_wide)
-    assert (exact - expected).abs().max() > 1e-6
+    settings = {
+        name: RoundSettings(
+            algorithm,
+            schedule,
+            topology="ring" if algorithm.exchange == "neighbors" else None,
+            compression=rounding(algorithm),
+        )
+        for name, (algorithm, schedule) in WAYS.items()
+    }
+    rows = {name: (one, ROUNDS, small_wide) for name, one in settings.items()}
+    for name, results in run_each(pool, train, rows, world=3).items():
+        with subtests.test(name):
+            expected = simulate(settings[name], 3, ROUNDS, small_wide)
+            found = torch.stack(results, dim=1)
+            assert_close(found, expected)
+            if settings[name].algorithm.exchange == "mean":
+                assert torch.equal(found[:ROUNDS], expected[:ROUNDS])
+            uncompressed = dataclasses.replace(settings[name], compression=None)
+            exact = simulate(uncompressed, 3, ROUNDS, small_wide)
+            assert (exact - expected).abs().max() > 1e-6
 
 
-@pytest.mark.parametrize(("algorithm", "schedule"), MEANS)
-def test_in_several_parcels_too(pool: Pool, algorithm: Algorithm, schedule: EverySteps) -> None:
+def test_in_several_parcels_too(pool: Pool, subtests: pytest.Subtests) -> None:
     """What is lost of a sum stays with the worker that has added it up, which parcels decide."""
-    settings = RoundSettings(
-        algorithm, schedule, compression=rounding(algorithm), bucket_bytes=SMALL_BUCKET
-    )
-    expected = simulate(settings, 3, ROUNDS, large_wide)
-    found = torch.stack(pool.run(train, settings, ROUNDS, large_wide, world=3), dim=1)
-    assert torch.equal(found[:ROUNDS], expected[:ROUNDS])
-    at_once = dataclasses.replace(settings, bucket_bytes=64 * 2**20)
-    assert not torch.equal(simulate(at_once, 3, ROUNDS, large_wide), expected)
+    settings = {
+        name: RoundSettings(*way, compression=rounding(way[0]), bucket_bytes=SMALL_BUCKET)
+        for name, way in MEANS.items()
+    }
+    rows = {name: (one, ROUNDS, large_wide) for name, one in settings.items()}
+    for name, results in run_each(pool, train, rows, world=3).items():
+        with subtests.test(name):
+            expected = simulate(settings[name], 3, ROUNDS, large_wide)
+            assert torch.equal(torch.stack(results, dim=1)[:ROUNDS], expected[:ROUNDS])
+            at_once = dataclasses.replace(settings[name], bucket_bytes=64 * 2**20)
+            assert not torch.equal(simulate(at_once, 3, ROUNDS, large_wide), expected)
 
 
-@pytest.mark.parametrize(("algorithm", "schedule"), WAYS)
-def test_a_resumed_run_is_the_unbroken_one(
-    pool: Pool, algorithm: Algorithm, schedule: EverySteps
-) -> None:
+def test_a_resumed_run_is_the_unbroken_one(pool: Pool, subtests: pytest.Subtests) -> None:
     """In several parcels, each with a worker of its own for every element."""
-    settings = RoundSettings(algorithm, schedule, compression=rounding(algorithm))
-    unbroken = torch.stack(pool.run(train, settings, ROUNDS, world=3), dim=1)
-    resumed = torch.stack(pool.run(train, settings, ROUNDS, zeros, 3, world=3), dim=1)
-    assert torch.equal(resumed, unbroken)
+    rows = {
+        name: (RoundSettings(*way, compression=rounding(way[0])), ROUNDS, zeros)
+        for name, way in WAYS.items()
+    }
+    unbroken = run_each(pool, train, rows, world=3)
+    resumed = run_each(pool, train, {name: (*row, 3) for name, row in rows.items()}, world=3)
+    for name in WAYS:
+        with subtests.test(name):
+            assert torch.equal(torch.stack(resumed[name]), torch.stack(unbroken[name]))
 
 
-@pytest.mark.parametrize(("algorithm", "schedule"), WAYS)
-def test_a_codec_that_loses_nothing_changes_nothing(
-    pool: Pool, algorithm: Algorithm, schedule: EverySteps
-) -> None:
+def test_a_codec_that_loses_nothing_changes_nothing(pool: Pool, subtests: pytest.Subtests) -> None:
     """Two numbers have the same sum in any order, and two workers the same mix."""
-    plain = RoundSettings(algorithm, schedule)
-    expected = torch.stack(pool.run(train, plain, ROUNDS, world=2))
-    settings = RoundSettings(algorithm, schedule, compression=Exact())
-    found = torch.stack(pool.run(train, settings, ROUNDS, world=2))
-    if algorithm.exchange == "mean" and not algorithm.sends_parameters:
-        assert torch.equal(found, expected)
-    else:  # adds what it has subtracted
-        assert_close(found, expected)
+    plain, exact = (
+        run_each(
+            pool,
+            train,
+            {name: (RoundSettings(*way, compression=codec), ROUNDS) for name, way in WAYS.items()},
+            world=2,
+        )
+        for codec in (None, Exact())
+    )
+    for name, (algorithm, _) in WAYS.items():
+        with subtests.test(name):
+            expected, found = torch.stack(plain[name]), torch.stack(exact[name])
+            if algorithm.exchange == "mean" and not algorithm.sends_parameters:
+                assert torch.equal(found, expected)
+            else:  # adds what it has subtracted
+                assert_close(found, expected)
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize(
-    "world",
-    [
-        pytest.param(2, marks=pytest.mark.soak),
-        3,
-        pytest.param(4, marks=pytest.mark.soak),
-    ],
+    ("algorithm", "schedule", "codec", "world"),
+    cover(
+        [pytest.param(*way, id=name) for name, way in MEANS.items()],
+        [pytest.param(codec, id=str(codec)) for codec in CODECS],
+        (2, 3, 4),
+    ),
 )
-@pytest.mark.parametrize(("algorithm", "schedule"), MEANS)
 def test_workers_stay_bit_identical(
-    pool: Pool, codec: Codec, world: int, algorithm: Algorithm, schedule: EverySteps
+    pool: Pool, algorithm: Algorithm, schedule: EverySteps, codec: Codec, world: int
 ) -> None:
     settings = RoundSettings(algorithm, schedule, compression=ErrorFeedback(codec))
     histories = pool.run(train, settings, 8, small, world=world)
@@ -148,20 +168,20 @@ def pool_of_five() -> Iterator[Pool]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("world", [2, 3, 4, 5])
 @pytest.mark.parametrize(
     "schedule",
     [EverySteps(1), EverySteps(1, overlap=True), Halves(2), Halves(2, overlap=True)],
     ids=["blocking", "overlap", "halves", "late halves"],
 )
 def test_workers_are_bit_identical_after_a_hundred_rounds(
-    pool_of_five: Pool, world: int, schedule: EverySteps
+    pool_of_five: Pool, schedule: EverySteps, subtests: pytest.Subtests
 ) -> None:
     last = slice(None) if schedule.num_lanes == 1 else slice(-1, None)
-    for codec in (Int8(8), E3M0(8), Sparse(4, 16)):
-        settings = RoundSettings(DiLoCo(0.7, 0.3), schedule, compression=ErrorFeedback(codec))
-        first, *others = pool_of_five.run(train, settings, 100, small, world=world)
-        assert all(torch.equal(history[last], first[last]) for history in others)
+    for world, codec in itertools.product((2, 3, 4, 5), (Int8(8), E3M0(8), Sparse(4, 16))):
+        with subtests.test(str(codec), world=world):
+            settings = RoundSettings(DiLoCo(0.7, 0.3), schedule, compression=ErrorFeedback(codec))
+            first, *others = pool_of_five.run(train, settings, 100, small, world=world)
+            assert all(torch.equal(history[last], first[last]) for history in others)
 
 
 # ------------------------------------------------------------------------------ plain loops
@@ -204,26 +224,36 @@ def large_wide() -> Point:
     return Point(torch.zeros(LARGE, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_diloco_is_its_plain_loop(pool: Pool, codec: Codec, world: int) -> None:
-    algorithm = DiLoCo(0.5, 0.0)
-    settings = RoundSettings(algorithm, EverySteps(2), compression=ErrorFeedback(codec))
-    expected = diloco_by_hand(codec if world > 1 else Exact(), world, ROUNDS, 0.5)
-    for history in pool.run(train, settings, ROUNDS, small_wide, world=world):
-        assert_close(history[-1], expected)
+def with_each_codec(algorithm: Algorithm, schedule: EverySteps) -> dict[str, RoundSettings]:
+    return {
+        str(codec): RoundSettings(algorithm, schedule, compression=ErrorFeedback(codec))
+        for codec in CODECS
+    }
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_what_is_lost_is_in_the_residuals(pool: Pool, codec: Codec) -> None:
+def test_diloco_is_its_plain_loop(pool: Pool, subtests: pytest.Subtests) -> None:
+    settings = with_each_codec(DiLoCo(0.5, 0.0), EverySteps(2))
+    rows = {name: (one, ROUNDS, small_wide) for name, one in settings.items()}
+    for world in (1, 2, 4):
+        results = run_each(pool, train, rows, world=world)
+        for codec in CODECS:
+            with subtests.test(str(codec), world=world):
+                expected = diloco_by_hand(codec if world > 1 else Exact(), world, ROUNDS, 0.5)
+                for history in results[str(codec)]:
+                    assert_close(history[-1], expected)
+
+
+def test_what_is_lost_is_in_the_residuals(pool: Pool, subtests: pytest.Subtests) -> None:
     """With outer SGD(1), outer parameters plus the mean residual are those without compression.
 
     All that workers propose is linear in where they start, so what is late is not lost.
     """
-    settings = RoundSettings(LocalSGD(), EverySteps(1), compression=ErrorFeedback(codec))
-    results = pool.run(hold, settings, world=3)
-    total = sum(params - residual for params, residual in results)
-    assert_close(total, sum(randn(150, seed=worker) for worker in range(3)))
+    settings = with_each_codec(LocalSGD(), EverySteps(1))
+    rows = {name: (one,) for name, one in settings.items()}
+    for name, results in run_each(pool, hold, rows, world=3).items():
+        with subtests.test(name):
+            total = sum(params - residual for params, residual in results)
+            assert_close(total, sum(randn(150, seed=worker) for worker in range(3)))
 
 
 def hold(rank: int, world: int, settings: RoundSettings) -> tuple[Tensor, Tensor]:
@@ -242,20 +272,22 @@ def hold(rank: int, world: int, settings: RoundSettings) -> tuple[Tensor, Tensor
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("codec", [BFloat16(), Float16(), Int8(8)], ids=str)
 @pytest.mark.parametrize("topology", ["ring", "random_matching", "one_peer_exponential"])
-def test_gossip_keeps_the_mean_and_comes_together(pool: Pool, codec: Codec, topology: str) -> None:
+def test_gossip_keeps_the_mean_and_comes_together(
+    pool: Pool, topology: str, subtests: pytest.Subtests
+) -> None:
     """Up to where two numbers are written alike: what is closer is not told apart any more."""
-    settings = RoundSettings(
-        GASLoC(1.0, momentum=0.0), EverySteps(1), get_topology(topology), compression=codec
-    )
-    found = torch.stack(pool.run(gossip, settings, 150, world=4))
     starts = torch.stack([randn(150, seed=worker) for worker in range(4)])
-    assert_close(found.mean(0), starts.mean(0))
-    step = {"BFloat16": 2**-7, "Float16": 2**-10, "Int8": 1 / 127}[type(codec).__name__]
-    largest = found.abs().max()
-    assert 0 < (found - found.mean(0)).abs().max() < 2 * step * largest
-    assert (starts - starts.mean(0)).abs().max() > 100 * step
+    for codec, step in ((BFloat16(), 2**-7), (Float16(), 2**-10), (Int8(8), 1 / 127)):
+        with subtests.test(str(codec)):
+            settings = RoundSettings(
+                GASLoC(1.0, momentum=0.0), EverySteps(1), get_topology(topology), compression=codec
+            )
+            found = torch.stack(pool.run(gossip, settings, 150, world=4))
+            assert_close(found.mean(0), starts.mean(0))
+            largest = found.abs().max()
+            assert 0 < (found - found.mean(0)).abs().max() < 2 * step * largest
+            assert (starts - starts.mean(0)).abs().max() > 100 * step
 
 
 def gossip(rank: int, world: int, settings: RoundSettings, rounds: int) -> Tensor:

@@ -37,20 +37,21 @@ __all__ = ["no_checksum"]
 # -------------------------------------------------------------------- nothing is read back
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda value: value.sum().item(),
-        lambda value: float(value[0]),
-        lambda value: bool(value.isfinite().all()),
-        lambda value: value.tolist(),
-        lambda value: value.cpu(),
-        lambda value: torch.empty(3).copy_(value),
-    ],
-)
-def test_a_read_is_noticed(read: Any) -> None:
-    with pytest.raises((NotImplementedError, RuntimeError), match="meta tensor"):
-        read(torch.ones(3, device=DEVICE))
+def test_a_read_is_noticed(subtests: pytest.Subtests) -> None:
+    reads = {
+        "item": lambda value: value.sum().item(),
+        "float": lambda value: float(value[0]),
+        "bool": lambda value: bool(value.isfinite().all()),
+        "tolist": lambda value: value.tolist(),
+        "cpu": lambda value: value.cpu(),
+        "copy": lambda value: torch.empty(3).copy_(value),
+    }
+    for name, read in reads.items():
+        with (
+            subtests.test(name),
+            pytest.raises((NotImplementedError, RuntimeError), match="meta tensor"),
+        ):
+            read(torch.ones(3, device=DEVICE))
 
 
 def make_engine(case: Case, model: nn.Module) -> Engine:
@@ -62,19 +63,19 @@ def make_engine(case: Case, model: nn.Module) -> Engine:
 
 
 @pytest.mark.usefixtures("no_checksum")
-@pytest.mark.parametrize("name", CASES)
-def test_a_local_step_reads_nothing_back(name: str) -> None:
-    case = CASES[name]
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(DEVICE)
-    engine = make_engine(case, model)
-    assert engine.worker.replica.layout.device == DEVICE
-    assert len(engine.lanes) == (case.fragments or 1)
-    if case.by_clock:
-        engine.lanes[0].landed_at = time.monotonic()  # the first round would be due at once
-    for _ in range(49):  # the first of two fragments would begin a round after 50
-        engine.worker.last_loss = model(torch.ones(2, 3, device=DEVICE)).sum()
-        assert not engine.step()
-    engine.close()
+def test_a_local_step_reads_nothing_back(subtests: pytest.Subtests) -> None:
+    for name, case in CASES.items():
+        with subtests.test(name):
+            model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(DEVICE)
+            engine = make_engine(case, model)
+            assert engine.worker.replica.layout.device == DEVICE
+            assert len(engine.lanes) == (case.fragments or 1)
+            if case.by_clock:
+                engine.lanes[0].landed_at = time.monotonic()  # the first round would be due at once
+            for _ in range(49):  # the first of two fragments would begin a round after 50
+                engine.worker.last_loss = model(torch.ones(2, 3, device=DEVICE)).sum()
+                assert not engine.step()
+            engine.close()
 
 
 # --------------------------------------------------------------------- memory and devices
@@ -243,14 +244,16 @@ def train(rank: int, world: int, case: Case, device: str) -> list[Tensor]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("world", [2, 4])
 @rows("same numbers", without_variants())
 def test_gloo_ranks_on_one_gpu_give_the_numbers_of_the_cpu(
-    pool: Pool, case: Case, world: int
+    pool: Pool, case: Case, subtests: pytest.Subtests
 ) -> None:
-    expected, found = (pool.run(train, case, device, world=world) for device in ("cpu", "cuda"))
-    for on_cpu, on_gpu in zip(expected, found, strict=True):
-        assert_close(torch.stack(on_gpu), torch.stack(on_cpu))
+    for world in (2, 4):
+        with subtests.test(world=world):
+            expected = pool.run(train, case, "cpu", world=world)
+            found = pool.run(train, case, "cuda", world=world)
+            for on_cpu, on_gpu in zip(expected, found, strict=True):
+                assert_close(torch.stack(on_gpu), torch.stack(on_cpu))
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -18,32 +19,42 @@ from lightning_loco.rounds import rounds as rounds_module
 from lightning_loco.schedules import EverySteps
 from tests.algorithms.toys import Point, assert_close, randn
 from tests.pool import Pool, PoolError
-from tests.rounds.toys import Talking, TalkingGossip, approach, flat, simulate, train, zeros
+from tests.rounds.toys import (
+    Talking,
+    TalkingGossip,
+    approach,
+    flat,
+    run_each,
+    simulate,
+    train,
+    zeros,
+)
 
 # ------------------------------------------------------------------------------- own numbers
 
 ROUNDS = 5
-TALKS = [
-    pytest.param(Talking(), False, id="riding"),
-    pytest.param(Talking(), True, id="travelling"),
-    pytest.param(TalkingGossip(), False, id="neighbours"),
-    pytest.param(TalkingGossip(), True, id="late neighbours"),
-]
+TALKS: dict[str, tuple[Algorithm, bool]] = {
+    "riding": (Talking(), False),
+    "travelling": (Talking(), True),
+    "neighbours": (TalkingGossip(), False),
+    "late neighbours": (TalkingGossip(), True),
+}
 
 
-@pytest.mark.parametrize(("algorithm", "overlap"), TALKS)
-def test_own_numbers_of_all_workers_are_heard(
-    pool: Pool, algorithm: Algorithm, overlap: bool
-) -> None:
+def test_own_numbers_of_all_workers_are_heard(pool: Pool, subtests: pytest.Subtests) -> None:
     """In every kind of round, in the simulation, and after a resume with a flight under way."""
-    settings = RoundSettings(algorithm, EverySteps(2, overlap))
-    expected = simulate(settings, 3, ROUNDS, own=True)
-    unbroken = torch.stack(pool.run(train, settings, ROUNDS, zeros, None, True, world=3), dim=1)
-    assert_close(unbroken, expected)
-    resumed = torch.stack(pool.run(train, settings, ROUNDS, zeros, 3, True, world=3), dim=1)
-    assert torch.equal(resumed, unbroken)
-    silent = simulate(settings, 3, ROUNDS)
-    assert (silent - expected).abs().max() > 0.01
+    for name, (algorithm, overlap) in TALKS.items():
+        with subtests.test(name):
+            settings = RoundSettings(algorithm, EverySteps(2, overlap))
+            expected = simulate(settings, 3, ROUNDS, own=True)
+            unbroken, resumed = (
+                torch.stack(pool.run(train, settings, ROUNDS, zeros, after, True, world=3), dim=1)
+                for after in (None, 3)
+            )
+            assert_close(unbroken, expected)
+            assert torch.equal(resumed, unbroken)
+            silent = simulate(settings, 3, ROUNDS)
+            assert (silent - expected).abs().max() > 0.01
 
 
 def hear(rank: int, world: int, algorithm: Algorithm, overlap: bool) -> tuple[float, int]:
@@ -59,12 +70,14 @@ def hear(rank: int, world: int, algorithm: Algorithm, overlap: bool) -> tuple[fl
     return state["heard"], state["rounds"]
 
 
-@pytest.mark.parametrize(("algorithm", "overlap"), TALKS)
 def test_numbers_are_in_the_order_of_the_workers_and_heard_once_a_round(
-    pool: Pool, algorithm: Algorithm, overlap: bool
+    pool: Pool, subtests: pytest.Subtests
 ) -> None:
-    told = 1 if overlap else 2  # rounds that had landed when the last message was made
-    assert pool.run(hear, algorithm, overlap, world=3) == [(1 + 4 + 9 + 3 * told, 3)] * 3
+    for name, results in run_each(pool, hear, TALKS, world=3).items():
+        with subtests.test(name):
+            _, overlap = TALKS[name]
+            told = 1 if overlap else 2  # rounds that had landed when the last message was made
+            assert results == [(1 + 4 + 9 + 3 * told, 3)] * 3
 
 
 # ---------------------------------------------------------------------------- light meetings
@@ -93,14 +106,13 @@ def adamw(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.1)
 
 
-MEETINGS = [
-    pytest.param(DiLoCo(), False, id="riding"),
-    pytest.param(DiLoCo(outer_optimizer=adamw), False, id="riding whole"),
-    pytest.param(DiLoCo(0.7, 0.0), True, id="travelling"),
-    pytest.param(GASLoC(), False, id="neighbours"),
-    pytest.param(GASLoC(), True, id="late neighbours"),
-]
-every_meeting = pytest.mark.parametrize(("algorithm", "overlap"), MEETINGS)
+MEETINGS: dict[str, tuple[Algorithm, bool]] = {
+    "riding": (DiLoCo(), False),
+    "riding whole": (DiLoCo(outer_optimizer=adamw), False),
+    "travelling": (DiLoCo(0.7, 0.0), True),
+    "neighbours": (GASLoC(), False),
+    "late neighbours": (GASLoC(), True),
+}
 
 
 def meet(
@@ -131,42 +143,50 @@ def meet(
     }
 
 
-@every_meeting
-@pytest.mark.parametrize("steps", [0, 1])
+def every_meeting(pool: Pool, steps: int, broken: bool) -> Iterable[tuple[str, list[Any]]]:
+    """The results of both workers for each kind of meeting."""
+    rows = {name: (*meeting, steps, broken) for name, meeting in MEETINGS.items()}
+    return run_each(pool, meet, rows, world=2).items()
+
+
 def test_a_meeting_without_a_round_makes_no_pass_over_the_model(
-    pool: Pool, algorithm: Algorithm, overlap: bool, steps: int
+    pool: Pool, subtests: pytest.Subtests
 ) -> None:
-    for result in pool.run(meet, algorithm, overlap, steps, False, world=2):
-        assert result["passes"] == 0
-        assert result["rounds"] == 1
-        assert result["steps"] == [0, steps]
+    for steps in (0, 1):
+        for name, results in every_meeting(pool, steps, broken=False):
+            with subtests.test(name, steps=steps):
+                for result in results:
+                    assert result["passes"] == 0
+                    assert result["rounds"] == 1
+                    assert result["steps"] == [0, steps]
 
 
-@every_meeting
 def test_those_at_a_meeting_take_part_in_the_rounds_of_others(
-    pool: Pool, algorithm: Algorithm, overlap: bool
+    pool: Pool, subtests: pytest.Subtests
 ) -> None:
-    first, second = pool.run(meet, algorithm, overlap, 5, False, world=2)
-    for result in (first, second):
-        assert result["rounds"] == 3
-        assert result["steps"] == [0, 1]
-        assert torch.equal(result["model"], first["model"])
-    assert first["passes"] > 0
+    for name, (first, second) in every_meeting(pool, 5, broken=False):
+        with subtests.test(name):
+            for result in (first, second):
+                assert result["rounds"] == 3
+                assert result["steps"] == [0, 1]
+                assert torch.equal(result["model"], first["model"])
+            assert first["passes"] > 0
 
 
-@every_meeting
 @pytest.mark.filterwarnings("ignore:.*NaN")
 def test_a_worker_with_nan_at_a_meeting_has_no_weight(
-    pool: Pool, algorithm: Algorithm, overlap: bool
+    pool: Pool, subtests: pytest.Subtests
 ) -> None:
     """It learns of its state only when another worker makes a round, and then says so."""
-    first, second = pool.run(meet, algorithm, overlap, 5, True, world=2)
-    assert (first["finite"], second["finite"]) == (True, True)  # again, after two rounds
-    assert torch.equal(first["model"], second["model"])
-    assert torch.isfinite(first["model"]).all()
-    if algorithm.exchange == "mean" and not overlap:
-        expected = meet_alone(algorithm)
-        assert_close(first["model"], expected)
+    for name, (first, second) in every_meeting(pool, 5, broken=True):
+        with subtests.test(name):
+            assert (first["finite"], second["finite"]) == (True, True)  # again, after two rounds
+            assert torch.equal(first["model"], second["model"])
+            assert torch.isfinite(first["model"]).all()
+            algorithm, overlap = MEETINGS[name]
+            if algorithm.exchange == "mean" and not overlap:
+                expected = meet_alone(algorithm)
+                assert_close(first["model"], expected)
 
 
 def meet_alone(algorithm: Algorithm) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -102,26 +103,24 @@ def alone(name: str | None) -> Any:
     return NeighborExchange(group, statistics, get_topology(name))
 
 
-@pytest.mark.parametrize("under_way", [1, 3, 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_processes_receive_what_simulate_says(
-    pool: Pool, world: int, dtype: torch.dtype, under_way: int
-) -> None:
+def test_processes_receive_what_simulate_says(pool: Pool, subtests: pytest.Subtests) -> None:
     """Neighbours bit for bit: both sum in one order. The mean up to the order of its sum."""
-    names = fitting(world)
-    assert len(names) >= 8
-    results = pool.run(exchange_all, [None, *names], dtype, under_way, world=world)
-    tolerance = 1e-12 if dtype == torch.float64 else 1e-6
-    for name in [None, *names]:
-        expected = simulate_all(alone(name), world, dtype)
-        for worker, answers in enumerate(results):
-            received, _ = answers[name]
-            for a, b in zip(received, expected[worker], strict=True):
-                if name is None:
-                    torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
-                else:
-                    assert torch.equal(a, b), (name, worker)
+    rows = itertools.product((2, 3, 4), (torch.float32, torch.float64), (1, 3, 5))
+    for world, dtype, under_way in rows:
+        with subtests.test(world=world, dtype=dtype, under_way=under_way):
+            names = fitting(world)
+            assert len(names) >= 8
+            results = pool.run(exchange_all, [None, *names], dtype, under_way, world=world)
+            tolerance = 1e-12 if dtype == torch.float64 else 1e-6
+            for name in [None, *names]:
+                expected = simulate_all(alone(name), world, dtype)
+                for worker, answers in enumerate(results):
+                    received, _ = answers[name]
+                    for a, b in zip(received, expected[worker], strict=True):
+                        if name is None:
+                            torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
+                        else:
+                            assert torch.equal(a, b), (name, worker)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -139,42 +138,44 @@ def test_bytes_are_counted(pool: Pool, world: int) -> None:
         assert answers["ring"][1] == min(2, world - 1) * ROUNDS * sum(sizes)
 
 
-@pytest.mark.parametrize("num_workers", range(1, 10))
-def test_neighbours_receive_the_row_of_the_mixing_matrix(num_workers: int) -> None:
-    for name in fitting(num_workers):
-        topology = get_topology(name)
-        exchange = alone(name)
-        messages = [message_of(worker, 0, 0, torch.float64) for worker in range(num_workers)]
-        for t in range(5):
-            expected = topology.mixing_matrix(num_workers, t) @ torch.stack(messages)
-            received = torch.stack(exchange.simulate(messages, t))
-            torch.testing.assert_close(received, expected, rtol=0, atol=1e-14)
+def test_neighbours_receive_the_row_of_the_mixing_matrix(subtests: pytest.Subtests) -> None:
+    for num_workers in range(1, 10):
+        with subtests.test(num_workers=num_workers):
+            for name in fitting(num_workers):
+                topology = get_topology(name)
+                exchange = alone(name)
+                messages = [message_of(w, 0, 0, torch.float64) for w in range(num_workers)]
+                for t in range(5):
+                    expected = topology.mixing_matrix(num_workers, t) @ torch.stack(messages)
+                    received = torch.stack(exchange.simulate(messages, t))
+                    torch.testing.assert_close(received, expected, rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", [None, "ring", "complete", "random_matching", "exponential"])
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
 def test_simulate_leaves_the_messages_alone_and_gives_everyone_memory_of_his_own(
-    name: str | None, num_workers: int
+    subtests: pytest.Subtests,
 ) -> None:
-    messages = [message_of(worker, 0, 0, torch.float64) for worker in range(num_workers)]
-    before = [message.clone() for message in messages]
-    received = alone(name).simulate(messages, 0)
-    again = [tensor.clone() for tensor in alone(name).simulate(messages, 0)]
-    for tensor in received:
-        tensor.zero_()
-    assert all(torch.equal(a, b) for a, b in zip(messages, before, strict=True))
-    assert len({tensor.data_ptr() for tensor in [*messages, *received]}) == 2 * num_workers
-    assert all(
-        torch.equal(a, b) for a, b in zip(alone(name).simulate(messages, 0), again, strict=True)
-    )
+    names = (None, "ring", "complete", "random_matching", "exponential")
+    for name, num_workers in itertools.product(names, (1, 2, 3, 5)):
+        with subtests.test(name or "mean", num_workers=num_workers):
+            messages = [message_of(worker, 0, 0, torch.float64) for worker in range(num_workers)]
+            before = [message.clone() for message in messages]
+            received = alone(name).simulate(messages, 0)
+            again = [tensor.clone() for tensor in alone(name).simulate(messages, 0)]
+            for tensor in received:
+                tensor.zero_()
+            assert all(torch.equal(a, b) for a, b in zip(messages, before, strict=True))
+            assert len({tensor.data_ptr() for tensor in [*messages, *received]}) == 2 * num_workers
+            unchanged = alone(name).simulate(messages, 0)
+            assert all(torch.equal(a, b) for a, b in zip(unchanged, again, strict=True))
 
 
-@pytest.mark.parametrize("name", [None, *fitting(1)])
-def test_a_single_worker_receives_its_own_message(name: str | None) -> None:
-    exchange = alone(name)
-    message = torch.tensor([1.0, 2.0])
-    assert start(exchange, message, 0).wait().tolist() == [1.0, 2.0]
-    assert exchange._statistics.bytes_sent == 0
+def test_a_single_worker_receives_its_own_message(subtests: pytest.Subtests) -> None:
+    for name in (None, *fitting(1)):
+        with subtests.test(name or "mean"):
+            exchange = alone(name)
+            message = torch.tensor([1.0, 2.0])
+            assert start(exchange, message, 0).wait().tolist() == [1.0, 2.0]
+            assert exchange._statistics.bytes_sent == 0
 
 
 def mean_of_some(rank: int, world: int, valid: list[bool]) -> Tensor:

@@ -30,14 +30,15 @@ def rows_of(arrived: Travelling) -> PendingRows:
     return PendingRows(arrived.wait, "round 3", arrived.has_arrived)
 
 
-@pytest.mark.parametrize("late", [None, 0, 1, 2])
-def test_it_has_arrived_when_all_parcels_and_the_rows_have(late: int | None) -> None:
-    parts = [Travelling(arrived=index != late) for index in range(3)]
-    flight = Flight(3, rows_of(parts[0]), True, 30, handles=[*parts[1:]])
-    assert flight.has_arrived() is (late is None)
-    for part in parts:
-        part.arrived = True
-    assert flight.has_arrived()
+def test_it_has_arrived_when_all_parcels_and_the_rows_have(subtests: pytest.Subtests) -> None:
+    for late in (None, 0, 1, 2):
+        with subtests.test(late=late):
+            parts = [Travelling(arrived=index != late) for index in range(3)]
+            flight = Flight(3, rows_of(parts[0]), True, 30, handles=[*parts[1:]])
+            assert flight.has_arrived() is (late is None)
+            for part in parts:
+                part.arrived = True
+            assert flight.has_arrived()
 
 
 def test_one_from_a_checkpoint_has_arrived_and_knows_what_the_old_one_knew() -> None:

@@ -68,38 +68,33 @@ def begin(rank: int, world: int, algorithm: Algorithm, broken: bool) -> list[flo
     return values
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "broken", "expected"),
-    [
+def test_where_local_steps_go_on(pool: Pool, subtests: pytest.Subtests) -> None:
+    rows: list[tuple[Algorithm, bool, list[float]]] = [
         (DiLoCo(0.5, 0.0), False, [0.0, 0.0]),
         (GASLoC(), False, [1.0, 2.0]),
         (GASLoC(), True, [0.0, 0.0]),
         (ModelAverage(), False, [1.0, 2.0]),
         (ModelAverage(), True, [1.0, math.nan]),  # nothing remembers the start
-    ],
-)
-def test_where_local_steps_go_on(
-    pool: Pool, algorithm: Algorithm, broken: bool, expected: list[float]
-) -> None:
-    whole, last = pool.run(begin, algorithm, broken, world=2)
-    assert_close(torch.tensor(last), torch.tensor(expected), equal_nan=True)
-    if broken:
-        assert whole == [1.0, 2.0]
+    ]
+    for algorithm, broken, expected in rows:
+        with subtests.test(str(algorithm), broken=broken):
+            whole, last = pool.run(begin, algorithm, broken, world=2)
+            assert_close(torch.tensor(last), torch.tensor(expected), equal_nan=True)
+            if broken:
+                assert whole == [1.0, 2.0]
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "landing"),
-    [
+def test_algorithms_get_the_landing_they_name(subtests: pytest.Subtests) -> None:
+    rows: list[tuple[Algorithm, Landing]] = [
         (DiLoCo(), Restart()),
         (LocalSGD(), Restart()),
         (GASLoC(), KeepProgress()),
         (ModelAverage(), KeepProgress()),
         (NeighborAverage(), KeepProgress()),
-    ],
-    ids=str,
-)
-def test_algorithms_get_the_landing_they_name(algorithm: Algorithm, landing: Landing) -> None:
-    assert RoundSettings(algorithm).prepare(num_workers=2).landing == landing
+    ]
+    for algorithm, landing in rows:
+        with subtests.test(str(algorithm)):
+            assert RoundSettings(algorithm).prepare(num_workers=2).landing == landing
 
 
 def test_a_landing_must_be_one() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -35,25 +36,30 @@ def landed(
     return flat(model), before, after
 
 
-@pytest.mark.parametrize("has_departure", [False, True])
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
-def test_parameters_move_by_the_result(algorithm: Algorithm, has_departure: bool) -> None:
-    received, message, left = (randn(LARGE, seed=seed) for seed in (2, 3, 4))
-    params = randn(LARGE, seed=5)
-    departure = left if has_departure else None
-    flight = {"received": received, "messages": message, "departure": departure, "told": None}
-    found, before, after = landed(algorithm, flight, params)
-    prepared = RoundSettings(algorithm).prepare(1).algorithm
-    start = left if has_departure else prepared.restart(before)
-    assert start is not None
-    start = start.clone()
-    result = prepared.update(message.clone(), received.clone(), before).clone()
-    torch.testing.assert_close(found, result + (params - start), rtol=0, atol=1e-13)
-    assert before.keys() == after.keys()
-    for name, value in before.items():
-        torch.testing.assert_close(
-            torch.as_tensor(after[name]), torch.as_tensor(value), rtol=0, atol=1e-13
-        )
+def test_parameters_move_by_the_result(subtests: pytest.Subtests) -> None:
+    for algorithm, has_departure in itertools.product(ALGORITHMS, (False, True)):
+        with subtests.test(str(algorithm), has_departure=has_departure):
+            received, message, left = (randn(LARGE, seed=seed) for seed in (2, 3, 4))
+            params = randn(LARGE, seed=5)
+            departure = left if has_departure else None
+            flight = {
+                "received": received,
+                "messages": message,
+                "departure": departure,
+                "told": None,
+            }
+            found, before, after = landed(algorithm, flight, params)
+            prepared = RoundSettings(algorithm).prepare(1).algorithm
+            start = left if has_departure else prepared.restart(before)
+            assert start is not None
+            start = start.clone()
+            result = prepared.update(message.clone(), received.clone(), before).clone()
+            torch.testing.assert_close(found, result + (params - start), rtol=0, atol=1e-13)
+            assert before.keys() == after.keys()
+            for name, value in before.items():
+                torch.testing.assert_close(
+                    torch.as_tensor(after[name]), torch.as_tensor(value), rtol=0, atol=1e-13
+                )
 
 
 def test_parameters_that_are_not_finite_become_the_result() -> None:

@@ -19,7 +19,7 @@ from tests.algorithms.toys import Point
 from tests.cases import CASES, Case, rows, without_variants
 from tests.late_backend import DELAY_S, LateGroup, late_group
 from tests.pool import Pool, PoolError
-from tests.rounds.toys import LARGE, SMALL_BUCKET, approach, flat, zeros
+from tests.rounds.toys import LARGE, SMALL_BUCKET, approach, flat, run_each, zeros
 
 TIMEOUT_S = 2.0
 LATEST_S = TIMEOUT_S + 6.0
@@ -60,18 +60,16 @@ def test_rounds_by_the_step_give_the_numbers_of_gloo(pool: Pool, case: Case) -> 
         assert on_late["wait_s"] > 3 * DELAY_S
 
 
-@pytest.mark.parametrize(
-    ("name", "compression"),
-    [("diloco", "e3m0"), ("async_diloco", "sparse"), ("gasloc", "int8"), ("local_sgd", "int8")],
-)
-def test_compressed_rounds_give_the_numbers_of_gloo(
-    pool: Pool, name: str, compression: str
-) -> None:
+def test_compressed_rounds_give_the_numbers_of_gloo(pool: Pool, subtests: pytest.Subtests) -> None:
+    codecs = {"diloco": "e3m0", "async_diloco": "sparse", "gasloc": "int8", "local_sgd": "int8"}
     on_gloo, on_late = (
-        pool.run(train, CASES[name], late, compression, world=3) for late in (False, True)
+        run_each(pool, train, {n: (CASES[n], late, c) for n, c in codecs.items()}, world=3)
+        for late in (False, True)
     )
-    for expected, found in zip(on_gloo, on_late, strict=True):
-        assert torch.equal(torch.stack(found["history"]), torch.stack(expected["history"]))
+    for name in codecs:
+        with subtests.test(name):
+            for expected, found in zip(on_gloo[name], on_late[name], strict=True):
+                assert torch.equal(torch.stack(found["history"]), torch.stack(expected["history"]))
 
 
 def train_by_clock(

@@ -40,7 +40,7 @@ from lightning_loco.schedules import EverySteps
 from lightning_loco.topology import Ring
 from tests.algorithms.toys import Point
 from tests.pool import Pool, PoolError, make_trainer
-from tests.rounds.toys import approach, flat, train
+from tests.rounds.toys import approach, flat, run_each, train
 from tests.tiny import TinyModule, WorkerData
 
 pytestmark = pytest.mark.alone
@@ -235,27 +235,28 @@ def test_rounds_by_the_clock_are_not_over_before(pool: Pool) -> None:
 QUICK = Links(Link(20, 0.002, 0.004))
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "overlap", "topology"),
-    [
-        (LocalSGD(), False, None),
-        (DiLoCo(), False, None),
-        (DiLoCo(outer_momentum=0.0), True, None),
-        (GASLoC(), False, "ring"),
-        (GASLoC(), True, "random_matching"),
-        (ModelAverage(), True, None),
-        (NeighborAverage(), True, Ring()),
-    ],
-    ids=lambda value: getattr(type(value), "__name__", value),
-)
-def test_a_link_changes_no_bit(
-    pool: Pool, algorithm: Algorithm, overlap: bool, topology: Any
-) -> None:
-    settings = RoundSettings(algorithm, EverySteps(2, overlap), topology)
-    slow = dataclasses.replace(settings, link=QUICK)
-    without = pool.run(train, settings, 4)
-    for expected, found in zip(without, pool.run(train, slow, 4), strict=True):
-        assert torch.equal(expected, found)
+def test_a_link_changes_no_bit(pool: Pool, subtests: pytest.Subtests) -> None:
+    settings = {
+        "local sgd": RoundSettings(LocalSGD(), EverySteps(2)),
+        "diloco": RoundSettings(DiLoCo(), EverySteps(2)),
+        "late diloco": RoundSettings(DiLoCo(outer_momentum=0.0), EverySteps(2, True)),
+        "gasloc": RoundSettings(GASLoC(), EverySteps(2), "ring"),
+        "late gasloc": RoundSettings(GASLoC(), EverySteps(2, True), "random_matching"),
+        "late average": RoundSettings(ModelAverage(), EverySteps(2, True)),
+        "late neighbours": RoundSettings(NeighborAverage(), EverySteps(2, True), Ring()),
+    }
+    without, slow = (
+        run_each(
+            pool,
+            train,
+            {name: (dataclasses.replace(one, link=link), 4) for name, one in settings.items()},
+        )
+        for link in (None, QUICK)
+    )
+    for name in settings:
+        with subtests.test(name):
+            for expected, found in zip(without[name], slow[name], strict=True):
+                assert torch.equal(expected, found)
 
 
 def average_by_the_clock(rank: int, world: int, link: Any) -> Tensor:
@@ -426,22 +427,21 @@ def start_with(rank: int, world: int, links: list[Any]) -> None:
     StepEngine(Point(torch.zeros(3)), LocalSGD(), link=links[rank]).close()
 
 
-@pytest.mark.parametrize(
-    ("links", "text"),
-    [
+def test_links_that_do_not_fit_are_refused_on_all_workers(
+    pool: Pool, subtests: pytest.Subtests
+) -> None:
+    rows: list[tuple[list[Any], str]] = [
         (["wan", "dsl"], "Worker 1 has link=.* Start all workers with the same settings"),
         (["wan", None], "Worker 1 has link=None and worker 0 has link="),
         ([["wan"] * 3] * 2, "link has 3 entries, one for each worker, but there are 2 workers"),
         ([["wan", "moon"]] * 2, r"link\[1\] must be one of wan, dsl"),
         (["nowhere.yaml"] * 2, "There is no file of links 'nowhere.yaml'"),
-    ],
-)
-def test_links_that_do_not_fit_are_refused_on_all_workers(
-    pool: Pool, links: list[Any], text: str
-) -> None:
-    with pytest.raises(PoolError, match=text) as caught:
-        pool.run(start_with, links, world=2)
-    assert sorted(caught.value.failures) == [0, 1]
+    ]
+    for links, text in rows:
+        with subtests.test(str(links)):
+            with pytest.raises(PoolError, match=text) as caught:
+                pool.run(start_with, links, world=2)
+            assert sorted(caught.value.failures) == [0, 1]
 
 
 def test_a_worker_alone_has_no_link() -> None:

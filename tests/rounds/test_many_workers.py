@@ -14,7 +14,7 @@ from torch import nn
 from lightning_loco import DiLoCo, StepEngine
 from lightning_loco.algorithms import NeighborAverage
 from lightning_loco.comm import WorkerGroup
-from lightning_loco.topology import TOPOLOGIES, RandomMatching, Topology
+from lightning_loco.topology import TOPOLOGIES, RandomMatching
 from tests.own_store import Job
 
 pytestmark = [pytest.mark.soak, pytest.mark.process]
@@ -78,21 +78,23 @@ def mixed() -> list[Mixed]:
     return results(mix_by_all)
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES_HERE, ids=str)
 def test_a_topology_mixes_by_its_matrix_and_keeps_the_mean(
-    mixed: list[Mixed], topology: Topology
+    mixed: list[Mixed], subtests: pytest.Subtests
 ) -> None:
-    index = TOPOLOGIES_HERE.index(topology)
-    expected = torch.arange(float(WORKERS), dtype=torch.float64)
-    for number in range(ROUNDS):
-        matrix = torch.zeros(WORKERS, WORKERS, dtype=torch.float64)
-        for worker in range(WORKERS):
-            for peer, weight in topology.weights(worker, WORKERS, number).items():
-                matrix[worker, peer] = weight
-        expected = matrix @ expected
-        held = torch.tensor([one.values[index][number] for one in mixed], dtype=torch.float64)
-        torch.testing.assert_close(held, expected, rtol=1e-12, atol=1e-10)
-        assert held.mean().item() == pytest.approx((WORKERS - 1) / 2, abs=1e-10)
+    for index, topology in enumerate(TOPOLOGIES_HERE):
+        with subtests.test(str(topology)):
+            expected = torch.arange(float(WORKERS), dtype=torch.float64)
+            for number in range(ROUNDS):
+                matrix = torch.zeros(WORKERS, WORKERS, dtype=torch.float64)
+                for worker in range(WORKERS):
+                    for peer, weight in topology.weights(worker, WORKERS, number).items():
+                        matrix[worker, peer] = weight
+                expected = matrix @ expected
+                held = torch.tensor(
+                    [one.values[index][number] for one in mixed], dtype=torch.float64
+                )
+                torch.testing.assert_close(held, expected, rtol=1e-12, atol=1e-10)
+                assert held.mean().item() == pytest.approx((WORKERS - 1) / 2, abs=1e-10)
 
 
 def test_random_matchings_agree_and_are_involutions(mixed: list[Mixed]) -> None:

@@ -15,6 +15,7 @@ from tests.algorithms.toys import assert_close, run_engine
 from tests.cases import CASES, Case, without_variants
 from tests.no_values import DEVICE, copies_to_the_host, no_checksum
 from tests.pool import Pool, make_trainer
+from tests.rounds.toys import run_each
 from tests.tiny import TinyModule, flat, make_loader
 
 __all__ = ["no_checksum"]
@@ -37,11 +38,18 @@ def from_afar(rank: int, world: int, case: Case, is_far: bool) -> Tensor:
         return run_engine(rank, world, case.algorithm, ROUNDS, settings)
 
 
-@pytest.mark.parametrize("name", [*BY_STEPS, "diloco_compressed"])
-def test_numbers_do_not_depend_on_where_parameters_are(pool: Pool, name: str) -> None:
-    near, far = (pool.run(from_afar, CASES[name], is_far, world=3) for is_far in (False, True))
-    for one, other in zip(near, far, strict=True):
-        assert torch.equal(one, other)
+def test_numbers_do_not_depend_on_where_parameters_are(
+    pool: Pool, subtests: pytest.Subtests
+) -> None:
+    names = (*BY_STEPS, "diloco_compressed")
+    near, far = (
+        run_each(pool, from_afar, {name: (CASES[name], is_far) for name in names}, world=3)
+        for is_far in (False, True)
+    )
+    for name in names:
+        with subtests.test(name):
+            for one, other in zip(near[name], far[name], strict=True):
+                assert torch.equal(one, other)
 
 
 def fit(rank: int, world: int, name: str, outer_device: Any) -> Tensor:
@@ -78,10 +86,10 @@ def test_all_memory_of_rounds_is_the_hosts(name: str) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("given", ["cuda", "gpu", torch.device("cpu"), 0])
-def test_other_devices_are_refused(given: Any) -> None:
-    with pytest.raises(ValueError, match="outer_device must be 'cpu' for the host's memory"):
-        StepEngine(nn.Linear(1, 1), DiLoCo(), outer_device=given)
+def test_other_devices_are_refused(subtests: pytest.Subtests) -> None:
+    for given in ("cuda", "gpu", torch.device("cpu"), 0):
+        with subtests.test(repr(given)), pytest.raises(ValueError, match="must be 'cpu' for the"):
+            StepEngine(nn.Linear(1, 1), DiLoCo(), outer_device=given)
 
 
 def test_a_group_that_cannot_send_the_hosts_memory_is_refused() -> None:

@@ -117,35 +117,34 @@ def fail_in_round(
 STEPS, LATE, CLOCK = EverySteps(1), EverySteps(1, overlap=True), EveryInterval(0.0)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "schedule"),
-    [
-        pytest.param(DiLoCo(), STEPS, id="diloco"),
-        pytest.param(Counting(), STEPS, id="counting"),
-        pytest.param(LocalSGD(), STEPS, id="local_sgd"),
-        pytest.param(GASLoC(), STEPS, id="gasloc"),
-        pytest.param(DiLoCo(0.7, 0.3), LATE, id="late diloco"),
-        pytest.param(ModelAverage(), LATE, id="late average"),
-        pytest.param(GASLoC(), LATE, id="late gasloc"),
-        pytest.param(ModelAverage(), CLOCK, id="average by the clock"),
-        pytest.param(GASLoC(), CLOCK, id="gasloc by the clock"),
-    ],
-)
 def test_a_round_that_loses_its_second_parcel_changes_nothing(
-    pool: Pool, algorithm: Algorithm, schedule: Schedule
+    pool: Pool, subtests: pytest.Subtests
 ) -> None:
     """Neither parameters nor state nor residuals, at once, late and by the clock."""
-    bucket_bytes = SMALL_BUCKET * (8 if isinstance(algorithm, GASLoC) else 4)
-    settings = RoundSettings(
-        algorithm, schedule, compression=rounding(algorithm), bucket_bytes=bucket_bytes
-    )
-    for result in pool.run(fail_in_round, settings, FITS, 2, world=2):
-        assert result == {
-            "error": "the parcel is lost",
-            "same": True,
-            "torn": False,
-            "parcels": 2,
-        }
+    ways: dict[str, tuple[Algorithm, Schedule]] = {
+        "diloco": (DiLoCo(), STEPS),
+        "counting": (Counting(), STEPS),
+        "local sgd": (LocalSGD(), STEPS),
+        "gasloc": (GASLoC(), STEPS),
+        "late diloco": (DiLoCo(0.7, 0.3), LATE),
+        "late average": (ModelAverage(), LATE),
+        "late gasloc": (GASLoC(), LATE),
+        "average by the clock": (ModelAverage(), CLOCK),
+        "gasloc by the clock": (GASLoC(), CLOCK),
+    }
+    for name, (algorithm, schedule) in ways.items():
+        with subtests.test(name):
+            bucket_bytes = SMALL_BUCKET * (8 if isinstance(algorithm, GASLoC) else 4)
+            settings = RoundSettings(
+                algorithm, schedule, compression=rounding(algorithm), bucket_bytes=bucket_bytes
+            )
+            for result in pool.run(fail_in_round, settings, FITS, 2, world=2):
+                assert result == {
+                    "error": "the parcel is lost",
+                    "same": True,
+                    "torn": False,
+                    "parcels": 2,
+                }
 
 
 def test_a_round_larger_than_the_bucket_that_fails_is_torn_and_not_saved(pool: Pool) -> None:

@@ -109,11 +109,14 @@ def start_with(rank: int, world: int, kind: str, same: bool) -> None:
 KINDS = ["partial", "constant", "name", "default", "closure"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_settings_that_differ_by_value_are_refused_on_every_worker(pool: Pool, kind: str) -> None:
-    with pytest.raises(PoolError, match="Worker 1 has outer_optimizer=") as error:
-        pool.run(start_with, kind, False, world=2)
-    assert sorted(error.value.failures) == [0, 1]
+def test_settings_that_differ_by_value_are_refused_on_every_worker(
+    pool: Pool, subtests: pytest.Subtests
+) -> None:
+    for kind in KINDS:
+        with subtests.test(kind):
+            with pytest.raises(PoolError, match="Worker 1 has outer_optimizer=") as error:
+                pool.run(start_with, kind, False, world=2)
+            assert sorted(error.value.failures) == [0, 1]
 
 
 def start_with_all(rank: int, world: int) -> None:
@@ -130,9 +133,8 @@ def test_settings_of_equal_value_are_accepted(pool: Pool) -> None:
 # -------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "text"),
-    [
+def test_settings_that_cannot_work_are_refused_at_once(subtests: pytest.Subtests) -> None:
+    rows = [
         ({"algorithm": "diloco"}, TypeError, "algorithm must be an Algorithm such as DiLoCo"),
         ({"schedule": 100}, TypeError, "schedule must be a Schedule such as EverySteps"),
         ({"compression": "zip"}, ValueError, "compression must be one of none, bf16"),
@@ -141,14 +143,10 @@ def test_settings_of_equal_value_are_accepted(pool: Pool) -> None:
         ({"bucket_bytes": True}, TypeError, "bucket_bytes must be an integer"),
         ({"bucket_bytes": 0}, ValueError, "bucket_bytes must be positive"),
         ({"schedule": EverySteps(1, overlap=True)}, ValueError, "got LocalSGD"),
-    ],
-    ids=str,
-)
-def test_settings_that_cannot_work_are_refused_at_once(
-    settings: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=text):
-        RoundSettings(**{"algorithm": LocalSGD(), **settings})
+    ]
+    for settings, error, text in rows:
+        with subtests.test(str(settings)), pytest.raises(error, match=text):
+            RoundSettings(**{"algorithm": LocalSGD(), **settings})
 
 
 def test_an_algorithm_of_the_whole_vector_cannot_be_exchanged_in_parts() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -16,27 +18,23 @@ from lightning_loco.rounds.setup import make_lanes
 from lightning_loco.schedules import EveryInterval, EverySteps, Schedule
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "schedule", "carrier", "exchange"),
-    [
-        (DiLoCo(), EverySteps(2), RidingRows, MeanExchange),
-        (DiLoCo(outer_momentum=0.0), EverySteps(2, overlap=True), TravellingRows, MeanExchange),
-        (ModelAverage(), EveryInterval(), RidingRows, MeanExchange),
-        (GASLoC(), EverySteps(2), TravellingRows, NeighborExchange),
-    ],
-    ids=["attended", "left alone", "by the clock", "neighbours"],
-)
-def test_rows_ride_with_sums_that_somebody_attends_to(
-    algorithm: Algorithm, schedule: Schedule, carrier: type, exchange: type
-) -> None:
+def test_rows_ride_with_sums_that_somebody_attends_to(subtests: pytest.Subtests) -> None:
     """A round that nobody looks after until the next one cannot call those at a meeting."""
-    model = torch.nn.Linear(2, 3)
-    group = WorkerGroup(0, 1)
-    worker, settings = Worker.join(model, lambda: RoundSettings(algorithm, schedule), group)
-    (lane,), (made,), shared, link = make_lanes(worker, settings)
-    assert link is None
-    assert type(made) is carrier
-    assert type(shared) is exchange
-    room = Row.width(0) if carrier is RidingRows else 0
-    assert lane.lane.rows_memory.numel() == room
-    assert [len(parcel) for parcel in lane.lane.parcels] == [9]
+    late = EverySteps(2, overlap=True)
+    rows: dict[str, tuple[Algorithm, Schedule, type, type]] = {
+        "attended": (DiLoCo(), EverySteps(2), RidingRows, MeanExchange),
+        "left alone": (DiLoCo(outer_momentum=0.0), late, TravellingRows, MeanExchange),
+        "by the clock": (ModelAverage(), EveryInterval(), RidingRows, MeanExchange),
+        "neighbours": (GASLoC(), EverySteps(2), TravellingRows, NeighborExchange),
+    }
+    for name, (algorithm, schedule, carrier, exchange) in rows.items():
+        with subtests.test(name):
+            make = partial(RoundSettings, algorithm, schedule)
+            worker, settings = Worker.join(torch.nn.Linear(2, 3), make, WorkerGroup(0, 1))
+            (lane,), (made,), shared, link = make_lanes(worker, settings)
+            assert link is None
+            assert type(made) is carrier
+            assert type(shared) is exchange
+            room = Row.width(0) if carrier is RidingRows else 0
+            assert lane.lane.rows_memory.numel() == room
+            assert [len(parcel) for parcel in lane.lane.parcels] == [9]

@@ -17,7 +17,7 @@ from lightning_loco.schedules import EverySteps, Schedule, Staggered
 from tests.algorithms.toys import assert_close
 from tests.pool import Pool, PoolError
 from tests.rounds.fragments import SIZES, Layers, simulate, slices_of, stream, train
-from tests.rounds.toys import Counting, approach, flat, rounding, saved_and_loaded
+from tests.rounds.toys import Counting, approach, flat, rounding, run_each, saved_and_loaded
 
 DILOCO = DiLoCo(0.4, 0.9)
 LAG_S = 1.0
@@ -85,32 +85,31 @@ def test_the_numbers_of_torchft(pool: Pool, delay: int, mix: float, expected: An
 
 # ----------------------------------------------------------------------------- a plain loop
 
-SHAPES = [
-    pytest.param(7, 3, 0, 0.5, id="at once"),
-    pytest.param(7, 3, 2, 0.5, id="before the next begins"),
-    pytest.param(7, 3, 5, 0.25, id="several under way"),
-    pytest.param(7, 3, 7, 0.5, id="a whole phase late"),
-    pytest.param(6, 1, 4, 0.0, id="one fragment"),
-    pytest.param(4, 2, 3, 1.0, id="results aside"),
-]
+SHAPES = {
+    "at once": (7, 3, 0, 0.5),
+    "before the next begins": (7, 3, 2, 0.5),
+    "several under way": (7, 3, 5, 0.25),
+    "a whole phase late": (7, 3, 7, 0.5),
+    "one fragment": (6, 1, 4, 0.0),
+    "results aside": (4, 2, 3, 1.0),
+}
 
 
-@pytest.mark.parametrize(("every", "fragments", "delay", "mix"), SHAPES)
-def test_every_step_is_that_of_a_plain_loop(
-    pool: Pool, every: int, fragments: int, delay: int, mix: float
-) -> None:
+def test_every_step_is_that_of_a_plain_loop(pool: Pool, subtests: pytest.Subtests) -> None:
     """On three processes, in a simulation and by hand; at the end, too."""
-    settings = settings_of(every, fragments, delay, mix)
-    steps = 3 * every
-    expected = stream(settings, 3, steps)
-    results = pool.run(train, settings, steps, world=3)
-    assert_close(torch.stack([history for history, _ in results], dim=1), expected.history)
-    for _, end in results:
-        assert torch.equal(end, results[0][1])
-        assert_close(end, expected.consensus)
-    simulated = simulate(settings, 3, steps)
-    assert_close(simulated.history, expected.history)
-    assert_close(simulated.consensus, expected.consensus)
+    for name, (every, fragments, delay, mix) in SHAPES.items():
+        with subtests.test(name):
+            settings = settings_of(every, fragments, delay, mix)
+            steps = 3 * every
+            expected = stream(settings, 3, steps)
+            results = pool.run(train, settings, steps, world=3)
+            assert_close(torch.stack([history for history, _ in results], dim=1), expected.history)
+            for _, end in results:
+                assert torch.equal(end, results[0][1])
+                assert_close(end, expected.consensus)
+            simulated = simulate(settings, 3, steps)
+            assert_close(simulated.history, expected.history)
+            assert_close(simulated.consensus, expected.consensus)
 
 
 def train_lengths(rank: int, world: int, settings: RoundSettings, lengths: range) -> list[Tensor]:
@@ -233,16 +232,17 @@ def test_workers_of_different_pace(pool: Pool) -> None:
 # ------------------------------------------------------------------- validation and resumption
 
 
-@pytest.mark.parametrize("delay", [0, 2, 5, 6])
-def test_a_validation_changes_nothing(pool: Pool, delay: int) -> None:
-    settings = settings_of(6, 3, delay, 0.5)
-    for met, unbroken in zip(
-        pool.run(train, settings, 14, None, True, world=2),
-        pool.run(train, settings, 14, world=2),
-        strict=True,
-    ):
-        assert torch.equal(met[0], unbroken[0])
-        assert torch.equal(met[1], unbroken[1])
+def test_a_validation_changes_nothing(pool: Pool, subtests: pytest.Subtests) -> None:
+    for delay in (0, 2, 5, 6):
+        with subtests.test(delay=delay):
+            settings = settings_of(6, 3, delay, 0.5)
+            for met, unbroken in zip(
+                pool.run(train, settings, 14, None, True, world=2),
+                pool.run(train, settings, 14, world=2),
+                strict=True,
+            ):
+                assert torch.equal(met[0], unbroken[0])
+                assert torch.equal(met[1], unbroken[1])
 
 
 def resume_everywhere(
@@ -251,18 +251,19 @@ def resume_everywhere(
     return [train(rank, world, settings, steps, place) for place in places]
 
 
-@pytest.mark.parametrize(("delay", "mix"), [(0, 0.5), (2, 0.5), (5, 0.5), (6, 0.5)])
 def test_a_run_resumed_after_any_step_equals_the_unbroken_one(
-    pool: Pool, delay: int, mix: float
+    pool: Pool, subtests: pytest.Subtests
 ) -> None:
     """Of three fragments two are under way at most steps with a delay of 5, and all with 6."""
-    settings = settings_of(6, 3, delay, mix)
-    unbroken = pool.run(train, settings, 20, world=2)
-    resumed = pool.run(resume_everywhere, settings, 20, range(6, 13), world=2)
-    for (history, end), others in zip(unbroken, resumed, strict=True):
-        for history_again, end_again in others:
-            assert torch.equal(history_again, history)
-            assert torch.equal(end_again, end)
+    for delay in (0, 2, 5, 6):
+        with subtests.test(delay=delay):
+            settings = settings_of(6, 3, delay, 0.5)
+            unbroken = pool.run(train, settings, 20, world=2)
+            resumed = pool.run(resume_everywhere, settings, 20, range(6, 13), world=2)
+            for (history, end), others in zip(unbroken, resumed, strict=True):
+                for history_again, end_again in others:
+                    assert torch.equal(history_again, history)
+                    assert torch.equal(end_again, end)
 
 
 @pytest.mark.parametrize(
@@ -447,22 +448,21 @@ def go_on(
 PARTS = "a round that was under way is dropped, because other parts are exchanged"
 
 
-@pytest.mark.parametrize(
-    ("now", "notes", "flights"),
-    [
-        (settings_of(6, 3, 5, 0.5), [], 3),
-        (settings_of(8, 3, 1, 0.0), [], 3),
-        (settings_of(6, 3, 5, 0.5, "contiguous"), [PARTS], 0),
-        (settings_of(6, 2, 5, 0.5), [PARTS], 0),
-        (settings_of(6, 3, 0, 0.5), ["a round that was under way is landed at once"], 0),
-        (RoundSettings(DILOCO, EverySteps(6)), [PARTS], 0),
-    ],
-)
-def test_a_run_goes_on_with_other_fragments(
-    pool: Pool, now: RoundSettings, notes: list[str], flights: int
-) -> None:
-    results = pool.run(go_on, settings_of(6, 3, 5, 0.5), now, world=2)
-    for found, under_way_now, outer in results:
-        assert (found, under_way_now) == (notes, flights)
-        assert torch.isfinite(outer).all()
-        assert torch.equal(outer, results[0][2])
+def test_a_run_goes_on_with_other_fragments(pool: Pool, subtests: pytest.Subtests) -> None:
+    at_once = "a round that was under way is landed at once"
+    rows: dict[str, tuple[RoundSettings, list[str], int]] = {
+        "the same": (settings_of(6, 3, 5, 0.5), [], 3),
+        "other rounds": (settings_of(8, 3, 1, 0.0), [], 3),
+        "another pattern": (settings_of(6, 3, 5, 0.5, "contiguous"), [PARTS], 0),
+        "another number": (settings_of(6, 2, 5, 0.5), [PARTS], 0),
+        "no delay": (settings_of(6, 3, 0, 0.5), [at_once], 0),
+        "no fragments": (RoundSettings(DILOCO, EverySteps(6)), [PARTS], 0),
+    }
+    calls = {name: (settings_of(6, 3, 5, 0.5), now) for name, (now, _, _) in rows.items()}
+    for name, results in run_each(pool, go_on, calls, world=2).items():
+        with subtests.test(name):
+            _, notes, flights = rows[name]
+            for found, under_way_now, outer in results:
+                assert (found, under_way_now) == (notes, flights)
+                assert torch.isfinite(outer).all()
+                assert torch.equal(outer, results[0][2])

@@ -17,6 +17,7 @@ from lightning_loco.rounds import Engine, RoundSettings
 from lightning_loco.schedules import EverySteps, Now
 from lightning_loco.topology import RandomMatching, Ring, Topology
 from tests.algorithms.toys import Point, randn
+from tests.pool import Pool
 
 LARGE = 5000
 """Elements of a model that takes five parcels in the smallest bucket."""
@@ -228,6 +229,34 @@ class Halves(EverySteps):
 
 
 # ------------------------------------------------------------------------------ drivers
+
+
+def run_each(
+    pool: Pool, fn: Callable[..., Any], rows: Mapping[str, Sequence[Any]], **options: Any
+) -> dict[str, list[Any]]:
+    """What ``fn(rank, world, *row)`` returns on every rank for each row, in one call of the pool.
+
+    Args:
+        pool: The processes.
+        fn: A module-level function, for which the generator of torch is seeded with its rank.
+        rows: Its other arguments, by name.
+        options: Of ``pool.run``; all rows together have three minutes, if they do not say so.
+    """
+    results = pool.run(_call_each, fn, dict(rows), **{"timeout_s": 180.0, **options})
+    return {name: [found[name] for found in results] for name in rows}
+
+
+def _call_each(
+    rank: int, world: int, fn: Callable[..., Any], rows: dict[str, Sequence[Any]]
+) -> dict[str, Any]:
+    found = {}
+    for name, row in rows.items():
+        torch.manual_seed(rank)
+        try:
+            found[name] = fn(rank, world, *row)
+        except Exception as error:
+            raise RuntimeError(f"The row {name!r} failed: {error}") from error
+    return found
 
 
 def approach(worker: int, model: nn.Module) -> None:

@@ -7,21 +7,17 @@ import pytest
 from lightning_loco.schedules import EverySteps, steps_by_speed
 
 
-@pytest.mark.parametrize(
-    ("speeds", "sync_every", "expected"),
-    [
+def test_the_fastest_makes_all_and_the_others_their_share(subtests: pytest.Subtests) -> None:
+    for speeds, sync_every, expected in (
         ([4.1, 4.0, 1.0], 50, [50, 48, 12]),
         ([1.0], 7, [7]),
         ([2, 2, 2], 10, [10, 10, 10]),
         ([0.1, 0.3], 3, [1, 3]),  # 0.1 / 0.3 * 3 is a little below 1 in floating point
         ([1e-6, 1.0], 100, [1, 100]),  # at least one step
-    ],
-)
-def test_the_fastest_makes_all_and_the_others_their_share(
-    speeds: list[float], sync_every: int, expected: list[int]
-) -> None:
-    assert steps_by_speed(speeds, sync_every) == expected
-    assert steps_by_speed([speed * 3.7 for speed in speeds], sync_every) == expected
+    ):
+        with subtests.test(speeds=speeds, sync_every=sync_every):
+            assert steps_by_speed(speeds, sync_every) == expected
+            assert steps_by_speed([speed * 3.7 for speed in speeds], sync_every) == expected
 
 
 def test_no_worker_waits_for_a_slower_one_by_more_than_a_step() -> None:
@@ -33,18 +29,16 @@ def test_no_worker_waits_for_a_slower_one_by_more_than_a_step() -> None:
     EverySteps(steps).check(4)
 
 
-@pytest.mark.parametrize(
-    ("speeds", "sync_every", "message"),
-    [
+def test_speeds_that_are_none_are_refused(subtests: pytest.Subtests) -> None:
+    for speeds, sync_every, message in (
         ([], 10, r"speeds must be positive, one per worker, got \[\]"),
         ([1.0, 0.0], 10, r"speeds must be positive, one per worker, got \[1.0, 0.0\]"),
         ([1.0, float("nan")], 10, "speeds must be positive"),
         ([1.0, float("inf")], 10, "speeds must be positive"),
         ([1.0], 0, "sync_every must be at least 1, got 0"),
-    ],
-)
-def test_speeds_that_are_none_are_refused(
-    speeds: list[float], sync_every: int, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        steps_by_speed(speeds, sync_every)
+    ):
+        with (
+            subtests.test(speeds=speeds, sync_every=sync_every),
+            pytest.raises(ValueError, match=message),
+        ):
+            steps_by_speed(speeds, sync_every)

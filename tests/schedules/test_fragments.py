@@ -38,19 +38,17 @@ def layers_in(fragment: list[range]) -> list[str]:
     return list(dict.fromkeys(map(layer_of, names_in(fragment))))
 
 
-@pytest.mark.parametrize(
-    ("name", "layer"),
-    [
+def test_a_layer_is_a_numbered_block_or_a_module(subtests: pytest.Subtests) -> None:
+    for name, layer in (
         ("model.blocks.12.mlp.0.weight", "model.blocks.12"),
         ("0.weight", "0"),
         ("stages.1.blocks.2.bias", "stages.1"),
         ("head.bias", "head"),
         ("encoder.norm.weight", "encoder.norm"),
         ("scale", ""),
-    ],
-)
-def test_a_layer_is_a_numbered_block_or_a_module(name: str, layer: str) -> None:
-    assert layer_of(name) == layer
+    ):
+        with subtests.test(name):
+            assert layer_of(name) == layer
 
 
 def test_strided_layers_take_turns() -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from lightning_loco.schedules import EverySteps, Schedule, Staggered, VaryingSteps, hidden_rounds
+from lightning_loco.schedules import EverySteps, Staggered, VaryingSteps, hidden_rounds
 
 
-@pytest.mark.parametrize(
-    ("arguments", "schedule"),
-    [
+def test_what_it_stands_for(subtests: pytest.Subtests) -> None:
+    for arguments, schedule in (
         ((100,), Staggered(100, 4, 25, "even")),
         ((10,), Staggered(10, 4, 2, "even")),
         ((3,), Staggered(3, 3, 1, "even")),
@@ -24,15 +21,13 @@ from lightning_loco.schedules import EverySteps, Schedule, Staggered, VaryingSte
         ((10, None), EverySteps(10, overlap=True, warm_start=False)),
         ((10, None, None, True), EverySteps(10, overlap=True)),
         (({0: 10}, None, None, True), VaryingSteps({0: 10}, overlap=True)),
-    ],
-)
-def test_what_it_stands_for(arguments: tuple[Any, ...], schedule: Schedule) -> None:
-    assert hidden_rounds(*arguments) == schedule
+    ):
+        with subtests.test(arguments=arguments):
+            assert hidden_rounds(*arguments) == schedule
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
+def test_bad_input(subtests: pytest.Subtests) -> None:
+    for arguments, error, text in (
         (({0: 10},), ValueError, "need one sync_every for the whole run, got {0: 10}"),
         (({0: 10}, None, 2), ValueError, "need one sync_every for the whole run"),
         ((10, 11), ValueError, "from 1 to sync_every=10, got 11"),
@@ -41,8 +36,6 @@ def test_what_it_stands_for(arguments: tuple[Any, ...], schedule: Schedule) -> N
         ((10, 2, 11), ValueError, "from 0 to sync_every=10, got 11"),
         (("10",), TypeError, "must be an integer"),
         ((0,), ValueError, "must be at least 1, got 0"),
-    ],
-)
-def test_bad_input(arguments: tuple[Any, ...], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        hidden_rounds(*arguments)
+    ):
+        with subtests.test(arguments=arguments), pytest.raises(error, match=text):
+            hidden_rounds(*arguments)

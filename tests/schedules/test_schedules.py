@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from lightning_loco import Simulation
 from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC, LocalSGD, ModelAverage
 from lightning_loco.rounds import Engine, RoundSettings
-from lightning_loco.schedules import EveryInterval, EverySteps, Now, Schedule
+from lightning_loco.schedules import EveryInterval, EverySteps, Now
 from tests.algorithms.toys import Point, assert_close, randn
 from tests.pool import Pool
 from tests.rounds.toys import (
@@ -32,14 +33,14 @@ ROUNDS = 7
 MIDDLE = LARGE // 2
 
 
+@dataclasses.dataclass
 class Flying:
     """A flight that has arrived or not."""
 
-    def __init__(self, arrived: bool) -> None:
-        self._arrived = arrived
+    arrived: bool
 
     def has_arrived(self) -> bool:
-        return self._arrived
+        return self.arrived
 
 
 def now(steps: int, since: int, idle_s: float = math.inf, flight: Any = None) -> Now:
@@ -49,53 +50,44 @@ def now(steps: int, since: int, idle_s: float = math.inf, flight: Any = None) ->
 # ------------------------------------------------------------------------------- the shipped
 
 
-@pytest.mark.parametrize(
-    ("since", "flight", "expected"),
-    [
+def test_by_steps_a_flight_ends_when_the_next_one_begins(subtests: pytest.Subtests) -> None:
+    schedule = EverySteps(3, overlap=True)
+    for since, flight, expected in (
         (2, None, (False, False)),
         (3, None, (True, False)),
         (2, Flying(True), (False, False)),
         (3, Flying(False), (True, True)),
         (5, Flying(True), (True, True)),
-    ],
-)
-def test_by_steps_a_flight_ends_when_the_next_one_begins(
-    since: int, flight: Any, expected: tuple[bool, bool]
+    ):
+        with subtests.test(since=since, flight=flight):
+            assert schedule.due(now(10, since, flight=flight)) == expected
+
+
+def test_by_the_clock_rounds_wait_for_pauses_and_end_when_all_is_here(
+    subtests: pytest.Subtests,
 ) -> None:
-    assert EverySteps(3, overlap=True).due(now(10, since, flight=flight)) == expected
-
-
-@pytest.mark.parametrize(
-    ("steps", "idle_s", "flight", "expected"),
-    [
+    schedule = EveryInterval(0.5, warmup_steps=5)
+    for steps, idle_s, flight, expected in (
         (4, math.inf, None, (False, False)),  # still warming up
         (5, math.inf, None, (True, False)),
         (5, 0.4, None, (False, False)),
         (5, 0.5, None, (True, False)),
         (5, 9.0, Flying(False), (False, False)),
         (5, 0.0, Flying(True), (False, True)),
-    ],
-)
-def test_by_the_clock_rounds_wait_for_pauses_and_end_when_all_is_here(
-    steps: int, idle_s: float, flight: Any, expected: tuple[bool, bool]
-) -> None:
-    assert EveryInterval(0.5, warmup_steps=5).due(now(steps, steps, idle_s, flight)) == expected
+    ):
+        with subtests.test(steps=steps, idle_s=idle_s, flight=flight):
+            assert schedule.due(now(steps, steps, idle_s, flight)) == expected
 
 
-@pytest.mark.parametrize(
-    ("schedule", "stays"),
-    [
+def test_which_rounds_are_under_way_while_steps_are_made(subtests: pytest.Subtests) -> None:
+    for schedule, stays in (
         (EverySteps(3), [False] * 3),
         (EverySteps(3, overlap=True), [False, True, True]),
         (EverySteps(3, overlap=True, warm_start=False), [True] * 3),
         (EveryInterval(), [True] * 3),
-    ],
-    ids=repr,
-)
-def test_which_rounds_are_under_way_while_steps_are_made(
-    schedule: Schedule, stays: list[bool]
-) -> None:
-    assert [schedule.stays(index) for index in range(3)] == stays
+    ):
+        with subtests.test(repr(schedule)):
+            assert [schedule.stays(index) for index in range(3)] == stays
 
 
 def test_workers_of_different_speed_share_data_and_steps() -> None:
@@ -169,17 +161,18 @@ def test_halves_take_turns_and_the_end_shares_both(pool: Pool) -> None:
         pytest.param(GASLoC(), True, id="late gasloc"),
     ],
 )
-@pytest.mark.parametrize("resume_after", [2, 3])
 def test_any_algorithm_goes_by_halves(
-    pool: Pool, algorithm: Algorithm, overlap: bool, resume_after: int
+    pool: Pool, algorithm: Algorithm, overlap: bool, subtests: pytest.Subtests
 ) -> None:
     """The same numbers in processes and in the simulation, and an exact resume."""
     settings = RoundSettings(algorithm, Halves(2, overlap))
     expected = simulate(settings, 2, ROUNDS)
     unbroken = torch.stack(pool.run(train, settings, ROUNDS, world=2), dim=1)
     assert_close(unbroken, expected)
-    resumed = pool.run(train, settings, ROUNDS, zeros, resume_after, world=2)
-    assert torch.equal(torch.stack(resumed, dim=1), unbroken)
+    for resume_after in (2, 3):
+        with subtests.test(resume_after=resume_after):
+            resumed = pool.run(train, settings, ROUNDS, zeros, resume_after, world=2)
+            assert torch.equal(torch.stack(resumed, dim=1), unbroken)
 
 
 def watch_halves(rank: int, world: int) -> list[tuple[bool, bool]]:
@@ -203,26 +196,33 @@ def test_each_round_moves_one_half_only(pool: Pool) -> None:
         assert moved == [(True, False), (False, True), (True, False)]
 
 
-def finish_halves(rank: int, world: int, overlap: bool, sync_every: int) -> Tensor:
-    model = zeros()
-    settings = RoundSettings(DiLoCo(1.0, 0.0), Halves(sync_every, overlap, warm_start=False))
-    engine = Engine.from_settings(model, settings)
-    for _ in range(3):
-        model.value.data.add_(rank + 1.0)
-        engine.step()
-    engine.finish()
-    engine.close()
-    return flat(model)
+def finish_halves(rank: int, world: int) -> dict[str, Tensor]:
+    found = {}
+    for sync_every in (100, 2, 1):
+        for overlap in (False, True):
+            model = zeros()
+            schedule = Halves(sync_every, overlap, warm_start=False)
+            engine = Engine.from_settings(model, RoundSettings(DiLoCo(1.0, 0.0), schedule))
+            for _ in range(3):
+                model.value.data.add_(rank + 1.0)
+                engine.step()
+            engine.finish()
+            engine.close()
+            found[repr(schedule)] = flat(model)
+    return found
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("sync_every", [100, 2, 1])
 def test_what_has_moved_since_is_shared_at_the_end_in_both_halves(
-    pool: Pool, overlap: bool, sync_every: int
+    pool: Pool, subtests: pytest.Subtests
 ) -> None:
     """Into the outer parameters: after no round, after one, and with both halves under way."""
-    for values in pool.run(finish_halves, overlap, sync_every, world=3):
-        assert_close(values, torch.full((LARGE,), 6.0, dtype=torch.float64))
+    expected = torch.full((LARGE,), 6.0, dtype=torch.float64)
+    results = pool.run(finish_halves, world=3)
+    assert len(results[0]) == 6
+    for schedule in results[0]:
+        with subtests.test(schedule):
+            for found in results:
+                assert_close(found[schedule], expected)
 
 
 def test_a_simulation_has_no_clock() -> None:

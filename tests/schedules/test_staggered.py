@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 
@@ -72,17 +71,20 @@ def test_warm_starts_end_at_once() -> None:
     assert ended == [(2, 0), (4, 1), (9, 0)]
 
 
-@pytest.mark.parametrize("every", range(1, 12))
-def test_begins_are_distinct_and_every_fragment_has_one_in_a_phase(every: int) -> None:
-    for fragments in range(1, every + 1):
-        begun, _ = played(Staggered(every, fragments), 3 * every)
-        steps = [step for step, _ in begun]
-        assert [lane for _, lane in begun] == list(range(fragments)) * 3
-        assert len(set(steps)) == 3 * fragments
-        assert steps[fragments - 1 :: fragments] == [every, 2 * every, 3 * every]
-        assert steps[fragments:] == [step + every for step in steps[:-fragments]]
-        gaps = {after - before for before, after in zip([0, *steps], steps, strict=False)}
-        assert max(gaps) - min(gaps) <= 1
+def test_begins_are_distinct_and_every_fragment_has_one_in_a_phase(
+    subtests: pytest.Subtests,
+) -> None:
+    for every in range(1, 12):
+        for fragments in range(1, every + 1):
+            with subtests.test(every=every, fragments=fragments):
+                begun, _ = played(Staggered(every, fragments), 3 * every)
+                steps = [step for step, _ in begun]
+                assert [lane for _, lane in begun] == list(range(fragments)) * 3
+                assert len(set(steps)) == 3 * fragments
+                assert steps[fragments - 1 :: fragments] == [every, 2 * every, 3 * every]
+                assert steps[fragments:] == [step + every for step in steps[:-fragments]]
+                gaps = {after - before for before, after in zip([0, *steps], steps, strict=False)}
+                assert max(gaps) - min(gaps) <= 1
 
 
 def test_each_worker_has_its_pace() -> None:
@@ -123,9 +125,8 @@ def test_settings_are_plain_values() -> None:
     assert str(Staggered(6)) == "a round every 6 local steps"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
+def test_bad_input(subtests: pytest.Subtests) -> None:
+    for arguments, error, text in (
         ({"sync_every": 0}, ValueError, "must be at least 1, got 0"),
         ({"sync_every": "10"}, TypeError, "must be an integer"),
         ({"sync_every": 2, "fragments": 3}, ValueError, "from 1 to sync_every=2, got 3"),
@@ -145,8 +146,6 @@ def test_settings_are_plain_values() -> None:
         ({"pattern": ["a", "b"]}, ValueError, "lists 2 regular expressions for fragments=1"),
         ({"pattern": ["a("]}, ValueError, r"'a\(' is no regular expression"),
         ({"pattern": [3]}, ValueError, "3 is no regular expression"),
-    ],
-)
-def test_bad_input(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        Staggered(**arguments)
+    ):
+        with subtests.test(arguments=arguments), pytest.raises(error, match=text):
+            Staggered(**arguments)

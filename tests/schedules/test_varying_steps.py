@@ -36,21 +36,19 @@ def by_hand(sync_every: dict[int, int], rounds: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(
-    "sync_every",
-    [
+def test_a_round_has_the_steps_that_hold_where_it_begins(subtests: pytest.Subtests) -> None:
+    for sync_every in (
         VARYING,
         {0: 3},
         {0: 10, 1000: 50},
         {0: 7, 1: 2, 2: 3, 30: 1},  # the second and the third are over before they begin
         {0: 1, 4: 5, 20: 2, 21: 9, 100: 1},
-    ],
-    ids=str,
-)
-def test_a_round_has_the_steps_that_hold_where_it_begins(sync_every: dict[int, int]) -> None:
-    schedule = VaryingSteps(sync_every)
-    found = [schedule.steps_of_round(worker, index) for worker in (0, 3) for index in range(150)]
-    assert found == 2 * by_hand(sync_every, 150)
+    ):
+        for worker in (0, 3):
+            with subtests.test(sync_every=sync_every, worker=worker):
+                schedule = VaryingSteps(sync_every)
+                found = [schedule.steps_of_round(worker, index) for index in range(150)]
+                assert found == by_hand(sync_every, 150)
 
 
 def test_the_example_of_these_tests() -> None:
@@ -117,18 +115,19 @@ def test_rounds_fall_where_they_should(pool: Pool) -> None:
         assert found == [*ENDS, 17]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("algorithm", [DiLoCo(0.7, 0.2), GASLoC()], ids=["mean", "gossip"])
 def test_the_same_numbers_in_processes_and_the_simulation_and_an_exact_resume(
-    pool: Pool, algorithm: Algorithm, overlap: bool
+    pool: Pool, algorithm: Algorithm, subtests: pytest.Subtests
 ) -> None:
-    settings = RoundSettings(algorithm, VaryingSteps(VARYING, overlap))
-    expected = simulate(settings, 2, ROUNDS)
-    unbroken = torch.stack(pool.run(train, settings, ROUNDS, world=2), dim=1)
-    assert_close(unbroken, expected)
-    for resume_after in (3, 4):
-        resumed = pool.run(train, settings, ROUNDS, zeros, resume_after, world=2)
-        assert torch.equal(torch.stack(resumed, dim=1), unbroken)
+    for overlap in (False, True):
+        with subtests.test(overlap=overlap):
+            settings = RoundSettings(algorithm, VaryingSteps(VARYING, overlap))
+            expected = simulate(settings, 2, ROUNDS)
+            unbroken = torch.stack(pool.run(train, settings, ROUNDS, world=2), dim=1)
+            assert_close(unbroken, expected)
+            for resume_after in (3, 4):
+                resumed = pool.run(train, settings, ROUNDS, zeros, resume_after, world=2)
+                assert torch.equal(torch.stack(resumed, dim=1), unbroken)
 
 
 def test_a_number_that_does_not_change_is_the_schedule_of_it(pool: Pool) -> None:
@@ -228,9 +227,8 @@ def test_workers_with_less_data_take_part_in_all_rounds(pool: Pool) -> None:
 # ---------------------------------------------------------------------------------- refused
 
 
-@pytest.mark.parametrize(
-    ("sync_every", "error", "message"),
-    [
+def test_what_is_no_schedule_is_refused(subtests: pytest.Subtests) -> None:
+    for sync_every, error, message in (
         ({}, ValueError, r"must begin at step 0 .* got \{\}"),
         ({5: 10}, ValueError, r"must begin at step 0 .* got \{5: 10\}"),
         ({-1: 3, 0: 10}, ValueError, "must begin at step 0"),
@@ -240,12 +238,8 @@ def test_workers_with_less_data_take_part_in_all_rounds(pool: Pool) -> None:
         ({0: True}, TypeError, "both integers"),
         ({0: [2, 3]}, TypeError, r"both integers, got \{0: \[2, 3\]\}"),
         ({"0": 10}, TypeError, r"both integers, got \{'0': 10\}"),
-    ],
-)
-def test_what_is_no_schedule_is_refused(
-    sync_every: Any, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        DiLoCoStrategy(sync_every=sync_every)
+    ):
+        with subtests.test(sync_every=sync_every), pytest.raises(error, match=message):
+            DiLoCoStrategy(sync_every=sync_every)
     with pytest.raises(TypeError, match=r"must be a mapping such as \{0: 10, 1000: 50\}, got 10"):
         VaryingSteps(10)  # type: ignore[arg-type]

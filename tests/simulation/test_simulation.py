@@ -147,9 +147,8 @@ def test_optimizers_of_the_models_go_on_working() -> None:
     assert all(p.requires_grad for model in models for p in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("models", "settings", "kind", "message"),
-    [
+def test_settings_that_do_not_fit_are_refused(subtests: pytest.Subtests) -> None:
+    for models, settings, kind, message in (
         ([], {}, ValueError, "needs at least one model"),
         (points(2), {"sync_every": 0}, ValueError, "must be at least 1, got 0"),
         (points(2), {"sync_every": 1.5}, TypeError, "must be an integer"),
@@ -164,10 +163,9 @@ def test_optimizers_of_the_models_go_on_working() -> None:
         ([Point(randn(3)), Point(randn(4))], {}, ValueError, "different model"),
         ([nn.Linear(2, 3), nn.Linear(3, 2)], {}, ValueError, "different model"),
         ([nn.Tanh(), nn.Tanh()], {}, ValueError, "no trainable parameters"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(
-    models: list[nn.Module], settings: dict[str, Any], kind: type[Exception], message: str
-) -> None:
-    with pytest.raises(kind, match=message):
-        Simulation(models, **{"algorithm": LocalSGD(), **settings})
+    ):
+        with (
+            subtests.test(message, models=models, settings=settings),
+            pytest.raises(kind, match=message),
+        ):
+            Simulation(models, **{"algorithm": LocalSGD(), **settings})

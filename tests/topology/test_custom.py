@@ -12,9 +12,8 @@ from lightning_loco.topology import FromGraph, FromMatrix, Ring, Torus
 PATH = [[0.5, 0.5, 0.0], [0.5, 0.25, 0.25], [0.0, 0.25, 0.75]]
 
 
-@pytest.mark.parametrize(
-    "matrix",
-    [
+def test_matrix_in_any_form(subtests: pytest.Subtests) -> None:
+    for matrix in (
         PATH,
         tuple(map(tuple, PATH)),
         [torch.tensor(row) for row in PATH],
@@ -22,16 +21,14 @@ PATH = [[0.5, 0.5, 0.0], [0.5, 0.25, 0.25], [0.0, 0.25, 0.75]]
         torch.tensor(PATH, dtype=torch.bfloat16),
         np.array(PATH),
         np.array(PATH, dtype=np.float32),
-    ],
-    ids=["list", "tuple", "rows", "tensor", "bfloat16", "numpy", "float32"],
-)
-def test_matrix_in_any_form(matrix: object) -> None:
-    topology = FromMatrix(matrix)
-    topology.check(3)
-    assert topology == FromMatrix(PATH)
-    assert topology.mixing_matrix(3).tolist() == PATH
-    assert topology.weights(0, 3) == {0: 0.5, 1: 0.5}
-    assert topology.receivers(0, 3) == [1]
+    ):
+        with subtests.test(matrix=matrix):
+            topology = FromMatrix(matrix)
+            topology.check(3)
+            assert topology == FromMatrix(PATH)
+            assert topology.mixing_matrix(3).tolist() == PATH
+            assert topology.weights(0, 3) == {0: 0.5, 1: 0.5}
+            assert topology.receivers(0, 3) == [1]
 
 
 def test_matrix_is_copied() -> None:
@@ -58,9 +55,8 @@ def test_zero_and_negative_diagonals_are_taken() -> None:
     assert swing.weights(1, 3) == {0: 0.55, 1: -0.1, 2: 0.55}
 
 
-@pytest.mark.parametrize(
-    ("matrix", "message"),
-    [
+def test_matrix_refused(subtests: pytest.Subtests) -> None:
+    for matrix, message in (
         ([[0.5, 0.5], [0.5, 0.4]], r"row 1 of the mixing matrix sums to 0\.9, not to 1"),
         (
             [[0.5, 0.3, 0.2], [0.2, 0.5, 0.3], [0.3, 0.2, 0.5]],
@@ -81,11 +77,9 @@ def test_zero_and_negative_diagonals_are_taken() -> None:
             [[float("nan"), 1], [1, 0]],
             "row 0 of the mixing matrix holds a weight that is not finite",
         ),
-    ],
-)
-def test_matrix_refused(matrix: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        FromMatrix(matrix)
+    ):
+        with subtests.test(matrix=matrix), pytest.raises(ValueError, match=message):
+            FromMatrix(matrix)
 
 
 def test_directed_matrix() -> None:
@@ -153,9 +147,8 @@ def weighted(*edges: tuple[int, int, object]) -> nx.Graph:
     return graph
 
 
-@pytest.mark.parametrize(
-    ("graph", "weighting", "message"),
-    [
+def test_graph_refused(subtests: pytest.Subtests) -> None:
+    for graph, weighting, message in (
         (
             nx.Graph([(0, 1), (2, 3)]),
             "metropolis",
@@ -177,11 +170,9 @@ def weighted(*edges: tuple[int, int, object]) -> nx.Graph:
             "equal",
             "weighting must be 'metropolis', 'uniform' or 'edges', got 'equal'",
         ),
-    ],
-)
-def test_graph_refused(graph: nx.Graph, weighting: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        FromGraph(graph, weighting)
+    ):
+        with subtests.test(message), pytest.raises(ValueError, match=message):
+            FromGraph(graph, weighting)
 
 
 def test_graph_must_be_a_graph() -> None:

@@ -13,25 +13,25 @@ from lightning_loco.topology import (
     Hypercube,
     RandomMatching,
     Ring,
-    Topology,
     draw,
 )
 
 
-@pytest.mark.parametrize(
-    ("topology", "num_workers"),
-    [(Ring(), 8), (Exponential(), 6), (RandomMatching(), 7), (Ring(), 1), (FromMatrix([[1.0]]), 1)],
-    ids=str,
-)
-def test_picture_shows_workers_and_title(
-    tmp_path: Path, topology: Topology, num_workers: int
-) -> None:
+def test_picture_shows_workers_and_title(tmp_path: Path, subtests: pytest.Subtests) -> None:
     pytest.importorskip("matplotlib").rcParams["svg.fonttype"] = "none"
-    path = draw(topology, num_workers, tmp_path / "graph.svg", round_index=3)
-    text = path.read_text()
-    assert f"{topology.name}, {num_workers} workers" in text
-    assert ("round 3" in text) is (topology.period(num_workers) != 1)
-    assert all(f">{worker}</text>" in text for worker in range(num_workers))
+    for topology, num_workers in (
+        (Ring(), 8),
+        (Exponential(), 6),
+        (RandomMatching(), 7),
+        (Ring(), 1),
+        (FromMatrix([[1.0]]), 1),
+    ):
+        with subtests.test(str(topology), num_workers=num_workers):
+            file = tmp_path / f"{topology.name}-{num_workers}.svg"
+            text = draw(topology, num_workers, file, round_index=3).read_text()
+            assert f"{topology.name}, {num_workers} workers" in text
+            assert ("round 3" in text) is (topology.period(num_workers) != 1)
+            assert all(f">{worker}</text>" in text for worker in range(num_workers))
 
 
 def test_every_edge_is_drawn_once(tmp_path: Path) -> None:

@@ -41,9 +41,8 @@ def test_reads_what_networkx_writes(tmp_path: Path) -> None:
         assert torch.equal(FromFile(path).mixing_matrix(5), expected)
 
 
-@pytest.mark.parametrize(
-    ("line", "shown"),
-    [
+def test_bad_line_is_named(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for line, shown in (
         ("3", "'3'"),
         ("0 x", "'0 x'"),
         ("0 -1", "'0 -1'"),
@@ -54,17 +53,15 @@ def test_reads_what_networkx_writes(tmp_path: Path) -> None:
         ("0 1 {'weight': [1]}", "weight"),
         ("0 1 {", r"'0 1 \{'"),
         ("0,1", "'0,1'"),
-    ],
-)
-def test_bad_line_is_named(tmp_path: Path, line: str, shown: str) -> None:
-    path = write(tmp_path, f"# graph\n0 1\n{line}\n")
-    with pytest.raises(ValueError, match=rf"graph\.edges, line 3: expected 'i j' or .*{shown}"):
-        FromFile(path)
+    ):
+        path = write(tmp_path, f"# graph\n0 1\n{line}\n")
+        message = rf"graph\.edges, line 3: expected 'i j' or .*{shown}"
+        with subtests.test(line=line), pytest.raises(ValueError, match=message):
+            FromFile(path)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_file_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for text, message in (
         ("# nothing\n", "holds no edges"),
         ("0 1\n2 3\n", r"graph\.edges: The graph is not connected: .*\[0, 1\], \[2, 3\]"),
         ("0 1\n1 3\n", "worker 2 is in no edge, but worker 3 is"),
@@ -75,11 +72,9 @@ def test_bad_line_is_named(tmp_path: Path, line: str, shown: str) -> None:
         ("0 1 0.5\n1 2\n", "has the weight None"),
         ("0 1 nan\n", "has the weight nan"),
         ("0 1 1.5\n", "does not converge"),
-    ],
-)
-def test_file_refused(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        FromFile(write(tmp_path, text))
+    ):
+        with subtests.test(text=text), pytest.raises(ValueError, match=message):
+            FromFile(write(tmp_path, text))
 
 
 def test_binary_file_is_a_bad_line(tmp_path: Path) -> None:

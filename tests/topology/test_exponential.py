@@ -15,30 +15,32 @@ def cycle_product(topology: OnePeerExponential, num_workers: int) -> torch.Tenso
     return product
 
 
-@pytest.mark.parametrize("num_workers", range(2, 65))
-def test_static_graph_has_the_known_norm(num_workers: int) -> None:
-    matrix = Exponential().mixing_matrix(num_workers)
-    tau = (num_workers - 1).bit_length()
-    norm = float(torch.linalg.matrix_norm(matrix - 1 / num_workers, ord=2))
-    bound = 1 - 2 / (tau + 1)
-    if num_workers % 2 == 0:
-        assert norm == pytest.approx(bound, abs=1e-12)
-    else:
-        assert norm < bound
-    assert consensus_rate(Exponential(), num_workers) == pytest.approx(norm, abs=1e-12)
+def test_static_graph_has_the_known_norm(subtests: pytest.Subtests) -> None:
+    for num_workers in range(2, 65):
+        with subtests.test(num_workers=num_workers):
+            matrix = Exponential().mixing_matrix(num_workers)
+            tau = (num_workers - 1).bit_length()
+            norm = float(torch.linalg.matrix_norm(matrix - 1 / num_workers, ord=2))
+            bound = 1 - 2 / (tau + 1)
+            if num_workers % 2 == 0:
+                assert norm == pytest.approx(bound, abs=1e-12)
+            else:
+                assert norm < bound
+            assert consensus_rate(Exponential(), num_workers) == pytest.approx(norm, abs=1e-12)
 
 
 def test_static_graph_of_33() -> None:
     assert consensus_rate(Exponential(), 33) == pytest.approx(0.608, abs=5e-4)
 
 
-@pytest.mark.parametrize("num_workers", range(1, 33))
-def test_one_peer_is_exact_for_powers_of_two_only(num_workers: int) -> None:
-    rest = cycle_product(OnePeerExponential(), num_workers) - 1 / num_workers
-    if num_workers & (num_workers - 1):
-        assert torch.linalg.matrix_norm(rest, ord=2) > 0.01
-    else:
-        assert torch.equal(rest, torch.zeros_like(rest))
+def test_one_peer_is_exact_for_powers_of_two_only(subtests: pytest.Subtests) -> None:
+    for num_workers in range(1, 33):
+        with subtests.test(num_workers=num_workers):
+            rest = cycle_product(OnePeerExponential(), num_workers) - 1 / num_workers
+            if num_workers & (num_workers - 1):
+                assert torch.linalg.matrix_norm(rest, ord=2) > 0.01
+            else:
+                assert torch.equal(rest, torch.zeros_like(rest))
 
 
 @pytest.mark.parametrize(("num_workers", "left"), [(6, 0.217), (12, 0.209)])

@@ -14,16 +14,16 @@ from lightning_loco.topology import RandomMatching, RandomTwoPeer, Xor, consensu
 torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 4, 8, 16, 64])
-def test_xor_is_exact_after_log2_rounds(num_workers: int) -> None:
+def test_xor_is_exact_after_log2_rounds(subtests: pytest.Subtests) -> None:
     """Gossip with step 0.5 on the pair Laplacian, as GASLoC does it."""
-    values = start = torch.randn(num_workers, dtype=torch.float64)
-    for t in range(num_workers.bit_length() - 1):
-        laplacian = Xor.laplacian_scale * (
-            torch.eye(num_workers) - Xor().mixing_matrix(num_workers, t)
-        )
-        values = values - 0.5 * laplacian @ values
-    torch.testing.assert_close(values, start.mean().expand(num_workers), rtol=0, atol=1e-14)
+    for num_workers in (1, 2, 4, 8, 16, 64):
+        with subtests.test(num_workers=num_workers):
+            identity = torch.eye(num_workers)
+            values = start = torch.randn(num_workers, dtype=torch.float64)
+            for t in range(num_workers.bit_length() - 1):
+                laplacian = Xor.laplacian_scale * (identity - Xor().mixing_matrix(num_workers, t))
+                values = values - 0.5 * laplacian @ values
+            torch.testing.assert_close(values, start.mean().expand(num_workers), rtol=0, atol=1e-14)
 
 
 def test_xor_needs_a_power_of_two() -> None:
@@ -36,12 +36,15 @@ def test_xor_needs_a_power_of_two() -> None:
             ask(12)
 
 
-@pytest.mark.parametrize("num_workers", [*range(1, 13), 4096, 4097])
-def test_random_matching_is_an_involution(num_workers: int) -> None:
-    for t in range(5):
-        partners = [RandomMatching(3).partner(i, num_workers, t) for i in range(num_workers)]
-        assert [partners[partner] for partner in partners] == list(range(num_workers))
-        assert sum(partner == i for i, partner in enumerate(partners)) == num_workers % 2
+def test_random_matching_is_an_involution(subtests: pytest.Subtests) -> None:
+    for num_workers in (*range(1, 13), 4096, 4097):
+        with subtests.test(num_workers=num_workers):
+            for t in range(5):
+                partners = [
+                    RandomMatching(3).partner(i, num_workers, t) for i in range(num_workers)
+                ]
+                assert [partners[partner] for partner in partners] == list(range(num_workers))
+                assert sum(partner == i for i, partner in enumerate(partners)) == num_workers % 2
 
 
 def test_draws_never_change() -> None:
@@ -95,35 +98,42 @@ def contraction(
     return total / num_draws / (num_workers - 1)
 
 
-@pytest.mark.parametrize("num_workers", [3, 4, 7, 8])
-def test_random_matching_shrinks_the_square_as_predicted(num_workers: int) -> None:
+def predicted(num_workers: int) -> float:
+    """The same for a random matching by the formula."""
+    return 0.5 if num_workers % 2 else (num_workers - 2) / (2 * (num_workers - 1))
+
+
+def test_random_matching_shrinks_the_square_as_predicted(subtests: pytest.Subtests) -> None:
     """The sum over all directions is the same for each matching, so a single one decides it."""
-    expected = 0.5 if num_workers % 2 else (num_workers - 2) / (2 * (num_workers - 1))
-    assert contraction(RandomMatching(0), num_workers, 3) == pytest.approx(expected, abs=1e-12)
-    assert consensus_rate(RandomMatching(), num_workers) ** 2 == pytest.approx(expected, abs=1e-12)
+    for num_workers in (3, 4, 7, 8):
+        with subtests.test(num_workers=num_workers):
+            expected = pytest.approx(predicted(num_workers), abs=1e-12)
+            assert contraction(RandomMatching(0), num_workers, 3) == expected
+            assert consensus_rate(RandomMatching(), num_workers) ** 2 == expected
 
 
-@pytest.mark.parametrize("num_workers", [3, 4, 7, 8])
-def test_random_matching_shrinks_one_vector_as_predicted(num_workers: int) -> None:
+def test_random_matching_shrinks_one_vector_as_predicted(subtests: pytest.Subtests) -> None:
     """Monte Carlo over 20 000 rounds from one fixed start, within 1 %."""
-    start = torch.arange(num_workers, dtype=torch.float64).square()
-    start -= start.mean()
-    partners = torch.tensor(
-        [
-            [RandomMatching(2).partner(i, num_workers, t) for i in range(num_workers)]
-            for t in range(20_000)
-        ]
-    )
-    after = (start + start[partners]) / 2
-    factor = float(after.square().sum(dim=1).mean() / start.square().sum())
-    expected = 0.5 if num_workers % 2 else (num_workers - 2) / (2 * (num_workers - 1))
-    assert factor == pytest.approx(expected, rel=0.01)
+    for num_workers in (3, 4, 7, 8):
+        with subtests.test(num_workers=num_workers):
+            start = torch.arange(num_workers, dtype=torch.float64).square()
+            start -= start.mean()
+            partners = torch.tensor(
+                [
+                    [RandomMatching(2).partner(i, num_workers, t) for i in range(num_workers)]
+                    for t in range(20_000)
+                ]
+            )
+            after = (start + start[partners]) / 2
+            factor = float(after.square().sum(dim=1).mean() / start.square().sum())
+            assert factor == pytest.approx(predicted(num_workers), rel=0.01)
 
 
-@pytest.mark.parametrize("num_workers", [2, 3, 7, 8])
-def test_two_peers_shrink_the_square_as_predicted(num_workers: int) -> None:
-    measured = contraction(RandomTwoPeer(4), num_workers, 1500)
-    assert consensus_rate(RandomTwoPeer(), num_workers) ** 2 == pytest.approx(measured, rel=0.05)
+def test_two_peers_shrink_the_square_as_predicted(subtests: pytest.Subtests) -> None:
+    for num_workers in (2, 3, 7, 8):
+        with subtests.test(num_workers=num_workers):
+            measured = pytest.approx(contraction(RandomTwoPeer(4), num_workers, 1500), rel=0.05)
+            assert consensus_rate(RandomTwoPeer(), num_workers) ** 2 == measured
 
 
 def test_two_peers_of_eight() -> None:
@@ -143,8 +153,11 @@ def test_two_peers_weigh_thirds() -> None:
             )
 
 
-@pytest.mark.parametrize("kind", [RandomMatching, RandomTwoPeer])
-@pytest.mark.parametrize("seed", [True, 1.5, "1", None])
-def test_seed_must_be_an_int(kind: type, seed: object) -> None:
-    with pytest.raises(TypeError, match="seed must be an int, got"):
-        kind(seed)
+def test_seed_must_be_an_int(subtests: pytest.Subtests) -> None:
+    for kind in (RandomMatching, RandomTwoPeer):
+        for seed in (True, 1.5, "1", None):
+            with (
+                subtests.test(kind.__name__, seed=seed),
+                pytest.raises(TypeError, match="seed must be an int, got"),
+            ):
+                kind(seed)

@@ -27,25 +27,22 @@ from lightning_loco.topology import (
 
 torch.set_num_threads(1)
 
-AUTO = [
-    (Ring(), 8, (1.569, 0.199, 0.447)),
-    (Ring(), 16, (2.10, 0.454, 0.674)),
-    (Ring(), 32, (2.488, 0.675, 0.822)),
-    (Torus(), 16, (1.111, 0.111, 0.333)),
-    (Torus(), 64, (1.549, 0.330, 0.574)),
-    (Hypercube(), 16, (1.111, 0.111, 0.333)),
-    (FromGraph(nx.circulant_graph(16, [1, 2, 4, 8])), 16, (1.188, 0.053, 0.229)),
-    (Complete(), 8, (1.0, 0.0, 0.0)),
-]
 
-
-@pytest.mark.parametrize(("topology", "num_workers", "expected"), AUTO, ids=str)
-def test_table_of_optimal_settings(
-    topology: Topology, num_workers: int, expected: tuple[float, float, float]
-) -> None:
-    best = optimal_gossip(topology, num_workers)
-    assert best == pytest.approx(expected, abs=1.01e-3)
-    assert best.rate == pytest.approx(math.sqrt(best.momentum), abs=1e-12)
+def test_table_of_optimal_settings(subtests: pytest.Subtests) -> None:
+    for topology, num_workers, expected in (
+        (Ring(), 8, (1.569, 0.199, 0.447)),
+        (Ring(), 16, (2.10, 0.454, 0.674)),
+        (Ring(), 32, (2.488, 0.675, 0.822)),
+        (Torus(), 16, (1.111, 0.111, 0.333)),
+        (Torus(), 64, (1.549, 0.330, 0.574)),
+        (Hypercube(), 16, (1.111, 0.111, 0.333)),
+        (FromGraph(nx.circulant_graph(16, [1, 2, 4, 8])), 16, (1.188, 0.053, 0.229)),
+        (Complete(), 8, (1.0, 0.0, 0.0)),
+    ):
+        with subtests.test(str(topology), num_workers=num_workers):
+            best = optimal_gossip(topology, num_workers)
+            assert best == pytest.approx(expected, abs=1.01e-3)
+            assert best.rate == pytest.approx(math.sqrt(best.momentum), abs=1e-12)
 
 
 @pytest.mark.parametrize("topology", [Ring(), Torus(), Star()], ids=str)
@@ -111,9 +108,8 @@ def slope_of_a_run(
 
 
 @pytest.mark.parametrize("form", ["local", "gossiped"])
-@pytest.mark.parametrize(
-    ("topology", "num_workers", "gossip_step", "momentum"),
-    [
+def test_radius_is_the_slope_of_a_run(form: str, subtests: pytest.Subtests) -> None:
+    for topology, num_workers, gossip_step, momentum in (
         (Ring(), 8, 1.0, 0.5),
         (Ring(), 8, 1.5, 0.9),
         (Star(), 6, 0.7, 0.3),
@@ -122,15 +118,11 @@ def slope_of_a_run(
         (Xor(), 8, 0.3, 0.9),
         (OnePeerExponential(), 6, 1.0, 0.2),
         (Complete(), 4, 0.8, 0.9),
-    ],
-    ids=str,
-)
-def test_radius_is_the_slope_of_a_run(
-    topology: Topology, num_workers: int, gossip_step: float, momentum: float, form: str
-) -> None:
-    radius = gossip_radius(topology, num_workers, gossip_step, momentum, form)
-    slope = slope_of_a_run(topology, num_workers, gossip_step, momentum, form)
-    assert slope == pytest.approx(radius, rel=5e-3)
+    ):
+        with subtests.test(str(topology), gossip_step=gossip_step, momentum=momentum):
+            radius = gossip_radius(topology, num_workers, gossip_step, momentum, form)
+            slope = slope_of_a_run(topology, num_workers, gossip_step, momentum, form)
+            assert slope == pytest.approx(radius, rel=5e-3)
 
 
 def test_exact_averaging_forgets_like_the_root_of_the_momentum() -> None:
@@ -138,11 +130,12 @@ def test_exact_averaging_forgets_like_the_root_of_the_momentum() -> None:
     assert gossip_radius(Complete(), 8, 1.0, 0.9, "gossiped") == pytest.approx(0, abs=1e-6)
 
 
-@pytest.mark.parametrize("num_workers", [2, 4, 8, 64])
-def test_radius_of_exact_schedules_is_zero(num_workers: int) -> None:
-    for form in ("local", "gossiped"):
-        assert gossip_radius(Xor(), num_workers, 0.5, 0.0, form) == 0
-        assert gossip_radius(OnePeerExponential(), num_workers, 1.0, 0.0, form) == 0
+def test_radius_of_exact_schedules_is_zero(subtests: pytest.Subtests) -> None:
+    for num_workers in (2, 4, 8, 64):
+        with subtests.test(num_workers=num_workers):
+            for form in ("local", "gossiped"):
+                assert gossip_radius(Xor(), num_workers, 0.5, 0.0, form) == 0
+                assert gossip_radius(OnePeerExponential(), num_workers, 1.0, 0.0, form) == 0
 
 
 def test_stability_limit_of_a_fixed_graph() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -17,28 +18,25 @@ from lightning_loco.topology import (
 
 torch.set_num_threads(1)
 
-LARGEST_STABLE = [
-    ("local", 8, {0.5: 0.744, 0.4: 0.80, 0.3: 0.86, 0.2: 0.91, 0.1: 0.956, 0.05: 0.978}),
-    ("local", 64, {0.5: 0.711, 0.4: 0.78, 0.3: 0.84, 0.2: 0.90, 0.1: 0.949, 0.05: 0.975}),
-    ("gossiped", 8, {0.5: 0.859}),
-    ("gossiped", 64, {0.5: 0.789, 0.4: 0.94}),
-]
 
-
-@pytest.mark.parametrize(("form", "num_workers", "limits"), LARGEST_STABLE)
-def test_largest_stable_momentum_on_random_matchings(
-    form: str, num_workers: int, limits: dict[float, float]
-) -> None:
-    for gossip_step, limit in limits.items():
-        lowest, highest = 0.0, 1.0
-        for _ in range(30):
-            middle = (lowest + highest) / 2
-            if matching_radius(num_workers, gossip_step, middle, form) < 1:
-                lowest = middle
-            else:
-                highest = middle
-        digits = 1e-3 if round(limit, 2) != limit else 5.1e-3
-        assert lowest == pytest.approx(limit, abs=digits)
+def test_largest_stable_momentum_on_random_matchings(subtests: pytest.Subtests) -> None:
+    for form, num_workers, limits in (
+        ("local", 8, {0.5: 0.744, 0.4: 0.80, 0.3: 0.86, 0.2: 0.91, 0.1: 0.956, 0.05: 0.978}),
+        ("local", 64, {0.5: 0.711, 0.4: 0.78, 0.3: 0.84, 0.2: 0.90, 0.1: 0.949, 0.05: 0.975}),
+        ("gossiped", 8, {0.5: 0.859}),
+        ("gossiped", 64, {0.5: 0.789, 0.4: 0.94}),
+    ):
+        for gossip_step, limit in limits.items():
+            with subtests.test(form, num_workers=num_workers, gossip_step=gossip_step):
+                lowest, highest = 0.0, 1.0
+                for _ in range(30):
+                    middle = (lowest + highest) / 2
+                    if matching_radius(num_workers, gossip_step, middle, form) < 1:
+                        lowest = middle
+                    else:
+                        highest = middle
+                digits = 1e-3 if round(limit, 2) != limit else 5.1e-3
+                assert lowest == pytest.approx(limit, abs=digits)
 
 
 @pytest.mark.parametrize("num_workers", [8, 64])
@@ -106,46 +104,40 @@ def pair_laplacians(num_workers: int) -> torch.Tensor:
     return torch.stack(laplacians)
 
 
-MOMENTUM_SETTINGS = [(0.5, 0.0), (0.5, 0.5), (0.5, 0.9), (0.3, 0.8), (0.9, 0.2)]
+@pytest.mark.parametrize("form", ["local", "gossiped"])
+def test_matching_radius_against_all_matchings(form: str, subtests: pytest.Subtests) -> None:
+    for num_workers in (2, 3, 4, 5, 6):
+        with subtests.test(num_workers=num_workers):
+            laplacians = pair_laplacians(num_workers)
+            for gossip_step, momentum in (
+                (0.5, 0.0),
+                (0.5, 0.5),
+                (0.5, 0.9),
+                (0.3, 0.8),
+                (0.9, 0.2),
+            ):
+                exact = second_moment_radius(laplacians, gossip_step, momentum, form)
+                radius = matching_radius(num_workers, gossip_step, momentum, form)
+                assert radius == pytest.approx(exact, abs=1e-6)
 
 
 @pytest.mark.parametrize("form", ["local", "gossiped"])
-@pytest.mark.parametrize("num_workers", [2, 3, 4, 5, 6])
-def test_matching_radius_against_all_matchings(num_workers: int, form: str) -> None:
-    laplacians = pair_laplacians(num_workers)
-    for gossip_step, momentum in MOMENTUM_SETTINGS:
-        exact = second_moment_radius(laplacians, gossip_step, momentum, form)
-        assert matching_radius(num_workers, gossip_step, momentum, form) == pytest.approx(
-            exact, abs=1e-6
-        )
-
-
-@pytest.mark.parametrize("form", ["local", "gossiped"])
-@pytest.mark.parametrize("num_workers", [2, 3, 4, 5])
-def test_two_peer_radius_against_all_pairs_of_matchings(num_workers: int, form: str) -> None:
-    single = pair_laplacians(num_workers)
-    laplacians = torch.stack([(first + second) / 3 for first in single for second in single])
-    for gossip_step, momentum in [(1.0, 0.0), (1.0, 0.5), (0.6, 0.9)]:
-        exact = second_moment_radius(laplacians, gossip_step, momentum, form)
-        radius = gossip_radius(RandomTwoPeer(), num_workers, gossip_step, momentum, form) ** 2
-        assert radius == pytest.approx(exact, abs=1e-6)
-
-
-@pytest.mark.parametrize("form", ["local", "gossiped"])
-@pytest.mark.parametrize(
-    ("topology", "gossip_step", "momentum"),
-    [
-        (RandomMatching(5), 0.5, 0.0),
-        (RandomMatching(5), 0.5, 0.4),
-        (RandomMatching(5), 0.3, 0.6),
-        (RandomTwoPeer(5), 1.0, 0.4),
-    ],
-    ids=str,
-)
-def test_radius_by_monte_carlo(
-    topology: Topology, gossip_step: float, momentum: float, form: str
+def test_two_peer_radius_against_all_pairs_of_matchings(
+    form: str, subtests: pytest.Subtests
 ) -> None:
-    """20 000 runs of 8 workers at once: the mean square falls by the radius in a round."""
+    for num_workers in (2, 3, 4, 5):
+        with subtests.test(num_workers=num_workers):
+            single = pair_laplacians(num_workers)
+            pairs = itertools.product(single, single)
+            laplacians = torch.stack([(first + second) / 3 for first, second in pairs])
+            for gossip_step, momentum in ((1.0, 0.0), (1.0, 0.5), (0.6, 0.9)):
+                exact = second_moment_radius(laplacians, gossip_step, momentum, form)
+                radius = gossip_radius(RandomTwoPeer(), num_workers, gossip_step, momentum, form)
+                assert radius**2 == pytest.approx(exact, abs=1e-6)
+
+
+def measured_radius(topology: Topology, gossip_step: float, momentum: float, form: str) -> float:
+    """Of 20 000 runs of 8 workers at once, by how much the mean square falls in a round."""
     torch.manual_seed(0)
     drawn = torch.stack([topology.mixing_matrix(8, t) for t in range(1000)])
     laplacians = topology.laplacian_scale * (torch.eye(8, dtype=torch.float64) - drawn)
@@ -160,6 +152,18 @@ def test_radius_by_monte_carlo(
         else:
             values, previous = mixed + momentum * (mixed - previous), mixed
         squares.append(float(values.square().mean()))
-    measured = (squares[13] / squares[6]) ** (1 / 7)
-    radius = gossip_radius(topology, 8, gossip_step, momentum, form) ** 2
-    assert measured == pytest.approx(radius, rel=0.03)
+    return (squares[13] / squares[6]) ** (1 / 7)
+
+
+@pytest.mark.parametrize("form", ["local", "gossiped"])
+def test_radius_by_monte_carlo(form: str, subtests: pytest.Subtests) -> None:
+    for topology, gossip_step, momentum in (
+        (RandomMatching(5), 0.5, 0.0),
+        (RandomMatching(5), 0.5, 0.4),
+        (RandomMatching(5), 0.3, 0.6),
+        (RandomTwoPeer(5), 1.0, 0.4),
+    ):
+        with subtests.test(str(topology), gossip_step=gossip_step, momentum=momentum):
+            radius = gossip_radius(topology, 8, gossip_step, momentum, form) ** 2
+            measured = measured_radius(topology, gossip_step, momentum, form)
+            assert measured == pytest.approx(radius, rel=0.03)

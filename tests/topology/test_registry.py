@@ -33,25 +33,23 @@ def test_names() -> None:
         assert as_topology(name) == get_topology(name)
 
 
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [
+def test_unknown_name(subtests: pytest.Subtests) -> None:
+    for name, near in (
         ("rng", "ring"),
         ("Ring", "ring"),
         ("one-peer-exponential", "one_peer_exponential"),
         ("matching", "random_matching"),
         ("zzz", None),
-    ],
-)
-def test_unknown_name(name: str, near: str | None) -> None:
-    for ask in (get_topology, as_topology):
-        with pytest.raises(ValueError, match=f"^Unknown topology '{name}'") as caught:
-            ask(name)
-        message = str(caught.value)
-        assert NAMES.replace(" ", ", ") in message
-        assert ("Did you mean" in message) is (near is not None)
-        if near:
-            assert f"Did you mean '{near}'?" in message
+    ):
+        for ask in (get_topology, as_topology):
+            with subtests.test(name, ask=ask.__name__):
+                with pytest.raises(ValueError, match=f"^Unknown topology '{name}'") as caught:
+                    ask(name)
+                message = str(caught.value)
+                assert NAMES.replace(" ", ", ") in message
+                assert ("Did you mean" in message) is (near is not None)
+                if near:
+                    assert f"Did you mean '{near}'?" in message
 
 
 def test_objects_pass_through() -> None:

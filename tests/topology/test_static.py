@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 import re
 
@@ -29,61 +31,70 @@ def numbered(graph: nx.Graph) -> nx.Graph:
     return graph
 
 
-GRAPHS = [
-    *((Ring(), nx.cycle_graph(n)) for n in range(2, 13)),
-    *((Complete(), nx.complete_graph(n)) for n in range(2, 13)),
-    *((Star(), nx.star_graph(n - 1)) for n in range(2, 13)),
-    *((Grid(rows=r), nx.grid_2d_graph(r, c)) for r in range(1, 4) for c in range(1, 5)),
-    *(
-        (Torus(rows=r), nx.grid_2d_graph(r, c, periodic=True))
-        for r in range(1, 4)
-        for c in (1, 2, 3, 4)
-    ),
-    *((Hypercube(), nx.hypercube_graph(k)) for k in range(1, 5)),
-]
+Pair = tuple[FixedGraph, nx.Graph]
+
+each_family = pytest.mark.parametrize(
+    "pairs",
+    [
+        pytest.param([(Ring(), nx.cycle_graph(n)) for n in range(2, 13)], id="ring"),
+        pytest.param([(Complete(), nx.complete_graph(n)) for n in range(2, 13)], id="complete"),
+        pytest.param([(Star(), nx.star_graph(n - 1)) for n in range(2, 13)], id="star"),
+        pytest.param(
+            [(Grid(rows=r), nx.grid_2d_graph(r, c)) for r in range(1, 4) for c in range(1, 5)],
+            id="grid",
+        ),
+        pytest.param(
+            [
+                (Torus(rows=r), nx.grid_2d_graph(r, c, periodic=True))
+                for r in range(1, 4)
+                for c in range(1, 5)
+            ],
+            id="torus",
+        ),
+        pytest.param([(Hypercube(), nx.hypercube_graph(k)) for k in range(1, 5)], id="hypercube"),
+    ],
+)
 
 
-@pytest.mark.parametrize(("topology", "graph"), GRAPHS, ids=str)
-def test_neighbors_are_those_of_networkx(topology: FixedGraph, graph: nx.Graph) -> None:
-    graph = numbered(graph)
-    num_workers = len(graph)
-    for worker in graph:
-        assert topology.neighbors(worker, num_workers) == sorted(graph[worker])
-        assert topology.degree(worker, num_workers) == len(graph[worker])
-    assert topology.max_degree(num_workers) == max(dict(graph.degree).values())
+@each_family
+def test_neighbors_are_those_of_networkx(pairs: list[Pair], subtests: pytest.Subtests) -> None:
+    for topology, graph in pairs:
+        graph = numbered(graph)
+        num_workers = len(graph)
+        with subtests.test(str(topology), num_workers=num_workers):
+            for worker in graph:
+                assert topology.neighbors(worker, num_workers) == sorted(graph[worker])
+                assert topology.degree(worker, num_workers) == len(graph[worker])
+            assert topology.max_degree(num_workers) == max(dict(graph.degree).values())
 
 
-@pytest.mark.parametrize("weighting", ["metropolis", "uniform"])
-@pytest.mark.parametrize(("topology", "graph"), GRAPHS, ids=str)
-def test_weights_follow_from_the_degrees(
-    topology: FixedGraph, graph: nx.Graph, weighting: str
-) -> None:
-    kind, rows = type(topology), getattr(topology, "rows", None)
-    topology = kind(weighting, rows) if rows else kind(weighting)
-    graph = numbered(graph)
-    degrees = dict(graph.degree)
-    expected = torch.zeros(len(graph), len(graph), dtype=torch.float64)
-    for i, j in graph.edges:
-        largest = max(degrees.values()) if weighting == "uniform" else max(degrees[i], degrees[j])
-        expected[i, j] = expected[j, i] = 1 / (1 + largest)
-    expected += torch.diag(1 - expected.sum(dim=1))
-    torch.testing.assert_close(topology.mixing_matrix(len(graph)), expected, rtol=0, atol=1e-15)
+@each_family
+def test_weights_follow_from_the_degrees(pairs: list[Pair], subtests: pytest.Subtests) -> None:
+    for (topology, graph), weighting in itertools.product(pairs, ["metropolis", "uniform"]):
+        topology = dataclasses.replace(topology, weighting=weighting)
+        graph = numbered(graph)
+        with subtests.test(str(topology), num_workers=len(graph)):
+            degrees = dict(graph.degree)
+            expected = torch.zeros(len(graph), len(graph), dtype=torch.float64)
+            for i, j in graph.edges:
+                ends = degrees.values() if weighting == "uniform" else (degrees[i], degrees[j])
+                expected[i, j] = expected[j, i] = 1 / (1 + max(ends))
+            expected += torch.diag(1 - expected.sum(dim=1))
+            matrix = topology.mixing_matrix(len(graph))
+            torch.testing.assert_close(matrix, expected, rtol=0, atol=1e-15)
 
 
-RATES = {
-    "ring": (Ring(), [0.8047, 0.9493, 0.9872, 0.9968]),
-    "torus": (Torus(), [0.5, 0.6, 0.8828, 0.8828]),
-    "hypercube": (Hypercube(), [0.5, 0.6, 0.6667, 0.7143]),
-    "star": (Star(), [0.875, 0.9375, 0.9688, 0.9844]),
-    "complete": (Complete(), [0.0, 0.0, 0.0, 0.0]),
-}
-
-
-@pytest.mark.parametrize("name", RATES)
-def test_table_of_consensus_rates(name: str) -> None:
-    topology, expected = RATES[name]
-    rates = [consensus_rate(topology, n) for n in (8, 16, 32, 64)]
-    assert rates == pytest.approx(expected, abs=5e-5)
+def test_table_of_consensus_rates(subtests: pytest.Subtests) -> None:
+    for topology, expected in (
+        (Ring(), [0.8047, 0.9493, 0.9872, 0.9968]),
+        (Torus(), [0.5, 0.6, 0.8828, 0.8828]),
+        (Hypercube(), [0.5, 0.6, 0.6667, 0.7143]),
+        (Star(), [0.875, 0.9375, 0.9688, 0.9844]),
+        (Complete(), [0.0, 0.0, 0.0, 0.0]),
+    ):
+        with subtests.test(str(topology)):
+            rates = [consensus_rate(topology, n) for n in (8, 16, 32, 64)]
+            assert rates == pytest.approx(expected, abs=5e-5)
 
 
 def test_undirected_exponential_graph() -> None:
