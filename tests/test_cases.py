@@ -26,6 +26,7 @@ TESTS = {
     "nan": "tests.strategies.test_nan",
     "nan by hand": "tests.strategies.test_nan",
 }
+NAMES = {id(case): name for name, case in CASES.items()}
 # Common tests of which a part of the rows has a choice of its own.
 OF_SOME = {
     "alone",
@@ -54,15 +55,16 @@ def test_every_method_with_rounds_has_a_row() -> None:
     assert set(METHODS) <= {*CASES, *WITHOUT_ROUNDS}
 
 
-@pytest.mark.parametrize("name", sorted(set(METHODS) - WITHOUT_ROUNDS))
-def test_the_row_of_a_method_is_what_its_strategy_does(name: str) -> None:
-    case, strategy = CASES[name], METHODS[name]
-    settings: dict[str, Any] = {"interval_s": 0.0} if case.by_clock else {"sync_every": 7}
-    if case.fragments is not None:
-        settings["fragments"] = 2  # the models of tests have two layers
-    if name == "async_diloco":
-        settings["fragments"] = None  # with fragments it is streaming_diloco: test_streaming.py
-    assert strategy(**settings).settings == case.strategy(7).settings
+def test_the_row_of_a_method_is_what_its_strategy_does(subtests: pytest.Subtests) -> None:
+    for name in sorted(set(METHODS) - WITHOUT_ROUNDS):
+        with subtests.test(name):
+            case, strategy = CASES[name], METHODS[name]
+            settings: dict[str, Any] = {"interval_s": 0.0} if case.by_clock else {"sync_every": 7}
+            if case.fragments is not None:
+                settings["fragments"] = 2  # the models of tests have two layers
+            if name == "async_diloco":
+                settings["fragments"] = None  # with them it is streaming_diloco: test_streaming.py
+            assert strategy(**settings).settings == case.strategy(7).settings
 
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_ROUNDS))
@@ -74,13 +76,16 @@ def test_methods_without_rounds_have_none(name: str) -> None:
 
 
 def rows_of(module: str) -> list[set[str]]:
-    """The rows that each test of a module runs."""
+    """The rows that each test of a module runs, whatever else it is parametrized by."""
     found = []
     for function in vars(importlib.import_module(module)).values():
         if isinstance(function, FunctionType) and function.__name__.startswith("test_"):
             for mark in getattr(function, "pytestmark", []):
-                if mark.name == "parametrize" and mark.args[0] == "case":
-                    found.append({param.id for param in mark.args[1]})
+                names = mark.args[0] if mark.name == "parametrize" else ()
+                names = [names] if isinstance(names, str) else list(names)
+                if "case" in names:
+                    cases = [param.values[names.index("case")] for param in mark.args[1]]
+                    found.append({NAMES[id(case)] for case in cases})
     return found
 
 
@@ -90,26 +95,26 @@ def test_every_row_is_run_or_says_why_not(test: str) -> None:
     assert set(CASES) - left_out in rows_of(TESTS[test])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_reasons_of_a_row_hold(name: str) -> None:
-    case = CASES[name]
-    assert set(case.not_in) <= {*TESTS, *OF_SOME}
-    assert (BY_CLOCK in case.not_in.values()) == case.by_clock
-    assert (BY_FRAGMENTS in case.not_in.values()) == (case.fragments is not None)
-    assert isinstance(case.strategy(7).schedule, EveryInterval) == case.by_clock
-    if case.variant_of is not None:
-        other = CASES[case.variant_of]
-        assert other.variant_of is None
-        assert type(other.algorithm) is type(case.algorithm)
-        assert (other.topology is None) == (case.topology is None)
-        assert (other.overlap, other.by_clock) == (case.overlap, case.by_clock)
+def test_the_reasons_of_a_row_hold(subtests: pytest.Subtests) -> None:
+    for name, case in CASES.items():
+        with subtests.test(name):
+            assert set(case.not_in) <= {*TESTS, *OF_SOME}
+            assert (BY_CLOCK in case.not_in.values()) == case.by_clock
+            assert (BY_FRAGMENTS in case.not_in.values()) == (case.fragments is not None)
+            assert isinstance(case.strategy(7).schedule, EveryInterval) == case.by_clock
+            if case.variant_of is not None:
+                other = CASES[case.variant_of]
+                assert other.variant_of is None
+                assert type(other.algorithm) is type(case.algorithm)
+                assert (other.topology is None) == (case.topology is None)
+                assert (other.overlap, other.by_clock) == (case.overlap, case.by_clock)
 
 
 def test_a_row_that_is_not_in_a_test_is_left_out_or_must_fail() -> None:
     assert not any(param.values[0].by_clock for param in rows("same numbers").args[1])
     for test in OF_SOME:
         marks = {
-            param.id: [mark.name for mark in param.marks if mark.name != "long"]
+            param.id: [mark.name for mark in param.marks if mark.name != "soak"]
             for param in rows(test).args[1]
         }
         failing = {name for name, case in CASES.items() if test in case.not_in}

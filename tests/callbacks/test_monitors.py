@@ -241,17 +241,15 @@ def test_consensus_distance_of_a_large_model_is_estimated(pool: Pool) -> None:
         assert seen[0] != seen[1]  # other elements in each round
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "text"),
-    [
+def test_bad_settings(subtests: pytest.Subtests) -> None:
+    rows: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"every_n_rounds": 0}, ValueError, "every_n_rounds must be at least 1, got 0"),
         ({"max_elements": -1}, ValueError, "max_elements must be at least 1, got -1"),
         ({"every_n_rounds": 1.5}, TypeError, "every_n_rounds must be an integer, got 1.5"),
-    ],
-)
-def test_bad_settings(settings: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        ConsensusMonitor(**settings)
+    ]
+    for settings, error, text in rows:
+        with subtests.test(**settings), pytest.raises(error, match=text):
+            ConsensusMonitor(**settings)
 
 
 # ----------------------------------------------------------------------------- PeerMonitor
@@ -373,10 +371,11 @@ def test_straggler_simulator_delays_training_batches_of_chosen_workers(pool: Poo
     assert wait_1_s < wait_0_s
 
 
-@pytest.mark.parametrize("delay_s", [-0.1, math.nan, math.inf])
-def test_straggler_simulator_refuses_impossible_delays(delay_s: float) -> None:
-    with pytest.raises(ValueError, match="delays are seconds.* got .* for worker 2"):
-        StragglerSimulator({2: delay_s})
+def test_straggler_simulator_refuses_impossible_delays(subtests: pytest.Subtests) -> None:
+    text = "delays are seconds.* got .* for worker 2"
+    for delay_s in (-0.1, math.nan, math.inf):
+        with subtests.test(delay_s=delay_s), pytest.raises(ValueError, match=text):
+            StragglerSimulator({2: delay_s})
 
 
 # -------------------------------------------------------------------------------- WorkerLogs

@@ -53,22 +53,27 @@ def test_the_table_has_the_names_and_types_of_the_constructor() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", WITH_WORKERS)
-def test_every_strategy_shows_the_common_arguments(kind: type[LocoStrategy]) -> None:
-    shown, expected = parameters_of(kind), parameters_of(LocoStrategy)
+def test_every_strategy_shows_the_common_arguments(subtests: pytest.Subtests) -> None:
+    expected = parameters_of(LocoStrategy)
     common = {*get_type_hints(CommonArguments), "link"}
-    assert {name: shown.get(name) for name in common} == {name: expected[name] for name in common}
-    assert all(shown[name].kind is inspect.Parameter.KEYWORD_ONLY for name in common)
-    if "sync_every" in shown:
-        for name in ("bucket_bytes", "outer_device"):
-            assert shown[name] == expected[name]
+    for kind in WITH_WORKERS:
+        with subtests.test(kind.__name__):
+            shown = parameters_of(kind)
+            assert {name: shown.get(name) for name in common} == {
+                name: expected[name] for name in common
+            }
+            assert all(shown[name].kind is inspect.Parameter.KEYWORD_ONLY for name in common)
+            if "sync_every" in shown:
+                for name in ("bucket_bytes", "outer_device"):
+                    assert shown[name] == expected[name]
 
 
-@pytest.mark.parametrize("kind", [LocoStrategy, *WITH_WORKERS])
-def test_types_are_shown_and_not_their_names(kind: type[LocoStrategy]) -> None:
-    parameters = parameters_of(kind)
-    assert [name for name, one in parameters.items() if isinstance(one.annotation, str)] == []
-    assert get_type_hints(kind.__init__).keys() == parameters.keys()
+def test_types_are_shown_and_not_their_names(subtests: pytest.Subtests) -> None:
+    for kind in (LocoStrategy, *WITH_WORKERS):
+        with subtests.test(kind.__name__):
+            shown = parameters_of(kind)
+            assert [name for name, one in shown.items() if isinstance(one.annotation, str)] == []
+            assert get_type_hints(kind.__init__).keys() == shown.keys()
 
 
 def test_help_shows_every_argument() -> None:
@@ -79,27 +84,21 @@ def test_help_shows_every_argument() -> None:
     assert "common" not in signature
 
 
-@pytest.mark.parametrize(
-    ("kind", "arguments", "message"),
-    [
-        (DiLoCoStrategy, {"timeout": 3}, "got an unexpected keyword argument 'timeout'"),
-        (DiLoCoStrategy, {"overlap": True}, "got an unexpected keyword argument 'overlap'"),
-        (DiLoCoStrategy, {"settings": 1}, "got an unexpected keyword argument 'settings'"),
-        (
-            AsyncModelAverageStrategy,
-            {"bucket_bytes": 1},
-            "got an unexpected keyword argument 'bucket_bytes'",
-        ),
-        (PairwiseGossipStrategy, {"common": {}}, "got an unexpected keyword argument 'common'"),
+def test_what_is_not_shown_is_refused(subtests: pytest.Subtests) -> None:
+    unexpected = "got an unexpected keyword argument"
+    rows: list[tuple[type[Any], dict[str, Any], str]] = [
+        (DiLoCoStrategy, {"timeout": 3}, f"{unexpected} 'timeout'"),
+        (DiLoCoStrategy, {"overlap": True}, f"{unexpected} 'overlap'"),
+        (DiLoCoStrategy, {"settings": 1}, f"{unexpected} 'settings'"),
+        (AsyncModelAverageStrategy, {"bucket_bytes": 1}, f"{unexpected} 'bucket_bytes'"),
+        (PairwiseGossipStrategy, {"common": {}}, f"{unexpected} 'common'"),
         (LocoStrategy, {}, "missing a required argument: 'algorithm'"),
-    ],
-)
-def test_what_is_not_shown_is_refused(
-    kind: type[LocoStrategy], arguments: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(TypeError) as caught:
-        kind(**arguments)
-    assert str(caught.value) == f"{kind.__name__}.__init__() {message}"
+    ]
+    for kind, arguments, message in rows:
+        with subtests.test(kind.__name__, arguments=arguments):
+            with pytest.raises(TypeError) as caught:
+                kind(**arguments)
+            assert str(caught.value) == f"{kind.__name__}.__init__() {message}"
 
 
 def test_only_a_strategys_own_arguments_may_be_given_by_position() -> None:
@@ -109,17 +108,18 @@ def test_only_a_strategys_own_arguments_may_be_given_by_position() -> None:
         DiLoCoStrategy(10, sync_every=20)  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("kind", WITH_WORKERS)
-def test_what_ddp_takes_reaches_it(kind: type[LocoStrategy]) -> None:
-    given = {
-        "accelerator": CPUAccelerator(),
-        "cluster_environment": LightningEnvironment(),
-        "checkpoint_io": AsyncCheckpointIO(),
-        "precision_plugin": Precision(),
-    }
-    strategy = kind(**given, process_group_backend="gloo", timeout_s=7)
-    assert {name: getattr(strategy, name) for name in given} == given
-    assert (strategy.process_group_backend, strategy.timeout_s) == ("gloo", 7)
+def test_what_ddp_takes_reaches_it(subtests: pytest.Subtests) -> None:
+    for kind in WITH_WORKERS:
+        with subtests.test(kind.__name__):
+            given = {
+                "accelerator": CPUAccelerator(),
+                "cluster_environment": LightningEnvironment(),
+                "checkpoint_io": AsyncCheckpointIO(),
+                "precision_plugin": Precision(),
+            }
+            strategy = kind(**given, process_group_backend="gloo", timeout_s=7)
+            assert {name: getattr(strategy, name) for name in given} == given
+            assert (strategy.process_group_backend, strategy.timeout_s) == ("gloo", 7)
 
 
 # ---------------------------------------------------------------------------- LightningCLI

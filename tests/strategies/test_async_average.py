@@ -234,15 +234,13 @@ def test_a_crash_on_one_worker_ends_all_with_its_traceback(pool: Pool) -> None:
     assert str(caught.value).count("worker 1 has a bad day") >= 2
 
 
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
+def test_bad_arguments(subtests: pytest.Subtests) -> None:
+    rows: list[tuple[dict[str, Any], type[Exception]]] = [
         ({"interval_s": -0.1}, ValueError),
         ({"warmup_steps": "3"}, TypeError),
         ({"sync_every": 10}, TypeError),
         ({"evaluate": "never"}, ValueError),
-    ],
-)
-def test_bad_arguments(settings: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error):
-        AsyncModelAverageStrategy(**settings)
+    ]
+    for settings, error in rows:
+        with subtests.test(**settings), pytest.raises(error):
+            AsyncModelAverageStrategy(**settings)

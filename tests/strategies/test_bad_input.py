@@ -32,10 +32,9 @@ NAN = math.nan
 # --------------------------------------------------------------------- at construction
 
 
-@pytest.mark.parametrize("strategy", [LocalSGDStrategy, DiLoCoStrategy, AsyncDiLoCoStrategy])
-@pytest.mark.parametrize(
-    ("sync_every", "error", "text"),
-    [
+def test_sync_every(subtests: pytest.Subtests) -> None:
+    text = "sync_every counts optimizer steps between rounds and "
+    rows: list[tuple[Any, type[Exception], str]] = [
         (0, ValueError, "must be at least 1, got 0. Use sync_every=1"),
         (-3, ValueError, "must be at least 1, got -3"),
         ([4, 0], ValueError, r"must be at least 1, got \[4, 0\]"),
@@ -44,18 +43,18 @@ NAN = math.nan
         ("10", TypeError, "must be an integer .*, got '10'"),
         (None, TypeError, "must be an integer .*, got None"),
         ([4, 2.0], TypeError, r"must be an integer .*, got \[4, 2.0\]"),
-    ],
-)
-def test_sync_every(
-    strategy: Callable[..., LocoStrategy], sync_every: Any, error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match="sync_every counts optimizer steps between rounds and " + text):
-        strategy(sync_every=sync_every)
+    ]
+    for strategy in (LocalSGDStrategy, DiLoCoStrategy, AsyncDiLoCoStrategy):
+        for sync_every, error, end in rows:
+            with (
+                subtests.test(strategy.__name__, sync_every=sync_every),
+                pytest.raises(error, match=text + end),
+            ):
+                strategy(sync_every=sync_every)
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "text"),
-    [
+def test_arguments_of_all_strategies(subtests: pytest.Subtests) -> None:
+    rows: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"evaluate": "mean"}, ValueError, "evaluate must be one of average, local, got 'mean'"),
         ({"evaluate": None}, ValueError, "evaluate must be one of average, local, got None"),
         ({"finalize": "drop"}, ValueError, "finalize must be one of average, keep, got 'drop'"),
@@ -74,48 +73,38 @@ def test_sync_every(
         ({"link": 100}, TypeError, "link must be a name such as 'wan', .* got 100"),
         ({"link": {"mbit_per_s": -1}}, ValueError, "mbit_per_s of a link must be positive .*-1"),
         ({"link": "no/links.yaml"}, FileNotFoundError, "There is no file of links 'no/links.yaml'"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("strategy", [LocalSGDStrategy, GASLoCStrategy])
-def test_arguments_of_all_strategies(
-    strategy: Callable[..., LocoStrategy],
-    settings: dict[str, Any],
-    error: type[Exception],
-    text: str,
-) -> None:
-    with pytest.raises(error, match=text):
-        strategy(**settings)
+    ]
+    for strategy in (LocalSGDStrategy, GASLoCStrategy):
+        for settings, error, text in rows:
+            name = strategy.__name__
+            with subtests.test(name, **settings), pytest.raises(error, match=text):
+                strategy(**settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
+def test_arguments_of_diloco(subtests: pytest.Subtests) -> None:
+    for settings, text in (
         ({"outer_lr": 0.0}, "outer_lr must be positive, got 0.0"),
         ({"outer_lr": NAN}, "outer_lr must be positive, got nan"),
         ({"outer_momentum": 1.0}, r"outer_momentum must be in \[0, 1\), got 1.0"),
         ({"outer_momentum": -0.1}, r"outer_momentum must be in \[0, 1\), got -0.1"),
-    ],
-)
-def test_arguments_of_diloco(settings: dict[str, float], text: str) -> None:
-    for strategy in (DiLoCoStrategy, AsyncDiLoCoStrategy):
-        with pytest.raises(ValueError, match=text):
-            strategy(**settings)
+    ):
+        for strategy in (DiLoCoStrategy, AsyncDiLoCoStrategy):
+            name = strategy.__name__
+            with subtests.test(name, **settings), pytest.raises(ValueError, match=text):
+                strategy(**settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
+def test_arguments_of_gasloc(subtests: pytest.Subtests) -> None:
+    rows: list[tuple[dict[str, Any], str]] = [
         ({"outer_lr": -1.0}, "outer_lr must be positive, got -1.0"),
         ({"gossip_step": 0.0}, "gossip_step must be .* got 0.0"),
         ({"momentum": 1.0}, r"momentum must be in \[0, 1\) or 'auto', got 1.0"),
         ({"momentum": "much"}, r"momentum must be in \[0, 1\) or 'auto', got 'much'"),
         ({"momentum_on": "drift"}, "momentum_on must be 'local' or 'gossiped', got 'drift'"),
-    ],
-)
-def test_arguments_of_gasloc(settings: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        GASLoCStrategy(**settings)
+    ]
+    for settings, text in rows:
+        with subtests.test(**settings), pytest.raises(ValueError, match=text):
+            GASLoCStrategy(**settings)
 
 
 def test_what_is_not_an_algorithm() -> None:
@@ -220,19 +209,29 @@ def fit(module: TinyModule, strategy: LocoStrategy, rank: int, **settings: Any) 
     trainer.fit(module, make_loader(rank, 10))
 
 
-def fit_with_strategy(rank: int, world: int, case: str) -> str:
-    make, error, _ = MAKE_STRATEGY[case]
-    module = TinyModule()
-    with pytest.raises(error) as caught:
-        fit(module, make(), rank)
-    assert not module.losses, "a training step was made"
-    return str(caught.value)
+def outcome(
+    module: TinyModule, strategy: Callable[[], LocoStrategy], rank: int
+) -> tuple[type[Exception] | None, str]:
+    """The error that a fit ends with, before its first step."""
+    try:
+        fit(module, strategy(), rank)
+    except Exception as error:
+        return type(error), "a training step was made" if module.losses else str(error)
+    return None, "no error"
 
 
-@pytest.mark.parametrize("case", MAKE_STRATEGY)
-def test_settings_are_refused_on_every_rank(pool: Pool, case: str) -> None:
-    for message in pool.run(fit_with_strategy, case, world=3, timeout_s=30):
-        assert re.search(MAKE_STRATEGY[case][2], message), message
+def fit_with_strategies(rank: int, world: int) -> list[tuple[type[Exception] | None, str]]:
+    return [outcome(TinyModule(), make, rank) for make, *_ in MAKE_STRATEGY.values()]
+
+
+def test_settings_are_refused_on_every_rank(pool: Pool, subtests: pytest.Subtests) -> None:
+    found = pool.run(fit_with_strategies, world=3, timeout_s=60)
+    for (case, (_, error, text)), *of_ranks in zip(MAKE_STRATEGY.items(), *found, strict=True):
+        with subtests.test(case):
+            for kind, message in of_ranks:
+                assert kind is not None, message
+                assert issubclass(kind, error), message
+                assert re.search(text, message), message
 
 
 class Net(nn.Sequential):
@@ -352,19 +351,22 @@ MAKE_MODEL: dict[str, tuple[Callable[[int], nn.Module], str]] = {
 }
 
 
-def fit_with_model(rank: int, world: int, case: str) -> str:
-    module = TinyModule()
-    module.model = MAKE_MODEL[case][0](rank)
-    with pytest.raises((ValueError, TypeError)) as caught:
-        fit(module, LocalSGDStrategy(sync_every=2), rank)
-    assert not module.losses, "a training step was made"
-    return str(caught.value)
+def fit_with_models(rank: int, world: int) -> list[tuple[type[Exception] | None, str]]:
+    found = []
+    for make, _ in MAKE_MODEL.values():
+        module = TinyModule()
+        module.model = make(rank)
+        found.append(outcome(module, lambda: LocalSGDStrategy(sync_every=2), rank))
+    return found
 
 
-@pytest.mark.parametrize("case", MAKE_MODEL)
-def test_models_are_refused_on_every_rank(pool: Pool, case: str) -> None:
-    for message in pool.run(fit_with_model, case, world=3, timeout_s=30):
-        assert re.search(MAKE_MODEL[case][1], message), message
+def test_models_are_refused_on_every_rank(pool: Pool, subtests: pytest.Subtests) -> None:
+    found = pool.run(fit_with_models, world=3, timeout_s=60)
+    for (case, (_, text)), *of_ranks in zip(MAKE_MODEL.items(), *found, strict=True):
+        with subtests.test(case):
+            for kind, message in of_ranks:
+                assert kind in (ValueError, TypeError), message
+                assert re.search(text, message), message
 
 
 def fit_with_sync_batchnorm(rank: int, world: int) -> str:

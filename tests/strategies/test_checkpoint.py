@@ -17,6 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_loco import LocalSGD, LocoStrategy
 from tests.cases import CASES, Case, rows, without_variants
+from tests.conftest import cover
 from tests.pool import Pool, PoolError, make_trainer
 from tests.tiny import flat
 
@@ -98,11 +99,18 @@ def test_run_resumed_within_a_round_equals_unbroken_run(
     check_resumed_run(pool, tmp_path, case, every=10)
 
 
-@rows("resume", without_variants())
 @pytest.mark.parametrize(
-    "every",
-    [8, *(pytest.param(kind, marks=pytest.mark.soak) for kind in (3, "epoch", "validation"))],
-)  # an epoch has 8 steps
+    ("case", "every"),
+    [
+        *cover(
+            rows("resume", without_variants()).args[1],
+            [3, 8, "epoch", "validation"],  # an epoch has 8 steps
+            strength=1,
+        ),
+        pytest.param(CASES["async_diloco"], "validation", id="async_diloco, in a validation"),
+        pytest.param(CASES["gasloc"], "validation", id="gasloc, in a validation"),
+    ],
+)
 def test_resumed_run_equals_unbroken_run(
     pool: Pool, tmp_path: Path, case: Case, every: int | str
 ) -> None:

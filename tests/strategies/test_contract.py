@@ -338,10 +338,10 @@ NAMED = {
 WITH_WORKERS = {name: kind for name, kind in METHODS.items() if issubclass(kind, EngineStrategy)}
 
 
-@pytest.mark.parametrize("strategy", WITH_WORKERS.values())
-def test_unknown_arguments_are_refused(strategy: Callable[..., LocoStrategy]) -> None:
-    with pytest.raises(TypeError, match="sync_evry"):
-        strategy(sync_evry=10)
+def test_unknown_arguments_are_refused(subtests: pytest.Subtests) -> None:
+    for name, strategy in WITH_WORKERS.items():
+        with subtests.test(name), pytest.raises(TypeError, match="sync_evry"):
+            strategy(sync_evry=10)
 
 
 def test_unknown_arguments_are_refused_by_the_general_strategy() -> None:
@@ -349,41 +349,36 @@ def test_unknown_arguments_are_refused_by_the_general_strategy() -> None:
         LocoStrategy(LocalSGD(), find_unused_parameters=True)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
+def test_strategies_are_picklable_before_setup(subtests: pytest.Subtests) -> None:
+    for strategy in (
         *(strategy() for strategy in WITH_WORKERS.values()),
         LocoStrategy(DiLoCo(outer_optimizer=torch.optim.AdamW), sync_every=[3, 1], overlap=True),
         GASLoCStrategy(Hypercube(), sync_every=7, evaluate="local", finalize="keep"),
-    ],
-    ids=lambda strategy: type(strategy).__name__,
-)
-def test_strategies_are_picklable_before_setup(strategy: LocoStrategy) -> None:
-    copy = pickle.loads(pickle.dumps(strategy))
-    assert type(copy) is type(strategy)
-    assert copy.settings == strategy.settings
-    assert (copy.evaluate, copy.finalize) == (strategy.evaluate, strategy.finalize)
-    assert copy.timeout_s == strategy.timeout_s
+    ):
+        with subtests.test(type(strategy).__name__):
+            copy = pickle.loads(pickle.dumps(strategy))
+            assert type(copy) is type(strategy)
+            assert copy.settings == strategy.settings
+            assert (copy.evaluate, copy.finalize) == (strategy.evaluate, strategy.finalize)
+            assert copy.timeout_s == strategy.timeout_s
 
 
-@pytest.mark.parametrize("name", WITH_WORKERS)
-@pytest.mark.parametrize(
-    ("suffix", "launcher"),
-    [
-        ("", "_SubprocessScriptLauncher"),
-        ("_spawn", "_MultiProcessingLauncher"),
-        ("_fork", "_MultiProcessingLauncher"),
-    ],
-)
-def test_strategies_by_name(name: str, suffix: str, launcher: str) -> None:
-    trainer = quiet_trainer(strategy=name + suffix, devices=4, num_nodes=2)
-    strategy = trainer.strategy
-    assert type(strategy) is WITH_WORKERS[name]
-    assert strategy.num_workers == trainer.world_size == 8
-    assert type(strategy.launcher).__name__ == launcher
-    assert strategy.settings == WITH_WORKERS[name]().settings
-    if suffix:
-        assert strategy.launcher._start_method == suffix[1:]
+def test_strategies_by_name(subtests: pytest.Subtests) -> None:
+    for name, kind in WITH_WORKERS.items():
+        for suffix, launcher in (
+            ("", "_SubprocessScriptLauncher"),
+            ("_spawn", "_MultiProcessingLauncher"),
+            ("_fork", "_MultiProcessingLauncher"),
+        ):
+            with subtests.test(name + suffix):
+                trainer = quiet_trainer(strategy=name + suffix, devices=4, num_nodes=2)
+                strategy = trainer.strategy
+                assert type(strategy) is kind
+                assert strategy.num_workers == trainer.world_size == 8
+                assert type(strategy.launcher).__name__ == launcher
+                assert strategy.settings == kind().settings
+                if suffix:
+                    assert strategy.launcher._start_method == suffix[1:]
 
 
 def test_names_may_be_registered_again() -> None:

@@ -22,6 +22,7 @@ from lightning_loco import (
     GASLoCStrategy,
     PairwiseGossipStrategy,
 )
+from tests.conftest import cover
 from tests.pool import Pool, make_trainer
 from tests.tiny import TinyModule, make_loader
 
@@ -93,8 +94,7 @@ def fit(rank: int, world: int, name: str, ending: str) -> tuple[frozenset[str], 
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks into /proc")
-@pytest.mark.parametrize("ending", [pytest.param("exception", marks=pytest.mark.soak), "ctrl_c"])
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(("name", "ending"), cover(STRATEGIES, ["ctrl_c", "exception"], strength=1))
 def test_nothing_is_left(pool: Pool, name: str, ending: str) -> None:
     for used, left in pool.run(fit, name, ending, world=3):
         assert {"native", "socket"} <= {line[:6] for line in used}

@@ -15,6 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_loco import DiLoCo, LocoStrategy
 from lightning_loco.demo.loading import ResumableDataLoader
+from tests.conftest import cover
 from tests.pool import Pool, PoolError, make_trainer
 from tests.strategies import test_resume
 
@@ -83,18 +84,21 @@ def read(
     return module.seen, [text for text in texts if "go on from it" in text]
 
 
-@pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize(
-    ("before", "now"),
-    [
-        (4, 3),
-        (2, 4),
-        pytest.param(3, 1, marks=pytest.mark.soak),
-        pytest.param(1, 2, marks=pytest.mark.soak),
-    ],
+    ("before", "now", "kind"),
+    cover(
+        [
+            pytest.param(4, 3, id="4 to 3"),
+            pytest.param(2, 4, id="2 to 4"),
+            pytest.param(3, 1, id="3 to 1"),
+            pytest.param(1, 2, id="1 to 2"),
+        ],
+        LOADERS,
+        strength=1,
+    ),
 )
 def test_no_sample_is_left_out_or_repeated(
-    pool: Pool, tmp_path: Path, kind: str, before: int, now: int
+    pool: Pool, tmp_path: Path, before: int, now: int, kind: str
 ) -> None:
     """24 of 48 samples are read by the one number of workers, the others by the other one."""
     path, steps = str(tmp_path / "cut.ckpt"), SAMPLES // 2 // before
@@ -158,7 +162,11 @@ def test_a_list_for_other_workers_is_refused(pool: Pool, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("validation", "places"),
     [
-        ("every epoch", {"batch 8": [13, 19, 25], "batch 12": [12, 18, 24], "epoch 12": [18, 24]}),
+        pytest.param(
+            "every epoch",
+            {"batch 8": [13, 19, 25], "batch 12": [12, 18, 24], "epoch 12": [18, 24]},
+            marks=pytest.mark.soak,
+        ),
         ("every 4 steps", {"batch 8": [8, 12, 16, 20, 24], "validation 12": [16, 20, 24]}),
     ],
 )

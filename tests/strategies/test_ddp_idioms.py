@@ -21,6 +21,7 @@ from torchmetrics import MeanMetric
 
 from lightning_loco import AsyncDiLoCoStrategy, DiLoCoStrategy, PairwiseGossipStrategy
 from tests.cases import CASES
+from tests.conftest import cover
 from tests.pool import Pool, make_trainer
 from tests.tiny import TinyModule, WorkerData, flat, make_loader, worker_batch
 
@@ -214,8 +215,14 @@ def fit_profiled(rank: int, world: int, method: str, profiler: str, folder: str)
     return flat(module)
 
 
-@pytest.mark.parametrize("profiler", ["simple", "advanced", "pytorch"])
-@pytest.mark.parametrize("method", ["diloco", "gasloc", "async_model_average", "pairwise_gossip"])
+@pytest.mark.parametrize(
+    ("method", "profiler"),
+    cover(
+        ["diloco", "gasloc", "async_model_average", "pairwise_gossip"],
+        ["simple", "advanced", "pytorch"],
+        strength=1,
+    ),
+)
 def test_profilers(pool: Pool, tmp_path: Path, method: str, profiler: str) -> None:
     results = pool.run(fit_profiled, method, profiler, str(tmp_path), world=2)
     assert torch.equal(results[0], results[1])

@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_loco import PairwiseGossipStrategy, RemoteOptimizerStrategy
 from lightning_loco.comm.replica import pruning_masks
 from tests.cases import CASES
+from tests.conftest import cover
 from tests.pool import Pool, make_trainer
 from tests.strategies.remote_runs import fit_with
 from tests.tiny import TinyModule, ValidatedModule, flat, make_loader, norm_model
@@ -47,6 +48,7 @@ METHODS = [
     "async_model_average",
     "pairwise_gossip",
 ]
+QUICK = {"diloco", "streaming_diloco", "gasloc", "gasloc_overlap", "async_model_average"}
 DECAY = 0.9
 
 
@@ -133,8 +135,14 @@ def fit_averaging(
 
 
 @needs_weight_averaging
-@pytest.mark.parametrize("kind", ["ema", pytest.param("mean", marks=pytest.mark.soak)])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    cover(
+        [pytest.param(name, marks=[pytest.mark.soak] * (name not in QUICK)) for name in METHODS],
+        ["ema", "mean"],
+        strength=1,
+    ),
+)
 def test_the_average_of_all_workers_is_validated_saved_and_final(
     pool: Pool, tmp_path: Path, method: str, kind: str
 ) -> None:
@@ -177,8 +185,11 @@ def test_with_a_remote_optimizer_the_average_is_that_of_ddp(
 
 
 @needs_weight_averaging
-@pytest.mark.parametrize("until", ["validation", "checkpoint", "end"])
-@pytest.mark.parametrize("batches", [(4, 9, 0), (9, 4, 0)], ids=str)
+@pytest.mark.parametrize(
+    ("batches", "until"),
+    cover([(4, 9, 0), (9, 4, 0)], ["validation", "checkpoint", "end"], strength=1),
+    ids=str,
+)
 def test_with_a_remote_optimizer_the_average_is_that_of_the_worker_with_the_most_data(
     pool: Pool, tmp_path: Path, batches: tuple[int, ...], until: str
 ) -> None:
@@ -248,8 +259,7 @@ def fit_swa(rank: int, world: int, method: str, has_norm: bool) -> dict[str, Any
     }
 
 
-@pytest.mark.parametrize("has_norm", [pytest.param(False, marks=pytest.mark.soak), True])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "has_norm"), cover(METHODS, [True, False], strength=1))
 def test_stochastic_weight_averaging(pool: Pool, method: str, has_norm: bool) -> None:
     results = pool.run(fit_swa, method, has_norm, world=2)
     averaged = [torch.stack(result["starts"][1:4]).mean(0) for result in results]
@@ -301,10 +311,17 @@ def count_zeros(state: dict[str, Tensor]) -> int:
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("how", "lottery"),
-    [("l1_unstructured", False), ("l1_unstructured", True), ("random_unstructured", False)],
+    ("method", "how", "lottery"),
+    cover(
+        METHODS,
+        [
+            pytest.param("l1_unstructured", False, id="by size"),
+            pytest.param("l1_unstructured", True, id="by size, back to the start"),
+            pytest.param("random_unstructured", False, id="at random"),
+        ],
+        strength=1,
+    ),
 )
-@pytest.mark.parametrize("method", METHODS)
 def test_pruning_keeps_its_zeros(
     pool: Pool, tmp_path: Path, method: str, how: str, lottery: bool
 ) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_loco import PairwiseGossipStrategy, RemoteOptimizerStrategy
 from tests.algorithms.toys import assert_close
 from tests.cases import CASES, without_variants
+from tests.conftest import cover
 from tests.one_gpu import let_nccl_share_the_gpu
 from tests.pool import Pool
 from tests.programs import Program, one_per_rank, python_script
@@ -87,29 +88,31 @@ def train(rank: int, world: int, name: str, backend: str, gpu: bool, folder: Pat
     return Run(flat(module).cpu(), trainer.callback_metrics["val_loss"].item(), look.places)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", EXACT)
 def test_workers_on_one_gpu_give_the_numbers_of_the_cpu(
-    pool: Pool, tmp_path: Path, name: str, backend: str
+    pool: Pool, tmp_path: Path, subtests: pytest.Subtests, name: str
 ) -> None:
     expected = pool.run(train, name, "gloo", False, tmp_path / "cpu", world=2)
-    found = pool.run(train, name, backend, True, tmp_path / "gpu", world=2)
-    for on_cpu, on_gpu in zip(expected, found, strict=True):
-        assert_close(on_gpu.model, on_cpu.model)
-        assert on_gpu.val_loss == pytest.approx(on_cpu.val_loss)
-        assert (on_cpu.places, on_gpu.places) == ([("cpu", "gloo")], [("cuda", backend)])
+    for backend in BACKENDS:
+        with subtests.test(backend):
+            found = pool.run(train, name, backend, True, tmp_path / backend, world=2)
+            for on_cpu, on_gpu in zip(expected, found, strict=True):
+                assert_close(on_gpu.model, on_cpu.model)
+                assert on_gpu.val_loss == pytest.approx(on_cpu.val_loss)
+                assert (on_cpu.places, on_gpu.places) == ([("cpu", "gloo")], [("cuda", backend)])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", [*BY_CLOCK, "pairwise"])
 def test_workers_on_one_gpu_agree_at_the_end(
-    pool: Pool, tmp_path: Path, name: str, backend: str
+    pool: Pool, tmp_path: Path, subtests: pytest.Subtests, name: str
 ) -> None:
-    found = pool.run(train, name, backend, True, tmp_path, world=2)
-    for run in found:
-        assert torch.isfinite(run.model).all()
-        assert torch.equal(run.model, found[0].model)
-        assert run.places[0][0] == "cuda"
+    for backend in BACKENDS:
+        with subtests.test(backend):
+            found = pool.run(train, name, backend, True, tmp_path / backend, world=2)
+            for run in found:
+                assert torch.isfinite(run.model).all()
+                assert torch.equal(run.model, found[0].model)
+                assert run.places[0][0] == "cuda"
 
 
 def test_a_remote_optimizer_gives_the_numbers_of_ddp(pool: Pool, tmp_path: Path) -> None:
@@ -182,8 +185,7 @@ def number_after(words: str, output: str) -> float:
     return float(output.rpartition(words)[2].split()[0])
 
 
-@pytest.mark.parametrize("how", ["killed", "frozen"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "how"), cover(METHODS, ["killed", "frozen"], strength=1))
 def test_who_is_lost_on_nccl_is_named_in_time(tmp_path: Path, name: str, how: str) -> None:
     with three_on_nccl(tmp_path, name, how, steps=4000) as workers:
         lost_at = 0.0

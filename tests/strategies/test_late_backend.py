@@ -67,7 +67,16 @@ def train(rank: int, world: int, name: str, late: bool, folder: Path) -> Run:
     return Run(flat(module), module.losses, val_loss, saved, wait_s, look.is_late)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "diloco",
+        "gasloc_overlap",
+        "streaming_diloco",
+        pytest.param("async_diloco", marks=pytest.mark.soak),
+        pytest.param("gasloc", marks=pytest.mark.soak),
+    ],
+)
 def test_a_fit_gives_the_numbers_of_gloo(pool: Pool, tmp_path: Path, name: str) -> None:
     on_gloo, on_late = (
         pool.run(train, name, late, tmp_path / str(late), world=3) for late in (False, True)

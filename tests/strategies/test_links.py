@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -66,9 +67,13 @@ def fit(
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("name", WITH_WORKERS)
-def test_every_strategy_of_workers_takes_a_link(pool: Pool, name: str) -> None:
-    first, second = pool.run(fit, name, LINK, world=2)
+def test_every_strategy_of_workers_takes_a_link(pool: Pool, subtests: pytest.Subtests) -> None:
+    for name in WITH_WORKERS:
+        with subtests.test(name):
+            check_link(name, *pool.run(fit, name, LINK, world=2))
+
+
+def check_link(name: str, first: Any, second: Any) -> None:
     (told,) = first[0]
     found = re.fullmatch(TOLD, told)
     assert found

@@ -72,15 +72,23 @@ def fit(
     strategy = at_once.strategy(SYNC_EVERY)
     trainer = make_trainer(strategy, max_steps=STEPS, callbacks=[watched])
     trainer.fit(module(), make_loader(rank, STEPS))
-    assert watched.graphs == [None] * STEPS
+    assert watched.graphs == [None] * STEPS, case
     return watched.reads.found, trainer.global_step
 
 
-@pytest.mark.parametrize("name", without_variants())
-def test_a_local_step_reads_no_value(pool: Pool, name: str) -> None:
-    for found, steps in pool.run(fit, CASES[name], world=2):
-        assert steps == STEPS
-        assert not found, found[0]
+def fit_each(rank: int, world: int, names: list[str]) -> dict[str, tuple[list[str], int]]:
+    return {name: fit(rank, world, CASES[name]) for name in names}
+
+
+def test_a_local_step_reads_no_value(pool: Pool, subtests: pytest.Subtests) -> None:
+    names = without_variants()
+    of_ranks = pool.run(fit_each, names, world=2, timeout_s=120)
+    for name in names:
+        with subtests.test(name):
+            for results in of_ranks:
+                found, steps = results[name]
+                assert steps == STEPS
+                assert not found, found[0]
 
 
 def test_a_step_that_reads_is_noticed(pool: Pool) -> None:

@@ -131,12 +131,15 @@ def test_its_values_reach_the_settings(blend: type[AlgorithmStrategy]) -> None:
     assert blend().settings == LocoStrategy(Blend()).settings
 
 
-@pytest.mark.parametrize("name", ["prat", "num_neighbors", "overlap", "algorithm"])
-def test_other_arguments_are_refused(blend: type[AlgorithmStrategy], name: str) -> None:
-    with pytest.raises(TypeError) as caught:
-        blend(**{name: 1})
-    text = f"BlendStrategy.__init__() got an unexpected keyword argument '{name}'"
-    assert str(caught.value) == text
+def test_other_arguments_are_refused(
+    blend: type[AlgorithmStrategy], subtests: pytest.Subtests
+) -> None:
+    for name in ("prat", "num_neighbors", "overlap", "algorithm"):
+        with subtests.test(name):
+            with pytest.raises(TypeError) as caught:
+                blend(**{name: 1})
+            text = f"BlendStrategy.__init__() got an unexpected keyword argument '{name}'"
+            assert str(caught.value) == text
 
 
 def test_values_are_checked_at_construction(blend: type[AlgorithmStrategy]) -> None:

@@ -19,6 +19,7 @@ import lightning_loco as loco
 from lightning_loco import DiLoCo, EagerDiLoCo, GASLoC
 from lightning_loco.strategies.random_states import random_states
 from tests.cases import CASES, Case, without_variants
+from tests.conftest import cover
 from tests.pool import Pool, make_trainer
 from tests.strategies import test_checkpoint
 from tests.tiny import TinyModule, WorkerData, flat, quiet_trainer
@@ -318,21 +319,25 @@ def resumed(
     return saved, pool.run(fit, now, now_path, str(path), SAVED_AT + 3, sync_every, world=2)
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "words"),
-    [
+def test_another_algorithm_begins_at_the_consensus(
+    pool: Pool, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    for before, now, words in (
         ("local_sgd", "diloco", "what DiLoCo remembers (momentum) begins anew"),
         ("diloco", "gasloc", "what DiLoCo remembered (momentum) is dropped"),
         ("diloco", "local_sgd", "the last 2 local steps, which no round has shared, are dropped"),
         ("async_diloco", "gasloc", "a round that was under way is dropped"),
         ("gasloc", "noloco", "what GASLoC remembered (previous, start) is dropped"),
         ("noloco", "diloco", "what DiLoCo remembers (momentum) begins anew"),
-    ],
-)
-def test_another_algorithm_begins_at_the_consensus(
-    pool: Pool, tmp_path: Path, before: str, now: str, words: str
-) -> None:
-    saved, starts = resumed(pool, tmp_path, CASES[before], CASES[now])
+    ):
+        folder = tmp_path / f"{before} {now}"
+        folder.mkdir()
+        with subtests.test(before=before, now=now):
+            check_another_algorithm(pool, folder, before, now, words)
+
+
+def check_another_algorithm(pool: Pool, folder: Path, before: str, now: str, words: str) -> None:
+    saved, starts = resumed(pool, folder, CASES[before], CASES[now])
     names = [type(CASES[name].algorithm).__name__ for name in (before, now)]
     prepared = CASES[now].prepared(2)
     for worker, start in enumerate(starts):
@@ -359,20 +364,24 @@ def kept(saved: Files, starts: list[Start]) -> None:
         assert start.warnings == []
 
 
-@pytest.mark.parametrize(
-    ("before", "now"),
-    [
-        (CASES["diloco"], Case(DiLoCo(0.5, 0.7))),
-        (CASES["diloco"], CASES["async_diloco_momentum"]),
-        (CASES["gasloc"], Case(GASLoC(momentum=0.3), "complete")),
-        (CASES["diloco_adam"], Case(DiLoCo(outer_optimizer=partial(torch.optim.Adam, lr=0.01)))),
-    ],
-    ids=["learning rate", "overlap", "topology", "learning rate of Adam"],
-)
 def test_other_settings_of_the_same_algorithm_drop_nothing(
-    pool: Pool, tmp_path: Path, before: Case, now: Case
+    pool: Pool, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    kept(*resumed(pool, tmp_path, before, now, sync_every=3))
+    slower_adam = partial(torch.optim.Adam, lr=0.01)
+    for name, before, now in (
+        ("learning rate", CASES["diloco"], Case(DiLoCo(0.5, 0.7))),
+        ("overlap", CASES["diloco"], CASES["async_diloco_momentum"]),
+        ("topology", CASES["gasloc"], Case(GASLoC(momentum=0.3), "complete")),
+        (
+            "learning rate of Adam",
+            CASES["diloco_adam"],
+            Case(DiLoCo(outer_optimizer=slower_adam)),
+        ),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        with subtests.test(name):
+            kept(*resumed(pool, folder, before, now, sync_every=3))
 
 
 def test_rounds_that_begin_to_overlap_begin_with_a_blocking_one(pool: Pool, tmp_path: Path) -> None:
@@ -476,8 +485,11 @@ def test_rounds_become_pairs_and_pairs_rounds(
 @pytest.mark.parametrize(
     ("before", "now", "world"),
     [
-        *((name, name, 2) for name in without_variants()),
-        *(pytest.param(n, n, 4, marks=pytest.mark.soak) for n in without_variants()),
+        *cover(
+            [pytest.param(name, name, id=name) for name in without_variants()],
+            [2, 4],
+            strength=1,
+        ),
         ("local_sgd", "gasloc", 2),
         ("async_diloco", "diloco_adamw", 4),
         ("gasloc_overlap", "async_model_average", 2),

@@ -69,7 +69,9 @@ def fit_ranks(rank: int, world: int, interpolation: str, folder: str) -> Any:
     return len(module.losses), strategy.statistics.rounds, flat(module), logged, left
 
 
-@pytest.mark.parametrize("interpolation", ["constant", "clock", "loss"])
+@pytest.mark.parametrize(
+    "interpolation", ["constant", pytest.param("clock", marks=pytest.mark.soak), "loss"]
+)
 def test_ranks_gossip_with_uneven_data_validation_and_checkpoints(
     pool: Pool, tmp_path: Path, interpolation: str
 ) -> None:
@@ -133,7 +135,7 @@ def fit_compressed(
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-@pytest.mark.parametrize("again", ["int8", "bf16", None])
+@pytest.mark.parametrize("again", ["int8", pytest.param("bf16", marks=pytest.mark.soak), None])
 def test_compressed_ranks_train_save_three_quarters_of_the_bytes_and_go_on(
     pool: Pool, tmp_path: Path, again: str | None
 ) -> None:
@@ -224,23 +226,19 @@ def fit_gan(rank: int, world: int, loss: Tensor | None, interpolation: str) -> A
     return strategy.statistics.rounds, flat(trainer.lightning_module), *clocks[0]
 
 
-@pytest.mark.parametrize(
-    ("loss", "interpolation"),
-    [
+def test_manual_optimization_need_not_return_a_loss(pool: Pool, subtests: pytest.Subtests) -> None:
+    for loss, interpolation in (
         (None, "constant"),
         (None, "clock"),
         (torch.tensor(2.0), "loss"),
         (torch.ones(2, 3), "constant"),
-    ],
-)
-def test_manual_optimization_need_not_return_a_loss(
-    pool: Pool, loss: Tensor | None, interpolation: str
-) -> None:
-    for blends, model, clock, optimizer_steps in pool.run(fit_gan, loss, interpolation, world=2):
-        assert blends > 3
-        assert torch.isfinite(model).all()
-        assert optimizer_steps == 80
-        assert clock <= 40 + 1e-9  # local steps, however many optimizers there are
+    ):
+        with subtests.test(interpolation, loss=loss):
+            for blends, model, clock, steps in pool.run(fit_gan, loss, interpolation, world=2):
+                assert blends > 3
+                assert torch.isfinite(model).all()
+                assert steps == 80
+                assert clock <= 40 + 1e-9  # local steps, however many optimizers there are
 
 
 def test_a_rule_that_needs_a_loss_is_refused_without_one(pool: Pool) -> None:
@@ -294,9 +292,8 @@ def test_unfreezing_during_fit_is_refused(pool: Pool) -> None:
         pool.run(fit_unfreezing, world=2)
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "text"),
-    [
+def test_bad_arguments(subtests: pytest.Subtests) -> None:
+    rows: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"fetch_probability": 1.5}, ValueError, "fetch_probability"),
         ({"interpolation": "age"}, ValueError, "interpolation"),
         ({"factor": -1}, ValueError, "factor"),
@@ -308,11 +305,10 @@ def test_unfreezing_during_fit_is_refused(pool: Pool) -> None:
         ({"wire_dtype": "bfloat16"}, TypeError, "wire_dtype"),
         ({"nodes": "none.yaml"}, ValueError, "name"),
         ({"topology": "ring"}, TypeError, "topology"),
-    ],
-)
-def test_bad_arguments(settings: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        PairwiseGossipStrategy(**settings)
+    ]
+    for settings, error, text in rows:
+        with subtests.test(**settings), pytest.raises(error, match=text):
+            PairwiseGossipStrategy(**settings)
 
 
 def test_nodes_and_settings_from_a_file(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from lightning_loco import DiLoCo, GASLoC, LocalSGD
 from lightning_loco.strategies import side_files
 from lightning_loco.strategies.whole_files import WholeFileIO
 from tests.cases import CASES, Case
+from tests.conftest import cover
 from tests.pool import Pool, PoolError, make_trainer
 from tests.strategies.test_resume import DrawingModule, Outcome, check_resumed, loader
 from tests.tiny import flat
@@ -102,10 +103,15 @@ def steps_in(path: Path) -> int:
     return int(torch.load(path, weights_only=False)["global_step"])
 
 
-NAMES = ("diloco", "gasloc", "local_sgd", "async_diloco_momentum")
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "diloco",
+        "gasloc",
+        pytest.param("local_sgd", marks=pytest.mark.soak),
+        pytest.param("async_diloco_momentum", marks=pytest.mark.soak),
+    ],
+)
 def test_resumed_run_equals_unbroken_run(pool: Pool, tmp_path: Path, name: str) -> None:
     disks = disks_in(tmp_path)
     whole = pool.run(fit, CASES[name], disks, world=WORLD)
@@ -187,27 +193,25 @@ class DieBefore(pl.Callback):
 
 KILLS = {
     "before its side file": (KillingIO(1, "worker_{:05d}.pt", 2), None, 5),
-    "before what is shared": (KillingIO(1, "shared.pt", 2), None, 5),
     "before its main file": (KillingIO(2, "main.ckpt", 2), None, 5),
     "before its main file takes its place": (None, DieBefore(1, "put_main", 2), 10),
     "before it deletes the save before": (None, DieBefore(0, "settle", 2), 10),
 }
+KILLS_IF_SHARED = {"before what is shared": (KillingIO(1, "shared.pt", 2), None, 5)}
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("name", "place"),
     [
-        (name, place)
-        for name in ("diloco", "gasloc", "local_sgd")
-        for place in KILLS
-        if CASES[name].algorithm.replicated or place != "before what is shared"
+        *cover(["diloco", "gasloc", "local_sgd"], KILLS, strength=1),
+        *cover(["diloco"], KILLS_IF_SHARED),  # of the others nothing is shared
     ],
 )
 def test_run_killed_while_saving_goes_on_from_the_newest_save_of_all(
     pool: Pool, tmp_path: Path, name: str, place: str
 ) -> None:
-    io, die, step = KILLS[place]
+    io, die, step = {**KILLS, **KILLS_IF_SHARED}[place]
     disks, whole_disks = disks_in(tmp_path / "killed"), disks_in(tmp_path / "whole")
     whole = pool.run(fit, CASES[name], whole_disks, world=WORLD)
     callbacks = [SaveEvery(5), *([] if die is None else [die])]

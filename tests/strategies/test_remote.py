@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_loco import RemoteOptimizerStrategy
 from lightning_loco.codecs import BFloat16
 from lightning_loco.remote import Tiers
+from tests.conftest import cover
 from tests.pool import Pool, make_trainer
 from tests.strategies.remote_runs import all_ranks, remote_trainer
 from tests.tiny import ValidatedModule, flat, make_loader, quiet_trainer
@@ -64,9 +65,8 @@ def fit_ddp(rank: int, world: int, settings: dict[str, Any]) -> Any:
     return flat(module), trainer.callback_metrics["val_loss"].item(), trainer.global_step
 
 
-@pytest.mark.parametrize("kind", SETTINGS)
-@pytest.mark.parametrize("num_tiers", [2, 3])
-def test_fit_is_that_of_ddp(pool: Pool, num_tiers: int, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "num_tiers"), cover(SETTINGS, [2, 3], strength=1))
+def test_fit_is_that_of_ddp(pool: Pool, kind: str, num_tiers: int) -> None:
     *workers, server = pool.run(fit, 2, SETTINGS[kind], world=1 + num_tiers)
     expected, metric, steps = pool.run(fit_ddp, SETTINGS[kind], world=2)[0]
     for weights, own_metric, own_steps in workers[:2]:

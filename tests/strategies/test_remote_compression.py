@@ -12,6 +12,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_loco import RemoteOptimizerStrategy
 from lightning_loco.codecs import Int8
+from tests.conftest import cover
 from tests.pool import Pool
 from tests.strategies.remote_runs import Seen, fit_part, fit_with
 from tests.tiny import TinyModule, ValidatedModule, WorkerData, flat, make_loader
@@ -85,8 +86,9 @@ def cut(rank: int, world: int, folder: str, part: str, compression: Any) -> Tens
     return flat(module)
 
 
-@pytest.mark.parametrize("compression", [CODEC, "bf16"], ids=str)
-@pytest.mark.parametrize("num_tiers", [2, 3])
+@pytest.mark.parametrize(
+    ("num_tiers", "compression"), cover([2, 3], [CODEC, "bf16"], strength=1), ids=str
+)
 def test_a_cut_run_goes_on_exactly(
     pool: Pool, tmp_path: Path, num_tiers: int, compression: Any
 ) -> None:

@@ -14,16 +14,18 @@ import torch
 from torch import nn
 
 from lightning_loco import RemoteOptimizerStrategy
-from lightning_loco.codecs import ErrorFeedback, Int8, Sparse
+from lightning_loco.codecs import ErrorFeedback, Int8
+from lightning_loco.codecs import Sparse as SparseCodec
+from tests.conftest import cover
 from tests.pool import Pool, PoolError
 from tests.programs import LIMIT_S, Program, one_per_rank, python_script
 from tests.strategies.remote_runs import all_ranks, remote_trainer
 from tests.tiny import TinyModule, ValidatedModule, make_loader
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
+def test_arguments_are_checked(subtests: pytest.Subtests) -> None:
+    rough = "too roughly for a remote optimizer"
+    rows: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"num_workers": 0}, ValueError, "num_workers must be at least 1"),
         ({"num_workers": 1.5}, TypeError, "num_workers must be an integer"),
         ({"num_workers": 2, "num_servers": 0}, ValueError, "num_servers must be at least 1"),
@@ -32,23 +34,16 @@ from tests.tiny import TinyModule, ValidatedModule, make_loader
         ({"num_workers": 2, "min_workers": 1, "replica_size": 2}, ValueError, "replica_size=1"),
         ({"compression": "zip"}, ValueError, "compression must be one of none, bf16"),
         ({"compression": 8}, TypeError, "compression must be a name, a codec such as Int8"),
-        ({"compression": "e3m0"}, ValueError, "too roughly for a remote optimizer"),
-        (
-            {"compression": ErrorFeedback(Sparse())},
-            ValueError,
-            "too roughly for a remote optimizer",
-        ),
+        ({"compression": "e3m0"}, ValueError, rough),
+        ({"compression": ErrorFeedback(SparseCodec())}, ValueError, rough),
         ({"compression": ErrorFeedback(Int8())}, ValueError, "codec alone: compression=Int8"),
         ({"num_workers": 2, "timeout_s": 0}, ValueError, "timeout_s must be positive"),
         ({"num_workers": 2, "bucket_bytes": 0}, ValueError, "bucket_bytes must be positive"),
         ({"num_wrokers": 2}, TypeError, "num_wrokers"),
-    ],
-)
-def test_arguments_are_checked(
-    arguments: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=text):
-        RemoteOptimizerStrategy(**arguments)
+    ]
+    for arguments, error, text in rows:
+        with subtests.test(**arguments), pytest.raises(error, match=text):
+            RemoteOptimizerStrategy(**arguments)
 
 
 class TwoOptimizers(TinyModule):
@@ -96,24 +91,20 @@ def fit(rank: int, world: int, kind: type[TinyModule], num_workers: int) -> None
         trainer.fit(kind(), make_loader(rank, 4))
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
+def test_what_cannot_work_is_refused_on_all_ranks(pool: Pool, subtests: pytest.Subtests) -> None:
+    for kind, text in (
         (TwoOptimizers, "needs exactly one optimizer"),
         (Closure, "LBFGS needs a closure"),
         (Sparse, "sparse"),
         (Broken, "no such optimizer"),
         (OtherModel, "Build the same"),
-    ],
-)
-def test_what_cannot_work_is_refused_on_all_ranks(
-    pool: Pool, kind: type[TinyModule], text: str
-) -> None:
-    with pytest.raises(PoolError) as caught:
-        pool.run(fit, kind, 2, world=3)
-    assert set(caught.value.failures) == {0, 1, 2}
-    for failure in caught.value.failures.values():
-        assert text in failure.message or "Another model" in failure.message
+    ):
+        with subtests.test(kind.__name__):
+            with pytest.raises(PoolError) as caught:
+                pool.run(fit, kind, 2, world=3)
+            assert set(caught.value.failures) == {0, 1, 2}
+            for failure in caught.value.failures.values():
+                assert text in failure.message or "Another model" in failure.message
 
 
 def test_a_wrong_number_of_ranks_is_refused_with_those_that_fit(pool: Pool) -> None:
@@ -256,10 +247,11 @@ def check_ends_without(programs: list[Program], victim: int, trouble: signal.Sig
 
 @pytest.mark.soak
 @pytest.mark.process
-@pytest.mark.parametrize("victim", LOST)
-@pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("victim", "trouble"), cover(LOST, [signal.SIGKILL, signal.SIGSTOP], strength=1)
+)
 def test_a_lost_rank_ends_the_run_in_time_and_is_named(
-    tmp_path: Path, trouble: signal.Signals, victim: int
+    tmp_path: Path, victim: int, trouble: signal.Signals
 ) -> None:
     with running(tmp_path, 4, 2000, timeout_s=TIMEOUT_S) as programs:
         check_ends_without(programs, victim, trouble)
@@ -297,8 +289,7 @@ def test_enough_workers_go_on(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.process
-@pytest.mark.parametrize("delay_s", [0.0, 0.011, 0.027])
-@pytest.mark.parametrize("world", [4, 5])
+@pytest.mark.parametrize(("world", "delay_s"), cover([4, 5], [0.0, 0.011, 0.027], strength=1))
 def test_enough_workers_go_on_without_a_frozen_one(
     tmp_path: Path, delay_s: float, world: int
 ) -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_loco import RemoteOptimizerStrategy
+from tests.conftest import cover
 from tests.pool import Pool, PoolEnvironment, PoolError, make_trainer
 from tests.strategies.remote_runs import all_ranks, fit_part, remote_trainer
 from tests.tiny import TinyModule, ValidatedModule, WorkerData, flat, loss_of, make_loader
@@ -124,8 +125,9 @@ class Manual(TinyModule):
         self.automatic_optimization = False
 
 
-@pytest.mark.parametrize("num_tiers", [2, pytest.param(3, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("kind", [Plateau, Groups, Estimated, Manual])
+@pytest.mark.parametrize(
+    ("kind", "num_tiers"), cover([Plateau, Groups, Estimated, Manual], [2, 3], strength=1)
+)
 def test_modules_of_many_kinds_train_as_under_ddp(
     pool: Pool, kind: type[TinyModule], num_tiers: int
 ) -> None:

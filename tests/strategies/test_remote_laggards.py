@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_loco import RemoteOptimizerStrategy
+from tests.conftest import cover
 from tests.pool import Pool, PoolError
 from tests.strategies.remote_runs import Seen, fit_with, remote_or_ddp
 from tests.tiny import TinyModule, ValidatedModule, flat, make_loader
@@ -28,8 +29,7 @@ def run_uneven(rank: int, world: int, folder: str, validates: bool) -> dict[str,
     return {"final": flat(module), "validated": seen.validated}
 
 
-@pytest.mark.parametrize("validates", [True, False])
-@pytest.mark.parametrize("num_tiers", [2, 3])
+@pytest.mark.parametrize(("num_tiers", "validates"), cover([2, 3], [True, False], strength=1))
 def test_a_worker_without_data_catches_up(
     pool: Pool, tmp_path: Any, num_tiers: int, validates: bool
 ) -> None:
@@ -152,8 +152,10 @@ def run_clipped(
     return flat(module)
 
 
-@pytest.mark.parametrize("num_tiers", [2, pytest.param(3, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("how", ["data", "tracked", "before_forward", "manual"])
+@pytest.mark.parametrize(
+    ("how", "num_tiers"),
+    cover(["data", "tracked", "before_forward", "manual"], [2, 3], strength=1),
+)
 def test_weights_clipped_by_hand_are_those_of_ddp(pool: Pool, how: str, num_tiers: int) -> None:
     found = pool.run(run_clipped, how, True, {}, STEPS, world=1 + num_tiers)
     expected = pool.run(run_clipped, how, False, {}, STEPS, world=2)[0]
@@ -217,9 +219,6 @@ def test_changes_by_hand_that_differ_are_refused(
         assert text in failure.message
 
 
-OTHER_SETTINGS: list[dict[str, Any]] = [{"overlap": False}, {"num_servers": 2}]
-
-
 class NaNOnce(TinyModule):
     """One worker's loss is no number."""
 
@@ -233,9 +232,10 @@ class NaNOnce(TinyModule):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, *(pytest.param(one, marks=pytest.mark.soak) for one in OTHER_SETTINGS)]
+    ("settings", "broken"),
+    cover([{}, {"overlap": False}, {"num_servers": 2}], [1, 0], strength=1),
+    ids=str,
 )
-@pytest.mark.parametrize("broken", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_a_loss_that_is_no_number_ends_the_run_and_is_named(
     pool: Pool, settings: dict[str, Any], broken: int
 ) -> None:

@@ -14,6 +14,7 @@ from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 
 from lightning_loco import RemoteOptimizerStrategy
+from tests.conftest import cover
 from tests.pool import Pool, PoolError, make_trainer
 from tests.strategies.remote_runs import all_ranks, remote_trainer
 from tests.tiny import TinyModule, ValidatedModule, flat, make_loader
@@ -56,8 +57,7 @@ def run_loaded(rank: int, world: int, hook: str, lr: float, num_workers: int | N
     return flat(module)
 
 
-@pytest.mark.parametrize("num_tiers", [2, pytest.param(3, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(("hook", "num_tiers"), cover(HOOKS, [2, 3], strength=1))
 def test_weights_loaded_before_the_first_step_count(pool: Pool, hook: str, num_tiers: int) -> None:
     for weights in pool.run(run_loaded, hook, 0.0, 2, world=1 + num_tiers)[:2]:
         assert (weights == 5.0).all()
@@ -119,21 +119,18 @@ def fit(rank: int, world: int, kind: type[TinyModule]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*configure_optimizers.* returned `None`:UserWarning")
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
+def test_what_cannot_work_is_refused_before_training(pool: Pool, subtests: pytest.Subtests) -> None:
+    for kind, text in (
         (Complex, "Parameter 'phase' is complex"),
         (NoOptimizer, "NoOptimizer gives none"),
         (Collective, "process group"),
-    ],
-)
-@pytest.mark.parametrize("num_servers", [1, 2])
-def test_what_cannot_work_is_refused_before_training(
-    pool: Pool, kind: type[TinyModule], text: str, num_servers: int
-) -> None:
-    with pytest.raises(PoolError) as caught:
-        pool.run(fit, kind, world=2 + num_servers)
-    assert set(caught.value.failures) == set(range(2 + num_servers))
-    for rank, failure in caught.value.failures.items():
-        assert text in failure.message
-        assert kind is not Collective or rank > 1 or "trainer.strategy.serves" in failure.message
+    ):
+        for world in (3, 4):  # two workers and one or two servers
+            with subtests.test(kind.__name__, world=world):
+                with pytest.raises(PoolError) as caught:
+                    pool.run(fit, kind, world=world)
+                assert set(caught.value.failures) == set(range(world))
+                for rank, failure in caught.value.failures.items():
+                    assert text in failure.message
+                    if kind is Collective and rank < 2:
+                        assert "trainer.strategy.serves" in failure.message

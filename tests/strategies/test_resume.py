@@ -24,6 +24,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_loco.rounds.mean_exchange import MeanExchange
 from lightning_loco.rounds.neighbor_exchange import NeighborExchange
 from tests.cases import CASES
+from tests.conftest import cover
 from tests.pool import Pool, PoolError, make_trainer
 from tests.tiny import flat
 
@@ -239,47 +240,30 @@ def check_resumed(whole: Sequence[Outcome], again: Sequence[Outcome], name: str)
         assert torch.equal(one[2], other[2]), f"{name}, worker {worker}: the final model"
 
 
-def check_places(pool: Pool, folder: Path, algorithm: str, validation: str, dropout: float) -> None:
-    """Resume from each place of a run."""
-    settings = VALIDATIONS[validation]
-    save = SaveAt(str(folder), [*PLACES, *VALIDATION_PLACES])
-    whole = pool.run(fit, algorithm, settings, dropout, str(folder), None, [save], world=WORLD)
-    saved = sorted(folder.glob("*.ckpt"))
-    validated = [place for place, found in VALIDATION_PLACES.items() if validation in found]
-    assert {path.stem for path in saved} == {*PLACES, *validated}
-    for path in saved:
-        again = pool.run(fit, algorithm, settings, dropout, str(folder), str(path), world=WORLD)
-        assert min(again[0][0]) == int(path.stem.split()[1])
-        check_resumed(whole, again, f"{algorithm}, validation {validation}, from {path.stem}")
-
-
 @pytest.mark.parametrize(
-    ("validation", "algorithm"),
+    ("validation", "algorithm", "dropout"),
     [
-        pytest.param("every 2 epochs", "local_sgd", marks=pytest.mark.soak),
-        ("every 4 steps", "async_diloco"),
-        pytest.param("every 4 steps", "streaming_diloco", marks=pytest.mark.soak),
-        pytest.param("every 2 steps of 2nd epochs", "gasloc", marks=pytest.mark.soak),
-        pytest.param("every 3 epochs", "streaming_diloco", marks=pytest.mark.soak),
-        pytest.param("every 3 epochs", "delayed_nesterov", marks=pytest.mark.soak),
-        pytest.param("every epoch", "noloco", marks=pytest.mark.soak),
-        ("no check before training", "local_sgd"),
+        *cover(VALIDATIONS, ALGORITHMS, [0.3, 0.0], strength=1),
+        pytest.param("every 4 steps", "streaming_diloco", 0.3, marks=pytest.mark.soak),
+        pytest.param("every 3 epochs", "streaming_diloco", 0.3, marks=pytest.mark.soak),
+        pytest.param("every 3 epochs", "delayed_nesterov", 0.3, marks=pytest.mark.soak),
+        pytest.param("every epoch", "noloco", 0.3, marks=pytest.mark.soak),
     ],
 )
 def test_resumed_run_equals_unbroken_run(
-    pool: Pool, tmp_path: Path, validation: str, algorithm: str
-) -> None:
-    check_places(pool, tmp_path, algorithm, validation, 0.3)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("validation", VALIDATIONS)
-def test_resumed_run_equals_unbroken_run_everywhere(
     pool: Pool, tmp_path: Path, validation: str, algorithm: str, dropout: float
 ) -> None:
-    check_places(pool, tmp_path, algorithm, validation, dropout)
+    """Resumed from each place of a run."""
+    settings = VALIDATIONS[validation]
+    save = SaveAt(str(tmp_path), [*PLACES, *VALIDATION_PLACES])
+    whole = pool.run(fit, algorithm, settings, dropout, str(tmp_path), None, [save], world=WORLD)
+    saved = sorted(tmp_path.glob("*.ckpt"))
+    validated = [place for place, found in VALIDATION_PLACES.items() if validation in found]
+    assert {path.stem for path in saved} == {*PLACES, *validated}
+    for path in saved:
+        again = pool.run(fit, algorithm, settings, dropout, str(tmp_path), str(path), world=WORLD)
+        assert min(again[0][0]) == int(path.stem.split()[1])
+        check_resumed(whole, again, f"{algorithm}, validation {validation}, from {path.stem}")
 
 
 @pytest.mark.parametrize("kind", [pytest.param("SIGTERM", marks=pytest.mark.soak), "SIGKILL"])
@@ -331,9 +315,16 @@ def test_stop_at_the_end_of_an_epoch_loses_no_step(pool: Pool, tmp_path: Path) -
     check_resumed(unbroken, again, "stopped at the end of an epoch")
 
 
-@pytest.mark.parametrize("kind", ["SIGTERM", "SIGKILL"])
 @pytest.mark.parametrize(
-    "step", [9, *(pytest.param(n, marks=pytest.mark.soak) for n in range(10, 13))]
+    ("kind", "step"),
+    [
+        *cover(["SIGTERM", "SIGKILL"], [9]),
+        *cover(
+            ["SIGTERM", "SIGKILL"],
+            [pytest.param(step, marks=pytest.mark.soak) for step in (10, 11, 12)],
+            strength=1,
+        ),
+    ],
 )
 def test_fragments_under_way_survive_at_each_step_of_a_phase(
     pool: Pool, tmp_path: Path, kind: str, step: int

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.algorithms.toys import assert_close, run_engine, simulate
-from tests.cases import Case, rows
+from tests.cases import CASES, LEFT_OUT, Case
+from tests.conftest import cover
 from tests.pool import Pool, make_trainer
 from tests.tiny import TinyModule, flat, make_loader
 
@@ -24,8 +28,31 @@ def run_trainer(rank: int, world: int, case: Case) -> Tensor:
     return flat(module)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@rows("same numbers")
+def params(names: Iterable[str], *marks: pytest.MarkDecorator) -> list[Any]:
+    return [pytest.param(CASES[name], id=name, marks=marks) for name in names]
+
+
+ALL = [name for name, case in CASES.items() if case.not_in.get("same numbers") not in LEFT_OUT]
+MAIN = [name for name in ALL if CASES[name].variant_of is None]
+MEANS = [name for name in MAIN if CASES[name].graph is None]
+GOSSIP = [name for name in MAIN if CASES[name].graph is not None]
+ALONE = ["local_sgd", "diloco", "async_diloco", "gasloc"]
+"""One of each kind, for one worker."""
+
+
+@pytest.mark.parametrize(
+    ("case", "world"),
+    [
+        *cover(params(MEANS), [2, 3, 4], strength=1),
+        *cover(params(GOSSIP), [4]),
+        *cover(params(ALONE), [1]),
+        *cover(params([n for n in MAIN if n not in ALONE], pytest.mark.soak), [1]),
+        *cover(params(GOSSIP, pytest.mark.soak), [2, 3], strength=1),
+        *cover(
+            params([n for n in ALL if n not in MAIN], pytest.mark.soak), [4, 3, 2, 1], strength=1
+        ),
+    ],
+)
 def test_same_numbers(pool: Pool, case: Case, world: int) -> None:
     settings = case.settings(sync_every=SYNC_EVERY)
     expected = simulate(case.algorithm, world, ROUNDS, **settings)

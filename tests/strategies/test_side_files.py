@@ -156,56 +156,64 @@ def test_file_without_a_seal_is_refused(pool: Pool, checkpoint: Path) -> None:
     check_refused(pool, checkpoint, str(file), "has no seal of lightning_loco")
 
 
-@pytest.mark.parametrize(
-    ("part", "entry", "message"),
-    [
+def test_missing_entry_names_the_file(
+    pool: Pool, checkpoint: Path, subtests: pytest.Subtests
+) -> None:
+    folder = folder_of(checkpoint)
+    files = [folder / f"worker_{worker:05d}.pt" for worker in range(WORLD)]
+    whole = [file.read_bytes() for file in files]
+    for part, entry, message in (
         (None, "engine", "has no 'engine'"),
         (None, "position", "has no 'position'"),
         ("lightning", "loops", "has no 'loops'"),
         ("position", "place", "has no 'place'"),
         ("engine", "params", "has no 'params' of the engine"),
-    ],
-)
-def test_missing_entry_names_the_file(
-    pool: Pool, checkpoint: Path, part: str | None, entry: str, message: str
+    ):
+        for worker, file in enumerate(files):
+            file.write_bytes(whole[worker])
+            content = torch.load(file)
+            del content["seal"]
+            del (content if part is None else content[part])[entry]
+            torch.save(seal(content, folder.name, worker), file)
+        with subtests.test(entry, part=part):
+            check_refused(pool, checkpoint, f"{folder}/worker_0000", message)
+
+
+def test_missing_entry_of_the_main_file_names_it(
+    pool: Pool, checkpoint: Path, subtests: pytest.Subtests
 ) -> None:
-    folder = folder_of(checkpoint)
-    for worker in range(WORLD):
-        file = folder / f"worker_{worker:05d}.pt"
-        content = torch.load(file)
-        del content["seal"]
-        del (content if part is None else content[part])[entry]
-        torch.save(seal(content, folder.name, worker), file)
-    check_refused(pool, checkpoint, f"{folder}/worker_0000", message)
+    words = f"The entry 'lightning_loco' of {checkpoint} has no "
+    whole = torch.load(checkpoint)["lightning_loco"]
+    for entry in (
+        "format", "stamp", "algorithm", "num_workers", "settings", "has_shared", "consensus_key"
+    ):  # fmt: skip
+        with subtests.test(entry):
+            rest = {name: value for name, value in whole.items() if name != entry}
+            assert rest.keys() != whole.keys()
+            change(checkpoint, lightning_loco=rest)
+            check_refused(pool, checkpoint, f"{words}{entry!r}")
 
 
-@pytest.mark.parametrize(
-    "entry",
-    ["format", "stamp", "algorithm", "num_workers", "settings", "has_shared", "consensus_key"],
-)
-def test_missing_entry_of_the_main_file_names_it(pool: Pool, checkpoint: Path, entry: str) -> None:
-    content = torch.load(checkpoint)
-    del content["lightning_loco"][entry]
-    torch.save(content, checkpoint)
-    check_refused(pool, checkpoint, f"The entry 'lightning_loco' of {checkpoint} has no {entry!r}")
-
-
-@pytest.mark.parametrize(
-    "stamp", ["../../elsewhere", "step4-0123456", "step4-0123456\u0661", 4, None, "/step4-01234567"]
-)
-def test_stamp_of_another_form_is_refused(pool: Pool, checkpoint: Path, stamp: object) -> None:
-    entry = {**torch.load(checkpoint)["lightning_loco"], "stamp": stamp}
-    change(checkpoint, lightning_loco=entry)
-    check_refused(pool, checkpoint, f"names its side files {stamp!r}")
-
-
-@pytest.mark.parametrize("number", [0, -1, "2", None])
-def test_number_of_workers_that_is_none_is_refused(
-    pool: Pool, checkpoint: Path, number: object
+def test_impossible_entries_of_the_main_file_are_refused(
+    pool: Pool, checkpoint: Path, subtests: pytest.Subtests
 ) -> None:
-    entry = {**torch.load(checkpoint)["lightning_loco"], "num_workers": number}
-    change(checkpoint, lightning_loco=entry)
-    check_refused(pool, checkpoint, f"says that {number!r} workers wrote it")
+    whole = torch.load(checkpoint)["lightning_loco"]
+    rows: list[tuple[str, Any, str]] = [
+        ("stamp", "../../elsewhere", "names its side files {!r}"),
+        ("stamp", "step4-0123456", "names its side files {!r}"),
+        ("stamp", "step4-0123456\u0661", "names its side files {!r}"),
+        ("stamp", 4, "names its side files {!r}"),
+        ("stamp", None, "names its side files {!r}"),
+        ("stamp", "/step4-01234567", "names its side files {!r}"),
+        ("num_workers", 0, "says that {!r} workers wrote it"),
+        ("num_workers", -1, "says that {!r} workers wrote it"),
+        ("num_workers", "2", "says that {!r} workers wrote it"),
+        ("num_workers", None, "says that {!r} workers wrote it"),
+    ]
+    for entry, value, words in rows:
+        with subtests.test(entry, value=value):
+            change(checkpoint, lightning_loco={**whole, entry: value})
+            check_refused(pool, checkpoint, words.format(value))
 
 
 def test_missing_file_of_a_worker_that_is_no_more_is_named(pool: Pool, tmp_path: Path) -> None:
@@ -322,9 +330,8 @@ def test_removal_does_not_follow_a_link(checkpoint: Path) -> None:
 # ---------------------------------------------------------------------------- checksums
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
+def test_checksum_tells_contents_apart(subtests: pytest.Subtests) -> None:
+    rows: list[tuple[Any, Any]] = [
         ({"a": 1}, {"b": 1}),
         ({"a": 1}, {"a": 1.0}),
         ([1, 2], [2, 1]),
@@ -338,10 +345,10 @@ def test_removal_does_not_follow_a_link(checkpoint: Path) -> None:
         ({"a", "b"}, {"a", "c"}),
         ("1", 1),
         (None, False),
-    ],
-)
-def test_checksum_tells_contents_apart(one: Any, other: Any) -> None:
-    assert checksum(one) != checksum(other)
+    ]
+    for one, other in rows:
+        with subtests.test(one=one, other=other):
+            assert checksum(one) != checksum(other)
 
 
 def test_checksum_survives_writing_and_reading(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco import AsyncModelAverageStrategy, DiLoCo, LocalSGD, LocoStrategy, ModelAverage
+from tests.conftest import cover
 from tests.pool import Pool, make_trainer
 from tests.tiny import TinyModule, flat, loss_of, make_loader
 
@@ -67,14 +68,17 @@ def fit(rank: int, world: int, name: str, manual: bool, accumulate: int) -> tupl
 
 
 @pytest.mark.parametrize(
-    ("manual", "accumulate"),
-    [
-        (False, 1),
-        pytest.param(False, 3, marks=pytest.mark.soak),
-        pytest.param(True, 1, marks=pytest.mark.soak),
-    ],
+    ("name", "manual", "accumulate"),
+    cover(
+        STRATEGIES,
+        [
+            pytest.param(False, 1, id="each step"),
+            pytest.param(False, 3, id="accumulated"),
+            pytest.param(True, 1, id="by hand"),
+        ],
+        strength=1,
+    ),
 )
-@pytest.mark.parametrize("name", STRATEGIES)
 def test_a_collective_in_a_training_step(
     pool: Pool, name: str, manual: bool, accumulate: int
 ) -> None:

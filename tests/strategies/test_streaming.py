@@ -180,19 +180,21 @@ def test_fragments_write_what_they_share_once(pool: Pool, tmp_path: Path) -> Non
     assert first["outer"].device.type == "meta"
 
 
-@pytest.mark.parametrize(
-    ("make", "same"),
-    [
+def fit_each(rank: int, world: int, *makes: Make) -> list[Tensor]:
+    return [fit(rank, world, make) for make in makes]
+
+
+def test_identities_bit_for_bit(pool: Pool, subtests: pytest.Subtests) -> None:
+    for make, same in (
         (one_fragment, blocking),
         (async_at_once, blocking),
         (one_late_fragment, async_cold),
         (async_delay_of_a_phase, async_whole),
         (async_even, streaming_even),
-    ],
-)
-def test_identities_bit_for_bit(pool: Pool, make: Make, same: Make) -> None:
-    for one, other in zip(pool.run(fit, make, world=2), pool.run(fit, same, world=2), strict=True):
-        assert torch.equal(one, other)
+    ):
+        with subtests.test(f"{make.__name__} is {same.__name__}"):
+            for one, other in pool.run(fit_each, make, same, world=2):
+                assert torch.equal(one, other)
 
 
 # ------------------------------------------------------------------------------- arguments
@@ -218,9 +220,8 @@ def test_the_strategies_choose_schedule_and_landing() -> None:
     assert (soon.schedule, soon.landing) == (Staggered(10, 1, 2, "even"), Mix(0.25))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
+def test_bad_arguments(subtests: pytest.Subtests) -> None:
+    rows: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"delay": 11}, ValueError, "from 0 to sync_every=10, got 11"),
         ({"delay": -1}, ValueError, "from 0 to sync_every=10, got -1"),
         ({"delay": 1.0}, TypeError, "must be an integer, got 1.0"),
@@ -229,31 +230,25 @@ def test_the_strategies_choose_schedule_and_landing() -> None:
         ({"mix": float("nan")}, ValueError, r"mix .* must be in \[0, 1\], got nan"),
         ({"mix": "half"}, TypeError, "mix must be a number"),
         ({"outer_lr": 0.0}, ValueError, "outer_lr must be positive"),
-    ],
-)
-def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    ]
     for strategy in (AsyncDiLoCoStrategy, StreamingDiLoCoStrategy):
-        with pytest.raises(error, match=text):
-            strategy(sync_every=10, **arguments)
+        for arguments, error, text in rows:
+            name = strategy.__name__
+            with subtests.test(name, **arguments), pytest.raises(error, match=text):
+                strategy(sync_every=10, **arguments)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
+def test_bad_fragments(subtests: pytest.Subtests) -> None:
+    rows: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"fragments": 0}, ValueError, "from 1 to sync_every=10, got 0"),
         ({"fragments": 11}, ValueError, "from 1 to sync_every=10, got 11"),
-        (
-            {"pattern": "odd"},
-            ValueError,
-            "pattern must be one of strided, contiguous, even, or a list",
-        ),
+        ({"pattern": "odd"}, ValueError, "must be one of strided, contiguous, even, or a list"),
         ({"pattern": ["a"]}, ValueError, "lists 1 regular expressions for fragments=3"),
         ({"topology": "ring"}, TypeError, "topology"),
-    ],
-)
-def test_bad_fragments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        StreamingDiLoCoStrategy(sync_every=10, **arguments)
+    ]
+    for arguments, error, text in rows:
+        with subtests.test(**arguments), pytest.raises(error, match=text):
+            StreamingDiLoCoStrategy(sync_every=10, **arguments)
 
 
 def test_fragments_of_async_diloco_need_one_sync_every() -> None:
@@ -296,11 +291,14 @@ def begin(rank: int, world: int, name: str) -> None:
     trainer.fit(TinyModule(), make_loader(rank, STEPS))
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_refused_on_every_worker(pool: Pool, name: str) -> None:
-    with pytest.raises(PoolError, match=REFUSED[name][1]) as error:
-        pool.run(begin, name, world=3)
-    assert sorted(error.value.failures) == [0, 1, 2]
+def test_what_does_not_fit_is_refused_on_every_worker(
+    pool: Pool, subtests: pytest.Subtests
+) -> None:
+    for name, (_, text) in REFUSED.items():
+        with subtests.test(name):
+            with pytest.raises(PoolError, match=text) as error:
+                pool.run(begin, name, world=3)
+            assert sorted(error.value.failures) == [0, 1, 2]
 
 
 MEMBERS = Elastic("127.0.0.1:29510")

@@ -15,6 +15,7 @@ from torch.nn.utils import prune
 from lightning_loco import PairwiseEngine, PairwiseGossipStrategy
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from tests.cases import CASES, Case, rows, without_variants
+from tests.conftest import cover
 from tests.pool import Pool, make_trainer
 from tests.tiny import TinyModule, flat, make_loader, make_model
 
@@ -92,9 +93,8 @@ def fit(
 
 
 @pytest.mark.parametrize(
-    "kind", ["frozen", pytest.param("in place", marks=pytest.mark.soak), "replaced"]
+    ("name", "kind"), cover(ALL, ["frozen", "in place", "replaced"], strength=1)
 )
-@pytest.mark.parametrize("name", ALL)
 def test_a_teacher_is_local_in_training_and_a_mean_in_the_consensus(
     pool: Pool, name: str, kind: str
 ) -> None:
@@ -182,30 +182,41 @@ class LateModule(ReplacingModule):
         return torch.optim.SGD(self.model.parameters(), lr=self.lr)
 
 
-def fit_replacing(rank: int, world: int, name: str, how: str) -> str:
-    module = LateModule(how) if how == "joined" else ReplacingModule(how)
-    trainer = make_trainer(strategy_of(name), max_epochs=1, use_distributed_sampler=False)
-    try:
-        trainer.fit(module, make_loader(rank, 9))
-    except RuntimeError as error:
-        return str(error)
-    return ""
+def fit_replacing(rank: int, world: int, how: str, *names: str) -> dict[str, str]:
+    """The errors, by method."""
+    errors = {}
+    for name in names:
+        module = LateModule(how) if how == "joined" else ReplacingModule(how)
+        trainer = make_trainer(strategy_of(name), max_epochs=1, use_distributed_sampler=False)
+        errors[name] = ""
+        try:
+            trainer.fit(module, make_loader(rank, 9))
+        except RuntimeError as error:
+            errors[name] = str(error)
+    return errors
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_parameter_that_is_replaced_is_named_on_every_worker(pool: Pool, name: str) -> None:
-    for error in pool.run(fit_replacing, name, "replaced", world=2):
-        assert "Parameter 'model.0.weight' was replaced by another object during fit" in error
-        assert "parameter.data.copy_(values)" in error
+def test_a_parameter_that_is_replaced_is_named_on_every_worker(
+    pool: Pool, subtests: pytest.Subtests
+) -> None:
+    found = pool.run(fit_replacing, "replaced", *ALL, world=2)
+    for name in ALL:
+        with subtests.test(name):
+            for errors in found:
+                assert "Parameter 'model.0.weight' was replaced by another" in errors[name]
+                assert "parameter.data.copy_(values)" in errors[name]
 
 
 def test_a_parameter_of_another_name_stays_in_the_exchange(pool: Pool) -> None:
-    assert pool.run(fit_replacing, "diloco", "renamed", world=2) == ["", ""]
+    assert pool.run(fit_replacing, "renamed", "diloco", world=2) == [{"diloco": ""}] * 2
 
 
-@pytest.mark.parametrize(
-    "name", ["diloco", "streaming_diloco", "async_model_average", "pairwise_gossip"]
-)
-def test_a_parameter_that_joins_an_optimizer_is_named(pool: Pool, name: str) -> None:
-    for error in pool.run(fit_replacing, name, "joined", world=2):
-        assert "Parameter 'late' was given to an optimizer during fit" in error
+def test_a_parameter_that_joins_an_optimizer_is_named(
+    pool: Pool, subtests: pytest.Subtests
+) -> None:
+    names = ["diloco", "streaming_diloco", "async_model_average", "pairwise_gossip"]
+    found = pool.run(fit_replacing, "joined", *names, world=2)
+    for name in names:
+        with subtests.test(name):
+            for errors in found:
+                assert "Parameter 'late' was given to an optimizer during fit" in errors[name]

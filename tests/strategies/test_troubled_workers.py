@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import pytest
 from lightning_loco import DiLoCoStrategy, PairwiseGossipStrategy
 from lightning_loco.strategies import METHODS
 from tests.cases import CASES
+from tests.conftest import cover
 from tests.own_store import Job, freeze
 from tests.pool import make_trainer
 from tests.tiny import ValidatedModule, make_loader
@@ -26,8 +25,8 @@ TIMEOUT_S = 4.0
 LONGEST_S = TIMEOUT_S + 6
 STEPS = 40
 PHASES = ["set-up", "start", "round", "meeting", "validation", "checkpoint", "stop"]
-SHORT = [("raises", "round")]
-"""What stands for the others in the short suite."""
+ALWAYS = ("raises", "round")
+"""What is tested at every change."""
 WORDS = {
     "frozen": "(no sign of life",
     "killed": "(no sign of life",
@@ -122,22 +121,30 @@ def diloco(phase: str) -> DiLoCoStrategy:
     return DiLoCoStrategy(sync_every=10_000 if phase == "stop" else 5, timeout_s=TIMEOUT_S)
 
 
-def troubles(kinds: Iterable[str], phases: list[str]) -> list[Any]:
-    """Kinds in phases, with a mark at those that are not in the short suite."""
-    cases = itertools.product(kinds, phases)
-    return [pytest.param(*c, marks=[] if c in SHORT else pytest.mark.soak) for c in cases]
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("kind", "phase"), [*troubles(["frozen"], PHASES), *troubles(["killed"], ["round"])]
+    ("kind", "phase"), [*(("frozen", phase) for phase in PHASES), ("killed", "round")]
 )
 def test_worker_0_is_lost_and_with_it_the_store(kind: str, phase: str, tmp_path: Path) -> None:
     for error in survivors(diloco(phase), phase, kind, 0, tmp_path):
         assert LOST[kind, 0] in error, error
 
 
-@pytest.mark.parametrize(("kind", "phase"), troubles(WORDS, PHASES[:-1]))
+@pytest.mark.parametrize(
+    ("kind", "phase"),
+    [
+        ALWAYS,
+        *(
+            row
+            for row in cover(
+                [pytest.param(kind, marks=pytest.mark.soak) for kind in WORDS],
+                PHASES[:-1],
+                strength=1,
+            )
+            if row.values != ALWAYS
+        ),
+    ],
+)
 def test_another_worker_is_in_trouble(kind: str, phase: str, tmp_path: Path) -> None:
     who = "Worker 1 failed" if kind == "raises" else f"worker 1 {WORDS[kind]}"
     for error in survivors(diloco(phase), phase, kind, 1, tmp_path):
@@ -154,16 +161,19 @@ def strategy_of(method: str) -> Any:
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("kind", "worker", "phase"),
-    [
-        ("killed", 1, "round"),
-        ("killed", 1, "meeting"),
-        ("killed", 0, "round"),
-        ("frozen", 0, "round"),
-        ("frozen", 0, "meeting"),
-    ],
+    ("method", "kind", "worker", "phase"),
+    cover(
+        sorted(set(METHODS) - TESTED_ABOVE - {"remote_optimizer"}),
+        [
+            pytest.param("killed", 1, "round", id="killed-1-round"),
+            pytest.param("killed", 1, "meeting", id="killed-1-meeting"),
+            pytest.param("killed", 0, "round", id="killed-0-round"),
+            pytest.param("frozen", 0, "round", id="frozen-0-round"),
+            pytest.param("frozen", 0, "meeting", id="frozen-0-meeting"),
+        ],
+        strength=1,
+    ),
 )
-@pytest.mark.parametrize("method", sorted(set(METHODS) - TESTED_ABOVE - {"remote_optimizer"}))
 def test_a_worker_is_lost_under_other_methods(
     method: str, kind: str, worker: int, phase: str, tmp_path: Path
 ) -> None:

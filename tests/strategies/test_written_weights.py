@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_loco import DiLoCoStrategy, LocalSGDStrategy, PairwiseGossipStrategy
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from tests.cases import CASES, Case, rows, without_variants
+from tests.conftest import cover
 from tests.pool import Pool, make_trainer
 from tests.strategies.remote_runs import fit_with, remote_or_ddp
 from tests.tiny import TinyModule, flat, make_loader
@@ -151,8 +152,10 @@ def fit_later(
     return "", flat(module)
 
 
-@pytest.mark.parametrize("batches", [(7, 7), (4, 9)], ids=str)
-@rows("written weights", without_variants())
+@pytest.mark.parametrize(
+    ("case", "batches"),
+    cover(rows("written weights", without_variants()).args[1], [(7, 7), (4, 9)], strength=1),
+)
 def test_the_same_weights_on_all_workers_are_a_new_start(
     pool: Pool, case: Case, batches: tuple[int, int]
 ) -> None:
@@ -170,25 +173,36 @@ def test_and_so_they_are_for_peers(pool: Pool, hook: str) -> None:
         assert (weights - VALUE).abs().max() <= 1e-12
 
 
-@pytest.mark.parametrize("name", ["diloco", "gasloc", "async_model_average", "pairwise"])
-def test_weights_that_differ_are_refused_on_every_worker(pool: Pool, name: str) -> None:
-    case = CASES.get(name)
-    results = pool.run(fit_later, case, "on_train_epoch_start", [1.0, 2.0], (6, 6), world=2)
-    for error, _ in results:
-        assert "set weights between two epochs" in error
-        assert "'model.0.weight' is not the same on workers 0 and 1" in error
-
-
-@pytest.mark.parametrize("name", ["diloco", "gasloc", "async_model_average", "pairwise"])
-def test_weights_that_one_worker_sets_alone_are_refused_on_every_worker(
-    pool: Pool, name: str
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (
+            [1.0, 2.0],
+            [
+                "set weights between two epochs",
+                "'model.0.weight' is not the same on workers 0 and 1",
+            ],
+        ),
+        (
+            [1.0, None],
+            [
+                "a new start from weights that a hook has set on this worker",
+                "worker 0 in a new start",
+                "not all do the same in their hooks",
+            ],
+        ),
+    ],
+    ids=["others on each worker", "on one worker alone"],
+)
+def test_weights_that_differ_are_refused_on_every_worker(
+    pool: Pool, subtests: pytest.Subtests, values: list[float | None], words: list[str]
 ) -> None:
-    case = CASES.get(name)
-    results = pool.run(fit_later, case, "on_train_epoch_start", [1.0, None], (6, 6), world=2)
-    for error, _ in results:
-        assert "a new start from weights that a hook has set on this worker" in error
-        assert "worker 0 in a new start" in error
-        assert "not all do the same in their hooks" in error
+    hook = "on_train_epoch_start"
+    for name in ("diloco", "gasloc", "async_model_average", "pairwise_gossip"):
+        with subtests.test(name):
+            for error, _ in pool.run(fit_later, CASES.get(name), hook, values, (6, 6), world=2):
+                for word in words:
+                    assert word in error
 
 
 class Clipped(SeenModule):
@@ -359,14 +373,16 @@ def fit_swapping(
 
 
 @pytest.mark.parametrize(
-    "hooks",
-    [
-        ("on_validation_start", "on_validation_end"),
-        ("on_validation_epoch_start", "on_validation_epoch_end"),
-    ],
-    ids=["validation", "epoch"],
+    ("name", "hooks"),
+    cover(
+        METHODS,
+        [
+            pytest.param(("on_validation_start", "on_validation_end"), id="validation"),
+            pytest.param(("on_validation_epoch_start", "on_validation_epoch_end"), id="epoch"),
+        ],
+        strength=1,
+    ),
 )
-@pytest.mark.parametrize("name", METHODS)
 def test_an_average_that_a_module_swaps_in_is_validated_and_no_more(
     pool: Pool, name: str, hooks: Sequence[str]
 ) -> None:
