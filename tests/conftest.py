@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 from _pytest.mark import ParameterSet
 
+from tests.exclusive import pytest_collection_finish as pytest_collection_finish
+from tests.exclusive import pytest_runtest_protocol as pytest_runtest_protocol
 from tests.guards import Surroundings
 from tests.pool import Pool
-from tests.turns import pytest_collection_finish as pytest_collection_finish
-from tests.turns import pytest_runtest_protocol as pytest_runtest_protocol
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -36,7 +36,7 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import Strategy
 
 from tests.pool_worker import Failure, Job, Success, serve, serve_store
-from tests.tiny import quiet_trainer
+from tests.small_model import quiet_trainer
 
 START_TIMEOUT_S = 120.0
 # How long the other ranks may go on after one rank has failed, unless a test says otherwise.

@@ -20,9 +20,9 @@ from lightning.pytorch.strategies import Strategy
 from lightning_loco import PairwiseGossipStrategy, RemoteOptimizerStrategy
 from tests.cases import CASES
 from tests.pool import Pool
+from tests.small_model import ValidatedModule, make_loader
 from tests.sources import PACKAGE, sources
 from tests.strategies.remote_runs import fit_with
-from tests.tiny import ValidatedModule, make_loader
 
 COLLECTIVES = (
     "all_gather_object",

@@ -24,7 +24,7 @@ from tests.algorithms.toys import (
     train_step,
 )
 from tests.pool import Pool
-from tests.tiny import flat, make_model, worker_batch
+from tests.small_model import flat, make_model, worker_batch
 
 TORCH_SGD = partial(torch.optim.SGD, lr=0.7, momentum=0.3, nesterov=True)
 ALGORITHM = DiLoCo(0.7, 0.3)

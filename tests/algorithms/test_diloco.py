@@ -25,7 +25,7 @@ from tests.algorithms.toys import (
     train_step,
 )
 from tests.pool import Pool
-from tests.tiny import flat, make_model, worker_batch
+from tests.small_model import flat, make_model, worker_batch
 
 BUILT_IN = {
     "nesterov": DiLoCo(0.7, 0.9),

@@ -27,7 +27,7 @@ from tests.algorithms.toys import (
     train_step,
 )
 from tests.pool import Pool
-from tests.tiny import flat, make_model, worker_batch
+from tests.small_model import flat, make_model, worker_batch
 
 RATE, MOMENTUM = 0.5, 0.4
 ALGORITHM = EagerDiLoCo(RATE, MOMENTUM)

@@ -28,7 +28,7 @@ from tests.algorithms.toys import (
     train_step,
 )
 from tests.pool import Pool, make_trainer
-from tests.tiny import TinyModule, flat, make_loader, make_model, worker_batch
+from tests.small_model import TinyModule, flat, make_loader, make_model, worker_batch
 
 LINEAR_IN_THE_GRADIENTS = {
     "sgd": SGD,

@@ -14,7 +14,7 @@ from lightning_loco.algorithms import Algorithm
 from lightning_loco.comm import Statistics, WorkerGroup
 from lightning_loco.rounds.exchange import make_exchange
 from lightning_loco.topology import as_topology
-from tests.tiny import flat, make_model, train_step, worker_batch
+from tests.small_model import flat, make_model, train_step, worker_batch
 
 LocalStep = Callable[[int, nn.Module, torch.optim.Optimizer, int], None]
 """(worker, its model, its optimizer, number of the step)."""

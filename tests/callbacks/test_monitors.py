@@ -29,7 +29,7 @@ from lightning_loco import (
 )
 from lightning_loco.comm.rows import Row
 from tests.pool import Pool, make_trainer
-from tests.tiny import TinyModule, ValidatedModule, flat, make_loader, quiet_trainer
+from tests.small_model import TinyModule, ValidatedModule, flat, make_loader, quiet_trainer
 
 LR = 0.05
 P_BYTES = 26 * 8  # the small model in float64

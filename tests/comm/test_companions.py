@@ -16,7 +16,7 @@ from lightning_loco.comm.replica import pruning_masks
 from lightning_loco.comm.rows import Row
 from lightning_loco.comm.stats import Statistics
 from tests.pool import Pool, PoolError
-from tests.tiny import flat, norm_model
+from tests.small_model import flat, norm_model
 
 
 def agree(companions: Companions) -> None:

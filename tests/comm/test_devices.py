@@ -13,7 +13,7 @@ from lightning_loco.comm import WorkerGroup
 from lightning_loco.comm.devices import CPU, backend_on, check_same_kind, device_of
 from lightning_loco.comm.flat import CHUNK_ELEMENTS, longest_chunk
 from tests.pool import Pool, PoolEnvironment, PoolError
-from tests.tiny import TinyModule, quiet_trainer
+from tests.small_model import TinyModule, quiet_trainer
 
 CUDA = torch.device("cuda:1")
 

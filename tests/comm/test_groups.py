@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning_loco.comm import watchdog
 from lightning_loco.comm.groups import WorkerGroup
 from tests.comm.workers import threads_named
-from tests.own_store import Job
+from tests.forked_jobs import Job
 from tests.pool import Pool, PoolError
 
 

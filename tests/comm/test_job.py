@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_loco.comm.job import init_workers
 from tests.conftest import cover
-from tests.own_store import Outcome, Start, freeze
+from tests.forked_jobs import Outcome, Start, freeze
 from tests.programs import free_ports
 
 TIMEOUT_S = 3.0

@@ -10,7 +10,7 @@ from lightning_loco.comm import Statistics, WorkerGroup
 from lightning_loco.comm.flat import Cuts
 from lightning_loco.comm.replica import Replica, average
 from tests.pool import Pool
-from tests.tiny import norm_model
+from tests.small_model import norm_model
 
 
 class Mixed(nn.Module):

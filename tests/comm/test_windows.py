@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_loco.comm.flat import Chunk, Cuts, DistantWindow, FlatLayout, Window
-from tests.no_values import DEVICE, copies_to_the_host
+from tests.meta_device import DEVICE, copies_to_the_host
 
 
 def test_the_pairs_of_a_window_are_all_there() -> None:

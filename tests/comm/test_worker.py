@@ -16,7 +16,7 @@ from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.rows import Row
 from lightning_loco.comm.worker import Worker
 from tests.pool import Pool, PoolError
-from tests.tiny import flat, norm_model
+from tests.small_model import flat, norm_model
 
 
 class Plain:

@@ -17,7 +17,7 @@ from lightning_loco import DiLoCoStrategy
 from lightning_loco.demo.model import ByteGPT
 from lightning_loco.demo.optimizers import Together, make_optimizer
 from tests.pool import Pool, make_trainer
-from tests.tiny import flat
+from tests.small_model import flat
 
 needs_muon = pytest.mark.skipif(
     not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is there from PyTorch 2.9 on"

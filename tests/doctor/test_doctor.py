@@ -16,7 +16,7 @@ import pytest
 from lightning_loco.doctor.facts import shared_host
 from lightning_loco.doctor.messages import PROTOCOL, Door, Refusal, Summary
 from tests.conftest import ROOT
-from tests.doctor.guest import Guest, facts_of
+from tests.doctor.fake_machine import FakeMachine, facts_of
 from tests.doctor.machines import COMMAND, LIMIT_S, Machines, meet
 from tests.programs import environment
 
@@ -155,7 +155,7 @@ def test_a_port_that_is_taken() -> None:
 
 
 class TestDoors:
-    """Machine 1 is a guest whose door the test chooses."""
+    """Machine 1 is one whose door the test chooses."""
 
     def test_a_closed_one(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as closed:
@@ -184,12 +184,12 @@ class TestDoors:
         """What machines 0 and 2 say of the door, and that they say it in time."""
         with Machines(3, timeout_s) as machines:
             host = socket.gethostname()
-            guest = Guest(machines.port, facts_of(1, 3, door, host=shared_host()))
+            machine = FakeMachine(machines.port, facts_of(1, 3, door, host=shared_host()))
             machines.start(0)
             machines.start(2)
             said = machines.finish()
-        guest.join()
-        assert isinstance(guest.answer, Summary)
+        machine.join()
+        assert isinstance(machine.answer, Summary)
         texts = set()
         for one in said.values():
             assert one.status == 1
@@ -225,15 +225,15 @@ class TestStrangers:
         ]
         with Machines(3, timeout_s=30) as machines:
             machines.start(0)
-            right = Guest(machines.port, facts_of(1, 3, host=shared_host()))
+            right = FakeMachine(machines.port, facts_of(1, 3, host=shared_host()))
             assert right.is_in.wait(LIMIT_S)
             told = []
             for reason, facts, protocol in wrong:
-                guest = Guest(machines.port, facts, protocol)
-                guest.join()
-                assert isinstance(guest.answer, Refusal)
-                assert reason in guest.answer.reason
-                told.append(guest.answer.reason)
+                machine = FakeMachine(machines.port, facts, protocol)
+                machine.join()
+                assert isinstance(machine.answer, Refusal)
+                assert reason in machine.answer.reason
+                told.append(machine.answer.reason)
             machines.start(2)
             said = machines.finish()
         right.join()
@@ -245,9 +245,9 @@ class TestStrangers:
     def test_who_comes_too_late_is_told_so(self) -> None:
         with Machines(3, timeout_s=4) as machines:
             machines.start(0)
-            first = Guest(machines.port, facts_of(1, 3, host=shared_host()), hangs=True)
+            first = FakeMachine(machines.port, facts_of(1, 3, host=shared_host()), hangs=True)
             assert first.has_begun.wait(LIMIT_S)
-            late = Guest(machines.port, facts_of(2, 3))
+            late = FakeMachine(machines.port, facts_of(2, 3))
             late.join()
             said = machines.finish()
         first.join()
@@ -261,9 +261,11 @@ class TestStrangers:
             machines.start(0)
             machines.start(2)
             facts = facts_of(1, 3, host=shared_host())
-            guest = Guest(machines.port, facts, leaves=fate == "leaves", hangs=fate == "hangs")
+            machine = FakeMachine(
+                machines.port, facts, leaves=fate == "leaves", hangs=fate == "hangs"
+            )
             said = machines.finish()
-        guest.join()
+        machine.join()
         for one in said.values():
             assert one.status == 1
             assert one.seconds < BOUND_S + START_S

@@ -14,7 +14,7 @@ from lightning_loco.doctor.report import report
 from lightning_loco.doctor.roads import measured
 from lightning_loco.doctor.verdict import judge, judge_alone
 from lightning_loco.doctor.visit import MasterError
-from tests.doctor.guest import facts_of
+from tests.doctor.fake_machine import facts_of
 
 WORLD = 3
 

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_loco.doctor.messages import Bulk, Door, Hello, Knock, Ping, Results, Summary
 from lightning_loco.doctor.records import GarbledError, printable, read, receive, write
-from tests.doctor.guest import facts_of
+from tests.doctor.fake_machine import facts_of
 
 DOOR = Door("gloo", "eth0", "10.0.0.1", 40000)
 RECORDS = [

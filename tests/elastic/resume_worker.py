@@ -17,7 +17,7 @@ from tests.elastic.arguments import elastic_of, make_parser
 from tests.elastic.fault_points import die_at
 from tests.elastic.trainer_worker import Model, Notes, Numbered
 from tests.elastic.worker import checksum
-from tests.tiny import quiet_trainer
+from tests.small_model import quiet_trainer
 
 SYNC_EVERY = 4
 

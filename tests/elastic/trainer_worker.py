@@ -26,7 +26,7 @@ from lightning_loco import (
 from lightning_loco.strategies import lightning_private
 from tests.elastic.arguments import elastic_of, make_parser
 from tests.elastic.worker import checksum
-from tests.tiny import TinyModule, flat, quiet_trainer
+from tests.small_model import TinyModule, flat, quiet_trainer
 
 
 class Numbered(Dataset[tuple[int, Tensor]]):

@@ -14,57 +14,57 @@ from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, Simpl
 from lightning.pytorch.tuner import Tuner
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.lightning_matrix.kit import Facts, Kit, Model, are_all, fill, loader, weights
 from tests.lightning_matrix.optimizing import StepSchedule
+from tests.lightning_matrix.row_run import Facts, Model, RowRun, are_all, fill, loader, weights
 from tests.lightning_matrix.running import fit
 
 
-def early_stopping(kit: Kit) -> Facts:
+def early_stopping(run: RowRun) -> Facts:
     stopping = ready.EarlyStopping("val_loss", patience=0, min_delta=100.0)
-    return fit(kit, callbacks=[stopping], max_epochs=5)
+    return fit(run, callbacks=[stopping], max_epochs=5)
 
 
-def saving(kit: Kit, **settings: Any) -> Facts:
+def saving(run: RowRun, **settings: Any) -> Facts:
     """Names of the checkpoints that are there after fit, and what they hold."""
-    folder = kit.folder / "saved"
+    folder = run.folder / "saved"
     saved = ModelCheckpoint(folder, **settings)
-    facts = fit(kit, callbacks=[saved], enable_checkpointing=True)
+    facts = fit(run, callbacks=[saved], enable_checkpointing=True)
     content = torch.load(folder / "last.ckpt", weights_only=False)
     final = torch.cat([value.reshape(-1).double() for value in content["state_dict"].values()])
-    kit.models.append(final)
-    return {**facts, "files": kit.files("saved/*.ckpt")}
+    run.models.append(final)
+    return {**facts, "files": run.files("saved/*.ckpt")}
 
 
-def checkpoint_by_metric(kit: Kit) -> Facts:
-    return saving(kit, filename="{epoch}", monitor="val_loss", save_top_k=2, save_last=True)
+def checkpoint_by_metric(run: RowRun) -> Facts:
+    return saving(run, filename="{epoch}", monitor="val_loss", save_top_k=2, save_last=True)
 
 
-def checkpoint_by_steps(kit: Kit) -> Facts:
-    return saving(kit, filename="{step}", every_n_train_steps=3, save_top_k=-1, save_last=True)
+def checkpoint_by_steps(run: RowRun) -> Facts:
+    return saving(run, filename="{step}", every_n_train_steps=3, save_top_k=-1, save_last=True)
 
 
-def checkpoint_of_weights(kit: Kit) -> Facts:
-    return saving(kit, filename="{epoch}", save_weights_only=True, save_last=True)
+def checkpoint_of_weights(run: RowRun) -> Facts:
+    return saving(run, filename="{epoch}", save_weights_only=True, save_last=True)
 
 
-def checkpoint_at_epoch_end(kit: Kit) -> Facts:
-    return saving(kit, filename="{epoch}", save_on_train_epoch_end=True, save_last="link")
+def checkpoint_at_epoch_end(run: RowRun) -> Facts:
+    return saving(run, filename="{epoch}", save_on_train_epoch_end=True, save_last="link")
 
 
-def checkpoint_by_time(kit: Kit) -> Facts:
+def checkpoint_by_time(run: RowRun) -> Facts:
     often = timedelta(milliseconds=1)
-    return saving(kit, filename="one", train_time_interval=often, save_last=True)
+    return saving(run, filename="one", train_time_interval=often, save_last=True)
 
 
-def two_checkpoints(kit: Kit) -> Facts:
-    second = ModelCheckpoint(kit.folder / "second", filename="{step}", every_n_train_steps=4)
-    first = ModelCheckpoint(kit.folder / "first", filename="{epoch}", monitor="epoch", mode="max")
-    facts = fit(kit, callbacks=[first, second], enable_checkpointing=True)
-    return {**facts, "files": kit.files("*/*.ckpt")}
+def two_checkpoints(run: RowRun) -> Facts:
+    second = ModelCheckpoint(run.folder / "second", filename="{step}", every_n_train_steps=4)
+    first = ModelCheckpoint(run.folder / "first", filename="{epoch}", monitor="epoch", mode="max")
+    facts = fit(run, callbacks=[first, second], enable_checkpointing=True)
+    return {**facts, "files": run.files("*/*.ckpt")}
 
 
-def accumulation_schedule(kit: Kit) -> Facts:
-    return fit(kit, callbacks=[ready.GradientAccumulationScheduler({0: 1, 1: 2})])
+def accumulation_schedule(run: RowRun) -> Facts:
+    return fit(run, callbacks=[ready.GradientAccumulationScheduler({0: 1, 1: 2})])
 
 
 class Keeping(CSVLogger):
@@ -79,9 +79,9 @@ class Keeping(CSVLogger):
         super().log_metrics(metrics, step)
 
 
-def rate_monitor(kit: Kit) -> Facts:
-    logger = Keeping(kit.folder)
-    facts = fit(kit, StepSchedule(), callbacks=[ready.LearningRateMonitor()], logger=logger)
+def rate_monitor(run: RowRun) -> Facts:
+    logger = Keeping(run.folder)
+    facts = fit(run, StepSchedule(), callbacks=[ready.LearningRateMonitor()], logger=logger)
     return {**facts, "logged": sorted(logger.names)}
 
 
@@ -93,23 +93,23 @@ class Logging(Model):
         return loss
 
 
-def logger(kit: Kit) -> Facts:
-    keeping = Keeping(kit.folder)
-    facts = fit(kit, Logging(), logger=keeping)
+def logger(run: RowRun) -> Facts:
+    keeping = Keeping(run.folder)
+    facts = fit(run, Logging(), logger=keeping)
     return {**facts, "logged": sorted(keeping.names)}
 
 
-def simple_profiler(kit: Kit) -> Facts:
-    return fit(kit, profiler=SimpleProfiler(kit.folder, f"profile{kit.rank}"))
+def simple_profiler(run: RowRun) -> Facts:
+    return fit(run, profiler=SimpleProfiler(run.folder, f"profile{run.rank}"))
 
 
-def advanced_profiler(kit: Kit) -> Facts:
-    return fit(kit, profiler=AdvancedProfiler(kit.folder, f"profile{kit.rank}"))
+def advanced_profiler(run: RowRun) -> Facts:
+    return fit(run, profiler=AdvancedProfiler(run.folder, f"profile{run.rank}"))
 
 
-def pytorch_profiler(kit: Kit) -> Facts:
-    profiler = PyTorchProfiler(kit.folder, f"profile{kit.rank}", export_to_chrome=False)
-    return fit(kit, profiler=profiler)
+def pytorch_profiler(run: RowRun) -> Facts:
+    profiler = PyTorchProfiler(run.folder, f"profile{run.rank}", export_to_chrome=False)
+    return fit(run, profiler=profiler)
 
 
 # ---------------------------------------------------------------- what writes the weights
@@ -139,16 +139,16 @@ class EMA(Callback):
         self.written = weights(pl_module)
 
 
-def writing(kit: Kit, callback: Any, **settings: Any) -> Facts:
+def writing(run: RowRun, callback: Any, **settings: Any) -> Facts:
     """The model after fit is the mean of what the callback has written on each worker."""
     module = Model()
-    facts = fit(kit, module, callbacks=[callback], **settings)
-    kit.must_be_the_mean(module, callback.written)
+    facts = fit(run, module, callbacks=[callback], **settings)
+    run.must_be_the_mean(module, callback.written)
     return facts
 
 
-def ema_by_hand(kit: Kit) -> Facts:
-    return writing(kit, EMA())
+def ema_by_hand(run: RowRun) -> Facts:
+    return writing(run, EMA())
 
 
 class Zeroing(Callback):
@@ -161,8 +161,8 @@ class Zeroing(Callback):
         self.written = weights(pl_module)
 
 
-def zeroing_at_the_end(kit: Kit) -> Facts:
-    return writing(kit, Zeroing())
+def zeroing_at_the_end(run: RowRun) -> Facts:
+    return writing(run, Zeroing())
 
 
 def noting(kind: type[Callback], *args: Any, **settings: Any) -> Any:
@@ -178,35 +178,35 @@ def noting(kind: type[Callback], *args: Any, **settings: Any) -> Any:
     return Noting(*args, **settings)
 
 
-def weight_averaging(kit: Kit) -> Facts:
-    return writing(kit, noting(ready.EMAWeightAveraging, decay=0.5))
+def weight_averaging(run: RowRun) -> Facts:
+    return writing(run, noting(ready.EMAWeightAveraging, decay=0.5))
 
 
-def saved_average(kit: Kit) -> Facts:
+def saved_average(run: RowRun) -> Facts:
     """What is saved last is the average, and so is the final model, the same on all workers."""
     module = Model()
     averaging = ready.EMAWeightAveraging(decay=0.5)
-    saved = ModelCheckpoint(kit.folder, filename="saved", save_last=True)
-    trainer = kit.trainer(callbacks=[averaging, saved], enable_checkpointing=True)
+    saved = ModelCheckpoint(run.folder, filename="saved", save_last=True)
+    trainer = run.trainer(callbacks=[averaging, saved], enable_checkpointing=True)
     trainer.fit(module, loader(), loader(8, 1))
-    if kit.serves:
+    if run.serves:
         return {}
-    content = torch.load(kit.folder / "last.ckpt", weights_only=False)["state_dict"]
+    content = torch.load(run.folder / "last.ckpt", weights_only=False)["state_dict"]
     found = torch.cat([value.reshape(-1).double() for value in content.values()])
-    return kit.facts(trainer, module, saved=torch.allclose(found, weights(module)))
+    return run.facts(trainer, module, saved=torch.allclose(found, weights(module)))
 
 
-def stochastic_weight_averaging(kit: Kit) -> Facts:
+def stochastic_weight_averaging(run: RowRun) -> Facts:
     averaging = noting(ready.StochasticWeightAveraging, swa_lrs=0.01, swa_epoch_start=1)
-    return writing(kit, averaging, max_epochs=3)
+    return writing(run, averaging, max_epochs=3)
 
 
-def pruning(kit: Kit) -> Facts:
+def pruning(run: RowRun) -> Facts:
     module = Model()
     pruned = ready.ModelPruning("l1_unstructured", amount=0.5, use_lottery_ticket_hypothesis=False)
-    trainer = kit.trainer(callbacks=[pruned])
+    trainer = run.trainer(callbacks=[pruned])
     trainer.fit(module, loader())
-    kit.must_agree(module)
+    run.must_agree(module)
     return {"zeros": int((weights(module) == 0).sum())}
 
 
@@ -230,57 +230,57 @@ class Watched(Model):
         self.calls["validated with 5"] += int(are_all(self, 5.0))
 
 
-def filled_in(kit: Kit, hook: str) -> Facts:
+def filled_in(run: RowRun, hook: str) -> Facts:
     """Weights that are 5 everywhere and are not trained stay what they are."""
     module = Watched(lr=0.0)
-    facts = fit(kit, module, callbacks=[FiveAt(hook)])
+    facts = fit(run, module, callbacks=[FiveAt(hook)])
     return {**facts, "fives": are_all(module, 5.0)}
 
 
-def filled_on_fit_start(kit: Kit) -> Facts:
-    return filled_in(kit, "on_fit_start")
+def filled_on_fit_start(run: RowRun) -> Facts:
+    return filled_in(run, "on_fit_start")
 
 
-def filled_on_sanity_check_start(kit: Kit) -> Facts:
-    return filled_in(kit, "on_sanity_check_start")
+def filled_on_sanity_check_start(run: RowRun) -> Facts:
+    return filled_in(run, "on_sanity_check_start")
 
 
-def filled_on_train_start(kit: Kit) -> Facts:
-    return filled_in(kit, "on_train_start")
+def filled_on_train_start(run: RowRun) -> Facts:
+    return filled_in(run, "on_train_start")
 
 
-def filled_on_train_epoch_start(kit: Kit) -> Facts:
-    return filled_in(kit, "on_train_epoch_start")
+def filled_on_train_epoch_start(run: RowRun) -> Facts:
+    return filled_in(run, "on_train_epoch_start")
 
 
-def filled_on_one_worker(kit: Kit) -> Facts:
-    return fit(kit, Model(lr=0.0), callbacks=[FiveAt("on_train_epoch_start", on_rank=1)])
+def filled_on_one_worker(run: RowRun) -> Facts:
+    return fit(run, Model(lr=0.0), callbacks=[FiveAt("on_train_epoch_start", on_rank=1)])
 
 
 # --------------------------------------------------------------------------- tuning
 
 
-def rate_finder(kit: Kit) -> Facts:
+def rate_finder(run: RowRun) -> Facts:
     module = Model()
     finder = ready.LearningRateFinder(num_training_steps=6, early_stop_threshold=None)
-    saved = ModelCheckpoint(kit.folder / "saved", filename="{epoch}", save_last=True)
-    trainer = kit.trainer(callbacks=[finder, saved], enable_checkpointing=True)
+    saved = ModelCheckpoint(run.folder / "saved", filename="{epoch}", save_last=True)
+    trainer = run.trainer(callbacks=[finder, saved], enable_checkpointing=True)
     trainer.fit(module, loader(), loader(8, 1))
-    kit.must_agree(module)
+    run.must_agree(module)
     return {"steps": trainer.global_step, "epochs": trainer.current_epoch}
 
 
-def tuner(kit: Kit) -> Facts:
-    module, trainer = Model(), kit.trainer()
+def tuner(run: RowRun) -> Facts:
+    module, trainer = Model(), run.trainer()
     tuned = Tuner(trainer).lr_find(module, loader(), num_training=6, early_stop_threshold=None)
-    kit.must_agree(module)
+    run.must_agree(module)
     trainer.fit(module, loader())
     tried = 0 if tuned is None else len(tuned.results["lr"])
     return {"tried": tried, "steps": trainer.global_step}
 
 
-def batch_size_finder(kit: Kit) -> Facts:
-    return fit(kit, callbacks=[ready.BatchSizeFinder()])
+def batch_size_finder(run: RowRun) -> Facts:
+    return fit(run, callbacks=[ready.BatchSizeFinder()])
 
 
 class Thawing(ready.BackboneFinetuning):
@@ -300,5 +300,5 @@ class WithBackbone(Model):
         return torch.optim.SGD(trainable, lr=self.lr)
 
 
-def backbone_finetuning(kit: Kit) -> Facts:
-    return fit(kit, WithBackbone(), callbacks=[Thawing()])
+def backbone_finetuning(run: RowRun) -> Facts:
+    return fit(run, WithBackbone(), callbacks=[Thawing()])

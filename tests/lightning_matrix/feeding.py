@@ -20,7 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from tests.lightning_matrix.kit import BATCHES, WORKERS, Facts, Kit, Model, loader, samples
+from tests.lightning_matrix.row_run import BATCHES, WORKERS, Facts, Model, RowRun, loader, samples
 from tests.lightning_matrix.running import fit
 
 
@@ -38,19 +38,19 @@ class Stream(IterableDataset[tuple[Tensor, ...]]):
         yield from (sample for sample, _ in zip(samples(64), range(self.number), strict=False))
 
 
-def fit_on(kit: Kit, data: Any, module: Model | None = None, **settings: Any) -> Facts:
+def fit_on(run: RowRun, data: Any, module: Model | None = None, **settings: Any) -> Facts:
     module = module or Model()
-    trainer = kit.trainer(**settings)
+    trainer = run.trainer(**settings)
     trainer.fit(module, data)
-    return kit.facts(trainer, module)
+    return run.facts(trainer, module)
 
 
-def iterable(kit: Kit) -> Facts:
-    return fit_on(kit, DataLoader(Stream(2 * BATCHES), batch_size=2))
+def iterable(run: RowRun) -> Facts:
+    return fit_on(run, DataLoader(Stream(2 * BATCHES), batch_size=2))
 
 
-def iterable_with_max_steps(kit: Kit) -> Facts:
-    return fit_on(kit, DataLoader(Stream(2 * BATCHES), batch_size=2), max_epochs=-1, max_steps=6)
+def iterable_with_max_steps(run: RowRun) -> Facts:
+    return fit_on(run, DataLoader(Stream(2 * BATCHES), batch_size=2), max_epochs=-1, max_steps=6)
 
 
 class OnBoth(Model):
@@ -60,13 +60,13 @@ class OnBoth(Model):
         return sum(super(OnBoth, self).loss(one) for one in batch.values() if one is not None)
 
 
-def combined_loader(kit: Kit) -> Facts:
+def combined_loader(run: RowRun) -> Facts:
     loaders = {"long": loader(), "short": loader(8, 2)}
-    return fit_on(kit, CombinedLoader(loaders, mode="max_size_cycle"), OnBoth())
+    return fit_on(run, CombinedLoader(loaders, mode="max_size_cycle"), OnBoth())
 
 
-def dict_of_loaders(kit: Kit) -> Facts:
-    return fit_on(kit, {"long": loader(), "short": loader(8, 2)}, OnBoth())
+def dict_of_loaders(run: RowRun) -> Facts:
+    return fit_on(run, {"long": loader(), "short": loader(8, 2)}, OnBoth())
 
 
 class Sequential(Model):
@@ -77,9 +77,9 @@ class Sequential(Model):
         return super().training_step(batch, batch_idx)
 
 
-def loaders_in_sequence(kit: Kit) -> Facts:
+def loaders_in_sequence(run: RowRun) -> Facts:
     loaders = CombinedLoader([loader(), loader(8, 2)], mode="sequential")
-    return fit_on(kit, loaders, Sequential())
+    return fit_on(run, loaders, Sequential())
 
 
 class SeveralValidations(Model):
@@ -88,28 +88,28 @@ class SeveralValidations(Model):
         super().validation_step(batch, batch_idx)
 
 
-def validation_loaders(kit: Kit) -> Facts:
-    module, trainer = SeveralValidations(), kit.trainer()
+def validation_loaders(run: RowRun) -> Facts:
+    module, trainer = SeveralValidations(), run.trainer()
     trainer.fit(module, loader(), [loader(8, 1), loader(4, 2)])
-    return kit.facts(trainer, module, metrics=sorted(trainer.callback_metrics))
+    return run.facts(trainer, module, metrics=sorted(trainer.callback_metrics))
 
 
-def own_batch_sampler(kit: Kit) -> Facts:
+def own_batch_sampler(run: RowRun) -> Facts:
     data = samples()
     batches = BatchSampler(RandomSampler(data), batch_size=4, drop_last=False)
     own = DataLoader(data, batch_sampler=batches)
-    return fit_on(kit, own, use_distributed_sampler=False)
+    return fit_on(run, own, use_distributed_sampler=False)
 
 
-def own_distributed_sampler(kit: Kit) -> Facts:
-    rank = min(kit.rank, WORKERS - 1)
+def own_distributed_sampler(run: RowRun) -> Facts:
+    rank = min(run.rank, WORKERS - 1)
     sampler = DistributedSampler(samples(), WORKERS, rank, shuffle=True, seed=1)
-    return fit_on(kit, DataLoader(samples(), batch_size=2, sampler=sampler))
+    return fit_on(run, DataLoader(samples(), batch_size=2, sampler=sampler))
 
 
-def weighted_sampler(kit: Kit) -> Facts:
+def weighted_sampler(run: RowRun) -> Facts:
     sampler = WeightedRandomSampler([1.0] * len(samples()), len(samples()))
-    return fit_on(kit, DataLoader(samples(), batch_size=2, sampler=sampler))
+    return fit_on(run, DataLoader(samples(), batch_size=2, sampler=sampler))
 
 
 class Seen(Model):
@@ -124,35 +124,35 @@ class Seen(Model):
         return super().training_step(batch, batch_idx)
 
 
-def shuffled(kit: Kit) -> Facts:
-    module, trainer = Seen(), kit.trainer()
+def shuffled(run: RowRun) -> Facts:
+    module, trainer = Seen(), run.trainer()
     trainer.fit(module, loader(shuffle=True))
-    return kit.facts(trainer, module, distinct=len({round(one, 4) for one in module.seen}))
+    return run.facts(trainer, module, distinct=len({round(one, 4) for one in module.seen}))
 
 
-def drop_last(kit: Kit) -> Facts:
-    return fit_on(kit, loader(15, drop_last=True))
+def drop_last(run: RowRun) -> Facts:
+    return fit_on(run, loader(15, drop_last=True))
 
 
-def worker_processes(kit: Kit) -> Facts:
+def worker_processes(run: RowRun) -> Facts:
     """A destroyed process group that an earlier run's trainer keeps until the next garbage
     collection must not be collected in the forked process, where its threads are missing."""
     gc.collect()
-    return fit_on(kit, loader(num_workers=1, multiprocessing_context="fork"))
+    return fit_on(run, loader(num_workers=1, multiprocessing_context="fork"))
 
 
-def uneven_loader(kit: Kit) -> Any:
+def uneven_loader(run: RowRun) -> Any:
     """Four batches for the first worker, six for the second."""
-    return loader(8 if kit.rank == 0 else 12)
+    return loader(8 if run.rank == 0 else 12)
 
 
-def fit_uneven(kit: Kit, module: Model) -> Facts:
-    facts = fit_on(kit, uneven_loader(kit), module, use_distributed_sampler=False)
-    return {"all data": facts.get("training_step") == (8 if kit.rank == 0 else 12)}
+def fit_uneven(run: RowRun, module: Model) -> Facts:
+    facts = fit_on(run, uneven_loader(run), module, use_distributed_sampler=False)
+    return {"all data": facts.get("training_step") == (8 if run.rank == 0 else 12)}
 
 
-def uneven(kit: Kit) -> Facts:
-    return fit_uneven(kit, Model())
+def uneven(run: RowRun) -> Facts:
+    return fit_uneven(run, Model())
 
 
 class Metric(Model):
@@ -192,21 +192,21 @@ class Barrier(Model):
         dist.barrier()
 
 
-def metric(kit: Kit) -> Facts:
-    return fit(kit, Metric())
+def metric(run: RowRun) -> Facts:
+    return fit(run, Metric())
 
 
-def logged_metric(kit: Kit) -> Facts:
-    return fit(kit, LoggedMetric())
+def logged_metric(run: RowRun) -> Facts:
+    return fit(run, LoggedMetric())
 
 
-def uneven_metric(kit: Kit) -> Facts:
-    return fit_uneven(kit, Metric())
+def uneven_metric(run: RowRun) -> Facts:
+    return fit_uneven(run, Metric())
 
 
-def barrier(kit: Kit) -> Facts:
-    return fit(kit, Barrier())
+def barrier(run: RowRun) -> Facts:
+    return fit(run, Barrier())
 
 
-def uneven_barrier(kit: Kit) -> Facts:
-    return fit_uneven(kit, Barrier())
+def uneven_barrier(run: RowRun) -> Facts:
+    return fit_uneven(run, Barrier())

@@ -10,8 +10,16 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 
-from tests.lightning_matrix.kit import Facts, Kit, Model, are_all, fill, loader, make_strategy
 from tests.lightning_matrix.optimizing import Manual
+from tests.lightning_matrix.row_run import (
+    Facts,
+    Model,
+    RowRun,
+    are_all,
+    fill,
+    loader,
+    make_strategy,
+)
 from tests.lightning_matrix.running import fit
 
 # ------------------------------------------------------------- models that are not all trained
@@ -30,8 +38,8 @@ class Teacher(Model):
                 old.lerp_(new, 0.1)
 
 
-def teacher(kit: Kit) -> Facts:
-    return fit(kit, Teacher())
+def teacher(run: RowRun) -> Facts:
+    return fit(run, Teacher())
 
 
 class Target(Model):
@@ -54,10 +62,10 @@ class Target(Model):
         return torch.optim.SGD(self.layers.parameters(), lr=self.lr)
 
 
-def target(kit: Kit) -> Facts:
+def target(run: RowRun) -> Facts:
     """What was set by hand in the last epoch, the same on all workers, is what is there."""
     module = Target()
-    facts = fit(kit, module)
+    facts = fit(run, module)
     return {**facts, "target": are_all(module.target, 2.0)}
 
 
@@ -73,11 +81,11 @@ class Buffered(Model):
         return super().training_step(batch, batch_idx)
 
 
-def buffer(kit: Kit) -> Facts:
+def buffer(run: RowRun) -> Facts:
     """A buffer that is changed by hand is the same on all workers at the end."""
     module = Buffered()
-    fit(kit, module)
-    kit.models.append(module.center.double())
+    fit(run, module)
+    run.models.append(module.center.double())
     return {}
 
 
@@ -89,8 +97,8 @@ class Replacing(Model):
             self.layers[0].weight = nn.Parameter(self.layers[0].weight.detach().clone())
 
 
-def replaced_parameter(kit: Kit) -> Facts:
-    return fit(kit, Replacing())
+def replaced_parameter(run: RowRun) -> Facts:
+    return fit(run, Replacing())
 
 
 class Thawed(Model):
@@ -105,8 +113,8 @@ class Thawed(Model):
             self.layers[0].requires_grad_(True)
 
 
-def thawed(kit: Kit) -> Facts:
-    return fit(kit, Thawed())
+def thawed(run: RowRun) -> Facts:
+    return fit(run, Thawed())
 
 
 class Freezing(Model):
@@ -117,8 +125,8 @@ class Freezing(Model):
             self.layers[0].requires_grad_(False)
 
 
-def freezing(kit: Kit) -> Facts:
-    return fit(kit, Freezing())
+def freezing(run: RowRun) -> Facts:
+    return fit(run, Freezing())
 
 
 class Clipped(Manual):
@@ -135,20 +143,20 @@ class Clipped(Manual):
             parameter.clamp_(-0.01, 0.01)
 
 
-def clipped_weights(kit: Kit) -> Facts:
+def clipped_weights(run: RowRun) -> Facts:
     """Weights are within the bounds at the end, as means of bounded weights are."""
-    return fit_clipped(kit, Clipped())
+    return fit_clipped(run, Clipped())
 
 
-def always_clipped_weights(kit: Kit) -> Facts:
+def always_clipped_weights(run: RowRun) -> Facts:
     """The same with weights that are bounded before the first step, too."""
     module = Clipped()
     module.clip()
-    return fit_clipped(kit, module)
+    return fit_clipped(run, module)
 
 
-def fit_clipped(kit: Kit, module: Clipped) -> Facts:
-    facts = fit(kit, module)
+def fit_clipped(run: RowRun, module: Clipped) -> Facts:
+    facts = fit(run, module)
     largest = max(float(parameter.detach().abs().max()) for parameter in module.parameters())
     return {**facts, "bounded": largest < 0.0101}
 
@@ -165,10 +173,10 @@ class NotANumber(Model):
         return loss * float("nan") if bad else loss
 
 
-def nan_on_one(kit: Kit) -> Facts:
-    module, trainer = NotANumber(), kit.trainer()
+def nan_on_one(run: RowRun) -> Facts:
+    module, trainer = NotANumber(), run.trainer()
     trainer.fit(module, loader())
-    kit.must_agree(module)
+    run.must_agree(module)
     return {}
 
 
@@ -179,16 +187,16 @@ class Broken(Model):
         return super().training_step(batch, batch_idx)
 
 
-def error_on_one(kit: Kit) -> Facts:
-    return fit(kit, Broken())
+def error_on_one(run: RowRun) -> Facts:
+    return fit(run, Broken())
 
 
-def error_on_all(kit: Kit) -> Facts:
+def error_on_all(run: RowRun) -> Facts:
     class BrokenEverywhere(Model):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise ArithmeticError("a mistake of all workers")
 
-    return fit(kit, BrokenEverywhere())
+    return fit(run, BrokenEverywhere())
 
 
 # ------------------------------------------------------------------------ other packages
@@ -199,12 +207,12 @@ class Data(LightningDataModule):
         return loader()
 
 
-def lightning_cli(kit: Kit) -> Facts:
+def lightning_cli(run: RowRun) -> Facts:
     """The Trainer that LightningCLI makes from words and defaults."""
     trainer = {
-        "strategy": make_strategy(kit.strategy_name, {}),
-        "plugins": [kit.environment],
-        "devices": kit.environment.world_size(),
+        "strategy": make_strategy(run.strategy_name, {}),
+        "plugins": [run.environment],
+        "devices": run.environment.world_size(),
         "accelerator": "cpu",
         "logger": False,
         "enable_checkpointing": False,
@@ -220,7 +228,7 @@ def lightning_cli(kit: Kit) -> Facts:
         trainer_defaults=trainer,
     )
     cli.trainer.fit(cli.model, cli.datamodule)
-    return kit.facts(cli.trainer, cli.model)
+    return run.facts(cli.trainer, cli.model)
 
 
 class HuggingFace(Model):
@@ -266,9 +274,9 @@ class HuggingFace(Model):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def gpt2(kit: Kit) -> Facts:
-    return fit(kit, HuggingFace("gpt2"))
+def gpt2(run: RowRun) -> Facts:
+    return fit(run, HuggingFace("gpt2"))
 
 
-def bert(kit: Kit) -> Facts:
-    return fit(kit, HuggingFace("bert"))
+def bert(run: RowRun) -> Facts:
+    return fit(run, HuggingFace("bert"))

@@ -9,7 +9,7 @@ from shutil import rmtree
 
 import torch
 
-from tests.lightning_matrix.kit import REMOTE, WORKERS, Outcome, run
+from tests.lightning_matrix.row_run import REMOTE, WORKERS, Outcome, run_row
 from tests.lightning_matrix.table import AsDDP, Better, Refused, Row, Verdict
 from tests.pool import Pool, PoolError
 
@@ -87,7 +87,9 @@ class Runs:
         folder.mkdir()
         world = WORKERS + 1 if lanes == [[REMOTE]] else WORKERS * len(lanes)
         try:
-            ranks = self._pool.run(run, lanes, row.run, str(folder), world=world, timeout_s=limit_s)
+            ranks = self._pool.run(
+                run_row, lanes, row.run, str(folder), world=world, timeout_s=limit_s
+            )
         finally:
             rmtree(folder)
         parts = [ranks] if len(lanes) == 1 else [ranks[:WORKERS], ranks[WORKERS:]]

@@ -9,22 +9,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.lightning_matrix.kit import Facts, Kit, Model, loader
+from tests.lightning_matrix.row_run import Facts, Model, RowRun, loader
 from tests.lightning_matrix.running import fit
 
 # ------------------------------------------------------------------------ what a step is
 
 
-def accumulation(kit: Kit) -> Facts:
-    return fit(kit, accumulate_grad_batches=2)
+def accumulation(run: RowRun) -> Facts:
+    return fit(run, accumulate_grad_batches=2)
 
 
-def clipping_by_norm(kit: Kit) -> Facts:
-    return fit(kit, gradient_clip_val=0.1)
+def clipping_by_norm(run: RowRun) -> Facts:
+    return fit(run, gradient_clip_val=0.1)
 
 
-def clipping_by_value(kit: Kit) -> Facts:
-    return fit(kit, gradient_clip_val=0.1, gradient_clip_algorithm="value")
+def clipping_by_value(run: RowRun) -> Facts:
+    return fit(run, gradient_clip_val=0.1, gradient_clip_algorithm="value")
 
 
 class OwnClipping(Model):
@@ -33,8 +33,8 @@ class OwnClipping(Model):
         self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
 
 
-def own_clipping(kit: Kit) -> Facts:
-    return fit(kit, OwnClipping())
+def own_clipping(run: RowRun) -> Facts:
+    return fit(run, OwnClipping())
 
 
 class GradientNorm(Model):
@@ -46,8 +46,8 @@ class GradientNorm(Model):
         self.log("norm", torch.stack(norms).norm())
 
 
-def gradient_norm(kit: Kit) -> Facts:
-    return fit(kit, GradientNorm())
+def gradient_norm(run: RowRun) -> Facts:
+    return fit(run, GradientNorm())
 
 
 class WarmUp(Model):
@@ -59,8 +59,8 @@ class WarmUp(Model):
             group["lr"] = self.lr * min(1.0, (self.trainer.global_step + 1) / 4)
 
 
-def own_optimizer_step(kit: Kit) -> Facts:
-    return fit(kit, WarmUp())
+def own_optimizer_step(run: RowRun) -> Facts:
+    return fit(run, WarmUp())
 
 
 class StepSchedule(Model):
@@ -70,16 +70,16 @@ class StepSchedule(Model):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-def final_rate(kit: Kit, module: Model) -> Facts:
-    trainer = kit.trainer()
+def final_rate(run: RowRun, module: Model) -> Facts:
+    trainer = run.trainer()
     trainer.fit(module, loader(), loader(8, 1))
     (config,) = trainer.lr_scheduler_configs or [None]
     rate = None if config is None else config.scheduler.optimizer.param_groups[0]["lr"]
-    return kit.facts(trainer, module, rate=None if rate is None else round(rate, 6))
+    return run.facts(trainer, module, rate=None if rate is None else round(rate, 6))
 
 
-def step_schedule(kit: Kit) -> Facts:
-    return final_rate(kit, StepSchedule())
+def step_schedule(run: RowRun) -> Facts:
+    return final_rate(run, StepSchedule())
 
 
 class Plateau(Model):
@@ -94,8 +94,8 @@ class Plateau(Model):
         }
 
 
-def plateau(kit: Kit) -> Facts:
-    return final_rate(kit, Plateau())
+def plateau(run: RowRun) -> Facts:
+    return final_rate(run, Plateau())
 
 
 class OneCycle(Model):
@@ -107,8 +107,8 @@ class OneCycle(Model):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-def one_cycle(kit: Kit) -> Facts:
-    return final_rate(kit, OneCycle())
+def one_cycle(run: RowRun) -> Facts:
+    return final_rate(run, OneCycle())
 
 
 class ParameterGroups(Model):
@@ -119,8 +119,8 @@ class ParameterGroups(Model):
         return torch.optim.AdamW(groups, lr=self.lr)
 
 
-def parameter_groups(kit: Kit) -> Facts:
-    return fit(kit, ParameterGroups())
+def parameter_groups(run: RowRun) -> Facts:
+    return fit(run, ParameterGroups())
 
 
 class Closure(Model):
@@ -128,8 +128,8 @@ class Closure(Model):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
 
 
-def lbfgs(kit: Kit) -> Facts:
-    return fit(kit, Closure())
+def lbfgs(run: RowRun) -> Facts:
+    return fit(run, Closure())
 
 
 class NoOptimizer(Model):
@@ -137,8 +137,8 @@ class NoOptimizer(Model):
         return None
 
 
-def no_optimizer(kit: Kit) -> Facts:
-    return fit(kit, NoOptimizer())
+def no_optimizer(run: RowRun) -> Facts:
+    return fit(run, NoOptimizer())
 
 
 class NoneNowAndThen(Model):
@@ -147,8 +147,8 @@ class NoneNowAndThen(Model):
         return None if batch_idx == 1 else loss
 
 
-def returning_none(kit: Kit) -> Facts:
-    return fit(kit, NoneNowAndThen())
+def returning_none(run: RowRun) -> Facts:
+    return fit(run, NoneNowAndThen())
 
 
 # ------------------------------------------------------------------------- by hand
@@ -189,16 +189,16 @@ class ManualAccumulation(Manual):
         return loss
 
 
-def manual(kit: Kit) -> Facts:
-    return fit(kit, Manual())
+def manual(run: RowRun) -> Facts:
+    return fit(run, Manual())
 
 
-def manual_none(kit: Kit) -> Facts:
-    return fit(kit, ManualNone())
+def manual_none(run: RowRun) -> Facts:
+    return fit(run, ManualNone())
 
 
-def manual_accumulation(kit: Kit) -> Facts:
-    return fit(kit, ManualAccumulation())
+def manual_accumulation(run: RowRun) -> Facts:
+    return fit(run, ManualAccumulation())
 
 
 class GAN(Model):
@@ -234,11 +234,11 @@ class GAN(Model):
         return [torch.optim.Adam(part.parameters(), lr=0.01) for part in self.layers.values()]
 
 
-def gan(kit: Kit) -> Facts:
+def gan(run: RowRun) -> Facts:
     module = GAN()
-    trainer = kit.trainer(of_ddp={"find_unused_parameters": True})
+    trainer = run.trainer(of_ddp={"find_unused_parameters": True})
     trainer.fit(module, loader())
-    return kit.facts(trainer, module)
+    return run.facts(trainer, module)
 
 
 class NoSync(Manual):
@@ -257,8 +257,8 @@ class NoSync(Manual):
         return loss
 
 
-def no_sync(kit: Kit) -> Facts:
-    return fit(kit, NoSync())
+def no_sync(run: RowRun) -> Facts:
+    return fit(run, NoSync())
 
 
 class Unwrapping(Model):
@@ -268,8 +268,8 @@ class Unwrapping(Model):
         self.calls["is itself"] = int(self.trainer.strategy.model.module is self)
 
 
-def unwrapping(kit: Kit) -> Facts:
-    return fit(kit, Unwrapping())
+def unwrapping(run: RowRun) -> Facts:
+    return fit(run, Unwrapping())
 
 
 class Penalty(Model):
@@ -284,8 +284,8 @@ class Penalty(Model):
         return (outputs - batch[1]).square().mean() + 0.1 * slopes.square().mean()
 
 
-def gradient_penalty(kit: Kit) -> Facts:
-    return fit(kit, Penalty())
+def gradient_penalty(run: RowRun) -> Facts:
+    return fit(run, Penalty())
 
 
 class Collective(Model):
@@ -300,23 +300,23 @@ class Collective(Model):
         return loss + 0 * total
 
 
-def collective(kit: Kit) -> Facts:
-    return fit(kit, Collective())
+def collective(run: RowRun) -> Facts:
+    return fit(run, Collective())
 
 
 # ---------------------------------------------------------------------------- precision
 
 
-def bf16_mixed(kit: Kit) -> Facts:
-    return fit(kit, precision="bf16-mixed")
+def bf16_mixed(run: RowRun) -> Facts:
+    return fit(run, precision="bf16-mixed")
 
 
-def bf16_true(kit: Kit) -> Facts:
-    return fit(kit, precision="bf16-true")
+def bf16_true(run: RowRun) -> Facts:
+    return fit(run, precision="bf16-true")
 
 
-def double(kit: Kit) -> Facts:
-    return fit(kit, precision="64-true")
+def double(run: RowRun) -> Facts:
+    return fit(run, precision="64-true")
 
 
 # ------------------------------------------------------------------------------- models
@@ -328,8 +328,8 @@ class Frozen(Model):
         self.layers[0].requires_grad_(False)
 
 
-def frozen(kit: Kit) -> Facts:
-    return fit(kit, Frozen())
+def frozen(run: RowRun) -> Facts:
+    return fit(run, Frozen())
 
 
 class Unused(Model):
@@ -340,8 +340,8 @@ class Unused(Model):
         self.unused = nn.Linear(2, 2)
 
 
-def unused(kit: Kit) -> Facts:
-    return fit(kit, Unused())
+def unused(run: RowRun) -> Facts:
+    return fit(run, Unused())
 
 
 class Tied(Model):
@@ -351,9 +351,9 @@ class Tied(Model):
         return nn.Sequential(first, nn.Tanh(), second, nn.Linear(3, 1))
 
 
-def tied(kit: Kit) -> Facts:
+def tied(run: RowRun) -> Facts:
     module = Tied()
-    facts = fit(kit, module)
+    facts = fit(run, module)
     return {**facts, "tied": module.layers[0].weight is module.layers[2].weight}
 
 
@@ -362,20 +362,20 @@ class Norm(Model):
         return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
 
 
-def batch_norm(kit: Kit) -> Facts:
-    return fit(kit, Norm())
+def batch_norm(run: RowRun) -> Facts:
+    return fit(run, Norm())
 
 
-def averaged_statistics(kit: Kit) -> Facts:
+def averaged_statistics(run: RowRun) -> Facts:
     """Statistics of BatchNorm after fit, which DDP takes from one worker."""
-    module, trainer = Norm(), kit.trainer()
+    module, trainer = Norm(), run.trainer()
     trainer.fit(module, loader())
-    kit.models.append(torch.cat([b.reshape(-1).double() for b in module.buffers()]))
+    run.models.append(torch.cat([b.reshape(-1).double() for b in module.buffers()]))
     return {}
 
 
-def sync_batchnorm(kit: Kit) -> Facts:
-    return fit(kit, Norm(), sync_batchnorm=True)
+def sync_batchnorm(run: RowRun) -> Facts:
+    return fit(run, Norm(), sync_batchnorm=True)
 
 
 class Normed(Model):
@@ -384,8 +384,8 @@ class Normed(Model):
         return nn.Sequential(first, nn.Tanh(), nn.Linear(4, 1))
 
 
-def parametrized(kit: Kit) -> Facts:
-    return fit(kit, Normed())
+def parametrized(run: RowRun) -> Facts:
+    return fit(run, Normed())
 
 
 class Late(Model):
@@ -401,10 +401,10 @@ class Late(Model):
             self.layers = self.make_layers()
 
 
-def configure_model(kit: Kit) -> Facts:
-    module, trainer = Late(), kit.trainer()
+def configure_model(run: RowRun) -> Facts:
+    module, trainer = Late(), run.trainer()
     trainer.fit(module, loader())
-    return kit.facts(trainer, module)
+    return run.facts(trainer, module)
 
 
 class Recomputing(Model):
@@ -412,8 +412,8 @@ class Recomputing(Model):
         return checkpoint(self.layers, inputs, use_reentrant=False)
 
 
-def gradient_checkpointing(kit: Kit) -> Facts:
-    return fit(kit, Recomputing())
+def gradient_checkpointing(run: RowRun) -> Facts:
+    return fit(run, Recomputing())
 
 
 class Complex(Model):
@@ -425,8 +425,8 @@ class Complex(Model):
         return self.layers((inputs * self.turn).real)
 
 
-def complex_parameters(kit: Kit) -> Facts:
-    return fit(kit, Complex())
+def complex_parameters(run: RowRun) -> Facts:
+    return fit(run, Complex())
 
 
 class Lazy(Model):
@@ -434,10 +434,10 @@ class Lazy(Model):
         return nn.Sequential(nn.LazyLinear(1))
 
 
-def lazy(kit: Kit) -> Facts:
-    module, trainer = Lazy(), kit.trainer()
+def lazy(run: RowRun) -> Facts:
+    module, trainer = Lazy(), run.trainer()
     trainer.fit(module, loader())
-    return kit.facts(trainer, module)
+    return run.facts(trainer, module)
 
 
 class Sparse(Model):
@@ -449,8 +449,8 @@ class Sparse(Model):
         return self.layers(inputs + self.table((inputs[:, 0] > 0).long()))
 
 
-def sparse(kit: Kit) -> Facts:
-    return fit(kit, Sparse())
+def sparse(run: RowRun) -> Facts:
+    return fit(run, Sparse())
 
 
 class Untrainable(Model):
@@ -462,8 +462,8 @@ class Untrainable(Model):
         return super().loss(batch).requires_grad_()
 
 
-def no_trainable_parameters(kit: Kit) -> Facts:
-    return fit(kit, Untrainable())
+def no_trainable_parameters(run: RowRun) -> Facts:
+    return fit(run, Untrainable())
 
 
 class Different(Model):
@@ -474,5 +474,5 @@ class Different(Model):
             self.layers = nn.Sequential(nn.Linear(3, 1))
 
 
-def different_models(kit: Kit) -> Facts:
-    return fit(kit, Different())
+def different_models(run: RowRun) -> Facts:
+    return fit(run, Different())

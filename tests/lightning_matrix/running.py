@@ -10,103 +10,103 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.lightning_matrix.kit import (
+from tests.lightning_matrix.row_run import (
     EPOCHS,
     Facts,
-    Kit,
     Model,
+    RowRun,
     loader,
     weights,
 )
 
 
-def fit(kit: Kit, module: Model | None = None, validates: bool = True, **settings: Any) -> Facts:
+def fit(run: RowRun, module: Model | None = None, validates: bool = True, **settings: Any) -> Facts:
     """Train and validate; what most rows are made of.
 
     Args:
-        kit: The run.
+        run: The run.
         module: Default: the model of all rows.
         validates: Whether there is data for validation.
         settings: Of the Trainer.
     """
     module = module or Model()
     before = weights(module)
-    trainer = kit.trainer(**settings)
+    trainer = run.trainer(**settings)
     trainer.fit(module, loader(), loader(8, 1) if validates else None)
     trained = weights(module).shape == before.shape and not torch.equal(weights(module), before)
-    return kit.facts(trainer, module, trained=trained, metrics=sorted(trainer.callback_metrics))
+    return run.facts(trainer, module, trained=trained, metrics=sorted(trainer.callback_metrics))
 
 
-def validate(kit: Kit) -> Facts:
-    module, trainer = Model(), kit.trainer()
+def validate(run: RowRun) -> Facts:
+    module, trainer = Model(), run.trainer()
     found = trainer.validate(module, loader(8, 1), verbose=False)
-    return kit.facts(trainer, module, found=rounded(found))
+    return run.facts(trainer, module, found=rounded(found))
 
 
-def test(kit: Kit) -> Facts:
-    module, trainer = Model(), kit.trainer()
+def test(run: RowRun) -> Facts:
+    module, trainer = Model(), run.trainer()
     found = trainer.test(module, loader(8, 1), verbose=False)
-    return kit.facts(trainer, module, found=rounded(found))
+    return run.facts(trainer, module, found=rounded(found))
 
 
-def predict(kit: Kit) -> Facts:
-    module, trainer = Model(), kit.trainer()
+def predict(run: RowRun) -> Facts:
+    module, trainer = Model(), run.trainer()
     found = trainer.predict(module, loader(8, 1)) or []
-    return kit.facts(trainer, module, found=[len(batch) for batch in found])
+    return run.facts(trainer, module, found=[len(batch) for batch in found])
 
 
 def rounded(found: Any) -> Any:
     return [{name: round(value, 4) for name, value in one.items()} for one in found]
 
 
-def fit_and_everything(kit: Kit) -> Facts:
-    module, trainer = Model(), kit.trainer()
+def fit_and_everything(run: RowRun) -> Facts:
+    module, trainer = Model(), run.trainer()
     trainer.fit(module, loader(), loader(8, 1))
     trainer.validate(module, loader(8, 1), verbose=False)
     trainer.test(module, loader(8, 1), verbose=False)
     trainer.predict(module, loader(8, 1))
-    return kit.facts(trainer, module)
+    return run.facts(trainer, module)
 
 
-def fit_twice(kit: Kit) -> Facts:
-    module, trainer = Model(), kit.trainer()
+def fit_twice(run: RowRun) -> Facts:
+    module, trainer = Model(), run.trainer()
     trainer.fit(module, loader(), loader(8, 1))
-    kit.must_agree(module)
+    run.must_agree(module)
     trainer.fit_loop.max_epochs = 2 * EPOCHS
     trainer.fit(module, loader(), loader(8, 1))
-    return kit.facts(trainer, module)
+    return run.facts(trainer, module)
 
 
-def another_trainer(kit: Kit) -> Facts:
+def another_trainer(run: RowRun) -> Facts:
     module = Model()
-    kit.trainer(max_epochs=1).fit(module, loader())
-    trainer = kit.trainer()
+    run.trainer(max_epochs=1).fit(module, loader())
+    trainer = run.trainer()
     trainer.fit(module, loader())
-    return kit.facts(trainer, module)
+    return run.facts(trainer, module)
 
 
-def fast_dev_run(kit: Kit) -> Facts:
-    return fit(kit, fast_dev_run=True)
+def fast_dev_run(run: RowRun) -> Facts:
+    return fit(run, fast_dev_run=True)
 
 
-def overfit_batches(kit: Kit) -> Facts:
-    return fit(kit, overfit_batches=2)
+def overfit_batches(run: RowRun) -> Facts:
+    return fit(run, overfit_batches=2)
 
 
-def limits(kit: Kit) -> Facts:
-    return fit(kit, limit_train_batches=3, limit_val_batches=1)
+def limits(run: RowRun) -> Facts:
+    return fit(run, limit_train_batches=3, limit_val_batches=1)
 
 
-def max_steps(kit: Kit) -> Facts:
-    return fit(kit, max_epochs=-1, max_steps=6)
+def max_steps(run: RowRun) -> Facts:
+    return fit(run, max_epochs=-1, max_steps=6)
 
 
-def max_time(kit: Kit) -> Facts:
+def max_time(run: RowRun) -> Facts:
     module = Model()
-    trainer = kit.trainer(max_epochs=-1, max_time=timedelta(milliseconds=150))
+    trainer = run.trainer(max_epochs=-1, max_time=timedelta(milliseconds=150))
     trainer.fit(module, loader())
-    kit.must_agree(module)
-    return {"stopped": trainer.should_stop or kit.serves}
+    run.must_agree(module)
+    return {"stopped": trainer.should_stop or run.serves}
 
 
 class StopAt(Callback):
@@ -121,50 +121,50 @@ class StopAt(Callback):
             trainer.should_stop = True
 
 
-def should_stop(kit: Kit) -> Facts:
-    return fit(kit, callbacks=[StopAt(5)])
+def should_stop(run: RowRun) -> Facts:
+    return fit(run, callbacks=[StopAt(5)])
 
 
-def min_epochs(kit: Kit) -> Facts:
-    return fit(kit, callbacks=[StopAt(1)], min_epochs=2, max_epochs=5)
+def min_epochs(run: RowRun) -> Facts:
+    return fit(run, callbacks=[StopAt(1)], min_epochs=2, max_epochs=5)
 
 
-def should_stop_on_one(kit: Kit) -> Facts:
-    module, trainer = Model(), kit.trainer(callbacks=[StopAt(5, ranks=(1,))])
+def should_stop_on_one(run: RowRun) -> Facts:
+    module, trainer = Model(), run.trainer(callbacks=[StopAt(5, ranks=(1,))])
     trainer.fit(module, loader())
-    kit.must_agree(module)
+    run.must_agree(module)
     return {}
 
 
-def val_check_interval(kit: Kit) -> Facts:
-    return fit(kit, val_check_interval=2)
+def val_check_interval(run: RowRun) -> Facts:
+    return fit(run, val_check_interval=2)
 
 
-def check_val_every_n_epoch(kit: Kit) -> Facts:
-    return fit(kit, check_val_every_n_epoch=2)
+def check_val_every_n_epoch(run: RowRun) -> Facts:
+    return fit(run, check_val_every_n_epoch=2)
 
 
-def val_steps_across_epochs(kit: Kit) -> Facts:
-    return fit(kit, val_check_interval=3, check_val_every_n_epoch=None)
+def val_steps_across_epochs(run: RowRun) -> Facts:
+    return fit(run, val_check_interval=3, check_val_every_n_epoch=None)
 
 
-def no_sanity_check(kit: Kit) -> Facts:
-    return fit(kit, num_sanity_val_steps=0)
+def no_sanity_check(run: RowRun) -> Facts:
+    return fit(run, num_sanity_val_steps=0)
 
 
-def no_validation(kit: Kit) -> Facts:
-    return fit(kit, validates=False)
+def no_validation(run: RowRun) -> Facts:
+    return fit(run, validates=False)
 
 
-def barebones(kit: Kit) -> Facts:
+def barebones(run: RowRun) -> Facts:
     module = Model()
-    trainer = kit.trainer(barebones=True, log_every_n_steps=None)
+    trainer = run.trainer(barebones=True, log_every_n_steps=None)
     trainer.fit(module, loader())
-    return kit.facts(trainer, module)
+    return run.facts(trainer, module)
 
 
-def detect_anomaly(kit: Kit) -> Facts:
-    return fit(kit, detect_anomaly=True)
+def detect_anomaly(run: RowRun) -> Facts:
+    return fit(run, detect_anomaly=True)
 
 
 class Reloading(LightningDataModule):
@@ -188,28 +188,28 @@ class Reloading(LightningDataModule):
         return loader(8, 1)
 
 
-def datamodule(kit: Kit) -> Facts:
-    module, data, trainer = Model(), Reloading(), kit.trainer()
+def datamodule(run: RowRun) -> Facts:
+    module, data, trainer = Model(), Reloading(), run.trainer()
     trainer.fit(module, data)
-    return kit.facts(trainer, module, asked=data.asked)
+    return run.facts(trainer, module, asked=data.asked)
 
 
-def reload_dataloaders(kit: Kit) -> Facts:
+def reload_dataloaders(run: RowRun) -> Facts:
     module, data = Model(), Reloading()
-    trainer = kit.trainer(reload_dataloaders_every_n_epochs=1)
+    trainer = run.trainer(reload_dataloaders_every_n_epochs=1)
     trainer.fit(module, data)
-    return kit.facts(trainer, module, asked=data.asked)
+    return run.facts(trainer, module, asked=data.asked)
 
 
-def resume(kit: Kit, **loading: Any) -> Facts:
+def resume(run: RowRun, **loading: Any) -> Facts:
     """Train for one epoch, and go on from its checkpoint with all else made anew."""
-    first = ModelCheckpoint(kit.folder, filename="first")
-    kit.trainer(max_epochs=1, callbacks=[first], enable_checkpointing=True).fit(
+    first = ModelCheckpoint(run.folder, filename="first")
+    run.trainer(max_epochs=1, callbacks=[first], enable_checkpointing=True).fit(
         Remembering(), loader()
     )
-    module, trainer = Remembering(), kit.trainer()
-    trainer.fit(module, loader(), ckpt_path=str(kit.folder / "first.ckpt"), **loading)
-    return kit.facts(trainer, module)
+    module, trainer = Remembering(), run.trainer()
+    trainer.fit(module, loader(), ckpt_path=str(run.folder / "first.ckpt"), **loading)
+    return run.facts(trainer, module)
 
 
 class NumberSGD(torch.optim.SGD):
@@ -234,36 +234,36 @@ class RememberingNumbers(Remembering):
     optimizer = NumberSGD
 
 
-def resume_with_numpy(kit: Kit) -> Facts:
-    first = ModelCheckpoint(kit.folder, filename="first")
-    kit.trainer(max_epochs=1, callbacks=[first], enable_checkpointing=True).fit(
+def resume_with_numpy(run: RowRun) -> Facts:
+    first = ModelCheckpoint(run.folder, filename="first")
+    run.trainer(max_epochs=1, callbacks=[first], enable_checkpointing=True).fit(
         RememberingNumbers(), loader()
     )
-    module, trainer = RememberingNumbers(), kit.trainer()
-    path = str(kit.folder / "first.ckpt")
+    module, trainer = RememberingNumbers(), run.trainer()
+    path = str(run.folder / "first.ckpt")
     trainer.fit(module, loader(), ckpt_path=path, weights_only=False)
-    return kit.facts(trainer, module)
+    return run.facts(trainer, module)
 
 
-def test_the_best(kit: Kit) -> Facts:
+def test_the_best(run: RowRun) -> Facts:
     module = Model()
-    best = ModelCheckpoint(kit.folder, monitor="val_loss")
-    trainer = kit.trainer(callbacks=[best], enable_checkpointing=True)
+    best = ModelCheckpoint(run.folder, monitor="val_loss")
+    trainer = run.trainer(callbacks=[best], enable_checkpointing=True)
     trainer.fit(module, loader(), loader(8, 1))
     (found,) = trainer.test(module, loader(8, 1), ckpt_path="best", verbose=False) or [{}]
-    same = kit.serves or round(found["test_loss"], 4) == round(float(best.best_model_score), 4)
-    return kit.facts(trainer, module, same=same)
+    same = run.serves or round(found["test_loss"], 4) == round(float(best.best_model_score), 4)
+    return run.facts(trainer, module, same=same)
 
 
-def load_from_checkpoint(kit: Kit) -> Facts:
-    module, trainer = Model(), kit.trainer()
+def load_from_checkpoint(run: RowRun) -> Facts:
+    module, trainer = Model(), run.trainer()
     trainer.fit(module, loader())
-    path = kit.folder / "saved.ckpt"
+    path = run.folder / "saved.ckpt"
     trainer.save_checkpoint(path)
-    if kit.serves:
+    if run.serves:
         return {}
     loaded = Model.load_from_checkpoint(path, map_location="cpu")
-    return kit.facts(trainer, module, same=torch.equal(weights(loaded), weights(module)))
+    return run.facts(trainer, module, same=torch.equal(weights(loaded), weights(module)))
 
 
 class Recorder(Callback):
@@ -278,6 +278,6 @@ class Recorder(Callback):
         return super().__getattribute__(name)
 
 
-def order_of_hooks(kit: Kit) -> Facts:
+def order_of_hooks(run: RowRun) -> Facts:
     recorder = Recorder()
-    return {**fit(kit, callbacks=[recorder]), "hooks": recorder.called}
+    return {**fit(run, callbacks=[recorder]), "hooks": recorder.called}

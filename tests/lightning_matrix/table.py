@@ -20,7 +20,7 @@ from typing import Any
 
 from lightning_loco.strategies import METHODS
 from tests.lightning_matrix import calling_back, feeding, foreign, optimizing, running
-from tests.lightning_matrix.kit import REMOTE, Facts, Kit
+from tests.lightning_matrix.row_run import REMOTE, Facts, RowRun
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Row:
     """
 
     feature: str
-    run: Callable[[Kit], Facts]
+    run: Callable[[RowRun], Facts]
     verdict: Verdict = AS_DDP
     but: Mapping[str, Verdict] = dataclasses.field(default_factory=dict)
     needs: str = ""

@@ -19,7 +19,7 @@ from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.codecs import BFloat16, Codec, Float16, Int8
 from tests.peers.helpers import peers
 from tests.pool import Pool
-from tests.tiny import flat, make_model
+from tests.small_model import flat, make_model
 
 
 class Numbers(nn.Module):

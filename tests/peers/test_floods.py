@@ -251,7 +251,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Callback
 from lightning_loco import PairwiseGossipStrategy
-from tests.tiny import TinyModule, make_loader, quiet_trainer
+from tests.small_model import TinyModule, make_loader, quiet_trainer
 
 folder = Path({folder!r})
 

@@ -17,7 +17,7 @@ from lightning_loco.codecs import E3M0, BFloat16, ErrorFeedback, Int8
 from lightning_loco.peers import Peer, write_key_file
 from lightning_loco.peers.settings import PairwiseSettings
 from tests.pool import Pool
-from tests.tiny import make_model
+from tests.small_model import make_model
 
 NODES = [
     {"name": "a", "host": "127.0.0.1", "port": 45671},

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_loco.remote import service_group
 from lightning_loco.remote.all_ranks import AllRanks
-from tests.own_store import Job, freeze
+from tests.forked_jobs import Job, freeze
 from tests.programs import free_ports
 
 TIMEOUT_S = 3.0

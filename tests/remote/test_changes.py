@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco.remote.changes import ChangeWatch
-from tests.no_values import with_streams
+from tests.meta_device import with_streams
 
 
 def large(size: int = 100_003) -> Tensor:

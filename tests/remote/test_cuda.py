@@ -17,7 +17,7 @@ from lightning_loco.remote.courier import Courier
 from lightning_loco.remote.plan import plan_messages
 from lightning_loco.remote.slots import Slot
 from lightning_loco.remote.wire import Lane, Wire
-from tests.no_values import DEVICE, with_streams
+from tests.meta_device import DEVICE, with_streams
 from tests.one_gpu import no_waits_for_the_gpu
 from tests.pool import Pool
 

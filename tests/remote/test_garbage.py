@@ -14,7 +14,7 @@ from lightning_loco.comm.store import PromptStore
 from lightning_loco.remote.optimizer_state import OptimizerState
 from lightning_loco.remote.service_group import ServiceGroup, agreement_key
 from lightning_loco.remote.wire import FRAME_BYTES, Kind, Lane, Wire
-from tests.own_store import Start
+from tests.forked_jobs import Start
 from tests.pool import Pool
 from tests.programs import free_ports
 

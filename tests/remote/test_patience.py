@@ -24,7 +24,7 @@ from lightning_loco.remote import (
 )
 from lightning_loco.remote.calls import Call
 from lightning_loco.remote.channel import Channel
-from tests.own_store import Job, Outcome, freeze
+from tests.forked_jobs import Job, Outcome, freeze
 
 pytestmark = pytest.mark.process
 

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_loco.comm.store import PromptStore
 from lightning_loco.comm.watchdog import Watchdog, WorkerFailure
 from lightning_loco.remote import RemoteOptimizer, Transport, run_role
-from tests.own_store import Job, freeze
+from tests.forked_jobs import Job, freeze
 
 pytestmark = pytest.mark.process
 

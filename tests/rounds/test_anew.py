@@ -11,7 +11,7 @@ from lightning_loco.rounds import Engine, begin_anew
 from tests.cases import CASES, Case
 from tests.pool import Pool
 from tests.rounds.toys import run_each
-from tests.tiny import flat, make_model, train_step, worker_batch
+from tests.small_model import flat, make_model, train_step, worker_batch
 
 
 def train(rank: int, world: int, case: Case) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_loco import ClockEngine, PairwiseEngine
 from tests.pool import Pool, PoolError
-from tests.tiny import flat, loss_of, make_model, train_step, worker_batch
+from tests.small_model import flat, loss_of, make_model, train_step, worker_batch
 
 TOPOLOGIES = [None, "ring", "random_matching"]
 every_topology = pytest.mark.parametrize("topology", TOPOLOGIES)

@@ -27,7 +27,7 @@ from lightning_loco.rounds.parcels import Parcel
 from lightning_loco.topology import Ring
 from tests.algorithms.toys import assert_close
 from tests.cases import CASES, Case, rows, without_variants
-from tests.no_values import DEVICE, copies_to_the_host, no_checksum
+from tests.meta_device import DEVICE, copies_to_the_host, no_checksum
 from tests.one_gpu import no_waits_for_the_gpu
 from tests.pool import Pool
 from tests.rounds.toys import approach, flat, zeros

@@ -25,7 +25,7 @@ from lightning_loco.topology import get_topology
 from tests.algorithms.toys import Point, assert_close, randn
 from tests.pool import Pool, make_trainer
 from tests.rounds.toys import LARGE, approach, flat, simulate, train, zeros
-from tests.tiny import TinyModule, make_loader
+from tests.small_model import TinyModule, make_loader
 
 ROUNDS = 5
 WORLD = 3

@@ -41,7 +41,7 @@ from lightning_loco.topology import Ring
 from tests.algorithms.toys import Point
 from tests.pool import Pool, PoolError, make_trainer
 from tests.rounds.toys import approach, flat, run_each, train
-from tests.tiny import TinyModule, WorkerData
+from tests.small_model import TinyModule, WorkerData
 
 pytestmark = pytest.mark.alone
 

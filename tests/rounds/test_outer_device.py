@@ -13,10 +13,10 @@ from lightning_loco.comm import WorkerGroup
 from lightning_loco.comm.flat import Chunk, DistantWindow
 from tests.algorithms.toys import assert_close, run_engine
 from tests.cases import CASES, Case, without_variants
-from tests.no_values import DEVICE, copies_to_the_host, no_checksum
+from tests.meta_device import DEVICE, copies_to_the_host, no_checksum
 from tests.pool import Pool, make_trainer
 from tests.rounds.toys import run_each
-from tests.tiny import TinyModule, flat, make_loader
+from tests.small_model import TinyModule, flat, make_loader
 
 __all__ = ["no_checksum"]
 

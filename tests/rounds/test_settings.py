@@ -19,7 +19,7 @@ from lightning_loco.topology import RandomMatching, Ring
 from tests.algorithms.toys import Point, assert_close, randn
 from tests.pool import Pool, PoolError, make_trainer
 from tests.rounds.toys import Counting, Halves, Lonely, RandomPairs, SignBlocks, flat
-from tests.tiny import TinyModule, make_loader
+from tests.small_model import TinyModule, make_loader
 
 ROUNDS = 5
 SEED = 7

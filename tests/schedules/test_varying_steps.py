@@ -18,7 +18,7 @@ from lightning_loco.schedules import EverySteps, Now, VaryingSteps, by_steps
 from tests.algorithms.toys import assert_close
 from tests.pool import Pool, make_trainer
 from tests.rounds.toys import approach, flat, simulate, train, zeros
-from tests.tiny import TinyModule, make_loader
+from tests.small_model import TinyModule, make_loader
 
 VARYING = {0: 2, 5: 4, 14: 1}
 STEPS_OF_ROUNDS = [2, 2, 2, 4, 4, 1, 1]  # they begin at steps 0, 2, 4, 6, 10, 14, 15

@@ -14,7 +14,7 @@ from lightning_loco import Algorithm, DiLoCo, LocoStrategy
 from tests.algorithms import toys
 from tests.algorithms.toys import LocalStep, plain_step
 from tests.pool import make_trainer
-from tests.tiny import make_loader, make_model
+from tests.small_model import make_loader, make_model
 
 LR = 0.05
 

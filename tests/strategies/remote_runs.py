@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_loco import RemoteOptimizerStrategy
 from tests.pool import PoolEnvironment, make_trainer
 from tests.programs import free_ports
-from tests.tiny import flat
+from tests.small_model import flat
 
 
 class PortEnvironment(PoolEnvironment):

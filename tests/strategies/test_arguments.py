@@ -30,7 +30,7 @@ from lightning_loco.comm.links import Links
 from lightning_loco.strategies import METHODS
 from lightning_loco.strategies.arguments import CommonArguments, RoundArguments
 from lightning_loco.strategies.engine_strategy import EngineStrategy
-from tests.tiny import TinyModule
+from tests.small_model import TinyModule
 
 WITH_WORKERS = [kind for kind in METHODS.values() if issubclass(kind, EngineStrategy)]
 

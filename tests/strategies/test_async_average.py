@@ -23,7 +23,7 @@ from lightning_loco import (
     StragglerSimulator,
 )
 from tests.pool import Pool, PoolError, make_trainer
-from tests.tiny import (
+from tests.small_model import (
     TinyModule,
     ValidatedModule,
     WorkerData,

@@ -25,7 +25,7 @@ from lightning_loco import (
     Simulation,
 )
 from tests.pool import Pool, make_trainer
-from tests.tiny import TinyModule, make_loader, make_model
+from tests.small_model import TinyModule, make_loader, make_model
 
 NAN = math.nan
 

@@ -19,7 +19,7 @@ from lightning_loco import LocalSGD, LocoStrategy
 from tests.cases import CASES, Case, rows, without_variants
 from tests.conftest import cover
 from tests.pool import Pool, PoolError, make_trainer
-from tests.tiny import flat
+from tests.small_model import flat
 
 SYNC_EVERY = 4
 pytestmark = [

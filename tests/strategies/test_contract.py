@@ -42,7 +42,7 @@ from lightning_loco.strategies.added_hooks import add_hooks
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.topology import Hypercube
 from tests.pool import Pool, make_trainer
-from tests.tiny import TinyModule, make_loader, quiet_trainer, worker_batch
+from tests.small_model import TinyModule, make_loader, quiet_trainer, worker_batch
 
 # ------------------------------------------------------------------ the host's private names
 

@@ -24,7 +24,7 @@ from lightning_loco import (
 )
 from tests.conftest import cover
 from tests.pool import Pool, make_trainer
-from tests.tiny import TinyModule, make_loader
+from tests.small_model import TinyModule, make_loader
 
 STRATEGIES: dict[str, Any] = {
     "async_diloco": lambda: AsyncDiLoCoStrategy(sync_every=3, fragments=None, timeout_s=20),

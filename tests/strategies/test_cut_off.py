@@ -22,7 +22,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning_loco import DiLoCoStrategy, GASLoCStrategy
 from tests.programs import start_together
-from tests.tiny import TinyModule, make_loader, quiet_trainer
+from tests.small_model import TinyModule, make_loader, quiet_trainer
 
 class Slow(Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):

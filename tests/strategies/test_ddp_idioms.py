@@ -23,7 +23,7 @@ from lightning_loco import AsyncDiLoCoStrategy, DiLoCoStrategy, PairwiseGossipSt
 from tests.cases import CASES
 from tests.conftest import cover
 from tests.pool import Pool, make_trainer
-from tests.tiny import TinyModule, WorkerData, flat, make_loader, worker_batch
+from tests.small_model import TinyModule, WorkerData, flat, make_loader, worker_batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*num_workers")
 

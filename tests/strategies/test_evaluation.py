@@ -13,7 +13,7 @@ from torchmetrics import MeanSquaredError
 
 from lightning_loco import DiLoCo, GASLoC, LocalSGD, LocoStrategy
 from tests.pool import Pool, make_trainer
-from tests.tiny import (
+from tests.small_model import (
     TinyModule,
     flat,
     loss_of,

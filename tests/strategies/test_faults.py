@@ -14,7 +14,7 @@ import torch
 from lightning_loco import GASLoCStrategy
 from tests.pool import Pool, make_trainer
 from tests.programs import Program, one_per_rank, python_script
-from tests.tiny import TinyModule, make_loader
+from tests.small_model import TinyModule, make_loader
 
 pytestmark = pytest.mark.process
 
@@ -26,7 +26,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning_loco import GASLoCStrategy
 from torchdata.stateful_dataloader import StatefulDataLoader
-from tests.tiny import TinyModule, WorkerData, quiet_trainer
+from tests.small_model import TinyModule, WorkerData, quiet_trainer
 
 class Event(Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):

@@ -23,8 +23,8 @@ from lightning_loco.comm.replica import pruning_masks
 from tests.cases import CASES
 from tests.conftest import cover
 from tests.pool import Pool, make_trainer
+from tests.small_model import TinyModule, ValidatedModule, flat, make_loader, norm_model
 from tests.strategies.remote_runs import fit_with
-from tests.tiny import TinyModule, ValidatedModule, flat, make_loader, norm_model
 from tests.weight_averaging import (
     EMAWeightAveraging,
     WeightAveraging,

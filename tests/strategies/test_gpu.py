@@ -21,8 +21,8 @@ from tests.conftest import cover
 from tests.one_gpu import let_nccl_share_the_gpu
 from tests.pool import Pool
 from tests.programs import Program, one_per_rank, python_script
+from tests.small_model import ValidatedModule, flat, make_loader
 from tests.strategies.remote_runs import all_ranks, remote_trainer
-from tests.tiny import ValidatedModule, flat, make_loader
 
 pytestmark = pytest.mark.gpu
 
@@ -139,7 +139,7 @@ from lightning_loco import RemoteOptimizerStrategy
 from tests.cases import CASES
 from tests.one_gpu import let_nccl_share_the_gpu
 from tests.programs import start_together
-from tests.tiny import TinyModule, make_loader, quiet_trainer
+from tests.small_model import TinyModule, make_loader, quiet_trainer
 
 name, how, steps = sys.argv[1:]
 rank = int(os.environ["NODE_RANK"])

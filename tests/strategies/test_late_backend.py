@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.cases import CASES
 from tests.late_backend import DELAY_S, LateGroup, late_messages
 from tests.pool import Pool, PoolError, make_trainer
-from tests.tiny import TinyModule, ValidatedModule, flat, make_loader
+from tests.small_model import TinyModule, ValidatedModule, flat, make_loader
 
 METHODS = ["diloco", "async_diloco", "gasloc", "gasloc_overlap", "streaming_diloco"]
 SYNC_EVERY = 4

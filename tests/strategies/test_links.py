@@ -14,7 +14,7 @@ from lightning_loco import CommunicationMonitor, Link
 from lightning_loco.strategies import METHODS
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from tests.pool import Pool, make_trainer
-from tests.tiny import TinyModule, flat, make_loader
+from tests.small_model import TinyModule, flat, make_loader
 
 WITH_WORKERS = [name for name, kind in METHODS.items() if issubclass(kind, EngineStrategy)]
 LINK = Link(1000, 0.01)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cases import CASES, Case, without_variants
 from tests.pool import Pool, make_trainer
-from tests.tiny import TinyModule, loss_of, make_loader
+from tests.small_model import TinyModule, loss_of, make_loader
 
 SYNC_EVERY = 4
 STEPS = 14

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_loco import PairwiseGossipStrategy
 from tests.cases import CASES
 from tests.pool import Pool, make_trainer
-from tests.tiny import TinyModule, ValidatedModule, flat, make_loader
+from tests.small_model import TinyModule, ValidatedModule, flat, make_loader
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*num_workers")
 

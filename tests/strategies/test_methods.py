@@ -28,7 +28,7 @@ from lightning_loco.topology import Ring, Topology
 from tests.conftest import ROOT
 from tests.pool import Pool, make_trainer
 from tests.programs import python_path
-from tests.tiny import TinyModule, flat, make_loader
+from tests.small_model import TinyModule, flat, make_loader
 
 
 @dataclasses.dataclass(frozen=True)

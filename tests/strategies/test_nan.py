@@ -13,7 +13,7 @@ from lightning_loco import StragglerSimulator
 from lightning_loco.algorithms import Algorithm, KeepProgress, State
 from tests.cases import Case, rows, without_variants
 from tests.pool import Pool, make_trainer
-from tests.tiny import (
+from tests.small_model import (
     TinyModule,
     flat,
     make_loader,

@@ -21,8 +21,8 @@ from lightning_loco.strategies.random_states import random_states
 from tests.cases import CASES, Case, without_variants
 from tests.conftest import cover
 from tests.pool import Pool, make_trainer
+from tests.small_model import TinyModule, WorkerData, flat, quiet_trainer
 from tests.strategies import test_checkpoint
-from tests.tiny import TinyModule, WorkerData, flat, quiet_trainer
 
 SAVED_AT = 10
 pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that")

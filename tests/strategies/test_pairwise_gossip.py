@@ -31,7 +31,7 @@ from tests.conftest import ROOT
 from tests.peers.helpers import peers
 from tests.pool import Pool, PoolError, make_trainer
 from tests.programs import python_path
-from tests.tiny import (
+from tests.small_model import (
     FEATURES,
     TinyModule,
     ValidatedModule,
@@ -340,7 +340,7 @@ import sys, time
 import torch
 from lightning.pytorch import Callback
 from lightning_loco import PairwiseGossipStrategy
-from tests.tiny import TinyModule, make_loader, quiet_trainer
+from tests.small_model import TinyModule, make_loader, quiet_trainer
 
 class Report(Callback):
     def on_train_batch_end(self, trainer, *args):

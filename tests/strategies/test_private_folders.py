@@ -23,8 +23,8 @@ from lightning_loco.strategies.whole_files import WholeFileIO
 from tests.cases import CASES, Case
 from tests.conftest import cover
 from tests.pool import Pool, PoolError, make_trainer
+from tests.small_model import flat
 from tests.strategies.test_resume import DrawingModule, Outcome, check_resumed, loader
-from tests.tiny import flat
 
 WORLD = 3
 SYNC_EVERY = 4

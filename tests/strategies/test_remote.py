@@ -15,8 +15,8 @@ from lightning_loco.codecs import BFloat16
 from lightning_loco.remote import Tiers
 from tests.conftest import cover
 from tests.pool import Pool, make_trainer
+from tests.small_model import ValidatedModule, flat, make_loader, quiet_trainer
 from tests.strategies.remote_runs import all_ranks, remote_trainer
-from tests.tiny import ValidatedModule, flat, make_loader, quiet_trainer
 
 STEPS = 12
 

@@ -17,8 +17,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from tests.pool import Pool
+from tests.small_model import TinyModule, ValidatedModule, flat, make_loader
 from tests.strategies.remote_runs import fit_with, remote_or_ddp
-from tests.tiny import TinyModule, ValidatedModule, flat, make_loader
 from tests.weight_averaging import EMAWeightAveraging, needs_weight_averaging
 
 STEPS = 6

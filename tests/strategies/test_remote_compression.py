@@ -14,8 +14,8 @@ from lightning_loco import RemoteOptimizerStrategy
 from lightning_loco.codecs import Int8
 from tests.conftest import cover
 from tests.pool import Pool
+from tests.small_model import TinyModule, ValidatedModule, WorkerData, flat, make_loader
 from tests.strategies.remote_runs import Seen, fit_part, fit_with
-from tests.tiny import TinyModule, ValidatedModule, WorkerData, flat, make_loader
 
 CODEC = Int8(block=4)
 STEPS = 8

@@ -19,8 +19,8 @@ from lightning_loco.codecs import Sparse as SparseCodec
 from tests.conftest import cover
 from tests.pool import Pool, PoolError
 from tests.programs import LIMIT_S, Program, one_per_rank, python_script
+from tests.small_model import TinyModule, ValidatedModule, make_loader
 from tests.strategies.remote_runs import all_ranks, remote_trainer
-from tests.tiny import TinyModule, ValidatedModule, make_loader
 
 
 def test_arguments_are_checked(subtests: pytest.Subtests) -> None:
@@ -161,7 +161,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_loco import RemoteOptimizerStrategy
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from tests.tiny import ValidatedModule, WorkerData, make_loader, quiet_trainer
+from tests.small_model import ValidatedModule, WorkerData, make_loader, quiet_trainer
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 class Slow(Callback):

@@ -19,8 +19,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_loco import RemoteOptimizerStrategy
 from tests.conftest import cover
 from tests.pool import Pool, PoolEnvironment, PoolError, make_trainer
+from tests.small_model import TinyModule, ValidatedModule, WorkerData, flat, loss_of, make_loader
 from tests.strategies.remote_runs import all_ranks, fit_part, remote_trainer
-from tests.tiny import TinyModule, ValidatedModule, WorkerData, flat, loss_of, make_loader
 
 STEPS = 8
 

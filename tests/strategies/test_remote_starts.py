@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from lightning_loco import RemoteOptimizerStrategy
 from tests.conftest import cover
 from tests.pool import Pool, PoolError, make_trainer
+from tests.small_model import TinyModule, ValidatedModule, flat, make_loader
 from tests.strategies.remote_runs import all_ranks, remote_trainer
-from tests.tiny import TinyModule, ValidatedModule, flat, make_loader
 
 STEPS = 4
 HOOKS = (

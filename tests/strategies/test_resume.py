@@ -26,7 +26,7 @@ from lightning_loco.rounds.neighbor_exchange import NeighborExchange
 from tests.cases import CASES
 from tests.conftest import cover
 from tests.pool import Pool, PoolError, make_trainer
-from tests.tiny import flat
+from tests.small_model import flat
 
 WORLD = 2
 BATCHES = 6  # of an epoch

@@ -13,7 +13,7 @@ from tests.algorithms.toys import assert_close, run_engine, simulate
 from tests.cases import CASES, LEFT_OUT, Case
 from tests.conftest import cover
 from tests.pool import Pool, make_trainer
-from tests.tiny import TinyModule, flat, make_loader
+from tests.small_model import TinyModule, flat, make_loader
 
 SYNC_EVERY = 3
 ROUNDS = 4

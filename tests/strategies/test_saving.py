@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from lightning_loco import DiLoCo, LocalSGD, LocoStrategy
 from lightning_loco.strategies.whole_files import WholeFileIO
 from tests.pool import Pool, PoolError, make_trainer
-from tests.strategies.deaths import Death
+from tests.strategies.kill_before_write import Death
 
 WORLD = 2
 ROOT_ID, NOBODY_ID = 0, 65534

@@ -20,7 +20,7 @@ from lightning_loco.strategies.side_files import SideFiles
 from lightning_loco.strategies.whole_files import WholeFileIO
 from tests.cases import CASES, without_variants
 from tests.pool import Pool, PoolError, make_trainer
-from tests.tiny import TinyModule, make_loader
+from tests.small_model import TinyModule, make_loader
 
 WORLD = 2
 pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that")

@@ -25,7 +25,7 @@ from lightning_loco.schedules import EverySteps, Staggered
 from lightning_loco.strategies.moved_once import moved_once
 from tests.algorithms.toys import assert_close
 from tests.pool import Pool, PoolError, make_trainer
-from tests.tiny import (
+from tests.small_model import (
     TinyModule,
     ValidatedModule,
     WorkerData,

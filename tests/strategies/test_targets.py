@@ -17,7 +17,7 @@ from lightning_loco.strategies.engine_strategy import EngineStrategy
 from tests.cases import CASES, Case, rows, without_variants
 from tests.conftest import cover
 from tests.pool import Pool, make_trainer
-from tests.tiny import TinyModule, flat, make_loader, make_model
+from tests.small_model import TinyModule, flat, make_loader, make_model
 
 SOME = [
     "local_sgd",

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_loco import GASLoC, LocalSGD
 from tests.algorithms.toys import plain_step
 from tests.pool import Pool, PoolEnvironment, PoolError
+from tests.small_model import TinyModule, flat, loss_of, make_model, train_step, worker_batch
 from tests.strategies.plain_runs import LR, assert_all_close, fit, simulate
-from tests.tiny import TinyModule, flat, loss_of, make_model, train_step, worker_batch
 
 # ------------------------------------------------------------------- manual optimization
 

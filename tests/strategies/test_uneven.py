@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_loco import LocalSGD, LocoStrategy
 from tests.cases import Case, rows
 from tests.pool import Pool, PoolError, make_trainer
-from tests.tiny import TinyModule, ValidatedModule, flat, make_loader
+from tests.small_model import TinyModule, ValidatedModule, flat, make_loader
 
 
 def fit_uneven(rank: int, world: int, case: Case, folder: str) -> tuple[int, int, Tensor]:

@@ -16,8 +16,8 @@ from lightning_loco.strategies.engine_strategy import EngineStrategy
 from tests.cases import CASES, Case, rows, without_variants
 from tests.conftest import cover
 from tests.pool import Pool, make_trainer
+from tests.small_model import TinyModule, flat, make_loader
 from tests.strategies.remote_runs import fit_with, remote_or_ddp
-from tests.tiny import TinyModule, flat, make_loader
 
 AT_START = (
     "on_fit_start",

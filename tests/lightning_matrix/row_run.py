@@ -50,7 +50,7 @@ def make_strategy(name: str, of_ddp: dict[str, Any]) -> Strategy:
 
 
 @dataclasses.dataclass
-class Kit:
+class RowRun:
     """One run of a row under one strategy, on one rank.
 
     Args:
@@ -227,8 +227,8 @@ def lane_of(rank: int) -> Iterator[ClusterEnvironment]:
     yield PoolEnvironment()
 
 
-def run(
-    rank: int, world: int, lanes: list[list[str]], row: Callable[[Kit], Facts], folder: str
+def run_row(
+    rank: int, world: int, lanes: list[list[str]], row: Callable[[RowRun], Facts], folder: str
 ) -> dict[str, Outcome]:
     """Run a row under some strategies; what came of it on this rank.
 
@@ -252,18 +252,18 @@ def run(
 def run_one(
     rank: int,
     name: str,
-    row: Callable[[Kit], Facts],
+    row: Callable[[RowRun], Facts],
     folder: Path,
     environment: ClusterEnvironment,
 ) -> Outcome:
     """Run a row under one strategy."""
     folder.mkdir(exist_ok=True)
-    kit = Kit(name, rank, folder, environment)
+    run = RowRun(name, rank, folder, environment)
     try:
-        facts = row(kit)
+        facts = row(run)
     except Exception as error:
         return Outcome(error=said(error))
-    return Outcome() if kit.serves else Outcome(facts, kit.models, kit.written)
+    return Outcome() if run.serves else Outcome(facts, run.models, run.written)
 
 
 def said(error: BaseException) -> str:

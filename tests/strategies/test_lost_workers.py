@@ -15,9 +15,9 @@ from lightning_loco import DiLoCoStrategy, PairwiseGossipStrategy
 from lightning_loco.strategies import METHODS
 from tests.cases import CASES
 from tests.conftest import cover
-from tests.own_store import Job, freeze
+from tests.forked_jobs import Job, freeze
 from tests.pool import make_trainer
-from tests.tiny import ValidatedModule, make_loader
+from tests.small_model import ValidatedModule, make_loader
 
 pytestmark = pytest.mark.process
 

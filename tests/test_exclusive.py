@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.exclusive import turn
 from tests.programs import Program
-from tests.turns import turn
 
 
 class Visitor:
@@ -97,7 +97,7 @@ def test_alone(name):
 @pytest.mark.process
 def test_marked_tests_run_alone(tmp_path: Path) -> None:
     (tmp_path / "test_times.py").write_text(TESTS)
-    options = ["-n2", "--dist=load", "--maxschedchunk=1", "-ptests.turns", f"--rootdir={ROOT}"]
+    options = ["-n2", "--dist=load", "--maxschedchunk=1", "-ptests.exclusive", f"--rootdir={ROOT}"]
     command = [sys.executable, "-m", "pytest", f"-c{ROOT}/pyproject.toml", *options, str(tmp_path)]
     with Program(command, ROOT) as program:
         program.succeed()

@@ -43,7 +43,7 @@ def facts_of(rank: int, world: int, *doors: Door, **others: Any) -> Facts:
     return Facts(**{**values, **others})
 
 
-class Guest(threading.Thread):
+class FakeMachine(threading.Thread):
     """Comes to a meeting on this machine and finds nothing out.
 
     Args:
@@ -67,7 +67,7 @@ class Guest(threading.Thread):
         leaves: bool = False,
         hangs: bool = False,
     ) -> None:
-        super().__init__(name="guest")
+        super().__init__(name="fake-machine")
         self._port = port
         self._leaves = leaves
         self._hangs = hangs
