@@ -24,25 +24,25 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return (yield)
     shared = Path(item.config.getoption("basetemp")).parent
-    with turn(shared, alone=item.get_closest_marker("alone") is not None):
+    with lock(shared, exclusive=item.get_closest_marker("alone") is not None):
         return (yield)
 
 
 @contextmanager
-def turn(folder: Path, alone: bool) -> Iterator[None]:
-    """Be in the room with others, or alone in it.
+def lock(folder: Path, exclusive: bool) -> Iterator[None]:
+    """Hold a lock together with others, or alone.
 
-    Who wants to be alone waits at the door until the room is empty, and nobody passes meanwhile.
+    Who wants it alone waits until the others have released it; no new one gets it until then.
 
     Args:
         folder: The same for all processes; two files in it are locked.
-        alone: Whether nobody else may be in the room.
+        exclusive: Whether nobody else may hold it.
     """
-    with (folder / "door").open("a") as door, (folder / "room").open("a") as room:
-        fcntl.flock(door, fcntl.LOCK_EX)
-        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        fcntl.flock(door, fcntl.LOCK_UN)
+    with (folder / "queue.lock").open("a") as queue, (folder / "tests.lock").open("a") as tests:
+        fcntl.flock(queue, fcntl.LOCK_EX)
+        fcntl.flock(tests, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+        fcntl.flock(queue, fcntl.LOCK_UN)
         try:
             yield
         finally:
-            fcntl.flock(room, fcntl.LOCK_UN)  # also for processes that have inherited the file
+            fcntl.flock(tests, fcntl.LOCK_UN)  # also for processes that have inherited the file

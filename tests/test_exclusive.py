@@ -1,4 +1,4 @@
-"""A room in which tests are together or alone."""
+"""The lock that tests hold together, and that a test marked alone holds by itself."""
 
 from __future__ import annotations
 
@@ -11,61 +11,64 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.exclusive import turn
+from tests.exclusive import lock
 from tests.programs import Program
 
 
-class Visitor:
-    """Somebody who wants to be in the room until he is told to leave."""
+class Holder:
+    """A thread that takes the lock and holds it until it is told to release it."""
 
-    def __init__(self, folder: Path, alone: bool) -> None:
-        self.entered, self._leave = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._visit, args=(folder, alone))
+    def __init__(self, folder: Path, exclusive: bool) -> None:
+        self._taken, self._release = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._hold, args=(folder, exclusive))
         self._thread.start()
 
-    def _visit(self, folder: Path, alone: bool) -> None:
-        with turn(folder, alone):
-            self.entered.set()
-            self._leave.wait()
+    def _hold(self, folder: Path, exclusive: bool) -> None:
+        with lock(folder, exclusive):
+            self._taken.set()
+            self._release.wait()
 
-    def is_in(self) -> bool:
-        return self.entered.wait(0.2)
+    def has_it(self) -> bool:
+        return self._taken.wait(10.0)
 
-    def leave(self) -> None:
-        self._leave.set()
+    def must_wait(self) -> bool:
+        return not self._taken.wait(0.2)
+
+    def release(self) -> None:
+        self._release.set()
         self._thread.join()
 
 
-def test_many_are_in_the_room_together(tmp_path: Path) -> None:
-    visitors = [Visitor(tmp_path, alone=False) for _ in range(3)]
-    assert all(visitor.is_in() for visitor in visitors)
-    for visitor in visitors:
-        visitor.leave()
+def test_a_shared_lock_is_held_by_many(tmp_path: Path) -> None:
+    holders = [Holder(tmp_path, exclusive=False) for _ in range(3)]
+    assert all(holder.has_it() for holder in holders)
+    for holder in holders:
+        holder.release()
 
 
-def test_who_wants_to_be_alone_waits_for_those_inside_and_goes_before_those_who_come(
+def test_an_exclusive_lock_waits_for_holders_and_goes_before_those_who_come_later(
     tmp_path: Path,
 ) -> None:
-    first = Visitor(tmp_path, alone=False)
-    assert first.is_in()
-    lonely = Visitor(tmp_path, alone=True)
-    assert not lonely.is_in()
-    later = Visitor(tmp_path, alone=False)
-    assert not later.is_in()
-    first.leave()
-    assert lonely.is_in()
-    assert not later.is_in()
-    lonely.leave()
-    assert later.is_in()
-    later.leave()
+    first = Holder(tmp_path, exclusive=False)
+    assert first.has_it()
+    alone = Holder(tmp_path, exclusive=True)
+    assert alone.must_wait()
+    later = Holder(tmp_path, exclusive=False)
+    assert later.must_wait()
+    first.release()
+    assert alone.has_it()
+    assert later.must_wait()
+    alone.release()
+    assert later.has_it()
+    later.release()
 
 
-def test_an_error_empties_the_room(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), turn(tmp_path, alone=True):
+def test_an_error_releases_the_lock(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), lock(tmp_path, exclusive=True):
         raise KeyError
-    visitor = Visitor(tmp_path, alone=True)
-    assert visitor.is_in()
-    visitor.leave()
+    holder = Holder(tmp_path, exclusive=True)
+    assert holder.has_it()
+    holder.release()
 
 
 TESTS = """

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning_loco.comm.board import Board
 from lightning_loco.comm.store import PromptStore
 from lightning_loco.comm.watchdog import Watchdog
-from tests.comm.workers import TIMEOUT_S, hurry, on_every_worker, start, watchdogs
+from tests.comm.workers import TIMEOUT_S, hurry, make_watchdogs, on_every_worker, start
 
 
 class CountingStore(dist.HashStore):
@@ -56,35 +56,35 @@ def comes_with_a_round(board: Board) -> None:
     board.call_to_round(TIMEOUT_S)
 
 
-def comes_to_a_meeting(board: Board, dog: Watchdog, timeout_s: float = TIMEOUT_S) -> bool:
+def comes_to_a_meeting(board: Board, watchdog: Watchdog, timeout_s: float = TIMEOUT_S) -> bool:
     """A worker begins the next exchange at a meeting; whether it is to take part in a round."""
     board.exchange += 1
-    return board.meet([float(board.exchange)], dog, "validation", timeout_s) is None
+    return board.meet([float(board.exchange)], watchdog, "validation", timeout_s) is None
 
 
 def test_if_all_are_at_a_meeting_nobody_makes_a_round(store: PromptStore) -> None:
-    with watchdogs(3) as dogs:
+    with make_watchdogs(3) as watchdogs:
         all_boards = boards(store, 3)
-        answers = on_every_worker(3, lambda w: comes_to_a_meeting(all_boards[w], dogs[w]))
+        answers = on_every_worker(3, lambda w: comes_to_a_meeting(all_boards[w], watchdogs[w]))
     assert answers == [False] * 3
 
 
 @pytest.mark.parametrize("with_round", [{0}, {2}, {0, 1}], ids=str)
 def test_one_worker_with_a_round_is_enough(store: PromptStore, with_round: set[int]) -> None:
-    with watchdogs(3) as dogs:
+    with make_watchdogs(3) as watchdogs:
         all_boards = boards(store, 3)
 
         def come(worker: int) -> bool:
             if worker in with_round:
                 comes_with_a_round(all_boards[worker])
                 return True
-            return comes_to_a_meeting(all_boards[worker], dogs[worker])
+            return comes_to_a_meeting(all_boards[worker], watchdogs[worker])
 
         assert on_every_worker(3, come) == [True] * 3
 
 
 def test_those_who_come_early_wait(store: PromptStore) -> None:
-    with watchdogs(2) as dogs:
+    with make_watchdogs(2) as watchdogs:
         first, second = boards(store, 2)
 
         def come(worker: int) -> tuple[bool, float]:
@@ -93,7 +93,7 @@ def test_those_who_come_early_wait(store: PromptStore) -> None:
                 comes_with_a_round(second)
                 return True, 0.3
             began = time.monotonic()
-            return comes_to_a_meeting(first, dogs[0]), time.monotonic() - began
+            return comes_to_a_meeting(first, watchdogs[0]), time.monotonic() - began
 
         (joins, waited_s), _ = on_every_worker(2, come)
     assert joins
@@ -101,12 +101,12 @@ def test_those_who_come_early_wait(store: PromptStore) -> None:
 
 
 def test_a_notice_counts_for_its_own_exchange_only(store: PromptStore) -> None:
-    with watchdogs(2) as dogs:
+    with make_watchdogs(2) as watchdogs:
         first, second = boards(store, 2)
         comes_with_a_round(second)
-        assert comes_to_a_meeting(first, dogs[0])
+        assert comes_to_a_meeting(first, watchdogs[0])
         with pytest.raises(RuntimeError, match="No message in validation"):
-            comes_to_a_meeting(first, dogs[0], timeout_s=0.2)
+            comes_to_a_meeting(first, watchdogs[0], timeout_s=0.2)
 
 
 def test_many_exchanges_at_different_speeds(store: PromptStore) -> None:
@@ -117,7 +117,7 @@ def test_many_exchanges_at_different_speeds(store: PromptStore) -> None:
         for worker in range(num_workers)
     ]
     together = threading.Barrier(num_workers)
-    with watchdogs(num_workers) as dogs:
+    with make_watchdogs(num_workers) as watchdogs:
         all_boards = boards(store, num_workers)
 
         def come(worker: int) -> list[bool]:
@@ -128,7 +128,7 @@ def test_many_exchanges_at_different_speeds(store: PromptStore) -> None:
                     comes_with_a_round(all_boards[worker])
                     answers.append(True)
                 else:
-                    answers.append(comes_to_a_meeting(all_boards[worker], dogs[worker]))
+                    answers.append(comes_to_a_meeting(all_boards[worker], watchdogs[worker]))
                 together.wait(TIMEOUT_S)
             return answers
 
@@ -139,30 +139,30 @@ def test_many_exchanges_at_different_speeds(store: PromptStore) -> None:
 
 
 def test_who_does_not_come_is_named(store: PromptStore) -> None:
-    with watchdogs(3) as dogs:
-        start(*dogs[:2])
+    with make_watchdogs(3) as watchdogs:
+        start(*watchdogs[:2])
         first, second, _ = boards(store, 3)
         comes_with_a_round(second)
         with pytest.raises(RuntimeError, match="No message in validation .* from worker 2"):
-            comes_to_a_meeting(first, dogs[0], timeout_s=0.2)
+            comes_to_a_meeting(first, watchdogs[0], timeout_s=0.2)
 
 
 def test_a_failure_ends_the_wait(store: PromptStore) -> None:
-    with watchdogs(2) as dogs:
-        start(*dogs)
+    with make_watchdogs(2) as watchdogs:
+        start(*watchdogs)
         first, _ = boards(store, 2)
-        dogs[1].report("no more power")
+        watchdogs[1].report("no more power")
         began = time.monotonic()
         with pytest.raises(RuntimeError, match="Worker 1 failed:\nno more power"):
-            comes_to_a_meeting(first, dogs[0])
+            comes_to_a_meeting(first, watchdogs[0])
         assert time.monotonic() - began < 2
 
 
 def test_notices_of_old_exchanges_are_taken_down(store: PromptStore) -> None:
-    with watchdogs(2) as dogs:
+    with make_watchdogs(2) as watchdogs:
         both = boards(store, 2)
         for _ in range(5):
-            answers = on_every_worker(2, lambda w: comes_to_a_meeting(both[w], dogs[w]))
+            answers = on_every_worker(2, lambda w: comes_to_a_meeting(both[w], watchdogs[w]))
             assert answers == [False, False]
     kept = [n for n in range(1, 6) if store.check([f"{n}/notices"]) or store.check([f"{n}/all"])]
     assert kept == [4, 5]
@@ -170,12 +170,14 @@ def test_notices_of_old_exchanges_are_taken_down(store: PromptStore) -> None:
 
 def test_numbers_arrive_as_they_are(store: PromptStore) -> None:
     told = [[0.1 + 0.2, -0.0, 5e-324], [1.7976931348623157e308, math.nan, -math.inf]]
-    with watchdogs(2) as dogs:
+    with make_watchdogs(2) as watchdogs:
         both = boards(store, 2)
         for _ in range(2):
             for board in both:
                 board.exchange += 1
-            found = on_every_worker(2, lambda w: both[w].meet(told[w], dogs[w], "here", TIMEOUT_S))
+            found = on_every_worker(
+                2, lambda w: both[w].meet(told[w], watchdogs[w], "here", TIMEOUT_S)
+            )
             assert [repr(table) for table in found] == [repr(told)] * 2
             told.reverse()
 
@@ -183,11 +185,11 @@ def test_numbers_arrive_as_they_are(store: PromptStore) -> None:
 @pytest.mark.parametrize("num_workers", [2, 8, 16])
 def test_the_numbers_of_all_workers_are_one_question_to_the_store(num_workers: int) -> None:
     counting = CountingStore()
-    with closing(PromptStore(counting)) as store, watchdogs(num_workers) as dogs:
+    with closing(PromptStore(counting)) as store, make_watchdogs(num_workers) as watchdogs:
         all_boards = boards(store, num_workers)
         for _ in range(3):
             counting.reads.clear()
-            on_every_worker(num_workers, lambda w: comes_to_a_meeting(all_boards[w], dogs[w]))
+            on_every_worker(num_workers, lambda w: comes_to_a_meeting(all_boards[w], watchdogs[w]))
             # Who comes last reads what all have said; all others, and it, too, what it makes of it.
             assert sorted(counting.reads) == [1] * num_workers + [num_workers]
 
@@ -198,9 +200,9 @@ def test_garbage_on_the_board_is_an_error(subtests: pytest.Subtests) -> None:
         with (
             subtests.test(garbage),
             closing(PromptStore(dist.HashStore())) as store,
-            watchdogs(2) as dogs,
+            make_watchdogs(2) as watchdogs,
         ):
             board, _ = boards(store, 2)
             store.set("1/all", garbage)
             with pytest.raises(RuntimeError, match="he notice board has"):
-                comes_to_a_meeting(board, dogs[0])
+                comes_to_a_meeting(board, watchdogs[0])

@@ -15,10 +15,10 @@ from tests.comm.workers import (
     TIMEOUT_S,
     group_of,
     hurry,
+    make_watchdogs,
     on_every_worker,
     start,
     wait_until,
-    watchdogs,
 )
 
 
@@ -45,11 +45,11 @@ def stop_together(
     """
     rounds_meet = threading.Barrier(3)
 
-    with watchdogs(3) as dogs:
-        start(*dogs)
+    with make_watchdogs(3) as watchdogs:
+        start(*watchdogs)
 
         def train(worker: int) -> tuple[Fraction, str]:
-            group = group_of(dogs[worker], worker, 3)
+            group = group_of(watchdogs[worker], worker, 3)
             stop = StopAgreement(group)
             rounds = steps = 0
             for step in range(100_000):
@@ -66,7 +66,7 @@ def stop_together(
             raise AssertionError("nobody has stopped")
 
         ends = on_every_worker(3, train)
-        stop_at, _ = dogs[0].stop_at
+        stop_at, _ = watchdogs[0].stop_at
     return ends, stop_at
 
 
@@ -86,9 +86,9 @@ def test_all_stop_at_one_point_and_every_due_round_is_made_by_all(
 
 
 def test_without_a_request_nobody_stops() -> None:
-    with watchdogs(2) as dogs:
-        start(*dogs)
-        group = group_of(dogs[0], 0, 2)
+    with make_watchdogs(2) as watchdogs:
+        start(*watchdogs)
+        group = group_of(watchdogs[0], 0, 2)
         stop = StopAgreement(group)
         for step in range(5):
             after_step(stop, group, 0, step, 10)
@@ -109,14 +109,14 @@ def test_a_worker_alone_stops_after_the_step_under_way() -> None:
 
 
 def test_anywhere_is_the_first_step_after_all_have_heard_of_it() -> None:
-    with watchdogs(2) as dogs:
-        start(*dogs)
-        groups = [group_of(dog, worker, 2) for worker, dog in enumerate(dogs)]
+    with make_watchdogs(2) as watchdogs:
+        start(*watchdogs)
+        groups = [group_of(watchdog, worker, 2) for worker, watchdog in enumerate(watchdogs)]
         stops = [StopAgreement(group) for group in groups]
         after_step(stops[0], groups[0], 0, 1, None)
         assert stops[0].agreed is None
         stops[1].request("SIGUSR1")
-        wait_until(lambda: all(dog.stop_seen for dog in dogs))
+        wait_until(lambda: all(watchdog.stop_seen for watchdog in watchdogs))
         for stop, group in zip(stops, groups, strict=True):
             after_step(stop, group, 0, 2, None)
             assert stop.agreed == "SIGUSR1"
@@ -131,14 +131,14 @@ def test_anywhere_of_a_worker_alone() -> None:
 
 
 def test_who_has_no_more_data_stops_where_it_is() -> None:
-    with watchdogs(2) as dogs:
-        dogs[1].position = (3, 1, 4)
-        start(*dogs)
-        group = group_of(dogs[0], 0, 2)
+    with make_watchdogs(2) as watchdogs:
+        watchdogs[1].position = (3, 1, 4)
+        start(*watchdogs)
+        group = group_of(watchdogs[0], 0, 2)
         ended = StopAgreement(group)
         after_step(ended, group, 2, 0, 4)
-        StopAgreement(group_of(dogs[1], 1, 2)).request("SIGTERM")
-        wait_until(lambda: dogs[0].stop_at)
+        StopAgreement(group_of(watchdogs[1], 1, 2)).request("SIGTERM")
+        wait_until(lambda: watchdogs[0].stop_at)
         after_step(ended, group, 2, 1, 4)
         assert ended.agreed is None  # the others are further
         assert ended.catch_up()
@@ -146,12 +146,12 @@ def test_who_has_no_more_data_stops_where_it_is() -> None:
 
 
 def test_a_worker_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with watchdogs(2) as dogs:
-        start(dogs[0])
-        group = group_of(dogs[0], 0, 2)
+    with make_watchdogs(2) as watchdogs:
+        start(watchdogs[0])
+        group = group_of(watchdogs[0], 0, 2)
         group.timeout_s = 0.2
         stop = StopAgreement(group)
         stop.request("SIGTERM")
-        wait_until(lambda: dogs[0].stop_seen)
+        wait_until(lambda: watchdogs[0].stop_seen)
         with pytest.raises(RuntimeError, match="the agreement to stop after 0 s from worker 1"):
             after_step(stop, group, 0, 1, 4)

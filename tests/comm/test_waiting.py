@@ -15,7 +15,7 @@ from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Explained, Sum, Timed, Works
 from lightning_loco.comm.watchdog import WorkerFailure
-from tests.comm.workers import group_of, hurry, start, watchdogs
+from tests.comm.workers import group_of, hurry, make_watchdogs, start
 from tests.late_backend import DELAY_S, late_group
 from tests.pool import Pool
 
@@ -48,11 +48,14 @@ def test_an_error_names_the_missing_worker_and_keeps_its_cause(
 ) -> None:
     hurry(monkeypatch)
     cause = RuntimeError("Connection closed by peer")
-    with watchdogs(3) as dogs:
-        dogs[1].place = "round 3"
-        start(*dogs)
-        dogs[1].end()
-        with pytest.raises(RuntimeError) as raised, Explained(group_of(dogs[0], 0, 3), "round 4"):
+    with make_watchdogs(3) as watchdogs:
+        watchdogs[1].place = "round 3"
+        start(*watchdogs)
+        watchdogs[1].end()
+        with (
+            pytest.raises(RuntimeError) as raised,
+            Explained(group_of(watchdogs[0], 0, 3), "round 4"),
+        ):
             raise cause
     assert "No message in round 4 after 0 s from worker 1" in str(raised.value)
     assert raised.value.__cause__ is cause
@@ -62,20 +65,20 @@ def test_an_error_becomes_the_failure_that_another_worker_has_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hurry(monkeypatch)
-    with watchdogs(2) as dogs:
-        start(*dogs)
-        dogs[1].report("IndexError: 7")
+    with make_watchdogs(2) as watchdogs:
+        start(*watchdogs)
+        watchdogs[1].report("IndexError: 7")
         with (
             pytest.raises(RuntimeError, match="^Worker 1 failed:\nIndexError: 7$"),
-            Explained(group_of(dogs[0], 0, 2), "round 4"),
+            Explained(group_of(watchdogs[0], 0, 2), "round 4"),
         ):
             raise RuntimeError("Connection closed by peer")
 
 
 @pytest.mark.alone
 def test_what_is_explained_is_not_explained_again() -> None:
-    with watchdogs(2) as dogs:
-        group = group_of(dogs[0], 0, 2)
+    with make_watchdogs(2) as watchdogs:
+        group = group_of(watchdogs[0], 0, 2)
         began = time.monotonic()
         with (
             pytest.raises(WorkerFailure, match="^worker 1 is gone$"),
@@ -89,9 +92,9 @@ def test_what_is_explained_is_not_explained_again() -> None:
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()], ids=repr)
 def test_errors_that_are_not_the_backends_pass(error: BaseException) -> None:
     with (
-        watchdogs(2) as dogs,
+        make_watchdogs(2) as watchdogs,
         pytest.raises(type(error)) as raised,
-        Explained(group_of(dogs[0], 0, 2), "round 4"),
+        Explained(group_of(watchdogs[0], 0, 2), "round 4"),
     ):
         raise error
     assert raised.value is error
@@ -180,11 +183,11 @@ def test_what_began_too_long_ago_is_given_up() -> None:
 
 def test_a_failure_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     hurry(monkeypatch)
-    with watchdogs(2) as dogs:
-        start(*dogs)
-        group = dataclasses.replace(group_of(dogs[0], 0, 2), host_waits=False)
+    with make_watchdogs(2) as watchdogs:
+        start(*watchdogs)
+        group = dataclasses.replace(group_of(watchdogs[0], 0, 2), host_waits=False)
         works = Works(group, "round 4", [Stuck()])
         assert not works.end_within(0.05)
-        dogs[1].report("IndexError: 7")
+        watchdogs[1].report("IndexError: 7")
         with pytest.raises(RuntimeError, match="^Worker 1 failed:\nIndexError: 7$"):
             works.wait()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lightning_loco.comm import watchdog as module
 from lightning_loco.comm.watchdog import Watchdog, WorkerFailure
-from tests.comm.workers import hurry, start, threads_named, wait_until, watchdogs
+from tests.comm.workers import hurry, make_watchdogs, start, threads_named, wait_until
 from tests.store_server import server_in_a_process
 
 
@@ -28,146 +28,150 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_report_reaches_all_others() -> None:
-    with watchdogs(3) as dogs:
-        start(*dogs)
-        dogs[1].report("ZeroDivisionError: division by zero")
-        for dog in (dogs[0], dogs[2]):
-            wait_until(lambda dog=dog: dog.failure)
+    with make_watchdogs(3) as watchdogs:
+        start(*watchdogs)
+        watchdogs[1].report("ZeroDivisionError: division by zero")
+        for watchdog in (watchdogs[0], watchdogs[2]):
+            wait_until(lambda watchdog=watchdog: watchdog.failure)
             with pytest.raises(RuntimeError, match="^Worker 1 failed:\nZeroDivisionError"):
-                dog.raise_if_failed()
-        dogs[1].raise_if_failed()  # knows by itself
+                watchdog.raise_if_failed()
+        watchdogs[1].raise_if_failed()  # knows by itself
 
 
 def test_only_the_first_report_counts() -> None:
-    with watchdogs(3) as dogs:
-        start(*dogs)
-        dogs[2].report("the first")
-        dogs[1].report("the second")
-        wait_until(lambda: dogs[0].failure and dogs[1].failure)
-        assert dogs[0].failure == dogs[1].failure == "Worker 2 failed:\nthe first"
+    with make_watchdogs(3) as watchdogs:
+        start(*watchdogs)
+        watchdogs[2].report("the first")
+        watchdogs[1].report("the second")
+        wait_until(lambda: watchdogs[0].failure and watchdogs[1].failure)
+        assert watchdogs[0].failure == watchdogs[1].failure == "Worker 2 failed:\nthe first"
 
 
 def test_workers_are_called_by_their_names() -> None:
-    with watchdogs(2, ["the server", "the client"]) as dogs:
-        start(*dogs)
-        dogs[1].report("no space left")
-        wait_until(lambda: dogs[0].failure)
-        assert dogs[0].failure == "The client failed:\nno space left"
+    with make_watchdogs(2, ["the server", "the client"]) as watchdogs:
+        start(*watchdogs)
+        watchdogs[1].report("no space left")
+        wait_until(lambda: watchdogs[0].failure)
+        assert watchdogs[0].failure == "The client failed:\nno space left"
 
 
 def test_a_text_with_the_separator_arrives_whole() -> None:
-    with watchdogs(2) as dogs:
-        start(*dogs)
-        dogs[1].place = "a | b"
-        dogs[1].report("x | y")
-        wait_until(lambda: dogs[0].failure)
-        assert dogs[0].failure == "Worker 1 failed:\nx | y"
+    with make_watchdogs(2) as watchdogs:
+        start(*watchdogs)
+        watchdogs[1].place = "a | b"
+        watchdogs[1].report("x | y")
+        wait_until(lambda: watchdogs[0].failure)
+        assert watchdogs[0].failure == "Worker 1 failed:\nx | y"
 
 
 def test_the_host_of_the_store_lets_the_others_read_its_report() -> None:
-    with watchdogs(3) as dogs:
-        start(*dogs)
-        dogs[0].report("out of memory")
-        assert [dog.failure for dog in dogs[1:]] == ["Worker 0 failed:\nout of memory"] * 2
+    with make_watchdogs(3) as watchdogs:
+        start(*watchdogs)
+        watchdogs[0].report("out of memory")
+        assert [watchdog.failure for watchdog in watchdogs[1:]] == [
+            "Worker 0 failed:\nout of memory"
+        ] * 2
 
 
 @pytest.mark.alone
 def test_the_host_of_the_store_does_not_wait_for_the_dead() -> None:
-    with watchdogs(2) as dogs:
-        start(dogs[0])
+    with make_watchdogs(2) as watchdogs:
+        start(watchdogs[0])
         began = time.monotonic()
-        dogs[0].report("out of memory")
+        watchdogs[0].report("out of memory")
         assert time.monotonic() - began < 2
 
 
 def test_the_end_of_the_store_is_a_failure_of_worker_0() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-    dog = Watchdog(client, 1, 2)
-    start(dog)
+    watchdog = Watchdog(client, 1, 2)
+    start(watchdog)
     del server
-    wait_until(lambda: dog.failure)
-    dog.end()
+    wait_until(lambda: watchdog.failure)
+    watchdog.end()
     with pytest.raises(RuntimeError, match="worker 0, which hosts it, has ended"):
-        dog.raise_if_failed()
+        watchdog.raise_if_failed()
 
 
 def test_a_store_that_ends_while_it_is_asked_makes_nobody_alive() -> None:
     with server_in_a_process() as (store, server):
-        dog = Watchdog(store, 2, 3)  # its thread does not run: who explains finds it out
-        dog.meetings = 1
+        watchdog = Watchdog(store, 2, 3)  # its thread does not run: who explains finds it out
+        watchdog.meetings = 1
         os.kill(server, signal.SIGKILL)
-        assert re.fullmatch(r".* worker 0, which hosts it, has ended .*", dog.explain("r", 1.0))
+        assert re.fullmatch(
+            r".* worker 0, which hosts it, has ended .*", watchdog.explain("r", 1.0)
+        )
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize(
     "find_out",
     [
-        lambda dog: "from worker 2 (no sign of life" in dog.explain("round 1", 1.0),
-        lambda dog: dog.silent() == ["worker 2"],
-        lambda dog: dog.wait_for_failure() is None,
+        lambda watchdog: "from worker 2 (no sign of life" in watchdog.explain("round 1", 1.0),
+        lambda watchdog: watchdog.silent() == ["worker 2"],
+        lambda watchdog: watchdog.wait_for_failure() is None,
     ],
     ids=["explain", "silent", "wait_for_failure"],
 )
 def test_who_was_found_without_life_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, find_out: Callable[[Watchdog], bool]
 ) -> None:
-    with watchdogs(3) as dogs:
-        start(*dogs[:2])
-        assert find_out(dogs[0])
+    with make_watchdogs(3) as watchdogs:
+        start(*watchdogs[:2])
+        assert find_out(watchdogs[0])
         monkeypatch.setattr(module, "_INTERVAL_S", 5.0)
         began = time.monotonic()
-        dogs[0].report("nobody else reads it")
+        watchdogs[0].report("nobody else reads it")
         assert time.monotonic() - began < 2
-        assert dogs[1].failure == "Worker 0 failed:\nnobody else reads it"
+        assert watchdogs[1].failure == "Worker 0 failed:\nnobody else reads it"
 
 
 @pytest.mark.alone
 def test_who_never_reads_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with watchdogs(3) as dogs:
-        start(*dogs[:2])
-        dogs[1].report("No message in round 1 from worker 2")
-        wait_until(lambda: dogs[0].failure)
+    with make_watchdogs(3) as watchdogs:
+        start(*watchdogs[:2])
+        watchdogs[1].report("No message in round 1 from worker 2")
+        wait_until(lambda: watchdogs[0].failure)
         monkeypatch.setattr(module, "_INTERVAL_S", 0.5)
         began = time.monotonic()
         for _ in range(3):
-            dogs[0].report("Worker 1 failed")
+            watchdogs[0].report("Worker 1 failed")
         assert time.monotonic() - began < 2.5
 
 
 @pytest.mark.alone
 def test_who_has_found_it_out_and_left_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    with watchdogs(2) as dogs:
-        start(*dogs)
-        assert "No message in round 1" in str(dogs[1].blame("round 1", 1.0))
-        dogs[1].end()
+    with make_watchdogs(2) as watchdogs:
+        start(*watchdogs)
+        assert "No message in round 1" in str(watchdogs[1].blame("round 1", 1.0))
+        watchdogs[1].end()
         monkeypatch.setattr(module, "_INTERVAL_S", 5.0)
         began = time.monotonic()
-        dogs[0].report("No message in round 1")
+        watchdogs[0].report("No message in round 1")
         assert time.monotonic() - began < 2
 
 
 @pytest.mark.alone
 def test_waiting_for_a_failure() -> None:
-    with watchdogs(2) as dogs:
-        start(*dogs)
+    with make_watchdogs(2) as watchdogs:
+        start(*watchdogs)
         began = time.monotonic()
-        assert dogs[0].wait_for_failure() is None
+        assert watchdogs[0].wait_for_failure() is None
         assert 0.2 < time.monotonic() - began < 2
-        dogs[1].report("gone")
-        assert dogs[0].wait_for_failure() == "Worker 1 failed:\ngone"
+        watchdogs[1].report("gone")
+        assert watchdogs[0].wait_for_failure() == "Worker 1 failed:\ngone"
 
 
 # --------------------------------------------------------------------- who has not come
 
 
 def test_who_gives_no_sign_of_life_is_named_with_where_it_was() -> None:
-    with watchdogs(4) as dogs:
-        dogs[1].place = "round 7"
-        start(*dogs[:3])
-        dogs[1].end()
-        text = dogs[0].explain("round 8", 12.4)
+    with make_watchdogs(4) as watchdogs:
+        watchdogs[1].place = "round 7"
+        start(*watchdogs[:3])
+        watchdogs[1].end()
+        text = watchdogs[0].explain("round 8", 12.4)
     assert text.startswith("No message in round 8 after 12 s from ")
     assert "worker 1 (no sign of life; last seen in round 7)" in text
     assert "worker 3 (no sign of life; last seen in never seen)" in text
@@ -175,85 +179,89 @@ def test_who_gives_no_sign_of_life_is_named_with_where_it_was() -> None:
 
 
 def test_who_is_alive_and_behind_is_named_with_its_last_exchange() -> None:
-    with watchdogs(3) as dogs:
-        for dog, meetings, place in zip(dogs, (5, 4, 5), ("r5", "validation", "r5"), strict=True):
-            dog.meetings, dog.place = meetings, place
-        start(*dogs)
-        text = dogs[0].explain("round 5", 3.0)
+    with make_watchdogs(3) as watchdogs:
+        for watchdog, meetings, place in zip(
+            watchdogs, (5, 4, 5), ("r5", "validation", "r5"), strict=True
+        ):
+            watchdog.meetings, watchdog.place = meetings, place
+        start(*watchdogs)
+        text = watchdogs[0].explain("round 5", 3.0)
     assert "from worker 1 (alive, last exchange: validation). Check" in text
 
 
 def test_if_all_are_alive_and_here_it_is_the_network() -> None:
-    with watchdogs(2) as dogs:
-        start(*dogs)
-        assert "any worker (all are alive: a network fault)" in dogs[0].explain("round 1", 1.0)
+    with make_watchdogs(2) as watchdogs:
+        start(*watchdogs)
+        assert "any worker (all are alive: a network fault)" in watchdogs[0].explain("round 1", 1.0)
 
 
 def test_a_known_failure_explains_everything() -> None:
-    with watchdogs(3) as dogs:
-        start(*dogs[:2])
-        dogs[1].report("the cause")
-        assert dogs[0].explain("round 1", 1.0) == "Worker 1 failed:\nthe cause"
-        assert dogs[0].silent() == []
+    with make_watchdogs(3) as watchdogs:
+        start(*watchdogs[:2])
+        watchdogs[1].report("the cause")
+        assert watchdogs[0].explain("round 1", 1.0) == "Worker 1 failed:\nthe cause"
+        assert watchdogs[0].silent() == []
 
 
 def test_the_silent_are_listed() -> None:
-    with watchdogs(4, ["a", "b", "c", "d"]) as dogs:
-        start(*dogs[:3])
-        dogs[1].end()
-        assert dogs[0].silent() == ["b", "d"]
+    with make_watchdogs(4, ["a", "b", "c", "d"]) as watchdogs:
+        start(*watchdogs[:3])
+        watchdogs[1].end()
+        assert watchdogs[0].silent() == ["b", "d"]
 
 
 # ------------------------------------------------------------------------ the agreement
 
 
 def test_all_stop_at_the_latest_of_the_points_that_are_possible() -> None:
-    with watchdogs(3) as dogs:
-        for dog, position in zip(dogs, [(4, 2, 10), (4, 7, 10), (4, 0, 4)], strict=True):
-            dog.position = position
-        start(*dogs)
-        dogs[2].stop_reason = "SIGTERM"
-        wait_until(lambda: all(dog.stop_at for dog in dogs))
-        assert {dog.stop_at for dog in dogs} == {(4 + Fraction(8, 10), "SIGTERM")}
-        assert all(dog.wait_for_stop_point(1.0) == dogs[0].stop_at for dog in dogs)
+    with make_watchdogs(3) as watchdogs:
+        for watchdog, position in zip(watchdogs, [(4, 2, 10), (4, 7, 10), (4, 0, 4)], strict=True):
+            watchdog.position = position
+        start(*watchdogs)
+        watchdogs[2].stop_reason = "SIGTERM"
+        wait_until(lambda: all(watchdog.stop_at for watchdog in watchdogs))
+        assert {watchdog.stop_at for watchdog in watchdogs} == {(4 + Fraction(8, 10), "SIGTERM")}
+        assert all(
+            watchdog.wait_for_stop_point(1.0) == watchdogs[0].stop_at for watchdog in watchdogs
+        )
 
 
 def test_two_requests_are_one() -> None:
-    with watchdogs(2) as dogs:
-        dogs[0].stop_reason = "SIGTERM"
-        dogs[1].stop_reason = "SIGUSR1"
-        start(*dogs)
-        wait_until(lambda: all(dog.stop_at for dog in dogs))
-        assert dogs[0].stop_at == dogs[1].stop_at
-        assert dogs[0].stop_at[1] in ("SIGTERM", "SIGUSR1")
+    with make_watchdogs(2) as watchdogs:
+        watchdogs[0].stop_reason = "SIGTERM"
+        watchdogs[1].stop_reason = "SIGUSR1"
+        start(*watchdogs)
+        wait_until(lambda: all(watchdog.stop_at for watchdog in watchdogs))
+        assert watchdogs[0].stop_at == watchdogs[1].stop_at
+        assert watchdogs[0].stop_at[1] in ("SIGTERM", "SIGUSR1")
 
 
 def test_a_position_after_the_answer_changes_nothing() -> None:
-    with watchdogs(2) as dogs:
-        start(dogs[0])
-        dogs[0].stop_reason = "SIGTERM"
-        wait_until(lambda: dogs[0].stop_seen)
-        dogs[0].position = (100, 0, 1)
-        start(dogs[1])
-        assert dogs[0].wait_for_stop_point(10.0)[0] == 1
+    with make_watchdogs(2) as watchdogs:
+        start(watchdogs[0])
+        watchdogs[0].stop_reason = "SIGTERM"
+        wait_until(lambda: watchdogs[0].stop_seen)
+        watchdogs[0].position = (100, 0, 1)
+        start(watchdogs[1])
+        assert watchdogs[0].wait_for_stop_point(10.0)[0] == 1
 
 
 def test_nobody_stops_without_the_answer_of_all() -> None:
-    with watchdogs(2) as dogs:
-        start(dogs[0])
-        dogs[0].stop_reason = "SIGTERM"
+    with make_watchdogs(2) as watchdogs:
+        start(watchdogs[0])
+        watchdogs[0].stop_reason = "SIGTERM"
         with pytest.raises(RuntimeError, match="the agreement to stop after 0 s from worker 1"):
-            dogs[0].wait_for_stop_point(0.2)
-        assert dogs[0].stop_at is None
+            watchdogs[0].wait_for_stop_point(0.2)
+        assert watchdogs[0].stop_at is None
 
 
 def test_a_failure_ends_the_wait_for_an_agreement() -> None:
-    with watchdogs(3) as dogs:
-        start(*dogs[:2])
-        dogs[0].stop_reason = "SIGTERM"
-        dogs[1].report("too late")
+    with make_watchdogs(3) as watchdogs:
+        start(*watchdogs[:2])
+        watchdogs[0].stop_reason = "SIGTERM"
+        watchdogs[1].report("too late")
         with pytest.raises(RuntimeError, match="Worker 1 failed:\ntoo late"):
-            dogs[0].wait_for_stop_point(10.0)
+            watchdogs[0].wait_for_stop_point(10.0)
 
 
 # --------------------------------------------------------- garbage, and a store that is broken
@@ -276,19 +284,19 @@ def test_garbage_in_the_store_is_ignored(
         with subtests.test(key, value=value[:20]):
             caplog.clear()
             store = dist.HashStore()
-            dog = Watchdog(store, 0, 2)
+            watchdog = Watchdog(store, 0, 2)
             try:
                 store.set(key, value)
                 if key.startswith("stop"):
-                    dog.stop_reason = "SIGTERM"
-                start(dog)
-                beats = dog._beats
-                text = dog.explain("round 1", 1.0)
-                wait_until(lambda dog=dog, beats=beats: dog._beats > beats + 5)
-                assert dog.failure is None
-                assert dog.stop_at is None
+                    watchdog.stop_reason = "SIGTERM"
+                start(watchdog)
+                beats = watchdog._beats
+                text = watchdog.explain("round 1", 1.0)
+                wait_until(lambda watchdog=watchdog, beats=beats: watchdog._beats > beats + 5)
+                assert watchdog.failure is None
+                assert watchdog.stop_at is None
             finally:
-                dog.end()
+                watchdog.end()
             assert "worker 1 (" in text
             if not value.startswith("7|"):
                 assert len(caplog.records) == 1
@@ -296,13 +304,13 @@ def test_garbage_in_the_store_is_ignored(
 
 
 def test_an_agreement_goes_on_once_the_garbage_is_gone() -> None:
-    with watchdogs(2) as dogs:
-        dogs[0]._store.set("stop/1", "no point")
-        dogs[0].stop_reason = "SIGTERM"
-        start(dogs[0])
-        wait_until(lambda: dogs[0].stop_seen)
-        start(dogs[1])
-        assert dogs[0].wait_for_stop_point(10.0)[0] == 1
+    with make_watchdogs(2) as watchdogs:
+        watchdogs[0]._store.set("stop/1", "no point")
+        watchdogs[0].stop_reason = "SIGTERM"
+        start(watchdogs[0])
+        wait_until(lambda: watchdogs[0].stop_seen)
+        start(watchdogs[1])
+        assert watchdogs[0].wait_for_stop_point(10.0)[0] == 1
 
 
 class CapriciousStore(dist.Store):
@@ -322,15 +330,15 @@ class CapriciousStore(dist.Store):
 
 def test_it_survives_whatever_the_store_raises() -> None:
     store = CapriciousStore()
-    dog = Watchdog(store, 0, 2)
+    watchdog = Watchdog(store, 0, 2)
     try:
-        start(dog)
-        wait_until(lambda: dog._beats > 6)
+        start(watchdog)
+        wait_until(lambda: watchdog._beats > 6)
         assert not store.errors
-        assert dog.is_alive()
-        assert dog.failure is None
+        assert watchdog.is_alive()
+        assert watchdog.failure is None
     finally:
-        dog.end()
+        watchdog.end()
 
 
 class FrozenStore(dist.Store):
@@ -351,21 +359,21 @@ class FrozenStore(dist.Store):
 @pytest.mark.alone
 def test_a_silent_store_is_the_silence_of_worker_0() -> None:
     store = FrozenStore()
-    dog = Watchdog(store, 1, 3, timeout_s=1.0)
+    watchdog = Watchdog(store, 1, 3, timeout_s=1.0)
     try:
-        start(dog)
-        dog.raise_if_failed()
+        start(watchdog)
+        watchdog.raise_if_failed()
         began = time.monotonic()
-        text = dog.explain("round 8", 12.4)
+        text = watchdog.explain("round 8", 12.4)
         assert text.startswith("No message in round 8 after 12 s, and worker 0 is unreachable")
-        assert dog.silent() == ["worker 0"]
-        dog.report("nobody reads it")
+        assert watchdog.silent() == ["worker 0"]
+        watchdog.report("nobody reads it")
         assert time.monotonic() - began < 4
         with pytest.raises(WorkerFailure, match="worker 0 is unreachable"):
-            wait_until(dog.raise_if_failed)
+            wait_until(watchdog.raise_if_failed)
     finally:
         began = time.monotonic()
-        dog.end()
+        watchdog.end()
         assert time.monotonic() - began < 1
         store.thawed.set()
 
@@ -376,11 +384,11 @@ def test_a_silent_store_is_the_silence_of_worker_0() -> None:
 @pytest.mark.alone
 def test_it_ends_at_once_and_twice_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # a beat a second, as in a real run
-    with watchdogs(2) as dogs:
-        start(dogs[0])
+    with make_watchdogs(2) as watchdogs:
+        start(watchdogs[0])
         began = time.monotonic()
-        dogs[0].end()
-        dogs[0].end()
-        dogs[1].end()  # was never started
+        watchdogs[0].end()
+        watchdogs[0].end()
+        watchdogs[1].end()  # was never started
         assert time.monotonic() - began < 0.5
     assert not threads_named("loco-watchdog")

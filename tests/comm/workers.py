@@ -26,23 +26,23 @@ def hurry(monkeypatch: pytest.MonkeyPatch, settle_s: float = 0.3) -> None:
 
 
 @contextmanager
-def watchdogs(num_workers: int, names: list[str] | None = None) -> Iterator[list[Watchdog]]:
+def make_watchdogs(num_workers: int, names: list[str] | None = None) -> Iterator[list[Watchdog]]:
     """Watchdogs that are not started yet, on one store; ended at the end."""
     store = dist.HashStore()
-    dogs = [Watchdog(store, worker, num_workers, names) for worker in range(num_workers)]
+    watchdogs = [Watchdog(store, worker, num_workers, names) for worker in range(num_workers)]
     try:
-        yield dogs
+        yield watchdogs
     finally:
-        for dog in dogs:
-            dog.end()
+        for watchdog in watchdogs:
+            watchdog.end()
 
 
-def start(*dogs: Watchdog) -> None:
+def start(*watchdogs: Watchdog) -> None:
     """Let them beat, and wait until each has done so."""
-    for dog in dogs:
-        dog.start()
-    for dog in dogs:
-        wait_until(lambda dog=dog: dog._beats > 0)
+    for watchdog in watchdogs:
+        watchdog.start()
+    for watchdog in watchdogs:
+        wait_until(lambda watchdog=watchdog: watchdog._beats > 0)
 
 
 def wait_until(condition: Callable[[], Any]) -> None:
@@ -53,9 +53,9 @@ def wait_until(condition: Callable[[], Any]) -> None:
         time.sleep(0.005)
 
 
-def group_of(dog: Watchdog, worker: int, num_workers: int) -> WorkerGroup:
+def group_of(watchdog: Watchdog, worker: int, num_workers: int) -> WorkerGroup:
     """A group without process groups, for what needs the watchdog alone."""
-    return WorkerGroup(worker, num_workers, watchdog=dog, timeout_s=TIMEOUT_S)
+    return WorkerGroup(worker, num_workers, watchdog=watchdog, timeout_s=TIMEOUT_S)
 
 
 def on_every_worker(num_workers: int, fn: Callable[[int], Any]) -> list[Any]:
