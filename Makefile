@@ -3,14 +3,15 @@
 PYTHON ?= python3
 RUN := .venv/bin/python
 export JOBS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses=$(JOBS) --dist=worksteal
+AT_ONCE := --numprocesses=$$(($(JOBS) + 1)) --dist=worksteal
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest $(AT_ONCE)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo check test test-faults soak test-versions
 
 help: ## Show this list
 	@echo "Targets of lightning-loco (make PYTHON=python3.12 ... chooses the Python of .venv,"
-	@echo "make JOBS=4 ... how many tests run at once):"
+	@echo "make JOBS=4 ... for that many cores):"
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: .venv/.installed ## Make .venv and install the project with the tested versions into it
@@ -18,16 +19,15 @@ setup: .venv/.installed ## Make .venv and install the project with the tested ve
 demo: .venv/.installed ## Train a small GPT with GASLoC on a ring of 4 CPU workers
 	$(RUN) train.py experiment=demo
 
+# One more at once than there are cores: for much of their time tests wait for each other's processes.
 test: .venv/.installed ## Run the tests of one process and of the pool of four, and the doctests
 	$(PYTEST) -m "not process and not soak" --durations=10
 
-# One more at once than in the others, because for much of their time these wait.
 test-faults: .venv/.installed ## Run the tests that start processes: kills, launchers, elastic members
-	OMP_NUM_THREADS=1 $(RUN) -m tests.rerun --numprocesses=$$(($(JOBS) + 1)) --dist=worksteal \
-	    -m "process and not soak" --durations=10
+	OMP_NUM_THREADS=1 $(RUN) -m tests.rerun $(AT_ONCE) -m "process and not soak" --durations=10
 
 soak: .venv/.installed ## Run what takes too long for every change (an hour and more), and test-versions
-	$(PYTEST) --numprocesses=$$(($(JOBS) + 1)) --full -m soak --durations=10
+	$(PYTEST) --full -m soak --durations=10
 	$(MAKE) test-versions
 
 test-versions: .venv/.installed ## Run what depends on them with other versions of Lightning and Python

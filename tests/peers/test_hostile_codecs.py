@@ -40,7 +40,8 @@ def fetch_often(node: PeerNode, own: torch.Tensor) -> int:
     return num_plausible
 
 
-@pytest.mark.parametrize("codec", [pytest.param(BFloat16(), marks=pytest.mark.soak), Int8()])
+@pytest.mark.soak
+@pytest.mark.parametrize("codec", [BFloat16(), Int8()], ids=str)
 def test_ten_thousand_chunks_of_random_bytes_are_not_handed_over(codec: Codec) -> None:
     numel, num_fetches = 100_000, 30
     total_bytes = codec.num_bytes(numel)

@@ -15,6 +15,7 @@ from lightning_loco.remote.compression import as_codec
 from lightning_loco.remote.message import Message
 from lightning_loco.remote.plan import plan_messages
 from lightning_loco.remote.slots import Slot
+from tests.conftest import cover
 from tests.pool import Pool, PoolError
 
 CODEC = Int8(block=8)
@@ -119,22 +120,27 @@ def in_one_process(
     return flat(masters), flat(shown)
 
 
-@pytest.mark.parametrize("num_tiers", [2, 3])
+@pytest.mark.parametrize(
+    ("num_tiers", "bucket_bytes", "clip"),
+    cover(
+        [2, 3],
+        [
+            pytest.param(1, False),  # a block is a message
+            pytest.param(24, True),  # some blocks
+            pytest.param(10_000, False),  # all of them
+        ],
+        strength=1,
+    ),
+)
 def test_numbers_are_those_of_a_plain_loop(
-    pool: Pool, num_tiers: int, subtests: pytest.Subtests
+    pool: Pool, num_tiers: int, bucket_bytes: int, clip: bool
 ) -> None:
-    for bucket_bytes, clip in (
-        (1, False),  # a block is a message
-        (24, True),  # some blocks
-        (10_000, False),  # all of them
-    ):
-        with subtests.test(bucket_bytes=bucket_bytes, clip=clip):
-            found = pool.run(train, bucket_bytes, clip, world=WORKERS + num_tiers - 1)
-            masters, shown = pool.run(in_one_process, num_tiers, bucket_bytes, clip, world=1)[0]
-            assert torch.equal(found[-1], masters)
-            assert all(torch.equal(weights, shown) for weights in found[:WORKERS])
-            assert not torch.equal(shown, masters)
-            assert not torch.equal(masters, flat(Net(seed=0)))
+    found = pool.run(train, bucket_bytes, clip, world=WORKERS + num_tiers - 1)
+    masters, shown = pool.run(in_one_process, num_tiers, bucket_bytes, clip, world=1)[0]
+    assert torch.equal(found[-1], masters)
+    assert all(torch.equal(weights, shown) for weights in found[:WORKERS])
+    assert not torch.equal(shown, masters)
+    assert not torch.equal(masters, flat(Net(seed=0)))
 
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]

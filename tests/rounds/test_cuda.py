@@ -63,8 +63,11 @@ def make_engine(case: Case, model: nn.Module) -> Engine:
 
 
 @pytest.mark.usefixtures("no_checksum")
-def test_a_local_step_reads_nothing_back(subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize("are_variants", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_a_local_step_reads_nothing_back(are_variants: bool, subtests: pytest.Subtests) -> None:
     for name, case in CASES.items():
+        if (case.variant_of is not None) != are_variants:
+            continue
         with subtests.test(name):
             model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(DEVICE)
             engine = make_engine(case, model)

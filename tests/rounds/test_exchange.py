@@ -18,6 +18,7 @@ from lightning_loco.rounds.mean_exchange import MeanExchange
 from lightning_loco.rounds.neighbor_exchange import NeighborExchange
 from lightning_loco.rounds.parcels import Parcel
 from lightning_loco.topology import TOPOLOGIES, Ring, get_topology
+from tests.conftest import cover
 from tests.pool import Pool
 
 ROUNDS = 4
@@ -103,24 +104,27 @@ def alone(name: str | None) -> Any:
     return NeighborExchange(group, statistics, get_topology(name))
 
 
-def test_processes_receive_what_simulate_says(pool: Pool, subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize(
+    ("world", "dtype", "under_way"),
+    cover((2, 3, 4), (torch.float32, torch.float64), (1, 3, 5), strength=1),
+)
+def test_processes_receive_what_simulate_says(
+    pool: Pool, world: int, dtype: torch.dtype, under_way: int
+) -> None:
     """Neighbours bit for bit: both sum in one order. The mean up to the order of its sum."""
-    rows = itertools.product((2, 3, 4), (torch.float32, torch.float64), (1, 3, 5))
-    for world, dtype, under_way in rows:
-        with subtests.test(world=world, dtype=dtype, under_way=under_way):
-            names = fitting(world)
-            assert len(names) >= 8
-            results = pool.run(exchange_all, [None, *names], dtype, under_way, world=world)
-            tolerance = 1e-12 if dtype == torch.float64 else 1e-6
-            for name in [None, *names]:
-                expected = simulate_all(alone(name), world, dtype)
-                for worker, answers in enumerate(results):
-                    received, _ = answers[name]
-                    for a, b in zip(received, expected[worker], strict=True):
-                        if name is None:
-                            torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
-                        else:
-                            assert torch.equal(a, b), (name, worker)
+    names = fitting(world)
+    assert len(names) >= 8
+    results = pool.run(exchange_all, [None, *names], dtype, under_way, world=world)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-6
+    for name in [None, *names]:
+        expected = simulate_all(alone(name), world, dtype)
+        for worker, answers in enumerate(results):
+            received, _ = answers[name]
+            for a, b in zip(received, expected[worker], strict=True):
+                if name is None:
+                    torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
+                else:
+                    assert torch.equal(a, b), (name, worker)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
