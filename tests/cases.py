@@ -48,7 +48,6 @@ SLOW = (
     "nan",
     "nan by hand",
     "nan ends",
-    "nan in statistics",
 )
 LEFT_OUT = (BY_CLOCK, BY_FRAGMENTS)
 """The only reasons for which a row is left out; with any other one the test must fail."""

@@ -34,7 +34,6 @@ OF_SOME = {
     "without progress",
     "written weights",
     "nan ends",
-    "nan in statistics",
 }
 
 

@@ -20,8 +20,6 @@ from tests.algorithms.toys import Point
 from tests.peers.helpers import fetch, make_node, peers, two_nodes
 from tests.pool import Pool
 
-pytestmark = pytest.mark.alone
-
 NUMEL = 250_000
 SLOW = Link(mbit_per_s=16, latency_s=0.05)
 FORETOLD = 0.5 + 2 * 0.05
@@ -31,6 +29,7 @@ def after(seconds: float) -> Any:
     return lambda peer, num_bytes, count: seconds
 
 
+@pytest.mark.alone
 def test_a_fetch_ends_when_it_would_there() -> None:
     with two_nodes(slow=after(0.4)) as (here, there):
         there.publish(torch.full((1000,), 3.0), Tag(1, 1))
@@ -63,6 +62,7 @@ def test_seconds_depend_on_peer_bytes_and_number() -> None:
     there.close()
 
 
+@pytest.mark.alone
 def test_what_would_take_longer_than_the_timeout_is_one() -> None:
     with two_nodes(slow=after(5.0), fetch_timeout_s=0.5) as (here, there):
         there.publish(torch.ones(1000), Tag(1, 1))
@@ -74,6 +74,7 @@ def test_what_would_take_longer_than_the_timeout_is_one() -> None:
         assert (here.statistics.fetches, here.statistics.timeouts) == (0, 1)
 
 
+@pytest.mark.alone
 def test_closing_does_not_wait_for_the_link() -> None:
     with two_nodes(slow=after(4.0)) as (here, there):
         there.publish(torch.ones(1000), Tag(1, 1))
@@ -132,6 +133,7 @@ def gossip(rank: int, world: int, waits: bool) -> tuple[Tensor, list[float], flo
     return model.value.data[:1].clone(), steps, seconds, statistics.emulated_wait_s
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("waits", [True, False])
 def test_gossip_of_ranks_is_late_and_only_those_wait_who_want_to(pool: Pool, waits: bool) -> None:
     for rank, found in enumerate(pool.run(gossip, waits, world=2)):

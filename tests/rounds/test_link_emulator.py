@@ -43,8 +43,6 @@ from tests.pool import Pool, PoolError, make_trainer
 from tests.rounds.toys import approach, flat, run_each, train
 from tests.small_model import TinyModule, WorkerData
 
-pytestmark = pytest.mark.alone
-
 NUMEL = 250_000
 MEGABYTE = 4 * NUMEL
 SLOW = Link(mbit_per_s=16, latency_s=0.05)
@@ -97,6 +95,7 @@ def check_seconds(seconds: list[float], foretold: float) -> None:
         assert foretold - 0.01 <= took <= 1.5 * foretold + 0.1
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_blocking_mean_takes_as_long_as_its_bytes_and_hops(pool: Pool, world: int) -> None:
     foretold = 2 * (world - 1) / world * MEGABYTE * 8 / 16e6 + 2 * (world - 1) * 0.05
@@ -108,6 +107,7 @@ def test_a_blocking_mean_takes_as_long_as_its_bytes_and_hops(pool: Pool, world: 
         assert took.processor_s < 0.5 * sum(took.seconds)
 
 
+@pytest.mark.alone
 def test_messages_to_neighbours_share_a_workers_link(pool: Pool) -> None:
     """Two of a megabyte on a ring of four, and but one on a link of its own at worker 0."""
     settings: dict[str, Any] = {"topology": "ring"}
@@ -118,6 +118,7 @@ def test_messages_to_neighbours_share_a_workers_link(pool: Pool) -> None:
     check_seconds(took[0].seconds + took[1].seconds, 0.5)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("codec", "most"), [("int8", 0.27), ("e3m0", 0.145)])
 def test_fewer_bytes_take_less_time(pool: Pool, codec: str, most: float) -> None:
     for took in pool.run(make_rounds, DiLoCo(), SLOW, 2, {"compression": codec}, world=2):
@@ -126,6 +127,7 @@ def test_fewer_bytes_take_less_time(pool: Pool, codec: str, most: float) -> None
         check_seconds(took.seconds, sent * 8 / 16e6 + 2 * 0.05)
 
 
+@pytest.mark.alone
 def test_the_slowest_worker_keeps_a_mean_waiting(pool: Pool) -> None:
     links = [Link(1000), Link(1000), Link(32, 0.02)]
     foretold = LinkTimes(as_links(links), 3).mean(4 / 3 * MEGABYTE, 4, 0).seconds
@@ -134,6 +136,7 @@ def test_the_slowest_worker_keeps_a_mean_waiting(pool: Pool) -> None:
         check_seconds(took.seconds, foretold)
 
 
+@pytest.mark.alone
 def test_parcels_follow_each_other_on_the_link(pool: Pool) -> None:
     """Eight parcels in pieces of two: all bytes pass one after the other."""
     settings = {"bucket_bytes": MEGABYTE // 4}
@@ -154,6 +157,7 @@ def make_late_round(rank: int, world: int) -> tuple[float, float]:
     return began, ended
 
 
+@pytest.mark.alone
 def test_nothing_arrives_before_the_last_worker_has_sent_it(pool: Pool) -> None:
     times = pool.run(make_late_round, world=3)
     foretold = 4 / 3 * 0.5 + 4 * 0.05
@@ -188,6 +192,7 @@ def overlap(
     return statistics.wait_s, statistics
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("algorithm", "topology", "foretold"),
     [(DiLoCo(outer_momentum=0.0), None, 0.25 + 2 * 0.02), (GASLoC(momentum=0.0), "ring", 0.27)],
@@ -202,6 +207,7 @@ def test_overlapped_rounds_hide_the_link(
         assert statistics.emulated_wait_s < 0.02
 
 
+@pytest.mark.alone
 def test_compressed_rounds_in_a_thread_hide_the_link(pool: Pool) -> None:
     algorithm = DiLoCo(outer_momentum=0.0)
     for waited_s, statistics in pool.run(overlap, algorithm, None, "int8", world=2):
@@ -224,6 +230,7 @@ def look(rank: int, world: int) -> tuple[float, float]:
     return seconds, waited_s
 
 
+@pytest.mark.alone
 def test_rounds_by_the_clock_are_not_over_before(pool: Pool) -> None:
     for seconds, waited_s in pool.run(look, world=2):
         check_seconds([seconds], 0.5 + 2 * 0.05)
@@ -371,6 +378,7 @@ def exchange_twice(rank: int, world: int) -> tuple[float, float, int, float]:
     return seconds, value, statistics.bytes_sent, statistics.wait_s
 
 
+@pytest.mark.alone
 def test_what_is_sent_while_waiting_takes_its_time_too(pool: Pool) -> None:
     """The first part is hidden by 0.3 s, in which nobody looks; the second one is not."""
     for seconds, value, sent, waited_s in pool.run(exchange_twice, world=2):
@@ -446,9 +454,7 @@ def test_links_that_do_not_fit_are_refused_on_all_workers(
 
 def test_a_worker_alone_has_no_link() -> None:
     engine = StepEngine(model(0), LocalSGD(), sync_every=1, link=Link(0.001))
-    began = time.monotonic()
-    engine.step()
-    assert time.monotonic() - began < 1
+    engine.step()  # over the link it would take hours, and be refused
     assert engine.statistics.emulated_s is None
     engine.close()
 

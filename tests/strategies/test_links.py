@@ -66,7 +66,6 @@ def fit(
     return told, strategy.statistics.emulated_s, is_logged
 
 
-@pytest.mark.alone
 def test_every_strategy_of_workers_takes_a_link(pool: Pool, subtests: pytest.Subtests) -> None:
     for name in WITH_WORKERS:
         with subtests.test(name):
