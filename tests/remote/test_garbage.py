@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -90,6 +91,11 @@ def test_descriptions_of_a_state(pool: Pool, subtests: pytest.Subtests) -> None:
                 assert "The aggregator has described no tensor" in text
 
 
+def wait_for(store: PromptStore, key: str) -> None:
+    while not store.check([key]):
+        time.sleep(0.01)
+
+
 def agree_with_garbage(rank: int, world: int, port: int, garbage: str) -> str:
     names = ["worker 0", "worker 1"]
     job = Job("127.0.0.1", port, rank, names, 30.0)
@@ -104,15 +110,20 @@ def agree_with_garbage(rank: int, world: int, port: int, garbage: str) -> str:
     except RuntimeError as error:
         return str(error)
     finally:
+        # Worker 0's process hosts the store, so it leaves last.
         if rank == 0:
             job.store.set("seen", "")
-        while not job.store.check(["seen"]):
-            pass
-        group.close()
+            wait_for(job.store, "left")
+            group.close()
+        else:
+            wait_for(job.store, "seen")
+            group.close()
+            job.store.set("left", "")
         job.close()
     return "nothing"
 
 
+@pytest.mark.process
 def test_agreements(subtests: pytest.Subtests) -> None:
     for garbage in ("[", "[]", "3", json.dumps([int(Kind.STEP), ""]), "\u00e9"):
         with subtests.test(garbage=garbage):
