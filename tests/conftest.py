@@ -21,7 +21,7 @@ from _pytest.mark import ParameterSet
 
 from tests.exclusive import pytest_collection_finish as pytest_collection_finish
 from tests.exclusive import pytest_runtest_protocol as pytest_runtest_protocol
-from tests.guards import Surroundings
+from tests.guards import Surroundings, allow_processes
 from tests.pool import Pool
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,6 +96,7 @@ def _joined(values: list[Any], soak: bool) -> Any:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    allow_processes(item.get_closest_marker("process") is not None)
     if item.get_closest_marker("gpu"):
         import torch
 

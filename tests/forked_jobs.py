@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
+from tests.guards import check_may_start_processes
 from tests.pool import PRELOADED
 from tests.programs import free_ports
 
@@ -59,6 +60,7 @@ class Start:
     """
 
     def __init__(self, fn: Callable[..., Any], *args: Any, world: int) -> None:
+        check_may_start_processes()
         _processes.set_forkserver_preload(PRELOADED)
         self.workers = []
         for rank in range(world):

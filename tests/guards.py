@@ -23,6 +23,20 @@ KNOWN_FILES |= {".mypy_cache", ".pytest_cache", ".ruff_cache"}
 KNOWN_CHILDREN = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 
 
+_may_start_processes = True
+
+
+def allow_processes(allowed: bool) -> None:
+    """Say whether the test that is about to run may start processes beside the pool."""
+    global _may_start_processes
+    _may_start_processes = allowed
+
+
+def check_may_start_processes() -> None:
+    """Fail a test that starts processes and is not marked so; it would run in the wrong target."""
+    assert _may_start_processes, "This test starts processes: mark it with pytest.mark.process."
+
+
 @dataclass(frozen=True)
 class Surroundings:
     """A picture of a process taken before a test or a job."""

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tests.conftest import ROOT
+from tests.guards import check_may_start_processes
 
 LIMIT_S = 240.0
 _SYSTEM_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -43,6 +44,7 @@ class Program:
     """
 
     def __init__(self, command: Sequence[str], folder: Path | None = None, **environ: str) -> None:
+        check_may_start_processes()
         self.process = subprocess.Popen(
             command,
             cwd=folder,

@@ -8,10 +8,12 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 
 from tests.guards import Surroundings
+from tests.programs import Program
 
 
 def test_nothing_left(tmp_path: Path) -> None:
@@ -68,3 +70,8 @@ def test_environment_and_rank_are_put_back(tmp_path: Path) -> None:
     assert os.environ["KEPT"] == "before"
     assert "NEW" not in os.environ
     assert rank_zero_only.rank == 0
+
+
+def test_a_test_that_starts_processes_must_be_marked() -> None:
+    with pytest.raises(AssertionError, match="pytest.mark.process"):
+        Program([sys.executable, "-c", ""])

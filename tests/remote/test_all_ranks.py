@@ -53,6 +53,7 @@ def agree_and_fail(rank: int, world: int, port: int) -> str:
     return "nothing"
 
 
+@pytest.mark.process
 def test_ranks_find_each_other_and_agree_on_errors() -> None:
     (port,) = free_ports()
     with Job(agree_and_fail, port, world=3) as job:
