@@ -14,9 +14,11 @@ import torch.distributed as dist
 
 from lightning_loco.comm import watchdog
 from lightning_loco.comm.groups import WorkerGroup
-from tests.comm.workers import threads_named
+from tests.comm.workers import LIMIT_S, LONG_S, threads_named
 from tests.forked_jobs import Job
 from tests.pool import Pool, PoolError
+
+HARNESS_S = 60.0
 
 
 def describe(rank: int, world: int) -> dict[str, Any]:
@@ -136,7 +138,7 @@ def test_any_error_is_shared_and_is_itself_at_home(pool: Pool) -> None:
     }
 
 
-def come_late_or_not(rank: int, world: int, what: str) -> float:
+def come_late_or_not(rank: int, world: int, what: str, longest_s: float) -> float:
     group = WorkerGroup.create(timeout_s=3)
     group.come_to("the beginning")
     began = time.monotonic()
@@ -147,32 +149,33 @@ def come_late_or_not(rank: int, world: int, what: str) -> float:
             error = LookupError("no such thing")
             group.close(error)
             raise error
-        time.sleep(20)
+        time.sleep(HARNESS_S)
     try:
         group.gather_objects(rank, "the gathering")
     finally:
         took_s = time.monotonic() - began
         group.close()
-        assert took_s < 3 + 6
+        assert took_s < longest_s
     return took_s
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("what", "words"),
+    ("what", "words", "longest_s"),
     [
-        ("dies", r"No message in the gathering .* from worker 1 \(no sign of life"),
-        ("raises", r"(?s)Worker 1 failed:.*LookupError: no such thing"),
+        ("dies", r"No message in the gathering .* from worker 1 \(no sign of life", HARNESS_S),
+        ("raises", r"(?s)Worker 1 failed:.*LookupError: no such thing", HARNESS_S),
         pytest.param(
             "hangs",
             r"from worker 1 \(alive, last exchange: the beginning\)",
+            3 + 6,
             marks=pytest.mark.soak,
         ),
     ],
 )
-def test_a_gathering_names_who_does_not_come(what: str, words: str) -> None:
-    with Job(come_late_or_not, what, world=3) as job:
-        for outcome in job.outcomes([0, 2], 30):
+def test_a_gathering_names_who_does_not_come(what: str, words: str, longest_s: float) -> None:
+    with Job(come_late_or_not, what, longest_s, world=3) as job:
+        for outcome in job.outcomes([0, 2], HARNESS_S):
             assert outcome.error is not None
             assert re.search(words, outcome.error), outcome.error
 
@@ -181,7 +184,7 @@ def look_for_long(rank: int, world: int) -> None:
     group = WorkerGroup.create(timeout_s=2)
     group.come_to("the beginning")
     if rank == 1:
-        time.sleep(20)
+        time.sleep(HARNESS_S)
     if rank == 2:
         watchdog._SETTLE_S = 5.0
     group.gather_objects(rank, "the gathering")
@@ -190,21 +193,21 @@ def look_for_long(rank: int, world: int) -> None:
 @pytest.mark.process
 def test_worker_0_does_not_end_before_the_others_know_why() -> None:
     with Job(look_for_long, world=3) as job:
-        for outcome in job.outcomes([0, 2], 30):
+        for outcome in job.outcomes([0, 2], HARNESS_S):
             assert outcome.error is not None
             assert "from worker 1 (alive, last exchange: the beginning)" in outcome.error
 
 
 def begin_or_not(rank: int, world: int) -> None:
     if rank == 1:
-        time.sleep(20)
+        time.sleep(HARNESS_S)
     WorkerGroup.create(timeout_s=5)
 
 
 @pytest.mark.process
 def test_who_does_not_come_to_the_set_up_is_named() -> None:
     with Job(begin_or_not, world=3) as job:
-        for outcome in job.outcomes([0, 2], 30):
+        for outcome in job.outcomes([0, 2], HARNESS_S):
             assert outcome.error is not None
             assert "No message in the set-up within 5 s from worker 1. Check" in outcome.error
 
@@ -214,7 +217,7 @@ def test_without_an_error_all_go_on(pool: Pool) -> None:
 
 
 def close_in_the_middle(rank: int, world: int) -> float:
-    group = WorkerGroup.create(timeout_s=15)
+    group = WorkerGroup.create(timeout_s=LONG_S)
     dist.barrier()
     if rank != 1:  # worker 1 takes no part
         work = dist.all_reduce(torch.ones(10), group=group.data, async_op=True)
@@ -232,4 +235,4 @@ def close_in_the_middle(rank: int, world: int) -> float:
 
 @pytest.mark.process
 def test_after_a_failure_closing_does_not_wait_for_what_is_under_way(pool: Pool) -> None:
-    assert max(pool.run(close_in_the_middle, world=3)) < 6.0
+    assert max(pool.run(close_in_the_middle, world=3)) < LIMIT_S

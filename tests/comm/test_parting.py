@@ -9,23 +9,31 @@ import torch
 import torch.distributed as dist
 
 from lightning_loco.comm.parting import abandon, abandon_default_group
+from tests.comm.workers import LIMIT_S, LONG_S
 from tests.pool import Pool
 from tests.strategies.remote_runs import all_ranks
 
 
 def leave_while_waiting(rank: int, world: int) -> tuple[float, int]:
-    """Rank 0 waits for a message that rank 1 never sends."""
-    groups = [dist.new_group(timeout=timedelta(seconds=3))]
+    """Rank 0 waits for a message and a sum that rank 1 has no part in, and leaves first."""
+    groups = [dist.new_group(timeout=timedelta(seconds=LONG_S))]
+    dist.barrier()
     if rank == 0:
         dist.irecv(torch.zeros(3), 1, group=groups[0])
+        dist.all_reduce(torch.zeros(3), group=groups[0], async_op=True)
+    else:
+        dist.barrier()
     began = time.monotonic()
     abandon(groups)
-    return time.monotonic() - began, len(groups)
+    lasted_s = time.monotonic() - began
+    if rank == 0:
+        dist.barrier()
+    return lasted_s, len(groups)
 
 
 def test_nobody_waits_for_what_never_comes(pool: Pool) -> None:
     for lasted_s, left in pool.run(leave_while_waiting, world=2):
-        assert lasted_s < 4
+        assert lasted_s < LIMIT_S
         assert left == 0
 
 

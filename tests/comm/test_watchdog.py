@@ -9,13 +9,23 @@ import threading
 import time
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from lightning_loco.comm import watchdog as module
 from lightning_loco.comm.watchdog import Watchdog, WorkerFailure
-from tests.comm.workers import hurry, make_watchdogs, start, threads_named, wait_until
+from tests.comm.workers import (
+    LIMIT_S,
+    LONG_S,
+    hurry,
+    make_watchdogs,
+    sleeps,
+    start,
+    threads_named,
+    wait_until,
+)
 from tests.store_server import server_in_a_process
 
 
@@ -73,13 +83,15 @@ def test_the_host_of_the_store_lets_the_others_read_its_report() -> None:
         ] * 2
 
 
-@pytest.mark.alone
-def test_the_host_of_the_store_does_not_wait_for_the_dead() -> None:
+def test_the_host_of_the_store_waits_three_beats_for_the_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with make_watchdogs(2) as watchdogs:
         start(watchdogs[0])
-        began = time.monotonic()
+        monkeypatch.setattr(module, "_INTERVAL_S", 0.2)
+        asked = sleeps(monkeypatch, module)
         watchdogs[0].report("out of memory")
-        assert time.monotonic() - began < 2
+        assert sum(asked) < 3.1 * 0.2
 
 
 def test_the_end_of_the_store_is_a_failure_of_worker_0() -> None:
@@ -104,7 +116,6 @@ def test_a_store_that_ends_while_it_is_asked_makes_nobody_alive() -> None:
         )
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     "find_out",
     [
@@ -120,47 +131,62 @@ def test_who_was_found_without_life_is_not_waited_for(
     with make_watchdogs(3) as watchdogs:
         start(*watchdogs[:2])
         assert find_out(watchdogs[0])
-        monkeypatch.setattr(module, "_INTERVAL_S", 5.0)
-        began = time.monotonic()
+        asked = questions(monkeypatch, watchdogs[0])
         watchdogs[0].report("nobody else reads it")
-        assert time.monotonic() - began < 2
+        assert {key for key in asked if key.startswith("read/")} == {"read/1"}
+        wait_until(lambda: watchdogs[1].failure)
         assert watchdogs[1].failure == "Worker 0 failed:\nnobody else reads it"
 
 
-@pytest.mark.alone
+def questions(monkeypatch: pytest.MonkeyPatch, watchdog: Watchdog) -> list[str]:
+    """The keys that a watchdog looks for in the store from now on."""
+    asked: list[str] = []
+    check = watchdog._store.check
+
+    def note_and_check(keys: list[str], *args: float) -> bool:
+        asked.extend(keys)
+        return check(keys, *args)
+
+    monkeypatch.setattr(watchdog._store, "check", note_and_check)
+    return asked
+
+
 def test_who_never_reads_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with make_watchdogs(3) as watchdogs:
         start(*watchdogs[:2])
         watchdogs[1].report("No message in round 1 from worker 2")
         wait_until(lambda: watchdogs[0].failure)
-        monkeypatch.setattr(module, "_INTERVAL_S", 0.5)
-        began = time.monotonic()
+        monkeypatch.setattr(module, "_INTERVAL_S", 0.2)
+        asked = sleeps(monkeypatch, module)
         for _ in range(3):
             watchdogs[0].report("Worker 1 failed")
-        assert time.monotonic() - began < 2.5
+        assert sum(asked) < 3.1 * 0.2
 
 
-@pytest.mark.alone
 def test_who_has_found_it_out_and_left_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with make_watchdogs(2) as watchdogs:
         start(*watchdogs)
         assert "No message in round 1" in str(watchdogs[1].blame("round 1", 1.0))
         watchdogs[1].end()
-        monkeypatch.setattr(module, "_INTERVAL_S", 5.0)
-        began = time.monotonic()
+        monkeypatch.setattr(module, "_INTERVAL_S", LONG_S)
+        asked = sleeps(monkeypatch, module)
         watchdogs[0].report("No message in round 1")
-        assert time.monotonic() - began < 2
+        assert asked == []
 
 
-@pytest.mark.alone
-def test_waiting_for_a_failure() -> None:
+def test_waiting_for_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     with make_watchdogs(2) as watchdogs:
         start(*watchdogs)
+        asked = sleeps(monkeypatch, module)
         began = time.monotonic()
         assert watchdogs[0].wait_for_failure() is None
-        assert 0.2 < time.monotonic() - began < 2
+        assert time.monotonic() - began > 0.2
+        assert sum(asked) < module._SETTLE_S + 0.2
+        monkeypatch.setattr(module, "_SETTLE_S", LONG_S)
+        began = time.monotonic()
         watchdogs[1].report("gone")
         assert watchdogs[0].wait_for_failure() == "Worker 1 failed:\ngone"
+        assert time.monotonic() - began < LIMIT_S
 
 
 # --------------------------------------------------------------------- who has not come
@@ -356,39 +382,51 @@ class FrozenStore(dist.Store):
         return False
 
 
-@pytest.mark.alone
-def test_a_silent_store_is_the_silence_of_worker_0() -> None:
+def test_a_silent_store_is_the_silence_of_worker_0(monkeypatch: pytest.MonkeyPatch) -> None:
     store = FrozenStore()
-    watchdog = Watchdog(store, 1, 3, timeout_s=1.0)
+    watchdog = Watchdog(store, 1, 3, timeout_s=2.0)
+    patience: list[float] = []
+    ask = watchdog._store._line.ask
+
+    def note_and_ask(work: Callable[[], Any], patience_s: float) -> Any:
+        if threading.current_thread() is watchdog:
+            return ask(work, LONG_S)
+        patience.append(patience_s)
+        return ask(work, patience_s)
+
+    monkeypatch.setattr(watchdog._store._line, "ask", note_and_ask)
+    asked = sleeps(monkeypatch, module)
     try:
         start(watchdog)
         watchdog.raise_if_failed()
-        began = time.monotonic()
         text = watchdog.explain("round 8", 12.4)
         assert text.startswith("No message in round 8 after 12 s, and worker 0 is unreachable")
         assert watchdog.silent() == ["worker 0"]
         watchdog.report("nobody reads it")
-        assert time.monotonic() - began < 4
+        assert sum(patience) <= module._LOOK_S  # it asks once, and not again after no answer
+        assert sum(asked) < module._SETTLE_S + 0.2
         with pytest.raises(WorkerFailure, match="worker 0 is unreachable"):
             wait_until(watchdog.raise_if_failed)
     finally:
+        monkeypatch.setattr(module, "_INTERVAL_S", LONG_S)
         began = time.monotonic()
         watchdog.end()
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < LIMIT_S
+        assert not watchdog.is_alive()
         store.thawed.set()
 
 
 # ------------------------------------------------------------------------------ its end
 
 
-@pytest.mark.alone
 def test_it_ends_at_once_and_twice_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # a beat a second, as in a real run
+    monkeypatch.setattr(module, "_INTERVAL_S", LONG_S)
     with make_watchdogs(2) as watchdogs:
         start(watchdogs[0])
         began = time.monotonic()
         watchdogs[0].end()
         watchdogs[0].end()
         watchdogs[1].end()  # was never started
-        assert time.monotonic() - began < 0.5
+        assert time.monotonic() - began < LIMIT_S
+        assert not watchdogs[0].is_alive()
     assert not threads_named("loco-watchdog")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +19,30 @@ from lightning_loco.comm.watchdog import Watchdog
 
 TIMEOUT_S = 20.0
 
+LONG_S = 60.0
+"""How long something would take that is not to be waited for."""
+
+LIMIT_S = 20.0
+"""Who takes longer has waited for it."""
+
 
 def hurry(monkeypatch: pytest.MonkeyPatch, settle_s: float = 0.3) -> None:
     """Let watchdogs beat fifty times a second and look at others for a moment only."""
     monkeypatch.setattr(module, "_INTERVAL_S", 0.02)
     monkeypatch.setattr(module, "_SETTLE_S", settle_s)
+
+
+def sleeps(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[float]:
+    """Each ``time.sleep`` that a module calls from now on, in seconds; it sleeps as before."""
+    asked: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        asked.append(seconds)
+        time.sleep(seconds)
+
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+    monkeypatch.setattr(module, "time", clock)
+    return asked
 
 
 @contextmanager

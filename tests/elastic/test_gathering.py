@@ -18,8 +18,8 @@ from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.plan import Plan
 from lightning_loco.elastic.stores import connected
 
-PATIENCE_S = 20.0
-SOON_S = 12.0
+PATIENCE_S = 60.0
+SOON_S = 20.0
 
 
 def plans(*members: Groups) -> list[Plan]:

@@ -12,7 +12,8 @@ from lightning_loco.background import BackgroundThread
 from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.stores import check_alive, connected
 
-PATIENCE_S = 5.0
+PATIENCE_S = 60.0
+SOON_S = 20.0
 
 
 def test_who_ends_while_one_connects_is_not_waited_for() -> None:
@@ -24,7 +25,7 @@ def test_who_ends_while_one_connects_is_not_waited_for() -> None:
         began = time.monotonic()
         with pytest.raises(RuntimeError, match=r"m0 has ended\."):
             connected(store, "m0", PATIENCE_S)
-    assert time.monotonic() - began < 0.7 * PATIENCE_S
+    assert time.monotonic() - began < SOON_S
     wait_for_what_is_left()
 
 
@@ -34,7 +35,7 @@ def test_who_does_not_answer_is_waited_for_so_long() -> None:
         began = time.monotonic()
         with pytest.raises(RuntimeError, match=r"m0 has not answered for 2 s"):
             connected(store, "m0", 2.0)
-        assert 2.0 <= time.monotonic() - began < 8.0
+        assert 2.0 <= time.monotonic() - began < SOON_S
     wait_for_what_is_left()
 
 

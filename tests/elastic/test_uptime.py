@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from lightning_loco.elastic import uptime as module
 from lightning_loco.elastic.uptime import HEARD_S, Uptime
+from tests.comm.workers import sleeps
 from tests.elastic.cluster import Lighthouse
 
 
@@ -32,18 +34,25 @@ def wait(uptime: Uptime, at_most_s: float = 60.0) -> float:
     return time.monotonic() - began
 
 
-@pytest.mark.alone
-def test_only_a_new_lighthouse_is_waited_for(lighthouse: Lighthouse, uptime: Uptime) -> None:
+def test_only_a_new_lighthouse_is_waited_for(
+    lighthouse: Lighthouse, uptime: Uptime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = sleeps(monkeypatch, module)
     assert wait(uptime) >= HEARD_S
-    assert wait(uptime) < HEARD_S / 2
+    asked.clear()
+    wait(uptime)
+    assert asked == []
     lighthouse.stop()
     lighthouse.start()
     assert wait(uptime) >= HEARD_S
 
 
-@pytest.mark.alone
-def test_the_wait_ends_in_time(lighthouse: Lighthouse, uptime: Uptime) -> None:
-    assert wait(uptime, at_most_s=0.1) < HEARD_S / 2
+def test_the_wait_ends_in_time(
+    lighthouse: Lighthouse, uptime: Uptime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = sleeps(monkeypatch, module)
+    wait(uptime, at_most_s=0.1)
+    assert sum(asked) <= 0.1
 
 
 def test_a_lighthouse_that_does_not_answer_is_an_error(

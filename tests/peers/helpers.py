@@ -29,6 +29,10 @@ CHECKSUM = 0x1122334455667788
 HOST = "127.0.0.1"
 TAG = Tag(1, 1)
 MODEL = Model(CHECKSUM, 1000, torch.float32)
+LONG_S = 60.0
+"""A timeout that a right answer never waits for."""
+SOON_S = 20.0
+"""Within which everything ends that does not wait for ``LONG_S``, on a busy machine as well."""
 
 _processes = multiprocessing.get_context("forkserver")
 
@@ -78,6 +82,14 @@ def fetch_until(
             return waits
         assert time.monotonic() < deadline, f"{received} after {patience_s} s, {node.statistics}"
         time.sleep(0.01)
+
+
+def wait_until_ended(node: PeerNode) -> None:
+    """Until the counts tell of the last fetch: a wait may end before it does."""
+    deadline = time.monotonic() + SOON_S
+    while not node.has_ended:
+        assert time.monotonic() < deadline, "the fetch has not ended"
+        time.sleep(0.001)
 
 
 @contextlib.contextmanager

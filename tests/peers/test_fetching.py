@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 
@@ -14,8 +15,20 @@ from lightning_loco.peers import NodeDirectory, Peer, StoreDirectory
 from lightning_loco.peers.directory import Directory
 from lightning_loco.peers.fetching import FetchingThread
 from lightning_loco.peers.flow import FlowControl
+from lightning_loco.peers.protocol import Request
 from lightning_loco.peers.reader import Reader
-from tests.peers.helpers import MODEL, open_files, peer_threads, peers, serving, silent
+from tests.peers.helpers import (
+    LONG_S,
+    MODEL,
+    SOON_S,
+    answering,
+    open_files,
+    peer_threads,
+    peers,
+    right_answer,
+    serving,
+    silent,
+)
 
 
 def make(directory: Directory, fetch_timeout_s: float = 5.0) -> FetchingThread:
@@ -72,27 +85,45 @@ def test_what_nobody_has_taken_is_gone_when_the_next_fetch_starts() -> None:
         assert thread.wait() is None
 
 
-@pytest.mark.alone
 def test_a_short_wait_leaves_the_fetch_to_be_waited_for_again() -> None:
+    released = threading.Event()
+
+    def answer(request: Request) -> Iterator[list[bytes]]:
+        released.wait(LONG_S)
+        yield right_answer(request, MODEL.total_bytes, 3.0)
+
     nodes = peers(2)
-    with silent(nodes[1]), fetching(nodes, fetch_timeout_s=0.5) as thread:
+    with answering(nodes[1].port, answer), fetching(nodes, fetch_timeout_s=LONG_S) as thread:
         started = time.monotonic()
         thread.start_fetch()
         for _ in range(3):
             assert thread.wait(0.02) is None
             assert not thread.has_ended
-        assert time.monotonic() - started < 0.4
+        assert time.monotonic() - started < SOON_S
+        released.set()
+        received = thread.wait()
+        assert received is not None
+        assert received.params.tolist() == [3.0] * 1000
+
+
+def test_a_wait_for_a_silent_peer_ends_with_the_timeout() -> None:
+    nodes = peers(2)
+    with silent(nodes[1]), fetching(nodes, fetch_timeout_s=0.2) as thread:
+        started = time.monotonic()
+        thread.start_fetch()
+        assert thread.wait(0.02) is None
         assert thread.wait() is None
-        assert 0.4 < time.monotonic() - started < 1.5
+        assert 0.19 < time.monotonic() - started < SOON_S
         wait_for_end(thread)
         assert thread.counts.timeouts == 1
 
 
-@pytest.mark.alone
 def test_a_wait_ends_with_the_timeout_even_if_the_directory_hangs() -> None:
+    released = threading.Event()
+
     class Slow(StoreDirectory):
         def find(self, name: str) -> Peer | None:
-            time.sleep(0.6)
+            released.wait(LONG_S)
             return super().find(name)
 
     thread = make(Slow(torch.distributed.HashStore(), 0, 2), fetch_timeout_s=0.2)
@@ -100,8 +131,9 @@ def test_a_wait_ends_with_the_timeout_even_if_the_directory_hangs() -> None:
     thread.start_fetch()
     started = time.monotonic()
     assert thread.wait() is None
-    assert time.monotonic() - started < 0.5
+    assert time.monotonic() - started < SOON_S
     assert not thread.has_ended
+    released.set()
     thread.close()
 
 
@@ -125,18 +157,18 @@ def test_a_broken_flow_ends_the_thread_with_a_line_and_waits_end_in_time(
     thread.close()
 
 
-@pytest.mark.alone
 def test_close_gives_up_the_fetch_under_way_and_ends_a_wait() -> None:
     nodes = peers(2)
     with silent(nodes[1]):
         started = time.monotonic()
-        with fetching(nodes, fetch_timeout_s=30) as thread:
+        with fetching(nodes, fetch_timeout_s=LONG_S) as thread:
             thread.start_fetch()
             assert thread.wait(0.1) is None
-        assert time.monotonic() - started < 2
         assert not thread.is_alive()
         assert thread.wait() is None
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < SOON_S
+        assert not thread.has_ended
+        assert thread.counts.timeouts == 0
 
 
 @pytest.mark.parametrize("runs", [False, True])

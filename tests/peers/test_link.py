@@ -20,7 +20,9 @@ from lightning_loco.peers.protocol import DATA, MalformedMessage, Reply, Request
 from lightning_loco.peers.tcp_link import TcpLink
 from lightning_loco.peers.transfer import Assembly, Transfer
 from tests.peers.helpers import (
+    LONG_S,
     MODEL,
+    SOON_S,
     answering,
     open_files,
     peers,
@@ -132,37 +134,33 @@ def test_a_peer_that_does_not_listen_breaks_the_link(
     link.close()
 
 
-@pytest.mark.alone
 def test_a_peer_that_goes_away_breaks_the_link_and_ends_a_wait(
     connect: Callable[[Peer], Link],
     keys: Keys | None,
 ) -> None:
     (peer,) = peers(1)
     transfer, _ = make_transfer()
-    with serving(peer, 1.0, keys=keys):
-        link = connect(peer)
-        for request in transfer.requests():
-            link.send(request)
-        next_reply(link, transfer)
-    started = time.monotonic()
-    with pytest.raises(LinkBroken):
-        link.wait(PATIENCE_S)
-    assert time.monotonic() - started < PATIENCE_S / 2
-    with pytest.raises(LinkBroken, match=f"no connection to tcp://127.0.0.1:{peer.port}"):
-        send_until_broken(link)
-    link.close()
+    with contextlib.ExitStack() as links:
+        with serving(peer, 1.0, keys=keys):
+            link = links.enter_context(contextlib.closing(connect(peer)))
+            for request in transfer.requests():
+                link.send(request)
+            next_reply(link, transfer)
+        started = time.monotonic()
+        with pytest.raises(LinkBroken):
+            link.wait(LONG_S)
+        assert time.monotonic() - started < SOON_S
+        with pytest.raises(LinkBroken, match=f"no connection to tcp://127.0.0.1:{peer.port}"):
+            send_until_broken(link)
 
 
-@pytest.mark.alone
 def test_a_wait_for_a_silent_peer_ends(connect: Callable[[Peer], Link], keys: Keys | None) -> None:
     (peer,) = peers(1)
-    with silent(peer):
-        link = connect(peer)
+    with silent(peer), contextlib.closing(connect(peer)) as link:
         started = time.monotonic()
         link.wait(0.1)
-        assert 0.05 < time.monotonic() - started < 2
+        assert 0.05 < time.monotonic() - started < SOON_S
         link.check()
-        link.close()
 
 
 def test_a_link_with_keys_that_is_read_without_a_pause_breaks_when_more_waits_than_was_asked_for(

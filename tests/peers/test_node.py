@@ -19,6 +19,8 @@ from lightning_loco.codecs import BFloat16, Codec, ErrorFeedback, Float16, Int8
 from lightning_loco.peers import NodeDirectory, Peer, PeerNode, write_key_file
 from tests.peers.helpers import (
     HOST,
+    LONG_S,
+    SOON_S,
     NodeProcess,
     fetch,
     fetch_until,
@@ -216,16 +218,18 @@ def test_after_close_no_thread_no_file_and_no_port_is_left() -> None:
         socket.create_server((HOST, peer.port)).close()
 
 
-@pytest.mark.alone
 def test_close_does_not_wait_for_a_silent_peer() -> None:
     nodes = peers(2)
-    with socket.create_server((HOST, nodes[1].port)):
-        here = make_node(nodes, 0, fetch_timeout_s=30)
+    with socket.create_server((HOST, nodes[1].port)) as server:
+        server.settimeout(SOON_S)
+        here = make_node(nodes, 0, fetch_timeout_s=LONG_S)
         here.start_fetch()
-        time.sleep(0.1)
-        started = time.monotonic()
-        here.close()
-        assert time.monotonic() - started < 2
+        with server.accept()[0]:  # so the fetch is under way
+            started = time.monotonic()
+            here.close()
+            assert time.monotonic() - started < SOON_S
+        assert not here.has_ended
+        assert (here.statistics.timeouts, here.statistics.refused) == (0, 0)
 
 
 def test_a_taken_port_is_named_with_a_mend_and_leaves_nothing() -> None:

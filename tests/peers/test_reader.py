@@ -17,7 +17,17 @@ from lightning_loco.peers import NodeDirectory, Peer, Received
 from lightning_loco.peers.flow import FlowControl
 from lightning_loco.peers.protocol import EMPTY, GONE, OTHER_MODEL, Request, pack_reply
 from lightning_loco.peers.reader import Reader, ReaderStopped
-from tests.peers.helpers import MODEL, answering, peers, right_answer, right_reply, serving, silent
+from tests.peers.helpers import (
+    LONG_S,
+    MODEL,
+    SOON_S,
+    answering,
+    peers,
+    right_answer,
+    right_reply,
+    serving,
+    silent,
+)
 
 
 @contextlib.contextmanager
@@ -60,18 +70,19 @@ def test_a_peer_without_parameters_keeps_its_score() -> None:
         assert flow.scores == {"p1": 1000}
 
 
-@pytest.mark.alone
-def test_a_silent_peer_is_left_at_the_deadline() -> None:
+@pytest.mark.parametrize(("patience_s", "fetch_timeout_s"), [(0.2, LONG_S), (LONG_S, 0.2)])
+def test_a_silent_peer_is_left_at_the_deadline_or_after_the_timeout(
+    patience_s: float, fetch_timeout_s: float
+) -> None:
     nodes = peers(2)
-    with silent(nodes[1]), reading(nodes, fetch_timeout_s=0.2) as (reader, flow):
+    with silent(nodes[1]), reading(nodes, fetch_timeout_s=fetch_timeout_s) as (reader, flow):
         started = time.monotonic()
-        assert fetch(reader, 0.2) is None
-        assert 0.15 < time.monotonic() - started < 1
+        assert fetch(reader, patience_s) is None
+        assert 0.19 < time.monotonic() - started < SOON_S
         assert reader.counts.timeouts == 1
         assert flow.scores == {"p1": 900}
 
 
-@pytest.mark.alone
 def test_of_two_peers_a_silent_one_is_left_after_half_of_the_time() -> None:
     nodes = peers(3)
     with (
@@ -81,13 +92,16 @@ def test_of_two_peers_a_silent_one_is_left_after_half_of_the_time() -> None:
     ):
         for _ in range(3):
             flow.failed("p2")  # so that the silent one is asked first
-        while not reader.counts.timeouts:
-            started = time.monotonic()
+        until = time.monotonic() + SOON_S
+        received, timeouts = None, 0
+        while received is None or not timeouts:  # on a busy machine the other may be late as well
+            assert time.monotonic() < until, reader.counts
+            before, started = reader.counts.timeouts, time.monotonic()
             received = fetch(reader, 0.8)
             took_s = time.monotonic() - started
-            assert received is not None
-            assert received.peer == "p2"
-        assert 0.35 < took_s < 0.8
+            timeouts = reader.counts.timeouts - before
+        assert received.peer == "p2"  # in the same fetch
+        assert took_s > 0.39
 
 
 def test_at_most_three_peers_are_asked_in_one_fetch() -> None:
@@ -128,7 +142,6 @@ def test_a_publication_that_is_gone_in_the_middle_is_begun_anew() -> None:
         assert reader.counts.bytes_received == 6000
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("kind", "count", "score"), [(EMPTY, "empty", 1000), (OTHER_MODEL, "refused", 900)]
 )
@@ -138,10 +151,14 @@ def test_an_answer_without_data_ends_the_fetch_at_once(kind: int, count: str, sc
         yield [pack_reply(reply._replace(kind=kind, length=0))]
 
     nodes = peers(2)
-    with answering(nodes[1].port, answer), reading(nodes) as (reader, flow):
+    with (
+        answering(nodes[1].port, answer),
+        reading(nodes, fetch_timeout_s=LONG_S) as (reader, flow),
+    ):
         started = time.monotonic()
-        assert fetch(reader) is None
-        assert time.monotonic() - started < 1
+        assert fetch(reader, LONG_S) is None
+        assert time.monotonic() - started < SOON_S
+        assert reader.counts.timeouts == 0
         assert getattr(reader.counts, count) == 1
         assert flow.scores == {"p1": score}
 
@@ -165,20 +182,19 @@ def test_a_peer_that_is_too_slow_is_named_once_with_a_mend(
     assert "of 4000 bytes came in fetch_timeout_s=0.25. Raise it" in record.getMessage()
 
 
-@pytest.mark.alone
 def test_a_fetch_can_be_stopped_from_another_thread() -> None:
     nodes = peers(2)
-    with silent(nodes[1]), reading(nodes, fetch_timeout_s=30) as (reader, _):
+    with silent(nodes[1]), reading(nodes, fetch_timeout_s=LONG_S) as (reader, _):
         timer = threading.Timer(0.1, reader.stop)
         timer.start()
         started = time.monotonic()
         with pytest.raises(ReaderStopped):
-            fetch(reader, 30)
-        assert time.monotonic() - started < 2
+            fetch(reader, LONG_S)
         timer.join()
         with pytest.raises(ReaderStopped):
-            fetch(reader, 30)
-        assert reader.counts.errors == 0
+            fetch(reader, LONG_S)
+        assert time.monotonic() - started < SOON_S
+        assert (reader.counts.errors, reader.counts.timeouts) == (0, 0)
 
 
 @pytest.mark.parametrize("fetch_timeout_s", [0, -1.0, float("nan")])

@@ -19,23 +19,25 @@ from lightning_loco.codecs import Int8
 from lightning_loco.peers import Peer, PeerNode, StoreDirectory
 from tests.peers.helpers import (
     HOST,
+    LONG_S,
+    SOON_S,
     fetch,
     fetch_until,
     make_node,
     peers,
     silent,
     two_nodes,
+    wait_until_ended,
 )
 
 
-@pytest.mark.alone
 def test_a_peer_without_parameters_is_no_fault() -> None:
-    with two_nodes() as (here, _):
+    with two_nodes(fetch_timeout_s=LONG_S) as (here, _):
         started = time.monotonic()
         for _ in range(5):
             assert fetch(here) is None
-        assert time.monotonic() - started < 2
-        assert here.statistics.empty == 5
+        assert time.monotonic() - started < SOON_S
+        assert (here.statistics.empty, here.statistics.timeouts) == (5, 0)
         assert here.statistics.scores == {"p1": 1000}
 
 
@@ -81,15 +83,14 @@ def test_peers_with_another_model_are_refused_and_named(
             assert text in record.getMessage()
 
 
-@pytest.mark.alone
 def test_a_peer_that_does_not_listen_is_left_at_once_and_found_when_it_comes() -> None:
     nodes = peers(2)
-    here = make_node(nodes, 0)
+    here = make_node(nodes, 0, fetch_timeout_s=LONG_S)
     started = time.monotonic()
     for count in range(1, 11):
         assert fetch(here) is None
         assert here.statistics.refused == count
-    assert time.monotonic() - started < 2.5  # a single timeout would take 5 s
+    assert time.monotonic() - started < SOON_S
     assert here.statistics.scores == {"p1": 10}
     for value in (1.0, 2.0, 3.0):
         there = make_node(nodes, 1)
@@ -97,6 +98,7 @@ def test_a_peer_that_does_not_listen_is_left_at_once_and_found_when_it_comes() -
         fetch_until(here, lambda r, v=value: r is not None and bool((r.params == v).all()))
         there.close()
         assert fetch(here) is None
+    assert here.statistics.timeouts == 0
     here.close()
 
 
@@ -113,35 +115,37 @@ def test_a_refusal_costs_no_more_than_another_peer() -> None:
         node.close()
 
 
-@pytest.mark.alone
 def test_a_peer_that_accepts_and_is_silent_costs_half_of_the_timeout() -> None:
     nodes = peers(3)
     with silent(nodes[1]):
         here = make_node(nodes, 0, fetch_timeout_s=0.4)
         there = make_node(nodes, 2)
         there.publish(torch.ones(1000), Tag(0, 0))
-        waits = []
-        while here.statistics.timeouts < 3:
-            started = time.monotonic()
+        until = time.monotonic() + SOON_S
+        num_both = 0
+        while num_both < 3:  # on a busy machine some fetches may bring nothing
+            assert time.monotonic() < until, here.statistics
+            before = here.statistics.timeouts
             received = fetch(here)
-            waits.append(time.monotonic() - started)
-            assert received is not None
-            assert received.peer == "p2"
-        assert max(waits) < 0.4
+            wait_until_ended(here)
+            if received is not None:
+                assert received.peer == "p2"
+                num_both += here.statistics.timeouts > before
         assert here.statistics.scores["p1"] < 800
         here.close()
         there.close()
 
 
-@pytest.mark.alone
 def test_the_longest_wait_is_the_timeout() -> None:
     nodes = peers(4)
     listening = [socket.create_server((HOST, node.port)) for node in nodes[1:]]
     here = make_node(nodes, 0, fetch_timeout_s=0.3)
-    for _ in range(3):
+    for count in range(1, 4):
         started = time.monotonic()
         assert fetch(here) is None
-        assert 0.25 < time.monotonic() - started < 0.6
+        assert 0.29 < time.monotonic() - started < SOON_S
+        wait_until_ended(here)
+        assert count <= here.statistics.timeouts <= 2 * count  # no time is left for the third
     here.close()
     for each in listening:
         each.close()
@@ -165,13 +169,12 @@ def test_a_store_that_fails_is_logged_and_costs_no_more_than_the_timeout(
     ]
 
 
-@pytest.mark.alone
 def test_a_store_that_hangs_does_not_hold_up_a_wait() -> None:
     released = threading.Event()
 
     class Slow(StoreDirectory):
         def find(self, name: str) -> Peer | None:
-            released.wait(10)
+            released.wait(LONG_S)
             return super().find(name)
 
     store = torch.distributed.HashStore()
@@ -181,7 +184,8 @@ def test_a_store_that_hangs_does_not_hold_up_a_wait() -> None:
     for _ in range(3):
         started = time.monotonic()
         assert fetch(here) is None
-        assert time.monotonic() - started < 0.5
+        assert time.monotonic() - started < SOON_S
+        assert not here.has_ended
     released.set()
     fetch_until(here, lambda received: received is not None)
     here.close()

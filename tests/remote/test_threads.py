@@ -72,10 +72,10 @@ def test_nothing_more_is_waited_for_from_a_rank_that_is_lost() -> None:
 def test_the_thread_that_waits_for_a_lost_rank_is_left_behind(blocked: threading.Event) -> None:
     waiter = Waiter("worker 8", Meanwhile(0.1))
     with pytest.raises(TimeoutError):
-        waiter.wait(waiter.begin(blocked.wait), 0.1, lambda: 0.0)
+        waiter.wait(waiter.begin(lambda: blocked.wait(60.0)), 0.1, lambda: 0.0)
     began = time.monotonic()
     waiter.end()
-    assert PARTING_S <= time.monotonic() - began < PARTING_S + 3
+    assert PARTING_S <= time.monotonic() - began < 20.0
     assert count_threads("loco-waiter-worker 8")
 
 
