@@ -50,6 +50,7 @@ def test_work_under_way_comes_to_its_end(tmp_path: Path) -> None:
     assert "ready" in Program([sys.executable, "-c", AT_WORK], tmp_path).succeed()
 
 
+@pytest.mark.process
 @pytest.mark.soak
 def test_what_never_ends_is_left_behind(tmp_path: Path) -> None:
     said = Program([sys.executable, "-c", HUNG], tmp_path).succeed(limit_s=30)

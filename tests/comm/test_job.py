@@ -16,6 +16,8 @@ from tests.conftest import cover
 from tests.forked_jobs import Outcome, Start, freeze
 from tests.programs import free_ports
 
+pytestmark = pytest.mark.process
+
 TIMEOUT_S = 3.0
 HARNESS_S = 60.0
 PROMPT_S = TIMEOUT_S + 6
@@ -77,7 +79,6 @@ def test_other_devices_are_refused_before_a_group_waits_for_them() -> None:
         assert "Worker 1 is on a device of kind 'cuda' and worker 0 on 'cpu'" in outcome.result
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(
     ("victim", "how", "longest_s"),
     [

@@ -194,6 +194,7 @@ late = Late()
 """
 
 
+@pytest.mark.process
 @pytest.mark.soak
 def test_an_answer_that_comes_while_python_ends_does_no_harm(tmp_path: Path) -> None:
     assert "silent" in Program([sys.executable, "-c", ENDING], tmp_path).succeed()

@@ -185,6 +185,7 @@ def number_after(words: str, output: str) -> float:
     return float(output.rpartition(words)[2].split()[0])
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("name", "how"), cover(METHODS, ["killed", "frozen"], strength=1))
 def test_who_is_lost_on_nccl_is_named_in_time(tmp_path: Path, name: str, how: str) -> None:
     with three_on_nccl(tmp_path, name, how, steps=4000) as workers:
@@ -199,6 +200,7 @@ def test_who_is_lost_on_nccl_is_named_in_time(tmp_path: Path, name: str, how: st
             assert ended_at - lost_at < LATEST_S + EXIT_S, output
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("how", ["killed", "frozen"])
 def test_enough_workers_of_a_remote_optimizer_go_on_on_nccl(tmp_path: Path, how: str) -> None:
     with three_on_nccl(tmp_path, "remote with enough", how, steps=100) as ranks:
