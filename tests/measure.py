@@ -13,7 +13,7 @@ A run writes two files into its folder:
 - ``arcs.json.gz``: by file, its text and the arcs (from line, to line) that were taken, each with
   the test functions that took it. Those of a process that was killed are lost.
 
-It needs the package ``coverage``, and takes about half as long again as the tests alone.
+It needs the package ``coverage``.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from lightning_loco import DiLoCoStrategy
 from lightning_loco.comm import WorkerGroup
 from lightning_loco.comm.devices import CPU, backend_on, check_same_kind, device_of
 from lightning_loco.comm.flat import CHUNK_ELEMENTS, longest_chunk
-from tests.comm.workers import LIMIT_S, LONG_S
+from tests.limits import LONG_S, SOON_S
 from tests.pool import Pool, PoolEnvironment, PoolError
 from tests.small_model import TinyModule, quiet_trainer
 
@@ -78,7 +78,7 @@ def set_up(rank: int, world: int) -> None:
 @pytest.mark.parametrize("start", [make_group, set_up])
 def test_workers_on_different_kinds_of_devices_are_refused_on_all(pool: Pool, start: str) -> None:
     with pytest.raises(PoolError) as raised:
-        pool.run(start, world=3, timeout_s=LIMIT_S)
+        pool.run(start, world=3, timeout_s=SOON_S)
     assert sorted(raised.value.failures) == [0, 1, 2]
     for failure in raised.value.failures.values():
         assert failure.type_name == "ValueError", failure.message

@@ -14,11 +14,10 @@ import torch.distributed as dist
 
 from lightning_loco.comm import watchdog
 from lightning_loco.comm.groups import WorkerGroup
-from tests.comm.workers import LIMIT_S, LONG_S, threads_named
+from tests.comm.workers import threads_named
 from tests.forked_jobs import Job
+from tests.limits import HARNESS_S, LONG_S, SOON_S
 from tests.pool import Pool, PoolError
-
-HARNESS_S = 60.0
 
 
 def describe(rank: int, world: int) -> dict[str, Any]:
@@ -235,4 +234,4 @@ def close_in_the_middle(rank: int, world: int) -> float:
 
 @pytest.mark.process
 def test_after_a_failure_closing_does_not_wait_for_what_is_under_way(pool: Pool) -> None:
-    assert max(pool.run(close_in_the_middle, world=3)) < LIMIT_S
+    assert max(pool.run(close_in_the_middle, world=3)) < SOON_S

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from lightning_loco.comm.job import init_workers
 from tests.conftest import cover
 from tests.forked_jobs import Outcome, Start, freeze
+from tests.limits import HARNESS_S
 from tests.programs import free_ports
 
 pytestmark = pytest.mark.process
 
 TIMEOUT_S = 3.0
-HARNESS_S = 60.0
 PROMPT_S = TIMEOUT_S + 6
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_loco.comm.parting import abandon, abandon_default_group
-from tests.comm.workers import LIMIT_S, LONG_S
+from tests.limits import LONG_S, SOON_S
 from tests.pool import Pool
 from tests.strategies.remote_runs import all_ranks
 
@@ -33,7 +33,7 @@ def leave_while_waiting(rank: int, world: int) -> tuple[float, int]:
 
 def test_nobody_waits_for_what_never_comes(pool: Pool) -> None:
     for lasted_s, left in pool.run(leave_while_waiting, world=2):
-        assert lasted_s < LIMIT_S
+        assert lasted_s < SOON_S
         assert left == 0
 
 

@@ -19,12 +19,6 @@ from lightning_loco.comm.watchdog import Watchdog
 
 TIMEOUT_S = 20.0
 
-LONG_S = 60.0
-"""How long something would take that is not to be waited for."""
-
-LIMIT_S = 20.0
-"""Who takes longer has waited for it."""
-
 
 def hurry(monkeypatch: pytest.MonkeyPatch, settle_s: float = 0.3) -> None:
     """Let watchdogs beat fifty times a second and look at others for a moment only."""

@@ -13,10 +13,10 @@ from lightning_loco.elastic.gathering import SILENT_S
 from tests.elastic import resume_worker
 from tests.elastic.cluster import HEARTBEAT_TIMEOUT_S, Cluster, cluster, until
 from tests.elastic.fault_points import POINTS
+from tests.limits import HARNESS_S
 
 pytestmark = pytest.mark.process
 
-HARNESS_S = 60.0
 PROMPT_S = HEARTBEAT_TIMEOUT_S + 6  # +1 on a quiet machine
 AT_A_JOIN = ("making the group", "copying the state", "sending the state")
 OF_A_JOIN = (*AT_A_JOIN, "receiving the state")

@@ -17,9 +17,9 @@ from lightning_loco.elastic.gathering import Gathering
 from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.plan import Plan
 from lightning_loco.elastic.stores import connected
+from tests.limits import SOON_S
 
 PATIENCE_S = 60.0
-SOON_S = 20.0
 
 
 def plans(*members: Groups) -> list[Plan]:

@@ -14,12 +14,12 @@ import torch
 
 from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.plan import Plan
+from tests.limits import SOON_S
 from tests.pool import PRELOADED, Pool
 
 _processes = multiprocessing.get_context("forkserver")
 
 TIMEOUT_S = 60.0
-SOON_S = 20.0
 NUMEL = 2**26
 """Elements of a message that takes longer than the life of the member that dies."""
 

@@ -11,9 +11,9 @@ import pytest
 from lightning_loco.background import BackgroundThread
 from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.stores import check_alive, connected
+from tests.limits import SOON_S
 
 PATIENCE_S = 60.0
-SOON_S = 20.0
 
 
 def test_who_ends_while_one_connects_is_not_waited_for() -> None:

@@ -23,16 +23,13 @@ from lightning_loco.peers.model import Model
 from lightning_loco.peers.protocol import DATA, Reply, Request, pack_reply, parse_request
 from lightning_loco.peers.publications import Publications
 from lightning_loco.peers.serving import ServingThread
+from tests.limits import SOON_S
 from tests.programs import free_ports
 
 CHECKSUM = 0x1122334455667788
 HOST = "127.0.0.1"
 TAG = Tag(1, 1)
 MODEL = Model(CHECKSUM, 1000, torch.float32)
-LONG_S = 60.0
-"""A timeout that a right answer never waits for."""
-SOON_S = 20.0
-"""Within which everything ends that does not wait for ``LONG_S``, on a busy machine as well."""
 
 _processes = multiprocessing.get_context("forkserver")
 

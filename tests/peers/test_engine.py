@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from lightning_loco import PairwiseAverage, PairwiseEngine
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.codecs import BFloat16, Codec, Float16, Int8
-from tests.peers.helpers import LONG_S, peers, silent
+from tests.limits import LONG_S
+from tests.peers.helpers import peers, silent
 from tests.pool import Pool
 from tests.small_model import flat, make_model
 

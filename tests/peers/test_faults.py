@@ -14,21 +14,12 @@ import torch
 
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.peers import Received
-from tests.peers.helpers import (
-    LONG_S,
-    SOON_S,
-    NodeProcess,
-    fetch,
-    fetch_until,
-    make_node,
-    peers,
-    wait_until_ended,
-)
+from tests.limits import HARNESS_S, LONG_S, SOON_S
+from tests.peers.helpers import NodeProcess, fetch, fetch_until, make_node, peers, wait_until_ended
 from tests.programs import LIMIT_S
 
 TIMEOUT_S = 0.8
 PROMPT_S = TIMEOUT_S + 0.3  # the machine is shared
-HARNESS_S = 60.0
 NUMEL = 100_000
 
 

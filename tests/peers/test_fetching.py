@@ -17,10 +17,9 @@ from lightning_loco.peers.fetching import FetchingThread
 from lightning_loco.peers.flow import FlowControl
 from lightning_loco.peers.protocol import Request
 from lightning_loco.peers.reader import Reader
+from tests.limits import LONG_S, SOON_S
 from tests.peers.helpers import (
-    LONG_S,
     MODEL,
-    SOON_S,
     answering,
     open_files,
     peer_threads,

@@ -24,12 +24,11 @@ from lightning_loco.peers.protocol import (
     pack_reply,
     pack_request,
 )
+from tests.limits import LONG_S, SOON_S
 from tests.peers.helpers import (
     CHECKSUM,
     HOST,
-    LONG_S,
     MODEL,
-    SOON_S,
     answering,
     dealer,
     fetch,

@@ -16,7 +16,8 @@ import zmq
 
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.peers import Peer, read_key_file, write_key_file
-from tests.peers.helpers import LONG_S, SOON_S, fetch, make_node, peers
+from tests.limits import LONG_S, SOON_S
+from tests.peers.helpers import fetch, make_node, peers
 
 
 @pytest.fixture

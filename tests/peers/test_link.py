@@ -19,17 +19,8 @@ from lightning_loco.peers.links import Links
 from lightning_loco.peers.protocol import DATA, MalformedMessage, Reply, Request
 from lightning_loco.peers.tcp_link import TcpLink
 from lightning_loco.peers.transfer import Assembly, Transfer
-from tests.peers.helpers import (
-    LONG_S,
-    MODEL,
-    SOON_S,
-    answering,
-    open_files,
-    peers,
-    right_answer,
-    serving,
-    silent,
-)
+from tests.limits import LONG_S, SOON_S
+from tests.peers.helpers import MODEL, answering, open_files, peers, right_answer, serving, silent
 from tests.programs import free_ports
 
 PATIENCE_S = 5.0

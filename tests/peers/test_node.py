@@ -17,10 +17,9 @@ import torch
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.codecs import BFloat16, Codec, ErrorFeedback, Float16, Int8
 from lightning_loco.peers import NodeDirectory, Peer, PeerNode, write_key_file
+from tests.limits import LONG_S, SOON_S
 from tests.peers.helpers import (
     HOST,
-    LONG_S,
-    SOON_S,
     NodeProcess,
     fetch,
     fetch_until,

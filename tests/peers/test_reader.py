@@ -17,17 +17,8 @@ from lightning_loco.peers import NodeDirectory, Peer, Received
 from lightning_loco.peers.flow import FlowControl
 from lightning_loco.peers.protocol import EMPTY, GONE, OTHER_MODEL, Request, pack_reply
 from lightning_loco.peers.reader import Reader, ReaderStopped
-from tests.peers.helpers import (
-    LONG_S,
-    MODEL,
-    SOON_S,
-    answering,
-    peers,
-    right_answer,
-    right_reply,
-    serving,
-    silent,
-)
+from tests.limits import LONG_S, SOON_S
+from tests.peers.helpers import MODEL, answering, peers, right_answer, right_reply, serving, silent
 
 
 @contextlib.contextmanager

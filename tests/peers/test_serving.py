@@ -25,11 +25,11 @@ from lightning_loco.peers.protocol import (
 )
 from lightning_loco.peers.publications import Publications
 from lightning_loco.peers.serving import ServingThread
+from tests.limits import SOON_S
 from tests.peers.helpers import (
     CHECKSUM,
     HOST,
     MODEL,
-    SOON_S,
     dealer,
     open_files,
     peer_threads,

@@ -19,15 +19,8 @@ from lightning_loco.peers import slow_reader
 from lightning_loco.peers.settings import PairwiseSettings
 from lightning_loco.peers.slow_reader import fetch_seconds
 from tests.algorithms.toys import Point
-from tests.peers.helpers import (
-    LONG_S,
-    SOON_S,
-    fetch,
-    make_node,
-    peers,
-    two_nodes,
-    wait_until_ended,
-)
+from tests.limits import LONG_S, SOON_S
+from tests.peers.helpers import fetch, make_node, peers, two_nodes, wait_until_ended
 from tests.pool import Pool
 
 NUMEL = 250_000

@@ -17,10 +17,9 @@ import torch
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.codecs import Int8
 from lightning_loco.peers import Peer, PeerNode, StoreDirectory
+from tests.limits import LONG_S, SOON_S
 from tests.peers.helpers import (
     HOST,
-    LONG_S,
-    SOON_S,
     fetch,
     fetch_until,
     make_node,

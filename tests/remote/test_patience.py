@@ -25,11 +25,11 @@ from lightning_loco.remote import (
 from lightning_loco.remote.calls import Call
 from lightning_loco.remote.channel import Channel
 from tests.forked_jobs import Job, Outcome, freeze
+from tests.limits import HARNESS_S
 
 pytestmark = pytest.mark.process
 
 TIMEOUT_S = 2.0
-HARNESS_S = 60.0
 PROMPT_S = TIMEOUT_S + 6
 STEPS = 5
 MOMENT = 3
