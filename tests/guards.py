@@ -1,4 +1,4 @@
-"""What a test must not leave behind: threads, processes, process groups, files.
+"""What a test must not leave behind: threads, processes, process groups, files, other settings.
 
 The same checks run around every test in the pytest process and around every job in a pool worker.
 """
@@ -46,6 +46,7 @@ class Surroundings:
     children: frozenset[int]
     folder: Path | None
     files: frozenset[str]
+    drawing: dict[str, object]
 
     @classmethod
     def now(cls, folder: Path | None = None) -> Surroundings:
@@ -56,6 +57,7 @@ class Surroundings:
             children=frozenset(_children()),
             folder=folder,
             files=_files(folder),
+            drawing=_matplotlib("rcParams"),
         )
 
     def restore(self, patience_s: float = 2.0) -> list[str]:
@@ -64,9 +66,20 @@ class Surroundings:
         left += [f"thread {name}" for name in self._new_threads(patience_s)]
         left += [f"process {pid}: {command}" for pid, command in self._new_children(patience_s)]
         left += [f"file {name}" for name in sorted(_files(self.folder) - self.files)]
+        left += self._changed_drawing()
         restore_environ(self.environ)
         _reset_rank_zero()
         return left
+
+    def _changed_drawing(self) -> list[str]:
+        """Settings of matplotlib that are no longer what they were; they are put back."""
+        before = self.drawing or _matplotlib("rcParamsOrig")
+        now = _matplotlib("rcParams")
+        # Drawing chooses the backend.
+        changed = [key for key in now if key != "backend" and now[key] != before[key]]
+        for key in changed:
+            sys.modules["matplotlib"].rcParams[key] = before[key]
+        return [f"matplotlib.rcParams[{key!r}] = {now[key]!r}" for key in changed]
 
     def _new_threads(self, patience_s: float) -> list[str]:
         """Threads that are new and still alive after a moment in which they may end."""
@@ -129,6 +142,12 @@ def _files(folder: Path | None) -> frozenset[str]:
     if folder is None:
         return frozenset()
     return frozenset(path.name for path in folder.iterdir()) - KNOWN_FILES
+
+
+def _matplotlib(settings: str) -> dict[str, object]:
+    """A copy of matplotlib's settings; empty while it has not been imported."""
+    matplotlib = sys.modules.get("matplotlib")
+    return {} if matplotlib is None else dict.copy(getattr(matplotlib, settings))
 
 
 def _drop_group() -> list[str]:

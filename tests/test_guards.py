@@ -75,3 +75,12 @@ def test_environment_and_rank_are_put_back(tmp_path: Path) -> None:
 def test_a_test_that_starts_processes_must_be_marked() -> None:
     with pytest.raises(AssertionError, match="pytest.mark.process"):
         Program([sys.executable, "-c", ""])
+
+
+def test_settings_of_matplotlib(tmp_path: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    before = Surroundings.now(tmp_path)
+    kept = matplotlib.rcParams["svg.fonttype"]
+    matplotlib.rcParams["svg.fonttype"] = "none"
+    assert before.restore() == ["matplotlib.rcParams['svg.fonttype'] = 'none'"]
+    assert matplotlib.rcParams["svg.fonttype"] == kept

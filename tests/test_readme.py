@@ -42,9 +42,10 @@ def test_the_quick_start_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["what_travels_when", "remote_optimizer"])
 def test_a_picture_can_be_drawn_again(tmp_path: Path, name: str) -> None:
-    pytest.importorskip("matplotlib")
+    matplotlib = pytest.importorskip("matplotlib")
     script = runpy.run_path(str(ROOT / "docs" / "draw_pictures.py"))
-    script["PICTURES"][name](tmp_path / "again.svg")
+    with matplotlib.rc_context():
+        script["PICTURES"][name](tmp_path / "again.svg")
     again, kept = (
         ET.parse(file).getroot() for file in (tmp_path / "again.svg", ROOT / "docs" / f"{name}.svg")
     )

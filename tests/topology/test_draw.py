@@ -18,7 +18,7 @@ from lightning_loco.topology import (
 
 
 def test_picture_shows_workers_and_title(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    pytest.importorskip("matplotlib").rcParams["svg.fonttype"] = "none"
+    matplotlib = pytest.importorskip("matplotlib")
     for topology, num_workers in (
         (Ring(), 8),
         (Exponential(), 6),
@@ -26,7 +26,10 @@ def test_picture_shows_workers_and_title(tmp_path: Path, subtests: pytest.Subtes
         (Ring(), 1),
         (FromMatrix([[1.0]]), 1),
     ):
-        with subtests.test(str(topology), num_workers=num_workers):
+        with (
+            subtests.test(str(topology), num_workers=num_workers),
+            matplotlib.rc_context({"svg.fonttype": "none"}),
+        ):
             file = tmp_path / f"{topology.name}-{num_workers}.svg"
             text = draw(topology, num_workers, file, round_index=3).read_text()
             assert f"{topology.name}, {num_workers} workers" in text
