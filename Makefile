@@ -3,6 +3,8 @@
 PYTHON ?= python3
 RUN := .venv/bin/python
 export JOBS ?= 2
+# Compiled modules are kept: tests start many processes, and each would compile them again.
+unexport PYTHONDONTWRITEBYTECODE
 AT_ONCE := --numprocesses=$$(($(JOBS) + 1)) --dist=worksteal
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest $(AT_ONCE)
 

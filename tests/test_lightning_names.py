@@ -44,15 +44,20 @@ def own_attributes(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, name
 
 
-@functools.cache
 def names_of_lightning(kind: type) -> frozenset[str]:
     """Private names in the classes of Lightning that a class builds on."""
     found: set[str] = set()
     for base in kind.__mro__:
         if base.__module__.startswith(("lightning.", "pytorch_lightning.")):
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-            found |= {name for _, name in own_attributes(tree)}
+            found |= names_in(base)
     return frozenset(found)
+
+
+@functools.cache
+def names_in(kind: type) -> frozenset[str]:
+    """Private names that the source of a class has."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    return frozenset(name for _, name in own_attributes(tree))
 
 
 def violations(module: str, text: str) -> list[str]:

@@ -24,6 +24,7 @@ from lightning_loco.rounds import Engine, RoundSettings
 from lightning_loco.schedules import Staggered
 from lightning_loco.topology import Torus, get_topology
 from lightning_loco.values import plain
+from tests.conftest import cover
 from tests.pool import Pool
 from tests.rounds.fragments import Layers
 
@@ -64,19 +65,24 @@ def test_topologies_of_some_numbers_only_are_refused(subtests: pytest.Subtests) 
 
 
 @pytest.mark.parametrize(
-    "algorithm",
-    [GASLoC(), GASLoC(momentum_on="gossiped"), NoLoCo(), NeighborAverage()],
-    ids=["GASLoC", "GASLoC with gossiped momentum", "NoLoCo", "NeighborAverage"],
+    ("algorithm", "topology"),
+    cover(
+        [
+            pytest.param(GASLoC(), id="GASLoC"),
+            pytest.param(GASLoC(momentum_on="gossiped"), id="GASLoC with gossiped momentum"),
+            pytest.param(NoLoCo(), id="NoLoCo"),
+            pytest.param(NeighborAverage(), id="NeighborAverage"),
+        ],
+        for_any_number(),
+        strength=1,
+    ),
 )
-def test_all_other_topologies_work(algorithm: Algorithm, subtests: pytest.Subtests) -> None:
-    for topology in for_any_number():
-        with subtests.test(topology):
-            model = nn.Linear(1, 1)
-            engine = StepEngine(model, algorithm, topology=topology, membership=Elastic(HERE))
-            described = engine.settings.describe()
-            assert described["topology"] == plain(get_topology(topology))
-            assert described.get("momentum") != "auto"
-            engine.close()
+def test_all_other_topologies_work(algorithm: Algorithm, topology: str) -> None:
+    engine = StepEngine(nn.Linear(1, 1), algorithm, topology=topology, membership=Elastic(HERE))
+    described = engine.settings.describe()
+    assert described["topology"] == plain(get_topology(topology))
+    assert described.get("momentum") != "auto"
+    engine.close()
 
 
 def test_gossip_that_diverges_with_some_number_is_refused() -> None:

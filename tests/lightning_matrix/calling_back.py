@@ -233,7 +233,7 @@ class Watched(Model):
 def filled_in(run: RowRun, hook: str) -> Facts:
     """Weights that are 5 everywhere and are not trained stay what they are."""
     module = Watched(lr=0.0)
-    facts = fit(run, module, callbacks=[FiveAt(hook)])
+    facts = fit(run, module, callbacks=[FiveAt(hook)], num_sanity_val_steps=2)
     return {**facts, "fives": are_all(module, 5.0)}
 
 
@@ -264,7 +264,9 @@ def rate_finder(run: RowRun) -> Facts:
     module = Model()
     finder = ready.LearningRateFinder(num_training_steps=6, early_stop_threshold=None)
     saved = ModelCheckpoint(run.folder / "saved", filename="{epoch}", save_last=True)
-    trainer = run.trainer(callbacks=[finder, saved], enable_checkpointing=True)
+    trainer = run.trainer(
+        callbacks=[finder, saved], enable_checkpointing=True, num_sanity_val_steps=2
+    )
     trainer.fit(module, loader(), loader(8, 1))
     run.must_agree(module)
     return {"steps": trainer.global_step, "epochs": trainer.current_epoch}

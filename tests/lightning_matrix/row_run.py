@@ -77,7 +77,7 @@ class RowRun:
         return self.rank >= WORKERS
 
     def trainer(self, of_ddp: dict[str, Any] | None = None, **settings: Any) -> Trainer:
-        """A quiet trainer of two short epochs.
+        """A quiet trainer of two short epochs, without a sanity check.
 
         Args:
             of_ddp: What DDP has to be told, and the others need not.
@@ -88,6 +88,7 @@ class RowRun:
             "plugins": [self.environment],
             "max_epochs": EPOCHS,
             "log_every_n_steps": 1,
+            "num_sanity_val_steps": 0,
             "default_root_dir": self.folder,
         }
         plugins = [self.environment, *settings.pop("plugins", [])]

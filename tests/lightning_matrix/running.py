@@ -37,6 +37,10 @@ def fit(run: RowRun, module: Model | None = None, validates: bool = True, **sett
     return run.facts(trainer, module, trained=trained, metrics=sorted(trainer.callback_metrics))
 
 
+def fit_with_sanity_check(run: RowRun) -> Facts:
+    return fit(run, num_sanity_val_steps=2)
+
+
 def validate(run: RowRun) -> Facts:
     module, trainer = Model(), run.trainer()
     found = trainer.validate(module, loader(8, 1), verbose=False)

@@ -134,7 +134,7 @@ UNEVEN = Better("nobody loses data, and nobody hangs", {"all data": True})
 
 TABLE: dict[str, list[Row]] = {
     "Calls of the Trainer": [
-        Row("fit with validation", running.fit),
+        Row("fit with validation", running.fit_with_sanity_check),
         Row("validate", running.validate),
         Row("test", running.test),
         Row("predict", running.predict),
