@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_loco.clock import REAL_CLOCK, Clock
 from lightning_loco.comm import messages
 from lightning_loco.comm.arrivals import Arrivals
 from lightning_loco.comm.board import Board
@@ -46,6 +46,7 @@ class WorkerGroup:
         store: The job's key-value store, with keys of this group's own; None for a single worker.
         host_waits: Whether waiting for a message blocks the host until it is here, as with gloo;
             with NCCL only the device waits, and the host must look whether it has come.
+        clock: What exchanges are waited for by; the watchdog has its own.
         failed: Whether an exchange has failed or this worker has, so that nothing that is under way
             will end; set it before :meth:`close`.
     """
@@ -59,6 +60,7 @@ class WorkerGroup:
     timeout_s: float = 600.0
     store: PromptStore | None = None
     host_waits: bool = True
+    clock: Clock = REAL_CLOCK
     failed: bool = False
 
     @classmethod
@@ -131,7 +133,7 @@ class WorkerGroup:
         if backend is None and device.type == "cpu":
             backend = "gloo"
         self.host_waits = backend_on(device, backend) == "gloo"
-        began = time.monotonic()
+        began = self.clock.now()
         try:
             if self.host_waits:
                 self.data = self._connected_by_gloo(backend)
@@ -172,12 +174,12 @@ class WorkerGroup:
         Args:
             error: Of the backend, or one that names somebody already and stays as it is.
             place: What was being waited for, in words.
-            began: Since when, by ``time.monotonic()``.
+            began: Since when, by the group's clock.
         """
         self.failed = True
         if self.watchdog is None or isinstance(error, WorkerFailure):
             return error
-        return self.watchdog.blame(place, time.monotonic() - began)
+        return self.watchdog.blame(place, self.clock.now() - began)
 
     def gather_objects(self, value: Any, place: str = "an agreement") -> list[Any]:
         """Collect a small value from every worker, in order.
@@ -204,7 +206,7 @@ class WorkerGroup:
     def _gather(self, message: bytes, place: str) -> list[bytes]:
         assert self.control is not None
         self.come_to(place)
-        began = time.monotonic()
+        began = self.clock.now()
         names = [self._name(worker) for worker in range(self.num_workers)]
         try:
             return messages.gather(message, self.control, names)

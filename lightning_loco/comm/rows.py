@@ -172,7 +172,7 @@ def start_rows(group: WorkerGroup, statistics: Statistics, row: Row, place: str)
         work = dist.all_gather(list(table), own, group=group.control, async_op=True)
 
     def receive() -> Tensor:
-        with Timed(statistics), Explained(group, place):
+        with Timed(statistics, group.clock), Explained(group, place):
             work.wait()
         return table
 

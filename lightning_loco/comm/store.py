@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 from torch.distributed import PrefixStore, Store
 
 from lightning_loco.background import BackgroundThread
+from lightning_loco.clock import REAL_CLOCK, Clock
 
 T = TypeVar("T")
 
@@ -40,20 +40,21 @@ class PromptStore:
 
     Args:
         store: Used by nobody else from now on.
+        clock: What answers are waited for by.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, clock: Clock = REAL_CLOCK) -> None:
         self._store = store
-        self._line = _Line()
+        self._line = _Line(clock)
         self._line.start()
 
     @classmethod
-    def beside(cls, store: Store, patience_s: float) -> PromptStore:
+    def beside(cls, store: Store, patience_s: float, *, clock: Clock = REAL_CLOCK) -> PromptStore:
         """A connection of its own to the server of a store that others use.
 
         Where the kind of store has no such thing, it is the same connection.
         """
-        return cls(in_time(lambda: _own_connection(store), patience_s))
+        return cls(in_time(lambda: _own_connection(store), patience_s), clock=clock)
 
     def under(self, prefix: str) -> PromptStore:
         """The same connection, for keys that begin with ``prefix/``."""
@@ -65,8 +66,7 @@ class PromptStore:
     @property
     def silent_s(self) -> float:
         """For how long the store has owed an answer, in seconds; 0 if it owes none."""
-        asked_at = self._line.asked_at
-        return 0.0 if asked_at is None else time.monotonic() - asked_at
+        return self._line.silent_s
 
     def set(self, key: str, value: str, patience_s: float = PATIENCE_S) -> None:
         """Write a value; a server that is frozen may read it later."""
@@ -166,16 +166,23 @@ class _Line(BackgroundThread):
         asked_at: When the call that is under way has begun; None if there is none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = REAL_CLOCK) -> None:
         super().__init__("loco-store")
+        self._clock = clock
         self.asked_at: float | None = None
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._current: _Call | None = None
         self._has_ended = False
 
+    @property
+    def silent_s(self) -> float:
+        """For how long the call that is under way has been made, in seconds; 0 without one."""
+        asked_at = self.asked_at
+        return 0.0 if asked_at is None else self._clock.now() - asked_at
+
     def run(self) -> None:
         while (call := self._calls.get()) is not None:
-            self._current, self.asked_at = call, time.monotonic()
+            self._current, self.asked_at = call, self._clock.now()
             call.make()
             self._current = self.asked_at = None
             del call
@@ -185,7 +192,7 @@ class _Line(BackgroundThread):
         call = _Call(work)
         if not self._has_ended:
             self._calls.put(call)
-            call.is_over.wait(patience_s)
+            self._clock.wait(call.is_over, patience_s)
         if not call.is_over.is_set() or call.work is None:
             call.withdraw()
             raise StoreSilent(f"The job's key-value store has not answered for {patience_s:.0f} s.")
@@ -206,7 +213,7 @@ class _Line(BackgroundThread):
         asked_at = self.asked_at
         self._calls.put(None)
         if threading.current_thread() is not self:
-            age_s = math.inf if asked_at is None else time.monotonic() - asked_at
+            age_s = math.inf if asked_at is None else self._clock.now() - asked_at
             self.join(max(_FAREWELL_S, _YOUNG_S - age_s))
         if (current := self._current) is not None:
             current.withdraw()
@@ -221,4 +228,4 @@ class _Line(BackgroundThread):
         self._has_ended = True
         asked_at = self.asked_at
         self._calls.put(None)
-        return PATIENCE_S if asked_at is None else PATIENCE_S - (time.monotonic() - asked_at)
+        return PATIENCE_S if asked_at is None else PATIENCE_S - (self._clock.now() - asked_at)

@@ -8,7 +8,6 @@ takes to pack.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
 
+from lightning_loco.clock import REAL_CLOCK, Clock
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.stats import Statistics
 
@@ -28,14 +28,15 @@ _LONGEST_PAUSE_S = 1e-3
 class Timed:
     """Add the seconds spent inside to ``statistics.wait_s``."""
 
-    def __init__(self, statistics: Statistics) -> None:
+    def __init__(self, statistics: Statistics, clock: Clock = REAL_CLOCK) -> None:
         self._statistics = statistics
+        self._now = clock.now
 
     def __enter__(self) -> None:
-        self._started = time.perf_counter()
+        self._started = self._now()
 
     def __exit__(self, *_: object) -> None:
-        self._statistics.wait_s += time.perf_counter() - self._started
+        self._statistics.wait_s += self._now() - self._started
 
 
 class Explained:
@@ -44,7 +45,7 @@ class Explained:
     Args:
         group: The workers.
         place: What is being waited for, e.g. ``"round 12"``.
-        since: When the wait began, by ``time.monotonic``. Default: on entering.
+        since: When the wait began, by the group's clock. Default: on entering.
     """
 
     def __init__(self, group: WorkerGroup, place: str, since: float | None = None) -> None:
@@ -54,7 +55,7 @@ class Explained:
 
     def __enter__(self) -> None:
         if self._since is None:
-            self._since = time.monotonic()
+            self._since = self._group.clock.now()
 
     def __exit__(
         self,
@@ -86,7 +87,8 @@ class Works:
         self._group = group
         self._place = place
         self._works = list(works)
-        self._began = time.monotonic()
+        self._clock = group.clock
+        self._began = self._clock.now()
 
     def have_ended(self) -> bool:
         """Whether :meth:`wait` would return or raise at once; never waits."""
@@ -95,7 +97,7 @@ class Works:
     def end_within(self, seconds: float) -> bool:
         """Wait a little; whether they have ended well. For works that can be looked after."""
         if not self._group.host_waits:
-            return self._look_until(time.monotonic() + seconds)
+            return self._look_until(self._clock.now() + seconds)
         try:
             for work in self._works:
                 work.wait(timedelta(seconds=seconds))
@@ -123,9 +125,9 @@ class Works:
         """Look again and again; whether they have ended, and not only the time or all hope."""
         pause_s = _SHORTEST_PAUSE_S
         while not self._are_completed():
-            if time.monotonic() > deadline or self._is_hopeless():
+            if self._clock.now() > deadline or self._is_hopeless():
                 return False
-            time.sleep(pause_s)
+            self._clock.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return True
 
@@ -135,7 +137,7 @@ class Works:
     def _is_hopeless(self) -> bool:
         watchdog, timeout_s = self._group.watchdog, self._group.timeout_s
         has_failed = watchdog is not None and watchdog.failure is not None
-        return has_failed or time.monotonic() > self._began + timeout_s
+        return has_failed or self._clock.now() > self._began + timeout_s
 
 
 class Sum:
@@ -153,7 +155,7 @@ class Sum:
     def __init__(
         self, group: WorkerGroup, statistics: Statistics, flat: Tensor, place: str
     ) -> None:
-        self._statistics = statistics
+        self._timed = Timed(statistics, group.clock)
         self._flat = flat
         self._works: Works | None = None
         if group.data is not None:
@@ -171,13 +173,13 @@ class Sum:
         """Wait a little."""
         if self._works is None:
             return True
-        with Timed(self._statistics):
+        with self._timed:
             return self._works.end_within(seconds)
 
     def wait(self) -> Tensor:
         """Return the sum; raises RuntimeError as :class:`Explained`."""
         if self._works is not None:
-            with Timed(self._statistics):
+            with self._timed:
                 self._works.wait()
             self._works = None
         return self._flat

@@ -10,7 +10,6 @@ import logging
 import math
 import re
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from fractions import Fraction
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from lightning_loco.background import BackgroundThread
+from lightning_loco.clock import REAL_CLOCK, Clock
 from lightning_loco.comm.store import PromptStore, StoreSilent
 
 log = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ class Watchdog(BackgroundThread):
         worker: Number of this worker, out of ``num_workers``.
         names: What to call them in messages. Default: worker 0, worker 1, ...
         timeout_s: How long the store may be silent while nobody waits for anybody, in seconds.
+        clock: What it waits by, and the store, too, unless that is a ``PromptStore``.
 
     Attributes:
         failure: What another worker reported before it died, or None.
@@ -72,6 +73,8 @@ class Watchdog(BackgroundThread):
         num_workers: int,
         names: Sequence[str] | None = None,
         timeout_s: float = math.inf,
+        *,
+        clock: Clock = REAL_CLOCK,
     ) -> None:
         super().__init__("loco-watchdog")
         self.failure: str | None = None
@@ -82,12 +85,13 @@ class Watchdog(BackgroundThread):
         self.stop_seen = False
         self.stop_at: tuple[Fraction, str] | None = None
         self._owns_store = not isinstance(store, PromptStore)
-        self._store = store if isinstance(store, PromptStore) else PromptStore(store)
+        self._store = store if isinstance(store, PromptStore) else PromptStore(store, clock=clock)
         self._worker = worker
         self._num_workers = num_workers
         self._others = [other for other in range(num_workers) if other != worker]
         self._names = names or [f"worker {worker}" for worker in range(num_workers)]
         self._timeout_s = timeout_s
+        self._clock = clock
         self._end = threading.Event()
         self._beats = 0
         self._complaints: set[str] = set()
@@ -109,7 +113,7 @@ class Watchdog(BackgroundThread):
             except Exception as error:
                 self._complain("the job's key-value store", repr(error))
             agreeing = self.stop_seen and self.stop_at is None
-            self._end.wait(_INTERVAL_S / 20 if agreeing else _INTERVAL_S)
+            self._clock.wait(self._end, _INTERVAL_S / 20 if agreeing else _INTERVAL_S)
 
     def _beat(self) -> None:
         self._beats += 1
@@ -168,12 +172,12 @@ class Watchdog(BackgroundThread):
 
     def wait_for_stop_point(self, timeout_s: float) -> tuple[Fraction, str]:
         """Block until all have said where they can stop; a WorkerFailure names who does not."""
-        deadline = time.monotonic() + timeout_s
+        deadline = self._clock.now() + timeout_s
         while self.stop_at is None:
             self.raise_if_failed()
-            if time.monotonic() > deadline:
+            if self._clock.now() > deadline:
                 raise self.blame("the agreement to stop", timeout_s)
-            time.sleep(_INTERVAL_S / 100)
+            self._clock.sleep(_INTERVAL_S / 100)
         return self.stop_at
 
     def report(self, text: str) -> None:
@@ -184,15 +188,15 @@ class Watchdog(BackgroundThread):
         if self._store.silent_s > _LOOK_S:
             return
         others = [f"read/{other}" for other in self._others if other not in self._lifeless]
-        self._read_by = min(self._read_by, time.monotonic() + 3 * _INTERVAL_S)
+        self._read_by = min(self._read_by, self._clock.now() + 3 * _INTERVAL_S)
         with suppress(RuntimeError):
             entry = f"{self._worker}|{text[-_LONGEST_REPORT:]}"
             self._store.compare_set("failure", "", entry, _LOOK_S)
             self._store.set(f"read/{self._worker}", "", _LOOK_S)
-            while self._worker == 0 and time.monotonic() < self._read_by:
+            while self._worker == 0 and self._clock.now() < self._read_by:
                 if self._store.check(others, _LOOK_S):
                     return
-                time.sleep(_INTERVAL_S / 20)
+                self._clock.sleep(_INTERVAL_S / 20)
 
     def raise_if_failed(self) -> None:
         """Raise WorkerFailure if another worker has reported an error, or cannot be reached.
@@ -257,11 +261,11 @@ class Watchdog(BackgroundThread):
     def _watch_for_a_moment(self) -> Beats | None:
         """Wait for a failure, or see who is lifeless; the last beats if the store has answered."""
         old = self._read_beats() or {}
-        deadline = time.monotonic() + _SETTLE_S
-        while self.failure is None and time.monotonic() < deadline and self.is_alive():
+        deadline = self._clock.now() + _SETTLE_S
+        while self.failure is None and self._clock.now() < deadline and self.is_alive():
             if self._store.silent_s > _SETTLE_S:
                 break
-            time.sleep(0.1)
+            self._clock.sleep(0.1)
         new = self._read_beats()
         if self.failure is None and new is not None:
             self._lifeless = {w for w in self._others if new.get(w, (0,))[0] == old.get(w, (0,))[0]}

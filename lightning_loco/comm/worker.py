@@ -29,6 +29,7 @@ from lightning_loco.comm.replica import Replica
 from lightning_loco.comm.rows import PendingRows, Row, meeting_number, start_rows
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.stopping import StopAgreed, StopAgreement
+from lightning_loco.fault_points import reach
 from lightning_loco.values import plain
 
 log = logging.getLogger(__name__)
@@ -175,6 +176,7 @@ class Worker:
 
         ``sync_every``: local steps of this worker between rounds, if rounds go by steps.
         """
+        reach("local step")
         self.steps += 1
         self.steps_since_round += 1
         watchdog = self.group.watchdog

@@ -13,6 +13,7 @@ from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.handover import Handover, receive, send
 from lightning_loco.elastic.plan import Plan
 from lightning_loco.elastic.state import copy_state, lane_of, longest_state
+from lightning_loco.fault_points import reach
 from lightning_loco.rounds.compressed_sum import CompressedSum
 from lightning_loco.rounds.engine import Engine
 
@@ -104,6 +105,7 @@ class Summing:
 
     def bring(self, state: Handover, plan: Plan) -> None:
         """Send it to one newcomer after the other."""
+        reach("before the state is sent")
         for newcomer in plan.newcomers:
             try:
                 send(state, self._groups, newcomer)

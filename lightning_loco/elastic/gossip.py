@@ -12,6 +12,7 @@ from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.handover import Handover, receive, send
 from lightning_loco.elastic.plan import UNKNOWING, Plan
 from lightning_loco.elastic.state import copy_state, longest_state
+from lightning_loco.fault_points import reach
 from lightning_loco.rounds.compressed_mixing import mix_compressed
 from lightning_loco.rounds.engine import Engine
 from lightning_loco.rounds.mixing import Mix
@@ -84,6 +85,7 @@ class Mixing:
 
     def bring(self, state: Handover, plan: Plan) -> None:
         """Say what the state is made of, and add this member's part of it."""
+        reach("before the state is sent")
         try:
             if plan.own == plan.donor:
                 for newcomer in plan.newcomers:

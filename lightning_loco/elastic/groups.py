@@ -20,6 +20,7 @@ from lightning_loco.elastic.gathering import Gathering
 from lightning_loco.elastic.moving import move, one_byte
 from lightning_loco.elastic.plan import Plan
 from lightning_loco.elastic.stores import check_alive, connected
+from lightning_loco.fault_points import reach
 
 CONNECT_S = 20.0
 """Longest wait for the members of a new group: one of them may have died meanwhile."""
@@ -113,6 +114,7 @@ class Groups:
         Raises:
             RuntimeError: If a member does not come.
         """
+        reach("before the group")
         if not plan.is_new:
             return
         self.drop()
@@ -129,6 +131,7 @@ class Groups:
     def _connect(self, plan: Plan) -> ProcessGroupGloo:
         group = ProcessGroupGloo(timeout=timedelta(seconds=self._connect_s))
         store = f"{plan.stores[plan.donor]}/{plan.group}"
+        reach("making the group")
         group.configure(store, plan.names[plan.own], plan.own, len(plan.names))
         return group
 
@@ -138,6 +141,7 @@ class Groups:
 
     def sum(self, flat: Tensor) -> None:
         """Add a flat tensor up over all members, in place."""
+        reach("exchange")
         options = AllreduceOptions()
         options.timeout = self._timeout
         group = self._open
@@ -149,6 +153,7 @@ class Groups:
 
     def begin_gather(self, row: Tensor) -> Callable[[], Tensor]:
         """Begin to :meth:`gather`, beside what follows; what is returned waits for the end."""
+        reach("rows")
         group = self._open
         table = row.new_empty(group.size(), len(row))
         options = AllgatherOptions()
@@ -163,7 +168,9 @@ class Groups:
 
     def confirm(self) -> None:
         """Say that this member has received, and wait until all have; RuntimeError if not."""
+        reach("confirming")
         self.gather(one_byte())
+        reach("after confirming")
 
     def send(self, tensors: Sequence[Tensor], to: int) -> None:
         """Send tensors to one member, which receives as many; empty ones do not travel.
@@ -183,6 +190,7 @@ class Groups:
         Raises:
             RuntimeError: If one of them is lost.
         """
+        reach("exchange")
         messages = {to: [message] for to, message in sent.items()}
         memories = {source: [memory] for source, memory in inbox.items()}
         self._move(messages, memories)

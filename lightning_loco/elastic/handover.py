@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_loco.comm import messages
 from lightning_loco.elastic.groups import Groups
+from lightning_loco.fault_points import reach
 
 LONGEST_BYTES = 64 * 2**20
 """The longest description."""
@@ -58,8 +59,10 @@ def send(
     text = messages.write({"tensors": kinds, "values": handover.values})
     head = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     sent = [tensor.reshape(-1) for tensor in kept.values() if travels(tensor)]
-    for tensors in ([torch.tensor([len(text)])], [head], sent):
-        groups.send(tensors, to)
+    groups.send([torch.tensor([len(text)])], to)
+    groups.send([head], to)
+    reach("sending the state")
+    groups.send(sent, to)
 
 
 def receive(
@@ -91,6 +94,7 @@ def receive(
         for name, (dtype, shape) in _checked(described, longest_bytes).items()
     }
     sent = [tensor.view(-1) for tensor in tensors.values() if travels(tensor)]
+    reach("receiving the state")
     groups.receive(sent, source)
     return Handover(tensors, described["values"])
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lightning_loco.algorithms.pairwise import PairwiseAverage
 from lightning_loco.comm.flat import Chunk, Cuts, FlatLayout
+from lightning_loco.fault_points import reach
 
 
 def served_layout(params: FlatLayout, buffers: FlatLayout, chunk_elements: int) -> FlatLayout:
@@ -43,6 +44,7 @@ class Blending:
 
     def pack(self, flat: Tensor) -> None:
         """Copy the model into ``flat``, of shape ``(P,)``."""
+        reach("packing")
         for chunk in self.layout.chunks():
             chunk.pack(flat[chunk.start : chunk.stop])
 
@@ -61,6 +63,7 @@ class Blending:
             was_finite: Whether this worker's own model was finite; if not, there is no progress
                 that could be kept.
         """
+        reach("outer step")
         before = self._before_fetch if was_finite else None
         for chunk in self.layout.chunks():
             place = slice(chunk.start, chunk.stop)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.fault_points import reach
 from lightning_loco.peers.counts import PeerStatistics
 from lightning_loco.peers.directory import Directory
 from lightning_loco.peers.fetching import FetchingThread
@@ -193,6 +194,7 @@ class PeerNode:
     def start_fetch(self) -> None:
         """Begin to read from a peer in the background."""
         self._fetching.start_fetch()
+        reach("after sending")
 
     def wait(self, timeout_s: float | None = None) -> Received | None:
         """Wait until the fetch has ended, at most ``fetch_timeout_s`` after its start.

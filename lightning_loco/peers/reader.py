@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import enum
 import logging
-import time
 from typing import NamedTuple
 
 from torch import Tensor
 
 from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.clock import REAL_CLOCK, Clock
 from lightning_loco.peers.counts import FetchCounts
 from lightning_loco.peers.directory import Directory
 from lightning_loco.peers.flow import FlowControl
@@ -81,6 +81,7 @@ class Reader:
         pinned: Whether a GPU copies from what is handed over.
         chunk_bytes: Length of the chunks that are asked for, at most 4 MiB.
         window: Chunks that are asked for at the same time, 1 to 8.
+        clock: What peers are waited for by.
 
     Attributes:
         counts: What has become of the fetches so far.
@@ -102,6 +103,7 @@ class Reader:
         pinned: bool = False,
         chunk_bytes: int = CHUNK_BYTES,
         window: int = WINDOW,
+        clock: Clock = REAL_CLOCK,
     ) -> None:
         if not fetch_timeout_s > 0:
             raise ValueError(f"fetch_timeout_s must be positive, got {fetch_timeout_s}. Try 2.5.")
@@ -114,13 +116,14 @@ class Reader:
         self._flow = flow
         self._links = Links(directory, keys, self._transfer.chunk_bytes)
         self._logged: set[tuple[str, str]] = set()
+        self._clock = clock
         self._is_stopped = False
 
     def fetch(self, deadline: float) -> Received | None:
         """Ask a few peers, one after the other, until one has answered.
 
         Args:
-            deadline: When to give up, in the seconds of ``time.monotonic()``.
+            deadline: When to give up, by the clock.
 
         Returns:
             The parameters, or None if no peer sent usable ones.
@@ -128,9 +131,9 @@ class Reader:
         Raises:
             ReaderStopped: Soon after :meth:`stop`.
         """
-        started = time.monotonic()
+        started = self._clock.now()
         tried: set[str] = set()
-        while time.monotonic() < deadline and len(tried) < _MOST_PEERS_PER_FETCH:
+        while self._clock.now() < deadline and len(tried) < _MOST_PEERS_PER_FETCH:
             name = self._flow.choose(without=tried)
             if name is None:
                 break
@@ -141,7 +144,7 @@ class Reader:
                     self._assembly.params,
                     self._transfer.tag,
                     name,
-                    time.monotonic() - started,
+                    self._clock.now() - started,
                     self._total_bytes,
                 )
             if outcome in (_Outcome.NOT_FINITE, _Outcome.TOO_FAR):
@@ -207,13 +210,13 @@ class Reader:
         transfer = self._transfer
         transfer.restart()
         num_gone = 0
-        patient_until = time.monotonic() + patience_s
+        patient_until = self._clock.now() + patience_s
         while not transfer.is_done:
             if self._is_stopped:
                 raise ReaderStopped
             for request in transfer.requests():
                 link.send(request)
-            left_s = min(deadline, patient_until) - time.monotonic()
+            left_s = min(deadline, patient_until) - self._clock.now()
             if left_s <= 0 or num_gone == _MOST_RESTARTS:
                 self._explain_silence(link.peer.name, deadline)
                 return _Outcome.SILENT
@@ -238,7 +241,7 @@ class Reader:
                 if not reply.tag.is_plausible:
                     return _Outcome.NOT_FINITE
                 self.counts.bytes_received += reply.length
-                patient_until = time.monotonic() + patience_s
+                patient_until = self._clock.now() + patience_s
         nearness = self._assembly.nearness
         if not nearness.is_finite:
             return _Outcome.NOT_FINITE
@@ -253,7 +256,7 @@ class Reader:
 
     def _explain_silence(self, name: str, deadline: float) -> None:
         done = self._transfer.received_bytes
-        if done and time.monotonic() >= deadline:
+        if done and self._clock.now() >= deadline:
             self._log_once(
                 name,
                 "too slow",

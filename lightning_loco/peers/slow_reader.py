@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
+from lightning_loco.clock import REAL_CLOCK, Clock
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.link_times import LinkTimes
 from lightning_loco.peers.counts import FetchCounts
@@ -41,11 +41,13 @@ class SlowReader:
     Args:
         reader: Makes the fetches.
         seconds: How long a fetch takes.
+        clock: The reader's.
     """
 
-    def __init__(self, reader: Reader, seconds: FetchSeconds) -> None:
+    def __init__(self, reader: Reader, seconds: FetchSeconds, *, clock: Clock = REAL_CLOCK) -> None:
         self._reader = reader
         self._seconds = seconds
+        self._clock = clock
         self._count = 0
         self._stopped = threading.Event()
 
@@ -61,13 +63,14 @@ class SlowReader:
 
     def fetch(self, deadline: float) -> Received | None:
         """As :meth:`Reader.fetch`, later."""
-        started = time.monotonic()
+        started = self._clock.now()
         received = self._reader.fetch(deadline)
         if received is None:
             return None
         seconds = self._seconds(received.peer, received.received_bytes, self._count)
         self._count += 1
-        if self._stopped.wait(max(0.0, min(started + seconds, deadline) - time.monotonic())):
+        left_s = min(started + seconds, deadline) - self._clock.now()
+        if self._clock.wait(self._stopped, max(0.0, left_s)):
             raise ReaderStopped
         if started + seconds > deadline:
             self.counts.fetches -= 1

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lightning_loco.fault_points import reach
 from lightning_loco.remote.calls import Call
 from lightning_loco.remote.channel import Channel
 from lightning_loco.remote.optimizer_state import OptimizerState
@@ -105,7 +106,9 @@ class AllServers:
         """
         self._is_expecting = False
         for channel in self._channels:
+            reach("asking for a step")
             channel.ask_for_step(call)
+        reach("after sending")
         for channel in self._channels:
             channel.tell_changes()
         stops = [channel.finish_step() for channel in self._channels]

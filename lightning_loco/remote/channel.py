@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_loco.comm.devices import has_streams
+from lightning_loco.fault_points import reach
 from lightning_loco.remote.asking import (
     ask_for_parameters,
     ask_for_state,
@@ -233,6 +234,7 @@ class Channel:
             send_parameters(self.wire, self._params)
 
     def _send_next(self) -> None:
+        reach("packing")
         slot = self._slots[len(self._sending)]
         self.bytes_saved += slot.saved_bytes
         gradients = {index: self._params[index].grad for index in slot.indices}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_loco.fault_points import reach
 from lightning_loco.remote.accumulator import Accumulator
 from lightning_loco.remote.answering import answer_alone
 from lightning_loco.remote.backend import Backend
@@ -166,6 +167,7 @@ class GradientServer:
         self._backend.begin(None if is_late else Call.merge(list(calls.values())))
         sending: list[tuple[Wire, dist.Work]] = []
         for index in range(self._num_messages):
+            reach("summing")
             self._mean.receive(index, wanted)
             sending += self._send(wanted, self._backend.push(index))
         calls |= self._clients.hear_calls(streaming)
@@ -173,6 +175,7 @@ class GradientServer:
         changes = {client: call.changed for client, call in calls.items()}
         adopt_changes(self._clients, changes, self._backend)
         call = Call.merge(list(calls.values()))
+        reach("server step")
         answer = self._backend.finish(call)
         answer["stop"] = call.stop or answer.get("stop") or self._stop_reason()
         for index in self._backend.remaining():

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_loco.fault_points import reach
 from lightning_loco.remote.all_servers import AllServers
 from lightning_loco.remote.calls import Call, Clip
 from lightning_loco.remote.exchanged import check_exchanged
@@ -158,6 +159,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        reach("local step")
         check_exchanged(self.param_groups, self._servers.frozen)
         started = time.perf_counter()
         call = Call(clip=self._clip, stop=self._stop_reason)
@@ -285,6 +287,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _take_over(self) -> None:
+        reach("outer step")
         if self._replica.leads:
             self._servers.take_over(self._replica.share)
         else:

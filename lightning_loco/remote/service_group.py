@@ -18,6 +18,7 @@ from lightning_loco.comm.arrivals import let_the_others_look, lost_store
 from lightning_loco.comm.messages import read
 from lightning_loco.comm.store import PromptStore, in_time
 from lightning_loco.comm.watchdog import Watchdog, WorkerFailure
+from lightning_loco.fault_points import reach
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ class ServiceGroup:
         began = time.monotonic()
 
         def connect() -> Any:
+            reach("connecting the ranks")
             return ProcessGroupGloo(store, self._rank, size, timeout)
 
         try:

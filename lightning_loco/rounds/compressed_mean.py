@@ -70,7 +70,8 @@ class CompressedMean:
             self._last = begin(_in_turn(self._last, run, message.device))
         lost = message if self._compression.has_feedback else None
         coming = self._last if self._stays else None
-        return CompressedHandle(run, coming, lost, statistics, lambda: self._give_back(memory))
+        timed = Timed(statistics, group.clock)
+        return CompressedHandle(run, coming, lost, timed, lambda: self._give_back(memory))
 
     @property
     def hops(self) -> int:
@@ -143,7 +144,7 @@ class CompressedHandle:
         run: Exchanges, and returns the sum.
         coming: What comes of it, if a thread runs it.
         lost: Where it leaves what is lost of the own message; None if nobody asks.
-        statistics: Where seconds are counted.
+        timed: Counts the seconds of the wait.
         give_back: Gives memory back.
     """
 
@@ -152,12 +153,12 @@ class CompressedHandle:
         run: Callable[[], Tensor],
         coming: Future[Tensor] | None,
         lost: Tensor | None,
-        statistics: Statistics,
+        timed: Timed,
         give_back: Callable[[], None],
     ) -> None:
         self._run = run
         self._coming = coming
-        self._statistics = statistics
+        self._timed = timed
         self._give_back = give_back
         self.lost = lost
 
@@ -167,7 +168,7 @@ class CompressedHandle:
 
     def wait(self) -> Tensor:
         """Return the sum; raises RuntimeError if a worker is missing or has failed."""
-        with Timed(self._statistics):
+        with self._timed:
             return self._run() if self._coming is None else self._coming.result()
 
     def release(self) -> None:

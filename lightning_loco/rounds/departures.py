@@ -15,7 +15,8 @@ class Departures:
     """Every worker notes in the job's store when each of its messages leaves, before it does.
 
     So whoever has received a message finds there when it left, without waiting. Times are those of
-    ``time.time()``, which is one clock on one machine. Notes are overwritten after 1024 messages.
+    the clock's ``wall_time``, which is one clock on one machine. Notes are overwritten
+    after 1024 messages.
 
     Args:
         group: The workers; at least two.

@@ -15,6 +15,7 @@ from lightning_loco.algorithms import Algorithm
 from lightning_loco.codecs import Compression
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.stats import Statistics
+from lightning_loco.fault_points import reach
 from lightning_loco.rounds.compressed_mean import CompressedMean
 from lightning_loco.rounds.mean_exchange import MeanExchange
 from lightning_loco.rounds.neighbor_exchange import NeighborExchange
@@ -59,6 +60,21 @@ class Exchange(Protocol):
 
         What is lost of them is left in their place, if it is fed back.
         """
+
+
+def send(exchange: Exchange, parcel: Parcel, round_index: int) -> Handle:
+    """Let a parcel leave."""
+    reach("before sending")
+    handle = exchange.start(parcel, round_index)
+    reach("after sending")
+    return handle
+
+
+def wait_for(handle: Handle) -> Tensor:
+    """What comes of a parcel, once it is here."""
+    received = handle.wait()
+    reach("after receiving")
+    return received
 
 
 def make_exchange(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,7 +60,7 @@ class LinkEmulator:
         """Send a parcel; RuntimeError if it would be under way for longer than the timeout."""
         group, number = self._group, self._count
         self._count += 1
-        place, began = f"round {round_index}", time.time()
+        place, began = f"round {round_index}", group.clock.wall_time()
         departure = max(began, self._link.free_at)
         with Explained(group, place):
             self._departures.note(number, departure)
@@ -118,7 +117,7 @@ class LinkUse:
         statistics: Where that is counted.
 
     Attributes:
-        free_at: When all that was sent has left, by ``time.time()``.
+        free_at: When all that was sent has left, by the clock's ``wall_time``.
     """
 
     def __init__(self, statistics: Statistics) -> None:
@@ -145,7 +144,7 @@ class EmulatedHandle:
         link: This worker's.
         group: The workers.
         first: What the bytes take that left at the start.
-        began: When they left, by ``time.time()``.
+        began: When they left, by the clock's ``wall_time``.
         span: What further bytes take.
         departed: When the last sender's message left, once the handle's has arrived.
     """
@@ -163,6 +162,7 @@ class EmulatedHandle:
         self._handle = handle
         self._link = link
         self._group = group
+        self._clock = group.clock
         self._parts = [(began, first)]
         self._span = span
         self._departed = departed
@@ -180,7 +180,8 @@ class EmulatedHandle:
         """Whether :meth:`wait` would return or raise at once; never waits."""
         if self._received is not None:
             return True
-        return self._watched(self._handle.has_arrived) and time.time() >= self._arrival()
+        is_here = self._watched(self._handle.has_arrived)
+        return is_here and self._clock.wall_time() >= self._arrival()
 
     def arrives_within(self, seconds: float) -> bool:
         """Whether the message itself comes soon: nobody who has sent has to be called."""
@@ -189,10 +190,10 @@ class EmulatedHandle:
     def wait(self) -> Tensor:
         """Return what was received, once it would have come; later calls return it again."""
         if self._received is None:
-            entered = time.time()
+            entered = self._clock.wall_time()
             received: Tensor = self._watched(self._handle.wait)
             arrival = self._arrival()
-            with Timed(self._link.statistics):
+            with Timed(self._link.statistics, self._clock):
                 self._sleep_until(arrival)
             self._link.count(self._left_at, arrival, entered)
             self._received = received
@@ -205,7 +206,7 @@ class EmulatedHandle:
 
     def _watched(self, call: Callable[[], Any]) -> Any:
         """Call something that may send, and take note of what it has sent."""
-        statistics, now = self._link.statistics, time.time()
+        statistics, now = self._link.statistics, self._clock.wall_time()
         before = statistics.bytes_sent
         result = call()
         if (more := statistics.bytes_sent - before) > 0:
@@ -226,7 +227,7 @@ class EmulatedHandle:
 
     def _sleep_until(self, arrival: float) -> None:
         watchdog = self._group.watchdog
-        while (left_s := arrival - time.time()) > 0:
-            time.sleep(min(left_s, _LONGEST_NAP_S))
+        while (left_s := arrival - self._clock.wall_time()) > 0:
+            self._clock.sleep(min(left_s, _LONGEST_NAP_S))
             if watchdog is not None:
                 watchdog.raise_if_failed()

@@ -82,7 +82,7 @@ class RidingRows:
             return start_rows(group, statistics, row, place)
         board.exchange += 1
         note_place(group, place)
-        with Timed(statistics), Explained(group, place):
+        with Timed(statistics, group.clock), Explained(group, place):
             found = board.meet(row.numbers, watchdog, place, group.timeout_s)
         self._is_known = found is None
         if found is None:

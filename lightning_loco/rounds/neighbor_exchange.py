@@ -73,7 +73,8 @@ class NeighborExchange:
             return mix_compressed(self._codec, row, message, written, found)
 
         arrival = _Arrival(works) if group.host_waits else works
-        return NeighborHandle(arrival, mix, self._statistics, lambda: self._spare.extend(memory))
+        timed = Timed(self._statistics, group.clock)
+        return NeighborHandle(arrival, mix, timed, lambda: self._spare.extend(memory))
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
         """Apply the rows of the mixing matrix of this round."""
@@ -138,8 +139,8 @@ class _Arrival:
 class NeighborHandle:
     """The messages of the neighbours, under way.
 
-    ``works`` bring them, ``mix`` mixes them, in the thread that calls :meth:`wait`, and
-    ``give_back`` gives the memory of what was received back.
+    ``works`` bring them, ``mix`` mixes them, in the thread that calls :meth:`wait`, which ``timed``
+    counts, and ``give_back`` gives the memory of what was received back.
     """
 
     lost = None
@@ -148,12 +149,12 @@ class NeighborHandle:
         self,
         works: Works | _Arrival,
         mix: Callable[[], Tensor],
-        statistics: Statistics,
+        timed: Timed,
         give_back: Callable[[], None],
     ) -> None:
         self._works = works
         self._mix: Callable[[], Tensor] | None = mix
-        self._statistics = statistics
+        self._timed = timed
         self._give_back = give_back
 
     def has_arrived(self) -> bool:
@@ -162,7 +163,7 @@ class NeighborHandle:
 
     def wait(self) -> Tensor:
         """Return the mix, or the message itself for a worker without neighbours."""
-        with Timed(self._statistics):
+        with self._timed:
             self._works.wait()
         mix, self._mix = self._mix, None
         assert mix is not None

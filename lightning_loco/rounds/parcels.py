@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_loco.algorithms import Algorithm, State
 from lightning_loco.codecs import Compression
 from lightning_loco.comm.flat import Chunk
+from lightning_loco.fault_points import reach
 
 
 def slice_state(state: State, numel: int, chunk: Chunk) -> State:
@@ -99,6 +100,7 @@ class Part:
 
     def propose(self, params: Tensor) -> None:
         """Replace the parameters by the message."""
+        reach("packing")
         message = self._algorithm.propose(params, self.state)
         if message is not params:
             params.copy_(message)

@@ -16,7 +16,8 @@ from torch import Tensor
 from lightning_loco.algorithms import Restart
 from lightning_loco.comm.flat import are_finite
 from lightning_loco.comm.waiting import labelled
-from lightning_loco.rounds.exchange import Exchange, Handle
+from lightning_loco.fault_points import reach
+from lightning_loco.rounds.exchange import Exchange, Handle, send, wait_for
 from lightning_loco.rounds.flight import Flight
 from lightning_loco.rounds.lane import Lane
 from lightning_loco.rounds.parcels import Parcel, Part
@@ -58,8 +59,7 @@ class Rounds:
         self._exchange = exchange
         self._stays = settings.schedule.stays
         self._squares: list[Tensor] = []
-        self._is_proposed = False
-        self._is_finite = True
+        self._is_proposed, self._is_finite = False, True
         self._first: Handle | None = None
 
     def look(self) -> bool:
@@ -120,7 +120,7 @@ class Rounds:
         goes_on = self.flight is not None or (self._landing.keeps_progress and self._is_finite)
         for part in parcel.parts if self._stays(index) and not goes_on else ():
             part.begin_again()
-        return self._exchange.start(parcel, index)
+        return send(self._exchange, parcel, index)
 
     def send_first(self, index: int, valid: bool) -> Handle:
         """Send the first parcel ahead, because the workers' rows ride behind it."""
@@ -180,7 +180,7 @@ class Rounds:
                     if successor is not None:
                         part.message.copy_(part.scratch)
             if successor is not None:
-                successor.handles.append(self._exchange.start(parcel, successor.index))
+                successor.handles.append(send(self._exchange, parcel, successor.index))
         for handle in flight.handles:
             handle.release()
         self.flight = successor
@@ -189,7 +189,7 @@ class Rounds:
     def _land_piece(self, flight: Flight, parcel: Parcel, handle: Handle) -> None:
         weight = self._weight(flight)
         with labelled("loco/exchange"):
-            received = handle.wait()
+            received = wait_for(handle)
         self._commit(flight, parcel.parts)
         parcel.keep(handle.lost, flight.valid)
         with labelled("loco/apply"):
@@ -201,7 +201,7 @@ class Rounds:
         with labelled("loco/exchange"):
             weight = self._weight(flight)  # first, because it calls those who may be at a meeting
             if flight.received is None:
-                flight.received = [handle.wait() for handle in flight.handles]
+                flight.received = [wait_for(handle) for handle in flight.handles]
             return flight.received, weight
 
     def _weight(self, flight: Flight) -> float:
@@ -213,6 +213,7 @@ class Rounds:
 
     def _commit(self, flight: Flight, parts: list[Part]) -> None:
         """From here on the round counts: these parts wait for no other worker any more."""
+        reach("outer step")
         self.is_torn = True
         for part in parts if flight.told is not None else ():
             self._algorithm.hear(flight.told or (), part.state)

@@ -20,6 +20,7 @@ from typing import Any
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
+from lightning_loco.fault_points import reach
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.main_file import stamps_in, steps_of
 from lightning_loco.strategies.sealed import seal, unseal
@@ -98,6 +99,7 @@ class SideFiles:
 
     def put_main(self, stamp: str) -> None:
         """Put the waiting main file of a save into its place, if no other worker has done so."""
+        reach("before the main file is in its place")
         with suppress(FileNotFoundError):
             move_file(Path(self.waiting_main(stamp)), Path(self.path))
 
@@ -125,6 +127,7 @@ class SideFiles:
         Raises:
             OSError: If the main file was to be replaced and still names another save.
         """
+        reach("before the last checkpoint is deleted")
         named = stamps_in(self.path, self._io)
         if stamp not in named and isinstance(self._io, TorchCheckpointIO):
             raise OSError(

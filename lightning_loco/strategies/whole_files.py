@@ -13,6 +13,8 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import TorchCheckpointIO
 
+from lightning_loco.fault_points import reach
+
 
 class WholeFileIO(TorchCheckpointIO):
     """Lightning's way to write checkpoints, safe against a loss of the process or the machine.
@@ -57,6 +59,7 @@ def move_file(source: Path, target: Path) -> None:
 
 
 def _replace(target: Path, content: Any) -> None:
+    reach("writing a checkpoint")
     _make_folder(target.parent)
     # One name for each target: what a killed process has left is overwritten by the next one.
     part = target.with_name(f".{hashlib.sha256(target.name.encode()).hexdigest()[:16]}.part")
@@ -65,6 +68,7 @@ def _replace(target: Path, content: Any) -> None:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
+        reach("before a file is in its place")
         part.replace(target)
     except BaseException as error:
         part.unlink(missing_ok=True)

@@ -8,16 +8,19 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from lightning_loco.background import begin
+from lightning_loco.comm import store as module
 from lightning_loco.comm.store import PromptStore, StoreSilent, in_time
 from tests.comm.workers import threads_named, wait_until
 from tests.frozen import freeze_process
-from tests.limits import LONG_S, SOON_S
+from tests.limits import HARNESS_S, LONG_S
+from tests.manual_clock import ManualClock
 from tests.programs import Program
 from tests.store_server import server_in_a_process
 
@@ -69,42 +72,36 @@ def test_what_the_store_raises_arrives(store: PromptStore) -> None:
 
 
 def test_a_frozen_server_is_noticed_in_time_and_forgiven() -> None:
-    with server_in_a_process() as (store, pid):
+    clock = ManualClock()
+    with server_in_a_process(clock) as (store, pid):
         store.set("a", "1")
         assert store.get("a") == b"1"
         freeze_process(pid)
-        began = time.monotonic()
-        for _ in range(2):
+        asking = [begin(lambda: store.check(["a"], patience_s=0.25)) for _ in range(2)]
+        clock.wait_until_waiting(2)
+        wait_until(lambda: store._line._calls.qsize() == 1 and store._line.asked_at is not None)
+        assert clock.asked[-2:] == [0.25, 0.25]
+        clock.advance(0.25)
+        for one in asking:
             with pytest.raises(StoreSilent, match="has not answered"):
-                store.check(["a"], patience_s=0.3)
-        assert 0.5 < time.monotonic() - began < SOON_S
-        assert store.silent_s > 0.5
+                one.result(HARNESS_S)
+        assert store.silent_s == 0.25
         os.kill(pid, signal.SIGCONT)
         assert store.get("a", patience_s=LONG_S) == b"1"
         assert store.silent_s == 0
 
 
 def test_closing_does_not_wait_for_a_frozen_server() -> None:
-    with server_in_a_process() as (store, pid):
+    clock = ManualClock()
+    with server_in_a_process(clock) as (store, pid):
         freeze_process(pid)
-        errors: list[Exception] = []
-
-        def wait_long() -> None:
-            try:
-                store.check(["a"], patience_s=LONG_S)
-            except StoreSilent as error:
-                errors.append(error)
-
-        waiting = [threading.Thread(target=wait_long) for _ in range(3)]  # two stand in line
-        for thread in waiting:
-            thread.start()
-        wait_until(lambda: store.silent_s > 0 and store._line._calls.qsize() == 2)
-        began = time.monotonic()
+        asking = [begin(lambda: store.check(["a"])) for _ in range(3)]  # two stand in line
+        clock.wait_until_waiting(3)
+        wait_until(lambda: store._line._calls.qsize() == 2)
         store.close()
-        for thread in waiting:
-            thread.join()
-        assert time.monotonic() - began < SOON_S
-        assert len(errors) == 3
+        for one in asking:
+            with pytest.raises(StoreSilent):
+                one.result(HARNESS_S)
 
 
 def test_the_end_of_the_server_is_another_error() -> None:
@@ -144,19 +141,25 @@ def test_a_closed_store_answers_nobody() -> None:
 
 
 class LateStore(dist.HashStore):
-    """Answers whether it has something after half a second."""
+    """Answers once its connection is being closed, later than one that hangs is waited for."""
+
+    line: Any
 
     def check(self, keys: list[str]) -> bool:
-        time.sleep(0.5)
+        wait_until(lambda: self.line._has_ended)
+        time.sleep(1.5 * module._FAREWELL_S)
         return super().check(keys)
 
 
 def test_closing_waits_for_a_call_that_has_just_begun() -> None:
-    store = PromptStore(LateStore())
-    with suppress(StoreSilent):
-        store.check(["key"], patience_s=0.1)
+    late, clock = LateStore(), ManualClock()
+    store = PromptStore(late, clock=clock)
+    late.line = store._line
+    asking = begin(lambda: store.check(["key"]))
+    wait_until(lambda: store._line.asked_at is not None)
     store.close()
     assert not threads_named("loco-store")
+    assert asking.result(HARNESS_S) is False
 
 
 # Ends with a call under way to a server that goes on a second later. Python takes two to end.
@@ -165,6 +168,8 @@ import os, signal, subprocess, sys, time
 
 import torch.distributed as dist
 
+from lightning_loco.background import begin
+from lightning_loco.comm import store as module
 from lightning_loco.comm.store import PromptStore, StoreSilent
 
 host = "import sys, torch.distributed as dist; "

@@ -5,45 +5,43 @@ from __future__ import annotations
 import dataclasses
 import time
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_loco.comm import waiting
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Explained, Sum, Timed, Works
 from lightning_loco.comm.watchdog import WorkerFailure
 from tests.comm.workers import group_of, hurry, make_watchdogs, start
-from tests.late_backend import DELAY_S, late_group
-from tests.limits import LONG_S, SOON_S
+from tests.late_backend import late_group
+from tests.limits import LONG_S
+from tests.manual_clock import ManualClock, SkippingClock
 from tests.pool import Pool
 
 
-def test_seconds_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    statistics = Statistics(wait_s=1.0)
-    clock = iter([7.0, 7.5, 100.0, 100.25])  # seconds outside of both count for nothing
-    monkeypatch.setattr(waiting, "time", SimpleNamespace(perf_counter=clock.__next__))
-    for _ in range(2):
-        with Timed(statistics):
-            pass
+def test_seconds_add_up() -> None:
+    statistics, clock = Statistics(wait_s=1.0), ManualClock()
+    for seconds in (0.5, 0.25):
+        with Timed(statistics, clock):
+            clock.advance(seconds)
+        clock.advance(100.0)
     assert statistics.wait_s == 1.75
 
 
 def test_seconds_count_when_the_wait_fails() -> None:
-    statistics = Statistics()
+    statistics, clock = Statistics(), ManualClock()
 
     def fail() -> None:
-        with Timed(statistics):
-            time.sleep(0.02)
+        with Timed(statistics, clock):
+            clock.advance(0.5)
             raise RuntimeError("closed")
 
     with pytest.raises(RuntimeError, match="closed"):
         fail()
-    assert statistics.wait_s >= 0.02
+    assert statistics.wait_s == 0.5
 
 
 def test_an_error_names_the_missing_worker_and_keeps_its_cause(
@@ -137,14 +135,18 @@ def test_a_sum_is_counted_as_a_ring_all_reduce(pool: Pool) -> None:
 
 
 def sum_up_late(rank: int, world: int) -> dict[str, Any]:
-    """Worker 1 comes later than the others."""
-    group, statistics = late_group(), Statistics()
+    """Worker 1 comes once the others have looked."""
+    group, statistics, clock = late_group(timeout_s=1e6), Statistics(), SkippingClock()
+    group.clock, store = clock, group.own_store("test")
     flat = torch.arange(6.0) * (rank + 1)
-    if rank == 1:
-        time.sleep(0.3)
+    while rank == 1 and not store.check(["looked/0", "looked/2"]):
+        time.sleep(0.001)
     total = Sum(group, statistics, flat, "the test")
-    arrived = total.has_arrived(), total.arrives_within(0.0), total.arrives_within(0.05)
+    looks = (0.0, 0.05) if rank != 1 else ()
+    arrived = total.has_arrived(), *map(total.arrives_within, looks)
+    store.set(f"looked/{rank}", "")
     found = {"arrived": arrived, "sum": total.wait().tolist(), "wait_s": statistics.wait_s}
+    found["slept_s"] = clock.now()
     found["then"] = total.has_arrived(), total.arrives_within(0.0)
     group.close()
     return found
@@ -154,9 +156,11 @@ def test_where_the_host_does_not_wait_it_looks_until_the_sum_is_here(pool: Pool)
     found = pool.run(sum_up_late, world=3)
     assert [one["sum"] for one in found] == [[0.0, 6.0, 12.0, 18.0, 24.0, 30.0]] * 3
     assert all(one["then"] == (True, True) for one in found)
-    assert found[0]["arrived"] == (False, False, False)
-    assert found[0]["wait_s"] > 0.2
-    assert found[1]["wait_s"] >= DELAY_S / 2
+    for one in (found[0], found[2]):
+        assert one["arrived"] == (False, False, False)
+        assert one["wait_s"] > 0.05
+    for one in found:
+        assert one["wait_s"] == pytest.approx(one["slept_s"])
 
 
 class Stuck(dist.Work):
@@ -170,16 +174,17 @@ class Stuck(dist.Work):
 
 
 def test_what_began_too_long_ago_is_given_up() -> None:
-    group = WorkerGroup(0, 2, timeout_s=0.5, host_waits=False)
-    began = time.monotonic()
+    clock = SkippingClock()
+    group = WorkerGroup(0, 2, timeout_s=0.5, host_waits=False, clock=clock)
     works = Works(group, "round 4", [Stuck()])
     assert not works.have_ended()
     with pytest.raises(RuntimeError, match="^No message in round 4 after 0.5 s"):
         works.wait()
-    assert 0.5 <= time.monotonic() - began < SOON_S
+    waited_s = clock.now()
+    assert waited_s == pytest.approx(0.5, abs=0.002)
     assert works.have_ended()  # the wait would raise at once
     assert not works.end_within(LONG_S)
-    assert time.monotonic() - began < SOON_S
+    assert clock.now() == waited_s
     assert group.failed
 
 

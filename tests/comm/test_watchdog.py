@@ -6,18 +6,16 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from lightning_loco.comm import watchdog as module
 from lightning_loco.comm.watchdog import Watchdog, WorkerFailure
-from tests.comm.workers import hurry, make_watchdogs, sleeps, start, threads_named, wait_until
-from tests.limits import LONG_S, SOON_S
+from tests.comm.workers import hurry, make_watchdogs, start, threads_named, wait_until
+from tests.manual_clock import ManualClock, SkippingClock
 from tests.store_server import server_in_a_process
 
 
@@ -75,15 +73,12 @@ def test_the_host_of_the_store_lets_the_others_read_its_report() -> None:
         ] * 2
 
 
-def test_the_host_of_the_store_waits_three_beats_for_the_dead(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with make_watchdogs(2) as watchdogs:
+def test_the_host_of_the_store_waits_three_beats_for_the_dead() -> None:
+    clock = SkippingClock()
+    with make_watchdogs(2, clock=clock) as watchdogs:
         start(watchdogs[0])
-        monkeypatch.setattr(module, "_INTERVAL_S", 0.2)
-        asked = sleeps(monkeypatch, module)
         watchdogs[0].report("out of memory")
-        assert sum(asked) < 3.1 * 0.2
+        assert clock.now() == pytest.approx(3 * module._INTERVAL_S, abs=module._INTERVAL_S / 19)
 
 
 def test_the_end_of_the_store_is_a_failure_of_worker_0() -> None:
@@ -143,42 +138,42 @@ def questions(monkeypatch: pytest.MonkeyPatch, watchdog: Watchdog) -> list[str]:
     return asked
 
 
-def test_who_never_reads_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with make_watchdogs(3) as watchdogs:
+def test_who_never_reads_is_waited_for_once() -> None:
+    clock = SkippingClock()
+    with make_watchdogs(3, clock=clock) as watchdogs:
         start(*watchdogs[:2])
         watchdogs[1].report("No message in round 1 from worker 2")
+        clock.wait_until_waiting(2)
+        clock.advance(module._INTERVAL_S)
         wait_until(lambda: watchdogs[0].failure)
-        monkeypatch.setattr(module, "_INTERVAL_S", 0.2)
-        asked = sleeps(monkeypatch, module)
+        before_s = clock.now()
         for _ in range(3):
             watchdogs[0].report("Worker 1 failed")
-        assert sum(asked) < 3.1 * 0.2
+        waited_s = clock.now() - before_s
+        assert waited_s == pytest.approx(3 * module._INTERVAL_S, abs=module._INTERVAL_S / 19)
 
 
-def test_who_has_found_it_out_and_left_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    with make_watchdogs(2) as watchdogs:
+def test_who_has_found_it_out_and_left_is_not_waited_for() -> None:
+    clock = ManualClock()
+    with make_watchdogs(2, clock=clock) as watchdogs:
         start(*watchdogs)
-        assert "No message in round 1" in str(watchdogs[1].blame("round 1", 1.0))
+        blamed = clock.pass_during(lambda: watchdogs[1].blame("round 1", 1.0), others=2)
+        assert "No message in round 1" in str(blamed)
         watchdogs[1].end()
-        monkeypatch.setattr(module, "_INTERVAL_S", LONG_S)
-        asked = sleeps(monkeypatch, module)
-        watchdogs[0].report("No message in round 1")
-        assert asked == []
+        watchdogs[0].report("No message in round 1")  # the clock stands still
 
 
-def test_waiting_for_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    with make_watchdogs(2) as watchdogs:
+def test_waiting_for_a_failure() -> None:
+    clock = ManualClock()
+    with make_watchdogs(2, clock=clock) as watchdogs:
         start(*watchdogs)
-        asked = sleeps(monkeypatch, module)
-        began = time.monotonic()
-        assert watchdogs[0].wait_for_failure() is None
-        assert time.monotonic() - began > 0.2
-        assert sum(asked) < module._SETTLE_S + 0.2
-        monkeypatch.setattr(module, "_SETTLE_S", LONG_S)
-        began = time.monotonic()
+        assert clock.pass_during(watchdogs[0].wait_for_failure, others=2) is None
+        assert clock.now() == pytest.approx(module._SETTLE_S, abs=0.11)
+        before_s = clock.now()
         watchdogs[1].report("gone")
-        assert watchdogs[0].wait_for_failure() == "Worker 1 failed:\ngone"
-        assert time.monotonic() - began < SOON_S
+        found = clock.pass_during(watchdogs[0].wait_for_failure, others=2)
+        assert found == "Worker 1 failed:\ngone"
+        assert clock.now() - before_s < 0.11
 
 
 # --------------------------------------------------------------------- who has not come
@@ -374,52 +369,39 @@ class FrozenStore(dist.Store):
         return False
 
 
-def test_a_silent_store_is_the_silence_of_worker_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = FrozenStore()
-    watchdog = Watchdog(store, 1, 3, timeout_s=2.0)
-    patience: list[float] = []
-    ask = watchdog._store._line.ask
-
-    def note_and_ask(work: Callable[[], Any], patience_s: float) -> Any:
-        if threading.current_thread() is watchdog:
-            return ask(work, LONG_S)
-        patience.append(patience_s)
-        return ask(work, patience_s)
-
-    monkeypatch.setattr(watchdog._store._line, "ask", note_and_ask)
-    asked = sleeps(monkeypatch, module)
+def test_a_silent_store_is_the_silence_of_worker_0() -> None:
+    store, clock = FrozenStore(), ManualClock()
+    watchdog = Watchdog(store, 1, 3, timeout_s=20.0, clock=clock)
     try:
         start(watchdog)
-        wait_until(lambda: watchdog._store.silent_s > 0)  # its own look is under way
-        watchdog.raise_if_failed()
-        text = watchdog.explain("round 8", 12.4)
+        wait_until(lambda: watchdog._store._line.asked_at is not None)  # its own look is under way
+        text = clock.pass_during(lambda: watchdog.explain("round 8", 12.4), others=1)
         assert text.startswith("No message in round 8 after 12 s, and worker 0 is unreachable")
+        assert clock.now() == module._LOOK_S
+        clock.advance(0.5)
         assert watchdog.silent() == ["worker 0"]
-        watchdog.report("nobody reads it")
-        assert sum(patience) <= module._LOOK_S  # it asks once, and not again after no answer
-        assert sum(asked) < module._SETTLE_S + 0.2
+        watchdog.report("nobody reads it")  # nor does anybody ask again: the clock stands still
+        clock.advance(18.5)
+        watchdog.raise_if_failed()
+        clock.advance(0.1)
         with pytest.raises(WorkerFailure, match="worker 0 is unreachable"):
-            wait_until(watchdog.raise_if_failed)
+            watchdog.raise_if_failed()
     finally:
-        monkeypatch.setattr(module, "_INTERVAL_S", LONG_S)
-        began = time.monotonic()
         watchdog.end()
-        assert time.monotonic() - began < SOON_S
-        assert not watchdog.is_alive()
+        wait_until(lambda: not watchdog.is_alive())
         store.thawed.set()
 
 
 # ------------------------------------------------------------------------------ its end
 
 
-def test_it_ends_at_once_and_twice_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_INTERVAL_S", LONG_S)
-    with make_watchdogs(2) as watchdogs:
+def test_it_ends_at_once_and_twice_does_no_harm() -> None:
+    clock = ManualClock()
+    with make_watchdogs(2, clock=clock) as watchdogs:
         start(watchdogs[0])
-        began = time.monotonic()
+        clock.wait_until_waiting()
         watchdogs[0].end()
         watchdogs[0].end()
         watchdogs[1].end()  # was never started
-        assert time.monotonic() - began < SOON_S
-        assert not watchdogs[0].is_alive()
+        wait_until(lambda: not watchdogs[0].is_alive())
     assert not threads_named("loco-watchdog")

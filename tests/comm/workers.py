@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lightning_loco.clock import REAL_CLOCK, Clock
 from lightning_loco.comm import watchdog as module
 from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.store import PromptStore
 from lightning_loco.comm.watchdog import Watchdog
 
 TIMEOUT_S = 20.0
@@ -40,14 +42,20 @@ def sleeps(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[float]:
 
 
 @contextmanager
-def make_watchdogs(num_workers: int, names: list[str] | None = None) -> Iterator[list[Watchdog]]:
-    """Watchdogs that are not started yet, on one store; ended at the end."""
+def make_watchdogs(
+    num_workers: int, names: list[str] | None = None, clock: Clock = REAL_CLOCK
+) -> Iterator[list[Watchdog]]:
+    """Watchdogs that are not started yet, on one store that answers at once; ended at the end."""
     store = dist.HashStore()
-    watchdogs = [Watchdog(store, worker, num_workers, names) for worker in range(num_workers)]
+    stores = [PromptStore(store) for _ in range(num_workers)]
+    watchdogs = [
+        Watchdog(own, worker, num_workers, names, clock=clock) for worker, own in enumerate(stores)
+    ]
     try:
         yield watchdogs
     finally:
-        for watchdog in watchdogs:
+        for watchdog, own in zip(watchdogs, stores, strict=True):
+            own.close()
             watchdog.end()
 
 

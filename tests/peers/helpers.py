@@ -106,10 +106,10 @@ def serving(
 
 
 @contextlib.contextmanager
-def silent(peer: Peer) -> Iterator[None]:
+def silent(peer: Peer) -> Iterator[socket.socket]:
     """Somebody who listens at the port of a peer, and never says anything."""
-    with socket.create_server((peer.host, peer.port)):
-        yield
+    with socket.create_server((peer.host, peer.port)) as server:
+        yield server
 
 
 @contextlib.contextmanager

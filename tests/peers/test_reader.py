@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.background import begin
 from lightning_loco.peers import NodeDirectory, Peer, Received
 from lightning_loco.peers.flow import FlowControl
 from lightning_loco.peers.protocol import EMPTY, GONE, OTHER_MODEL, Request, pack_reply
 from lightning_loco.peers.reader import Reader, ReaderStopped
-from tests.limits import LONG_S, SOON_S
+from tests.limits import HARNESS_S, LONG_S
+from tests.manual_clock import ManualClock
 from tests.peers.helpers import MODEL, answering, peers, right_answer, right_reply, serving, silent
 
 
@@ -30,7 +32,19 @@ def reading(nodes: list[Peer], **settings: Any) -> Iterator[tuple[Reader, FlowCo
     try:
         yield reader, flow
     finally:
+        reader.stop()
         reader.close()
+
+
+@contextlib.contextmanager
+def asked(server: socket.socket) -> Iterator[None]:
+    """From when a reader has sent something to somebody who is silent."""
+    server.settimeout(HARNESS_S)
+    connection, _ = server.accept()
+    with connection:
+        connection.settimeout(HARNESS_S)
+        assert connection.recv(1)
+        yield
 
 
 def fetch(reader: Reader, patience_s: float = 5.0) -> Received | None:
@@ -65,34 +79,40 @@ def test_a_peer_without_parameters_keeps_its_score() -> None:
 def test_a_silent_peer_is_left_at_the_deadline_or_after_the_timeout(
     patience_s: float, fetch_timeout_s: float
 ) -> None:
-    nodes = peers(2)
-    with silent(nodes[1]), reading(nodes, fetch_timeout_s=fetch_timeout_s) as (reader, flow):
-        started = time.monotonic()
-        assert fetch(reader, patience_s) is None
-        assert 0.19 < time.monotonic() - started < SOON_S
+    nodes, clock = peers(2), ManualClock()
+    settings = {"fetch_timeout_s": fetch_timeout_s, "clock": clock}
+    with silent(nodes[1]) as server, reading(nodes, **settings) as (reader, flow):
+        fetching = begin(lambda: reader.fetch(patience_s))
+        with asked(server):
+            clock.advance(0.19)
+            clock.wait_until_read()
+            assert not fetching.done()
+            clock.advance(0.02)
+            assert fetching.result(HARNESS_S) is None
         assert reader.counts.timeouts == 1
         assert flow.scores == {"p1": 900}
 
 
 def test_of_two_peers_a_silent_one_is_left_after_half_of_the_time() -> None:
-    nodes = peers(3)
+    nodes, clock = peers(3), ManualClock()
     with (
-        silent(nodes[1]),
+        silent(nodes[1]) as server,
         serving(nodes[2], 2.0),
-        reading(nodes, fetch_timeout_s=0.8) as (reader, flow),
+        reading(nodes, fetch_timeout_s=0.8, clock=clock) as (reader, flow),
     ):
         for _ in range(3):
             flow.failed("p2")  # so that the silent one is asked first
-        until = time.monotonic() + SOON_S
-        received, timeouts = None, 0
-        while received is None or not timeouts:  # on a busy machine the other may be late as well
-            assert time.monotonic() < until, reader.counts
-            before, started = reader.counts.timeouts, time.monotonic()
-            received = fetch(reader, 0.8)
-            took_s = time.monotonic() - started
-            timeouts = reader.counts.timeouts - before
-        assert received.peer == "p2"  # in the same fetch
-        assert took_s > 0.39
+        fetching = begin(lambda: reader.fetch(0.8))
+        with asked(server):
+            clock.advance(0.39)
+            clock.wait_until_read()
+            assert not fetching.done()
+            clock.advance(0.02)
+            received = fetching.result(HARNESS_S)
+        assert received is not None
+        assert received.peer == "p2"
+        assert received.fetch_s == pytest.approx(0.41)
+        assert reader.counts.timeouts == 1
 
 
 def test_at_most_three_peers_are_asked_in_one_fetch() -> None:
@@ -144,11 +164,10 @@ def test_an_answer_without_data_ends_the_fetch_at_once(kind: int, count: str, sc
     nodes = peers(2)
     with (
         answering(nodes[1].port, answer),
-        reading(nodes, fetch_timeout_s=LONG_S) as (reader, flow),
+        reading(nodes, fetch_timeout_s=LONG_S, clock=ManualClock()) as (reader, flow),
     ):
-        started = time.monotonic()
-        assert fetch(reader, LONG_S) is None
-        assert time.monotonic() - started < SOON_S
+        fetching = begin(lambda: reader.fetch(LONG_S))
+        assert fetching.result(HARNESS_S) is None  # the clock stands still
         assert reader.counts.timeouts == 0
         assert getattr(reader.counts, count) == 1
         assert flow.scores == {"p1": score}
@@ -157,34 +176,33 @@ def test_an_answer_without_data_ends_the_fetch_at_once(kind: int, count: str, sc
 def test_a_peer_that_is_too_slow_is_named_once_with_a_mend(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    clock = ManualClock()
+
     def answer(request: Request) -> Iterator[list[bytes]]:
-        time.sleep(0.1)
+        clock.advance(0.1)
         yield right_answer(request, MODEL.total_bytes, 1.0)
 
     nodes = peers(2)
-    with (
-        answering(nodes[1].port, answer),
-        reading(nodes, fetch_timeout_s=0.25, chunk_bytes=400, window=1) as (reader, _),
-    ):
+    settings = {"fetch_timeout_s": 0.25, "chunk_bytes": 400, "window": 1, "clock": clock}
+    with answering(nodes[1].port, answer), reading(nodes, **settings) as (reader, _):
         for _ in range(2):
-            assert fetch(reader, 0.25) is None
+            fetching = begin(lambda: reader.fetch(clock.now() + 0.25))
+            assert fetching.result(HARNESS_S) is None
         assert reader.counts.timeouts == 2
     (record,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
-    assert "of 4000 bytes came in fetch_timeout_s=0.25. Raise it" in record.getMessage()
+    assert "only 800 of 4000 bytes came in fetch_timeout_s=0.25. Raise it" in record.getMessage()
 
 
 def test_a_fetch_can_be_stopped_from_another_thread() -> None:
-    nodes = peers(2)
-    with silent(nodes[1]), reading(nodes, fetch_timeout_s=LONG_S) as (reader, _):
-        timer = threading.Timer(0.1, reader.stop)
-        timer.start()
-        started = time.monotonic()
+    nodes, settings = peers(2), {"fetch_timeout_s": LONG_S, "clock": ManualClock()}
+    with silent(nodes[1]) as server, reading(nodes, **settings) as (reader, _):
+        fetching = begin(lambda: reader.fetch(LONG_S))
+        with asked(server):
+            reader.stop()
+            with pytest.raises(ReaderStopped):
+                fetching.result(HARNESS_S)
         with pytest.raises(ReaderStopped):
-            fetch(reader, LONG_S)
-        timer.join()
-        with pytest.raises(ReaderStopped):
-            fetch(reader, LONG_S)
-        assert time.monotonic() - started < SOON_S
+            reader.fetch(LONG_S)
         assert (reader.counts.errors, reader.counts.timeouts) == (0, 0)
 
 

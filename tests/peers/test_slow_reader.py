@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,14 +14,19 @@ from torch import Tensor
 
 from lightning_loco import Link, PairwiseAverage, PairwiseEngine
 from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.background import begin
 from lightning_loco.comm import WorkerGroup
 from lightning_loco.comm.links import as_links
-from lightning_loco.peers import slow_reader
+from lightning_loco.peers import NodeDirectory
+from lightning_loco.peers.fetching import FetchingThread
+from lightning_loco.peers.flow import FlowControl
+from lightning_loco.peers.reader import Reader
 from lightning_loco.peers.settings import PairwiseSettings
-from lightning_loco.peers.slow_reader import fetch_seconds
+from lightning_loco.peers.slow_reader import SlowReader, fetch_seconds
 from tests.algorithms.toys import Point
-from tests.limits import LONG_S, SOON_S
-from tests.peers.helpers import fetch, make_node, peers, two_nodes, wait_until_ended
+from tests.limits import HARNESS_S, LONG_S, SOON_S
+from tests.manual_clock import ManualClock
+from tests.peers.helpers import MODEL, fetch, make_node, peers, serving, two_nodes
 from tests.pool import Pool
 
 NUMEL = 250_000
@@ -32,32 +38,42 @@ def after(seconds: float) -> Any:
     return lambda peer, num_bytes, count: seconds
 
 
-@pytest.fixture
-def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """For how long the readers' threads have been told to sleep."""
-    found = []
+@contextlib.contextmanager
+def reading_later(seconds: float, **settings: Any) -> Iterator[tuple[SlowReader, ManualClock]]:
+    """A reader whose only peer has published, on a link on which fetches take so long."""
+    nodes, clock = peers(2), ManualClock()
+    directory = NodeDirectory(nodes, nodes[0].name)
+    flow = FlowControl(directory.names, seed=0)
+    with serving(nodes[1], 3.0):
+        reader = Reader(MODEL, directory, flow, clock=clock, **settings)
+        try:
+            yield SlowReader(reader, after(seconds), clock=clock), clock
+        finally:
+            reader.close()
 
-    class Noted(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            assert timeout is not None
-            found.append(timeout)
-            return super().wait(timeout)
 
-    monkeypatch.setattr(slow_reader, "threading", SimpleNamespace(Event=Noted))
-    return found
-
-
-def test_a_fetch_ends_when_it_would_there(sleeps: list[float]) -> None:
-    with two_nodes(slow=after(0.4), fetch_timeout_s=LONG_S) as (here, there):
-        there.publish(torch.full((1000,), 3.0), Tag(1, 1))
-        began = time.monotonic()
-        received = fetch(here)
-        assert 0.39 <= time.monotonic() - began < SOON_S
-        (slept_s,) = sleeps
-        assert slept_s <= 0.4
+def test_a_fetch_ends_when_it_would_there() -> None:
+    with reading_later(0.5, fetch_timeout_s=LONG_S) as (reader, clock):
+        fetching = begin(lambda: reader.fetch(LONG_S))
+        clock.wait_until_waiting()
+        assert clock.asked == [0.5]
+        clock.advance(0.5)
+        received = fetching.result(HARNESS_S)
         assert received is not None
         assert received.params.tolist() == [3.0] * 1000
-        assert (received.emulated_s, received.fetch_s) == (0.4, 0.4)
+        assert (received.emulated_s, received.fetch_s) == (0.5, 0.5)
+        assert reader.counts.fetches == 1
+
+
+def test_a_node_reads_later() -> None:
+    with two_nodes(slow=after(0.4), fetch_timeout_s=LONG_S) as (here, there):
+        there.publish(torch.full((1000,), 3.0), Tag(1, 1))
+        received = fetch(here)
+        assert received is not None
+        assert received.params.tolist() == [3.0] * 1000
+        assert received.emulated_s == 0.4
+        assert received.fetch_s >= 0.4
+        assert here.statistics.wait_s >= 0.39
         assert here.statistics.fetches == 1
 
 
@@ -78,29 +94,28 @@ def test_seconds_depend_on_peer_bytes_and_number() -> None:
     there.close()
 
 
-def test_what_would_take_longer_than_the_timeout_is_one(sleeps: list[float]) -> None:
-    with two_nodes(slow=after(LONG_S), fetch_timeout_s=0.5) as (here, there):
-        there.publish(torch.ones(1000), Tag(1, 1))
-        began = time.monotonic()
-        assert fetch(here) is None
-        assert 0.49 <= time.monotonic() - began < SOON_S
-        wait_until_ended(here)
-        assert (here.statistics.fetches, here.statistics.timeouts) == (0, 1)
-        assert max(sleeps, default=0.0) <= 0.5
+def test_what_would_take_longer_than_the_timeout_is_one() -> None:
+    with reading_later(LONG_S, fetch_timeout_s=0.5) as (reader, clock):
+        fetching = begin(lambda: reader.fetch(0.5))
+        clock.wait_until_waiting()
+        assert clock.asked == [0.5]
+        clock.advance(0.5)
+        assert fetching.result(HARNESS_S) is None
+        assert (reader.counts.fetches, reader.counts.timeouts) == (0, 1)
 
 
-def test_neither_a_short_wait_nor_closing_waits_for_the_link(sleeps: list[float]) -> None:
-    with two_nodes(slow=after(LONG_S), fetch_timeout_s=2 * LONG_S) as (here, there):
-        there.publish(torch.ones(1000), Tag(1, 1))
-        began = time.monotonic()
-        here.start_fetch()
-        assert not here.has_ended
-        while not sleeps:
-            assert time.monotonic() - began < SOON_S
-            assert here.wait(timeout_s=0.1) is None
-        assert here.wait(timeout_s=0.1) is None
-        assert not here.has_ended
-    assert time.monotonic() - began < SOON_S
+def test_neither_a_short_wait_nor_closing_waits_for_the_link(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with reading_later(LONG_S, fetch_timeout_s=2 * LONG_S) as (reader, clock):
+        thread = FetchingThread(reader)
+        thread.start()
+        thread.start_fetch()
+        clock.wait_until_waiting()
+        assert thread.wait(timeout_s=0.1) is None
+        assert not thread.has_ended
+        thread.close()  # the clock stands still
+    assert not caplog.records
     assert not [one for one in threading.enumerate() if one.name.startswith("loco")]
 
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco import ClockEngine, PairwiseEngine
+from tests.comm.workers import wait_until
+from tests.limits import SOON_S
 from tests.pool import Pool, PoolError
 from tests.small_model import flat, loss_of, make_model, train_step, worker_batch
 
@@ -132,28 +134,27 @@ def test_neighbors_mix_with_the_rows_of_the_mixing_matrix(pool: Pool) -> None:
 # ------------------------------------------------------------------------- nobody waits
 
 
-def with_straggler(rank: int, world: int, topology: str | None) -> tuple[float, float]:
+def with_straggler(rank: int, world: int, topology: str | None) -> int:
+    """Worker 0 makes its first step when the others have made all of theirs; the rounds by then."""
     model, engine = start(rank, topology)
-    began = time.monotonic()
+    store = engine.worker.group.own_store("test")
+    if rank == 0:
+        wait_until(lambda: store.check(["done/1", "done/2"]))
     for _ in range(30 if rank else 3):
-        time.sleep(0.01 if rank else 0.5)
         model.values.data.add_(1.0)
         engine.step()
-    seconds, waited = time.monotonic() - began, engine.statistics.wait_s
+    rounds = engine.statistics.rounds
+    store.set(f"done/{rank}", "")
     engine.finish()
     engine.close()
-    return seconds, waited
+    return rounds
 
 
-@pytest.mark.alone
-@pytest.mark.process
 @every_topology
 def test_a_straggler_slows_nobody(pool: Pool, topology: str | None) -> None:
-    (slow, _), *fast = pool.run(with_straggler, topology, world=3)
-    assert slow > 1.4
-    for seconds, waited in fast:
-        assert seconds < 1.0
-        assert waited < 0.1
+    _, *fast = pool.run(with_straggler, topology, world=3)
+    if topology != "random_matching":  # which brings those two together
+        assert fast == [0, 0]
 
 
 def uneven(rank: int, world: int, topology: str | None) -> tuple[Tensor, int]:
@@ -239,7 +240,7 @@ def stop_on_request(rank: int, world: int, kind: str) -> tuple[str | None, float
 def test_a_stop_is_agreed_soon_however_fast_the_workers_are(pool: Pool, kind: str) -> None:
     for reason, seconds in pool.run(stop_on_request, kind, world=3):
         assert reason == "SIGTERM"
-        assert seconds < 6
+        assert seconds < SOON_S
 
 
 # ------------------------------------------------------------------------- warm-up

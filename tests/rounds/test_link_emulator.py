@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -39,6 +38,9 @@ from lightning_loco.rounds.parcels import Parcel
 from lightning_loco.schedules import EverySteps
 from lightning_loco.topology import Ring
 from tests.algorithms.toys import Point
+from tests.comm.workers import wait_until
+from tests.limits import HARNESS_S, LONG_S
+from tests.manual_clock import SkippingClock
 from tests.pool import Pool, PoolError, make_trainer
 from tests.rounds.toys import approach, flat, run_each, train
 from tests.small_model import TinyModule, WorkerData
@@ -53,6 +55,13 @@ def model(rank: int) -> Point:
     return Point(torch.full((NUMEL,), float(rank)))
 
 
+def skipping_group() -> tuple[WorkerGroup, SkippingClock]:
+    """The workers, and the clock that this one waits for the others by."""
+    group, clock = WorkerGroup.create(timeout_s=60), SkippingClock()
+    group.clock = clock
+    return group, clock
+
+
 # ------------------------------------------------------------------------------- how long
 
 
@@ -63,51 +72,71 @@ class Took:
     Attributes:
         seconds: From begin to end.
         statistics: In the end.
-        processor_s: Time of the processor, all together.
+        naps: How often it has slept.
     """
 
     seconds: list[float]
     statistics: Statistics
-    processor_s: float
+    naps: int
 
 
 def make_rounds(
     rank: int, world: int, algorithm: Algorithm, link: Any, rounds: int, settings: dict[str, Any]
 ) -> Took:
-    """Blocking rounds, after one that brings the workers together."""
-    engine = StepEngine(model(rank), algorithm, sync_every=1, link=link, **settings)
-    engine.step()
-    used, seconds = resource.getrusage(resource.RUSAGE_SELF), []
+    """Blocking rounds."""
+    group, clock = skipping_group()
+    engine = StepEngine(model(rank), algorithm, sync_every=1, link=link, group=group, **settings)
+    seconds = []
     for _ in range(rounds):
-        began = time.monotonic()
+        began = clock.now()
         engine.step()
-        seconds.append(time.monotonic() - began)
-    now = resource.getrusage(resource.RUSAGE_SELF)
-    processor_s = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
-    took = Took(seconds, dataclasses.replace(engine.statistics), processor_s)
+        seconds.append(clock.now() - began)
+    took = Took(seconds, dataclasses.replace(engine.statistics), len(clock.asked))
     engine.close()
     return took
 
 
 def check_seconds(seconds: list[float], foretold: float) -> None:
-    """Each round takes as long as foretold, and not much longer."""
-    for took in seconds:
-        assert foretold - 0.01 <= took <= 1.5 * foretold + 0.1
+    """Each round takes as long as foretold; the few bytes beside the parameters count, too."""
+    assert seconds == pytest.approx([foretold] * len(seconds), rel=1e-3)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_blocking_mean_takes_as_long_as_its_bytes_and_hops(pool: Pool, world: int) -> None:
     foretold = 2 * (world - 1) / world * MEGABYTE * 8 / 16e6 + 2 * (world - 1) * 0.05
-    for took in pool.run(make_rounds, LocalSGD(), SLOW, 2, {}, world=world):
+    for took in pool.run(make_rounds, LocalSGD(), SLOW, 3, {}, world=world):
         check_seconds(took.seconds, foretold)
-        assert took.statistics.emulated_s == pytest.approx(3 * foretold, rel=0.05)
-        assert took.statistics.emulated_wait_s == pytest.approx(3 * foretold, rel=0.1)
-        assert took.statistics.wait_s >= sum(took.seconds) * 0.9
-        assert took.processor_s < 0.5 * sum(took.seconds)
+        total_s = pytest.approx(sum(took.seconds))
+        assert took.statistics.emulated_s == total_s
+        assert took.statistics.emulated_wait_s == total_s
+        assert took.statistics.wait_s == total_s
+        assert took.naps < sum(took.seconds) / 0.2 + 2 * 3
 
 
+def make_real_rounds(rank: int, world: int) -> tuple[list[float], float]:
+    """The seconds of two rounds, after one that brings the workers together; the processor's."""
+    engine = StepEngine(model(rank), LocalSGD(), sync_every=1, link=SLOW)
+    engine.step()
+    used, seconds = resource.getrusage(resource.RUSAGE_SELF), []
+    for _ in range(2):
+        began = time.monotonic()
+        engine.step()
+        seconds.append(time.monotonic() - began)
+    now = resource.getrusage(resource.RUSAGE_SELF)
+    engine.close()
+    return seconds, now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
+
+
+@pytest.mark.soak
 @pytest.mark.alone
+def test_a_blocking_mean_takes_as_long_by_the_real_clock(pool: Pool) -> None:
+    foretold = 0.5 + 2 * 0.05
+    for seconds, processor_s in pool.run(make_real_rounds, world=2):
+        for took in seconds:
+            assert foretold - 0.01 <= took <= 1.5 * foretold + 0.1
+        assert processor_s < 0.5 * sum(seconds)
+
+
 def test_messages_to_neighbours_share_a_workers_link(pool: Pool) -> None:
     """Two of a megabyte on a ring of four, and but one on a link of its own at worker 0."""
     settings: dict[str, Any] = {"topology": "ring"}
@@ -115,19 +144,19 @@ def test_messages_to_neighbours_share_a_workers_link(pool: Pool) -> None:
         check_seconds(took.seconds, 2 * 0.5 + 0.05)
     fast = {"default": Link(160), "pairs": {"0->1": SLOW}}
     took = pool.run(make_rounds, GASLoC(), fast, 1, settings)
-    check_seconds(took[0].seconds + took[1].seconds, 0.5)
+    check_seconds(took[0].seconds, 0.5)
+    check_seconds(took[1].seconds, 0.5 + 0.05)
+    check_seconds(took[2].seconds + took[3].seconds, 2 * 0.05)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(("codec", "most"), [("int8", 0.27), ("e3m0", 0.145)])
 def test_fewer_bytes_take_less_time(pool: Pool, codec: str, most: float) -> None:
-    for took in pool.run(make_rounds, DiLoCo(), SLOW, 2, {"compression": codec}, world=2):
+    for took in pool.run(make_rounds, DiLoCo(), SLOW, 3, {"compression": codec}, world=2):
         sent = took.statistics.emulated_bytes / 3
         assert 0.1 * MEGABYTE < sent < most * MEGABYTE
         check_seconds(took.seconds, sent * 8 / 16e6 + 2 * 0.05)
 
 
-@pytest.mark.alone
 def test_the_slowest_worker_keeps_a_mean_waiting(pool: Pool) -> None:
     links = [Link(1000), Link(1000), Link(32, 0.02)]
     foretold = LinkTimes(as_links(links), 3).mean(4 / 3 * MEGABYTE, 4, 0).seconds
@@ -136,34 +165,30 @@ def test_the_slowest_worker_keeps_a_mean_waiting(pool: Pool) -> None:
         check_seconds(took.seconds, foretold)
 
 
-@pytest.mark.alone
 def test_parcels_follow_each_other_on_the_link(pool: Pool) -> None:
-    """Eight parcels in pieces of two: all bytes pass one after the other."""
+    """Eight parcels in pieces of two: the next one leaves when the last but one is here."""
     settings = {"bucket_bytes": MEGABYTE // 4}
     for took in pool.run(make_rounds, LocalSGD(), SLOW, 1, settings, world=2):
-        assert 0.5 <= took.seconds[0] <= 1.5 * (0.5 + 8 * 0.1) + 0.1
+        check_seconds(took.seconds, 4 * (0.5 / 8 + 2 * 0.05) + 0.5 / 8)
 
 
 def make_late_round(rank: int, world: int) -> tuple[float, float]:
-    """Worker 1 begins its round half a second after the others: when all have ended, and it."""
-    engine = StepEngine(model(rank), LocalSGD(), sync_every=1, link=SLOW)
-    engine.step()
+    """Worker 1 begins its round half a second after the others: when it was begun, and ended."""
+    group, clock = skipping_group()
+    engine = StepEngine(model(rank), LocalSGD(), sync_every=1, link=SLOW, group=group)
     if rank == 1:
-        time.sleep(0.5)
-    began = time.time()
+        clock.advance(0.5)
+    began = clock.now()
     engine.step()
-    ended = time.time()
+    ended = clock.now()
     engine.close()
     return began, ended
 
 
-@pytest.mark.alone
 def test_nothing_arrives_before_the_last_worker_has_sent_it(pool: Pool) -> None:
     times = pool.run(make_late_round, world=3)
-    foretold = 4 / 3 * 0.5 + 4 * 0.05
-    for _, ended in times:
-        assert foretold - 0.01 <= ended - times[1][0] <= 1.5 * foretold + 0.1
-    assert times[0][1] - times[0][0] > foretold + 0.4
+    assert [began for began, _ in times] == [0.0, 0.5, 0.0]
+    check_seconds([ended for _, ended in times], 0.5 + 4 / 3 * 0.5 + 4 * 0.05)
 
 
 # ---------------------------------------------------------------------------------- hidden
@@ -171,8 +196,9 @@ def test_nothing_arrives_before_the_last_worker_has_sent_it(pool: Pool) -> None:
 
 def overlap(
     rank: int, world: int, algorithm: Algorithm, topology: Any, compression: Any = None
-) -> tuple[float, Statistics]:
-    """Seconds waited in rounds whose local steps take longer than the link."""
+) -> Statistics:
+    """What rounds cost whose local steps take longer than the link."""
+    group, clock = skipping_group()
     engine = StepEngine(
         model(rank),
         algorithm,
@@ -182,17 +208,17 @@ def overlap(
         topology=topology,
         compression=compression,
         link=Link(32, 0.02),
+        group=group,
     )
     for _ in range(6):
-        time.sleep(0.4)
+        clock.advance(0.4)
         engine.step()
     statistics = dataclasses.replace(engine.statistics)
     engine.finish()
     engine.close()
-    return statistics.wait_s, statistics
+    return statistics
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("algorithm", "topology", "foretold"),
     [(DiLoCo(outer_momentum=0.0), None, 0.25 + 2 * 0.02), (GASLoC(momentum=0.0), "ring", 0.27)],
@@ -201,40 +227,41 @@ def overlap(
 def test_overlapped_rounds_hide_the_link(
     pool: Pool, algorithm: Algorithm, topology: Any, foretold: float
 ) -> None:
-    for waited_s, statistics in pool.run(overlap, algorithm, topology, world=2):
-        assert waited_s < 0.1
-        assert statistics.emulated_s == pytest.approx(2 * foretold, rel=0.1)  # one is under way
-        assert statistics.emulated_wait_s < 0.02
+    for statistics in pool.run(overlap, algorithm, topology, world=2):
+        assert statistics.wait_s == statistics.emulated_wait_s == 0.0
+        assert statistics.emulated_s == pytest.approx(2 * foretold, rel=1e-3)  # one is under way
 
 
-@pytest.mark.alone
 def test_compressed_rounds_in_a_thread_hide_the_link(pool: Pool) -> None:
     algorithm = DiLoCo(outer_momentum=0.0)
-    for waited_s, statistics in pool.run(overlap, algorithm, None, "int8", world=2):
-        assert waited_s < 0.1
+    for statistics in pool.run(overlap, algorithm, None, "int8", world=2):
+        assert statistics.wait_s == statistics.emulated_wait_s == 0.0
         foretold = statistics.emulated_bytes / 3 * 8 / 32e6 + 2 * 0.02
-        assert statistics.emulated_s == pytest.approx(2 * foretold, rel=0.1)
+        assert statistics.emulated_s == pytest.approx(2 * foretold, rel=1e-3)
 
 
-def look(rank: int, world: int) -> tuple[float, float]:
-    """After how long a round by the clock was over, at the end of a short step; seconds waited."""
-    engine = ClockEngine(model(rank), interval_s=0, link=SLOW)
-    dist.barrier()
-    began = time.monotonic()
+def look(rank: int, world: int) -> tuple[list[bool], float]:
+    """Whether a round by the clock is over when its messages are here, but would not have come."""
+    group, clock = skipping_group()
+    engine = ClockEngine(model(rank), interval_s=0, link=SLOW, group=group)
     engine.step()
-    while not engine.step():
-        time.sleep(0.02)
-    seconds, waited_s = time.monotonic() - began, engine.statistics.wait_s
+    flight = engine.lanes[0].flight
+    assert flight is not None
+    assert all(handle.arrives_within(HARNESS_S) for handle in flight.handles)
+    clock.advance(0.5 + 2 * 0.05 - 0.01)
+    early = [engine.step() for _ in range(5)]
+    clock.advance(0.02)
+    wait_until(engine.step)
+    waited_s = engine.statistics.wait_s
     engine.finish()
     engine.close()
-    return seconds, waited_s
+    return early, waited_s
 
 
-@pytest.mark.alone
 def test_rounds_by_the_clock_are_not_over_before(pool: Pool) -> None:
-    for seconds, waited_s in pool.run(look, world=2):
-        check_seconds([seconds], 0.5 + 2 * 0.05)
-        assert waited_s < 0.1
+    for early, waited_s in pool.run(look, world=2):
+        assert early == [False] * 5
+        assert waited_s == 0.0
 
 
 # ------------------------------------------------------------------------------- the same
@@ -268,15 +295,13 @@ def test_a_link_changes_no_bit(pool: Pool, subtests: pytest.Subtests) -> None:
 
 def average_by_the_clock(rank: int, world: int, link: Any) -> Tensor:
     """The parameters after one round by the clock, with a local step meanwhile."""
-    point = model(0)
-    engine = ClockEngine(point, interval_s=0, link=link)
+    point, (group, clock) = model(0), skipping_group()
+    engine = ClockEngine(point, interval_s=0, link=link, group=group)
     point.value.data.fill_(0.1 + rank)
     engine.step()
     approach(rank, point)
-    deadline = time.monotonic() + 20
-    while engine.statistics.rounds == 0 and time.monotonic() < deadline:
-        time.sleep(0.01)
-        engine.step()
+    clock.advance(LONG_S)
+    wait_until(engine.step)
     parameters = flat(point)
     engine.close()
     return parameters
@@ -359,17 +384,16 @@ class Twice(MeanExchange):
 
 
 def exchange_twice(rank: int, world: int) -> tuple[float, float, int, float]:
-    group, statistics = WorkerGroup.create(timeout_s=20), Statistics()
+    (group, clock), statistics = skipping_group(), Statistics()
     links = Links(Link(32, 0.01))
     exchange = LinkEmulator(Twice(group, statistics), links, group, statistics)
     simulated = exchange.simulate([torch.tensor([1.0]), torch.tensor([4.0])], 0)
     assert [tensor.item() for tensor in simulated] == [2.5, 2.5]
-    began = time.monotonic()
     handle = exchange.start(Parcel(torch.ones(NUMEL), []), 0)
     assert not handle.has_arrived()
-    time.sleep(0.3)
+    clock.advance(0.3)
     received = handle.wait()
-    seconds = time.monotonic() - began
+    seconds = clock.now()
     assert handle.has_arrived()
     assert handle.wait() is received
     value = received[0].item()
@@ -378,41 +402,52 @@ def exchange_twice(rank: int, world: int) -> tuple[float, float, int, float]:
     return seconds, value, statistics.bytes_sent, statistics.wait_s
 
 
-@pytest.mark.alone
 def test_what_is_sent_while_waiting_takes_its_time_too(pool: Pool) -> None:
     """The first part is hidden by 0.3 s, in which nobody looks; the second one is not."""
     for seconds, value, sent, waited_s in pool.run(exchange_twice, world=2):
         assert (value, sent) == (4.0, 2 * MEGABYTE)
         check_seconds([seconds], 0.3 + 0.25 + 2 * 0.01)
-        assert waited_s > 0.25
+        assert waited_s == pytest.approx(0.25 + 2 * 0.01, rel=1e-3)
 
 
 # ------------------------------------------------------------------------------- refusals
 
 
-def fail_while_another_sleeps(rank: int, world: int) -> float:
-    """How long worker 0 slept on its link before it heard of worker 1."""
+class AwaitingFailure(SkippingClock):
+    """Who sleeps by it for the first time says so, until another worker is known to have failed."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        super().__init__()
+        self._group = group
+
+    def sleep(self, seconds: float) -> None:
+        if not self.asked:
+            self._group.own_store("test").set("asleep", "")
+            wait_until(lambda: self._group.watchdog.failure)
+        super().sleep(seconds)
+
+
+def fail_while_another_sleeps(rank: int, world: int) -> list[float]:
+    """For how long worker 0 slept on its link before it heard of worker 1."""
     group = WorkerGroup.create(timeout_s=60)
+    group.clock = clock = AwaitingFailure(group)
     engine = StepEngine(model(rank), LocalSGD(), sync_every=1, group=group, link=Link(0.5))
-    began = time.monotonic()
     if rank == 1:
         engine.count_step()
         engine.lanes[0].look()
         engine.lanes[0].send_first(0, True)
-        time.sleep(1)
+        wait_until(lambda: group.own_store("test").check(["asleep"]))
         group.tell(ValueError("broken"))
-        time.sleep(6)
     else:
         with pytest.raises(RuntimeError, match="broken"):
             engine.step()
     engine.close()
-    return time.monotonic() - began
+    return clock.asked
 
 
-@pytest.mark.soak
 def test_a_worker_that_sleeps_hears_of_a_failure(pool: Pool) -> None:
     slept_s, _ = pool.run(fail_while_another_sleeps, world=2)
-    assert slept_s < 6
+    assert slept_s == [0.2]
 
 
 def exceed(rank: int, world: int) -> None:

@@ -1,0 +1,65 @@
+"""Ways to fail, and the fault points of the package at which a process does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from lightning_loco.fault_points import POINTS, on_reach
+from tests.forked_jobs import freeze
+from tests.limits import LONG_S
+
+DELAYED = {
+    "within the exchange": ("exchange", 0.002),
+    "within the confirmation": ("confirming", 0.0005),
+}
+"""Where gloo moves bytes: a point, and how many seconds after it."""
+
+
+def die() -> None:
+    """End at once."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raise_error() -> None:
+    """Raise what only a user's code would."""
+    raise LookupError("trouble")
+
+
+def lose_what_came() -> None:
+    """What has come from the others does not reach this worker."""
+    raise RuntimeError("the others' confirmations are lost")
+
+
+KINDS: dict[str, Callable[[], object]] = {
+    "killed": die,
+    "frozen": freeze,
+    "raises": raise_error,
+    "leaves": sys.exit,
+    "hangs": lambda: time.sleep(LONG_S),
+}
+
+
+@contextmanager
+def failing_at(
+    point: str, is_time: Callable[[], bool], fail: Callable[[], object]
+) -> Iterator[None]:
+    """Fail once, at the first coming to a point when it is time."""
+    name, delay_s = DELAYED.get(point, (point, 0.0))
+    assert name in POINTS
+    once = iter([True])
+
+    def act(reached: str) -> None:
+        if reached == name and is_time() and next(once, False):
+            if delay_s:
+                threading.Timer(delay_s, fail).start()
+            else:
+                fail()
+
+    with on_reach(act):
+        yield

@@ -1,0 +1,135 @@
+"""One table of faults: under which method who fails how, in which phase, and what the others do.
+
+A new method is in it by itself. What the table cannot say has a test of its own: losses
+before training in tests/remote/test_all_ranks.py, patience in tests/remote/test_patience.py,
+workers that others go on without in tests/strategies/test_remote_faults.py, other points of a round
+and those who come back in tests/elastic/test_faults.py, peers in tests/peers/test_faults.py, and
+launchers in tests/strategies/test_faults.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any, NamedTuple
+
+import pytest
+
+from lightning_loco import PairwiseGossipStrategy, RemoteOptimizerStrategy
+from lightning_loco.strategies import METHODS
+from tests.cases import CASES
+from tests.conftest import cover
+from tests.faults.failing import KINDS
+
+REMOTE = {"remote_optimizer in 2 tiers": 3, "remote_optimizer in 3 tiers": 4}
+WORLDS = {
+    **dict.fromkeys((name for name in METHODS if name != "remote_optimizer"), 3),
+    **REMOTE,
+    "elastic": 3,
+}
+"""The methods, and how many ranks or members there are."""
+NUM_WORKERS = 2
+"""Of a remote optimizer."""
+
+POINTS = {
+    "local step": "local step",
+    "packing": "packing",
+    "exchange": "after sending",
+    "outer step": "outer step",
+    "checkpoint": "writing a checkpoint",
+}
+"""Phases of a worker, and the fault point in each."""
+POINTS_OF_SERVERS = {"exchange": "summing", "outer step": "server step"}
+HOOKS = ("validation", "set-up", "start", "meeting", "stop")
+"""Phases of a worker in which a callback fails; in the last one all others are asked to stop."""
+IN_SOAK = {"hangs", *HOOKS[1:]}
+
+
+class Fault(NamedTuple):
+    """A row.
+
+    Attributes:
+        kind: Of the failure, a key of ``KINDS``.
+        phase: A key of :data:`POINTS`, or one of :data:`HOOKS`.
+        method: A key of :data:`WORLDS`.
+        victim: The rank or member that fails; 0 hosts the key-value store.
+    """
+
+    kind: str
+    phase: str
+    method: str
+    victim: int
+
+    @property
+    def point(self) -> str | None:
+        """Where the victim fails; None in a callback."""
+        if self.method == "elastic" and self.phase == "exchange":
+            return "within the exchange" if self.kind == "killed" else "exchange"
+        return (POINTS_OF_SERVERS if self.is_of_server else POINTS).get(self.phase)
+
+    @property
+    def is_of_server(self) -> bool:
+        """Whether it is no worker that fails."""
+        return self.method in REMOTE and self.victim >= NUM_WORKERS
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the victim is there, and comes to the phase."""
+        if self.phase == "stop" and self.method != "diloco":
+            return False
+        if self.method == "elastic":
+            comes = self.phase in POINTS and self.phase != "checkpoint"
+            return comes and self.victim < 2 and self.kind not in ("frozen", "hangs")
+        if self.method not in REMOTE:
+            return self.victim < 2
+        if self.is_of_server:
+            return self.victim < WORLDS[self.method] and self.phase in POINTS_OF_SERVERS
+        return self.phase != "checkpoint" or self.victim == 0  # who writes them
+
+    @property
+    def named(self) -> re.Pattern[str]:
+        """What the error of each of the others says of the victim."""
+        who = rf"worker {self.victim}(?!\d)"
+        if self.is_of_server:
+            who = rf"the (aggregator|optimizer|aggregator-optimizer) \(rank {self.victim}\)"
+        lost = rf"{who} \(no sign of life"
+        ended, silent = "worker 0, which hosts it, has ended", "worker 0 is unreachable"
+        words = {
+            "killed": lost if self.victim else ended,
+            "frozen": lost if self.victim else silent,
+            "raises": rf"{who}.*trouble",
+            "leaves": rf"{who}.*SystemExit",
+            "hangs": rf"{who} \(alive, last exchange: ",
+        }
+        if self.method in REMOTE:
+            late = r"[^\n]* It has ended, or is later than|no (step|meeting) \d+ s after another"
+            words["hangs"] = f"{who}: ({late})"
+            words["killed"] += f"|{lost}|{words['hangs']}"
+            words["frozen"] += f"|{lost}|{words['hangs']}"
+        return re.compile(words[self.kind], re.IGNORECASE | re.DOTALL)
+
+    def strategy(self, timeout_s: float) -> Any:
+        """Of the method, with rounds every few steps, or as often as there can be one."""
+        if self.method in REMOTE:
+            return RemoteOptimizerStrategy(NUM_WORKERS, timeout_s=timeout_s)
+        if self.method == "pairwise_gossip":
+            return PairwiseGossipStrategy(timeout_s=timeout_s)
+        every = 10_000 if self.phase == "stop" else 5
+        return CASES[self.method].strategy(every, timeout_s=timeout_s)
+
+
+def rows() -> list[Any]:
+    """Each kind in each phase, with each method and each victim somewhere; the rest is for soak."""
+    every_day: list[Any] = []
+    in_soak: list[Any] = []
+    for kind, phase in itertools.product(KINDS, (*POINTS, *HOOKS)):
+        is_for_soak = not IN_SOAK.isdisjoint((kind, phase))
+        marks = [pytest.mark.soak] * is_for_soak
+        pair = pytest.param(kind, phase, id=f"{kind}-{phase}", marks=marks)
+        (in_soak if is_for_soak else every_day).append(pair)
+    others = WORLDS, range(max(WORLDS.values()))
+    return [
+        row
+        for pairs in (every_day, in_soak)
+        for row in cover(pairs, *others, strength=1, possible=lambda *row: Fault(*row).is_possible)
+    ]

@@ -1,0 +1,69 @@
+"""Somebody fails anywhere: the others end and name it, or go on where they can."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.elastic.cluster import HEARTBEAT_TIMEOUT_S, cluster
+from tests.faults.table import REMOTE, WORLDS, Fault, rows
+from tests.faults.worker import fit, noted_at
+from tests.forked_jobs import Job
+from tests.limits import HARNESS_S
+
+TIMEOUT_S = 5.0
+PROMPT_S = TIMEOUT_S + 6
+ENDS = {"killed": -signal.SIGKILL, "raises": 1, "leaves": 0}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(Fault._fields, rows())
+def test_the_others_name_who_fails_or_go_on(
+    kind: str, phase: str, method: str, victim: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    fault = Fault(kind, phase, method, victim)
+    is_in_soak = request.node.get_closest_marker("soak") is not None
+    if method == "elastic":
+        check_others_go_on(fault, tmp_path, is_in_soak)
+    else:
+        check_others_name_it(fault, tmp_path, PROMPT_S if is_in_soak else HARNESS_S)
+
+
+def check_others_name_it(fault: Fault, folder: Path, longest_s: float) -> None:
+    world = WORLDS[fault.method]
+    others = [rank for rank in range(world) if rank != fault.victim]
+    with Job(fit, fault, folder, TIMEOUT_S, world=world, group_timeout_s=TIMEOUT_S) as job:
+        outcomes = job.outcomes(others, HARNESS_S)
+    assert noted_at(folder).exists(), [outcome.error for outcome in outcomes]
+    for outcome in outcomes:
+        assert outcome.error is not None, "it has not noticed"
+        assert fault.named.search(outcome.error), f"{fault.named.pattern}\n{outcome.error}"
+        assert outcome.ended_at - float(noted_at(folder).read_text()) < longest_s, outcome.error
+    paths = list(folder.glob("*.ckpt"))
+    assert paths or fault.phase != "validation"
+    for path in paths:
+        saved = torch.load(path, weights_only=True)
+        assert fault.method not in REMOTE or saved["optimizer_states"][0]["state"]
+
+
+def check_others_go_on(fault: Fault, folder: Path, is_in_soak: bool) -> None:
+    """Their states agree after each round, and no round is lost."""
+    size = "--numel=2000000" if fault.phase == "exchange" else "--numel=1000"
+    with cluster(folder, "--rounds=24", "--step-s=0.02", size) as made:
+        for index in range(3):
+            failing = f"--fail={fault.kind}", f"--fail-at={fault.point}", "--fail-in=8"
+            made.start(index, *(failing if index == fault.victim else ()))
+        others = [index for index in range(3) if index != fault.victim]
+        assert made.exit_status(fault.victim) == ENDS[fault.kind]
+        made.ends(*others)
+        assert made.agree() == 25
+        for index in others:
+            lines = made.lines(index)
+            assert len(lines[-1]["members"]) == 2
+            times = [line["time"] for line in lines]
+            longest = max(after - before for before, after in itertools.pairwise(times))
+            assert longest < (HEARTBEAT_TIMEOUT_S + 6 if is_in_soak else HARNESS_S)

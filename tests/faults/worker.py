@@ -1,0 +1,111 @@
+"""A rank of a job in which one of all fails in a fit."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+from tests.faults.failing import KINDS, failing_at
+from tests.faults.table import REMOTE, Fault
+from tests.pool import make_trainer
+from tests.small_model import ValidatedModule, make_loader
+from tests.strategies.remote_runs import all_ranks, remote_trainer
+
+STEPS = 40
+MOMENT = 3
+"""How often a point is reached or a batch begun when it is time; files are for the first time."""
+SAVE_EVERY = {"checkpoint": 6, "validation": 20}
+"""In which phases checkpoints are written, and after how many steps each."""
+
+
+class FailIn(pl.Callback):
+    """Fails in the middle of a phase."""
+
+    def __init__(self, phase: str, fail: Callable[[], object]) -> None:
+        self.phase = phase
+        self.fail = fail
+
+    def _is_in(self, phase: str) -> None:
+        if self.phase == phase:
+            self.fail()
+
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        self._is_in("set-up")
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._is_in("start")
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == MOMENT:
+            self._is_in("stop")
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._is_in("meeting")
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._is_in("validation")
+
+
+class StopLater(pl.Callback):
+    """Asks this worker to stop some steps after the moment."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        time.sleep(0.1)
+        if trainer.global_step == 3 * MOMENT:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fit(rank: int, world: int, fault: Fault, folder: Path, timeout_s: float) -> None:
+    """Train, and fail if this is the rank that does; when is noted in a file."""
+
+    def fail() -> None:
+        noted_at(folder).write_text(str(time.time()))
+        KINDS[fault.kind]()
+
+    is_victim, point = rank == fault.victim, fault.point
+    callbacks: list[pl.Callback] = []
+    if is_victim and point is None:
+        callbacks.append(FailIn(fault.phase, fail))
+    if fault.phase == "stop":
+        callbacks.append(StopLater())
+    saves = fault.phase in SAVE_EVERY
+    if saves:
+        every = SAVE_EVERY[fault.phase]
+        callbacks.append(
+            pl.callbacks.ModelCheckpoint(folder, every_n_train_steps=every, save_top_k=-1)
+        )
+    steps = STEPS if fault.phase != "stop" else 50 * STEPS
+    environment: Any = all_ranks() if fault.method in REMOTE else nullcontext()
+    with environment as place:
+        make = make_trainer if place is None else functools.partial(remote_trainer, place)
+        trainer = make(
+            fault.strategy(timeout_s),
+            max_epochs=1,
+            callbacks=callbacks,
+            num_sanity_val_steps=0,
+            enable_checkpointing=saves,
+            use_distributed_sampler=False,
+        )
+        coming = itertools.count(1)
+        failing = (
+            failing_at(point, lambda: next(coming) == MOMENT, fail)
+            if is_victim and point is not None
+            else nullcontext()
+        )
+        with failing:
+            data = make_loader(rank, steps), make_loader(9, 2)
+            trainer.fit(ValidatedModule(optimizer="Adam"), *data)
+
+
+def noted_at(folder: Path) -> Path:
+    """Where the time of the failure is."""
+    return folder / "failed_at"
