@@ -12,7 +12,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,11 @@ def pytest_configure(config: pytest.Config) -> None:
     _full = config.getoption("--full")
 
 
-def cover(*axes: Iterable[Any], strength: int = 2) -> list[Any]:
+def cover(
+    *axes: Iterable[Any],
+    strength: int = 2,
+    possible: Callable[..., bool] = lambda *_: True,
+) -> list[Any]:
     """A few combinations that stand for a product which is too expensive to run whole.
 
     Every combination of ``strength`` values of different axes occurs in one of them. With
@@ -51,12 +55,18 @@ def cover(*axes: Iterable[Any], strength: int = 2) -> list[Any]:
     Args:
         axes: The values of each parameter; ``pytest.param`` gives one an id or marks.
         strength: 2 for pairs; 1 for each value at least once.
+        possible: Says of the values of a row whether there can be one.
 
     Returns:
         What ``pytest.mark.parametrize`` takes.
     """
     values = [list(axis) for axis in axes]
-    rows = list(itertools.product(*map(range, map(len, values))))
+
+    def is_possible(row: tuple[int, ...]) -> bool:
+        parts = (_of(axis[place]) for axis, place in zip(values, row, strict=True))
+        return possible(*itertools.chain.from_iterable(parts))
+
+    rows = list(filter(is_possible, itertools.product(*map(range, map(len, values)))))
 
     def combinations(row: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
         return set(itertools.combinations(enumerate(row), strength))
@@ -82,6 +92,11 @@ def cover(*axes: Iterable[Any], strength: int = 2) -> list[Any]:
         for some, soak in ((sorted(chosen), False), (others, True))
         for row in some
     ]
+
+
+def _of(value: Any) -> Iterable[Any]:
+    """What an entry of an axis stands for."""
+    return value.values if isinstance(value, ParameterSet) else (value,)
 
 
 def _joined(values: list[Any], soak: bool) -> Any:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import traceback
 import warnings
@@ -118,8 +119,8 @@ class Job(Start):
 
 
 def freeze() -> None:
-    """Stop this process, as a suspended machine does."""
-    os.kill(os.getpid(), signal.SIGSTOP)
+    """Stop, as a suspended machine does: by this thread, which would go on a while by another."""
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def _in_group(

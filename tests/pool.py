@@ -47,7 +47,14 @@ CLEAN_UP_S = 20.0
 DUMP_S = 0.3
 LONGEST_DUMP_S = 5.0
 
-PRELOADED = ["torch", "torch.distributed", "lightning.pytorch", "lightning_loco", "torchft"]
+PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "lightning.pytorch",
+    "lightning_loco",
+    "torchft",
+    "pytest",
+]
 """What is imported before a process of a test is forked."""
 
 _processes = multiprocessing.get_context("forkserver")

@@ -27,6 +27,16 @@ def test_with_strength_1_every_value_occurs_and_those_of_short_axes_in_turn() ->
     assert sum(row[2] for row in rows) in (2, 3)
 
 
+def test_rows_that_are_not_possible_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_full in (False, True):
+        monkeypatch.setattr(conftest, "_full", is_full)
+        one = [pytest.param(number, -number, id=str(number)) for number in range(5)]
+        rows = cover(one, range(5), possible=lambda n, minus, other: n != other and minus == -n)
+        assert {row.values for row in rows} == {
+            (n, -n, other) for n in range(5) for other in range(5) if n != other
+        }
+
+
 def test_the_rest_comes_with_full_and_is_marked_soak(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {row.values for row in cover(*AXES)}
     monkeypatch.setattr(conftest, "_full", True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from torch.utils.data import DataLoader
 
 from lightning_loco import AsyncDiLoCoStrategy, DiLoCoStrategy
 from tests.elastic.arguments import elastic_of, make_parser
-from tests.elastic.fault_points import die_at
 from tests.elastic.trainer_worker import Model, Notes, Numbered
 from tests.elastic.worker import checksum
+from tests.faults.failing import die, failing_at
 from tests.small_model import quiet_trainer
 
 SYNC_EVERY = 4
@@ -51,8 +52,8 @@ def main(arguments: list[str]) -> None:
     parser = make_parser(timeout_s=60)
     parser.add_argument("--max-steps", type=int, default=100)
     parser.add_argument("--resume")
-    parser.add_argument("--die-at", help="a point of fault_points.py")
-    parser.add_argument("--die-in", type=int, default=0, help="in this round or a later one")
+    parser.add_argument("--fail-at", help="a fault point")
+    parser.add_argument("--fail-in", type=int, default=0, help="in this round or a later one")
     asked = parser.parse_args(arguments)
 
     logging.captureWarnings(False)
@@ -75,7 +76,10 @@ def main(arguments: list[str]) -> None:
         callbacks=[Notes(asked.log, 0.03), SaveOften(folder)],
         default_root_dir=folder,
     )
-    if asked.die_at:
-        die_at(asked.die_at, lambda: strategy.engine.worker.round_index >= asked.die_in)
+
+    def is_time() -> bool:
+        return strategy.engine.worker.round_index >= asked.fail_in
+
     loader = DataLoader(Numbered(), batch_size=2, shuffle=True)
-    trainer.fit(Model(), loader, ckpt_path=asked.resume)
+    with failing_at(asked.fail_at, is_time, die) if asked.fail_at else nullcontext():
+        trainer.fit(Model(), loader, ckpt_path=asked.resume)

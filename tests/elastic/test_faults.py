@@ -12,30 +12,43 @@ import torch
 from lightning_loco.elastic.gathering import SILENT_S
 from tests.elastic import resume_worker
 from tests.elastic.cluster import HEARTBEAT_TIMEOUT_S, Cluster, cluster, until
-from tests.elastic.fault_points import POINTS
 from tests.limits import HARNESS_S
 
 pytestmark = pytest.mark.process
 
 PROMPT_S = HEARTBEAT_TIMEOUT_S + 6  # +1 on a quiet machine
-AT_A_JOIN = ("making the group", "copying the state", "sending the state")
-OF_A_JOIN = (*AT_A_JOIN, "receiving the state")
-OF_A_CHECKPOINT = ("writing a checkpoint", "before the last checkpoint is deleted")
 QUICK = "within the exchange"
-OTHERS = [point for point in POINTS if point not in (QUICK, *OF_A_JOIN, *OF_A_CHECKPOINT)]
+OF_A_ROUND = (
+    "before sending",
+    "after sending",
+    "before the group",
+    "rows",
+    "exchange",
+    "confirming",
+    "within the confirmation",
+    "after confirming",
+    "after receiving",
+)
+"""Those that tests/faults/table.py does not have."""
+AT_A_JOIN = ("making the group", "before the state is sent", "sending the state")
+OF_A_CHECKPOINT = (
+    "writing a checkpoint",
+    "before a file is in its place",
+    "before the last checkpoint is deleted",
+)
 
 
 @pytest.mark.parametrize(
     ("point", "longest_s"),
     [
         (QUICK, HARNESS_S),
-        *(pytest.param(point, PROMPT_S, marks=pytest.mark.soak) for point in (QUICK, *OTHERS)),
+        *(pytest.param(point, PROMPT_S, marks=pytest.mark.soak) for point in OF_A_ROUND),
     ],
 )
 def test_one_of_three_dies(tmp_path: Path, point: str, longest_s: float) -> None:
     size = "--numel=2000000" if point == QUICK else "--numel=1000"
     with cluster(tmp_path, "--rounds=24", "--step-s=0.02", size) as made:
-        made.start(0, f"--die-at={point}", "--die-in=8")
+        made.start(0, "--fail=killed", f"--fail-at={point}", "--fail-in=8")
         made.start(1)
         made.start(2)
         assert made.exit_status(0) == -signal.SIGKILL
@@ -52,7 +65,7 @@ def test_a_round_counts_though_the_only_one_that_has_landed_it_is_dead(
     tmp_path: Path, overlap: tuple[str, ...], lost: int
 ) -> None:
     with cluster(tmp_path, "--rounds=24", "--step-s=0.02", *overlap) as made:
-        made.start(0, "--die-at=local step", "--die-in=9")
+        made.start(0, "--fail=killed", "--fail-at=local step", "--fail-in=9")
         made.start(1, "--lose-in=8")
         made.start(2, "--lose-in=8")
         assert made.exit_status(0) == -signal.SIGKILL
@@ -68,7 +81,7 @@ def test_a_round_counts_though_the_only_one_that_has_landed_it_is_dead(
 @pytest.mark.parametrize("point", AT_A_JOIN)
 def test_the_one_that_brings_the_state_dies(tmp_path: Path, point: str) -> None:
     with cluster(tmp_path, "--rounds=60", "--step-s=0.02", "--numel=2000000") as made:
-        made.start(0, f"--die-at={point}", "--die-in=3")
+        made.start(0, "--fail=killed", f"--fail-at={point}", "--fail-in=3")
         made.start(1)
         made.reaches(1, 4)
         made.start(2)
@@ -85,7 +98,7 @@ def test_a_newcomer_dies_while_it_receives_the_state(tmp_path: Path) -> None:
         made.start(0)
         made.start(1)
         made.reaches(1, 4)
-        made.start(2, "--die-at=receiving the state")
+        made.start(2, "--fail=killed", "--fail-at=receiving the state")
         assert made.exit_status(2) == -signal.SIGKILL
         made.ends(0, 1)
         assert made.agree() == 61
@@ -97,9 +110,9 @@ def test_one_that_freezes_is_left_behind_and_comes_back(tmp_path: Path, point: s
     settings = ("--rounds=400", "--step-s=0.02", "--numel=200000", "--timeout-s=300")
     with cluster(tmp_path, *settings) as made:
         at_a_join = point in AT_A_JOIN
-        made.start(
-            0, f"--freeze-at={point}", "--die-in=8", f"--freeze-among={2 if at_a_join else 3}"
-        )
+        among = 2 if at_a_join else 3
+        failing = "--fail=frozen", f"--fail-at={point}", "--fail-in=8", f"--fail-among={among}"
+        made.start(0, *failing)
         made.start(1)
         made.reaches(1, 8 if at_a_join else 0)
         made.start(2)
@@ -120,7 +133,7 @@ def test_a_job_that_dies_while_it_saves_comes_back_with_what_it_has_saved(
     tmp_path: Path, point: str
 ) -> None:
     with cluster(tmp_path, "--max-steps=240", program=resume_worker.main) as made:
-        made.start(0, f"--die-at={point}", "--die-in=6")
+        made.start(0, f"--fail-at={point}", "--fail-in=6")
         made.start(1)
         made.start(2)
         assert made.exit_status(0) == -signal.SIGKILL

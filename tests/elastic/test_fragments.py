@@ -138,7 +138,7 @@ def test_one_joins_one_is_killed_and_the_others_go_on(
 def test_one_of_three_dies_while_a_fragment_is_under_way(tmp_path: Path, point: str) -> None:
     size = "--numel=2000000" if point == "within the exchange" else "--numel=1000"
     with cluster(tmp_path, "--steps=100", "--step-s=0.01", *STREAM, size) as made:
-        made.start(0, f"--die-at={point}", "--die-in=8")
+        made.start(0, "--fail=killed", f"--fail-at={point}", "--fail-in=8")
         made.start(1)
         made.start(2)
         assert made.exit_status(0) == -signal.SIGKILL

@@ -9,6 +9,7 @@ import argparse
 import json
 import time
 import zlib
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ from lightning_loco.rounds.membership import Membership
 from lightning_loco.schedules import Staggered
 from tests.algorithms.toys import Point
 from tests.elastic.arguments import elastic_of, make_parser
-from tests.elastic.fault_points import die_at, freeze_at, lose_confirmation
+from tests.faults.failing import KINDS, failing_at, lose_what_came
 
 TOPOLOGIES = {"gasloc": "ring", "noloco": "random_matching", "neighbor_average": "ring"}
 PULL = 0.05
@@ -125,10 +126,10 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--sync-every", type=int, default=4)
     parser.add_argument("--step-s", type=float, default=0.01)
     parser.add_argument("--numel", type=int, default=1000)
-    parser.add_argument("--die-at", help="a point of fault_points.py")
-    parser.add_argument("--die-in", type=int, default=0, help="in this round or a later one")
-    parser.add_argument("--freeze-at", help="a point of fault_points.py")
-    parser.add_argument("--freeze-among", type=int, default=0, help="after a round of so many")
+    parser.add_argument("--fail", choices=KINDS)
+    parser.add_argument("--fail-at", help="a fault point")
+    parser.add_argument("--fail-in", type=int, default=0, help="in this round or a later one")
+    parser.add_argument("--fail-among", type=int, default=0, help="after a round of so many")
     parser.add_argument("--lose-in", type=int, help="the others' confirmations of this round")
     parser.add_argument("--nan-in", type=int, default=-1, help="this round")
     parser.add_argument("--flip-at", type=int, default=-1)
@@ -145,25 +146,34 @@ def main(arguments: list[str]) -> None:
 
     torch.manual_seed(asked.index)
     engine = make_engine(asked)
-    model = engine.worker.replica.model
     if asked.resume:
         engine.load_state_dict(torch.load(asked.resume))
 
-    if asked.die_at:
-        die_at(asked.die_at, lambda: engine.worker.round_index >= asked.die_in)
-    if asked.freeze_at:
+    with failing(asked, engine):
+        train(asked, engine)
+    engine.close()
 
-        def is_time() -> bool:
-            last = engine.link.last
-            members = 0 if last is None else len(last.plan.names)
-            return engine.worker.round_index >= asked.die_in and members >= asked.freeze_among
 
-        freeze_at(asked.freeze_at, is_time)
-
-    if asked.lose_in:
-        lose_confirmation(lambda: engine.worker.round_index >= asked.lose_in)
-
+def failing(asked: argparse.Namespace, engine: Engine) -> AbstractContextManager[None]:
+    """Where and when this worker fails, if at all."""
     worker = engine.worker
+
+    def is_time() -> bool:
+        last = engine.link.last
+        members = 0 if last is None else len(last.plan.names)
+        return worker.round_index >= asked.fail_in and members >= asked.fail_among
+
+    if asked.fail:
+        return failing_at(asked.fail_at, is_time, KINDS[asked.fail])
+    if asked.lose_in:
+        point = "after confirming"
+        return failing_at(point, lambda: worker.round_index >= asked.lose_in, lose_what_came)
+    return nullcontext()
+
+
+def train(asked: argparse.Namespace, engine: Engine) -> None:
+    """Make local steps and their rounds, and write them down."""
+    worker, model = engine.worker, engine.worker.replica.model
     counted_from = None if asked.from_members else 0
 
     def made() -> int:
@@ -216,4 +226,3 @@ def main(arguments: list[str]) -> None:
         if asked.steps:
             engine.finish()
             note()
-    engine.close()

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_loco.remote import service_group
+from lightning_loco.fault_points import on_reach
 from lightning_loco.remote.all_ranks import AllRanks
 from tests.forked_jobs import Job, freeze
 from tests.programs import free_ports
@@ -76,9 +76,8 @@ def freeze_in(rank: int, world: int, port: int, phase: str, victim: int) -> tupl
                 freeze() if is_victim else ranks.init_default_group([0, 1, 2], "gloo", CPU)
             if phase == "arrival" and is_victim:
                 freeze()
-            if phase == "connection" and is_victim:
-                service_group.ProcessGroupGloo = lambda *_: freeze()  # type: ignore[assignment]
-            group = ranks.new_group()
+            with on_reach(lambda _: freeze() if phase == "connection" and is_victim else None):
+                group = ranks.new_group()
             try:
                 began = time.monotonic()
                 freeze() if is_victim else group.raise_together(None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -14,16 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_loco.fault_points import on_reach
 from lightning_loco.remote import (
     RemoteOptimizer,
     Serving,
     Tiers,
     Transport,
-    all_servers,
     run_role,
 )
-from lightning_loco.remote.calls import Call
-from lightning_loco.remote.channel import Channel
 from tests.forked_jobs import Job, Outcome, freeze
 from tests.limits import HARNESS_S
 
@@ -81,15 +80,12 @@ def go(rank: int, world: int, run: Run) -> Any:
     for layer in model[:2]:
         layer.weight.register_hook(in_backward)
 
-    class Late(Channel):
-        def ask_for_step(self, call: Call) -> None:
-            asked.append(self)
-            if run.between_servers is not None and is_troubled and len(asked) == 2 * MOMENT:
-                run.between_servers()
-            super().ask_for_step(call)
+    asked = itertools.count(1)
 
-    asked: list[Channel] = []
-    all_servers.Channel = Late  # type: ignore[misc]
+    def act(point: str) -> None:
+        is_moment = point == "asking for a step" and next(asked) == 2 * MOMENT
+        if run.between_servers is not None and is_troubled and is_moment:
+            run.between_servers()
 
     def after_step() -> None:
         served.append(1)
@@ -110,15 +106,16 @@ def go(rank: int, world: int, run: Run) -> Any:
             remote.step()
         return made[0]
 
-    return run_role(
-        train,
-        model.parameters(),
-        lambda params: torch.optim.SGD(params, lr=0.01),
-        run.num_workers,
-        num_servers=run.num_servers,
-        transport=Transport(timeout_s=TIMEOUT_S, bucket_bytes=8 * run.width),
-        serving=Serving(after_step=after_step, min_workers=run.min_workers),
-    )
+    with on_reach(act):
+        return run_role(
+            train,
+            model.parameters(),
+            lambda params: torch.optim.SGD(params, lr=0.01),
+            run.num_workers,
+            num_servers=run.num_servers,
+            transport=Transport(timeout_s=TIMEOUT_S, bucket_bytes=8 * run.width),
+            serving=Serving(after_step=after_step, min_workers=run.min_workers),
+        )
 
 
 def outcomes(run: Run, num_tiers: int, lost: tuple[int, ...]) -> dict[int, Outcome]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -13,13 +15,11 @@ from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC, LocalSGD, Model
 from lightning_loco.comm import Statistics, WorkerGroup
 from lightning_loco.comm.flat import FlatLayout
 from lightning_loco.comm.rows import PendingRows, Row
+from lightning_loco.fault_points import on_reach
 from lightning_loco.rounds import Engine, RoundSettings
-from lightning_loco.rounds.compressed_mean import CompressedMean
-from lightning_loco.rounds.exchange import Handle, make_exchange
+from lightning_loco.rounds.exchange import make_exchange
 from lightning_loco.rounds.flight import Flight
 from lightning_loco.rounds.lane import Lane
-from lightning_loco.rounds.neighbor_exchange import NeighborExchange
-from lightning_loco.rounds.parcels import Parcel
 from lightning_loco.rounds.rounds import Rounds
 from lightning_loco.schedules import EveryInterval, EverySteps, Schedule
 from tests.algorithms.toys import Point, randn
@@ -32,36 +32,18 @@ FITS = 2000
 # ------------------------------------------------------------- between real processes
 
 
-class Lost:
-    """A parcel that never comes."""
+@contextmanager
+def losing(number: int) -> Iterator[list[str]]:
+    """Let the parcel of that number not come; what it gives are the fault points since."""
+    reached: list[str] = []
 
-    lost = None
+    def act(point: str) -> None:
+        reached.append(point)
+        if point == "after receiving" and reached.count(point) == number:
+            raise RuntimeError("the parcel is lost")
 
-    def has_arrived(self) -> bool:
-        return True
-
-    def wait(self) -> Tensor:
-        raise RuntimeError("the parcel is lost")
-
-    def release(self) -> None:
-        pass
-
-
-def lose(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Let the parcel of that number not come, counted from now on; the others do."""
-    sent = 0
-    for exchange in (CompressedMean, NeighborExchange):
-
-        def start(self: Any, parcel: Parcel, index: int, send: Any = exchange.start) -> Any:
-            nonlocal sent
-            sent += 1
-            handle = send(self, parcel, index)
-            if sent != number:
-                return handle
-            handle.wait()  # as far as the other workers are concerned
-            return Lost()
-
-        monkeypatch.setattr(exchange, "start", start)
+    with on_reach(act):
+        yield reached
 
 
 def everything(engine: Engine) -> list[Any]:
@@ -87,7 +69,7 @@ def fail_in_round(
     model = Point(torch.zeros(numel, dtype=torch.float64))
     engine = Engine.from_settings(model, settings)
     error, before, armed = "", everything(engine), False
-    with pytest.MonkeyPatch.context() as monkeypatch:
+    with ExitStack() as stack:
         while not error:
             approach(rank, model)
             engine.count_step()
@@ -95,7 +77,7 @@ def fail_in_round(
                 continue
             if engine.worker.round_index == 2 and not armed:
                 armed = True
-                lose(monkeypatch, number)
+                stack.enter_context(losing(number))
             before = everything(engine)
             try:
                 engine.make_round()
@@ -193,23 +175,6 @@ def test_a_worker_that_vanishes_leaves_the_others_as_they_were(
 # --------------------------------------------------------------- turns, without an engine
 
 
-class Faulty:
-    """An exchange of one worker whose handle of a number fails to arrive."""
-
-    is_weighted = True
-    can_carry_rows = False
-
-    def __init__(self, fails: int | None) -> None:
-        self._inner = make_exchange(LocalSGD(), WorkerGroup(0, 1), Statistics(), None)
-        self._fails = fails
-        self.sent = 0
-
-    def start(self, parcel: Parcel, round_index: int) -> Handle:
-        self.sent += 1
-        handle = self._inner.start(parcel, round_index)
-        return Lost() if self.sent == self._fails else handle
-
-
 def flight(index: int, weight: float = 1.0, valid: bool = True) -> Flight:
     table = torch.tensor([[*Row(0.0, index, 1.0, weight, 1.0)[:-1]]], dtype=torch.float64)
     return Flight(index, PendingRows(lambda: table, f"round {index}"), valid, 0)
@@ -219,26 +184,25 @@ def rounds_of(
     algorithm: Algorithm,
     numel: int,
     overlap: bool = False,
-    fails: int | None = None,
     bucket_bytes: int = SMALL_BUCKET,
-) -> tuple[Rounds, FlatLayout, Faulty]:
+) -> tuple[Rounds, FlatLayout]:
     schedule = EverySteps(1, overlap)
     settings = RoundSettings(algorithm, schedule, bucket_bytes=bucket_bytes).prepare(1)
     layout = FlatLayout([("p", randn(numel))], settings.cuts({"p": numel}, 8))
     state = settings.algorithm.init(layout.new_flat())
     elements = settings.parcel_elements(numel, 8)
     lane = Lane(layout, [range(numel)], settings, state, {}, elements)
-    exchange = Faulty(fails)
-    return Rounds(lane, settings, exchange), layout, exchange  # type: ignore[arg-type]
+    exchange = make_exchange(LocalSGD(), WorkerGroup(0, 1), Statistics(), None)
+    return Rounds(lane, settings, exchange), layout
 
 
 @pytest.mark.parametrize(("fails", "torn"), [(1, False), (2, True), (5, True)])
 def test_a_streamed_round_is_torn_from_its_first_landing_on(fails: int, torn: bool) -> None:
-    rounds, layout, _ = rounds_of(DiLoCo(), 5000, fails=fails)
+    rounds, layout = rounds_of(DiLoCo(), 5000)
     layout.tensors[0].add_(1.0)
     before = layout.new_flat()
     rounds.look()
-    with pytest.raises(RuntimeError, match="the parcel is lost"):
+    with losing(fails), pytest.raises(RuntimeError, match="the parcel is lost"):
         rounds.make(flight(0))
     assert rounds.is_torn is torn
     assert torch.equal(layout.new_flat(), before) is not torn
@@ -246,15 +210,15 @@ def test_a_streamed_round_is_torn_from_its_first_landing_on(fails: int, torn: bo
 
 def test_a_late_round_that_is_lost_can_be_landed_no_more_and_has_changed_nothing() -> None:
     for algorithm in (DiLoCo(0.7, 0.0), ModelAverage(), Counting()):
-        rounds, layout, exchange = rounds_of(algorithm, 5000, overlap=True, fails=2)
+        rounds, layout = rounds_of(algorithm, 5000, overlap=True)
         rounds.look()
         rounds.begin(flight(0))
         layout.tensors[0].add_(1.0)
         params, state = layout.new_flat(), copy.deepcopy(rounds.lane.state)
         rounds.look()
-        with pytest.raises(RuntimeError, match="the parcel is lost"):
+        with losing(2) as reached, pytest.raises(RuntimeError, match="the parcel is lost"):
             rounds.begin(flight(1))
-        assert exchange.sent == len(rounds.lane.parcels)  # nothing new has left
+        assert "before sending" not in reached  # nothing new has left
         assert torch.equal(layout.new_flat(), params)
         assert same(list(rounds.lane.state.values()), list(state.values()))
         assert not rounds.is_torn
@@ -262,20 +226,20 @@ def test_a_late_round_that_is_lost_can_be_landed_no_more_and_has_changed_nothing
 
 def test_looking_finds_what_is_not_finite_wherever_it_is() -> None:
     for numel in (FITS, 5000):  # proposed at once, or parcel by parcel
-        rounds, layout, _ = rounds_of(DiLoCo(), numel)
+        rounds, layout = rounds_of(DiLoCo(), numel)
         assert rounds.look()
         layout.tensors[0][numel - 1] = torch.inf
         assert not rounds.look()
 
 
 def test_large_finite_values_are_finite_although_their_sum_is_not() -> None:
-    rounds, layout, _ = rounds_of(LocalSGD(), FITS)
+    rounds, layout = rounds_of(LocalSGD(), FITS)
     layout.tensors[0].fill_(1e308)
     assert rounds.look()
 
 
 def test_the_norm_of_the_outer_gradient_is_measured_on_request() -> None:
-    rounds, layout, _ = rounds_of(DiLoCo(), 5000)
+    rounds, layout = rounds_of(DiLoCo(), 5000)
     layout.tensors[0].add_(2.0)
     for measure in (False, True):
         rounds.measure_gradient = measure
@@ -283,16 +247,16 @@ def test_the_norm_of_the_outer_gradient_is_measured_on_request() -> None:
         rounds.make(flight(0))
         if not measure:
             assert rounds.gradient_norm is None
-            rounds, layout, _ = rounds_of(DiLoCo(), 5000)
+            rounds, layout = rounds_of(DiLoCo(), 5000)
             layout.tensors[0].add_(2.0)
     assert rounds.gradient_norm == pytest.approx(2.0 * 5000**0.5)
 
 
 def test_a_round_under_way_cannot_be_taken_over_without_overlap() -> None:
-    late, _, _ = rounds_of(DiLoCo(0.7, 0.0), 5000, overlap=True)
+    late, _ = rounds_of(DiLoCo(0.7, 0.0), 5000, overlap=True)
     late.look()
     late.begin(flight(0))
     saved = late.state_dict()
-    blocking, _, _ = rounds_of(DiLoCo(0.7, 0.0), 5000)
+    blocking, _ = rounds_of(DiLoCo(0.7, 0.0), 5000)
     with pytest.raises(ValueError, match="holds a round under way, but overlap is off"):
         blocking.load_state_dict(*saved)

@@ -13,7 +13,7 @@ import torch
 
 from lightning_loco import GASLoCStrategy
 from tests.pool import Pool, make_trainer
-from tests.programs import Program, one_per_rank, python_script
+from tests.programs import Program, python_script
 from tests.small_model import TinyModule, make_loader
 
 pytestmark = pytest.mark.process
@@ -103,17 +103,6 @@ def test_killed_worker_ends_all_by_the_launcher(tmp_path: Path) -> None:
     assert code == -signal.SIGKILL
     assert "terminated with code -9" in output
     assert "No message" not in output
-
-
-@pytest.mark.soak
-def test_killed_worker_is_named_where_no_launcher_ends_all(tmp_path: Path) -> None:
-    command = python_script(tmp_path, script(tmp_path, KILLED, sync_every=10))
-    with one_per_rank(command, 3, tmp_path) as programs:
-        programs[0].wait_for("five batches done")
-        for program in programs[:2]:
-            code, output = program.finish(30)
-            assert code == 1
-            assert re.search(r"No message in round 0 .* worker 2 \(no sign of life", output), output
 
 
 @pytest.mark.soak

@@ -221,44 +221,8 @@ def finish(programs: list[Program], limit_s: float = LIMIT_S) -> tuple[list[int]
     return [code for code, _ in ends], [text for _, text in ends]
 
 
-LOST = {
-    0: "worker 0",
-    1: "worker 1",
-    2: "the aggregator (rank 2)",
-    3: "the optimizer (rank 3)",
-}
 TIMEOUT_S = 5.0
 LONGEST_S = TIMEOUT_S + 6
-
-
-def check_ends_without(programs: list[Program], victim: int, trouble: signal.Signals) -> None:
-    """Get a rank into trouble: all others end in time, and their errors name it."""
-    programs[0].wait_for("five steps done")
-    time.sleep(0.3)
-    began = time.monotonic()
-    programs[victim].signal(trouble)
-    others = [program for rank, program in enumerate(programs) if rank != victim]
-    for code, text in zip(*finish(others), strict=True):
-        assert code == 1, text[-3000:]
-        assert LOST[victim] in text.rpartition("Traceback (most recent")[2].lower(), text[-3000:]
-        ended_at = float(text.partition("ended at ")[2].split()[0])
-        assert ended_at - began < LONGEST_S, text[-3000:]
-
-
-@pytest.mark.soak
-@pytest.mark.process
-@pytest.mark.parametrize(
-    ("victim", "trouble"), cover(LOST, [signal.SIGKILL, signal.SIGSTOP], strength=1)
-)
-def test_a_lost_rank_ends_the_run_in_time_and_is_named(
-    tmp_path: Path, victim: int, trouble: signal.Signals
-) -> None:
-    with running(tmp_path, 4, 2000, timeout_s=TIMEOUT_S) as programs:
-        check_ends_without(programs, victim, trouble)
-    paths = list(tmp_path.glob("checkpoints/*.ckpt"))
-    assert paths
-    for path in paths:
-        assert torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
 
 
 @pytest.mark.soak
@@ -269,7 +233,15 @@ def test_enough_workers_do_not_go_on_without_worker_0_who_hosts_the_store(
 ) -> None:
     options = {"num_workers": 3, "min_workers": 2, "timeout_s": TIMEOUT_S}
     with running(tmp_path, 4, 2000, **options) as programs:
-        check_ends_without(programs, 0, trouble)
+        programs[0].wait_for("five steps done")
+        time.sleep(0.3)
+        began = time.monotonic()
+        programs[0].signal(trouble)
+        for code, text in zip(*finish(programs[1:]), strict=True):
+            assert code == 1, text[-3000:]
+            assert "worker 0" in text.rpartition("Traceback (most recent")[2].lower(), text[-3000:]
+            ended_at = float(text.partition("ended at ")[2].split()[0])
+            assert ended_at - began < LONGEST_S, text[-3000:]
 
 
 @pytest.mark.soak
