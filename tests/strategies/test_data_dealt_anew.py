@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,20 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_loco import DiLoCo, LocoStrategy
 from lightning_loco.demo.loading import ResumableDataLoader
+from tests.cases import CASES
 from tests.conftest import cover
 from tests.pool import Pool, PoolError, make_trainer
-from tests.strategies import test_resume
+from tests.strategies.save_and_resume import (
+    STEPS,
+    Run,
+    SaveAt,
+    fit,
+    noted_warnings,
+    resume_each,
+)
+from tests.strategies.test_resume import VALIDATIONS
 
-SAMPLES = 48  # in an epoch: 12 batches of each of 4 workers
+SAMPLES = 24  # in an epoch: 8 batches of each of 3 workers
 LOADERS = {
     "stateful": StatefulDataLoader,
     "resumable": ResumableDataLoader,
@@ -77,19 +87,24 @@ def read(
     )
     data = TensorDataset(torch.arange(float(SAMPLES)))
     loader = LOADERS[kind](data, batch_size=1, shuffle=kind == "ordinary")
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with noted_warnings() as told:
         trainer.fit(module, loader, ckpt_path=resume)
-    texts = [str(warning.message) for warning in found]
-    return module.seen, [text for text in texts if "go on from it" in text]
+    return module.seen, told
+
+
+def read_each(
+    rank: int, world: int, runs: Sequence[tuple[str, int, str]]
+) -> list[tuple[list[tuple[int, int]], list[str]]]:
+    """Several runs that go on from a checkpoint, in one job."""
+    return [read(rank, world, "stateful", *run) for run in runs]
 
 
 @pytest.mark.parametrize(
     ("before", "now", "kind"),
     cover(
         [
-            pytest.param(4, 3, id="4 to 3"),
-            pytest.param(2, 4, id="2 to 4"),
+            pytest.param(3, 2, id="3 to 2"),
+            pytest.param(2, 3, id="2 to 3"),
             pytest.param(3, 1, id="3 to 1"),
             pytest.param(1, 2, id="1 to 2"),
         ],
@@ -100,7 +115,7 @@ def read(
 def test_no_sample_is_left_out_or_repeated(
     pool: Pool, tmp_path: Path, before: int, now: int, kind: str
 ) -> None:
-    """24 of 48 samples are read by the one number of workers, the others by the other one."""
+    """Half of them are read by the one number of workers, the others by the other one."""
     path, steps = str(tmp_path / "cut.ckpt"), SAMPLES // 2 // before
     first = pool.run(read, kind, path, steps, None, world=before)
     then = pool.run(read, kind, str(tmp_path / "no.ckpt"), -1, path, world=now)
@@ -118,46 +133,43 @@ def test_no_sample_is_left_out_or_repeated(
 
 def test_an_epoch_that_had_ended_is_not_read_again(pool: Pool, tmp_path: Path) -> None:
     path = str(tmp_path / "cut.ckpt")
-    pool.run(read, "stateful", path, 12, None, world=4)
-    then = pool.run(read, "stateful", str(tmp_path / "no.ckpt"), -1, path, world=3)
+    pool.run(read, "stateful", path, SAMPLES // 3, None, world=3)
+    then = pool.run(read, "stateful", str(tmp_path / "no.ckpt"), -1, path, world=2)
     for seen, _ in then:
-        assert [epoch for epoch, _ in seen] == [1] * 16
+        assert [epoch for epoch, _ in seen] == [1] * (SAMPLES // 2)
 
 
 def test_a_run_that_was_dealt_anew_is_resumed_exactly(pool: Pool, tmp_path: Path) -> None:
     """Its own checkpoints know where they were."""
-    first, second = str(tmp_path / "first.ckpt"), str(tmp_path / "second.ckpt")
-    pool.run(read, "stateful", first, 6, None, world=4)
-    whole = pool.run(read, "stateful", str(tmp_path / "no.ckpt"), -1, first, world=3)
-    cut = pool.run(read, "stateful", second, 9, first, world=3)
-    rest = pool.run(read, "stateful", str(tmp_path / "no.ckpt"), -1, second, world=3)
-    for one, two, three in zip(whole, cut, rest, strict=True):
-        assert one[0] == two[0] + three[0]
-        assert three[1] == []
+    first, second, end = (str(tmp_path / f"{name}.ckpt") for name in ("first", "second", "no"))
+    pool.run(read, "stateful", first, 4, None, world=3)
+    runs = [(end, -1, first), (second, 7, first), (end, -1, second)]
+    for whole, cut, rest in pool.run(read_each, runs, world=2):
+        assert len(cut[0]) == 3
+        assert whole[0] == cut[0] + rest[0]
+        assert rest[1] == []
 
 
-@pytest.mark.parametrize("now", [[1, 1, 2], [2, 1], [1], [1, 2]])
-def test_unequal_shares_become_others(pool: Pool, tmp_path: Path, now: list[int]) -> None:
-    """4 of 16 rounds are made by workers that take 1 and 2 samples in each."""
+def test_unequal_shares_become_others(
+    pool: Pool, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    """4 of 8 rounds are made by workers that take 1 and 2 samples in each."""
     path, end = str(tmp_path / "cut.ckpt"), str(tmp_path / "no.ckpt")
     first = pool.run(read, "stateful", path, 4, None, [1, 2], world=2)
     assert [len(seen) for seen, _ in first] == [4, 8]
-    then = pool.run(read, "stateful", end, -1, path, [9 * n for n in now], world=len(now))
-    for epoch in (0, 1):
-        seen = [sample for worker in (*first, *then) for at, sample in worker[0] if at == epoch]
-        assert sorted(seen) == list(range(SAMPLES))
-    assert bool(then[0][1]) == (now != [1, 2])
-
-
-def test_a_list_for_other_workers_is_refused(pool: Pool, tmp_path: Path) -> None:
-    path, end = str(tmp_path / "cut.ckpt"), str(tmp_path / "no.ckpt")
-    pool.run(read, "stateful", path, 4, None, [1, 2], world=2)
+    for now in [[1, 1, 2], [2, 1], [1], [1, 2]]:
+        with subtests.test(now=now):
+            shares = [3 * n for n in now]
+            then = pool.run(read, "stateful", end, -1, path, shares, world=len(now))
+            for epoch in (0, 1):
+                seen = [one for worker in (*first, *then) for at, one in worker[0] if at == epoch]
+                assert sorted(seen) == list(range(SAMPLES))
+            assert bool(then[0][1]) == (now != [1, 2])
     with pytest.raises(PoolError, match="sync_every lists 2 numbers for 3 workers") as error:
         pool.run(read, "stateful", end, -1, path, [1, 2], world=3)
     assert sorted(error.value.failures) == [0, 1, 2]
 
 
-@pytest.mark.filterwarnings("ignore:The checkpoint was written by 2 workers")
 @pytest.mark.filterwarnings("ignore:Using `isinstance")
 @pytest.mark.parametrize(
     ("validation", "places"),
@@ -174,11 +186,16 @@ def test_validations_come_where_they_are_due(
     pool: Pool, tmp_path: Path, validation: str, places: dict[str, list[int]]
 ) -> None:
     """An epoch has 6 batches; 2 of 2 workers are 1 of 3, so that one more is left."""
-    run = "async_diloco", test_resume.VALIDATIONS[validation], 0.3, str(tmp_path)
-    save = test_resume.SaveAt(str(tmp_path), [*places])
-    pool.run(test_resume.fit, *run, None, [save], world=2)
-    for place, expected in places.items():
-        path = str(tmp_path / f"{place}.ckpt")
-        for losses, validated, _ in pool.run(test_resume.fit, *run, path, world=3):
-            assert sorted(losses) == list(range(int(place.split()[1]), test_resume.STEPS))
-            assert sorted(validated) == expected
+    run = Run(
+        CASES["async_diloco"],
+        str(tmp_path),
+        [SaveAt(*places)],
+        validates=True,
+        trainer=VALIDATIONS[validation],
+    )
+    pool.run(fit, run, world=2)
+    paths = [f"{place}.ckpt" for place in places]
+    for resumed in pool.run(resume_each, replace(run, callbacks=[]), paths, world=3):
+        for (place, expected), outcome in zip(places.items(), resumed, strict=True):
+            assert sorted(outcome.losses) == list(range(int(place.split()[1]), STEPS))
+            assert sorted(outcome.validated) == expected

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,18 +22,10 @@ from tests.cases import CASES, Case, without_variants
 from tests.conftest import cover
 from tests.pool import Pool, make_trainer
 from tests.small_model import TinyModule, WorkerData, flat, quiet_trainer
-from tests.strategies import test_checkpoint
+from tests.strategies import save_and_resume
 
 SAVED_AT = 10
 pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that")
-
-
-@pytest.fixture(scope="module")
-def five() -> Iterator[Pool]:
-    """Five gloo processes."""
-    processes = Pool(5)
-    yield processes
-    processes.close()
 
 
 class Start(NamedTuple):
@@ -51,7 +43,7 @@ class Start(NamedTuple):
 class Look(pl.Callback):
     """Notes what is there before the first step, and saves after some step."""
 
-    def __init__(self, path: str, save_at: int) -> None:
+    def __init__(self, path: str | None, save_at: int) -> None:
         self.path = path
         self.save_at = save_at
         self.seen: dict[str, Any] = {}
@@ -74,7 +66,7 @@ class Look(pl.Callback):
             strategy.engine.worker.show_local()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.save_at:
+        if self.path is not None and trainer.global_step == self.save_at:
             trainer.save_checkpoint(self.path)
 
 
@@ -96,28 +88,44 @@ def fit(
     rank: int,
     world: int,
     case: Case | str,
-    path: str,
+    path: str | None,
     resume: str | None = None,
     save_at: int = SAVED_AT,
     sync_every: int = 4,
 ) -> Start:
-    """Train and save, perhaps from a checkpoint; each worker has data of its own."""
+    """Train and perhaps save, perhaps from a checkpoint; each worker has data of its own."""
     look = Look(path, save_at)
     torch.manual_seed(1000 + rank)
     module = TinyModule(lr=0.01, optimizer="Adam")
     torch.manual_seed(1000 + rank)
     trainer = make_trainer(
         strategy_of(case, sync_every),
-        max_steps=save_at + 4,
+        max_steps=save_at + 2,
         callbacks=[look],
         use_distributed_sampler=False,
     )
     loader = StatefulDataLoader(WorkerData(rank, 100), batch_size=None)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with save_and_resume.noted_warnings() as told:
         trainer.fit(module, loader, ckpt_path=resume)
-    told = [str(warning.message) for warning in found if "go on from it" in str(warning.message)]
     return Start(**look.seen, warnings=told, final=flat(module))
+
+
+def fit_each(rank: int, world: int, runs: Sequence[tuple[Any, ...]]) -> list[Start]:
+    """Several runs in one job."""
+    return [fit(rank, world, *run) for run in runs]
+
+
+@pytest.fixture(scope="module")
+def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case | str], Path]:
+    """A checkpoint of two workers, by their method."""
+
+    @functools.cache
+    def path_of(name: str) -> Path:
+        path = tmp_path_factory.mktemp(name) / "before.ckpt"
+        pool.run(fit, CASES.get(name, name), str(path), world=2)
+        return path
+
+    return path_of
 
 
 class Files(NamedTuple):
@@ -194,17 +202,14 @@ SHORT = ("diloco", "gasloc_overlap")
     "name",
     [pytest.param(name, marks=[] if name in SHORT else pytest.mark.soak) for name in NUMBERS],
 )
-def test_four_workers_go_on_as_three_and_then_as_five(
-    five: Pool, tmp_path: Path, name: str
-) -> None:
-    case, before = CASES[name], tmp_path / "4.ckpt"
-    five.run(fit, case, str(before), world=4)
-    for world in (3, 5):
-        saved, path = files_of(before), tmp_path / f"{world}.ckpt"
-        steps = SAVED_AT + (1 if world == 3 else 3)
-        starts = five.run(fit, case, str(path), str(before), steps, world=world)
-        check_start(case, saved, starts)
-        check_words(case, len(saved.workers), starts)
+def test_three_workers_go_on_as_two_and_then_as_four(pool: Pool, tmp_path: Path, name: str) -> None:
+    case, before = CASES[name], tmp_path / "3.ckpt"
+    pool.run(fit, case, str(before), world=3)
+    for world in (2, 4):
+        files, path = files_of(before), tmp_path / f"{world}.ckpt"
+        starts = pool.run(fit, case, str(path), str(before), SAVED_AT + 1, world=world)
+        check_start(case, files, starts)
+        check_words(case, len(files.workers), starts)
         for start in starts[1:]:
             assert torch.equal(start.final, starts[0].final)
         before = path
@@ -266,32 +271,32 @@ def check_words(case: Case, before: int, starts: list[Start]) -> None:
     )
     place = "the consensus" if case.consensus_key is None else "the mean of the"
     assert f"all workers begin at {place}" in text
-    if now == 3:
-        assert "the optimizers, schedules and positions of worker 3 are dropped" in text
+    if now == 2:
+        assert "the optimizers, schedules and positions of worker 2 are dropped" in text
     else:
-        assert "new are workers 3 to 4, with the optimizers, schedules and positions of" in text
+        assert "new are workers 2 to 3, with the optimizers, schedules and positions of" in text
     assert "under way" not in text
 
 
-def test_one_worker_becomes_two_and_one_again(five: Pool, tmp_path: Path) -> None:
-    one, two = tmp_path / "1.ckpt", tmp_path / "2.ckpt"
-    five.run(fit, CASES["diloco"], str(one), world=1)
-    starts = five.run(fit, CASES["diloco"], str(two), str(one), SAVED_AT + 2, world=2)
-    check_start(CASES["diloco"], files_of(one), starts)
+def test_one_worker_becomes_two_and_one_again(pool: Pool, tmp_path: Path) -> None:
+    case, one, two = CASES["diloco"], tmp_path / "1.ckpt", tmp_path / "2.ckpt"
+    pool.run(fit, case, str(one), world=1)
+    starts = pool.run(fit, case, str(two), str(one), SAVED_AT + 1, world=2)
+    check_start(case, files_of(one), starts)
     assert "was written by 1 worker with DiLoCo" in starts[0].warnings[0]
-    again = five.run(fit, CASES["diloco"], str(one), str(two), SAVED_AT + 4, world=1)
-    check_start(CASES["diloco"], files_of(two), again)
+    again = pool.run(fit, case, None, str(two), SAVED_AT + 2, world=1)
+    check_start(case, files_of(two), again)
     assert "and 1 worker with DiLoCo go on" in again[0].warnings[0]
 
 
-def test_a_worker_that_is_not_finite_is_left_out_of_the_mean(five: Pool, tmp_path: Path) -> None:
-    path = tmp_path / "4.ckpt"
-    five.run(fit, CASES["diloco"], str(path), world=4)
-    saved = files_of(path)
-    worker = Path(f"{path}.loco") / saved.main["lightning_loco"]["stamp"] / "worker_00003.pt"
+def test_a_worker_that_is_not_finite_is_left_out_of_the_mean(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "3.ckpt"
+    pool.run(fit, CASES["diloco"], str(path), world=3)
+    files = files_of(path)
+    worker = Path(f"{path}.loco") / files.main["lightning_loco"]["stamp"] / "worker_00002.pt"
     spoil(worker)
-    starts = five.run(fit, CASES["diloco"], str(tmp_path / "3.ckpt"), str(path), 12, world=3)
-    params = [content["engine"]["params"] for content in saved.workers[:3]]
+    starts = pool.run(fit, CASES["diloco"], None, str(path), world=2)
+    params = [content["engine"]["params"] for content in files.workers[:2]]
     near(starts[0].engine["params"], torch.stack(params).mean(0))
 
 
@@ -308,43 +313,49 @@ def spoil(file: Path) -> None:
 # ------------------------------------------------------------------ other settings
 
 
-def resumed(
-    pool: Pool, folder: Path, before: Case | str, now: Case | str, sync_every: int = 4
-) -> tuple[Files, list[Start]]:
+Resume = Callable[..., tuple[Files, list[Start]]]
+
+
+@pytest.fixture
+def resumed(pool: Pool, saved: Callable[[str], Path]) -> Resume:
     """What two workers saved, and how two workers with other settings go on from it."""
-    path = folder / "before.ckpt"
-    pool.run(fit, before, str(path), world=2)
-    saved = files_of(path)
-    now_path = str(folder / "now.ckpt")
-    return saved, pool.run(fit, now, now_path, str(path), SAVED_AT + 3, sync_every, world=2)
+
+    def resume(before: str, now: Case | str, sync_every: int = 4) -> tuple[Files, list[Start]]:
+        path = saved(before)
+        starts = pool.run(fit, now, None, str(path), SAVED_AT + 1, sync_every, world=2)
+        return files_of(path), starts
+
+    return resume
 
 
 def test_another_algorithm_begins_at_the_consensus(
-    pool: Pool, tmp_path: Path, subtests: pytest.Subtests
+    pool: Pool, saved: Callable[[str], Path], subtests: pytest.Subtests
 ) -> None:
-    for before, now, words in (
+    rows = [
         ("local_sgd", "diloco", "what DiLoCo remembers (momentum) begins anew"),
         ("diloco", "gasloc", "what DiLoCo remembered (momentum) is dropped"),
         ("diloco", "local_sgd", "the last 2 local steps, which no round has shared, are dropped"),
         ("async_diloco", "gasloc", "a round that was under way is dropped"),
         ("gasloc", "noloco", "what GASLoC remembered (previous, start) is dropped"),
         ("noloco", "diloco", "what DiLoCo remembers (momentum) begins anew"),
-    ):
-        folder = tmp_path / f"{before} {now}"
-        folder.mkdir()
+    ]
+    runs = [(CASES[now], None, str(saved(before)), SAVED_AT + 1) for before, now, _ in rows]
+    found = zip(*pool.run(fit_each, runs, world=2), strict=True)
+    for (before, now, words), starts in zip(rows, found, strict=True):
         with subtests.test(before=before, now=now):
-            check_another_algorithm(pool, folder, before, now, words)
+            check_another_algorithm(files_of(saved(before)), starts, before, now, words)
 
 
-def check_another_algorithm(pool: Pool, folder: Path, before: str, now: str, words: str) -> None:
-    saved, starts = resumed(pool, folder, CASES[before], CASES[now])
+def check_another_algorithm(
+    files: Files, starts: Sequence[Start], before: str, now: str, words: str
+) -> None:
     names = [type(CASES[name].algorithm).__name__ for name in (before, now)]
     prepared = CASES[now].prepared(2)
     for worker, start in enumerate(starts):
-        assert torch.equal(start.engine["params"], saved.consensus)
-        expected = prepared.init(saved.consensus)
+        assert torch.equal(start.engine["params"], files.consensus)
+        expected = prepared.init(files.consensus)
         assert_same(start.engine["shared"][0]["state"], expected)
-        own = saved.workers[worker]
+        own = files.workers[worker]
         assert_same(start.optimizer["state"], own["lightning"]["optimizer_states"][0]["state"])
         assert torch.equal(start.random, own["position"]["random"]["torch"])
         assert start.engine["steps"] == start.step == SAVED_AT
@@ -355,98 +366,95 @@ def check_another_algorithm(pool: Pool, folder: Path, before: str, now: str, wor
     assert words in starts[0].warnings[0]
 
 
-def kept(saved: Files, starts: list[Start]) -> None:
-    """Everything is as each worker saved it, without a word."""
-    for worker, start in enumerate(starts):
-        own = saved.workers[worker]["engine"]
-        assert torch.equal(start.engine["params"], own["params"])
-        assert_same(start.engine["shared"][0]["state"], saved.of_lane(worker))
-        assert start.warnings == []
-
-
 def test_other_settings_of_the_same_algorithm_drop_nothing(
-    pool: Pool, tmp_path: Path, subtests: pytest.Subtests
+    pool: Pool, saved: Callable[[str], Path], subtests: pytest.Subtests
 ) -> None:
-    slower_adam = partial(torch.optim.Adam, lr=0.01)
-    for name, before, now in (
-        ("learning rate", CASES["diloco"], Case(DiLoCo(0.5, 0.7))),
-        ("overlap", CASES["diloco"], CASES["async_diloco_momentum"]),
-        ("topology", CASES["gasloc"], Case(GASLoC(momentum=0.3), "complete")),
-        (
-            "learning rate of Adam",
-            CASES["diloco_adam"],
-            Case(DiLoCo(outer_optimizer=slower_adam)),
+    """Everything is as each worker saved it, without a word."""
+    rows = {
+        "learning rate": ("diloco", Case(DiLoCo(0.5, 0.7))),
+        "overlap": ("diloco", CASES["async_diloco_momentum"]),
+        "topology": ("gasloc", Case(GASLoC(momentum=0.3), "complete")),
+        "learning rate of Adam": (
+            "diloco_adam",
+            Case(DiLoCo(outer_optimizer=partial(torch.optim.Adam, lr=0.01))),
         ),
-    ):
-        folder = tmp_path / name
-        folder.mkdir()
-        with subtests.test(name):
-            kept(*resumed(pool, folder, before, now, sync_every=3))
+    }
+    runs = [(now, None, str(saved(name)), SAVED_AT + 1, 3) for name, now in rows.values()]
+    found = zip(*pool.run(fit_each, runs, world=2), strict=True)
+    for (setting, (before, _)), starts in zip(rows.items(), found, strict=True):
+        files = files_of(saved(before))
+        for worker, start in enumerate(starts):
+            with subtests.test(setting, worker=worker):
+                assert torch.equal(
+                    start.engine["params"], files.workers[worker]["engine"]["params"]
+                )
+                assert_same(start.engine["shared"][0]["state"], files.of_lane(worker))
+                assert start.warnings == []
 
 
-def test_rounds_that_begin_to_overlap_begin_with_a_blocking_one(pool: Pool, tmp_path: Path) -> None:
-    _, starts = resumed(pool, tmp_path, CASES["diloco"], CASES["async_diloco_momentum"])
+def test_rounds_that_begin_to_overlap_begin_with_a_blocking_one(resumed: Resume) -> None:
+    _, starts = resumed("diloco", CASES["async_diloco_momentum"])
     assert [start.engine["round_index"] for start in starts] == [0, 0]
     assert [start.engine["steps_since_round"] for start in starts] == [2, 2]
 
 
-def test_momentum_is_kept_where_both_have_it(pool: Pool, tmp_path: Path) -> None:
-    saved, starts = resumed(pool, tmp_path, CASES["diloco"], CASES["diloco_plain"])
+def test_momentum_is_kept_where_both_have_it(resumed: Resume) -> None:
+    files, starts = resumed("diloco", CASES["diloco_plain"])
     for start in starts:
-        assert_same(start.engine["shared"][0]["state"], {"outer": saved.of_lane(0)["outer"]})
+        assert_same(start.engine["shared"][0]["state"], {"outer": files.of_lane(0)["outer"]})
     assert "go on from it: what DiLoCo remembered (momentum) is dropped." in starts[0].warnings[0]
 
 
-def test_momentum_begins_anew_where_there_was_none(pool: Pool, tmp_path: Path) -> None:
-    saved, starts = resumed(pool, tmp_path, CASES["gasloc_plain"], Case(GASLoC(), "ring"))
+def test_momentum_begins_anew_where_there_was_none(resumed: Resume) -> None:
+    files, starts = resumed("gasloc_plain", Case(GASLoC(), "ring"))
     for worker, start in enumerate(starts):
-        begun = saved.of_lane(worker)["start"]
+        begun = files.of_lane(worker)["start"]
         expected = {"start": begun, "previous": begun}
         assert_same(start.engine["shared"][0]["state"], expected)
-        assert torch.equal(start.engine["params"], saved.workers[worker]["engine"]["params"])
+        assert torch.equal(start.engine["params"], files.workers[worker]["engine"]["params"])
     assert "go on from it: what GASLoC remembers (previous) begins anew." in starts[0].warnings[0]
 
 
-def test_rounds_are_counted_anew_where_they_begin_to_matter(pool: Pool, tmp_path: Path) -> None:
-    saved, starts = resumed(pool, tmp_path, CASES["diloco"], CASES["diloco_schedule"])
+def test_rounds_are_counted_anew_where_they_begin_to_matter(resumed: Resume) -> None:
+    files, starts = resumed("diloco", CASES["diloco_schedule"])
     for start in starts:
-        assert_same(start.engine["shared"][0]["state"], {**saved.of_lane(0), "rounds": 0})
+        assert_same(start.engine["shared"][0]["state"], {**files.of_lane(0), "rounds": 0})
     assert "go on from it: what DiLoCo remembers (rounds) begins anew." in starts[0].warnings[0]
 
 
-def test_an_eager_round_under_way_is_made_up_for(pool: Pool, tmp_path: Path) -> None:
+def test_an_eager_round_under_way_is_made_up_for(resumed: Resume) -> None:
     blocking = Case(EagerDiLoCo(0.4, 0.5))
-    saved, starts = resumed(pool, tmp_path, CASES["eager_diloco_momentum"], blocking)
+    files, starts = resumed("eager_diloco_momentum", blocking)
     for worker, start in enumerate(starts):
-        before = saved.of_lane(worker)
+        before = files.of_lane(worker)
         assert before["under_way"] == 1
-        late = saved.workers[worker]["engine"]["shared"][0]["received"] - before["own"]
+        late = files.workers[worker]["engine"]["shared"][0]["received"] - before["own"]
         state = start.engine["shared"][0]["state"]
         assert state["under_way"] == 0
         near(state["momentum"], before["momentum"] + late)
         near(state["outer"], before["outer"] - 0.4 * 1.5 * late)
 
 
-def test_a_round_under_way_lands_where_none_stays_under_way(pool: Pool, tmp_path: Path) -> None:
-    saved, starts = resumed(pool, tmp_path, CASES["async_diloco_momentum"], CASES["diloco"])
-    lane = saved.shared["shared"][0]
+def test_a_round_under_way_lands_where_none_stays_under_way(resumed: Resume) -> None:
+    files, starts = resumed("async_diloco_momentum", CASES["diloco"])
+    lane = files.shared["shared"][0]
     expected = {name: value.clone() for name, value in lane["state"].items()}
     CASES["diloco"].algorithm.update(lane["received"], lane["received"].clone(), expected)
     for worker, start in enumerate(starts):
         assert_same(start.engine["shared"][0]["state"], expected)
         assert start.engine["lanes"][0]["flight"] is None
-        progress = saved.workers[worker]["engine"]["params"] - lane["state"]["outer"]
+        progress = files.workers[worker]["engine"]["params"] - lane["state"]["outer"]
         near(start.engine["params"], expected["outer"] + progress)
     assert "go on from it: a round that was under way is landed at once." in starts[0].warnings[0]
 
 
-def test_a_round_with_neighbours_lands_under_the_progress(pool: Pool, tmp_path: Path) -> None:
-    saved, starts = resumed(pool, tmp_path, CASES["gasloc_overlap"], CASES["gasloc"])
+def test_a_round_with_neighbours_lands_under_the_progress(resumed: Resume) -> None:
+    files, starts = resumed("gasloc_overlap", CASES["gasloc"])
     algorithm = CASES["gasloc"].prepared(2)
     for worker, start in enumerate(starts):
-        own = saved.workers[worker]["engine"]
+        own = files.workers[worker]["engine"]
         lane, flight = own["lanes"][0], own["lanes"][0]["flight"]
-        state = {name: value.clone() for name, value in saved.of_lane(worker).items()}
+        state = {name: value.clone() for name, value in files.of_lane(worker).items()}
         received = own["shared"][0]["received"].clone()
         result = algorithm.update(flight["messages"].clone(), received, state)
         near(start.engine["params"], result + own["params"] - lane["departure"])
@@ -456,31 +464,27 @@ def test_a_round_with_neighbours_lands_under_the_progress(pool: Pool, tmp_path: 
 def test_pairs_go_on_with_other_numbers(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "3.ckpt"
     pool.run(fit, "pairwise", str(path), world=3)
-    saved = files_of(path)
+    files = files_of(path)
     for world in (2, 4):
-        starts = pool.run(fit, "pairwise", str(tmp_path / "now.ckpt"), str(path), 12, world=world)
+        starts = pool.run(fit, "pairwise", None, str(path), world=world)
         for worker, start in enumerate(starts):
-            own = saved.workers[worker if worker < 3 else 0]
+            own = files.workers[worker if worker < 3 else 0]
             assert start.step == start.engine["steps"] == SAVED_AT
-            near(start.consensus, saved.consensus)
+            near(start.consensus, files.consensus)
             assert start.engine["clock"] >= own["engine"]["clock"]
             assert_same(start.optimizer["state"], own["lightning"]["optimizer_states"][0]["state"])
         assert "3 workers with PairwiseAverage, and" in starts[0].warnings[0]
 
 
 @pytest.mark.parametrize(("before", "now"), [("diloco", "pairwise"), ("pairwise", "diloco")])
-def test_rounds_become_pairs_and_pairs_rounds(
-    pool: Pool, tmp_path: Path, before: str, now: str
-) -> None:
-    saved, starts = resumed(pool, tmp_path, CASES.get(before, before), CASES.get(now, now))
+def test_rounds_become_pairs_and_pairs_rounds(resumed: Resume, before: str, now: str) -> None:
+    files, starts = resumed(before, CASES.get(now, now))
     for start in starts:
-        near(start.consensus, saved.consensus)
+        near(start.consensus, files.consensus)
     assert "all workers begin at the consensus" in starts[0].warnings[0]
 
 
 @pytest.mark.soak
-@pytest.mark.filterwarnings("ignore:The checkpoint was written by 3 workers")
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
 @pytest.mark.parametrize(
     ("before", "now", "world"),
@@ -500,36 +504,38 @@ def test_statistics_and_schedules_go_on(
     pool: Pool, tmp_path: Path, before: str, now: str, world: int
 ) -> None:
     """With BatchNorm, dropout, AdamW, a schedule and a sampler: all workers end with one model."""
-    folder = str(tmp_path)
-    pool.run(test_checkpoint.fit, CASES[before], folder, None, 10, 10, world=3)
-    path, more = f"{folder}/step=10.ckpt", 14
-    found = pool.run(test_checkpoint.fit, CASES[now], folder, path, more, 10, world=world)
-    for losses, final in found:
-        assert sorted(losses) == list(range(10, more))
-        assert torch.isfinite(final).all()
+    save = [save_and_resume.SaveEvery(10)]
+    run = save_and_resume.Run(CASES[before], str(tmp_path), save, 10)
+    pool.run(save_and_resume.fit, run, world=3)
+    run = save_and_resume.Run(CASES[now], str(tmp_path), max_steps=14)
+    found = pool.run(save_and_resume.fit, run, "often.ckpt", world=world)
+    for outcome in found:
+        assert sorted(outcome.losses) == list(range(10, 14))
+        assert torch.isfinite(outcome.state).all()
         if before != "async_model_average" and now != "async_model_average":
-            assert torch.equal(final[:-1], found[0][1][:-1])  # the last one counts own batches
+            assert torch.equal(outcome.state[:-1], found[0].state[:-1])  # last: own batches
 
 
 # ------------------------------------------------------------------ plain Lightning
 
 
-def test_a_checkpoint_of_ddp_is_a_common_start(pool: Pool, tmp_path: Path) -> None:
-    path = tmp_path / "ddp.ckpt"
-    (plain, _) = pool.run(fit, "ddp", str(path), world=2)
+def test_a_checkpoint_of_ddp_is_a_common_start(
+    pool: Pool, saved: Callable[[str], Path], subtests: pytest.Subtests
+) -> None:
+    path = saved("ddp")
     main = torch.load(path)
     expected = torch.cat([value.reshape(-1) for value in main["state_dict"].values()])
-    for name in ("local_sgd", "async_diloco", "gasloc"):
-        starts = pool.run(
-            fit, CASES[name], str(tmp_path / "ours.ckpt"), str(path), SAVED_AT + 3, world=3
-        )
-        for start in starts:
-            assert start.step == SAVED_AT
-            assert torch.equal(start.engine["params"], expected)
-            near(start.consensus, expected)
-            assert_same(start.optimizer["state"], main["optimizer_states"][0]["state"])
-            assert start.warnings == []
-    assert plain.step == 0
+    names = ("local_sgd", "async_diloco", "gasloc")
+    runs = [(CASES[name], None, str(path), SAVED_AT + 1) for name in names]
+    found = zip(*pool.run(fit_each, runs, world=2), strict=True)
+    for name, starts in zip(names, found, strict=True):
+        for worker, start in enumerate(starts):
+            with subtests.test(name, worker=worker):
+                assert start.step == SAVED_AT
+                assert torch.equal(start.engine["params"], expected)
+                near(start.consensus, expected)
+                assert_same(start.optimizer["state"], main["optimizer_states"][0]["state"])
+                assert start.warnings == []
 
 
 def fit_plain(path: str, resume: str | None, save_at: int) -> Start:
@@ -542,21 +548,24 @@ def fit_plain(path: str, resume: str | None, save_at: int) -> Start:
     return Start(**look.seen, warnings=[], final=flat(module))
 
 
-@pytest.mark.parametrize("name", ["diloco", "gasloc"])
+@pytest.mark.parametrize(
+    ("name", "with_ddp"), cover(["diloco", "gasloc"], [False, True], strength=1)
+)
 def test_plain_lightning_goes_on_from_the_consensus_and_we_from_that(
-    pool: Pool, tmp_path: Path, name: str
+    pool: Pool, saved: Callable[[str], Path], tmp_path: Path, name: str, with_ddp: bool
 ) -> None:
-    ours, plain = tmp_path / "ours.ckpt", tmp_path / "plain.ckpt"
-    pool.run(fit, CASES[name], str(ours), world=3)
-    saved = files_of(ours)
-    one = fit_plain(str(plain), str(ours), SAVED_AT + 2)
-    two = pool.run(fit, "ddp", str(tmp_path / "ddp.ckpt"), str(ours), SAVED_AT + 2, world=2)
-    for start in (one, *two):
+    ours, plain = saved(name), str(tmp_path / "plain.ckpt")
+    files = files_of(ours)
+    if with_ddp:
+        starts = pool.run(fit, "ddp", plain, str(ours), SAVED_AT + 2, world=2)
+    else:
+        starts = [fit_plain(plain, str(ours), SAVED_AT + 2)]
+    for start in starts:
         assert start.step == SAVED_AT
-        assert torch.equal(start.consensus, saved.consensus)
-        expected = saved.workers[0]["lightning"]["optimizer_states"][0]["state"]
+        assert torch.equal(start.consensus, files.consensus)
+        expected = files.workers[0]["lightning"]["optimizer_states"][0]["state"]
         assert_same(start.optimizer["state"], expected)
-    back = pool.run(fit, CASES[name], str(ours), str(plain), SAVED_AT + 5, world=2)
+    back = pool.run(fit, CASES[name], None, plain, SAVED_AT + 3, world=2)
     main = torch.load(plain)["state_dict"]
     expected_params = torch.cat([value.reshape(-1) for value in main.values()])
     for start in back:

@@ -7,8 +7,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,29 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_loco.rounds.mean_exchange import MeanExchange
-from lightning_loco.rounds.neighbor_exchange import NeighborExchange
+from lightning_loco.fault_points import on_reach
 from tests.cases import CASES
-from tests.conftest import cover
-from tests.pool import Pool, PoolError, make_trainer
-from tests.small_model import flat
+from tests.pool import Pool, PoolError
+from tests.strategies.save_and_resume import (
+    BATCHES,
+    STEPS,
+    Outcome,
+    Run,
+    SaveAt,
+    SaveEvery,
+    check_resumed,
+    first_steps,
+    fit,
+    train_save_resume,
+)
 
 WORLD = 2
-BATCHES = 6  # of an epoch
-STEPS = 27
 LATEST_S = 0.03  # after the start of a step that twelve or more follow
 LET_IT_BE_HEARD_S = 1.5  # the workers hear of a stop from their watchdogs, once a second
-ALGORITHMS = ("local_sgd", "async_diloco", "gasloc")
-MORE_ALGORITHMS = (*ALGORITHMS, "streaming_diloco", "delayed_nesterov", "noloco")
-NO_VALIDATION: dict[str, Any] = {"limit_val_batches": 0}
+ALGORITHMS = (
+    "local_sgd", "async_diloco", "gasloc", "streaming_diloco", "delayed_nesterov", "noloco"
+)  # fmt: skip
 VALIDATIONS: dict[str, dict[str, Any]] = {
     "every epoch": {"check_val_every_n_epoch": 1},
     "every 2 epochs": {"check_val_every_n_epoch": 2},
@@ -43,7 +45,7 @@ VALIDATIONS: dict[str, dict[str, Any]] = {
     "every 4 steps": {"check_val_every_n_epoch": None, "val_check_interval": 4},
     "every 2 steps of 2nd epochs": {"check_val_every_n_epoch": 2, "val_check_interval": 2},
     "no check before training": {"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0},
-    "never": NO_VALIDATION,
+    "never": {"limit_val_batches": 0},
 }
 PLACES = ("batch 8", "batch 12", "batch 18", "epoch 12", "epoch 18", "start 12")
 VALIDATION_PLACES = {
@@ -53,68 +55,11 @@ VALIDATION_PLACES = {
 """Where validations end, and in which runs."""
 LATEST, AFTER_ALL_MOMENTS = 14, 19  # steps before an interruption is due, and when it has come
 MOMENTS = ("start", "backward", "round", "validation", "file", "clock")
+OF_POINTS = {"after sending": "round", "before a file is in its place": "file"}
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
     pytest.mark.filterwarnings("ignore:Using `isinstance"),
 ]
-
-
-class DrawingModule(pl.LightningModule):
-    """Draws random numbers in training and validation, and remembers what came of it."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.model = nn.Sequential(
-            nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1)
-        )
-        self.losses: dict[int, float] = {}
-        self.validated: dict[int, float] = {}
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = (self.model(batch[0]) - batch[1]).square().mean() * random.uniform(0.5, 1.5)
-        self.losses[self.global_step] = loss.item() + torch.rand(()).item()
-        return loss
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
-        noise = torch.rand(()).item()
-        self.validated[self.global_step] = (self.model(batch[0]) - batch[1]).sum().item() + noise
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.03)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-
-def loader(world: int) -> StatefulDataLoader[Any]:
-    generator = torch.Generator().manual_seed(5)
-    inputs = torch.randn(4 * BATCHES * world, 3, generator=generator)
-    return StatefulDataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4)
-
-
-class SaveAt(pl.Callback):
-    """Saves at the places of a run that are named ``"<hook> <global step>"``."""
-
-    def __init__(self, folder: str, places: Sequence[str]) -> None:
-        self.folder = folder
-        self.places = places
-
-    def save(self, trainer: pl.Trainer, hook: str) -> None:
-        place = f"{hook} {trainer.global_step}"
-        if place in self.places and not trainer.sanity_checking:
-            trainer.save_checkpoint(f"{self.folder}/{place}.ckpt")
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.save(trainer, "batch")
-
-    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.save(trainer, "validation")
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.save(trainer, "start")
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.save(trainer, "epoch")
 
 
 class Interrupt(pl.Callback):
@@ -145,19 +90,10 @@ class Interrupt(pl.Callback):
         for process in [*(one for one in others if one != os.getpid()), os.getpid()]:
             os.kill(process, self.number)
 
-    def watch(self, patch: pytest.MonkeyPatch) -> None:
-        """Notice rounds and files, until the patches are undone."""
-        for exchange in (MeanExchange, NeighborExchange):
-            patch.setattr(exchange, "start", self.then_come(exchange.start, "round"))
-        patch.setattr(os, "fsync", self.then_come(os.fsync, "file"))
-
-    def then_come(self, function: Callable[..., Any], moment: str) -> Callable[..., Any]:
-        def surrounded(*args: Any) -> Any:
-            result = function(*args)
-            self.come(moment)
-            return result
-
-        return surrounded
+    def note(self, point: str) -> None:
+        """Come in a round or with a file, as the package comes to a fault point."""
+        if point in OF_POINTS:
+            self.come(OF_POINTS[point])
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         self.processes = [None] * trainer.world_size
@@ -181,89 +117,71 @@ class Interrupt(pl.Callback):
         self.come("validation")
 
 
-class SaveOften(pl.Callback):
-    """Overwrites one checkpoint every few steps."""
-
-    def __init__(self, folder: str, every: int) -> None:
-        self.folder = folder
-        self.every = every
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step % self.every == 0:
-            trainer.save_checkpoint(f"{self.folder}/often.ckpt")
-
-
-Outcome = tuple[dict[int, float], dict[int, float], Tensor]
-
-
-def fit(
-    rank: int,
-    world: int,
-    algorithm: str,
-    settings: dict[str, Any],
-    dropout: float,
-    folder: str,
-    resume: str | None = None,
-    callbacks: Sequence[pl.Callback] = (),
-) -> Outcome:
-    """What this worker's steps and validations gave, by global step, and its final model."""
-    random.seed(rank)
-    trainer = make_trainer(
-        CASES[algorithm].strategy(4),
-        max_steps=STEPS,
-        default_root_dir=folder,
-        callbacks=list(callbacks),
-        **settings,
+def run_of(validation: str, algorithm: str, dropout: float, folder: Path) -> Run:
+    """A run whose validations come at certain times."""
+    return Run(
+        CASES[algorithm],
+        str(folder),
+        dropout=dropout,
+        validates=validation != "never",
+        trainer=VALIDATIONS[validation],
     )
-    module = DrawingModule(dropout)
-    validation = None if settings == NO_VALIDATION else [loader(1), loader(1)]
-    with pytest.MonkeyPatch.context() as patch, suppress(SIGTERMException):
-        for callback in callbacks:
-            if isinstance(callback, Interrupt):
-                callback.watch(patch)
-        trainer.fit(module, loader(world), validation, ckpt_path=resume)
-    state = torch.cat([flat(module), *(b.flatten() for b in module.buffers())])
-    return module.losses, module.validated, state
 
 
-def check_resumed(whole: Sequence[Outcome], again: Sequence[Outcome], name: str) -> None:
-    """A resumed run went on at some step as the whole run did."""
-    for worker, (one, other) in enumerate(zip(whole, again, strict=True)):
-        step = min(other[0])
-        expected = {at: loss for at, loss in one[0].items() if at >= step}
-        assert other[0] == expected, f"{name}, worker {worker}: losses from step {step} on"
-        validated = {at: value for at, value in one[1].items() if at > step}
-        found = {at: value for at, value in other[1].items() if at > step}
-        assert found == validated, f"{name}, worker {worker}: validation after step {step}"
-        for at, value in other[1].items():
-            assert value == one[1][at], f"{name}, worker {worker}: validation at step {at}"
-        assert torch.equal(one[2], other[2]), f"{name}, worker {worker}: the final model"
+SOME_PLACES: list[tuple[str, str, float, list[str] | None]] = [
+    ("every epoch", "local_sgd", 0.3, ["validation 12", "batch 18"]),
+    ("every 2 epochs", "async_diloco", 0.0, ["batch 12", "start 12"]),
+    ("every 3 epochs", "gasloc", 0.3, ["batch 12", "validation 18"]),
+    ("every 4 steps", "local_sgd", 0.0, ["batch 8", "validation 12"]),
+    ("every 2 steps of 2nd epochs", "async_diloco", 0.3, ["batch 8", "epoch 12"]),
+    ("no check before training", "gasloc", 0.0, ["batch 12", "start 12"]),
+    ("never", "local_sgd", 0.3, ["batch 18", "epoch 18"]),
+]
+MORE_RUNS = [
+    ("every 4 steps", "streaming_diloco", 0.3),
+    ("every 3 epochs", "streaming_diloco", 0.3),
+    ("every 3 epochs", "delayed_nesterov", 0.3),
+    ("every epoch", "noloco", 0.3),
+]
 
 
 @pytest.mark.parametrize(
-    ("validation", "algorithm", "dropout"),
+    ("validation", "algorithm", "dropout", "places"),
     [
-        *cover(VALIDATIONS, ALGORITHMS, [0.3, 0.0], strength=1),
-        pytest.param("every 4 steps", "streaming_diloco", 0.3, marks=pytest.mark.soak),
-        pytest.param("every 3 epochs", "streaming_diloco", 0.3, marks=pytest.mark.soak),
-        pytest.param("every 3 epochs", "delayed_nesterov", 0.3, marks=pytest.mark.soak),
-        pytest.param("every epoch", "noloco", 0.3, marks=pytest.mark.soak),
+        *SOME_PLACES,
+        *(
+            pytest.param(*run, None, marks=pytest.mark.soak)
+            for run in [*(row[:3] for row in SOME_PLACES), *MORE_RUNS]
+        ),
     ],
 )
 def test_resumed_run_equals_unbroken_run(
-    pool: Pool, tmp_path: Path, validation: str, algorithm: str, dropout: float
+    pool: Pool,
+    tmp_path: Path,
+    validation: str,
+    algorithm: str,
+    dropout: float,
+    places: list[str] | None,
 ) -> None:
-    """Resumed from each place of a run."""
-    settings = VALIDATIONS[validation]
-    save = SaveAt(str(tmp_path), [*PLACES, *VALIDATION_PLACES])
-    whole = pool.run(fit, algorithm, settings, dropout, str(tmp_path), None, [save], world=WORLD)
-    saved = sorted(tmp_path.glob("*.ckpt"))
+    """Resumed from some places of a run, or from each."""
     validated = [place for place, found in VALIDATION_PLACES.items() if validation in found]
-    assert {path.stem for path in saved} == {*PLACES, *validated}
-    for path in saved:
-        again = pool.run(fit, algorithm, settings, dropout, str(tmp_path), str(path), world=WORLD)
-        assert min(again[0][0]) == int(path.stem.split()[1])
-        check_resumed(whole, again, f"{algorithm}, validation {validation}, from {path.stem}")
+    places = places or [*PLACES, *validated]
+    paths = [f"{place}.ckpt" for place in places]
+    again = run_of(validation, algorithm, dropout, tmp_path)
+    run = replace(again, callbacks=[SaveAt(*places)])
+    whole, *resumed = zip(*pool.run(train_save_resume, run, paths, again, world=WORLD), strict=True)
+    for place, outcomes in zip(places, resumed, strict=True):
+        assert first_steps(outcomes) == [int(place.split()[1])] * WORLD
+        check_resumed(whole, outcomes, f"{algorithm}, validation {validation}, from {place}")
+
+
+def fit_interrupted(
+    rank: int, world: int, run: Run, every: int | None, interrupt: Interrupt
+) -> Outcome:
+    """The run until it is interrupted, saved every so many steps."""
+    save = [] if every is None else [SaveEvery(every)]
+    with on_reach(interrupt.note):
+        return fit(rank, world, replace(run, callbacks=[*save, interrupt]))
 
 
 @pytest.mark.parametrize("kind", [pytest.param("SIGTERM", marks=pytest.mark.soak), "SIGKILL"])
@@ -273,74 +191,71 @@ def test_interrupted_run_equals_unbroken_run(
 ) -> None:
     """Interruptions at all moments of random steps, under random settings."""
     draw = random.Random(count)
-    unbroken: dict[tuple[str, str, float], list[Outcome]] = {}
     for number in range(count):
         moment = MOMENTS[(number + 2) % len(MOMENTS)]
-        algorithm = draw.choice(MORE_ALGORITHMS)
+        algorithm = draw.choice(ALGORITHMS)
         validation = draw.choice([*VALIDATIONS][: -1 if moment == "validation" else None])
         dropout = draw.choice([0.0, 0.3])
         step = draw.randrange(6, 12 if moment == "validation" else LATEST + 1)
         worker, every = draw.randrange(WORLD), draw.choice([1, 2, 3])
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        run = algorithm, VALIDATIONS[validation], dropout, str(folder)
+        run = run_of(validation, algorithm, dropout, tmp_path / str(number))
         name = f"{kind} {number}, {moment} after step {step} of worker {worker}: {algorithm}, "
         name += f"validation {validation}, dropout {dropout}, saved every {every}"
-        key = algorithm, validation, dropout
-        if key not in unbroken:
-            unbroken[key] = pool.run(fit, *run, world=WORLD)
         interrupt = Interrupt(getattr(signal, kind), step, worker, moment)
-        callbacks = [SaveOften(str(folder), every), interrupt]
-        often, path = folder / "often.ckpt", folder / "interrupted.ckpt"
+        broken: list[Outcome] = []
         if kind == "SIGTERM":
-            broken = pool.run(fit, *run, None, callbacks, world=WORLD)
-            assert max(broken[0][0]) < STEPS - 1, f"{name}: was not interrupted"
+            broken = pool.run(fit_interrupted, run, every, interrupt, world=WORLD)
+            assert max(broken[0].losses) < STEPS - 1, f"{name}: was not interrupted"
         else:
             with pytest.raises(PoolError) as error:
-                pool.run(fit, *run, None, callbacks, world=WORLD)
+                pool.run(fit_interrupted, run, every, interrupt, world=WORLD)
             assert error.value.missing == [0, 1], name
-        again = pool.run(fit, *run, str(path if path.exists() else often), world=WORLD)
-        assert kind == "SIGKILL" or min(again[0][0]) == max(broken[0][0]) + 1, name
-        check_resumed(unbroken[key], again, name)
+        path = Path(run.folder, "interrupted.ckpt")
+        file = "interrupted.ckpt" if path.exists() else "often.ckpt"
+        again = check_goes_on(pool, run, file, name)
+        assert kind == "SIGKILL" or min(again[0].losses) == max(broken[0].losses) + 1, name
+
+
+def check_goes_on(pool: Pool, run: Run, file: str, name: str) -> list[Outcome]:
+    """A run from this file equals the unbroken one."""
+    results = pool.run(train_save_resume, run, [file], world=WORLD)
+    whole, again = zip(*results, strict=True)
+    check_resumed(whole, again, name)
+    return list(again)
 
 
 def test_stop_at_the_end_of_an_epoch_loses_no_step(pool: Pool, tmp_path: Path) -> None:
     """It comes after the first batch of the next epoch, but all agree on it before a save."""
-    run = "local_sgd", VALIDATIONS["every epoch"], 0.3, str(tmp_path)
-    unbroken = pool.run(fit, *run, world=1)
-    callbacks = [SaveOften(str(tmp_path), 2 * BATCHES), Interrupt(signal.SIGTERM, 11, 0)]
-    broken = pool.run(fit, *run, None, callbacks, world=1)
-    again = pool.run(fit, *run, str(tmp_path / "interrupted.ckpt"), world=1)
-    assert min(again[0][0]) == max(broken[0][0]) + 1 == 2 * BATCHES + 1
-    check_resumed(unbroken, again, "stopped at the end of an epoch")
+    run = run_of("every epoch", "local_sgd", 0.3, tmp_path)
+    interrupt = Interrupt(signal.SIGTERM, 11, 0)
+    (broken,) = pool.run(fit_interrupted, run, 2 * BATCHES, interrupt, world=1)
+    ((whole, again),) = pool.run(train_save_resume, run, ["interrupted.ckpt"], world=1)
+    assert min(again.losses) == max(broken.losses) + 1 == 2 * BATCHES + 1
+    check_resumed([whole], [again], "stopped at the end of an epoch")
 
 
 @pytest.mark.parametrize(
     ("kind", "step"),
     [
-        *cover(["SIGTERM", "SIGKILL"], [9]),
-        *cover(
-            ["SIGTERM", "SIGKILL"],
-            [pytest.param(step, marks=pytest.mark.soak) for step in (10, 11, 12)],
-            strength=1,
-        ),
+        ("SIGTERM", 9),
+        *(pytest.param("SIGTERM", step, marks=pytest.mark.soak) for step in (10, 11, 12)),
+        *(pytest.param("SIGKILL", step, marks=pytest.mark.soak) for step in (9, 10, 11, 12)),
     ],
 )
 def test_fragments_under_way_survive_at_each_step_of_a_phase(
     pool: Pool, tmp_path: Path, kind: str, step: int
 ) -> None:
     """Of two fragments, one or both are under way at each of them."""
-    run = "streaming_diloco", VALIDATIONS["every 4 steps"], 0.3, str(tmp_path)
-    unbroken = pool.run(fit, *run, world=WORLD)
+    run = run_of("every 4 steps", "streaming_diloco", 0.3, tmp_path)
     interrupt = Interrupt(getattr(signal, kind), step, 1)
     if kind == "SIGTERM":
-        path = tmp_path / "interrupted.ckpt"
-        pool.run(fit, *run, None, [interrupt], world=WORLD)
+        file = "interrupted.ckpt"
+        pool.run(fit_interrupted, run, None, interrupt, world=WORLD)
     else:
-        path = tmp_path / "often.ckpt"
+        file = "often.ckpt"
         with pytest.raises(PoolError):
-            pool.run(fit, *run, None, [SaveOften(str(tmp_path), 1), interrupt], world=WORLD)
-    files = sorted(Path(f"{path}.loco").glob("*/worker_*.pt"))
-    flights = [lane["flight"] for file in files for lane in torch.load(file)["engine"]["lanes"]]
+            pool.run(fit_interrupted, run, step, interrupt, world=WORLD)
+    files = sorted(tmp_path.glob(f"{file}.loco/*/worker_*.pt"))
+    flights = [lane["flight"] for path in files for lane in torch.load(path)["engine"]["lanes"]]
     assert any(flight is not None for flight in flights)
-    check_resumed(unbroken, pool.run(fit, *run, str(path), world=WORLD), f"{kind} at {step}")
+    check_goes_on(pool, run, file, f"{kind} at {step}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ class SeenModule(TinyModule):
         self.validated.append(flat(self))
 
 
-OWN_ROWS = [
+NAMES = [
     "local_sgd",
     "diloco",
     "async_diloco",
@@ -76,12 +77,10 @@ OWN_ROWS = [
     "gasloc",
     "noloco",
     "async_model_average",
+    "pairwise_gossip",
 ]
 QUICK = ("diloco", "streaming_diloco", "pairwise_gossip")
-METHODS = [
-    pytest.param(name, marks=() if name in QUICK else pytest.mark.soak)
-    for name in (*OWN_ROWS, "pairwise_gossip")
-]
+METHODS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.soak) for name in NAMES]
 BY_TIME = ("async_model_average", "pairwise_gossip")
 
 
@@ -90,23 +89,25 @@ def strategy_of(case: Case | None) -> EngineStrategy:
 
 
 def fit_at_start(
-    rank: int, world: int, case: Case | None, values: Sequence[float | None]
+    rank: int, world: int, case: Case | None, values: Mapping[str, Sequence[float | None]]
 ) -> dict[str, tuple[Tensor, Tensor]]:
     found = {}
-    for hook in AT_START:
+    for hook, of_workers in values.items():
         module = SeenModule()
         trainer = make_trainer(
             strategy_of(case),
             max_epochs=1,
             use_distributed_sampler=False,
-            callbacks=[Writer(hook, None, values)],
+            callbacks=[Writer(hook, None, of_workers)],
         )
         trainer.fit(module, make_loader(rank, 8), make_loader(0, 1))
         found[hook] = module.validated[0], flat(module)
     return found
 
 
-def check_start(pool: Pool, case: Case | None, values: Sequence[float | None]) -> None:
+def check_start(
+    pool: Pool, case: Case | None, values: Mapping[str, Sequence[float | None]]
+) -> None:
     for found in pool.run(fit_at_start, case, values, world=2):
         for hook, (sanity, final) in found.items():
             assert (final - VALUE).abs().max() <= 1e-12, hook
@@ -117,16 +118,16 @@ def check_start(pool: Pool, case: Case | None, values: Sequence[float | None]) -
 @pytest.mark.process
 @rows("written weights", without_variants())
 def test_weights_that_are_set_before_the_first_batch_are_the_start(pool: Pool, case: Case) -> None:
-    check_start(pool, case, [VALUE, VALUE])
+    check_start(pool, case, dict.fromkeys(AT_START, [VALUE, VALUE]))
 
 
 def test_and_so_they_are_with_pairwise_gossip(pool: Pool) -> None:
-    check_start(pool, None, [VALUE, VALUE])
+    check_start(pool, None, dict.fromkeys(AT_START, [VALUE, VALUE]))
 
 
 def test_at_the_start_those_of_worker_0_count(pool: Pool) -> None:
-    check_start(pool, CASES["diloco"], [VALUE, None])
-    check_start(pool, CASES["diloco"], [VALUE, 7.0])
+    others = dict(zip(AT_START, [None, 7.0, None, 7.0, None], strict=True))
+    check_start(pool, CASES["diloco"], {hook: [VALUE, other] for hook, other in others.items()})
 
 
 def fit_later(
@@ -140,7 +141,7 @@ def fit_later(
     module = TinyModule(lr=0.05)
     trainer = make_trainer(
         strategy_of(case),
-        max_epochs=3,
+        max_epochs=2,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
         callbacks=[Writer(hook, 1 if hook == "on_train_epoch_start" else 0, values)],
@@ -154,7 +155,7 @@ def fit_later(
 
 @pytest.mark.parametrize(
     ("case", "batches"),
-    cover(rows("written weights", without_variants()).args[1], [(7, 7), (4, 9)], strength=1),
+    cover(rows("written weights", without_variants()).args[1], [(4, 4), (2, 5)], strength=1),
 )
 def test_the_same_weights_on_all_workers_are_a_new_start(
     pool: Pool, case: Case, batches: tuple[int, int]
@@ -168,9 +169,17 @@ def test_the_same_weights_on_all_workers_are_a_new_start(
 
 @pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_epoch_end"])
 def test_and_so_they_are_for_peers(pool: Pool, hook: str) -> None:
-    for error, weights in pool.run(fit_later, None, hook, [VALUE, VALUE], (4, 9), world=2):
+    for error, weights in pool.run(fit_later, None, hook, [VALUE, VALUE], (2, 5), world=2):
         assert error == ""
         assert (weights - VALUE).abs().max() <= 1e-12
+
+
+def fit_each_later(
+    rank: int, world: int, names: Sequence[str], values: Sequence[float | None]
+) -> list[str]:
+    """The errors of several methods."""
+    hook = "on_train_epoch_start"
+    return [fit_later(rank, world, CASES.get(name), hook, values, (4, 4))[0] for name in names]
 
 
 @pytest.mark.parametrize(
@@ -197,10 +206,10 @@ def test_and_so_they_are_for_peers(pool: Pool, hook: str) -> None:
 def test_weights_that_differ_are_refused_on_every_worker(
     pool: Pool, subtests: pytest.Subtests, values: list[float | None], words: list[str]
 ) -> None:
-    hook = "on_train_epoch_start"
-    for name in ("diloco", "gasloc", "async_model_average", "pairwise_gossip"):
-        with subtests.test(name):
-            for error, _ in pool.run(fit_later, CASES.get(name), hook, values, (6, 6), world=2):
+    names = ("diloco", "gasloc", "async_model_average", "pairwise_gossip")
+    for errors in pool.run(fit_each_later, names, values, world=2):
+        for name, error in zip(names, errors, strict=True):
+            with subtests.test(name):
                 for word in words:
                     assert word in error
 
@@ -265,7 +274,7 @@ def test_what_each_worker_writes_within_a_batch_stays_and_is_its_progress(
 def fit_clipped(rank: int, world: int) -> Tensor:
     module = Clipped()
     trainer = make_trainer(
-        LocalSGDStrategy(sync_every=4), max_epochs=3, use_distributed_sampler=False
+        LocalSGDStrategy(sync_every=4), max_epochs=2, use_distributed_sampler=False
     )
     trainer.fit(module, make_loader(rank, 6), make_loader(0, 1))
     return flat(module)
@@ -297,14 +306,16 @@ class WritesInValidation(pl.Callback):
             parameter.data.fill_(1e9 + trainer.global_rank)
 
 
-def fit_validating(rank: int, world: int, name: str) -> dict[str | None, SeenModule]:
+def fit_validating(
+    rank: int, world: int, name: str, hooks: Sequence[str]
+) -> dict[str | None, SeenModule]:
     """By the hook that writes, and without one."""
     found: dict[str | None, Any] = {}
-    for hook in (None, *IN_VALIDATION):
+    for hook in (None, *hooks):
         module = SeenModule()
         trainer = make_trainer(
             strategy_of(CASES.get(name)),
-            max_epochs=2,
+            max_epochs=1,
             val_check_interval=4,
             use_distributed_sampler=False,
             callbacks=[] if hook is None else [WritesInValidation(hook)],
@@ -314,9 +325,17 @@ def fit_validating(rank: int, world: int, name: str) -> dict[str | None, SeenMod
     return found
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_what_is_written_in_a_validation_ends_with_it(pool: Pool, name: str) -> None:
-    for rank, found in enumerate(pool.run(fit_validating, name, world=2)):
+@pytest.mark.parametrize(
+    ("name", "hooks"),
+    [
+        *zip(QUICK, zip(IN_VALIDATION[:3], IN_VALIDATION[3:], strict=True), strict=True),
+        *(pytest.param(name, IN_VALIDATION, marks=pytest.mark.soak) for name in NAMES),
+    ],
+)
+def test_what_is_written_in_a_validation_ends_with_it(
+    pool: Pool, name: str, hooks: Sequence[str]
+) -> None:
+    for rank, found in enumerate(pool.run(fit_validating, name, hooks, world=2)):
         expected, _ = found.pop(None)
         for hook, (final, validated) in found.items():
             assert final.abs().max() < 10.0, hook
@@ -364,12 +383,16 @@ def fit_swapping(
     module = SwappingModule(hooks)
     trainer = make_trainer(
         strategy_of(CASES.get(name)),
-        max_epochs=3,
+        max_epochs=2,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
     )
     trainer.fit(module, make_loader(rank, 7), make_loader(0, 1))
     return flat(module), module.validated, module.at_validation
+
+
+def fit_swapping_or_not(rank: int, world: int, name: str, hooks: Sequence[str]) -> list[Any]:
+    return [fit_swapping(rank, world, name, chosen) for chosen in (hooks, None)]
 
 
 @pytest.mark.parametrize(
@@ -386,15 +409,14 @@ def fit_swapping(
 def test_an_average_that_a_module_swaps_in_is_validated_and_no_more(
     pool: Pool, name: str, hooks: Sequence[str]
 ) -> None:
-    results = pool.run(fit_swapping, name, hooks, world=2)
-    plain = pool.run(fit_swapping, name, None, world=2)
-    for (final, validated, expected), (without, *_) in zip(results, plain, strict=True):
-        assert len(validated) == len(expected) == 3
+    results = pool.run(fit_swapping_or_not, name, hooks, world=2)
+    for (final, validated, expected), (without, *_) in results:
+        assert len(validated) == len(expected) == 2
         for seen, average in zip(validated, expected, strict=True):
             assert torch.equal(seen, average)
         if name not in BY_TIME:
             assert torch.equal(final, without)
-        assert torch.equal(final, results[0][0])
+        assert torch.equal(final, results[0][0][0])
 
 
 def fit_swapping_remotely(
@@ -406,21 +428,21 @@ def fit_swapping_remotely(
         module,
         make_loader(rank, batches[rank]),
         make_loader(0, 1),
-        max_epochs=3,
+        max_epochs=2,
         num_sanity_val_steps=0,
     )
     return flat(module), module.validated, module.at_validation
 
 
 def test_with_a_remote_optimizer_an_average_is_swapped_as_under_ddp(pool: Pool) -> None:
-    *workers, _ = pool.run(fit_swapping_remotely, 2, True, (7, 7, 0), world=3)
-    expected = pool.run(fit_swapping_remotely, None, True, (7, 7), world=2)
+    *workers, _ = pool.run(fit_swapping_remotely, 2, True, (4, 4, 0), world=3)
+    expected = pool.run(fit_swapping_remotely, None, True, (4, 4), world=2)
     for (final, validated, _), (final_ddp, validated_ddp, _) in zip(workers, expected, strict=True):
         assert torch.equal(final, final_ddp)
         assert torch.equal(torch.stack(validated), torch.stack(validated_ddp))
 
 
-@pytest.mark.parametrize("batches", [(4, 9, 0), (9, 4, 0)], ids=str)
+@pytest.mark.parametrize("batches", [(2, 5, 0), (5, 2, 0)], ids=str)
 def test_with_a_remote_optimizer_an_average_is_swapped_when_all_are_up_to_date(
     pool: Pool, batches: Sequence[int]
 ) -> None:
@@ -431,34 +453,40 @@ def test_with_a_remote_optimizer_an_average_is_swapped_when_all_are_up_to_date(
         assert torch.equal(torch.stack(validated), torch.stack(expected))
 
 
-def fit_resumed(rank: int, world: int, folder: str, hook: str) -> tuple[str, Tensor]:
-    path = f"{folder}/first.ckpt"
-    first = make_trainer(DiLoCoStrategy(sync_every=4), max_epochs=1, use_distributed_sampler=False)
-    module = TinyModule(lr=0.05)
-    module.on_train_epoch_end = lambda: first.save_checkpoint(path)  # type: ignore[method-assign]
-    first.fit(module, make_loader(rank, 6))
-    again = make_trainer(
-        DiLoCoStrategy(sync_every=4),
-        max_epochs=3,
-        use_distributed_sampler=False,
-        callbacks=[Writer(hook, None, [VALUE, VALUE])],
-    )
-    module = TinyModule(lr=0.05)
-    try:
-        again.fit(module, make_loader(rank, 6), ckpt_path=path)
-    except ValueError as error:
-        return str(error), flat(module)
-    return "", flat(module)
+def fit_resumed(
+    rank: int, world: int, folder: str, hooks: Sequence[str]
+) -> list[tuple[str, Tensor]]:
+    """The error and the weights of runs in which a hook writes after the checkpoint was loaded."""
+    path, found = f"{folder}/first.ckpt", []
+    for hook in (None, *hooks):
+        trainer = make_trainer(
+            DiLoCoStrategy(sync_every=4),
+            max_epochs=1 if hook is None else 2,
+            use_distributed_sampler=False,
+            callbacks=[] if hook is None else [Writer(hook, None, [VALUE, VALUE])],
+        )
+        module = TinyModule(lr=0.05)
+        if hook is None:
+            save = partial(trainer.save_checkpoint, path)
+            module.on_train_epoch_end = save  # type: ignore[method-assign]
+        try:
+            trainer.fit(module, make_loader(rank, 6), ckpt_path=path if hook else None)
+        except ValueError as error:
+            found.append((str(error), flat(module)))
+        else:
+            found.append(("", flat(module)))
+    return found[1:]
 
 
-@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start"])
-def test_weights_over_a_checkpoint_are_refused(pool: Pool, tmp_path: Path, hook: str) -> None:
-    for error, _ in pool.run(fit_resumed, str(tmp_path), hook, world=2):
-        assert "has set weights after the checkpoint was loaded" in error
-        assert "trainer.ckpt_path is None" in error
-
-
-def test_weights_at_an_epoch_after_a_resume_are_a_new_start(pool: Pool, tmp_path: Path) -> None:
-    for error, weights in pool.run(fit_resumed, str(tmp_path), "on_train_epoch_start", world=2):
+def test_weights_over_a_checkpoint_are_refused_until_the_next_epoch(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """There they are a new start."""
+    hooks = ("on_fit_start", "on_train_start", "on_train_epoch_start")
+    for *refused, (error, weights) in pool.run(fit_resumed, str(tmp_path), hooks, world=2):
+        assert len(refused) == 2
+        for words, _ in refused:
+            assert "has set weights after the checkpoint was loaded" in words
+            assert "trainer.ckpt_path is None" in words
         assert error == ""
         assert (weights - VALUE).abs().max() <= 1e-12
