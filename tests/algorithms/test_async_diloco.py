@@ -24,6 +24,7 @@ from tests.algorithms.toys import (
     train_step,
 )
 from tests.pool import Pool
+from tests.rounds.toys import run_each
 from tests.small_model import flat, make_model, worker_batch
 
 TORCH_SGD = partial(torch.optim.SGD, lr=0.7, momentum=0.3, nesterov=True)
@@ -239,10 +240,10 @@ def count_outer_steps(rank: int, world: int, phases: int) -> list[float]:
     return [before, model.value.item()]
 
 
-@pytest.mark.parametrize("phases", [1, 2, 5])
-def test_the_engine_drains_when_it_finishes(pool: Pool, phases: int) -> None:
-    for result in pool.run(count_outer_steps, phases, world=2):
-        assert result == [1.0 - phases, -phases]
+def test_the_engine_drains_when_it_finishes(pool: Pool) -> None:
+    rows = {phases: (phases,) for phases in (1, 2, 5)}
+    for phases, results in run_each(pool, count_outer_steps, rows, world=2).items():
+        assert results == [[1.0 - phases, -phases]] * 2
 
 
 def test_without_overlap_there_is_no_delay() -> None:

@@ -41,6 +41,7 @@ from tests.algorithms.toys import (
     stay,
     train_step,
 )
+from tests.conftest import cover
 from tests.pool import Pool
 from tests.small_model import flat, loss_of, make_model, worker_batch
 
@@ -327,42 +328,34 @@ def test_without_progress_the_mean_stays_and_all_workers_come_to_it(
             assert distances(history)[60] < 0.05 * distances(history)[0]
 
 
-def scatter_then_gossip(rank: int, world: int, rows: list[tuple[str, float]]) -> list[Tensor]:
+def scatter_then_gossip(rank: int, world: int, name: str, momentum: float) -> Tensor:
     """One local phase to a place of its own, then rounds without progress.
 
-    Args:
-        rows: Topology and momentum.
-
     Returns:
-        Of each row, the parameters before the first round and after each.
+        The parameters before the first round and after each.
     """
-    histories = []
-    for name, momentum in rows:
-        model = Point(torch.zeros(3, dtype=torch.float64))
-        algorithm = GASLoC(1.0, "auto", momentum)
-        engine = StepEngine(model, algorithm, sync_every=1, topology=name)
-        model.value.data.copy_(randn(3, seed=rank))
-        history = [model.value.detach().clone()]
-        for _ in range(30):
-            engine.step()
-            history.append(model.value.detach().clone())
-        engine.close()
-        histories.append(torch.stack(history))
-    return histories
+    model = Point(torch.zeros(3, dtype=torch.float64))
+    engine = StepEngine(model, GASLoC(1.0, "auto", momentum), sync_every=1, topology=name)
+    model.value.data.copy_(randn(3, seed=rank))
+    history = [model.value.detach().clone()]
+    for _ in range(30):
+        engine.step()
+        history.append(model.value.detach().clone())
+    engine.close()
+    return torch.stack(history)
 
 
-def test_without_progress_the_mean_stays_on_gloo(pool: Pool, subtests: pytest.Subtests) -> None:
-    topologies = ["ring", "star", "exponential", "random_matching"]
-    rows = list(itertools.product(topologies, [0.0, 0.5]))
-    of_workers = pool.run(scatter_then_gossip, rows, world=4)
-    for (name, momentum), *histories in zip(rows, *of_workers, strict=True):
-        with subtests.test(name, momentum=momentum):
-            history = torch.stack(histories, dim=1)
-            mean, previous = history[0].mean(0), torch.zeros(3, dtype=torch.float64)
-            for t in range(30):  # heavy ball; the drift of the first phase sets the mean moving
-                mean, previous = mean + momentum * (mean - previous), mean
-                assert_close(history[t + 1].mean(0), mean)
-            assert distances(history)[30] < 0.05 * distances(history)[0]
+@pytest.mark.parametrize(
+    ("name", "momentum"),
+    cover(["ring", "star", "exponential", "random_matching"], [0.0, 0.5], strength=1),
+)
+def test_without_progress_the_mean_stays_on_gloo(pool: Pool, name: str, momentum: float) -> None:
+    history = torch.stack(pool.run(scatter_then_gossip, name, momentum, world=4), dim=1)
+    mean, previous = history[0].mean(0), torch.zeros(3, dtype=torch.float64)
+    for t in range(30):  # heavy ball; the drift of the first phase sets the mean moving
+        mean, previous = mean + momentum * (mean - previous), mean
+        assert_close(history[t + 1].mean(0), mean)
+    assert distances(history)[30] < 0.05 * distances(history)[0]
 
 
 @pytest.mark.parametrize("topology", [Ring(), Star(), Torus()], ids=str)

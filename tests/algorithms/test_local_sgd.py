@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 from typing import Any
 
@@ -27,6 +26,7 @@ from tests.algorithms.toys import (
     train_ddp,
     train_step,
 )
+from tests.conftest import cover
 from tests.pool import Pool, make_trainer
 from tests.small_model import TinyModule, flat, make_loader, make_model, worker_batch
 
@@ -44,27 +44,28 @@ def test_the_round_is_the_mean() -> None:
     assert_close(after, targets.mean(0).expand(3, 4))
 
 
-@pytest.mark.parametrize("algorithm", [LocalSGD(), DiLoCo(1.0, 0.0)], ids=str)
+ALGORITHMS = [LocalSGD(), DiLoCo(1.0, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "name", "world"), cover(ALGORITHMS, LINEAR_IN_THE_GRADIENTS, range(1, 5))
+)
 def test_a_round_after_every_step_is_data_parallel_training(
-    algorithm: LocalSGD | DiLoCo, subtests: pytest.Subtests
+    algorithm: LocalSGD | DiLoCo, name: str, world: int
 ) -> None:
     """Also with inner momentum, as long as it is kept: its mean is the momentum of the mean."""
-    for (name, inner), world in itertools.product(LINEAR_IN_THE_GRADIENTS.items(), range(1, 5)):
-        with subtests.test(inner=name, world=world):
-            history = simulate(algorithm, world, 8, inner=inner)
-            assert_close(history[:8], train_ddp(world, 8, inner)[:, None].expand(-1, world, -1))
+    inner = LINEAR_IN_THE_GRADIENTS[name]
+    history = simulate(algorithm, world, 8, inner=inner)
+    assert_close(history[:8], train_ddp(world, 8, inner)[:, None].expand(-1, world, -1))
 
 
-@pytest.mark.parametrize("algorithm", [LocalSGD(), DiLoCo(1.0, 0.0)], ids=str)
+@pytest.mark.parametrize(("algorithm", "world"), cover(ALGORITHMS, (2, 3, 4), strength=1))
 def test_a_round_after_every_step_is_data_parallel_training_on_gloo(
-    pool: Pool, algorithm: LocalSGD | DiLoCo, subtests: pytest.Subtests
+    pool: Pool, algorithm: LocalSGD | DiLoCo, world: int
 ) -> None:
     inner = LINEAR_IN_THE_GRADIENTS["nesterov"]
-    for world in (2, 3, 4):
-        with subtests.test(world=world):
-            results = pool.run(run_engine, algorithm, 6, {"sync_every": 1}, inner, world=world)
-            for history in results:
-                assert_close(history[:6], train_ddp(world, 6, inner))
+    for history in pool.run(run_engine, algorithm, 6, {"sync_every": 1}, inner, world=world):
+        assert_close(history[:6], train_ddp(world, 6, inner))
 
 
 def test_inner_momentum_that_is_reset_is_not_data_parallel_training() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -99,7 +100,7 @@ def train(
     world: int,
     settings: RoundSettings,
     steps: int,
-    resume_at: int | None = None,
+    cuts: Sequence[int] = (),
     meets: bool = False,
     late: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -110,7 +111,7 @@ def train(
         world: Number of workers.
         settings: Of the rounds.
         steps: Local steps to make.
-        resume_at: Save after so many, and go on with a new engine.
+        cuts: Save after so many of them, and go on with a new engine.
         meets: Whether to show the consensus after each step, as a validation does.
         late: Whether data come late, as with NCCL, and not while the host waits.
     """
@@ -126,7 +127,7 @@ def train(
             engine.worker.meet("a validation")
             engine.worker.show_consensus()
             engine.worker.show_local()
-        if step == resume_at:
+        if step in cuts:
             engine.worker.meet("a checkpoint")
             saved = saved_and_loaded(engine.state_dict())
             engine.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC
 from lightning_loco.comm.saved import Saved
 from lightning_loco.rounds import Engine, RoundSettings, carry_over
 from lightning_loco.schedules import EverySteps
+from tests.conftest import cover
 from tests.pool import Pool
 from tests.rounds.toys import (
     SMALL_BUCKET,
@@ -70,7 +70,7 @@ def go_on(
         model.value.copy_(mean if outer is None else outer)
     notes = carry_over(engine, saved)
     taken = saved_and_loaded(engine.state_dict())
-    for _ in range(STEPS):
+    for _ in range(3):
         approach(rank, model)
         engine.step()
     engine.finish()
@@ -91,32 +91,39 @@ def carried(
 LATE = EverySteps(2, overlap=True)
 
 
-def test_counters_and_shared_vectors_are_exact(pool: Pool, subtests: pytest.Subtests) -> None:
-    kinds = [
-        (EverySteps(2), False),
-        (EverySteps(2), True),
-        (LATE, False),
-        (LATE, True),
-        (Halves(2), False),
-        (Halves(2, overlap=True), False),
-    ]
-    for (schedule, whole), numbers in itertools.product(kinds, ((3, 2), (2, 4))):
-        with subtests.test(str(schedule), whole=whole, numbers=numbers):
-            settings = settings_of(Counting(whole), schedule)
-            states, found = carried(pool, settings, settings, numbers)
-            text = f"all workers begin at the mean of the {numbers[0]} workers' parameters"
-            mean = torch.stack([state["params"] for state in states]).mean(0)
-            for notes, taken in found:
-                assert notes == [text]
-                torch.testing.assert_close(taken["params"], mean, rtol=0, atol=1e-14)
-                for one, other in zip(states[0]["shared"], taken["shared"], strict=True):
-                    state, again = one["state"], other["state"]
-                    assert state.keys() == again.keys()
-                    for name, value in state.items():
-                        assert torch.equal(torch.as_tensor(value), torch.as_tensor(again[name]))
-                    kept, received = one["received"], other["received"]
-                    assert (kept is None) == (received is None)
-                    assert kept is None or torch.equal(kept, received)
+@pytest.mark.parametrize(
+    ("schedule", "whole", "numbers"),
+    cover(
+        [
+            pytest.param(EverySteps(2), False, id="at once"),
+            pytest.param(EverySteps(2), True, id="at once, whole"),
+            pytest.param(LATE, False, id="late"),
+            pytest.param(LATE, True, id="late, whole"),
+            pytest.param(Halves(2), False, id="halves"),
+            pytest.param(Halves(2, overlap=True), False, id="late halves"),
+        ],
+        [(3, 2), (2, 4)],
+        strength=1,
+    ),
+)
+def test_counters_and_shared_vectors_are_exact(
+    pool: Pool, schedule: EverySteps, whole: bool, numbers: tuple[int, int]
+) -> None:
+    settings = settings_of(Counting(whole), schedule)
+    states, found = carried(pool, settings, settings, numbers)
+    text = f"all workers begin at the mean of the {numbers[0]} workers' parameters"
+    mean = torch.stack([state["params"] for state in states]).mean(0)
+    for notes, taken in found:
+        assert notes == [text]
+        torch.testing.assert_close(taken["params"], mean, rtol=0, atol=1e-14)
+        for one, other in zip(states[0]["shared"], taken["shared"], strict=True):
+            state, again = one["state"], other["state"]
+            assert state.keys() == again.keys()
+            for name, value in state.items():
+                assert torch.equal(torch.as_tensor(value), torch.as_tensor(again[name]))
+            kept, received = one["received"], other["received"]
+            assert (kept is None) == (received is None)
+            assert kept is None or torch.equal(kept, received)
 
 
 def test_what_compression_had_left_over_becomes_the_mean(pool: Pool) -> None:
@@ -160,17 +167,22 @@ def test_a_compression_that_is_no_more_is_named(pool: Pool) -> None:
     assert [notes for notes, _ in found] == [[], []]
 
 
-def test_a_flight_lands_at_once_where_none_stays(pool: Pool, subtests: pytest.Subtests) -> None:
-    algorithms = (Counting(), DiLoCo(0.7, 0.3), Talking(), GASLoC())
-    for algorithm, schedule in itertools.product(algorithms, (EverySteps(2), Halves(2))):
-        with subtests.test(str(algorithm), schedule=schedule):
-            late = dataclasses.replace(schedule, overlap=True)
-            before, now = settings_of(algorithm, late), settings_of(algorithm, schedule)
-            states, found = carried(pool, before, now, (2, 2))
-            for own, (notes, taken) in zip(states, found, strict=True):
-                assert notes == ["a round that was under way is landed at once"]
-                assert all(lane["flight"] is None for lane in taken["lanes"])
-                assert not torch.equal(taken["params"], own["params"])
-            for name, value in states[0]["shared"][0]["state"].items():
-                if isinstance(value, int):  # rounds that were made and heard of
-                    assert found[0][1]["shared"][0]["state"][name] == value + 1
+@pytest.mark.parametrize(
+    ("algorithm", "schedule"),
+    cover(
+        [Counting(), DiLoCo(0.7, 0.3), Talking(), GASLoC()], [EverySteps(2), Halves(2)], strength=1
+    ),
+)
+def test_a_flight_lands_at_once_where_none_stays(
+    pool: Pool, algorithm: Algorithm, schedule: EverySteps
+) -> None:
+    late = dataclasses.replace(schedule, overlap=True)
+    before, now = settings_of(algorithm, late), settings_of(algorithm, schedule)
+    states, found = carried(pool, before, now, (2, 2))
+    for own, (notes, taken) in zip(states, found, strict=True):
+        assert notes == ["a round that was under way is landed at once"]
+        assert all(lane["flight"] is None for lane in taken["lanes"])
+        assert not torch.equal(taken["params"], own["params"])
+    for name, value in states[0]["shared"][0]["state"].items():
+        if isinstance(value, int):  # rounds that were made and heard of
+            assert found[0][1]["shared"][0]["state"][name] == value + 1

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
@@ -47,7 +47,7 @@ from tests.rounds.toys import (
     zeros,
 )
 
-ROUNDS = 5
+ROUNDS = 4
 WAYS = {
     "diloco": (DiLoCo(), EverySteps(2)),
     "late diloco": (DiLoCo(0.7, 0.3), EverySteps(2, overlap=True)),
@@ -95,41 +95,51 @@ def test_in_several_parcels_too(pool: Pool, subtests: pytest.Subtests) -> None:
         for name, way in MEANS.items()
     }
     rows = {name: (one, ROUNDS, large_wide) for name, one in settings.items()}
-    for name, results in run_each(pool, train, rows, world=3).items():
+    for name, results in run_each(pool, train, rows, world=2).items():
         with subtests.test(name):
-            expected = simulate(settings[name], 3, ROUNDS, large_wide)
+            expected = simulate(settings[name], 2, ROUNDS, large_wide)
             assert torch.equal(torch.stack(results, dim=1)[:ROUNDS], expected[:ROUNDS])
             at_once = dataclasses.replace(settings[name], bucket_bytes=64 * 2**20)
-            assert not torch.equal(simulate(at_once, 3, ROUNDS, large_wide), expected)
+            assert not torch.equal(simulate(at_once, 2, ROUNDS, large_wide), expected)
 
 
-def test_a_resumed_run_is_the_unbroken_one(pool: Pool, subtests: pytest.Subtests) -> None:
+ALIKE = ["diloco", "late gasloc", "noloco", "late average"]
+"""Ways whose rounds are made as others are."""
+
+
+@pytest.mark.parametrize(
+    "names",
+    [WAYS.keys() - ALIKE, pytest.param(ALIKE, marks=pytest.mark.soak)],
+    ids=["all", "alike"],
+)
+def test_a_resumed_run_is_the_unbroken_one(
+    pool: Pool, names: Collection[str], subtests: pytest.Subtests
+) -> None:
     """In several parcels, each with a worker of its own for every element."""
     rows = {
-        name: (RoundSettings(*way, compression=rounding(way[0])), ROUNDS, zeros)
+        (name, after): (RoundSettings(*way, compression=rounding(way[0])), ROUNDS, zeros, after)
         for name, way in WAYS.items()
+        for after in (None, 2)
+        if name in names
     }
-    unbroken = run_each(pool, train, rows, world=3)
-    resumed = run_each(pool, train, {name: (*row, 3) for name, row in rows.items()}, world=3)
-    for name in WAYS:
+    results = run_each(pool, train, rows, world=2)
+    for name in names:
         with subtests.test(name):
-            assert torch.equal(torch.stack(resumed[name]), torch.stack(unbroken[name]))
+            unbroken, resumed = (torch.stack(results[name, after]) for after in (None, 2))
+            assert torch.equal(resumed, unbroken)
 
 
 def test_a_codec_that_loses_nothing_changes_nothing(pool: Pool, subtests: pytest.Subtests) -> None:
     """Two numbers have the same sum in any order, and two workers the same mix."""
-    plain, exact = (
-        run_each(
-            pool,
-            train,
-            {name: (RoundSettings(*way, compression=codec), ROUNDS) for name, way in WAYS.items()},
-            world=2,
-        )
+    rows = {
+        (name, codec): (RoundSettings(*way, compression=codec), ROUNDS, small_wide)
+        for name, way in WAYS.items()
         for codec in (None, Exact())
-    )
+    }
+    results = run_each(pool, train, rows, world=2)
     for name, (algorithm, _) in WAYS.items():
         with subtests.test(name):
-            expected, found = torch.stack(plain[name]), torch.stack(exact[name])
+            expected, found = (torch.stack(results[name, codec]) for codec in (None, Exact()))
             if algorithm.exchange == "mean" and not algorithm.sends_parameters:
                 assert torch.equal(found, expected)
             else:  # adds what it has subtracted
@@ -142,13 +152,14 @@ def test_a_codec_that_loses_nothing_changes_nothing(pool: Pool, subtests: pytest
         [pytest.param(*way, id=name) for name, way in MEANS.items()],
         [pytest.param(codec, id=str(codec)) for codec in CODECS],
         (2, 3, 4),
+        strength=1,
     ),
 )
 def test_workers_stay_bit_identical(
     pool: Pool, algorithm: Algorithm, schedule: EverySteps, codec: Codec, world: int
 ) -> None:
     settings = RoundSettings(algorithm, schedule, compression=ErrorFeedback(codec))
-    histories = pool.run(train, settings, 8, small, world=world)
+    histories = pool.run(train, settings, 5, small, world=world)
     if not isinstance(algorithm, ModelAverage):
         same = slice(None) if schedule.num_lanes == 1 else slice(-1, None)
         for history in histories[1:]:
@@ -224,23 +235,15 @@ def large_wide() -> Point:
     return Point(torch.zeros(LARGE, dtype=torch.float64))
 
 
-def with_each_codec(algorithm: Algorithm, schedule: EverySteps) -> dict[str, RoundSettings]:
-    return {
-        str(codec): RoundSettings(algorithm, schedule, compression=ErrorFeedback(codec))
-        for codec in CODECS
-    }
-
-
-def test_diloco_is_its_plain_loop(pool: Pool, subtests: pytest.Subtests) -> None:
-    settings = with_each_codec(DiLoCo(0.5, 0.0), EverySteps(2))
-    rows = {name: (one, ROUNDS, small_wide) for name, one in settings.items()}
-    for world in (1, 2, 4):
-        results = run_each(pool, train, rows, world=world)
-        for codec in CODECS:
-            with subtests.test(str(codec), world=world):
-                expected = diloco_by_hand(codec if world > 1 else Exact(), world, ROUNDS, 0.5)
-                for history in results[str(codec)]:
-                    assert_close(history[-1], expected)
+@pytest.mark.parametrize(
+    ("codec", "world"),
+    cover([pytest.param(codec, id=str(codec)) for codec in CODECS], (1, 2, 4), strength=1),
+)
+def test_diloco_is_its_plain_loop(pool: Pool, codec: Codec, world: int) -> None:
+    settings = RoundSettings(DiLoCo(0.5, 0.0), EverySteps(2), compression=ErrorFeedback(codec))
+    expected = diloco_by_hand(codec if world > 1 else Exact(), world, ROUNDS, 0.5)
+    for history in pool.run(train, settings, ROUNDS, small_wide, world=world):
+        assert_close(history[-1], expected)
 
 
 def test_what_is_lost_is_in_the_residuals(pool: Pool, subtests: pytest.Subtests) -> None:
@@ -248,8 +251,10 @@ def test_what_is_lost_is_in_the_residuals(pool: Pool, subtests: pytest.Subtests)
 
     All that workers propose is linear in where they start, so what is late is not lost.
     """
-    settings = with_each_codec(LocalSGD(), EverySteps(1))
-    rows = {name: (one,) for name, one in settings.items()}
+    rows = {
+        str(codec): (RoundSettings(LocalSGD(), EverySteps(1), compression=ErrorFeedback(codec)),)
+        for codec in CODECS
+    }
     for name, results in run_each(pool, hold, rows, world=3).items():
         with subtests.test(name):
             total = sum(params - residual for params, residual in results)
@@ -414,10 +419,14 @@ def test_who_is_missing_is_named(pool: Pool, overlap: bool) -> None:
 
 
 def test_bytes_are_those_of_the_codec(pool: Pool) -> None:
-    sent = {}
-    for compression in (None, "int8", "e3m0", "sparse"):
-        settings = RoundSettings(DiLoCo(), EverySteps(1), compression=compression)
-        sent[compression] = pool.run(count_bytes, settings, world=2)[0]
+    rows = {
+        compression: (RoundSettings(DiLoCo(), EverySteps(1), compression=compression),)
+        for compression in (None, "int8", "e3m0", "sparse")
+    }
+    sent = {
+        name: bytes_sent
+        for name, (bytes_sent, _) in run_each(pool, count_bytes, rows, world=2).items()
+    }
     assert sent["int8"] <= 0.27 * sent[None]
     assert sent["e3m0"] <= 0.145 * sent[None]
     assert sent["sparse"] <= 0.02 * sent[None]

@@ -75,8 +75,9 @@ def test_a_local_step_reads_nothing_back(are_variants: bool, subtests: pytest.Su
             assert len(engine.lanes) == (case.fragments or 1)
             if case.by_clock:
                 engine.lanes[0].landed_at = time.monotonic()  # the first round would be due at once
+            loss = model(torch.ones(2, 3, device=DEVICE)).sum()
             for _ in range(49):  # the first of two fragments would begin a round after 50
-                engine.worker.last_loss = model(torch.ones(2, 3, device=DEVICE)).sum()
+                engine.worker.last_loss = loss
                 assert not engine.step()
             engine.close()
 

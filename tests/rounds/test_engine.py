@@ -32,7 +32,7 @@ from tests.rounds.toys import (
 
 # ------------------------------------------------------------------------------- own numbers
 
-ROUNDS = 5
+ROUNDS = 4
 TALKS: dict[str, tuple[Algorithm, bool]] = {
     "riding": (Talking(), False),
     "travelling": (Talking(), True),
@@ -43,14 +43,19 @@ TALKS: dict[str, tuple[Algorithm, bool]] = {
 
 def test_own_numbers_of_all_workers_are_heard(pool: Pool, subtests: pytest.Subtests) -> None:
     """In every kind of round, in the simulation, and after a resume with a flight under way."""
-    for name, (algorithm, overlap) in TALKS.items():
+    settings_of = {
+        name: RoundSettings(one, EverySteps(2, late)) for name, (one, late) in TALKS.items()
+    }
+    rows = {
+        (name, after): (settings, ROUNDS, zeros, after, True)
+        for name, settings in settings_of.items()
+        for after in (None, 2)
+    }
+    results = run_each(pool, train, rows, world=3)
+    for name, settings in settings_of.items():
         with subtests.test(name):
-            settings = RoundSettings(algorithm, EverySteps(2, overlap))
             expected = simulate(settings, 3, ROUNDS, own=True)
-            unbroken, resumed = (
-                torch.stack(pool.run(train, settings, ROUNDS, zeros, after, True, world=3), dim=1)
-                for after in (None, 3)
-            )
+            unbroken, resumed = (torch.stack(results[name, after], dim=1) for after in (None, 2))
             assert_close(unbroken, expected)
             assert torch.equal(resumed, unbroken)
             silent = simulate(settings, 3, ROUNDS)

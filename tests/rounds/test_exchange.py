@@ -108,10 +108,13 @@ def alone(name: str | None) -> Any:
     ("world", "dtype", "under_way"),
     cover((2, 3, 4), (torch.float32, torch.float64), (1, 3, 5), strength=1),
 )
-def test_processes_receive_what_simulate_says(
+def test_processes_receive_what_simulate_says_and_count_bytes(
     pool: Pool, world: int, dtype: torch.dtype, under_way: int
 ) -> None:
-    """Neighbours bit for bit: both sum in one order. The mean up to the order of its sum."""
+    """Neighbours bit for bit: both sum in one order. The mean up to the order of its sum.
+
+    A mean costs 2 (N - 1) / N of the message, neighbours one message per receiver.
+    """
     names = fitting(world)
     assert len(names) >= 8
     results = pool.run(exchange_all, [None, *names], dtype, under_way, world=world)
@@ -125,15 +128,8 @@ def test_processes_receive_what_simulate_says(
                     torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
                 else:
                     assert torch.equal(a, b), (name, worker)
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_bytes_are_counted(pool: Pool, world: int) -> None:
-    """A mean costs 2 (N - 1) / N of the message, neighbours one message per receiver."""
-    names = fitting(world)
-    results = pool.run(exchange_all, [None, *names], torch.float32, 2, world=world)
     for worker, answers in enumerate(results):
-        sizes = [4 * size for size in SIZES]
+        sizes = [dtype.itemsize * size for size in SIZES]
         assert answers[None][1] == ROUNDS * sum(2 * (world - 1) * size // world for size in sizes)
         for name in names:
             topology = get_topology(name)

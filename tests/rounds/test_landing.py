@@ -24,10 +24,10 @@ from lightning_loco.schedules import EverySteps
 from lightning_loco.topology import get_topology
 from tests.algorithms.toys import Point, assert_close, randn
 from tests.pool import Pool, make_trainer
-from tests.rounds.toys import LARGE, approach, flat, simulate, train, zeros
+from tests.rounds.toys import LARGE, approach, flat, run_each, simulate, train, zeros
 from tests.small_model import TinyModule, make_loader
 
-ROUNDS = 5
+ROUNDS = 4
 WORLD = 3
 SYNC_EVERY = 2
 
@@ -76,9 +76,11 @@ def test_where_local_steps_go_on(pool: Pool, subtests: pytest.Subtests) -> None:
         (ModelAverage(), False, [1.0, 2.0]),
         (ModelAverage(), True, [1.0, math.nan]),  # nothing remembers the start
     ]
+    calls = {(algorithm, broken): (algorithm, broken) for algorithm, broken, _ in rows}
+    results = run_each(pool, begin, calls, world=2)
     for algorithm, broken, expected in rows:
         with subtests.test(str(algorithm), broken=broken):
-            whole, last = pool.run(begin, algorithm, broken, world=2)
+            whole, last = results[algorithm, broken]
             assert_close(torch.tensor(last), torch.tensor(expected), equal_nan=True)
             if broken:
                 assert whole == [1.0, 2.0]
@@ -281,8 +283,7 @@ def test_an_algorithm_says_where_steps_go_on_when_a_message_leaves(pool: Pool) -
     end = (rows[-1] + ROUNDS * last.mean(0)).mean(0)
     expected = torch.stack([*rows, end.expand_as(last)])
     assert_close(simulate(settings, WORLD, ROUNDS), expected)
-    unbroken = torch.stack(pool.run(train, settings, ROUNDS, world=WORLD), dim=1)
-    assert_close(unbroken, expected)
-    for resume_after in (1, 3):
-        resumed = pool.run(train, settings, ROUNDS, zeros, resume_after, world=WORLD)
-        assert torch.equal(torch.stack(resumed, dim=1), unbroken)
+    rows = {after: (settings, ROUNDS, zeros, after) for after in (None, 1, 3)}
+    unbroken, *others = run_each(pool, train, rows, world=WORLD).values()
+    assert_close(torch.stack(unbroken, dim=1), expected)
+    assert all(torch.equal(torch.stack(one), torch.stack(unbroken)) for one in others)

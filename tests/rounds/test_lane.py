@@ -24,13 +24,14 @@ from tests.rounds.toys import (
     SignBlocks,
     approach,
     flat,
+    run_each,
     saved_and_loaded,
     simulate,
     train,
     zeros,
 )
 
-ROUNDS = 5
+ROUNDS = 4
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -40,12 +41,16 @@ def test_state_that_is_not_cut_counts_rounds_and_not_chunks(pool: Pool, overlap:
     expected = simulate(RoundSettings(Counting(whole=True), schedule), 3, ROUNDS)
     by_chunks = RoundSettings(Counting(), schedule)
     assert_close(simulate(by_chunks, 3, ROUNDS), expected)
-    unbroken = torch.stack(pool.run(train, by_chunks, ROUNDS, world=3), dim=1)
+    rows = {
+        "unbroken": (by_chunks, ROUNDS),
+        "resumed": (by_chunks, ROUNDS, zeros, 2),
+        "whole": (RoundSettings(Counting(whole=True), schedule), ROUNDS),
+    }
+    results = run_each(pool, train, rows, world=3)
+    unbroken, resumed, whole = (torch.stack(results[name], dim=1) for name in rows)
     assert_close(unbroken, expected)
-    resumed = torch.stack(pool.run(train, by_chunks, ROUNDS, zeros, 3, world=3), dim=1)
     assert torch.equal(resumed, unbroken)
-    whole = pool.run(train, RoundSettings(Counting(whole=True), schedule), ROUNDS, world=3)
-    assert_close(torch.stack(whole, dim=1), expected)
+    assert_close(whole, expected)
 
 
 def counters(rank: int, world: int) -> list[dict[str, Any]]:

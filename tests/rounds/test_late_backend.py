@@ -35,13 +35,13 @@ def make_group(late: bool) -> WorkerGroup:
 def train(
     rank: int, world: int, case: Case, late: bool, compression: str | None = None
 ) -> dict[str, Any]:
-    """Rounds of every two steps; worker 1 makes three rounds more than the others."""
+    """Rounds of every two steps; worker 1 makes two rounds more than the others."""
     model = zeros()
     settings = case.settings(sync_every=2, bucket_bytes=SMALL_BUCKET)
     settings["compression"] = compression or case.compression
     engine = StepEngine(model, case.algorithm, group=make_group(late), **settings)
     history: list[Tensor] = []
-    for _ in range(16 if rank == 1 else 10):
+    for _ in range(8 if rank == 1 else 4):
         approach(rank, model)
         if engine.step():
             history.append(flat(model))
@@ -54,21 +54,24 @@ def train(
 
 @rows("same numbers", without_variants())
 def test_rounds_by_the_step_give_the_numbers_of_gloo(pool: Pool, case: Case) -> None:
-    expected, found = (pool.run(train, case, late, world=3) for late in (False, True))
-    for on_gloo, on_late in zip(expected, found, strict=True):
+    world = 3 if case.algorithm.exchange == "neighbors" else 2
+    results = run_each(pool, train, {late: (case, late) for late in (False, True)}, world=world)
+    for on_gloo, on_late in zip(*results.values(), strict=True):
         assert torch.equal(torch.stack(on_late["history"]), torch.stack(on_gloo["history"]))
         assert on_late["wait_s"] > 3 * DELAY_S
 
 
 def test_compressed_rounds_give_the_numbers_of_gloo(pool: Pool, subtests: pytest.Subtests) -> None:
     codecs = {"diloco": "e3m0", "async_diloco": "sparse", "gasloc": "int8", "local_sgd": "int8"}
-    on_gloo, on_late = (
-        run_each(pool, train, {n: (CASES[n], late, c) for n, c in codecs.items()}, world=3)
+    rows = {
+        (name, late): (CASES[name], late, codec)
+        for name, codec in codecs.items()
         for late in (False, True)
-    )
+    }
+    results = run_each(pool, train, rows, world=2)
     for name in codecs:
         with subtests.test(name):
-            for expected, found in zip(on_gloo[name], on_late[name], strict=True):
+            for expected, found in zip(results[name, False], results[name, True], strict=True):
                 assert torch.equal(torch.stack(found["history"]), torch.stack(expected["history"]))
 
 
@@ -88,7 +91,7 @@ def train_by_clock(
         value.data.sub_(value.grad)
         engine.count_step()
         history.append(flat(model))
-    for _ in range(5):
+    for _ in range(3):
         for _ in range(2):
             approach(rank, model)
             engine.count_step()
@@ -107,8 +110,9 @@ def train_by_clock(
 
 @pytest.mark.parametrize("topology", [None, "ring"])
 def test_rounds_by_the_clock_give_the_numbers_of_gloo(pool: Pool, topology: str | None) -> None:
-    expected, found = (pool.run(train_by_clock, topology, late, world=3) for late in (False, True))
-    for (on_gloo, _), (on_late, _) in zip(expected, found, strict=True):
+    rows = {late: (topology, late) for late in (False, True)}
+    results = run_each(pool, train_by_clock, rows, world=3)
+    for (on_gloo, _), (on_late, _) in zip(*results.values(), strict=True):
         assert torch.equal(torch.stack(on_late), torch.stack(on_gloo))
 
 

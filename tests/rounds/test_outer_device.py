@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_loco import DiLoCo, StepEngine
 from lightning_loco.comm import WorkerGroup
 from lightning_loco.comm.flat import Chunk, DistantWindow
+from lightning_loco.strategies import METHODS
 from tests.algorithms.toys import assert_close, run_engine
 from tests.cases import CASES, Case, without_variants
 from tests.meta_device import DEVICE, copies_to_the_host, no_checksum
@@ -21,7 +22,8 @@ from tests.small_model import TinyModule, flat, make_loader
 __all__ = ["no_checksum"]
 
 BY_STEPS = [n for n in without_variants() if not CASES[n].by_clock and not CASES[n].fragments]
-ROUNDS, SYNC_EVERY = 4, 3
+FIRST = [name for name in BY_STEPS if name in METHODS]
+ROUNDS, SYNC_EVERY = 3, 2
 
 
 def distant(chunk: Chunk, flat: Tensor) -> DistantWindow:
@@ -38,35 +40,40 @@ def from_afar(rank: int, world: int, case: Case, is_far: bool) -> Tensor:
         return run_engine(rank, world, case.algorithm, ROUNDS, settings)
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        [*FIRST, "diloco_adamw", "gasloc_overlap", "diloco_compressed"],
+        pytest.param([n for n in BY_STEPS if n not in FIRST], marks=pytest.mark.soak),
+    ],
+    ids=["methods", "others"],
+)
 def test_numbers_do_not_depend_on_where_parameters_are(
-    pool: Pool, subtests: pytest.Subtests
+    pool: Pool, names: list[str], subtests: pytest.Subtests
 ) -> None:
-    names = (*BY_STEPS, "diloco_compressed")
-    near, far = (
-        run_each(pool, from_afar, {name: (CASES[name], is_far) for name in names}, world=3)
-        for is_far in (False, True)
-    )
+    rows = {(name, is_far): (CASES[name], is_far) for name in names for is_far in (False, True)}
+    results = run_each(pool, from_afar, rows, world=2)
     for name in names:
         with subtests.test(name):
-            for one, other in zip(near[name], far[name], strict=True):
+            for one, other in zip(results[name, False], results[name, True], strict=True):
                 assert torch.equal(one, other)
 
 
 def fit(rank: int, world: int, name: str, outer_device: Any) -> Tensor:
     strategy = CASES[name].strategy(SYNC_EVERY, outer_device=outer_device)
-    trainer = make_trainer(strategy, max_steps=12, use_distributed_sampler=False)
+    trainer = make_trainer(strategy, max_steps=7, use_distributed_sampler=False)
     module = TinyModule(lr=0.05)
     with pytest.MonkeyPatch.context() as patch:
         if outer_device is not None:
             patch.setattr(Chunk, "tied", distant)
-        trainer.fit(module, make_loader(rank, 12))
+        trainer.fit(module, make_loader(rank, 7))
     return flat(module)
 
 
 @pytest.mark.parametrize("name", ["diloco", "streaming_diloco", "gasloc_overlap"])
 def test_a_trainer_takes_it(pool: Pool, name: str) -> None:
-    expected = pool.run(fit, name, None, world=2)
-    assert torch.equal(torch.stack(pool.run(fit, name, "cpu", world=2)), torch.stack(expected))
+    results = run_each(pool, fit, {device: (name, device) for device in (None, "cpu")}, world=2)
+    assert torch.equal(*map(torch.stack, results.values()))
 
 
 @pytest.mark.usefixtures("no_checksum")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from lightning_loco.comm.saved import Saved
 from lightning_loco.rounds import Engine, RoundSettings, carry_over
 from lightning_loco.schedules import EverySteps, Schedule, Staggered
 from tests.algorithms.toys import assert_close
+from tests.conftest import cover
 from tests.pool import Pool, PoolError
 from tests.rounds.fragments import SIZES, Layers, simulate, slices_of, stream, train
 from tests.rounds.toys import Counting, approach, flat, rounding, run_each, saved_and_loaded
@@ -97,12 +99,11 @@ SHAPES = {
 
 def test_every_step_is_that_of_a_plain_loop(pool: Pool, subtests: pytest.Subtests) -> None:
     """On three processes, in a simulation and by hand; at the end, too."""
-    for name, (every, fragments, delay, mix) in SHAPES.items():
+    rows = {name: (settings_of(*shape), 2 * shape[0]) for name, shape in SHAPES.items()}
+    for name, results in run_each(pool, train, rows, world=3).items():
         with subtests.test(name):
-            settings = settings_of(every, fragments, delay, mix)
-            steps = 3 * every
+            settings, steps = rows[name]
             expected = stream(settings, 3, steps)
-            results = pool.run(train, settings, steps, world=3)
             assert_close(torch.stack([history for history, _ in results], dim=1), expected.history)
             for _, end in results:
                 assert torch.equal(end, results[0][1])
@@ -116,10 +117,12 @@ def train_lengths(rank: int, world: int, settings: RoundSettings, lengths: range
     return [train(rank, world, settings, steps)[1] for steps in lengths]
 
 
-@pytest.mark.parametrize("delay", [0, 2, 5])
-def test_a_run_may_end_after_any_step(pool: Pool, delay: int) -> None:
+@pytest.mark.parametrize(
+    ("delay", "lengths"), cover([0, 2, 5], [range(1, 5), range(5, 9), range(9, 15)], strength=1)
+)
+def test_a_run_may_end_after_any_step(pool: Pool, delay: int, lengths: range) -> None:
     """What is under way lands, then each fragment has a round of what it has not told."""
-    settings, lengths = settings_of(6, 3, delay, 0.5), range(1, 15)
+    settings = settings_of(6, 3, delay, 0.5)
     expected = [stream(settings, 2, steps).consensus for steps in lengths]
     for ends in pool.run(train_lengths, settings, lengths, world=2):
         assert_close(torch.stack(ends), torch.stack(expected))
@@ -131,33 +134,34 @@ def test_a_run_may_end_after_any_step(pool: Pool, delay: int) -> None:
 def test_fragments_may_be_chosen_otherwise(pool: Pool, pattern: Any) -> None:
     settings = settings_of(6, 3, 2, 0.5, pattern)
     assert slices_of(settings) != slices_of(settings_of(6, 3, 2, 0.5))
-    expected = stream(settings, 2, 15)
-    results = pool.run(train, settings, 15, world=2)
+    expected = stream(settings, 2, 13)
+    results = pool.run(train, settings, 13, world=2)
     assert_close(torch.stack([history for history, _ in results], dim=1), expected.history)
 
 
 @pytest.mark.parametrize("delay", [0, 2, 5])
 def test_a_backend_that_brings_data_late_gives_the_same_numbers(pool: Pool, delay: int) -> None:
     settings = settings_of(6, 3, delay, 0.5)
-    on_gloo = pool.run(train, settings, 14, world=3)
-    late = pool.run(train, settings, 14, None, False, True, world=3)
-    for (history, end), (expected, expected_end) in zip(late, on_gloo, strict=True):
+    rows = {late: (settings, 11, (), False, late) for late in (False, True)}
+    results = run_each(pool, train, rows, world=2)
+    for (history, end), (expected, expected_end) in zip(*results.values(), strict=True):
         assert torch.equal(history, expected)
         assert torch.equal(end, expected_end)
 
 
 def end_early(rank: int, world: int, settings: RoundSettings, late: bool) -> Tensor:
     """Worker 0 has fewest steps, and takes part in the rounds of the others at its end."""
-    return train(rank, world, settings, 10 + 7 * rank, None, False, late)[1]
+    return train(rank, world, settings, 5 + 4 * rank, (), False, late)[1]
 
 
-@pytest.mark.parametrize("delay", [0, 2, 5])
+@pytest.mark.parametrize("delay", [pytest.param(0, marks=pytest.mark.soak), 2, 5])
 def test_workers_may_have_different_numbers_of_steps(pool: Pool, delay: int) -> None:
     settings = settings_of(6, 3, delay, 0.5)
-    ends = pool.run(end_early, settings, False, world=3)
-    for end, late in zip(ends, pool.run(end_early, settings, True, world=3), strict=True):
+    rows = {late: (settings, late) for late in (False, True)}
+    on_gloo, on_late = run_each(pool, end_early, rows, world=3).values()
+    for end, late in zip(on_gloo, on_late, strict=True):
         assert torch.isfinite(end).all()
-        assert torch.equal(end, ends[0])
+        assert torch.equal(end, on_gloo[0])
         assert torch.equal(late, end)
 
 
@@ -165,9 +169,8 @@ def test_workers_may_have_different_numbers_of_steps(pool: Pool, delay: int) -> 
 
 
 def both(pool: Pool, first: RoundSettings, second: RoundSettings) -> None:
-    for one, other in zip(
-        pool.run(train, first, 20, world=3), pool.run(train, second, 20, world=3), strict=True
-    ):
+    results = run_each(pool, train, {1: (first, 20), 2: (second, 20)}, world=2)
+    for one, other in zip(*results.values(), strict=True):
         assert torch.equal(one[0], other[0])
         assert torch.equal(one[1], other[1])
 
@@ -208,8 +211,8 @@ def test_results_aside_workers_train_alone_and_outer_parameters_move(pool: Pool)
     ids=lambda settings: type(settings.algorithm).__name__,
 )
 def test_other_algorithms_go_by_fragments(pool: Pool, settings: RoundSettings) -> None:
-    simulated = simulate(settings, 3, 18)
-    results = pool.run(train, settings, 18, world=3)
+    simulated = simulate(settings, 3, 12)
+    results = pool.run(train, settings, 12, world=3)
     assert_close(torch.stack([history for history, _ in results], dim=1), simulated.history)
 
 
@@ -232,54 +235,66 @@ def test_workers_of_different_pace(pool: Pool) -> None:
 # ------------------------------------------------------------------- validation and resumption
 
 
-def test_a_validation_changes_nothing(pool: Pool, subtests: pytest.Subtests) -> None:
-    for delay in (0, 2, 5, 6):
-        with subtests.test(delay=delay):
-            settings = settings_of(6, 3, delay, 0.5)
-            for met, unbroken in zip(
-                pool.run(train, settings, 14, None, True, world=2),
-                pool.run(train, settings, 14, world=2),
-                strict=True,
-            ):
-                assert torch.equal(met[0], unbroken[0])
-                assert torch.equal(met[1], unbroken[1])
-
-
-def resume_everywhere(
-    rank: int, world: int, settings: RoundSettings, steps: int, places: range
-) -> list[tuple[Tensor, Tensor]]:
-    return [train(rank, world, settings, steps, place) for place in places]
-
-
-def test_a_run_resumed_after_any_step_equals_the_unbroken_one(
-    pool: Pool, subtests: pytest.Subtests
+@pytest.mark.parametrize("delays", [(2, 6), pytest.param((0, 5), marks=pytest.mark.soak)], ids=str)
+def test_a_validation_changes_nothing(
+    pool: Pool, delays: tuple[int, ...], subtests: pytest.Subtests
 ) -> None:
-    """Of three fragments two are under way at most steps with a delay of 5, and all with 6."""
-    for delay in (0, 2, 5, 6):
+    met, unbroken = (
+        run_each(
+            pool,
+            train,
+            {delay: (settings_of(6, 3, delay, 0.5), 14, (), meets) for delay in delays},
+            world=2,
+        )
+        for meets in (True, False)
+    )
+    for delay in delays:
         with subtests.test(delay=delay):
-            settings = settings_of(6, 3, delay, 0.5)
-            unbroken = pool.run(train, settings, 20, world=2)
-            resumed = pool.run(resume_everywhere, settings, 20, range(6, 13), world=2)
-            for (history, end), others in zip(unbroken, resumed, strict=True):
-                for history_again, end_again in others:
-                    assert torch.equal(history_again, history)
-                    assert torch.equal(end_again, end)
+            for one, other in zip(met[delay], unbroken[delay], strict=True):
+                assert torch.equal(one[0], other[0])
+                assert torch.equal(one[1], other[1])
+
+
+RESUMED = {
+    # Of three fragments two are under way at most steps with a delay of 5, and all with 6.
+    **{f"{delay=}": settings_of(6, 3, delay, 0.5) for delay in (0, 5, 6, 2)},
+    "a whole phase late": RoundSettings(DiLoCo(0.7, 0.0), Staggered(6, 3, 6)),
+    "with a residual": RoundSettings(
+        DILOCO, Staggered(6, 3, 5), compression=rounding(DILOCO), landing=Mix(0.5)
+    ),
+    "gossip": RoundSettings(GASLoC(), Staggered(6, 3, 5), topology="ring"),
+}
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("steps", "runs", "names"),
     [
-        RoundSettings(DiLoCo(0.7, 0.0), Staggered(6, 3, 6)),
-        RoundSettings(DILOCO, Staggered(6, 3, 5), compression=rounding(DILOCO), landing=Mix(0.5)),
-        RoundSettings(GASLoC(), Staggered(6, 3, 5), topology="ring"),
+        pytest.param(14, [range(6, 13)], list(RESUMED)[3:], id="after each"),
+        pytest.param(
+            20,
+            [range(6, 13), *([step] for step in range(6, 13))],
+            list(RESUMED),
+            id="after one",
+            marks=pytest.mark.soak,
+        ),
     ],
-    ids=["a whole phase late", "with a residual", "gossip"],
 )
-def test_other_fragments_resume_too(pool: Pool, settings: RoundSettings) -> None:
-    unbroken = pool.run(train, settings, 20, world=2)
-    resumed = pool.run(resume_everywhere, settings, 20, range(6, 13), world=2)
-    for (history, _), others in zip(unbroken, resumed, strict=True):
-        assert all(torch.equal(again, history) for again, _ in others)
+def test_a_resumed_run_equals_the_unbroken_one(
+    pool: Pool,
+    steps: int,
+    runs: list[Sequence[int]],
+    names: list[str],
+    subtests: pytest.Subtests,
+) -> None:
+    rows = {
+        (name, str(cuts)): (RESUMED[name], steps, cuts) for name in names for cuts in ((), *runs)
+    }
+    results = run_each(pool, train, rows, world=2)
+    for name, cuts in rows:
+        with subtests.test(name, cuts=cuts):
+            for one, other in zip(results[name, cuts], results[name, "()"], strict=True):
+                assert torch.equal(one[0], other[0])
+                assert torch.equal(one[1], other[1])
 
 
 def under_way(rank: int, world: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ LARGE = 5000
 SMALL_BUCKET = 4096
 
 Move = Callable[[nn.Module, int], None]
+Key = TypeVar("Key")
 
 
 # ------------------------------------------------------------------------------ algorithms
@@ -232,8 +233,8 @@ class Halves(EverySteps):
 
 
 def run_each(
-    pool: Pool, fn: Callable[..., Any], rows: Mapping[str, Sequence[Any]], **options: Any
-) -> dict[str, list[Any]]:
+    pool: Pool, fn: Callable[..., Any], rows: Mapping[Key, Sequence[Any]], **options: Any
+) -> dict[Key, list[Any]]:
     """What ``fn(rank, world, *row)`` returns on every rank for each row, in one call of the pool.
 
     Args:
@@ -247,8 +248,8 @@ def run_each(
 
 
 def _call_each(
-    rank: int, world: int, fn: Callable[..., Any], rows: dict[str, Sequence[Any]]
-) -> dict[str, Any]:
+    rank: int, world: int, fn: Callable[..., Any], rows: dict[Key, Sequence[Any]]
+) -> dict[Key, Any]:
     found = {}
     for name, row in rows.items():
         torch.manual_seed(rank)

@@ -24,12 +24,13 @@ from tests.rounds.toys import (
     SignBlocks,
     approach,
     flat,
+    run_each,
     simulate,
     train,
     zeros,
 )
 
-ROUNDS = 7
+ROUNDS = 5
 MIDDLE = LARGE // 2
 
 
@@ -167,11 +168,12 @@ def test_any_algorithm_goes_by_halves(
     """The same numbers in processes and in the simulation, and an exact resume."""
     settings = RoundSettings(algorithm, Halves(2, overlap))
     expected = simulate(settings, 2, ROUNDS)
-    unbroken = torch.stack(pool.run(train, settings, ROUNDS, world=2), dim=1)
+    rows = {after: (settings, ROUNDS, zeros, after) for after in (None, 2, 3)}
+    results = run_each(pool, train, rows, world=2)
+    unbroken = torch.stack(results.pop(None), dim=1)
     assert_close(unbroken, expected)
-    for resume_after in (2, 3):
+    for resume_after, resumed in results.items():
         with subtests.test(resume_after=resume_after):
-            resumed = pool.run(train, settings, ROUNDS, zeros, resume_after, world=2)
             assert torch.equal(torch.stack(resumed, dim=1), unbroken)
 
 

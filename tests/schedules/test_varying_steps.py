@@ -17,7 +17,7 @@ from lightning_loco.rounds import RoundSettings
 from lightning_loco.schedules import EverySteps, Now, VaryingSteps, by_steps
 from tests.algorithms.toys import assert_close
 from tests.pool import Pool, make_trainer
-from tests.rounds.toys import approach, flat, simulate, train, zeros
+from tests.rounds.toys import approach, flat, run_each, simulate, train, zeros
 from tests.small_model import TinyModule, make_loader
 
 VARYING = {0: 2, 5: 4, 14: 1}
@@ -123,11 +123,10 @@ def test_the_same_numbers_in_processes_and_the_simulation_and_an_exact_resume(
         with subtests.test(overlap=overlap):
             settings = RoundSettings(algorithm, VaryingSteps(VARYING, overlap))
             expected = simulate(settings, 2, ROUNDS)
-            unbroken = torch.stack(pool.run(train, settings, ROUNDS, world=2), dim=1)
-            assert_close(unbroken, expected)
-            for resume_after in (3, 4):
-                resumed = pool.run(train, settings, ROUNDS, zeros, resume_after, world=2)
-                assert torch.equal(torch.stack(resumed, dim=1), unbroken)
+            rows = {after: (settings, ROUNDS, zeros, after) for after in (None, 3, 4)}
+            unbroken, *others = run_each(pool, train, rows, world=2).values()
+            assert_close(torch.stack(unbroken, dim=1), expected)
+            assert all(torch.equal(torch.stack(one), torch.stack(unbroken)) for one in others)
 
 
 def test_a_number_that_does_not_change_is_the_schedule_of_it(pool: Pool) -> None:
@@ -161,9 +160,9 @@ def test_it_is_the_loop_by_hand() -> None:
 def stop(rank: int, world: int, overlap: bool) -> tuple[str | None, int]:
     """Workers of different speed, one of which is asked to stop where rounds become longer."""
     model = zeros()
-    engine = StepEngine(model, DiLoCo(0.7, 0.2), sync_every={0: 2, 60: 25}, overlap=overlap)
+    engine = StepEngine(model, DiLoCo(0.7, 0.2), sync_every={0: 2, 30: 25}, overlap=overlap)
     for step in range(1000):
-        if rank == 1 and step == 57:
+        if rank == 1 and step == 27:
             engine.worker.stop.request("SIGTERM")
         approach(rank, model)
         time.sleep(0.01 + 0.01 * rank)
@@ -181,7 +180,7 @@ def test_all_stop_at_the_same_step(pool: Pool, overlap: bool) -> None:
     assert len(set(results)) == 1
     reason, steps = results[0]
     assert reason == "SIGTERM"
-    assert 57 < steps < 1000
+    assert 27 < steps < 1000
 
 
 # ----------------------------------------------------------------------------- in a Trainer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import time
 from collections.abc import Callable, Sequence
@@ -74,6 +75,15 @@ def rounds(topology: Topology, num_workers: int) -> range:
     return range(topology.period(num_workers) or 20)
 
 
+@functools.cache
+def matrices_of(make: Make, num_workers: int) -> torch.Tensor:
+    """The mixing matrices of a period, or of 20 random rounds: ``(R, N, N)``."""
+    topology = make(num_workers)
+    return torch.stack(
+        [topology.mixing_matrix(num_workers, t) for t in rounds(topology, num_workers)]
+    )
+
+
 @each_topology
 def test_mixing_matrix_is_doubly_stochastic_and_symmetric(
     make: Make, sizes: Sequence[int], subtests: pytest.Subtests
@@ -82,19 +92,18 @@ def test_mixing_matrix_is_doubly_stochastic_and_symmetric(
         with subtests.test(num_workers=num_workers):
             topology = make(num_workers)
             topology.check(num_workers)
-            one = torch.ones(num_workers, dtype=torch.float64)
-            for t in rounds(topology, num_workers):
-                matrix = topology.mixing_matrix(num_workers, t)
-                assert matrix.shape == (num_workers, num_workers)
-                assert matrix.dtype == torch.float64
-                torch.testing.assert_close(matrix @ one, one, rtol=0, atol=1e-12)
-                torch.testing.assert_close(matrix.T @ one, one, rtol=0, atol=1e-12)
-                assert matrix.min() >= 0
-                if not isinstance(topology, (*DIRECTED, FromMatrix, FromGraph)):
-                    assert torch.equal(matrix, matrix.T)
-                    eigenvalues = torch.linalg.eigvalsh(matrix)
-                    assert eigenvalues[-1] <= 1 + 1e-12
-                    assert eigenvalues[0] > -1 + 1e-3
+            matrices = matrices_of(make, num_workers)
+            ones = torch.ones(len(matrices), num_workers, dtype=torch.float64)
+            assert matrices.shape[1:] == (num_workers, num_workers)
+            assert matrices.dtype == torch.float64
+            torch.testing.assert_close(matrices.sum(2), ones, rtol=0, atol=1e-12)
+            torch.testing.assert_close(matrices.sum(1), ones, rtol=0, atol=1e-12)
+            assert matrices.min() >= 0
+            if not isinstance(topology, (*DIRECTED, FromMatrix, FromGraph)):
+                assert torch.equal(matrices, matrices.mT)
+                eigenvalues = torch.linalg.eigvalsh(matrices)
+                assert eigenvalues.max() <= 1 + 1e-12
+                assert eigenvalues.min() > -1 + 1e-3
 
 
 @each_topology
@@ -104,15 +113,11 @@ def test_repeated_rounds_reach_the_mean(
     """The mean of all workers never moves, and everybody gets there."""
     for num_workers in sizes:
         with subtests.test(num_workers=num_workers):
-            topology = make(num_workers)
             torch.manual_seed(0)
-            start = values = torch.randn(num_workers, dtype=torch.float64)
-            matrices = [
-                topology.mixing_matrix(num_workers, t) for t in rounds(topology, num_workers)
-            ]
-            for _ in range(1500 // len(matrices) + 1):
-                for matrix in matrices:
-                    values = matrix @ values
+            start = torch.randn(num_workers, dtype=torch.float64)
+            matrices = matrices_of(make, num_workers)
+            period = functools.reduce(lambda first, then: then @ first, matrices)
+            values = torch.linalg.matrix_power(period, 1500 // len(matrices) + 1) @ start
             torch.testing.assert_close(values, start.mean().expand(num_workers), rtol=0, atol=1e-12)
 
 
@@ -123,8 +128,7 @@ def test_weights_and_receivers_are_the_rows_and_columns_of_the_matrix(
     for num_workers in sizes:
         with subtests.test(num_workers=num_workers):
             topology = make(num_workers)
-            for t in rounds(topology, num_workers):
-                matrix = topology.mixing_matrix(num_workers, t)
+            for t, matrix in enumerate(matrices_of(make, num_workers)):
                 for worker in range(num_workers):
                     row = topology.weights(worker, num_workers, t)
                     entries = enumerate(matrix[worker].tolist())

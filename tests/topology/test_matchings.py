@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections import Counter
@@ -86,15 +87,11 @@ def contraction(
     topology: RandomMatching | RandomTwoPeer, num_workers: int, num_draws: int
 ) -> float:
     """Mean over rounds of ``|W x|^2 / |x|^2``, averaged over all x of mean zero."""
-    identity = torch.eye(num_workers, dtype=torch.float64)
     total = 0.0
-    for t in range(num_draws):
-        rest = identity.clone()
-        for worker in range(num_workers):
-            row = topology.weights(worker, num_workers, t)
-            rest[worker] = 0
-            rest[worker, list(row)] = torch.tensor(list(row.values()), dtype=torch.float64)
-        total += float((rest - 1 / num_workers).square().sum())
+    for t, worker in itertools.product(range(num_draws), range(num_workers)):
+        row = topology.weights(worker, num_workers, t).values()
+        total += sum((weight - 1 / num_workers) ** 2 for weight in row)
+        total += (num_workers - len(row)) / num_workers**2
     return total / num_draws / (num_workers - 1)
 
 
@@ -116,13 +113,11 @@ def test_random_matching_shrinks_one_vector_as_predicted(subtests: pytest.Subtes
     """Monte Carlo over 20 000 rounds from one fixed start, within 1 %."""
     for num_workers in (3, 4, 7, 8):
         with subtests.test(num_workers=num_workers):
+            matching, workers = RandomMatching(2), range(num_workers)
             start = torch.arange(num_workers, dtype=torch.float64).square()
             start -= start.mean()
             partners = torch.tensor(
-                [
-                    [RandomMatching(2).partner(i, num_workers, t) for i in range(num_workers)]
-                    for t in range(20_000)
-                ]
+                [[matching.partner(i, num_workers, t) for i in workers] for t in range(20_000)]
             )
             after = (start + start[partners]) / 2
             factor = float(after.square().sum(dim=1).mean() / start.square().sum())
