@@ -14,7 +14,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from _pytest.mark import ParameterSet
@@ -22,7 +22,9 @@ from _pytest.mark import ParameterSet
 from tests.exclusive import pytest_collection_finish as pytest_collection_finish
 from tests.exclusive import pytest_runtest_protocol as pytest_runtest_protocol
 from tests.guards import Surroundings, allow_processes
-from tests.pool import Pool
+
+if TYPE_CHECKING:
+    from tests.pool import Pool
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -132,6 +134,8 @@ def leave_nothing_behind() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Four gloo processes: `pool.run(fn, *args, world=4, timeout_s=60)`, see tests/pool.py."""
+    from tests.pool import Pool  # imports PyTorch and Lightning, which xdist's controller needs not
+
     processes = Pool()
     yield processes
     processes.close()

@@ -89,7 +89,15 @@ def test_the_defaults_are_the_demo() -> None:
     assert config("algorithm=gasloc", "topology=none") == config()
 
 
-def test_algorithms_are_built_as_the_file_says(subtests: pytest.Subtests) -> None:
+def test_algorithms_are_built_as_the_file_says_with_every_link(subtests: pytest.Subtests) -> None:
+    """Each choice is composed once: the groups do not depend on each other."""
+    links = {}
+    for name in names("link"):
+        with subtests.test(link=name):
+            composed = config(f"link={name}")
+            check_targets(composed)
+            if name in LINKS:
+                links[name] = composed.link
     for name in names("algorithm"):
         with subtests.test(name):
             composed = config(f"algorithm={name}")
@@ -103,6 +111,9 @@ def test_algorithms_are_built_as_the_file_says(subtests: pytest.Subtests) -> Non
                 if "sync_every" in composed.algorithm:
                     assert strategy.settings.schedule.sync_every == 10
                 assert strategy.evaluate == "average"
+                for link, chosen in links.items():
+                    composed.link = chosen
+                    assert build_strategy(composed).settings.link == Links(LINKS[link]), link
 
 
 def test_topologies_reach_the_strategy(subtests: pytest.Subtests) -> None:
@@ -197,24 +208,6 @@ def test_a_link_takes_other_values(subtests: pytest.Subtests) -> None:
         with subtests.test(name):
             faster = build_strategy(config(f"link={name}", "link.mbit_per_s=7"))
             assert faster.settings.link.default.mbit_per_s == 7
-
-
-def test_every_link_reaches_every_strategy(subtests: pytest.Subtests) -> None:
-    """Each choice is composed once: the groups do not depend on each other."""
-    links = {}
-    for name in names("link"):
-        with subtests.test(name):
-            composed = config(f"link={name}")
-            check_targets(composed)
-            if name in LINKS:
-                links[name] = composed.link
-    for algorithm in sorted(METHODS.keys() - {"remote_optimizer"}):
-        composed = compose("train", [f"algorithm={algorithm}", "link=wan"])
-        for name, link in links.items():
-            with subtests.test(algorithm, link=name):
-                composed.link = link
-                strategy = build_strategy(composed)
-                assert strategy.settings.link == Links(LINKS[name])
 
 
 def test_without_a_link_there_is_none() -> None:

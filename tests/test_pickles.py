@@ -196,7 +196,17 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("diloco", marks=pytest.mark.soak),
+        "streaming_diloco",
+        "gasloc",
+        "async_model_average",
+        "pairwise_gossip",
+        "remote_optimizer",
+    ],
+)
 def test_a_fit_sends_and_reads_no_pickle_but_those_of_lightning(
     pool: Pool, tmp_path: Path, name: str
 ) -> None:
