@@ -59,7 +59,8 @@ class Rounds:
         self._exchange = exchange
         self._stays = settings.schedule.stays
         self._squares: list[Tensor] = []
-        self._is_proposed, self._is_finite = False, True
+        self._is_proposed = False
+        self._is_finite = True
         self._first: Handle | None = None
 
     def look(self) -> bool:
