@@ -1,4 +1,4 @@
-"""The time, and waiting for it: handed to whatever waits, so that another clock can stand in."""
+"""The clock that code waits by. It is an argument, so that tests can pass another one."""
 
 from __future__ import annotations
 

@@ -43,10 +43,10 @@ _act: Callable[[str], object] | None = None
 
 
 def reach(point: str) -> None:
-    """Say that this process has come to a point.
+    """Call the function that was set by :func:`on_reach`, if there is one.
 
     Args:
-        point: One of :data:`POINTS`.
+        point: The place at which this is called, one of :data:`POINTS`.
     """
     if _act is not None:
         _act(point)

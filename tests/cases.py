@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import nn
 
 import lightning_loco as loco
@@ -258,7 +259,12 @@ CASES = {
 
 
 def rows(test: str, names: Iterable[str] = CASES) -> pytest.MarkDecorator:
-    """Run a test on every row, as the argument ``case``.
+    """Run a test on every row, as the argument ``case``; see :func:`params`."""
+    return pytest.mark.parametrize("case", params(test, names))
+
+
+def params(test: str, names: Iterable[str] = CASES) -> list[ParameterSet]:
+    """The rows of a test, with the marks that they have in it.
 
     Args:
         test: Its name in ``not_in``: rows with a reason of ``LEFT_OUT`` are left out, others fail.
@@ -273,7 +279,7 @@ def rows(test: str, names: Iterable[str] = CASES) -> pytest.MarkDecorator:
             marks.append(pytest.mark.soak)
         if reason not in LEFT_OUT:
             chosen.append(pytest.param(CASES[name], id=name, marks=marks))
-    return pytest.mark.parametrize("case", chosen)
+    return chosen
 
 
 def without_variants() -> list[str]:

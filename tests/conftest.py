@@ -134,7 +134,7 @@ def leave_nothing_behind() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Four gloo processes: `pool.run(fn, *args, world=4, timeout_s=60)`, see tests/pool.py."""
-    from tests.pool import Pool  # imports PyTorch and Lightning, which xdist's controller needs not
+    from tests.pool import Pool  # imports PyTorch, which the controller of xdist does not need
 
     processes = Pool()
     yield processes

@@ -13,7 +13,7 @@ from lightning_loco import LocoStrategy
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.schedules import EveryInterval
 from lightning_loco.strategies import METHODS
-from tests.cases import BY_CLOCK, BY_FRAGMENTS, CASES, LEFT_OUT, rows
+from tests.cases import BY_CLOCK, BY_FRAGMENTS, CASES, LEFT_OUT, params
 
 # Methods that make no rounds; each has tests of its own.
 WITHOUT_ROUNDS = {"pairwise_gossip", "remote_optimizer"}
@@ -110,11 +110,11 @@ def test_the_reasons_of_a_row_hold(subtests: pytest.Subtests) -> None:
 
 
 def test_a_row_that_is_not_in_a_test_is_left_out_or_must_fail() -> None:
-    assert not any(param.values[0].by_clock for param in rows("same numbers").args[1])
+    assert not any(param.values[0].by_clock for param in params("same numbers"))
     for test in OF_SOME:
         marks = {
             param.id: [mark.name for mark in param.marks if mark.name != "soak"]
-            for param in rows(test).args[1]
+            for param in params(test)
         }
         failing = {name for name, case in CASES.items() if test in case.not_in}
         assert marks == {name: ["xfail"] if name in failing else [] for name in CASES}

@@ -226,6 +226,6 @@ class _Line(BackgroundThread):
     def end_with_process(self) -> float:
         """Make no more calls; only one that has not hung for long is waited for."""
         self._has_ended = True
-        asked_at = self.asked_at
+        silent_s = self.silent_s
         self._calls.put(None)
-        return PATIENCE_S if asked_at is None else PATIENCE_S - (self._clock.now() - asked_at)
+        return PATIENCE_S - silent_s

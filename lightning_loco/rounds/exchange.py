@@ -63,7 +63,7 @@ class Exchange(Protocol):
 
 
 def send(exchange: Exchange, parcel: Parcel, round_index: int) -> Handle:
-    """Let a parcel leave."""
+    """Start the exchange of a parcel."""
     reach("before sending")
     handle = exchange.start(parcel, round_index)
     reach("after sending")
@@ -71,7 +71,7 @@ def send(exchange: Exchange, parcel: Parcel, round_index: int) -> Handle:
 
 
 def wait_for(handle: Handle) -> Tensor:
-    """What comes of a parcel, once it is here."""
+    """Return what an exchange has received; blocks until it is complete."""
     received = handle.wait()
     reach("after receiving")
     return received

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_loco.fault_points import on_reach
 from lightning_loco.remote.all_ranks import AllRanks
+from tests.faults.failing import failing_at
 from tests.forked_jobs import Job, freeze
 from tests.programs import free_ports
 
@@ -76,7 +76,8 @@ def freeze_in(rank: int, world: int, port: int, phase: str, victim: int) -> tupl
                 freeze() if is_victim else ranks.init_default_group([0, 1, 2], "gloo", CPU)
             if phase == "arrival" and is_victim:
                 freeze()
-            with on_reach(lambda _: freeze() if phase == "connection" and is_victim else None):
+            is_now = phase == "connection" and is_victim
+            with failing_at("connecting the ranks", lambda: is_now, freeze):
                 group = ranks.new_group()
             try:
                 began = time.monotonic()

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_loco.fault_points import on_reach
 from lightning_loco.remote import (
     RemoteOptimizer,
     Serving,
@@ -23,6 +23,7 @@ from lightning_loco.remote import (
     Transport,
     run_role,
 )
+from tests.faults.failing import failing_at
 from tests.forked_jobs import Job, Outcome, freeze
 from tests.limits import HARNESS_S
 
@@ -80,13 +81,6 @@ def go(rank: int, world: int, run: Run) -> Any:
     for layer in model[:2]:
         layer.weight.register_hook(in_backward)
 
-    asked = itertools.count(1)
-
-    def act(point: str) -> None:
-        is_moment = point == "asking for a step" and next(asked) == 2 * MOMENT
-        if run.between_servers is not None and is_troubled and is_moment:
-            run.between_servers()
-
     def after_step() -> None:
         served.append(1)
         if len(served) == MOMENT and run.frozen_later:
@@ -106,7 +100,13 @@ def go(rank: int, world: int, run: Run) -> Any:
             remote.step()
         return made[0]
 
-    with on_reach(act):
+    failing: AbstractContextManager[None] = nullcontext()
+    if run.between_servers is not None and is_troubled:
+        asked = itertools.count(1)
+        failing = failing_at(
+            "asking for a step", lambda: next(asked) == 2 * MOMENT, run.between_servers
+        )
+    with failing:
         return run_role(
             train,
             model.parameters(),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.cases import CASES, Case, rows
+from tests.cases import CASES, Case, params
 from tests.conftest import cover
 from tests.pool import Pool
 from tests.small_model import flat
@@ -34,7 +34,7 @@ pytestmark = [
 @pytest.mark.parametrize(
     ("case", "in_validation"),
     [
-        *cover(rows("resume").args[1], [False, True], strength=1),
+        *cover(params("resume"), [False, True], strength=1),
         *cover([pytest.param(CASES["async_diloco"], id="async_diloco")], [True]),
     ],
 )
