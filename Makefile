@@ -23,10 +23,10 @@ demo: .venv/.installed ## Train a small GPT with GASLoC on a ring of 4 CPU worke
 
 # One more at once than there are cores: for much of their time tests wait for each other's processes.
 test: .venv/.installed ## Run the tests of one process and of the pool of four, and the doctests
-	$(PYTEST) -m "not process and not soak" --durations=10
+	$(PYTEST) -m "not process and not recovery and not soak" --durations=10
 
-test-faults: .venv/.installed ## Run the tests that start processes: kills, launchers, elastic members
-	OMP_NUM_THREADS=1 $(RUN) -m tests.rerun $(AT_ONCE) -m "process and not soak" --durations=10
+test-faults: .venv/.installed ## Run the tests of faults and recovery: kills, signals, checkpoints, launchers, elastic members
+	OMP_NUM_THREADS=1 $(RUN) -m tests.rerun $(AT_ONCE) -m "(process or recovery) and not soak" --durations=10
 
 soak: .venv/.installed ## Run what takes too long for every change (an hour and more), and test-versions
 	$(PYTEST) --full -m soak --durations=10

@@ -49,6 +49,7 @@ SLOW = (
     "nan",
     "nan by hand",
     "nan ends",
+    "chunks",
 )
 LEFT_OUT = (BY_CLOCK, BY_FRAGMENTS)
 """The only reasons for which a row is left out; with any other one the test must fail."""
@@ -280,6 +281,26 @@ def params(test: str, names: Iterable[str] = CASES) -> list[ParameterSet]:
         if reason not in LEFT_OUT:
             chosen.append(pytest.param(CASES[name], id=name, marks=marks))
     return chosen
+
+
+KINDS = (
+    "local_sgd", "async_diloco", "streaming_diloco", "gasloc", "noloco", "async_model_average"
+)  # fmt: skip
+"""One method of each kind of round: of all workers, one round late, of fragments, with neighbours,
+with one peer, and by the clock."""
+
+
+def one_of_each_kind(test: str, names: Iterable[str] = CASES) -> list[ParameterSet]:
+    """The rows of a slow test that depends on when and with whom rounds are made, not on formulas.
+
+    Those of ``KINDS`` run for every change, the others in the soak.
+    """
+    return [
+        row
+        if row.id in KINDS
+        else pytest.param(*row.values, id=row.id, marks=[*row.marks, pytest.mark.soak])
+        for row in params(test, names)
+    ]
 
 
 def without_variants() -> list[str]:

@@ -85,6 +85,7 @@ class TestRun:
         assert (tmp_path / "workers/worker_00000.csv").exists()
         assert (tmp_path / "loss.png").exists()
 
+    @pytest.mark.recovery
     @pytest.mark.filterwarnings("ignore:The dirpath has changed")
     def test_a_resumed_run_equals_an_unbroken_one(self, tmp_path: Path) -> None:
         whole = cli.run(config(tmp_path / "whole"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,11 +78,19 @@ def check_targets(composed: DictConfig) -> None:
         assert node["_convert_"] == "all", target
 
 
-@pytest.mark.parametrize("group", sorted({*GROUPS} - {"hydra", *BUILT}))
-def test_every_choice_composes(group: str, subtests: pytest.Subtests) -> None:
-    for name in names(group):
+def test_every_choice_composes(subtests: pytest.Subtests) -> None:
+    """A choice of each group at a time; those of a group with fewer of them are used again."""
+    groups = {group: names(group) for group in GROUPS if group not in ("hydra", *BUILT)}
+    for number in range(max(map(len, groups.values()))):
+        choices = [f"{group}={found[number % len(found)]}" for group, found in groups.items()]
+        with subtests.test(" ".join(choices)):
+            check_targets(config(*choices))
+
+
+def test_elastic_jobs_are_one_worker_each_in_every_experiment(subtests: pytest.Subtests) -> None:
+    for name in names("experiment"):
         with subtests.test(name):
-            check_targets(config(f"{group}={name}"))
+            assert config(f"experiment={name}", "membership=elastic").trainer.devices == 1
 
 
 def test_the_defaults_are_the_demo() -> None:
@@ -90,18 +99,15 @@ def test_the_defaults_are_the_demo() -> None:
 
 
 def test_algorithms_are_built_as_the_file_says_with_every_link(subtests: pytest.Subtests) -> None:
-    """Each choice is composed once: the groups do not depend on each other."""
-    links = {}
-    for name in names("link"):
-        with subtests.test(link=name):
-            composed = config(f"link={name}")
+    """A choice of both groups at a time, for they do not depend on each other."""
+    pairs = zip(names("algorithm"), itertools.cycle(names("link")), strict=False)
+    configs = {pair: config(f"algorithm={pair[0]}", f"link={pair[1]}") for pair in pairs}
+    links = {link: composed.link for (_, link), composed in configs.items() if link in LINKS}
+    assert links.keys() == LINKS.keys()
+    for (name, first_link), composed in configs.items():
+        with subtests.test(name, link=first_link):
             check_targets(composed)
-            if name in LINKS:
-                links[name] = composed.link
-    for name in names("algorithm"):
-        with subtests.test(name):
-            composed = config(f"algorithm={name}")
-            check_targets(composed)
+            composed.link = {"_target_": None}
             strategy = build_strategy(composed)
             if name != "ddp":
                 assert hydra.utils.get_class(composed.algorithm._target_) is METHODS[name]
@@ -114,6 +120,8 @@ def test_algorithms_are_built_as_the_file_says_with_every_link(subtests: pytest.
                 for link, chosen in links.items():
                     composed.link = chosen
                     assert build_strategy(composed).settings.link == Links(LINKS[link]), link
+                    composed.link = {**chosen, "mbit_per_s": 7}
+                    assert build_strategy(composed).settings.link.default.mbit_per_s == 7
 
 
 def test_topologies_reach_the_strategy(subtests: pytest.Subtests) -> None:
@@ -195,19 +203,6 @@ def test_gossip_of_workers_that_come_and_go(name: str) -> None:
     settings = build_strategy(compose("train", choice)).settings
     assert settings.membership == Elastic("localhost:29510")
     assert settings.topology.name == "random_matching"
-
-
-def test_elastic_jobs_are_one_worker_each_in_every_experiment(subtests: pytest.Subtests) -> None:
-    for name in names("experiment"):
-        with subtests.test(name):
-            assert config(f"experiment={name}", "membership=elastic").trainer.devices == 1
-
-
-def test_a_link_takes_other_values(subtests: pytest.Subtests) -> None:
-    for name in LINKS:
-        with subtests.test(name):
-            faster = build_strategy(config(f"link={name}", "link.mbit_per_s=7"))
-            assert faster.settings.link.default.mbit_per_s == 7
 
 
 def test_without_a_link_there_is_none() -> None:

@@ -28,8 +28,6 @@ from tests.algorithms.toys import Point, assert_close, flat_rounds, move_to, ran
 from tests.cases import CASES, Case, rows, without_variants
 from tests.pool import Pool
 
-VARIANTS = [name for name in CASES if name not in without_variants()]
-
 
 def apply_rounds(algorithm: Algorithm, state: State, rounds: range, dtype: torch.dtype) -> Tensor:
     """Some rounds of one worker among others, whose messages are random; the parameters after."""
@@ -358,7 +356,8 @@ def train_large(rank: int, world: int, case: Case, bucket_bytes: int) -> Tensor:
     return model.value.detach()
 
 
-def check_chunks(pool: Pool, case: Case) -> None:
+@rows("chunks")
+def test_chunks_give_the_same_result_as_the_whole_on_gloo(pool: Pool, case: Case) -> None:
     targets = [randn(LARGE, seed=worker) for worker in range(3)]
     models = [Point(torch.zeros(LARGE, dtype=torch.float64)) for _ in targets]
 
@@ -371,19 +370,6 @@ def check_chunks(pool: Pool, case: Case) -> None:
     simulation.drain()
     for result in pool.run(train_large, case, 1, world=3):
         assert_close(result, simulation.consensus())
-
-
-@rows("chunks", without_variants())
-def test_chunks_give_the_same_result_as_the_whole_on_gloo(pool: Pool, case: Case) -> None:
-    check_chunks(pool, case)
-
-
-@pytest.mark.soak
-@rows("chunks", VARIANTS)
-def test_chunks_of_variants_give_the_same_result_as_the_whole_on_gloo(
-    pool: Pool, case: Case
-) -> None:
-    check_chunks(pool, case)
 
 
 MASTERS = [name for name, case in CASES.items() if case.algorithm.consensus_key is not None]

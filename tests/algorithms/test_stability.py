@@ -167,19 +167,21 @@ def growth(algorithm: GASLoC, num_workers: int, topology: Topology, rounds: int)
     ("name", "num_workers", "momentum_on"),
     cover(
         [
-            pytest.param(*row)
-            for row in (
-                ("ring", 5),
-                ("complete", 3),
-                ("star", 4),
-                ("torus", 6),
-                ("grid", 6),
-                ("hypercube", 4),
-                ("exponential", 6),
-                ("one_peer_exponential", 4),
-                ("one_peer_exponential", 6),
-                ("xor", 4),
-            )
+            pytest.param("ring", 5),
+            pytest.param("star", 4),
+            pytest.param("exponential", 6),
+            pytest.param("one_peer_exponential", 6),
+            *(
+                pytest.param(*row, marks=pytest.mark.soak)
+                for row in (
+                    ("complete", 3),
+                    ("torus", 6),
+                    ("grid", 6),
+                    ("hypercube", 4),
+                    ("one_peer_exponential", 4),
+                    ("xor", 4),
+                )
+            ),
         ],
         MOMENTUM_ON,
         strength=1,

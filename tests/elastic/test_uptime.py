@@ -13,6 +13,8 @@ from lightning_loco.elastic.uptime import HEARD_S, Uptime
 from tests.comm.workers import sleeps
 from tests.elastic.cluster import Lighthouse
 
+pytestmark = pytest.mark.recovery
+
 
 @pytest.fixture
 def lighthouse() -> Iterator[Lighthouse]:

@@ -134,7 +134,7 @@ def threads_after_training(rank: int, world: int, num_workers: int) -> tuple[int
     return before, gloo_threads()
 
 
-@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("num_workers", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_a_group_that_is_destroyed_has_no_threads_any_more(pool: Pool, num_workers: int) -> None:
     for before, after in pool.run(threads_after_training, num_workers, world=4):
         assert before == after > 0

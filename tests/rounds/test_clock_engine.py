@@ -334,6 +334,7 @@ def one_dies(rank: int, world: int, topology: str | None) -> None:
         engine.close()
 
 
+@pytest.mark.recovery
 @every_topology
 def test_a_failure_of_one_worker_ends_all_with_its_reason(pool: Pool, topology: str | None) -> None:
     with pytest.raises(PoolError) as caught:

@@ -127,6 +127,7 @@ def test_a_codec_that_loses_nothing_changes_nothing(pool: Pool, subtests: pytest
             assert_close(torch.stack(found), torch.stack(plain))
 
 
+@pytest.mark.recovery
 def test_a_resumed_run_is_the_unbroken_one_in_several_parcels(
     pool: Pool, subtests: pytest.Subtests
 ) -> None:

@@ -107,6 +107,7 @@ ALIKE = ["diloco", "late gasloc", "noloco", "late average"]
 """Ways whose rounds are made as others are."""
 
 
+@pytest.mark.recovery
 @pytest.mark.parametrize(
     "names",
     [WAYS.keys() - ALIKE, pytest.param(ALIKE, marks=pytest.mark.soak)],

@@ -269,16 +269,29 @@ def test_rounds_by_the_clock_are_not_over_before(pool: Pool) -> None:
 QUICK = Links(Link(20, 0.002, 0.004))
 
 
-def test_a_link_changes_no_bit(pool: Pool, subtests: pytest.Subtests) -> None:
-    settings = {
-        "local sgd": RoundSettings(LocalSGD(), EverySteps(2)),
-        "diloco": RoundSettings(DiLoCo(), EverySteps(2)),
-        "late diloco": RoundSettings(DiLoCo(outer_momentum=0.0), EverySteps(2, True)),
-        "gasloc": RoundSettings(GASLoC(), EverySteps(2), "ring"),
-        "late gasloc": RoundSettings(GASLoC(), EverySteps(2, True), "random_matching"),
-        "late average": RoundSettings(ModelAverage(), EverySteps(2, True)),
-        "late neighbours": RoundSettings(NeighborAverage(), EverySteps(2, True), Ring()),
-    }
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {
+            "diloco": RoundSettings(DiLoCo(), EverySteps(2)),
+            "late average": RoundSettings(ModelAverage(), EverySteps(2, True)),
+            "gasloc": RoundSettings(GASLoC(), EverySteps(2), "ring"),
+            "late gasloc": RoundSettings(GASLoC(), EverySteps(2, True), "random_matching"),
+        },
+        pytest.param(
+            {
+                "local sgd": RoundSettings(LocalSGD(), EverySteps(2)),
+                "late diloco": RoundSettings(DiLoCo(outer_momentum=0.0), EverySteps(2, True)),
+                "late neighbours": RoundSettings(NeighborAverage(), EverySteps(2, True), Ring()),
+            },
+            marks=pytest.mark.soak,
+        ),
+    ],
+    ids=["each kind of round", "others"],
+)
+def test_a_link_changes_no_bit(
+    pool: Pool, settings: dict[str, RoundSettings], subtests: pytest.Subtests
+) -> None:
     without, slow = (
         run_each(
             pool,
@@ -340,6 +353,7 @@ def fit(
     return flat(module), strategy.statistics.emulated_s
 
 
+@pytest.mark.recovery
 @pytest.mark.parametrize("links", [(None, "lan"), ("lan", None), ("lan", "dsl")])
 def test_a_run_goes_on_exactly_with_and_without_a_link(
     pool: Pool, tmp_path: Path, links: tuple[Any, Any]

@@ -266,6 +266,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.recovery
 @pytest.mark.parametrize(
     ("steps", "runs", "names"),
     [

@@ -155,10 +155,10 @@ def test_halves_take_turns_and_the_end_shares_both(pool: Pool) -> None:
     [
         pytest.param(DiLoCo(), False, id="diloco"),
         pytest.param(Counting(), False, id="counting"),
-        pytest.param(SignBlocks(), False, id="sign_blocks"),
-        pytest.param(GASLoC(), False, id="gasloc"),
+        pytest.param(SignBlocks(), False, id="sign_blocks", marks=pytest.mark.soak),
+        pytest.param(GASLoC(), False, id="gasloc", marks=pytest.mark.soak),
         pytest.param(DiLoCo(0.7, 0.0), True, id="late diloco"),
-        pytest.param(ModelAverage(), True, id="late average"),
+        pytest.param(ModelAverage(), True, id="late average", marks=pytest.mark.soak),
         pytest.param(GASLoC(), True, id="late gasloc"),
     ],
 )

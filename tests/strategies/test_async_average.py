@@ -174,6 +174,7 @@ def fit_then_resume(rank: int, world: int, folder: str) -> tuple[int, int, bool]
     return first.global_step, again.global_step, torch.equal(local["saved"], local["resumed"])
 
 
+@pytest.mark.recovery
 def test_a_resumed_run_goes_on_from_the_state_of_each_worker(pool: Pool, tmp_path: Path) -> None:
     for first, again, same in pool.run(fit_then_resume, str(tmp_path), world=2):
         assert (first, again) == (10, 12)

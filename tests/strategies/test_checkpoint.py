@@ -25,6 +25,7 @@ from tests.strategies.save_and_resume import (
 )
 
 pytestmark = [
+    pytest.mark.recovery,
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
     pytest.mark.filterwarnings("ignore:Using `isinstance"),

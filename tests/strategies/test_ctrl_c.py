@@ -26,6 +26,8 @@ from tests.conftest import cover
 from tests.pool import Pool, make_trainer
 from tests.small_model import TinyModule, make_loader
 
+pytestmark = pytest.mark.recovery
+
 STRATEGIES: dict[str, Any] = {
     "async_diloco": lambda: AsyncDiLoCoStrategy(sync_every=3, fragments=None, timeout_s=20),
     "gasloc": lambda: GASLoCStrategy("ring", sync_every=3, timeout_s=20),

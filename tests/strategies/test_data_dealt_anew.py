@@ -35,7 +35,10 @@ LOADERS = {
     "resumable": ResumableDataLoader,
     "ordinary": DataLoader,
 }
-pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that")
+pytestmark = [
+    pytest.mark.recovery,
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that"),
+]
 
 
 class Reading(pl.LightningModule):

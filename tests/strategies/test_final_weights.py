@@ -228,6 +228,7 @@ def fit_twice(rank: int, world: int, folder: str) -> list[Tensor]:
     return found
 
 
+@pytest.mark.recovery
 @needs_weight_averaging
 def test_a_resumed_run_goes_on_with_the_average(pool: Pool, tmp_path: Path) -> None:
     for whole, again in pool.run(fit_twice, str(tmp_path), world=2):

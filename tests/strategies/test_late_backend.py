@@ -70,9 +70,9 @@ def train(rank: int, world: int, name: str, late: bool, folder: Path) -> Run:
 @pytest.mark.parametrize(
     "name",
     [
-        "diloco",
         "gasloc_overlap",
         "streaming_diloco",
+        pytest.param("diloco", marks=pytest.mark.soak),
         pytest.param("async_diloco", marks=pytest.mark.soak),
         pytest.param("gasloc", marks=pytest.mark.soak),
     ],

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_loco.strategies import METHODS
 from tests.cases import CASES, Case, without_variants
 from tests.pool import Pool, make_trainer
 from tests.small_model import TinyModule, loss_of, make_loader
@@ -80,8 +81,11 @@ def fit_each(rank: int, world: int, names: list[str]) -> dict[str, tuple[list[st
     return {name: fit(rank, world, CASES[name]) for name in names}
 
 
-def test_a_local_step_reads_no_value(pool: Pool, subtests: pytest.Subtests) -> None:
-    names = without_variants()
+@pytest.mark.parametrize("are_methods", [True, pytest.param(False, marks=pytest.mark.soak)])
+def test_a_local_step_reads_no_value(
+    pool: Pool, are_methods: bool, subtests: pytest.Subtests
+) -> None:
+    names = [name for name in without_variants() if (name in METHODS) is are_methods]
     of_ranks = pool.run(fit_each, names, world=2, timeout_s=120)
     for name in names:
         with subtests.test(name):

@@ -25,7 +25,10 @@ from tests.small_model import TinyModule, WorkerData, flat, quiet_trainer
 from tests.strategies import save_and_resume
 
 SAVED_AT = 10
-pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that")
+pytestmark = [
+    pytest.mark.recovery,
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that"),
+]
 
 
 class Start(NamedTuple):

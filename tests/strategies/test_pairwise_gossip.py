@@ -70,7 +70,12 @@ def fit_ranks(rank: int, world: int, interpolation: str, folder: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "interpolation", ["constant", pytest.param("clock", marks=pytest.mark.soak), "loss"]
+    "interpolation",
+    [
+        pytest.param("constant", marks=pytest.mark.soak),
+        pytest.param("clock", marks=pytest.mark.soak),
+        "loss",
+    ],
 )
 def test_ranks_gossip_with_uneven_data_validation_and_checkpoints(
     pool: Pool, tmp_path: Path, interpolation: str
@@ -134,6 +139,7 @@ def fit_compressed(
     return Moved(counts.rounds, served[0], sent, saved, flat(module), module.losses)
 
 
+@pytest.mark.recovery
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize("again", ["int8", pytest.param("bf16", marks=pytest.mark.soak), None])
 def test_compressed_ranks_train_save_three_quarters_of_the_bytes_and_go_on(

@@ -40,6 +40,7 @@ STEPS = 14
 PATH = "folder/one.ckpt"  # another file for each worker
 SAVE = SaveEvery(10, PATH)
 pytestmark = [
+    pytest.mark.recovery,
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
 ]

@@ -86,6 +86,7 @@ def cut(rank: int, world: int, folder: str, part: str, compression: Any) -> Tens
     return flat(module)
 
 
+@pytest.mark.recovery
 @pytest.mark.parametrize(
     ("num_tiers", "compression"), cover([2, 3], [CODEC, "bf16"], strength=1), ids=str
 )

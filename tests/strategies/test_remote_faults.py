@@ -125,6 +125,7 @@ class Fails(TinyModule):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.recovery
 @pytest.mark.parametrize("world", [3, pytest.param(4, marks=pytest.mark.soak)])
 def test_an_exception_reaches_all_ranks(pool: Pool, world: int) -> None:
     with pytest.raises(PoolError) as caught:

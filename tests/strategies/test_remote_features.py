@@ -334,6 +334,7 @@ class Noisy(TinyModule):
         ]
 
 
+@pytest.mark.recovery
 @pytest.mark.parametrize("num_tiers", [2, 3, None])
 def test_a_cut_run_goes_on_exactly(pool: Pool, tmp_path: Path, num_tiers: int | None) -> None:
     whole = pool.run(cut, str(tmp_path), "whole", 2, world=3)

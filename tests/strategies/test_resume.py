@@ -57,6 +57,7 @@ LATEST, AFTER_ALL_MOMENTS = 14, 19  # steps before an interruption is due, and w
 MOMENTS = ("start", "backward", "round", "validation", "file", "clock")
 OF_POINTS = {"after sending": "round", "before a file is in its place": "file"}
 pytestmark = [
+    pytest.mark.recovery,
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
     pytest.mark.filterwarnings("ignore:Using `isinstance"),
 ]

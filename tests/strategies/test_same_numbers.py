@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_loco.strategies import METHODS
 from tests.algorithms.toys import assert_close, run_engine, simulate
 from tests.cases import CASES, LEFT_OUT, Case
 from tests.conftest import cover
@@ -48,7 +49,10 @@ ALONE = ["local_sgd", "diloco", "async_diloco", "gasloc"]
 @pytest.mark.parametrize(
     ("case", "world"),
     [
-        *cover(params(MEANS), [2, 3], strength=1),
+        *cover(params([n for n in MEANS if n in METHODS]), [2, 3], strength=1),
+        *cover(
+            params([n for n in MEANS if n not in METHODS], pytest.mark.soak), [2, 3], strength=1
+        ),
         *cover(params(MEANS, pytest.mark.soak), [4]),
         *cover(params(GOSSIP), [4]),
         *cover(params(ALONE), [1]),

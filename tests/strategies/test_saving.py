@@ -34,6 +34,7 @@ WORLD = 2
 MEGABYTES = 4.0  # take long enough to be written
 ROOT_ID, NOBODY_ID = 0, 65534
 pytestmark = [
+    pytest.mark.recovery,
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
 ]

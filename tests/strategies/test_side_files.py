@@ -25,7 +25,10 @@ from tests.pool import Pool, PoolError, make_trainer
 from tests.small_model import TinyModule, make_loader
 
 WORLD = 2
-pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that")
+pytestmark = [
+    pytest.mark.recovery,
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that"),
+]
 
 
 def strategy_of(kind: str) -> LocoStrategy | PairwiseGossipStrategy:

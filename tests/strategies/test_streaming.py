@@ -145,7 +145,7 @@ def streaming_even() -> LocoStrategy:
     return StreamingDiLoCoStrategy(6, 2, 3, 0.25, 0.6, 0.8, pattern="even")
 
 
-@pytest.mark.parametrize("make", [streaming, in_order])
+@pytest.mark.parametrize("make", [streaming, pytest.param(in_order, marks=pytest.mark.soak)])
 def test_a_fit_is_the_plain_loop(pool: Pool, tmp_path: Path, make: Make) -> None:
     """With validations and checkpoints in between, too, which change no bit."""
     plain = pool.run(fit, make, world=3)
@@ -156,6 +156,7 @@ def test_a_fit_is_the_plain_loop(pool: Pool, tmp_path: Path, make: Make) -> None
         assert torch.equal(result, with_meetings)
 
 
+@pytest.mark.recovery
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.parametrize("step", [5, 10, 15])
 def test_a_run_goes_on_with_what_was_under_way(pool: Pool, tmp_path: Path, step: int) -> None:

@@ -137,6 +137,7 @@ def fit_resumed(rank: int, world: int, case: Case, folder: str) -> list[Tensor]:
     return [*found, own, torch.cat(saved)]
 
 
+@pytest.mark.recovery
 @rows("resume", [name for name in SOME if name in without_variants()])
 def test_a_resumed_run_goes_on_with_the_teacher_of_each_worker(
     pool: Pool, tmp_path: Path, case: Case
