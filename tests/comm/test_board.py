@@ -140,13 +140,16 @@ def test_many_exchanges_at_different_speeds(store: PromptStore) -> None:
     assert answers == [expected] * num_workers
 
 
-def test_who_does_not_come_is_named(store: PromptStore) -> None:
+def test_who_does_not_come_is_named_to_the_others_too(store: PromptStore) -> None:
+    """Worker 0 hosts the store, so the others learn of it before it ends."""
     with make_watchdogs(3) as watchdogs:
         start(*watchdogs[:2])
         first, second, _ = boards(store, 3)
         comes_with_a_round(second)
         with pytest.raises(RuntimeError, match="No message in validation .* from worker 2"):
             comes_to_a_meeting(first, watchdogs[0], timeout_s=0.2)
+        wait_until(lambda: watchdogs[1].failure)
+        assert "from worker 2" in str(watchdogs[1].failure)
 
 
 def test_a_failure_ends_the_wait(store: PromptStore) -> None:

@@ -145,13 +145,16 @@ def test_who_has_no_more_data_stops_where_it_is() -> None:
         assert ended.agreed == "SIGTERM"
 
 
-def test_a_worker_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with make_watchdogs(2) as watchdogs:
-        start(watchdogs[0])
-        group = group_of(watchdogs[0], 0, 2)
+def test_a_worker_that_does_not_answer_is_named_to_the_others_too() -> None:
+    """Worker 0 hosts the store, so the others learn of it before it ends."""
+    with make_watchdogs(3) as watchdogs:
+        start(*watchdogs[:2])
+        group = group_of(watchdogs[0], 0, 3)
         group.timeout_s = 0.2
         stop = StopAgreement(group)
         stop.request("SIGTERM")
         wait_until(lambda: watchdogs[0].stop_seen)
-        with pytest.raises(RuntimeError, match="the agreement to stop after 0 s from worker 1"):
+        with pytest.raises(RuntimeError, match="the agreement to stop after 0 s from .*worker 2"):
             after_step(stop, group, 0, 1, 4)
+        wait_until(lambda: watchdogs[1].failure)
+        assert "worker 2" in str(watchdogs[1].failure)

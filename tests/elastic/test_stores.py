@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,6 +15,16 @@ from lightning_loco.elastic.stores import check_alive, connected
 from tests.limits import SOON_S
 
 PATIENCE_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def wait_for_what_is_left() -> Iterator[None]:
+    """Wait for PyTorch's attempts to connect, which nobody can end."""
+    before = threading.enumerate()
+    yield
+    for thread in threading.enumerate():
+        if isinstance(thread, BackgroundThread) and thread not in before:
+            thread.join(PATIENCE_S)
 
 
 def test_who_ends_while_one_connects_is_not_waited_for() -> None:
@@ -26,7 +37,6 @@ def test_who_ends_while_one_connects_is_not_waited_for() -> None:
         with pytest.raises(RuntimeError, match=r"m0 has ended\."):
             connected(store, "m0", PATIENCE_S)
     assert time.monotonic() - began < SOON_S
-    wait_for_what_is_left()
 
 
 def test_who_does_not_answer_is_waited_for_so_long() -> None:
@@ -36,14 +46,6 @@ def test_who_does_not_answer_is_waited_for_so_long() -> None:
         with pytest.raises(RuntimeError, match=r"m0 has not answered for 2 s"):
             connected(store, "m0", 2.0)
         assert 2.0 <= time.monotonic() - began < SOON_S
-    wait_for_what_is_left()
-
-
-def wait_for_what_is_left() -> None:
-    """Wait for PyTorch's attempts to connect, which nobody can end."""
-    for thread in threading.enumerate():
-        if isinstance(thread, BackgroundThread):
-            thread.join(60)
 
 
 def test_a_store_that_is_served_is_reached() -> None:
