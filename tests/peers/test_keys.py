@@ -16,6 +16,7 @@ import zmq
 
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.peers import Peer, read_key_file, write_key_file
+from lightning_loco.peers.keys import main
 from tests.limits import LONG_S, SOON_S
 from tests.peers.helpers import fetch, make_node, peers
 
@@ -137,17 +138,27 @@ def test_with_keys_there_is_no_warning(key_file: Path) -> None:
         make_node(nodes, 0, key_file=key_file).close()
 
 
+def test_the_command_writes_a_file_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job.keys"
+    monkeypatch.setattr(sys, "argv", ["keys", str(path)])
+    main()
+    keys = read_key_file(path)
+    printed = capsys.readouterr().out
+    assert "key_file=" in printed
+    assert keys.secret.decode() not in printed
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "exists" in capsys.readouterr().err
+    assert read_key_file(path) == keys
+
+
 @pytest.mark.soak
 @pytest.mark.process
-def test_the_command_writes_a_file_once(tmp_path: Path) -> None:
+def test_the_command_is_a_program(tmp_path: Path) -> None:
     path = tmp_path / "job.keys"
     command = [sys.executable, "-m", "lightning_loco.peers.keys", str(path)]
     ended = subprocess.run(command, capture_output=True, text=True, env=os.environ)
     assert ended.returncode == 0, ended.stderr
-    assert "key_file=" in ended.stdout
-    keys = read_key_file(path)
-    assert keys.secret.decode() not in ended.stdout
-    again = subprocess.run(command, capture_output=True, text=True, env=os.environ)
-    assert again.returncode == 2
-    assert "exists" in again.stderr
-    assert read_key_file(path) == keys
+    read_key_file(path)

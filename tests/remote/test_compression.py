@@ -217,7 +217,6 @@ def meet_nan(rank: int, world: int) -> None:
     run_role(work, net.parameters(), make_optimizer, WORKERS, transport=transport)
 
 
-@pytest.mark.soak
 def test_a_gradient_that_is_no_number_is_named(pool: Pool) -> None:
     with pytest.raises(PoolError) as caught:
         pool.run(meet_nan, world=3)

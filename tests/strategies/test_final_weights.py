@@ -317,18 +317,20 @@ def count_zeros(state: dict[str, Tensor]) -> int:
     return sum(int((state[f"model.{layer}.weight"] == 0).sum()) for layer in (0, 3))
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize(
     ("method", "how", "lottery"),
-    cover(
-        METHODS,
-        [
-            pytest.param("l1_unstructured", False, id="by size"),
-            pytest.param("l1_unstructured", True, id="by size, back to the start"),
-            pytest.param("random_unstructured", False, id="at random"),
-        ],
-        strength=1,
-    ),
+    [
+        pytest.param("gasloc", "random_unstructured", False, id="gasloc"),
+        *cover(
+            [pytest.param(method, marks=pytest.mark.soak) for method in METHODS],
+            [
+                pytest.param("l1_unstructured", False, id="by size"),
+                pytest.param("l1_unstructured", True, id="by size, back to the start"),
+                pytest.param("random_unstructured", False, id="at random"),
+            ],
+            strength=1,
+        ),
+    ],
 )
 def test_pruning_keeps_its_zeros(
     pool: Pool, tmp_path: Path, method: str, how: str, lottery: bool
