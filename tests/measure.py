@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import gzip
 import json
 import os
@@ -27,7 +28,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,18 @@ def follow() -> None:
 
         if (current := coverage.Coverage.current()) is not None:
             current.switch_context(os.environ[TEST])
+
+
+def counted(target: Callable[..., Any]) -> Callable[..., Any]:
+    """A function for a new process, where what it runs counts for the test that is running here."""
+    return functools.partial(_count, os.environ.get(TEST), target)
+
+
+def _count(test: str | None, target: Callable[..., Any], *args: Any) -> Any:
+    if test is not None:
+        os.environ[TEST] = test
+        follow()
+    return target(*args)
 
 
 def processor_s() -> float:
