@@ -125,9 +125,13 @@ def test_algorithms_are_built_as_the_file_says_with_every_link(subtests: pytest.
 
 
 def test_topologies_reach_the_strategy(subtests: pytest.Subtests) -> None:
+    composed = config("topology=torus")
+    assert composed.topology == OmegaConf.load(CONF / "topology" / "torus.yaml")
     for name in names("topology"):
         with subtests.test(name):
-            composed = config(f"topology={name}")
+            composed.topology = OmegaConf.load(CONF / "topology" / f"{name}.yaml")
+            if name == "file":
+                composed.topology.path = "/file"
             check_targets(composed)
             if name == "none":
                 assert build_strategy(composed).settings.topology == "ring"

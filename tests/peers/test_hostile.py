@@ -40,6 +40,8 @@ from tests.peers.helpers import (
     wait_until_ended,
 )
 
+pytestmark = pytest.mark.recovery
+
 NUMEL = 500_000
 TOTAL_BYTES = 4 * NUMEL
 GOOD = Request(CHECKSUM, MODEL.wire_format, 7, 0, 0, 4096)

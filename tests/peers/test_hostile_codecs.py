@@ -16,6 +16,8 @@ from lightning_loco.peers import PeerNode
 from lightning_loco.peers.protocol import Request, pack_reply
 from tests.peers.helpers import Answer, answering, fetch, make_node, peers, right_reply
 
+pytestmark = pytest.mark.recovery
+
 CODECS = [BFloat16(), Float16(), Int8(), Int8(block=12)]
 
 

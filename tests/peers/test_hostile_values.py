@@ -16,6 +16,8 @@ from lightning_loco.peers.protocol import Request
 from tests.peers.helpers import answering, peers, right_answer
 from tests.peers.test_engine import Numbers
 
+pytestmark = pytest.mark.recovery
+
 TOTAL_BYTES = 8 * 8
 NAN, INF = math.nan, math.inf
 

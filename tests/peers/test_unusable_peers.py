@@ -29,6 +29,8 @@ from tests.peers.helpers import (
     wait_until_ended,
 )
 
+pytestmark = pytest.mark.recovery
+
 
 def test_a_peer_without_parameters_is_no_fault() -> None:
     with two_nodes(fetch_timeout_s=LONG_S) as (here, _):

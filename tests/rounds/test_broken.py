@@ -16,6 +16,8 @@ from tests.pool import Pool
 from tests.rounds.fragments import Layers
 from tests.rounds.toys import approach, flat
 
+pytestmark = pytest.mark.recovery
+
 
 def with_nan(rank: int, world: int, delay: int, at: int) -> tuple[Tensor, Tensor]:
     """Worker 1 has NaN in one layer, and its next local step has it everywhere."""

@@ -23,6 +23,8 @@ from tests.small_model import (
     worker_batch,
 )
 
+pytestmark = pytest.mark.recovery
+
 LR = 0.05
 
 

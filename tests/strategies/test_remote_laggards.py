@@ -17,6 +17,8 @@ from tests.pool import Pool, PoolError
 from tests.small_model import TinyModule, ValidatedModule, flat, make_loader
 from tests.strategies.remote_runs import Seen, fit_with, remote_or_ddp
 
+pytestmark = pytest.mark.recovery
+
 STEPS = 6
 
 
