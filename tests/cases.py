@@ -14,7 +14,7 @@ tests/test_cases.py checks that no method, no algorithm and no row is forgotten.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -259,48 +259,39 @@ CASES = {
 }
 
 
-def rows(test: str, names: Iterable[str] = CASES) -> pytest.MarkDecorator:
+KINDS = (
+    "local_sgd", "async_diloco", "streaming_diloco", "gasloc", "noloco", "async_model_average"
+)  # fmt: skip
+"""One method of each kind of round: of all workers, one round late, of fragments, with neighbours,
+with one peer, and by the clock. Enough for tests that do not depend on formulas."""
+
+
+def rows(
+    test: str, names: Iterable[str] = CASES, often: Collection[str] = METHODS
+) -> pytest.MarkDecorator:
     """Run a test on every row, as the argument ``case``; see :func:`params`."""
-    return pytest.mark.parametrize("case", params(test, names))
+    return pytest.mark.parametrize("case", params(test, names, often))
 
 
-def params(test: str, names: Iterable[str] = CASES) -> list[ParameterSet]:
+def params(
+    test: str, names: Iterable[str] = CASES, often: Collection[str] = METHODS
+) -> list[ParameterSet]:
     """The rows of a test, with the marks that they have in it.
 
     Args:
         test: Its name in ``not_in``: rows with a reason of ``LEFT_OUT`` are left out, others fail.
-            Of slow ones, all rows but the methods themselves are in the long suite.
         names: Another choice of rows.
+        often: Of a slow test, those that run for every change; the others are in the soak.
     """
     chosen = []
     for name in names:
         reason = CASES[name].not_in.get(test)
         marks = [] if reason is None else [pytest.mark.xfail(strict=True, reason=reason)]
-        if name not in METHODS and test in SLOW:
+        if name not in often and test in SLOW:
             marks.append(pytest.mark.soak)
         if reason not in LEFT_OUT:
             chosen.append(pytest.param(CASES[name], id=name, marks=marks))
     return chosen
-
-
-KINDS = (
-    "local_sgd", "async_diloco", "streaming_diloco", "gasloc", "noloco", "async_model_average"
-)  # fmt: skip
-"""One method of each kind of round: of all workers, one round late, of fragments, with neighbours,
-with one peer, and by the clock."""
-
-
-def one_of_each_kind(test: str, names: Iterable[str] = CASES) -> list[ParameterSet]:
-    """The rows of a slow test that depends on when and with whom rounds are made, not on formulas.
-
-    Those of ``KINDS`` run for every change, the others in the soak.
-    """
-    return [
-        row
-        if row.id in KINDS
-        else pytest.param(*row.values, id=row.id, marks=[*row.marks, pytest.mark.soak])
-        for row in params(test, names)
-    ]
 
 
 def without_variants() -> list[str]:

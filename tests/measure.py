@@ -136,11 +136,11 @@ def run(folder: Path, arguments: list[str]) -> int:
     }
     command = [sys.executable, "-m", "pytest", "-p", "tests.measure", *arguments]
     status = subprocess.run(command, cwd=ROOT, env=environ).returncode
-    keep(folder)
+    write_arcs(folder)
     return status
 
 
-def keep(folder: Path) -> None:
+def write_arcs(folder: Path) -> None:
     """Write down the arcs of all processes of a run."""
     arcs: Arcs = {}
     for path in (folder / "raw").iterdir():

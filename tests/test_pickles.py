@@ -193,13 +193,18 @@ STRATEGIES: dict[str, Strategy] = {
     "pairwise_gossip": PairwiseGossipStrategy(timeout_s=30),
     "remote_optimizer": RemoteOptimizerStrategy(2, timeout_s=20),
 }
-KINDS = ("streaming_diloco", "gasloc", "pairwise_gossip", "remote_optimizer")
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in KINDS else [pytest.mark.soak]) for name in STRATEGIES],
+    [
+        pytest.param(
+            name,
+            marks=[pytest.mark.soak] if name in ("diloco", "async_model_average") else [],
+        )
+        for name in STRATEGIES
+    ],
 )
 def test_a_fit_sends_and_reads_no_pickle_but_those_of_lightning(
     pool: Pool, tmp_path: Path, name: str

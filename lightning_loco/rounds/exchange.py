@@ -63,7 +63,7 @@ class Exchange(Protocol):
 
 
 def send(exchange: Exchange, parcel: Parcel, round_index: int) -> Handle:
-    """Start the exchange of a parcel."""
+    """Start an exchange; the handle is what to wait for."""
     reach("before sending")
     handle = exchange.start(parcel, round_index)
     reach("after sending")

@@ -1,6 +1,26 @@
 """torchft needs PyTorch 2.7; with an older one nothing of this folder is collected."""
 
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
 import torch
+
+from lightning_loco.background import BackgroundThread
 
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
     collect_ignore_glob = ["test_*.py"]
+
+LONGEST_WAIT_S = 60.0
+
+
+@pytest.fixture
+def wait_for_threads() -> Iterator[None]:
+    """Wait for the threads of a test in which PyTorch connects: nobody can end them."""
+    before = threading.enumerate()
+    yield
+    for thread in threading.enumerate():
+        if isinstance(thread, BackgroundThread) and thread not in before:
+            thread.join(LONGEST_WAIT_S)

@@ -12,7 +12,6 @@ from contextlib import suppress
 
 import pytest
 
-from lightning_loco.background import BackgroundThread
 from lightning_loco.elastic.gathering import Gathering
 from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.plan import Plan
@@ -42,10 +41,10 @@ def test_who_gives_up_is_not_waited_for() -> None:
     second.close()
 
 
+@pytest.mark.usefixtures("wait_for_threads")
 def test_who_ends_while_the_group_is_made_is_not_waited_for() -> None:
     first, second = Groups("127.0.0.1", PATIENCE_S), Groups("127.0.0.1", PATIENCE_S)
     here, there = plans(first, second)
-    others = threading.enumerate()
     began = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
         opening = pool.submit(first.open, here)
@@ -57,9 +56,6 @@ def test_who_ends_while_the_group_is_made_is_not_waited_for() -> None:
         other.leave()
     assert time.monotonic() - began < SOON_S
     first.close()
-    for thread in threading.enumerate():
-        if isinstance(thread, BackgroundThread) and thread not in others:
-            thread.join(PATIENCE_S)  # what makes the group cannot be ended
 
 
 def test_members_find_each_other() -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
-from lightning_loco.background import BackgroundThread
 from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.stores import check_alive, connected
 from tests.limits import SOON_S
@@ -17,14 +15,7 @@ from tests.limits import SOON_S
 PATIENCE_S = 60.0
 
 
-@pytest.fixture(autouse=True)
-def wait_for_what_is_left() -> Iterator[None]:
-    """Wait for PyTorch's attempts to connect, which nobody can end."""
-    before = threading.enumerate()
-    yield
-    for thread in threading.enumerate():
-        if isinstance(thread, BackgroundThread) and thread not in before:
-            thread.join(PATIENCE_S)
+pytestmark = pytest.mark.usefixtures("wait_for_threads")
 
 
 def test_who_ends_while_one_connects_is_not_waited_for() -> None:

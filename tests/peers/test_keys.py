@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -138,20 +139,34 @@ def test_with_keys_there_is_no_warning(key_file: Path) -> None:
         make_node(nodes, 0, key_file=key_file).close()
 
 
+def check_the_command(path: Path, run: Callable[[], tuple[int, str, str]]) -> None:
+    """It writes a file once; ``run`` runs it: exit status, output and errors."""
+    status, output, errors = run()
+    assert status == 0, errors
+    assert "key_file=" in output
+    keys = read_key_file(path)
+    assert keys.secret.decode() not in output
+    status, _, errors = run()
+    assert status == 2
+    assert "exists" in errors
+    assert read_key_file(path) == keys
+
+
 def test_the_command_writes_a_file_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "job.keys"
     monkeypatch.setattr(sys, "argv", ["keys", str(path)])
-    main()
-    keys = read_key_file(path)
-    printed = capsys.readouterr().out
-    assert "key_file=" in printed
-    assert keys.secret.decode() not in printed
-    with pytest.raises(SystemExit, match="2"):
-        main()
-    assert "exists" in capsys.readouterr().err
-    assert read_key_file(path) == keys
+
+    def run() -> tuple[int, str, str]:
+        status = 0
+        try:
+            main()
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+        return status, *capsys.readouterr()
+
+    check_the_command(path, run)
 
 
 @pytest.mark.soak
@@ -159,6 +174,9 @@ def test_the_command_writes_a_file_once(
 def test_the_command_is_a_program(tmp_path: Path) -> None:
     path = tmp_path / "job.keys"
     command = [sys.executable, "-m", "lightning_loco.peers.keys", str(path)]
-    ended = subprocess.run(command, capture_output=True, text=True, env=os.environ)
-    assert ended.returncode == 0, ended.stderr
-    read_key_file(path)
+
+    def run() -> tuple[int, str, str]:
+        ended = subprocess.run(command, capture_output=True, text=True, env=os.environ)
+        return ended.returncode, ended.stdout, ended.stderr
+
+    check_the_command(path, run)

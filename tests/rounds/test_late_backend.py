@@ -16,7 +16,7 @@ from lightning_loco.algorithms import Algorithm
 from lightning_loco.comm import WorkerGroup
 from lightning_loco.rounds import Engine
 from tests.algorithms.toys import Point
-from tests.cases import CASES, Case, one_of_each_kind, without_variants
+from tests.cases import CASES, KINDS, Case, rows, without_variants
 from tests.late_backend import DELAY_S, LateGroup, late_group
 from tests.pool import Pool, PoolError
 from tests.rounds.toys import LARGE, SMALL_BUCKET, approach, flat, run_each, zeros
@@ -52,7 +52,7 @@ def train(
     return found
 
 
-@pytest.mark.parametrize("case", one_of_each_kind("same numbers", without_variants()))
+@rows("same numbers", without_variants(), KINDS)
 def test_rounds_by_the_step_give_the_numbers_of_gloo(pool: Pool, case: Case) -> None:
     world = 3 if case.algorithm.exchange == "neighbors" else 2
     results = run_each(pool, train, {late: (case, late) for late in (False, True)}, world=world)

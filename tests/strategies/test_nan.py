@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_loco import StragglerSimulator
 from lightning_loco.algorithms import Algorithm, KeepProgress, State
-from tests.cases import Case, one_of_each_kind, rows, without_variants
+from tests.cases import KINDS, Case, rows, without_variants
 from tests.pool import Pool, make_trainer
 from tests.small_model import (
     TinyModule,
@@ -172,7 +172,7 @@ def test_a_worker_with_nan_is_left_out_of_one_round(pool: Pool, case: Case) -> N
     assert not any(is_nan[0] + is_nan[2])
 
 
-@pytest.mark.parametrize("case", one_of_each_kind("nan ends", without_variants()))
+@rows("nan ends", without_variants(), KINDS)
 def test_nan_does_not_stay_in_the_inner_optimizer_or_in_statistics_of_batch_norm(
     pool: Pool, subtests: pytest.Subtests, case: Case
 ) -> None:

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_loco import LocalSGD, LocoStrategy
-from tests.cases import Case, one_of_each_kind
+from tests.cases import KINDS, Case, rows
 from tests.pool import Pool, PoolError, make_trainer
 from tests.small_model import TinyModule, ValidatedModule, flat, make_loader
 
@@ -31,7 +31,7 @@ def fit_uneven(rank: int, world: int, case: Case, folder: str) -> tuple[int, int
     return len(module.losses), strategy.statistics.rounds, flat(module)
 
 
-@pytest.mark.parametrize("case", one_of_each_kind("uneven"))
+@rows("uneven", often=KINDS)
 def test_unequal_numbers_of_batches(pool: Pool, tmp_path: Path, case: Case) -> None:
     results = pool.run(fit_uneven, case, str(tmp_path), world=3)
     assert [steps for steps, _, _ in results] == [10, 16, 22]  # nobody loses data

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_loco import DiLoCoStrategy, LocalSGDStrategy, PairwiseGossipStrategy
 from lightning_loco.strategies.engine_strategy import EngineStrategy
-from tests.cases import CASES, Case, one_of_each_kind, rows, without_variants
+from tests.cases import CASES, KINDS, Case, params, rows, without_variants
 from tests.conftest import cover
 from tests.pool import Pool, make_trainer
 from tests.small_model import TinyModule, flat, make_loader
@@ -155,7 +155,7 @@ def fit_later(
 
 @pytest.mark.parametrize(
     ("case", "batches"),
-    cover(one_of_each_kind("written weights", without_variants()), [(4, 4), (2, 5)], strength=1),
+    cover(params("written weights", without_variants(), KINDS), [(4, 4), (2, 5)], strength=1),
 )
 def test_the_same_weights_on_all_workers_are_a_new_start(
     pool: Pool, case: Case, batches: tuple[int, int]
