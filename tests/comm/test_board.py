@@ -17,6 +17,7 @@ from lightning_loco.comm.store import PromptStore
 from lightning_loco.comm.watchdog import Watchdog
 from tests.comm.workers import TIMEOUT_S, hurry, make_watchdogs, on_every_worker, start, wait_until
 from tests.limits import LONG_S, SOON_S
+from tests.manual_clock import ManualClock
 
 
 class CountingStore(dist.HashStore):
@@ -142,13 +143,17 @@ def test_many_exchanges_at_different_speeds(store: PromptStore) -> None:
 
 def test_who_does_not_come_is_named_to_the_others_too(store: PromptStore) -> None:
     """Worker 0 hosts the store, so the others learn of it before it ends."""
-    with make_watchdogs(3) as watchdogs:
+    clock = ManualClock()
+    with make_watchdogs(3, clock=clock) as watchdogs:
         start(*watchdogs[:2])
         first, second, _ = boards(store, 3)
         comes_with_a_round(second)
-        with pytest.raises(RuntimeError, match="No message in validation .* from worker 2"):
+
+        def come() -> None:
             comes_to_a_meeting(first, watchdogs[0], timeout_s=0.2)
-        wait_until(lambda: watchdogs[1].failure)
+
+        with pytest.raises(RuntimeError, match="No message in validation .* from worker 2"):
+            clock.pass_during(come, others=2)
         assert "from worker 2" in str(watchdogs[1].failure)
 
 

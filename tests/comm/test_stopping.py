@@ -9,6 +9,7 @@ from fractions import Fraction
 
 import pytest
 
+from lightning_loco.comm import watchdog
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.stopping import StopAgreement
 from tests.comm.workers import (
@@ -20,6 +21,7 @@ from tests.comm.workers import (
     start,
     wait_until,
 )
+from tests.manual_clock import ManualClock
 
 
 @pytest.fixture(autouse=True)
@@ -147,14 +149,16 @@ def test_who_has_no_more_data_stops_where_it_is() -> None:
 
 def test_a_worker_that_does_not_answer_is_named_to_the_others_too() -> None:
     """Worker 0 hosts the store, so the others learn of it before it ends."""
-    with make_watchdogs(3) as watchdogs:
+    clock = ManualClock()
+    with make_watchdogs(3, clock=clock) as watchdogs:
         start(*watchdogs[:2])
         group = group_of(watchdogs[0], 0, 3)
         group.timeout_s = 0.2
         stop = StopAgreement(group)
         stop.request("SIGTERM")
+        clock.wait_until_waiting(2)
+        clock.advance(watchdog._INTERVAL_S)
         wait_until(lambda: watchdogs[0].stop_seen)
         with pytest.raises(RuntimeError, match="the agreement to stop after 0 s from worker 2"):
-            after_step(stop, group, 0, 1, 4)
-        wait_until(lambda: watchdogs[1].failure)
+            clock.pass_during(lambda: after_step(stop, group, 0, 1, 4), others=2)
         assert "from worker 2" in str(watchdogs[1].failure)

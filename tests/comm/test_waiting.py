@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Explained, Sum, Timed, Works
-from lightning_loco.comm.watchdog import WorkerFailure
+from lightning_loco.comm.watchdog import Watchdog, WorkerFailure
 from tests.comm.workers import group_of, hurry, make_watchdogs, start
 from tests.late_backend import late_group
 from tests.limits import LONG_S
@@ -44,36 +44,31 @@ def test_seconds_count_when_the_wait_fails() -> None:
     assert statistics.wait_s == 0.5
 
 
-def test_an_error_names_the_missing_worker_and_keeps_its_cause(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    hurry(monkeypatch)
-    cause = RuntimeError("Connection closed by peer")
-    with make_watchdogs(3) as watchdogs:
+def fail(watchdog: Watchdog, num_workers: int, error: Exception) -> None:
+    """An error of the backend in round 4, at worker 0."""
+    with Explained(group_of(watchdog, 0, num_workers), "round 4"):
+        raise error
+
+
+def test_an_error_names_the_missing_worker_and_keeps_its_cause() -> None:
+    cause, clock = RuntimeError("Connection closed by peer"), ManualClock()
+    with make_watchdogs(3, clock=clock) as watchdogs:
         watchdogs[1].place = "round 3"
         start(*watchdogs)
         watchdogs[1].end()
-        with (
-            pytest.raises(RuntimeError) as raised,
-            Explained(group_of(watchdogs[0], 0, 3), "round 4"),
-        ):
-            raise cause
+        with pytest.raises(RuntimeError) as raised:
+            clock.pass_during(lambda: fail(watchdogs[0], 3, cause), others=2)
     assert "No message in round 4 after 0 s from worker 1" in str(raised.value)
     assert raised.value.__cause__ is cause
 
 
-def test_an_error_becomes_the_failure_that_another_worker_has_reported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    hurry(monkeypatch)
-    with make_watchdogs(2) as watchdogs:
+def test_an_error_becomes_the_failure_that_another_worker_has_reported() -> None:
+    cause, clock = RuntimeError("Connection closed by peer"), ManualClock()
+    with make_watchdogs(2, clock=clock) as watchdogs:
         start(*watchdogs)
         watchdogs[1].report("IndexError: 7")
-        with (
-            pytest.raises(RuntimeError, match="^Worker 1 failed:\nIndexError: 7$"),
-            Explained(group_of(watchdogs[0], 0, 2), "round 4"),
-        ):
-            raise RuntimeError("Connection closed by peer")
+        with pytest.raises(RuntimeError, match="^Worker 1 failed:\nIndexError: 7$"):
+            clock.pass_during(lambda: fail(watchdogs[0], 2, cause), others=2)
 
 
 def test_what_is_explained_is_not_explained_again() -> None:

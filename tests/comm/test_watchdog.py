@@ -65,9 +65,10 @@ def test_a_text_with_the_separator_arrives_whole() -> None:
 
 
 def test_the_host_of_the_store_lets_the_others_read_its_report() -> None:
-    with make_watchdogs(3) as watchdogs:
+    clock = ManualClock()
+    with make_watchdogs(3, clock=clock) as watchdogs:
         start(*watchdogs)
-        watchdogs[0].report("out of memory")
+        clock.pass_during(lambda: watchdogs[0].report("out of memory"), others=3)
         assert [watchdog.failure for watchdog in watchdogs[1:]] == [
             "Worker 0 failed:\nout of memory"
         ] * 2
@@ -115,13 +116,13 @@ def test_a_store_that_ends_while_it_is_asked_makes_nobody_alive() -> None:
 def test_who_was_found_without_life_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, find_out: Callable[[Watchdog], bool]
 ) -> None:
-    with make_watchdogs(3) as watchdogs:
+    clock = ManualClock()
+    with make_watchdogs(3, clock=clock) as watchdogs:
         start(*watchdogs[:2])
-        assert find_out(watchdogs[0])
+        assert clock.pass_during(lambda: find_out(watchdogs[0]), others=2)
         asked = questions(monkeypatch, watchdogs[0])
-        watchdogs[0].report("nobody else reads it")
+        clock.pass_during(lambda: watchdogs[0].report("nobody else reads it"), others=2)
         assert {key for key in asked if key.startswith("read/")} == {"read/1"}
-        wait_until(lambda: watchdogs[1].failure)
         assert watchdogs[1].failure == "Worker 0 failed:\nnobody else reads it"
 
 
@@ -180,11 +181,12 @@ def test_waiting_for_a_failure() -> None:
 
 
 def test_who_gives_no_sign_of_life_is_named_with_where_it_was() -> None:
-    with make_watchdogs(4) as watchdogs:
+    clock = ManualClock()
+    with make_watchdogs(4, clock=clock) as watchdogs:
         watchdogs[1].place = "round 7"
         start(*watchdogs[:3])
         watchdogs[1].end()
-        text = watchdogs[0].explain("round 8", 12.4)
+        text = clock.pass_during(lambda: watchdogs[0].explain("round 8", 12.4), others=2)
     assert text.startswith("No message in round 8 after 12 s from ")
     assert "worker 1 (no sign of life; last seen in round 7)" in text
     assert "worker 3 (no sign of life; last seen in never seen)" in text
@@ -192,35 +194,41 @@ def test_who_gives_no_sign_of_life_is_named_with_where_it_was() -> None:
 
 
 def test_who_is_alive_and_behind_is_named_with_its_last_exchange() -> None:
-    with make_watchdogs(3) as watchdogs:
+    clock = ManualClock()
+    with make_watchdogs(3, clock=clock) as watchdogs:
         for watchdog, meetings, place in zip(
             watchdogs, (5, 4, 5), ("r5", "validation", "r5"), strict=True
         ):
             watchdog.meetings, watchdog.place = meetings, place
         start(*watchdogs)
-        text = watchdogs[0].explain("round 5", 3.0)
+        text = clock.pass_during(lambda: watchdogs[0].explain("round 5", 3.0), others=3)
     assert "from worker 1 (alive, last exchange: validation). Check" in text
 
 
 def test_if_all_are_alive_and_here_it_is_the_network() -> None:
-    with make_watchdogs(2) as watchdogs:
+    clock = ManualClock()
+    with make_watchdogs(2, clock=clock) as watchdogs:
         start(*watchdogs)
-        assert "any worker (all are alive: a network fault)" in watchdogs[0].explain("round 1", 1.0)
+        text = clock.pass_during(lambda: watchdogs[0].explain("round 1", 1.0), others=2)
+    assert "any worker (all are alive: a network fault)" in text
 
 
 def test_a_known_failure_explains_everything() -> None:
-    with make_watchdogs(3) as watchdogs:
+    clock = ManualClock()
+    with make_watchdogs(3, clock=clock) as watchdogs:
         start(*watchdogs[:2])
         watchdogs[1].report("the cause")
-        assert watchdogs[0].explain("round 1", 1.0) == "Worker 1 failed:\nthe cause"
+        text = clock.pass_during(lambda: watchdogs[0].explain("round 1", 1.0), others=2)
+        assert text == "Worker 1 failed:\nthe cause"
         assert watchdogs[0].silent() == []
 
 
 def test_the_silent_are_listed() -> None:
-    with make_watchdogs(4, ["a", "b", "c", "d"]) as watchdogs:
+    clock = ManualClock()
+    with make_watchdogs(4, ["a", "b", "c", "d"], clock=clock) as watchdogs:
         start(*watchdogs[:3])
         watchdogs[1].end()
-        assert watchdogs[0].silent() == ["b", "d"]
+        assert clock.pass_during(watchdogs[0].silent, others=2) == ["b", "d"]
 
 
 # ------------------------------------------------------------------------ the agreement
