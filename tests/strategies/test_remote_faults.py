@@ -228,16 +228,16 @@ LONGEST_S = TIMEOUT_S + 6
 
 @pytest.mark.soak
 @pytest.mark.process
-@pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 def test_enough_workers_do_not_go_on_without_worker_0_who_hosts_the_store(
-    tmp_path: Path, trouble: signal.Signals
+    tmp_path: Path, signum: signal.Signals
 ) -> None:
     options = {"num_workers": 3, "min_workers": 2, "timeout_s": TIMEOUT_S}
     with running(tmp_path, 4, 2000, **options) as programs:
         programs[0].wait_for("five steps done")
         time.sleep(0.3)
         began = time.monotonic()
-        programs[0].signal(trouble)
+        programs[0].signal(signum)
         for code, text in zip(*finish(programs[1:]), strict=True):
             assert code == 1, text[-3000:]
             assert "worker 0" in text.rpartition("Traceback (most recent")[2].lower(), text[-3000:]
