@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_loco import DiLoCo, EagerDiLoCo, EagerDiLoCoStrategy, Simulation
-from lightning_loco.algorithms import KeepProgress, largest_stable_contraction
+from lightning_loco.algorithms import KeepProgress, Linear, largest_stable_contraction
+from lightning_loco.algorithms.outer_lr import OuterLR, rate_at
 from lightning_loco.rounds import RoundSettings
 from lightning_loco.schedules import EverySteps
 from lightning_loco.topology import Complete
@@ -40,7 +41,13 @@ def put(model: torch.nn.Module, values: Tensor) -> None:
 
 
 def by_the_book(
-    world: int, phases: int, steps: int, inner: Any, warm: bool, nesterov: bool = True
+    world: int,
+    phases: int,
+    steps: int,
+    inner: Any,
+    warm: bool,
+    nesterov: bool = True,
+    rate: OuterLR = RATE,
 ) -> Tensor:
     """Every worker with a torch optimizer of its own: ``(phases + 1, N, P)``; in the end, the mean.
 
@@ -67,6 +74,7 @@ def by_the_book(
             gradients = fresh.mean(0).expand_as(fresh)
         for outer, gradient, optimizer in zip(outers, gradients, outer_optimizers, strict=True):
             outer.grad = gradient.clone()
+            optimizer.param_groups[0]["lr"] = rate_at(rate, phase)
             optimizer.step()
         before = None if warm and phase == 0 else fresh
         for model, outer in zip(models, outers, strict=True):
@@ -75,23 +83,28 @@ def by_the_book(
     end = history[-1]
     if before is not None:
         factor = 1 + MOMENTUM if nesterov else 1.0
-        end = end - RATE * factor * (before.mean(0) - before / world)
+        end = end - rate_at(rate, phases - 1) * factor * (before.mean(0) - before / world)
     return torch.stack([*history, end.mean(0).expand_as(end)])
 
 
 @pytest.mark.parametrize(
-    ("inner", "warm", "nesterov"),
+    ("inner", "warm", "nesterov", "rate"),
     cover(
-        [pytest.param(SGD, id="SGD"), pytest.param(ADAMW, id="AdamW")], [False, True], [True, False]
+        [pytest.param(SGD, id="SGD"), pytest.param(ADAMW, id="AdamW")],
+        [False, True],
+        [True, False],
+        [RATE, pytest.param(Linear(0.2, RATE, rounds=4), id="Linear")],
     ),
 )
-def test_it_is_the_rule_as_a_plain_loop(inner: Any, warm: bool, nesterov: bool) -> None:
-    expected = by_the_book(3, 6, 2, inner, warm, nesterov)
-    algorithm = EagerDiLoCo(RATE, MOMENTUM, nesterov)
+def test_it_is_the_rule_as_a_plain_loop(
+    inner: Any, warm: bool, nesterov: bool, rate: OuterLR
+) -> None:
+    algorithm = EagerDiLoCo(rate, MOMENTUM, nesterov)
     settings = {"overlap": True, "warm_start": warm, "sync_every": 2}
-    history = simulate(algorithm, 3, 6, inner=inner, **settings)
-    assert_close(history, expected)
-    late = simulate(DiLoCo(RATE, MOMENTUM, nesterov), 3, 6, inner=inner, **settings)
+    for rounds in (1, 6):
+        history = simulate(algorithm, 3, rounds, inner=inner, **settings)
+        assert_close(history, by_the_book(3, rounds, 2, inner, warm, nesterov, rate))
+    late = simulate(DiLoCo(rate, MOMENTUM, nesterov), 3, 6, inner=inner, **settings)
     assert (history - late).abs().max() > 1e-3
 
 
