@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from lightning_loco.comm.fingerprint import crc32
 from lightning_loco.comm.flat import FlatLayout
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.waiting import Works
@@ -138,5 +139,5 @@ def share_from_worker_0(model: nn.Module, group: WorkerGroup) -> int:
             Works(group, "the start from worker 0's parameters", [work]).wait()
             if data.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(data.view(tensor.shape))
-        checksum = zlib.crc32(raw.cpu().numpy().tobytes(), checksum)
+        checksum = crc32(data, checksum)
     return checksum

@@ -38,7 +38,6 @@ class Replica:
     Attributes:
         model: The module.
         layout: The exchanged parameters.
-        buffers: The floating-point buffers.
         frozen: Names and parameters that do not require gradients.
         left_out: Names and parameters that require gradients, but are not exchanged.
         places: Where the module holds the exchanged parameters.
@@ -66,10 +65,11 @@ class Replica:
             exchanged = [p for _, p in named if p.requires_grad]
         chosen = {id(p) for p in exchanged}
         self.layout = FlatLayout(((n, p) for n, p in named if id(p) in chosen), cuts, device)
-        self.buffers = FlatLayout(
-            ((n, b) for n, b in model.named_buffers() if n in persistent and b.is_floating_point()),
-            Cuts(cuts.chunk_elements),
-        )
+        self._buffers = {
+            name: buffer
+            for name, buffer in model.named_buffers()
+            if name in persistent and buffer.is_floating_point()
+        }
         self.frozen = [(n, p) for n, p in named if not p.requires_grad]
         self.left_out = [(n, p) for n, p in named if p.requires_grad and id(p) not in chosen]
         self.others = Unexchanged(model, self.layout.tensors, cuts.chunk_elements)
@@ -84,15 +84,29 @@ class Replica:
         """Whether the module holds the consensus at present, instead of the local parameters."""
         return self._local is not None
 
-    def find_buffers(self) -> None:
-        """Look the buffers up anew, because code often puts new tensors in their places."""
-        now = dict(self.model.named_buffers())
-        found = []
-        for name, old in zip(self.buffers.names, self.buffers.tensors, strict=True):
-            new = now.get(name, old)
-            is_alike = new.shape == old.shape and new.dtype == old.dtype
-            found.append((name, new if is_alike else old))
-        self.buffers = FlatLayout(found, Cuts(self._chunk_elements))
+    @property
+    def buffers(self) -> FlatLayout:
+        """The floating-point buffers as the module holds them now.
+
+        Code puts new tensors in their places or resizes them, as the observers of quantization do
+        in their first forward pass.
+        """
+        if self._buffers:
+            now = dict(self.model.named_buffers())
+            for name, old in self._buffers.items():
+                new = now.get(name, old)
+                self._buffers[name] = new if new.is_floating_point() else old
+        return FlatLayout(self._buffers.items(), Cuts(self._chunk_elements))
+
+    def put_back_buffers(self, flat: Tensor) -> None:
+        """Write buffers as they were before; if one has been resized since, all stay as they are.
+
+        Args:
+            flat: What :attr:`buffers` held then.
+        """
+        layout = self.buffers
+        if layout.numel == flat.numel():
+            layout.write(flat)
 
     def local(self) -> tuple[Tensor, Tensor]:
         """This worker's own flat parameters and buffers, whatever the module holds now.
@@ -118,7 +132,6 @@ class Replica:
         """Set the local values aside, until :meth:`show_local` brings them back."""
         self.stand_in.release()
         self.places.find()
-        self.find_buffers()
         layouts = self.layout, self.buffers, self.others.differing
         self._local = Local(*(layout.set_aside() for layout in layouts))
 
@@ -129,8 +142,10 @@ class Replica:
     def show_local(self) -> None:
         """Put the local values back."""
         if self._local is not None:
-            self.others.differing.write(self._local.others)
-            self.set_local(self._local.params, self._local.buffers)
+            local, self._local = self._local, None
+            self.others.differing.write(local.others)
+            self.layout.write(local.params)
+            self.put_back_buffers(local.buffers)
 
     def sample(self, max_elements: int, round_index: int) -> Tensor:
         """About ``max_elements`` trainable elements, as float64; others in every round."""

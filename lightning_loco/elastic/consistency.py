@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_loco.comm.fingerprint import pieces
 from lightning_loco.elastic.plan import UNKNOWING, Plan
 
 log = logging.getLogger(__name__)
-
-_PIECE_BYTES = 2**24
 
 
 def fingerprint(state: Mapping[str, Any]) -> int:
@@ -30,8 +29,8 @@ def fingerprint(state: Mapping[str, Any]) -> int:
         if not isinstance(value, Tensor):
             digest.update(repr(value).encode())
             continue
-        for piece in torch.split(value.detach().reshape(-1).view(torch.uint8), _PIECE_BYTES):
-            digest.update(piece.cpu().numpy().data)
+        for piece in pieces(value):
+            digest.update(piece)
     return int.from_bytes(digest.digest()[:8], "little", signed=True)
 
 

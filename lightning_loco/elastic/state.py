@@ -105,6 +105,8 @@ def adopt_state(engine: Engine, flight: Flight) -> None:
     params = state.tensors.get(_PARAMS) if start is None else start
     if params is None or params.shape != (replica.layout.numel,):
         raise RuntimeError("The state of the run has parameters of another size than this model.")
+    if state.tensors[_BUFFERS].numel() != replica.buffers.numel:
+        raise RuntimeError("The state of the run has buffers of another size than this model.")
     residual = engine.settings.init_residual(state.tensors.get(_KNOWN, params))
     for index, (rounds, values) in enumerate(zip(engine.lanes, states, strict=True)):
         name = f"{_RECEIVED}{index}"

@@ -135,7 +135,9 @@ class PairwiseEngine:
             self.worker, self.settings = Worker.join(model, make_settings, group, optimized)
             self.algorithm = self.settings.algorithm
             replica = self.worker.replica
-            layout = served_layout(replica.layout, replica.buffers, CHUNK_ELEMENTS)
+            buffers = replica.buffers
+            self._buffer_sizes = buffers.sizes
+            layout = served_layout(replica.layout, buffers, CHUNK_ELEMENTS)
             own_seed = 1_000_003 * seed + group.worker + self.settings.node_number
             self._blending = Blending(layout, self.algorithm)
             self.node = open_node(self.settings, group, layout, own_seed)
@@ -176,12 +178,27 @@ class PairwiseEngine:
             return
         if self._draw() < self.algorithm.fetch_probability:
             self._fetching = True
+            self._find_buffers()
             self._blending.note_fetch()
             self.node.start_fetch()
 
     def _serve(self) -> None:
         if self._posting.has_loss or not self.algorithm.uses_loss:
+            self._find_buffers()
             self._posting.send(self._clock)
+
+    def _find_buffers(self) -> None:
+        """Let the buffers that the module holds now be served and blended."""
+        buffers, served = self.worker.replica.buffers, self._blending.layout.tensors
+        if buffers.sizes != self._buffer_sizes:
+            name = next(n for n, size in buffers.sizes.items() if size != self._buffer_sizes[n])
+            raise RuntimeError(
+                f"Buffer {name!r} has {buffers.sizes[name]} elements now and had "
+                f"{self._buffer_sizes[name]} when training began, but peers fetch buffers of one "
+                "size only. Give it that size before training (run one forward pass in "
+                "configure_model), or register it with persistent=False."
+            )
+        served[len(served) - len(buffers.tensors) :] = buffers.tensors
 
     @torch.no_grad()
     def begin_anew(self) -> None:
@@ -257,6 +274,7 @@ class PairwiseEngine:
         loss = self._posting.loss
         own, peer = Tag(self._clock, math.nan if loss is None else loss), received.tag
         factor = self.algorithm.blend_factor(own, peer) if self.worker.was_finite else 1.0
+        self._find_buffers()
         self._blending.blend(received.params, factor, was_finite=self.worker.was_finite)
         self._upload.note()
         self._clock = self.algorithm.blended_clock(own.clock, peer.clock, factor)

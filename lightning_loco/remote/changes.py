@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_loco.comm.devices import has_streams
+from lightning_loco.comm.fingerprint import crc32
 from lightning_loco.remote.asking import receive_parameters
 from lightning_loco.remote.backend import Backend
 from lightning_loco.remote.clients import Clients
@@ -88,8 +88,7 @@ class ChangeWatch:
     def _checksum(self) -> str:
         checksum = 0
         for param in self._params:
-            raw = param.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            checksum = zlib.crc32(raw.numpy().tobytes(), checksum)
+            checksum = crc32(param, checksum)
         return f"{checksum:08x}"
 
     def _look(self) -> Tensor:

@@ -171,7 +171,7 @@ class Engine:
         self.statistics.rounds += self._sync_every is not None
         lane.began_at = lane.fresh_at = worker.steps
         if not worker.was_finite:
-            worker.replica.buffers.write(self.buffers_at_start)
+            worker.replica.put_back_buffers(self.buffers_at_start)
         self.buffers_at_start = worker.replica.buffers.new_flat()
         worker.round_index += 1
         worker.steps_since_round = 0
@@ -206,7 +206,7 @@ class Engine:
         lane.landed_at = time.monotonic()
         statistics.outer_grad_norm = lane.gradient_norm
         if not self.worker.was_finite:
-            self.worker.replica.buffers.write(self.buffers_at_start)
+            self.worker.replica.put_back_buffers(self.buffers_at_start)
         if self._sync_every is None:
             statistics.rounds += 1
             statistics.staleness = self.worker.steps - flight.began_at

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_loco.comm.fingerprint import crc32
+
 _SEAL = "seal"
 _PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
 
@@ -66,8 +68,7 @@ def checksum(content: Any, start: int = 0) -> int:
         start = zlib.crc32(f"{content.dtype}{tuple(content.shape)}".encode(), start)
         if content.layout is not torch.strided or content.is_quantized:
             return start
-        dense = content.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        return zlib.crc32(dense.reshape(-1).view(torch.uint8).numpy().data, start)
+        return crc32(content, start)
     if isinstance(content, Mapping):
         for key, value in content.items():
             start = checksum(value, zlib.crc32(f"{key!r}:".encode(), start))

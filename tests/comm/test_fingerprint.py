@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
+
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_loco.comm.fingerprint import fingerprints
+from lightning_loco.comm import fingerprint
+from lightning_loco.comm.fingerprint import crc32, fingerprints, pieces
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
 
@@ -19,6 +22,27 @@ def test_one_changed_element_is_noticed(subtests: pytest.Subtests) -> None:
             assert fingerprints([values.clone()]) == [before]
             values[17] = 0
             assert fingerprints([values]) != [before]
+
+
+def test_the_checksum_is_that_of_the_values_in_order(
+    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    monkeypatch.setattr(fingerprint, "_PIECE_BYTES", 7)
+    values = torch.tensor([[1.5 + 2j, 3.0], [5.0, -7j]])
+    tensors = [strided(), torch.zeros(0), torch.tensor(True), values, values.conj(), values.imag]
+    for tensor in tensors:
+        with subtests.test(dtype=tensor.dtype, shape=tuple(tensor.shape)):
+            expected = tensor.clone().resolve_conj().contiguous().numpy().tobytes()
+            assert b"".join(pieces(tensor)) == expected
+            assert crc32(tensor) == zlib.crc32(expected)
+            assert crc32(tensor, start=5) == zlib.crc32(expected, 5)
+
+
+def test_a_tensor_that_was_read_can_still_be_resized() -> None:
+    buffer = torch.ones(3)
+    crc32(buffer)
+    fingerprints([buffer])
+    assert buffer.resize_(5).shape == (5,)
 
 
 def strided() -> Tensor:

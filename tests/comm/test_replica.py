@@ -68,15 +68,28 @@ def test_some_parameters_only_are_exchanged() -> None:
     assert [name for name, _ in replica.left_out] == ["0.weight", "0.bias"]
 
 
-def test_buffers_that_are_replaced_are_found_if_they_are_alike() -> None:
+def test_buffers_that_are_replaced_or_resized_are_found() -> None:
     model = Mixed()
     replica = Replica(model, Cuts())
     model.running = torch.ones(2)
-    replica.find_buffers()
     assert replica.buffers.tensors[0] is model.running
     model.running = torch.ones(3)
-    replica.find_buffers()
-    assert replica.buffers.new_flat().tolist() == [1.0, 1.0]
+    assert replica.buffers.new_flat().tolist() == [1.0] * 3
+    model.running.resize_(1)
+    assert replica.buffers.new_flat().tolist() == [1.0]
+    model.running = None
+    assert replica.buffers.names == ["running"]
+
+
+def test_buffers_that_are_resized_while_the_consensus_is_shown_stay_as_they_are() -> None:
+    model = Mixed()
+    replica = Replica(model, Cuts())
+    replica.keep_local()
+    model.weight.data.zero_()
+    model.running.resize_(4).fill_(9.0)
+    replica.show_local()
+    assert model.weight.flatten().tolist() == list(range(6))
+    assert model.running.tolist() == [9.0] * 4
 
 
 def test_a_sample_is_of_at_most_so_many_elements_and_shifts(subtests: pytest.Subtests) -> None:

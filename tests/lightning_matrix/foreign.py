@@ -89,6 +89,25 @@ def buffer(run: RowRun) -> Facts:
     return {}
 
 
+class Observing(Model):
+    """Resizes a buffer in its first step, as the observers of quantization do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 0:
+            self.largest.resize_(4).fill_(3.0)
+        return super().training_step(batch, batch_idx)
+
+
+def resized_buffer(run: RowRun) -> Facts:
+    """A buffer that is resized in place keeps its new shape and values."""
+    module = Observing()
+    return {**fit(run, module), "largest": module.largest.tolist()}
+
+
 class Replacing(Model):
     """Puts another parameter in the place of one."""
 

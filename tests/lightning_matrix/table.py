@@ -286,6 +286,11 @@ TABLE: dict[str, list[Row]] = {
             remote(AS_DDP),
         ),
         Row(
+            "buffer resized in place",
+            foreign.resized_buffer,
+            but={"pairwise_gossip": Refused("peers fetch buffers of one size only")},
+        ),
+        Row(
             "weights clipped by hand",
             foreign.clipped_weights,
             but={**dict.fromkeys(OUTER_MOMENTUM, BEYOND_BOUNDS), "pairwise_gossip": SERVED_BEFORE},
