@@ -22,6 +22,7 @@ from _pytest.mark import ParameterSet
 from tests.exclusive import pytest_collection_finish as pytest_collection_finish
 from tests.exclusive import pytest_runtest_protocol as pytest_runtest_protocol
 from tests.guards import Surroundings, allow_processes
+from tests.seeding import seed
 
 if TYPE_CHECKING:
     from tests.pool import Pool
@@ -129,6 +130,12 @@ def leave_nothing_behind() -> Iterator[None]:
     left = before.restore()
     if left:
         pytest.fail("The test left behind: " + "; ".join(left), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """Begin each test with the same random numbers, whatever ran before it in its process."""
+    seed(0)
 
 
 @pytest.fixture(scope="session")

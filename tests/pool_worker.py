@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
-import random
 import signal
 import sys
 import threading
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests.guards import Surroundings, restore_environ
+from tests.seeding import seed
 
 # Collectives give up later than the pool, so that a hang is reported with everybody's stacks.
 COLLECTIVE_MARGIN_S = 60.0
@@ -118,7 +118,7 @@ def _call(job: Job, store: dist.TCPStore) -> Any:
         for action, message, category, module, line in job.warning_filters:
             warnings.filterwarnings(action, message, category, module, line)  # type: ignore[arg-type]
         fn, args = pickle.loads(job.call)
-        _seed(job.rank)
+        seed(job.rank)
         torch.set_num_threads(1)
         # A set-up that failed because another rank died has counted its group: names would differ.
         dist.distributed_c10d._world.group_count = 0
@@ -143,13 +143,6 @@ def _collect_thread_errors() -> list[str]:
 
     threading.excepthook = note
     return errors
-
-
-def _seed(rank: int) -> None:
-    random.seed(rank)
-    torch.manual_seed(rank)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(rank)
 
 
 def _destroy_group() -> None:

@@ -17,7 +17,8 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
     """One number for each tensor: the sum of its memory, read as 64-bit integers.
 
     It is the same on every machine and for every number of threads, and costs one read of the
-    memory and one device sync. Values that only changed places keep it, if they do so in words.
+    memory and one device sync. Changes that cancel out in the sum go unnoticed: words that only
+    changed places, or new signs of as many positive values as negative ones.
 
     Example:
         >>> fingerprints([torch.ones(3), torch.zeros(3)]) == fingerprints([torch.ones(3)] * 2)

@@ -58,7 +58,7 @@ def test_shapes_strides_and_empty_lists() -> None:
 
 
 def test_signs_and_writes_past_autograd_are_noticed() -> None:
-    weight = torch.nn.Parameter(torch.randn(100))
+    weight = torch.nn.Parameter(torch.rand(100))
     (before,) = fingerprints([weight])
     weight.data.neg_()
     assert fingerprints([weight]) != [before]
