@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
+import secrets
+from collections.abc import Iterable
+from contextlib import suppress
+from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +66,17 @@ def move_file(source: Path, target: Path) -> None:
 def _replace(target: Path, content: Any) -> None:
     reach("writing a checkpoint")
     _make_folder(target.parent)
-    # One name for each target: what a killed process has left is overwritten by the next one.
-    part = target.with_name(f".{hashlib.sha256(target.name.encode()).hexdigest()[:16]}.part")
+    name = f".{hashlib.sha256(target.name.encode()).hexdigest()[:16]}"
+    _remove_abandoned(target.parent.glob(f"{name}*.part"))
+    file = _new_part(target.with_name(name))
+    part = Path(file.name)
     try:
-        with part.open("wb") as file:
+        with file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        reach("before a file is in its place")
-        part.replace(target)
+            reach("before a file is in its place")
+            part.replace(target)
     except BaseException as error:
         part.unlink(missing_ok=True)
         # torch hides a full disk behind what it found when it closed its archive.
@@ -78,6 +85,29 @@ def _replace(target: Path, content: Any) -> None:
             raise OSError(cause.errno, cause.strerror, str(target)) from error
         raise
     _sync_folder(target.parent)
+
+
+def _new_part(stem: Path) -> BufferedWriter:
+    """A new file of this writer alone, which holds a lock on it until it is closed."""
+    while True:
+        file = stem.with_name(f"{stem.name}.{secrets.token_hex(4)}.part").open("xb")
+        with suppress(OSError):  # not every file system has locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()  # it was taken for an abandoned one before it was locked
+
+
+def _remove_abandoned(parts: Iterable[Path]) -> None:
+    """Remove what killed writers have left: files that nobody holds a lock on."""
+    for part in parts:
+        with suppress(OSError):
+            descriptor = os.open(part, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                part.unlink()
+            finally:
+                os.close(descriptor)
 
 
 def _make_folder(folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import os
 import random
 import re
@@ -11,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from signal import SIGKILL
@@ -502,6 +505,43 @@ def test_file_appears_as_a_whole(tmp_path: Path) -> None:
     assert torch.load(path) == {"a": 2}
     assert os.listdir(path.parent) == ["one.ckpt"]
     assert path.stat().st_mode & 0o777 == 0o666 & ~_umask()
+
+
+def test_writers_of_one_path_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """Two runs that were given one folder: the file is always one of theirs, and whole."""
+    path = tmp_path / "last.ckpt"
+    found = []
+
+    def write(writer: int) -> None:
+        for number in range(20):
+            content = {"writer": writer, "x": torch.full((50_000,), float(writer))}
+            WholeFileIO().save_checkpoint(content, path)
+            if number % 3 == 0:
+                found.append(torch.load(path))
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(write, range(3)))
+    assert all(one["x"].eq(one["writer"]).all() for one in found)
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_what_killed_writers_have_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    path, users = tmp_path / "one.ckpt", tmp_path / "of the user"
+    users.write_text("kept")
+    name = f".{hashlib.sha256(path.name.encode()).hexdigest()[:16]}"
+    left, held, link, other = (
+        tmp_path / part
+        for part in (f"{name}.0.part", f"{name}.1.part", f"{name}.2.part", ".other.0.part")
+    )
+    left.write_bytes(b"half a file")
+    other.write_bytes(b"half a file")
+    link.symlink_to(users)
+    with held.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        WholeFileIO().save_checkpoint({"a": 1}, path)
+    assert torch.load(path) == {"a": 1}
+    assert sorted(tmp_path.iterdir()) == sorted([path, users, held, link, other])
+    assert users.read_text() == "kept"
 
 
 def test_content_is_on_the_disk_before_its_name(
