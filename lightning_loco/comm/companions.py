@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor, nn
 
-from lightning_loco.comm.flat import CHUNK_ELEMENTS, Cuts, FlatLayout, are_finite, schema_crc
+from lightning_loco.comm.flat import CHUNK_ELEMENTS, Cuts, FlatLayout, are_finite
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.replica import average, pruning_masks
 from lightning_loco.comm.rows import Row
@@ -44,7 +45,8 @@ class Companions:
         self._copies = [_layout(_averaged(copy)) for copy in self.find_copies()]
         self._masks = _layout(pruning_masks(self._model))
         self._is_finite = all(are_finite(layout.chunks()) for layout in self._copies)
-        return float(schema_crc(*self._copies, self._masks)), float(self._is_finite)
+        schema = [layout.schema() for layout in (*self._copies, self._masks)]
+        return float(zlib.crc32(repr(schema).encode())), float(self._is_finite)
 
     def agree(self, rows: Sequence[Row], group: WorkerGroup, statistics: Statistics) -> None:
         """Make copies and masks the same on all workers.

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_loco.comm.flat import FlatLayout, are_finite, schema_crc
-from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.flat import are_finite
 from lightning_loco.comm.replica import average
 from lightning_loco.comm.rows import meeting_number
 from lightning_loco.comm.waiting import Sum
@@ -26,16 +24,12 @@ def show_consensus(worker: Worker, purpose: str) -> None:
     replica, group, statistics = worker.replica, worker.group, worker.statistics
     valid = are_finite(replica.layout.chunks())
     row = worker.row(meeting_number(purpose))
-    scalars = (*worker.companions.look(), float(schema_crc(replica.buffers)))
-    row = row._replace(finite=float(valid), scalars=scalars)
+    row = row._replace(finite=float(valid), scalars=worker.companions.look())
     rows = worker.tell(row, purpose).wait()
     num_valid = round(sum(row.finite for row in rows))
     if num_valid == 0:
         raise no_consensus()
-    buffers = replica.buffers
-    if len({row.scalars[-1] for row in rows}) > 1:
-        buffers = _alike(buffers, group)
-    others = replica.others.compare(group)
+    others, buffers = replica.others.compare(group, replica.buffers)
     replica.keep_local()
     outer = None if worker.engine is None else worker.engine.outer()
     if outer is not None:
@@ -45,22 +39,6 @@ def show_consensus(worker: Worker, purpose: str) -> None:
     average(buffers, group, statistics, valid, num_valid)
     average(others, group, statistics, valid, num_valid)
     worker.companions.agree(rows, group, statistics)
-
-
-def _alike(buffers: FlatLayout, group: WorkerGroup) -> FlatLayout:
-    """Those that have one shape and dtype on all workers; of others there is no mean."""
-    own = [[name, str(rest)] for name, *rest in buffers.schema()]
-    everyone = [dict(one) for one in group.gather_objects(own, "the comparison of buffers")]
-    alike = {name for name, what in own if all(one.get(name) == what for one in everyone)}
-    unlike = sorted(set().union(*everyone) - alike)
-    if group.worker == 0:
-        warnings.warn(
-            f"{', '.join(unlike)}: the shape or dtype of these buffers is not the same on all "
-            "workers, so each keeps its own, and a checkpoint has those of worker 0.",
-            stacklevel=2,
-        )
-    named = zip(buffers.names, buffers.tensors, strict=True)
-    return FlatLayout([(name, buffer) for name, buffer in named if name in alike])
 
 
 def measure_consensus(worker: Worker, max_elements: int) -> float:

@@ -7,7 +7,6 @@ exchanged and unpacked.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -272,11 +271,6 @@ class FlatLayout:
                 parts.append(view.reshape(-1)[(offset - position) % stride :: stride])
                 position += view.numel()
         return torch.cat(parts).to(self.dtype)
-
-
-def schema_crc(*layouts: FlatLayout) -> int:
-    """A number that is equal for layouts of tensors with the same names, shapes and dtypes."""
-    return zlib.crc32(repr([layout.schema() for layout in layouts]).encode())
 
 
 def are_finite(chunks: Sequence[Chunk]) -> bool:

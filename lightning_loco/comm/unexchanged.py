@@ -1,4 +1,4 @@
-"""Parameters that no round moves: teachers and targets that a model writes by hand."""
+"""What no round moves: buffers, and teachers and targets that a model writes by hand."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from lightning_loco.comm.checks import schema_checksum
-from lightning_loco.comm.fingerprint import fingerprints
+from lightning_loco.comm.fingerprint import crc32, fingerprints
 from lightning_loco.comm.flat import Cuts, FlatLayout
 from lightning_loco.comm.groups import WorkerGroup
 
-_PLACE = "the comparison of frozen parameters"
+_PLACE = "the comparison of buffers and frozen parameters"
 
 
 class Unexchanged:
-    """The floating-point parameters of one worker that do not travel in rounds.
+    """The floating-point values of one worker that do not travel in rounds.
 
-    They are frozen, or in no optimizer. Most are the same on all workers for ever (a frozen
-    backbone); a teacher that follows the local parameters is not, and then its mean over the
-    workers belongs to the consensus. They are looked up anew each time, so that a target may be
-    replaced by a copy of the network.
+    They are buffers, or parameters that are frozen or in no optimizer. Many are the same on all
+    workers for ever (a mask, a frozen backbone) and stay as they are, bit for bit; the statistics
+    of BatchNorm and a teacher that follows the local parameters are not, and then their mean over
+    the workers belongs to the consensus. Parameters are looked up anew each time, so that a target
+    may be replaced by a copy of the network.
 
     Args:
         model: The module to train.
@@ -29,7 +30,7 @@ class Unexchanged:
         chunk_elements: Longest chunk of a mean.
 
     Attributes:
-        differing: Those that differed between the workers when they were compared last.
+        differing: Parameters that differed between the workers when they were compared last.
     """
 
     def __init__(
@@ -41,12 +42,11 @@ class Unexchanged:
         self._has_warned = False
         self.differing = FlatLayout((), self._cuts)
 
-    def compare(self, group: WorkerGroup) -> FlatLayout:
-        """Find those that differ between the workers; all must call it.
+    def compare(self, group: WorkerGroup, buffers: FlatLayout) -> tuple[FlatLayout, FlatLayout]:
+        """Find the parameters and the buffers that differ between the workers; all must call it.
 
-        Costs one read of their memory, and a message of one number when nothing differs. A
-        parameter of another shape or dtype than on worker 0 cannot be averaged: it is named in a
-        warning.
+        Costs one read of their memory, and a message of one number when nothing differs. What has
+        another shape or dtype than on worker 0 cannot be averaged: it is named in a warning.
         """
         named = [
             (name, p)
@@ -54,11 +54,13 @@ class Unexchanged:
             if id(p) not in self._exchanged and p.is_floating_point()
         ]
         prints = fingerprints([p for _, p in named])
+        named_buffers = list(zip(buffers.names, buffers.tensors, strict=True))
+        prints += [crc32(buffer) for buffer in buffers.tensors]
         own = {
-            name: [f"{tuple(p.shape)} {p.dtype}", number]
-            for (name, p), number in zip(named, prints, strict=True)
+            name: [f"{tuple(value.shape)} {value.dtype}", number]
+            for (name, value), number in zip([*named, *named_buffers], prints, strict=True)
         }
-        differing: list[tuple[str, Tensor]] = []
+        differing: set[str] = set()
         if len(set(group.gather_objects(schema_checksum(sorted(own.items())), _PLACE))) > 1:
             everyone = group.gather_objects(own, _PLACE)
             unlike = {
@@ -68,21 +70,23 @@ class Unexchanged:
             }
             if group.worker == 0:
                 self._warn(unlike)
-            differing = [
-                (name, p)
-                for name, p in named
-                if name not in unlike and len({one[name][1] for one in everyone}) > 1
-            ]
-        self.differing = FlatLayout(differing, self._cuts)
-        return self.differing
+            differing = {
+                name for name in own.keys() - unlike if len({one[name][1] for one in everyone}) > 1
+            }
+        self.differing, found = (
+            FlatLayout([(name, value) for name, value in some if name in differing], self._cuts)
+            for some in (named, named_buffers)
+        )
+        return self.differing, found
 
     def _warn(self, unlike: set[str]) -> None:
         if unlike and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"{', '.join(sorted(unlike))}: no optimizer has these parameters, and their shape "
-                "or dtype is not the same on all workers, so the consensus has those of one "
-                "worker. Keep what belongs to a worker alone out of the module's parameters.",
+                f"{', '.join(sorted(unlike))}: these buffers, or parameters that no optimizer has, "
+                "have not the same shape and dtype on all workers, so the consensus has those of "
+                "one worker. Keep what belongs to a worker alone out of the module's parameters "
+                "and persistent buffers.",
                 stacklevel=2,
             )
 

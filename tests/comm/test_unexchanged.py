@@ -1,4 +1,4 @@
-"""Parameters that rounds do not move: compared between workers, and averaged where they differ."""
+"""What rounds do not move is compared between the workers, and averaged where it differs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco.comm import WorkerGroup
+from lightning_loco.comm.flat import FlatLayout
 from lightning_loco.comm.unexchanged import Unexchanged
 from tests.pool import Pool
 
@@ -22,6 +23,7 @@ class Net(nn.Module):
         self.backbone = nn.Parameter(torch.ones(2, 2), requires_grad=False)
         self.teacher = nn.Parameter(torch.ones(2, 3), requires_grad=False)
         self.count = nn.Parameter(torch.tensor(3), requires_grad=False)
+        self.register_buffer("queue", torch.arange(8.0))
 
 
 def compare(rank: int, world: int, how: str) -> tuple[list[str], list[str], list[float]]:
@@ -34,14 +36,17 @@ def compare(rank: int, world: int, how: str) -> tuple[list[str], list[str], list
             net.teacher = nn.Parameter(net.teacher.detach() + rank)
         elif how == "another shape":
             net.teacher = nn.Parameter(torch.zeros(rank + 1))
+        elif how == "only places":
+            net.queue = net.queue.roll(2 * rank)
         net.weight.add_(rank)
     group = WorkerGroup.create(timeout_s=20)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        differing = others.compare(group)
-        others.compare(group)
+        differing, buffers = others.compare(group, FlatLayout(net.named_buffers()))
+        others.compare(group, FlatLayout(net.named_buffers()))
     group.close()
     texts = [str(one.message) for one in caught]
+    assert (buffers.names == ["queue"]) == (how == "only places")
     return differing.names, texts, differing.new_flat().tolist()
 
 
@@ -53,8 +58,9 @@ def test_what_differs_is_found(pool: Pool, how: str) -> None:
         assert values == [1.0 + rank] * 6
 
 
-def test_nothing_differs(pool: Pool) -> None:
-    assert pool.run(compare, "not at all", world=2) == [([], [], [])] * 2
+@pytest.mark.parametrize("how", ["not at all", "only places"])
+def test_no_parameter_differs(pool: Pool, how: str) -> None:
+    assert pool.run(compare, how, world=2) == [([], [], [])] * 2
 
 
 def test_what_cannot_be_averaged_is_named_once_by_worker_0(pool: Pool) -> None:
@@ -62,7 +68,7 @@ def test_what_cannot_be_averaged_is_named_once_by_worker_0(pool: Pool) -> None:
     assert names == others == []
     assert quiet == []
     (text,) = texts
-    assert text.startswith("teacher: no optimizer has these parameters")
+    assert text.startswith("teacher: these buffers, or parameters that no optimizer has")
 
 
 def test_values_come_back() -> None:

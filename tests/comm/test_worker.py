@@ -161,29 +161,35 @@ def test_the_consensus_is_the_mean_of_the_finite_and_local_values_come_back(
         torch.testing.assert_close(back, local, rtol=0, atol=0, equal_nan=True)
 
 
-def show_buffers_of_other_shapes(rank: int, world: int) -> tuple[list[Tensor], list[str]]:
-    """A buffer has another shape on worker 1, where it is as a checkpoint has to find it."""
+LOWEST = torch.tensor([torch.finfo(torch.float64).min, 0.1], dtype=torch.float64)
+
+
+def show_buffers(rank: int, world: int) -> tuple[list[Tensor], list[str]]:
+    """One buffer differs, one has another shape on worker 1, and one is the same on both."""
     model = norm_model()
+    model.register_buffer("mask", LOWEST.clone())
     worker = joined(model)
     model[1].running_mean.fill_(float(rank))
     model[1].running_var = torch.full((2 + rank,), float(rank))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         worker.show_consensus()
+    assert torch.equal(model.mask, LOWEST), "a sum over the workers would be infinite"
     found = [model[1].running_mean.clone(), model[1].running_var.clone()]
     worker.show_local()
     assert model[1].running_mean.eq(rank).all()
+    assert torch.equal(model.mask, LOWEST)
     worker.group.close()
     return found, [str(one.message) for one in caught]
 
 
-def test_buffers_of_another_shape_on_some_worker_stay_each_workers_own(pool: Pool) -> None:
-    results = pool.run(show_buffers_of_other_shapes, world=2)
+def test_only_buffers_that_differ_and_are_alike_are_averaged(pool: Pool) -> None:
+    results = pool.run(show_buffers, world=2)
     for rank, ((means, variances), said) in enumerate(results):
         assert means.eq(0.5).all()
         assert variances.tolist() == [float(rank)] * (2 + rank)
         assert len(said) == 1 - rank
-    assert "1.running_var: the shape or dtype of these buffers is not the same" in results[0][1][0]
+    assert "1.running_var: these buffers, or parameters" in results[0][1][0]
 
 
 def test_without_a_finite_worker_there_is_no_consensus(pool: Pool) -> None:
