@@ -65,11 +65,10 @@ class Replica:
             exchanged = [p for _, p in named if p.requires_grad]
         chosen = {id(p) for p in exchanged}
         self.layout = FlatLayout(((n, p) for n, p in named if id(p) in chosen), cuts, device)
-        self._buffers = {
-            name: buffer
-            for name, buffer in model.named_buffers()
-            if name in persistent and buffer.is_floating_point()
-        }
+        self._buffers = FlatLayout(
+            ((n, b) for n, b in model.named_buffers() if n in persistent and b.is_floating_point()),
+            Cuts(cuts.chunk_elements),
+        )
         self.frozen = [(n, p) for n, p in named if not p.requires_grad]
         self.left_out = [(n, p) for n, p in named if p.requires_grad and id(p) not in chosen]
         self.others = Unexchanged(model, self.layout.tensors, cuts.chunk_elements)
@@ -78,6 +77,7 @@ class Replica:
         self._chunk_elements = cuts.chunk_elements
         self.places = Places(model, self.layout.names, self.layout.tensors)
         self._local: Local | None = None
+        self.find_buffers()
 
     @property
     def shows_consensus(self) -> bool:
@@ -91,12 +91,23 @@ class Replica:
         Code puts new tensors in their places or resizes them, as the observers of quantization do
         in their first forward pass.
         """
-        if self._buffers:
-            now = dict(self.model.named_buffers())
-            for name, old in self._buffers.items():
-                new = now.get(name, old)
-                self._buffers[name] = new if new.is_floating_point() else old
-        return FlatLayout(self._buffers.items(), Cuts(self._chunk_elements))
+        if any(getattr(m, n, None) is not b or b.shape != s for m, n, b, s in self._buffer_places):
+            self.find_buffers()
+        return self._buffers
+
+    def find_buffers(self) -> None:
+        """Look all modules through for the buffers; it is enough if modules were replaced."""
+        now, found = dict(self.model.named_buffers()), []
+        self._buffer_places: list[tuple[nn.Module, str, Tensor, torch.Size]] = []
+        for name, old in zip(self._buffers.names, self._buffers.tensors, strict=True):
+            new = now.get(name, old)
+            buffer = new if new.is_floating_point() else old
+            found.append((name, buffer))
+            if buffer is now.get(name):
+                path, _, leaf = name.rpartition(".")
+                owner = self.model.get_submodule(path)
+                self._buffer_places.append((owner, leaf, buffer, buffer.shape))
+        self._buffers = FlatLayout(found, Cuts(self._chunk_elements))
 
     def put_back_buffers(self, flat: Tensor) -> None:
         """Write buffers as they were before; if one has been resized since, all stay as they are.
@@ -132,6 +143,7 @@ class Replica:
         """Set the local values aside, until :meth:`show_local` brings them back."""
         self.stand_in.release()
         self.places.find()
+        self.find_buffers()
         layouts = self.layout, self.buffers, self.others.differing
         self._local = Local(*(layout.set_aside() for layout in layouts))
 
