@@ -24,15 +24,19 @@ import functools
 import gzip
 import json
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.limits import HARNESS_S
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -104,12 +108,7 @@ def processor_s() -> float:
     """Seconds of the processor that this process and all below it have used so far."""
     children: dict[int, list[int]] = {}
     ticks: dict[int, int] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            found = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        process = int(path.parent.name)
+    for process, found in processes():
         children.setdefault(int(found[1]), []).append(process)
         ticks[process] = sum(map(int, found[11:15]))
     total, below = 0, [os.getpid()]
@@ -135,9 +134,30 @@ def run(folder: Path, arguments: list[str]) -> int:
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-m", "pytest", "-p", "tests.measure", *arguments]
-    status = subprocess.run(command, cwd=ROOT, env=environ).returncode
+    pytest_run = subprocess.Popen(command, cwd=ROOT, env=environ, start_new_session=True)
+    try:
+        status = pytest_run.wait()
+    except KeyboardInterrupt:
+        pytest_run.send_signal(signal.SIGINT)
+        status = pytest_run.wait()
+    wait_for_session(pytest_run.pid)
     write_arcs(folder)
     return status
+
+
+def wait_for_session(session: int) -> None:
+    """Wait for the processes of a session: those of the pool write their arcs after pytest ends."""
+    deadline = time.monotonic() + HARNESS_S
+    while any(found[3] == str(session) and found[0] != "Z" for _, found in processes()):
+        assert time.monotonic() < deadline, "a process of the tests goes on after pytest"
+        time.sleep(0.05)
+
+
+def processes() -> Iterator[tuple[int, list[str]]]:
+    """All processes, and what /proc says of each after its name."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            yield int(path.parent.name), path.read_text().rpartition(")")[2].split()
 
 
 def write_arcs(folder: Path) -> None:

@@ -24,7 +24,8 @@ def test_lines_that_have_moved_are_found_again_and_changed_ones_are_not() -> Non
 
 def run(folder: Path, *tests: str) -> None:
     command = [sys.executable, "-m", "tests.measure", "run", str(folder), "-q", *tests]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=300)
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert made.returncode == 0, made.stdout + made.stderr
 
 
 @pytest.mark.process
