@@ -133,8 +133,8 @@ def share_from_worker_0(model: nn.Module, group: WorkerGroup) -> int:
         if not tensor.numel():
             continue
         data = tensor.detach().contiguous().reshape(-1)
-        raw = data.view(torch.uint8)
         if group.data is not None:
+            raw = data.view(torch.uint8)
             work = dist.broadcast(raw, src=0, group=group.data, async_op=True)
             Works(group, "the start from worker 0's parameters", [work]).wait()
             if data.data_ptr() != tensor.data_ptr():

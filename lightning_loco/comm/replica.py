@@ -96,7 +96,7 @@ class Replica:
         return self._buffers
 
     def find_buffers(self) -> None:
-        """Look all modules through for the buffers; it is enough if modules were replaced."""
+        """Look up the buffers in all modules, including modules that have been replaced."""
         now, found = dict(self.model.named_buffers()), []
         self._buffer_places: list[tuple[nn.Module, str, Tensor, torch.Size]] = []
         for name, old in zip(self._buffers.names, self._buffers.tensors, strict=True):

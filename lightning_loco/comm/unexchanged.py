@@ -18,11 +18,11 @@ _PLACE = "the comparison of buffers and frozen parameters"
 class Unexchanged:
     """The floating-point values of one worker that do not travel in rounds.
 
-    They are buffers, or parameters that are frozen or in no optimizer. Many are the same on all
-    workers for ever (a mask, a frozen backbone) and stay as they are, bit for bit; the statistics
-    of BatchNorm and a teacher that follows the local parameters are not, and then their mean over
-    the workers belongs to the consensus. Parameters are looked up anew each time, so that a target
-    may be replaced by a copy of the network.
+    These are buffers, and parameters that are frozen or in no optimizer. Values that are equal on
+    all workers (a mask, a frozen backbone) are left unchanged. Values that differ (statistics of
+    BatchNorm, a teacher that follows the local parameters) are replaced by their mean over the
+    workers in the consensus. The parameters are read from the module at each comparison, because a
+    target network may be replaced by a copy of the trained one.
 
     Args:
         model: The module to train.

@@ -146,9 +146,7 @@ class Worker:
 
     def check_trainable(self) -> None:
         """Raise RuntimeError if a parameter became trainable or was replaced after the start."""
-        places = self.replica.places
-        if any(getattr(module, name, None) is not p for module, name, p in places.found):
-            places.find()
+        self.replica.places.check()
         for name, parameter in self.replica.frozen:
             if parameter.requires_grad:
                 raise RuntimeError(

@@ -135,9 +135,9 @@ class PairwiseEngine:
             self.worker, self.settings = Worker.join(model, make_settings, group, optimized)
             self.algorithm = self.settings.algorithm
             replica = self.worker.replica
-            buffers = replica.buffers
-            self._buffer_sizes = buffers.sizes
-            layout = served_layout(replica.layout, buffers, CHUNK_ELEMENTS)
+            self._buffers = replica.buffers
+            self._buffer_sizes = self._buffers.sizes
+            layout = served_layout(replica.layout, self._buffers, CHUNK_ELEMENTS)
             own_seed = 1_000_003 * seed + group.worker + self.settings.node_number
             self._blending = Blending(layout, self.algorithm)
             self.node = open_node(self.settings, group, layout, own_seed)
@@ -190,6 +190,8 @@ class PairwiseEngine:
     def _find_buffers(self) -> None:
         """Let the buffers that the module holds now be served and blended."""
         buffers, served = self.worker.replica.buffers, self._blending.layout.tensors
+        if buffers is self._buffers:
+            return
         if buffers.sizes != self._buffer_sizes:
             name = next(n for n, size in buffers.sizes.items() if size != self._buffer_sizes[n])
             raise RuntimeError(
@@ -199,6 +201,7 @@ class PairwiseEngine:
                 "configure_model), or register it with persistent=False."
             )
         served[len(served) - len(buffers.tensors) :] = buffers.tensors
+        self._buffers = buffers
 
     @torch.no_grad()
     def begin_anew(self) -> None:

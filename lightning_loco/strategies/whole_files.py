@@ -88,7 +88,7 @@ def _replace(target: Path, content: Any) -> None:
 
 
 def _new_part(stem: Path) -> BufferedWriter:
-    """A new file of this writer alone, which holds a lock on it until it is closed."""
+    """Create a temporary file that no other process writes, and lock it until it is closed."""
     while True:
         file = stem.with_name(f"{stem.name}.{secrets.token_hex(4)}.part").open("xb")
         with suppress(OSError):  # not every file system has locks
@@ -99,7 +99,7 @@ def _new_part(stem: Path) -> BufferedWriter:
 
 
 def _remove_abandoned(parts: Iterable[Path]) -> None:
-    """Remove what killed writers have left: files that nobody holds a lock on."""
+    """Remove temporary files of killed processes: those that no process holds a lock on."""
     for part in parts:
         with suppress(OSError):
             descriptor = os.open(part, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

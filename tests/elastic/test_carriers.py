@@ -14,8 +14,8 @@ from lightning_loco.comm.rows import ROUND, Row
 from lightning_loco.elastic.carriers import Summing
 from lightning_loco.elastic.flight import Flight
 from lightning_loco.elastic.groups import Groups
-from lightning_loco.elastic.plan import Plan
 from lightning_loco.rounds import StepEngine
+from tests.elastic.test_groups import plan_of
 from tests.pool import Pool
 
 NUMEL = 1000
@@ -38,8 +38,7 @@ def make_round(rank: int, world: int, compression: str | None) -> Round:
     groups = Groups("127.0.0.1", timeout_s=60.0)
     stores: list[str] = [""] * world
     dist.all_gather_object(stores, groups.address)
-    names = tuple(f"m{i}" for i in range(world))
-    plan = Plan("test", names, rank, tuple(stores), True, 0, (), 0, 0)
+    plan = plan_of(rank, tuple(stores))
     groups.open(plan)
     flight = Flight(0, Row(ROUND, 0, steps=1))
     flight.message = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))

@@ -24,9 +24,14 @@ NUMEL = 2**26
 """Elements of a message that takes longer than the life of the member that dies."""
 
 
-def opened(place: int, stores: tuple[str, ...], groups: Groups) -> Groups:
+def plan_of(place: int, stores: tuple[str, ...]) -> Plan:
+    """A round of all members, in a new group."""
     names = tuple(f"m{i}" for i in range(len(stores)))
-    groups.open(Plan(f"test/{len(names)}", names, place, stores, True, 0, (), 0, 0))
+    return Plan(f"test/{len(names)}", names, place, stores, True, 0, (), 0, 0)
+
+
+def opened(place: int, stores: tuple[str, ...], groups: Groups) -> Groups:
+    groups.open(plan_of(place, stores))
     return groups
 
 
