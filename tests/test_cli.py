@@ -76,7 +76,7 @@ class TestRun:
         assert figures["algorithm"] == "GASLoC"
         assert figures["topology"] == "ring"
         assert figures["tokens"] == 20 * 4 * 32
-        assert figures["rounds"] == 2
+        assert figures["rounds"] == 1
         table = (tmp_path / "report.txt").read_text()
         assert table in capsys.readouterr().out
         assert (tmp_path / "sample.txt").read_bytes().startswith(b"def ")

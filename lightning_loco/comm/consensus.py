@@ -29,9 +29,10 @@ def show_consensus(worker: Worker, purpose: str) -> None:
     num_valid = round(sum(row.finite for row in rows))
     if num_valid == 0:
         raise no_consensus()
-    others, buffers = replica.others.compare(group, replica.buffers)
     replica.keep_local()
-    outer = None if worker.engine is None else worker.engine.outer()
+    replica.running.leave_since_round()
+    others, buffers = replica.find_differing(group)
+    outer = worker.engine.outer() if worker.engine is not None and worker.shows_outer else None
     if outer is not None:
         replica.layout.write(outer)
     else:

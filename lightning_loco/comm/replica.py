@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_loco.comm.flat import Chunk, Cuts, FlatLayout
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.places import Places
+from lightning_loco.comm.running_statistics import RunningStatistics
 from lightning_loco.comm.stand_in import StandIn
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.unexchanged import Unexchanged
@@ -42,6 +43,7 @@ class Replica:
         left_out: Names and parameters that require gradients, but are not exchanged.
         places: Where the module holds the exchanged parameters.
         others: All that are not exchanged, compared between the workers.
+        running: Statistics of BatchNorm among the buffers.
         stand_in: Keeps the exchanged parameters as they are while gradients are computed.
 
     Note:
@@ -72,6 +74,7 @@ class Replica:
         self.frozen = [(n, p) for n, p in named if not p.requires_grad]
         self.left_out = [(n, p) for n, p in named if p.requires_grad and id(p) not in chosen]
         self.others = Unexchanged(model, self.layout.tensors, cuts.chunk_elements)
+        self.running = RunningStatistics(model)
         self.stand_in = StandIn(self.layout)
         self.model = model
         self._chunk_elements = cuts.chunk_elements
@@ -144,8 +147,18 @@ class Replica:
         self.stand_in.release()
         self.places.find()
         self.find_buffers()
-        layouts = self.layout, self.buffers, self.others.differing
+        layouts = self.layout, self.buffers, FlatLayout(())
         self._local = Local(*(layout.set_aside() for layout in layouts))
+
+    def find_differing(self, group: WorkerGroup) -> tuple[FlatLayout, FlatLayout]:
+        """Of what is not exchanged, the parameters and the buffers that differ between the workers.
+
+        All must call it, after :meth:`keep_local`; sets those parameters aside as well.
+        """
+        assert self._local is not None
+        others, buffers = self.others.compare(group, self.buffers)
+        self._local = self._local._replace(others=others.set_aside())
+        return others, buffers
 
     def forget_local(self) -> None:
         """Go on with what the module holds now, instead of the values set aside."""

@@ -72,7 +72,7 @@ class Engine(Protocol):
         """Tell the others this worker's row; None if they had a round to make, which is done."""
 
     def outer(self) -> Tensor | None:
-        """The consensus parameters ``(P,)`` if they are known here, or None for the mean."""
+        """The outer parameters ``(P,)``, or None if there are none that all workers share."""
 
 
 class Worker:
@@ -90,6 +90,8 @@ class Worker:
         steps: Local steps so far.
         steps_since_round: Local steps since the last round began.
         round_index: Rounds begun.
+        shows_outer: Whether the consensus is the engine's outer parameters, if it has any, instead
+            of the mean of the local ones.
         was_finite: Whether this worker's parameters were finite when it last looked.
         companions: What belongs to the consensus beside the replica.
     """
@@ -106,6 +108,7 @@ class Worker:
         self.steps_since_round = 0
         self.round_index = 0
         self.was_finite = True
+        self.shows_outer = False
         self._last_loss: float | Tensor = math.nan
 
     @classmethod
@@ -253,8 +256,8 @@ class Worker:
     def show_consensus(self, purpose: str = "the consensus") -> None:
         """Put the consensus into the model; :meth:`show_local` brings the local parameters back.
 
-        The consensus is the algorithm's outer parameters, or the mean over the workers whose
-        parameters are finite. All workers must call it.
+        The consensus is the mean over the workers whose parameters are finite, or the outer
+        parameters (see :attr:`shows_outer`). All workers must call it.
 
         Raises:
             RuntimeError: If no worker's parameters are finite, or as in :meth:`meet`.
@@ -280,6 +283,7 @@ class Worker:
             "params": params,
             "buffers": buffers,
             "others": self.replica.local_others(),
+            "running": self.replica.running.state_dict(),
             "statistics": self.statistics.state_dict(),
         }
 
@@ -290,6 +294,7 @@ class Worker:
         self.replica.set_local(saved["params"], saved["buffers"])
         if "others" in saved:
             self.replica.others.load(*saved["others"])
+        self.replica.running.load_state_dict(saved.get("running", {}))
 
     def go_on_counting(self, saved: dict[str, Any]) -> None:
         """Take the counters alone from a state of :meth:`state_dict`."""

@@ -23,6 +23,7 @@ def begin_anew(engine: Engine) -> None:
     engine.load_state_dict(
         {
             **worker.state_dict(),
+            "running": {},
             "buffers_at_start": worker.replica.buffers.new_flat(),
             "began_at": [worker.steps for _ in engine.lanes],
             "shared": shared,

@@ -80,6 +80,7 @@ def _with_means(engine: Engine, saved: Saved, notes: list[str]) -> dict[str, Any
     state.pop("others", None)
     state["buffers"] = replica.buffers.set_aside()
     state["buffers_at_start"] = replica.buffers.new_flat()
+    state["running"] = {}
     if saved.consensus_key is None:
         state["params"] = replica.layout.set_aside()
         notes.append("all workers begin at the consensus")

@@ -67,6 +67,7 @@ class Engine:
         self.statistics.staleness = self._schedule.staleness_of(group.worker)
         self.buffers_at_start = self.worker.replica.buffers.new_flat()
         self.worker.engine = self
+        self.worker.shows_outer = self.link is not None
 
     @classmethod
     def from_settings(
@@ -166,12 +167,15 @@ class Engine:
             self.link.catch_up(in_step=True)
             lane = self.lanes[self._turn]
             lane.land()
-        if before is not None or lane.flight is None:
+        is_blocking = lane.flight is None
+        if before is not None or is_blocking:
             self.statistics.outer_grad_norm = lane.gradient_norm
         self.statistics.rounds += self._sync_every is not None
         lane.began_at = lane.fresh_at = worker.steps
         if not worker.was_finite:
             worker.replica.put_back_buffers(self.buffers_at_start)
+        if is_blocking:
+            worker.replica.running.note(worker.steps_since_round)
         self.buffers_at_start = worker.replica.buffers.new_flat()
         worker.round_index += 1
         worker.steps_since_round = 0
@@ -249,29 +253,56 @@ class Engine:
         return rows
 
     def outer(self) -> Tensor | None:
-        """The consensus parameters ``(P,)``; None for the mean over the workers."""
+        """The outer parameters ``(P,)``; None if the algorithm has none that all workers share."""
         key = self.settings.consensus_key
         return None if key is None else self.lanes[0].lane.state[key]
 
     @torch.no_grad()
     def finish(self, purpose: str = "the end of training") -> None:
-        """Share what is not shared yet and leave the consensus in the model, on all workers.
+        """Leave the mean of the local parameters in the model, on all workers.
+
+        No round is made: a short last one would move the parameters as far as a whole one. What is
+        under way is waited for and not applied, unless :meth:`drain` was called. Members that come
+        and go make a last round, whose outer parameters are the same on all.
 
         Raises:
             RuntimeError: If a worker is missing or has failed, or no worker is finite.
         """
         if self.link is not None:
-            self.link.finish()
+            self._make_last_rounds(purpose)
+        else:
+            self.worker.meet(purpose)
+            for lane in self.lanes:
+                lane.wait()
+            self.worker.shows_outer = False
+        self._settle()
+        self.worker.show_consensus("the final consensus")
+
+    def _make_last_rounds(self, purpose: str) -> None:
+        assert self.link is not None
+        self.link.finish()
         for _ in self.lanes:
             rows = self.worker.meet(purpose)
             if self._sync_every is not None and any(row.steps > 0 for row in rows):
                 self._begin(ROUND, f"round {self.worker.round_index}")
             elif len(self.lanes) > 1:
                 self.worker.round_index += 1
+        self._land_all()
+
+    def _land_all(self) -> None:
         self._settle()
         for index in range(len(self.lanes)):
             self._land(index)
-        self.worker.show_consensus("the final consensus")
+
+    @torch.no_grad()
+    def drain(self) -> None:
+        """Wait for all that is under way and apply it; all workers must call it.
+
+        Raises:
+            RuntimeError: If a worker is missing or has failed.
+        """
+        self.worker.meet("the draining of rounds")
+        self._land_all()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything this worker needs to go on exactly, also in the middle of a round.
@@ -287,8 +318,8 @@ class Engine:
 
     def close(self) -> None:
         """Destroy the process groups and stop all threads; a second call does nothing."""
+        self.worker.group.failed |= any(lane.is_under_way for lane in self.lanes)
         handles = [handle for lane in self.lanes for handle in lane.give_up()]
-        self.worker.group.failed |= bool(handles)
         self._unread = self.worker.engine = None
         if self.link is not None:
             self.link.close()

@@ -166,6 +166,16 @@ class Rounds:
             self._make_ready()
             self._land(self.flight, True)
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether messages may still be on their way."""
+        return self.flight is not None and self.flight.received is None
+
+    def wait(self) -> None:
+        """Wait for all that the flight under way brings, without applying it."""
+        if self.flight is not None:
+            self._receive(self.flight)
+
     def _land(self, flight: Flight, valid: bool, successor: Flight | None = None) -> None:
         """Apply all of a flight; the message of a successor is made right before, part by part."""
         received, weight = self._receive(flight)

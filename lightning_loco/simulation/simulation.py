@@ -194,7 +194,7 @@ class Simulation:
 
     @torch.no_grad()
     def drain(self) -> None:
-        """Apply what overlap has left under way."""
+        """Apply what overlap has left under way, as :meth:`Engine.drain` does."""
         for lane in self._lanes:
             for rounds in lane:
                 rounds.land()
@@ -204,11 +204,7 @@ class Simulation:
         return [layout.new_flat() for layout in self._layouts]
 
     def consensus(self) -> Tensor:
-        """The consensus parameters ``(P,)``: outer parameters, or the mean over the workers."""
-        key = self.settings.consensus_key
-        if key is not None:
-            outer: Tensor = self.states[0][key]
-            return outer.clone()
+        """The consensus parameters ``(P,)``: the mean over the workers."""
         return torch.stack(self.params()).mean(0)
 
     def consensus_distance(self) -> float:

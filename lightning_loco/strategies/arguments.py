@@ -24,7 +24,7 @@ _Constructor = TypeVar("_Constructor", bound=Callable[..., None])
 class CommonArguments(TypedDict, total=False):
     """What every strategy of workers takes; meanings and defaults are those of LocoStrategy."""
 
-    evaluate: Literal["average", "local"]
+    evaluate: Literal["average", "outer", "local"]
     finalize: Literal["average", "keep"]
     checkpoint_folder: Literal["shared", "private"]
     timeout_s: float

@@ -41,7 +41,7 @@ class EngineStrategy(MeetingStrategy):
 
     Gradients are never reduced. The engine is told of every local (optimizer) step and decides when
     this worker exchanges with others. Validation, checkpoints and the model after ``fit`` are the
-    consensus.
+    mean of the workers' local parameters.
 
     Attributes:
         settings: What the engine is made of; given to :meth:`_init_with`.
@@ -57,7 +57,7 @@ class EngineStrategy(MeetingStrategy):
         self,
         settings: Any,
         *,
-        evaluate: Literal["average", "local"] = "average",
+        evaluate: Literal["average", "outer", "local"] = "average",
         finalize: Literal["average", "keep"] = "average",
         checkpoint_folder: Literal["shared", "private"] = "shared",
         timeout_s: float = 600.0,
@@ -73,7 +73,7 @@ class EngineStrategy(MeetingStrategy):
 
         :meth:`make_engine` makes one of ``settings``; the common arguments have defaults here.
         """
-        check_choice("evaluate", evaluate, ("average", "local"))
+        check_choice("evaluate", evaluate, ("average", "outer", "local"))
         check_choice("finalize", finalize, ("average", "keep"))
         check_common_arguments(timeout_s, start_method)
         super().__init__(
@@ -149,6 +149,7 @@ class EngineStrategy(MeetingStrategy):
         assert self.group is not None
         self.group.connect(device_of_messages(self.settings.outer_device, self.root_device))
         self.engine = self.make_engine(self.group)
+        self._choose_evaluated(self.engine, trainer)
         self.statistics = self.engine.statistics
         self._steps = LocalSteps()
         if self.schedule is not None:
@@ -167,6 +168,24 @@ class EngineStrategy(MeetingStrategy):
         if self._pace is not None:
             self._added.callback(self._pace.restore)
         rank_zero_info(describe(self.engine, self.schedule))
+
+    def _choose_evaluated(self, engine: Engine, trainer: pl.Trainer) -> None:
+        """Refuse what cannot be evaluated so, and files that were chosen by another model."""
+        if self.evaluate == "outer":
+            if engine.settings.consensus_key is None:
+                raise ValueError(
+                    "evaluate='outer' needs outer parameters that are the same on all workers, "
+                    f"which {engine.settings.algorithm} has not. Use evaluate='average'."
+                )
+            engine.worker.shows_outer = True
+        for callback in trainer.checkpoint_callbacks if self.evaluate == "local" else ():
+            monitor = getattr(callback, "monitor", None)
+            if monitor not in (None, "step", "epoch"):
+                raise ValueError(
+                    f"{type(callback).__name__}(monitor={monitor!r}) would choose files by what "
+                    "each worker's own model has reached, but they hold the mean of all. Use "
+                    "evaluate='average', or leave monitor out."
+                )
 
     def meet(self, purpose: str) -> None:
         """Wait until all workers have come to the same place, as in :class:`MeetingStrategy`."""
@@ -202,16 +221,22 @@ class EngineStrategy(MeetingStrategy):
             lightning_private.raise_in_loop(self._trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """End soon when another worker has failed."""
+        """Make the round that is due before the coming step; end soon if a worker has failed.
+
+        Rounds are made here and not after the step, because a validation, a checkpoint or the end
+        of ``fit`` may lie in between: they are those of the parameters and of the statistics of
+        BatchNorm that local steps have brought about.
+        """
         if self._finished:
             self._go_on()
         self._weights.begin_batches()
         watchdog = self._engine.worker.group.watchdog
         if watchdog is not None:
             watchdog.raise_if_failed()
+        self._make_due_round()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step; with manual optimization, make a due round after it."""
+        """Run the user's step; its optimizers see the parameters that its gradients belong to."""
         stand_in = self._engine.worker.replica.stand_in
         stand_in.hold()
         output = super().training_step(*args, **kwargs)
@@ -219,7 +244,7 @@ class EngineStrategy(MeetingStrategy):
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
             stand_in.release()
-            self._make_due_round()
+            self._stop_if_agreed()
         return output
 
     def prepare_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -233,7 +258,7 @@ class EngineStrategy(MeetingStrategy):
         model: pl.LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Step and count; with automatic optimization, make a due round right after."""
+        """Step and count."""
         closure = self.prepare_step(optimizer, closure)
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self.lightning_module is not None
@@ -243,8 +268,12 @@ class EngineStrategy(MeetingStrategy):
         if self._steps.is_new(optimizer):
             self._engine.count_step()
         if is_automatic:
-            self._make_due_round()
+            self._stop_if_agreed()
         return output
+
+    def _stop_if_agreed(self) -> None:
+        if self._engine.worker.stop_agreed is not None:
+            lightning_private.stop_after_batch(self._trainer, self._added)
 
     def _make_due_round(self) -> None:
         engine = self._engine
@@ -254,12 +283,10 @@ class EngineStrategy(MeetingStrategy):
             engine.make_round()
             if not engine.worker.was_finite:
                 clear_non_finite(self.optimizers)
-        if engine.worker.stop_agreed is not None:
-            lightning_private.stop_after_batch(self._trainer, self._added)
 
     @contextmanager
     def _end_training(self) -> Iterator[None]:
-        """Share the last partial round and leave the consensus in the model, before all hooks."""
+        """Leave the consensus in the model, before all hooks."""
         self._weights.end_fit()
         check_left_out(self._engine.worker.replica.left_out, self.optimizers)
         finish_with_averages(self._engine, self._trainer, keeps_local=self.finalize == "keep")
@@ -289,7 +316,7 @@ class EngineStrategy(MeetingStrategy):
         super().teardown()
 
     def _begin_validation(self) -> None:
-        if self.is_training and self.evaluate == "average":
+        if self.is_training and self.evaluate != "local":
             self._weights.share_start()
             self.meet("validation")
             self._engine.worker.show_consensus("validation of the consensus")

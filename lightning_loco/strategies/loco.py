@@ -31,7 +31,8 @@ class LocoStrategy(EngineStrategy):
 
     Each rank is a worker with its own copy of the model and its own share of the data. Gradients
     are never reduced; every ``sync_every`` optimizer steps the workers make a round of the
-    algorithm. Validation, checkpoints and the model after ``fit`` are the consensus.
+    algorithm. Validation, checkpoints and the model after ``fit`` are the mean of the workers'
+    local parameters.
 
     Args:
         algorithm: What a round computes: ``LocalSGD()``, ``DiLoCo()``, ``GASLoC()`` or your own.
@@ -44,9 +45,12 @@ class LocoStrategy(EngineStrategy):
         warm_start: With overlap, make the first round a blocking one.
         topology: Who exchanges with whom, for gossip: a name such as ``"ring"``, a ``Topology``, a
             networkx graph, an ``(N, N)`` mixing matrix or an edge-list file.
-        evaluate: ``"average"`` validates the consensus, ``"local"`` each worker its own model.
-        finalize: ``"average"`` leaves the consensus in the model after fit, ``"keep"`` each
-            worker's own parameters (until ``Trainer.validate``, which shares worker 0's).
+        evaluate: ``"average"`` validates and saves the mean of the workers' local parameters;
+            ``"outer"`` the outer parameters of DiLoCo as the last round has left them, which costs
+            no communication but changes with rounds only; ``"local"`` validates each worker's own
+            parameters and saves the mean.
+        finalize: ``"average"`` leaves the mean in the model after fit, ``"keep"`` each worker's
+            own parameters (until ``Trainer.validate``, which shares worker 0's).
         checkpoint_folder: ``"private"`` if each worker writes checkpoints to a disk of its own,
             ``"shared"`` if all see the same folder.
         timeout_s: Longest wait for another worker, in seconds.

@@ -211,7 +211,6 @@ def test_without_progress_the_outer_parameters_stay(settings: dict[str, Any]) ->
     simulation = Simulation(models, ALGORITHM, **settings)
     simulation.run(lambda worker: None, 5)
     simulation.drain()
-    assert torch.equal(simulation.consensus(), randn(5))
     assert torch.equal(torch.stack(simulation.params()), randn(5).expand(3, 5))
 
 
@@ -228,19 +227,22 @@ def test_after_t_phases_t_minus_1_means_are_applied_and_drain_applies_the_last()
 
 
 def count_outer_steps(rank: int, world: int, phases: int) -> list[float]:
-    """The outer parameters before and after the engine has finished; each mean is worth 1."""
+    """The parameters before and after the engine is drained; each mean is worth 1."""
     model = Point(torch.zeros(1))
     engine = StepEngine(model, DiLoCo(1.0, 0.0), sync_every=1, **COLD)
     for _ in range(phases):
         model.value.data.sub_(1.0)
         assert engine.step()
     before = model.value.item()
+    engine.drain()
+    drained = model.value.item()
     engine.finish()
     engine.close()
-    return [before, model.value.item()]
+    assert model.value.item() == drained
+    return [before, drained]
 
 
-def test_the_engine_drains_when_it_finishes(pool: Pool) -> None:
+def test_draining_the_engine_applies_the_last_mean(pool: Pool) -> None:
     rows = {phases: (phases,) for phases in (1, 2, 5)}
     for phases, results in run_each(pool, count_outer_steps, rows, world=2).items():
         assert results == [[1.0 - phases, -phases]] * 2

@@ -351,6 +351,7 @@ def train_large(rank: int, world: int, case: Case, bucket_bytes: int) -> Tensor:
     for _ in range(6):
         model.value.data.add_(target - model.value.data, alpha=0.1)
         engine.step()
+    engine.drain()
     engine.finish()
     engine.close()
     return model.value.detach()

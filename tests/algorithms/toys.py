@@ -58,6 +58,7 @@ def simulate(
     inner: MakeOptimizer = SGD,
     step: LocalStep = plain_step,
     make: Callable[[], nn.Module] = make_model,
+    last_round: bool = True,
     **settings: Any,
 ) -> Tensor:
     """Train a model in the simulation.
@@ -69,6 +70,8 @@ def simulate(
         inner: Makes the optimizer of a worker.
         step: What a worker does in one of its local steps.
         make: Makes the model of a worker; the tiny one by default.
+        last_round: Whether the last round is made, and what is under way applied. A Trainer ends
+            right before it.
         **settings: Of the simulation.
 
     Returns:
@@ -85,10 +88,17 @@ def simulate(
 
     simulation = Simulation(models, algorithm, **settings)
     history = []
-    for _ in range(rounds):
+    for _ in range(rounds if last_round else rounds - 1):
         simulation.run(local_step, 1)
         history.append(torch.stack(simulation.params()))
-    simulation.drain()
+    if last_round:
+        simulation.drain()
+    else:
+        every = simulation.settings.schedule.sync_every_of
+        for worker in range(world):
+            for _ in range(every(worker) or 0):
+                local_step(worker)
+        history.append(torch.stack(simulation.params()))
     history.append(simulation.consensus().expand(world, -1))
     return torch.stack(history)
 
@@ -112,6 +122,7 @@ def run_engine(
         step += 1
         if engine.step():
             history.append(flat(model))
+    engine.drain()
     engine.finish()
     engine.close()
     return torch.stack([*history, flat(model)])

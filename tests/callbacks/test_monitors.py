@@ -104,8 +104,8 @@ def test_communication_of_diloco(pool: Pool, tmp_path: Path, world: int) -> None
     rows = read(tmp_path)
     rows_bytes = world * Row.width(0) * 8  # what the workers tell each other rides along
     per_round = 2 * (world - 1) * (P_BYTES + rows_bytes) // world
-    # A round ends with steps 2, 5, 8 and 11; what it brought stays until the next one.
-    rounds = {step: float((step + 1) // 3) for step in range(2, 12)}
+    # A round comes before steps 3, 6 and 9; what it brought stays until the next one.
+    rounds = {step: float(step // 3) for step in range(3, 12)}
     assert column(rows, "loco/round") == rounds
     assert column(rows, "loco/bytes_sent") == {s: per_round * r for s, r in rounds.items()}
     assert set(column(rows, "loco/staleness").values()) == {0.0}
@@ -119,27 +119,27 @@ def test_communication_of_diloco(pool: Pool, tmp_path: Path, world: int) -> None
     momentum = torch.zeros_like(outer)
     norms = column(rows, "loco/outer_grad_norm")
     losses = column(rows, "loco/train_loss_mean")
-    for step in (2, 5, 8, 11):
+    for step in (2, 5, 8):
         gradient = outer - torch.stack([r["before_rounds"][step] for r in results]).mean(0)
-        assert norms[step] == pytest.approx(gradient.norm().item(), rel=1e-6)
+        assert norms[step + 1] == pytest.approx(gradient.norm().item(), rel=1e-6)
         momentum = 0.9 * momentum + gradient
         outer = outer - 0.7 * (gradient + 0.9 * momentum)
         # The losses are known with the round's numbers: the mean over the workers.
         mean = sum(result["losses"][step] for result in results) / world
-        assert losses[step] == pytest.approx(mean, rel=1e-6)
+        assert losses[step + 1] == pytest.approx(mean, rel=1e-6)
 
 
 def test_communication_of_gossip(pool: Pool, tmp_path: Path) -> None:
     strategy = {"algorithm": GASLoC(), "topology": "ring"}
     results = pool.run(fit, tmp_path, [CommunicationMonitor()], strategy, {}, world=4)
     rows = read(tmp_path)
-    rounds = {step: float((step + 1) // 3) for step in range(2, 12)}
+    rounds = {step: float(step // 3) for step in range(3, 12)}
     assert column(rows, "loco/round") == rounds
     # To two neighbours, whatever the number of workers.
     assert column(rows, "loco/bytes_sent") == {s: 2 * P_BYTES * r for s, r in rounds.items()}
     drift = 0.7 * (results[0]["before_rounds"][2] - flat(TinyModule()))
     norm = pytest.approx(drift.norm().item(), rel=1e-6)
-    assert column(rows, "loco/outer_grad_norm")[2] == norm
+    assert column(rows, "loco/outer_grad_norm")[3] == norm
 
 
 def test_staleness_of_overlap(pool: Pool, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_staleness_of_overlap(pool: Pool, tmp_path: Path) -> None:
 def test_log_every_n_steps_is_respected(pool: Pool, tmp_path: Path) -> None:
     settings = {"log_every_n_steps": 4}
     pool.run(fit, tmp_path, [CommunicationMonitor()], {"algorithm": LocalSGD()}, settings, world=2)
-    assert column(read(tmp_path), "loco/round") == {3: 1.0, 7: 2.0, 11: 4.0}
+    assert column(read(tmp_path), "loco/round") == {3: 1.0, 7: 2.0, 11: 3.0}
 
 
 def test_progress_bar(pool: Pool, tmp_path: Path) -> None:
@@ -162,14 +162,14 @@ def test_progress_bar(pool: Pool, tmp_path: Path) -> None:
     settings = {"log_every_n_steps": 4}
     results = pool.run(fit, tmp_path, callbacks, {"algorithm": LocalSGD()}, settings, world=2)
     shown = results[0]["progress_bar"]
-    assert shown["loco/round"] == 4.0
+    assert shown["loco/round"] == 3.0
     assert shown["loco/consensus_distance"] > 0
     assert (
         shown["loco/consensus_distance"]
         == results[0]["callback_metrics"]["loco/consensus_distance"]
     )
     # What the bar shows at once still reaches the logger at its own steps.
-    assert column(read(tmp_path), "loco/round") == {3: 1.0, 7: 2.0, 11: 4.0}
+    assert column(read(tmp_path), "loco/round") == {3: 1.0, 7: 2.0, 11: 3.0}
 
 
 # ------------------------------------------------------------------------ ConsensusMonitor
@@ -187,14 +187,14 @@ def test_consensus_distance_equals_a_direct_computation(
     strategy = {"algorithm": GASLoC(), "topology": "ring"}
     results = pool.run(fit, tmp_path, [ConsensusMonitor()], strategy, {}, world=world)
     logged = column(read(tmp_path), "loco/consensus_distance")
-    for step in (2, 5, 8, 11):
+    for step in (2, 5, 8):
         expected = distance([result["before_rounds"][step] for result in results])
-        assert logged[step] == pytest.approx(expected, rel=1e-6)
-    assert (logged[2] == 0) == (world == 1)
+        assert logged[step + 1] == pytest.approx(expected, rel=1e-6)
+    assert (logged[3] == 0) == (world == 1)
     # The measurement is an all-reduce of a number for each parameter, and one more.
     first = results[0]["bytes_sent"]
     plain = pool.run(fit, tmp_path / "plain", [], strategy, {}, world=world)[0]["bytes_sent"]
-    assert first - plain == 4 * (2 * (world - 1) * (P_BYTES + 8) // world)
+    assert first - plain == 3 * (2 * (world - 1) * (P_BYTES + 8) // world)
 
 
 def test_consensus_is_measured_every_n_rounds(pool: Pool, tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_consensus_is_measured_every_n_rounds(pool: Pool, tmp_path: Path) -> Non
     results = pool.run(fit, tmp_path, callbacks, {"algorithm": LocalSGD()}, {}, world=2)
     logged = column(read(tmp_path), "loco/consensus_distance")
     first, third = (distance([r["before_rounds"][s] for r in results]) for s in (2, 8))
-    assert list(logged.values()) == pytest.approx([first] * 6 + [third] * 4, rel=1e-6)
+    assert list(logged.values()) == pytest.approx([first] * 6 + [third] * 3, rel=1e-6)
 
 
 class LargeModule(pl.LightningModule):
@@ -225,13 +225,14 @@ def measure_large(rank: int, world: int) -> list[float]:
 
     class Look(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            seen.append(trainer.strategy.statistics.consensus_distance)
+            if trainer.global_step > 1:
+                seen.append(trainer.strategy.statistics.consensus_distance)
 
     strategy = LocoStrategy(LocalSGD(), sync_every=1)
     trainer = make_trainer(
-        strategy, max_steps=2, callbacks=[ConsensusMonitor(max_elements=4096), Look()]
+        strategy, max_steps=3, callbacks=[ConsensusMonitor(max_elements=4096), Look()]
     )
-    trainer.fit(LargeModule(), make_loader(rank, 2))
+    trainer.fit(LargeModule(), make_loader(rank, 3))
     return seen
 
 

@@ -108,24 +108,7 @@ ONE_OPTIMIZER = remote(Refused("needs exactly one optimizer"))
 NO_FINDER = remote(
     Refused("LearningRateFinder and Tuner.lr_find do not work with RemoteOptimizerStrategy")
 )
-OUTER_MOMENTUM = (
-    "diloco",
-    "async_diloco",
-    "streaming_diloco",
-    "eager_diloco",
-    "delayed_nesterov",
-    "gasloc",
-    "noloco",
-)
 ONE_LAYER = {"streaming_diloco": Refused("fragments=2 is more than the 1 layers")}
-BEYOND_BOUNDS = Apart(
-    "outer momentum goes past the bounds after the last local step; clip after fit again",
-    {"training_step": 8, "bounded": False},
-)
-PERHAPS_BEYOND_BOUNDS = Apart(
-    "outer momentum may go past the bounds after the last local step; clip after fit again",
-    {"training_step": 8},
-)
 SERVED_BEFORE = Apart(
     "a peer may blend in what was served before the first step; clip before training, too",
     {"training_step": 8},
@@ -293,13 +276,9 @@ TABLE: dict[str, list[Row]] = {
         Row(
             "weights clipped by hand",
             foreign.clipped_weights,
-            but={**dict.fromkeys(OUTER_MOMENTUM, BEYOND_BOUNDS), "pairwise_gossip": SERVED_BEFORE},
+            but={"pairwise_gossip": SERVED_BEFORE},
         ),
-        Row(
-            "weights clipped by hand, also before training",
-            foreign.always_clipped_weights,
-            but=dict.fromkeys(OUTER_MOMENTUM, PERHAPS_BEYOND_BOUNDS),
-        ),
+        Row("weights clipped by hand, also before training", foreign.always_clipped_weights),
     ],
     "Callbacks": [
         Row("EarlyStopping", calling_back.early_stopping),

@@ -30,7 +30,7 @@ class Layers(nn.Module):
 
 
 class Run(NamedTuple):
-    """The parameters of all workers after each local step, ``(T, N, P)``, and the consensus."""
+    """The workers' parameters after each local step, ``(T, N, P)``, and their mean at the end."""
 
     history: Tensor
     consensus: Tensor
@@ -61,12 +61,10 @@ def stream(settings: RoundSettings, workers: int, steps: int) -> Run:
     momentum = torch.zeros_like(outer)
     fragments = slices_of(settings)
     flights: dict[int, tuple[int, list[Tensor]]] = {}
-    begun_at = dict.fromkeys(range(len(fragments)), 0)
     history: list[Tensor] = []
 
     def begin(p: int, step: int) -> None:
         flights[p] = (step, [(outer[s] - local[:, s]).mean(0) for s in fragments[p]])
-        begun_at[p] = step
 
     def land(p: int, share: float) -> None:
         _, gradients = flights.pop(p)
@@ -86,13 +84,7 @@ def stream(settings: RoundSettings, workers: int, steps: int) -> Run:
                 if delay == 0:
                     land(p, 0.0)
         history.append(local.clone())
-    for p in range(len(fragments)):
-        if p in flights:
-            land(p, mix)
-        if begun_at[p] < steps:
-            begin(p, steps)
-            land(p, mix)
-    return Run(torch.stack(history), outer)
+    return Run(torch.stack(history), local.mean(0))
 
 
 def train(
@@ -153,7 +145,4 @@ def simulate(settings: RoundSettings, workers: int, steps: int) -> Run:
         simulation.run(local_step, 1)
     pairs = zip(history, models, strict=True)
     after = [torch.stack([*before[1:], flat(model)]) for before, model in pairs]
-    for _ in range(settings.schedule.num_lanes - 1):
-        simulation.make_round()  # of what has moved since its last one
-    simulation.drain()
     return Run(torch.stack(after, dim=1), simulation.consensus())

@@ -311,6 +311,10 @@ def gossip(rank: int, world: int, settings: RoundSettings, rounds: int) -> Tenso
 # ------------------------------------------------------------------------------ by the clock
 
 
+STEP = 2.0**-6
+"""A power of two: however many steps there are, their sum is not rounded."""
+
+
 def race(rank: int, world: int, algorithm: Algorithm) -> dict[str, Any]:
     """Rounds by the clock with constant progress; a checkpoint in between."""
     settings = RoundSettings(
@@ -326,7 +330,7 @@ def race(rank: int, world: int, algorithm: Algorithm) -> dict[str, Any]:
     for part in range(2):
         goal = 4 * (part + 1)
         while engine.statistics.rounds < goal:
-            model.value.data.add_(0.01 * (rank + 1))
+            model.value.data.add_(STEP * (rank + 1))
             steps += 1
             engine.step()
             time.sleep(1e-4)
@@ -349,7 +353,7 @@ def test_by_the_clock_nothing_is_lost_but_what_the_residuals_hold(pool: Pool) ->
     results = pool.run(race, ModelAverage(), world=2)
     total = sum(result["model"] + result["residual"] for result in results)
     start = sum(randn(LARGE, seed=rank) for rank in range(2))
-    progress = sum(0.01 * (rank + 1) * r["steps"] for rank, r in enumerate(results))
+    progress = sum(STEP * (rank + 1) * r["steps"] for rank, r in enumerate(results))
     assert_close(total, start + progress)
     assert all(result["residual"].abs().max() > 0 for result in results)
     first, second = (result["residual"] for result in results)

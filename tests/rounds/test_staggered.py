@@ -121,7 +121,7 @@ def train_lengths(rank: int, world: int, settings: RoundSettings, lengths: range
     ("delay", "lengths"), cover([0, 2, 5], [range(1, 5), range(5, 9), range(9, 15)], strength=1)
 )
 def test_a_run_may_end_after_any_step(pool: Pool, delay: int, lengths: range) -> None:
-    """What is under way lands, then each fragment has a round of what it has not told."""
+    """The mean of what the workers have then, with or without fragments under way."""
     settings = settings_of(6, 3, delay, 0.5)
     expected = [stream(settings, 2, steps).consensus for steps in lengths]
     for ends in pool.run(train_lengths, settings, lengths, world=2):
@@ -225,9 +225,6 @@ def test_workers_of_different_pace(pool: Pool) -> None:
     models = [Layers() for _ in range(2)]
     simulation = Simulation.from_settings(models, settings)
     simulation.run(lambda worker: approach(worker, models[worker]), 6)
-    for _ in range(2):
-        simulation.make_round()
-    simulation.drain()
     for end in pool.run(train_unevenly, settings, world=2):
         assert_close(end, simulation.consensus())
 

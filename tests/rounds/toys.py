@@ -324,6 +324,7 @@ def train(
             engine = Engine.from_settings(model, settings)
             engine.load_state_dict(saved)
             saves_at = None
+    engine.drain()
     engine.finish()
     engine.close()
     return torch.stack([*history, flat(model)])
@@ -345,8 +346,6 @@ def simulate(
     for _ in range(rounds):
         simulation.run(lambda worker: approach(worker, models[worker]), 1)
         history.append(torch.stack(simulation.params()))
-    for _ in range(settings.schedule.num_lanes - 1):
-        simulation.make_round()  # of what has moved since it was shared
     simulation.drain()
     history.append(simulation.consensus().expand(world, -1))
     return torch.stack(history)

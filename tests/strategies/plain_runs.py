@@ -28,8 +28,9 @@ def simulate(
     algorithm: Algorithm | None = None,
     **settings: Any,
 ) -> Tensor:
-    """The consensus of a plain loop over the same batches; DiLoCo unless told otherwise."""
+    """What fit leaves after the local steps of so many rounds, by a plain loop; with DiLoCo."""
     settings = {"step": step, "make": make, "sync_every": sync_every, **settings}
+    settings["last_round"] = False
     inner = partial(torch.optim.SGD, lr=LR)
     return toys.simulate(algorithm or DiLoCo(), world, num_rounds, inner=inner, **settings)[-1, 0]
 

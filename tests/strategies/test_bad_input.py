@@ -55,8 +55,12 @@ def test_sync_every(subtests: pytest.Subtests) -> None:
 
 def test_arguments_of_all_strategies(subtests: pytest.Subtests) -> None:
     rows: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"evaluate": "mean"}, ValueError, "evaluate must be one of average, local, got 'mean'"),
-        ({"evaluate": None}, ValueError, "evaluate must be one of average, local, got None"),
+        (
+            {"evaluate": "mean"},
+            ValueError,
+            "evaluate must be one of average, outer, local, got 'mean'",
+        ),
+        ({"evaluate": None}, ValueError, "evaluate must be one of average, outer, local, got None"),
         ({"finalize": "drop"}, ValueError, "finalize must be one of average, keep, got 'drop'"),
         ({"timeout_s": 0}, ValueError, "timeout_s must be positive and finite, got 0"),
         ({"timeout_s": -1.0}, ValueError, "timeout_s must be positive and finite, got -1.0"),

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torchmetrics import MeanSquaredError
 
 from lightning_loco import DiLoCo, GASLoC, LocalSGD, LocoStrategy
-from tests.pool import Pool, make_trainer
+from lightning_loco.algorithms import Algorithm
+from tests.pool import Pool, PoolError, make_trainer
 from tests.small_model import (
     TinyModule,
     flat,
@@ -34,18 +35,18 @@ def picture(module: nn.Module) -> Picture:
 
 
 class LookingModule(LightningModule):
-    """Notes its parameters and statistics during training, in validation and afterwards."""
+    """Notes its parameters and statistics before and after each step, and in validation."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
         self.model = norm_model(seed=rank)  # worker 0's model is the start of all
+        self.started: list[Picture] = []
         self.trained: list[Picture] = []
         self.validated: list[Picture] = []
         self.restored: list[Picture] = []
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        if self.trained:
-            assert torch.equal(flat(self.model), self.trained[-1][0])
+        self.started.append(picture(self.model))
         return loss_of(self.model, batch)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -63,7 +64,7 @@ class LookingModule(LightningModule):
 
 
 def look(rank: int, world: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Six local steps with a validation in the middle of the second round, and two more."""
+    """Six local steps with a validation in the middle of the second round, and six more."""
     module = LookingModule(rank)
     trainer = make_trainer(
         LocoStrategy(sync_every=4, **settings),
@@ -73,6 +74,7 @@ def look(rank: int, world: int, settings: dict[str, Any]) -> dict[str, Any]:
     )
     trainer.fit(module, make_loader(rank, 6), make_loader(0, 2))
     return {
+        "started": module.started,
         "trained": module.trained,
         "validated": module.validated,
         "restored": module.restored,
@@ -91,8 +93,9 @@ def assert_same(actual: Picture, expected: Picture, atol: float = 1e-12) -> None
         torch.testing.assert_close(one, other, rtol=0, atol=atol)
 
 
-def test_validation_sees_the_mean_of_the_workers(pool: Pool) -> None:
-    results = pool.run(look, {"algorithm": LocalSGD()}, world=3)
+@pytest.mark.parametrize("algorithm", [LocalSGD(), DiLoCo()], ids=["local_sgd", "diloco"])
+def test_validation_sees_the_mean_of_the_workers(pool: Pool, algorithm: Algorithm) -> None:
+    results = pool.run(look, {"algorithm": algorithm}, world=3)
     for epoch, last_batch in ((1, 5), (2, 11)):
         local = [result["trained"][last_batch] for result in results]
         assert not torch.equal(local[0][1], local[1][1])  # statistics of BatchNorm are local
@@ -111,13 +114,49 @@ def test_sanity_check_sees_the_start_of_worker_0(pool: Pool) -> None:
         assert_same(result["validated"][0], start)
 
 
-def test_validation_of_diloco_sees_the_outer_parameters(pool: Pool) -> None:
-    results = pool.run(look, {"algorithm": DiLoCo()}, world=2)
-    outer = results[0]["trained"][3][0]  # right after the first round
+def test_validation_of_outer_parameters(pool: Pool) -> None:
+    results = pool.run(look, {"algorithm": DiLoCo(), "evaluate": "outer"}, world=2)
+    outer = results[0]["started"][4][0]  # right after the first round
+    mean = mean_of([result["trained"][-1] for result in results])
     for result in results:
-        assert torch.equal(result["trained"][3][0], outer)
+        assert torch.equal(result["started"][4][0], outer)
         assert torch.equal(result["validated"][1][0], outer)
         assert_same(result["restored"][0], result["trained"][5], atol=0)
+        assert_same(result["final"], mean)
+
+
+def test_rounds_come_before_the_next_step_and_not_at_the_end(pool: Pool) -> None:
+    results = pool.run(look, {"algorithm": DiLoCo()}, world=2)
+    mean = mean_of([result["trained"][-1] for result in results])
+    for result in results:
+        pairs = zip(result["started"][1:], result["trained"], strict=False)
+        moved = [i for i, (now, then) in enumerate(pairs, 1) if not torch.equal(now[0], then[0])]
+        assert moved == [4, 8]
+        assert_same(result["final"], mean)
+
+
+REFUSED = {
+    "outer": (LocalSGD(), "outer", None, "evaluate='outer' needs outer parameters.*LocalSGD"),
+    "monitor": (DiLoCo(), "local", "val_loss", r"ModelCheckpoint\(monitor='val_loss'\)"),
+}
+
+
+def fit_with(rank: int, world: int, name: str) -> None:
+    algorithm, evaluate, monitor, _ = REFUSED[name]
+    callbacks = [ModelCheckpoint(monitor=monitor)] if monitor else []
+    trainer = make_trainer(
+        LocoStrategy(algorithm, evaluate=evaluate),
+        max_epochs=1,
+        callbacks=callbacks,
+        enable_checkpointing=monitor is not None,
+    )
+    trainer.fit(TinyModule(lr=LR), make_loader(rank, 2))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_evaluated_so_is_refused(pool: Pool, name: str) -> None:
+    with pytest.raises(PoolError, match=REFUSED[name][-1]):
+        pool.run(fit_with, name, world=2)
 
 
 def test_local_evaluation(pool: Pool) -> None:
@@ -215,7 +254,7 @@ def test_metrics_and_every_entry_of_the_trainer(pool: Pool) -> None:
             expected = pytest.approx(mean_loss(weights, 2), rel=1e-6)
             assert result[stage][f"{prefix}_loss"] == expected
             assert result[stage][f"{prefix}_error"] == expected
-        assert result["rounds"] == 2
+        assert result["rounds"] == 1
 
 
 class LocalMetricModule(TinyModule):

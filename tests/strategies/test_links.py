@@ -18,10 +18,11 @@ from tests.small_model import TinyModule, flat, make_loader
 
 WITH_WORKERS = [name for name, kind in METHODS.items() if issubclass(kind, EngineStrategy)]
 LINK = Link(1000, 0.01)
+STEPS = 13
 OPTIONS = {"sync_every": 6, "fragments": 2}
 TOLD = (
     r"On the link that is emulated ([\d,]+) bytes were under way for ([\d.]+) s: ([\d.]+) s were "
-    r"waited for, ([\d.]+) s were hidden\. DDP would have sent ([\d,]+) bytes in 12 steps\."
+    r"waited for, ([\d.]+) s were hidden\. DDP would have sent ([\d,]+) bytes in 13 steps\."
 )
 
 
@@ -55,10 +56,10 @@ def fit(
     options = {name: count for name, count in OPTIONS.items() if name in shown}
     strategy = kind(link=link, **options)
     monitor = CommunicationMonitor()
-    settings = {"max_steps": 12, "use_distributed_sampler": False}
+    settings = {"max_steps": STEPS, "use_distributed_sampler": False}
     trainer = make_trainer(strategy, callbacks=[Slowly()], **settings)
     try:
-        trainer.fit(TinyModule(), make_loader(rank, 12))
+        trainer.fit(TinyModule(), make_loader(rank, STEPS))
     finally:
         log.removeHandler(messages)
     told = [text for text in messages.texts if "On the link" in text]
@@ -79,9 +80,9 @@ def check_link(name: str, first: Any, second: Any) -> None:
     assert second[0] == []
     sent, *seconds, of_ddp = found.groups()
     under_way_s, waited_s, hidden_s = map(float, seconds)
-    assert int(of_ddp.replace(",", "")) == 12 * flat(TinyModule()).nbytes  # two workers
-    if name in ("diloco", "local_sgd"):  # two rounds in twelve steps, and the workers' rows
-        assert 2 <= 12 * int(sent.replace(",", "")) / int(of_ddp.replace(",", "")) <= 4
+    assert int(of_ddp.replace(",", "")) == STEPS * flat(TinyModule()).nbytes  # two workers
+    if name in ("diloco", "local_sgd"):  # two rounds in the steps, and the workers' rows
+        assert 2 <= STEPS * int(sent.replace(",", "")) / int(of_ddp.replace(",", "")) <= 4
     else:
         assert sent != "0"
     assert under_way_s == pytest.approx(waited_s + hidden_s, abs=0.11)  # rounded

@@ -44,7 +44,7 @@ class Quiet(TinyModule):
 
 
 class Watched(Callback):
-    """Watches the batches without a round; those by the clock would begin at once and wait."""
+    """Watches the steps before which there is no round; by the clock it would begin and wait."""
 
     def __init__(self, case: Case) -> None:
         self.by_clock = case.by_clock
@@ -56,11 +56,12 @@ class Watched(Callback):
         trainer.strategy.engine.paused = self.by_clock
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        if (trainer.global_step + 1) % self.every:
+        self.is_watching = trainer.global_step == 0 or bool(trainer.global_step % self.every)
+        if self.is_watching:
             self.reads.__enter__()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step % self.every:
+        if self.is_watching:
             self.reads.__exit__(None, None, None)
         self.graphs.append(trainer.strategy._loss.grad_fn)
 
