@@ -319,7 +319,7 @@ class TestCommand:
             ),
             pytest.param(
                 ["algorithm=async_diloco", "algorithm.fragments=null", "algorithm.sync_every=15"],
-                "error: overlap applies a round's result one round later",
+                "error: The result of a round comes one round later",
                 marks=pytest.mark.soak,
             ),
         ],

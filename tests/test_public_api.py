@@ -43,8 +43,8 @@ STRATEGIES = {
         "streaming_diloco",
         {
             "sync_every": 100,
-            "fragments": 3,
-            "delay": 5,
+            "fragments": "auto",
+            "delay": "auto",
             "mix": 0.5,
             "outer_lr": 0.4,
             "outer_momentum": 0.9,

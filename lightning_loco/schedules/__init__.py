@@ -4,7 +4,7 @@ from lightning_loco.schedules.base import Now, Schedule
 from lightning_loco.schedules.by_speed import steps_by_speed
 from lightning_loco.schedules.every_interval import EveryInterval
 from lightning_loco.schedules.every_steps import EverySteps
-from lightning_loco.schedules.hidden_rounds import hidden_rounds
+from lightning_loco.schedules.hidden_rounds import hidden_rounds, streaming_rounds
 from lightning_loco.schedules.staggered import Staggered
 from lightning_loco.schedules.varying_steps import SyncEvery, VaryingSteps, by_steps
 
@@ -19,4 +19,5 @@ __all__ = [
     "by_steps",
     "hidden_rounds",
     "steps_by_speed",
+    "streaming_rounds",
 ]

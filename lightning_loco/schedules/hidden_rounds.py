@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from lightning_loco.schedules.base import Schedule
@@ -55,4 +55,35 @@ def hidden_rounds(
         schedule
         if delay is not None
         else dataclasses.replace(schedule, delay=schedule.shortest_gap)
+    )
+
+
+def streaming_rounds(
+    sync_every: int | Sequence[int],
+    fragments: int | Literal["auto"] = "auto",
+    delay: int | Literal["auto"] = "auto",
+    pattern: str | Sequence[str] = "strided",
+) -> Staggered:
+    """Rounds of fragments of layers that take turns, as those of streaming DiLoCo.
+
+    Args:
+        sync_every: Local steps between the rounds of a fragment, or one number per worker.
+        fragments: How many; ``"auto"`` for 3, or as many as there are local steps.
+        delay: Local steps after which a result lands; ``"auto"`` for 5, or half of ``sync_every``
+            if that is less.
+        pattern: As in :class:`Staggered`.
+
+    Raises:
+        TypeError: If a value has the wrong type.
+        ValueError: If a value is out of range.
+
+    Example:
+        >>> streaming_rounds(4)
+        Staggered(sync_every=4, fragments=3, delay=2, pattern='strided', warm_start=False)
+    """
+    check_sync_every(sync_every)
+    steps = sync_every if isinstance(sync_every, int) else min(sync_every, default=1)
+    count = min(3, steps) if fragments == "auto" else fragments
+    return Staggered(
+        sync_every, count, min(5, max(1, steps // 2)) if delay == "auto" else delay, pattern
     )

@@ -28,6 +28,7 @@ class CommonArguments(TypedDict, total=False):
     finalize: Literal["average", "keep"]
     checkpoint_folder: Literal["shared", "private"]
     timeout_s: float
+    summary: bool
     accelerator: Accelerator | None
     parallel_devices: list[torch.device] | None
     cluster_environment: ClusterEnvironment | None

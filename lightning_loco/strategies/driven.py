@@ -40,6 +40,42 @@ class Engine(Protocol):
         """Let go of process groups and threads."""
 
 
+def bytes_of_ddp(num_workers: int, num_bytes: int, steps: int) -> float:
+    """What a worker sends in so many steps of DDP, if its gradients have so many bytes."""
+    return 2 * (num_workers - 1) / num_workers * num_bytes * steps
+
+
+def summarize(
+    statistics: Statistics, steps: int, of_ddp: float, distance: float | None = None
+) -> str:
+    """A short table of what training took on this worker.
+
+    Args:
+        statistics: Of the worker.
+        steps: Its local steps.
+        of_ddp: Bytes that DDP would have sent; 0 if nobody knows.
+        distance: The consensus distance at the end, if it was measured.
+    """
+    sent = in_units(statistics.bytes_sent)
+    rows = {
+        "local steps": f"{steps:,}",
+        "rounds": f"{statistics.rounds:,}",
+        "sent": f"{sent} (DDP: {in_units(of_ddp)})" if of_ddp else sent,
+        "waited": f"{statistics.wait_s:.1f} s",
+    }
+    if distance is not None:
+        rows["consensus distance"] = f"{distance:.3g}"
+    lines = [f"  {name:<20}{value}" for name, value in rows.items()]
+    return "\n".join(["Training is over. On worker 0:", *lines])
+
+
+def in_units(num_bytes: float) -> str:
+    """Bytes as people read them: 12.3 MB."""
+    units = ("B", "kB", "MB", "GB", "TB")
+    power = min(len(f"{num_bytes:.0f}") - 1, 3 * len(units) - 1) // 3
+    return f"{num_bytes / 1000**power:,.{1 if power else 0}f} {units[power]}"
+
+
 def tell_of_link(engine: Engine) -> None:
     """One line about what an emulated link has cost this worker; nothing if there is none."""
     statistics, worker = engine.statistics, engine.worker
@@ -50,21 +86,23 @@ def tell_of_link(engine: Engine) -> None:
         f"On the link that is emulated {num_bytes:,} bytes were under way for {under_way_s:.1f} s: "
         f"{waited_s:.1f} s were waited for, {under_way_s - waited_s:.1f} s were hidden."
     )
-    n, layout = worker.group.num_workers, worker.replica.layout
-    of_ddp = 2 * (n - 1) * layout.numel * layout.dtype.itemsize * worker.steps / n
-    if of_ddp:
+    layout = worker.replica.layout
+    num_bytes = layout.numel * layout.dtype.itemsize
+    if of_ddp := bytes_of_ddp(worker.group.num_workers, num_bytes, worker.steps):
         text += f" DDP would have sent {of_ddp:,.0f} bytes in {worker.steps} steps."
     rank_zero_info(text)
 
 
 def describe(engine: Engine, schedule: Schedule | None) -> str:
-    """One line about a run: its algorithm, workers, parameters and rounds, and where it starts."""
+    """One line about a run: its algorithm, workers, parameters and rounds."""
     worker, settings = engine.worker, engine.settings
     group, membership = worker.group, getattr(settings, "membership", None)
     workers = f"{group.num_workers} workers" if membership is None else "workers that come and go"
-    rounds = "" if schedule is None else f"{schedule}, topology {settings.topology}, "
-    return (
-        f"{settings.algorithm} on {workers}, "
-        f"{worker.replica.layout.numel:,} trainable parameters, {rounds}"
-        f"start {worker.checksum:08x}."
-    )
+    topology = getattr(settings, "topology", None)
+    parts = [
+        f"{settings.algorithm} on {workers}",
+        f"{worker.replica.layout.numel:,} trainable parameters",
+        *([] if schedule is None else [str(schedule)]),
+        *([] if topology is None else [f"topology {topology}"]),
+    ]
+    return ", ".join(parts) + "."

@@ -23,9 +23,10 @@ from lightning_loco.comm.saved import Saved
 from lightning_loco.schedules import Schedule
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.added_hooks import add_hooks
+from lightning_loco.strategies.advice import advice
 from lightning_loco.strategies.arguments import check_choice, check_common_arguments
 from lightning_loco.strategies.averaged_models import averaged_models, finish_with_averages
-from lightning_loco.strategies.driven import Engine, describe
+from lightning_loco.strategies.driven import Engine, bytes_of_ddp, describe, summarize
 from lightning_loco.strategies.local_model import LocalModel, check_batch_norm
 from lightning_loco.strategies.local_steps import LocalSteps, loss_in
 from lightning_loco.strategies.meeting import MeetingStrategy
@@ -34,6 +35,9 @@ from lightning_loco.strategies.shared_memory import leave_shared_memory
 from lightning_loco.strategies.user_optimizers import check_left_out, clear_non_finite
 from lightning_loco.strategies.worker_checkpoints import WorkerCheckpoints
 from lightning_loco.strategies.written_weights import WrittenWeights
+
+SAMPLED = 8192
+"""Elements from which the consensus distance at the end is estimated."""
 
 
 class EngineStrategy(MeetingStrategy):
@@ -61,6 +65,7 @@ class EngineStrategy(MeetingStrategy):
         finalize: Literal["average", "keep"] = "average",
         checkpoint_folder: Literal["shared", "private"] = "shared",
         timeout_s: float = 600.0,
+        summary: bool = True,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -88,6 +93,7 @@ class EngineStrategy(MeetingStrategy):
         )
         self.settings = settings
         self.evaluate, self.finalize, self.timeout_s = evaluate, finalize, timeout_s
+        self.summary = summary
         self.statistics = Statistics()
         self._steps = LocalSteps()
         self._pace: Pace | None = None
@@ -205,7 +211,14 @@ class EngineStrategy(MeetingStrategy):
         if self._pace is not None:
             with self._engine.worker.group.errors_shared("the start of training"):
                 self._pace.check_length(self._trainer)
+            for line in self._advice():
+                rank_zero_info(line)
         self._go_on()
+
+    def _advice(self) -> Iterator[str]:
+        engine, averages = self._engine, self.evaluate == "average"
+        layout = engine.worker.replica.layout
+        return advice(self._trainer, engine.settings, self.worker, layout, averages)
 
     def _go_on(self) -> None:
         self._finished = False  # a search for the learning rate may have trained before
@@ -288,9 +301,17 @@ class EngineStrategy(MeetingStrategy):
     def _end_training(self) -> Iterator[None]:
         """Leave the consensus in the model, before all hooks."""
         self._weights.end_fit()
-        check_left_out(self._engine.worker.replica.left_out, self.optimizers)
-        finish_with_averages(self._engine, self._trainer, keeps_local=self.finalize == "keep")
+        engine, worker, distance = self._engine, self._engine.worker, None
+        check_left_out(worker.replica.left_out, self.optimizers)
+        if self.summary and worker.group.num_workers > 1:
+            self.meet("the end of training")
+            distance = worker.measure_consensus(SAMPLED)
+        finish_with_averages(engine, self._trainer, keeps_local=self.finalize == "keep")
         self._finished = True
+        if self.summary:
+            num_bytes = worker.replica.layout.numel * worker.replica.layout.dtype.itemsize
+            of_ddp = bytes_of_ddp(worker.group.num_workers, num_bytes, worker.steps)
+            rank_zero_info(summarize(engine.statistics, worker.steps, of_ddp, distance))
         yield
 
     def on_exception(self, exception: BaseException) -> None:

@@ -54,6 +54,7 @@ class LocoStrategy(EngineStrategy):
         checkpoint_folder: ``"private"`` if each worker writes checkpoints to a disk of its own,
             ``"shared"`` if all see the same folder.
         timeout_s: Longest wait for another worker, in seconds.
+        summary: Whether fit ends with a short table of steps, rounds, bytes and seconds.
         bucket_bytes: Memory for messages under way, in bytes.
         compression: How messages are written on the wire: ``"bf16"``, ``"fp16"``, ``"int8"``,
             ``"int4"``, ``"e3m0"``, ``"sparse"``, or a codec such as ``Int8(block=128)`` or

@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 from lightning_loco.algorithms import DiLoCo, GASLoC, Landing, LocalSGD, Mix
 from lightning_loco.algorithms.diloco import OuterOptimizer
 from lightning_loco.algorithms.outer_lr import OuterLR
-from lightning_loco.schedules import Schedule, Staggered, SyncEvery, hidden_rounds
+from lightning_loco.schedules import Schedule, SyncEvery, hidden_rounds, streaming_rounds
 from lightning_loco.strategies.arguments import RoundArguments, spelled_out
 from lightning_loco.strategies.loco import LocoStrategy
 from lightning_loco.topology import Topology
@@ -158,9 +158,10 @@ class StreamingDiLoCoStrategy(LocoStrategy):
     Args:
         sync_every: Local steps between the rounds of one fragment, at least ``fragments``; or one
             number per worker.
-        fragments: In how many parts the model is exchanged; at most its layers.
+        fragments: In how many parts the model is exchanged; at most its layers. ``"auto"`` is 3, or
+            ``sync_every`` if that is less.
         delay: Local steps after which a result is applied, from 0, which waits for it, up to
-            ``sync_every``.
+            ``sync_every``. ``"auto"`` is 5, or half of ``sync_every`` if that is less.
         mix: Share in [0, 1] of the local parameters when a result is applied; 0 takes the result.
         outer_lr: Outer learning rate.
         outer_momentum: Outer momentum in [0, 1).
@@ -184,8 +185,8 @@ class StreamingDiLoCoStrategy(LocoStrategy):
     def __init__(
         self,
         sync_every: int | Sequence[int] = 100,
-        fragments: int = 3,
-        delay: int = 5,
+        fragments: int | Literal["auto"] = "auto",
+        delay: int | Literal["auto"] = "auto",
         mix: float = 0.5,
         outer_lr: float = 0.4,
         outer_momentum: float = 0.9,
@@ -195,7 +196,7 @@ class StreamingDiLoCoStrategy(LocoStrategy):
         **common: Unpack[RoundArguments],
     ) -> None:
         algorithm = DiLoCo(outer_lr, outer_momentum, nesterov, outer_optimizer)
-        schedule = Staggered(sync_every, fragments, delay, pattern)
+        schedule = streaming_rounds(sync_every, fragments, delay, pattern)
         self._init_rounds(algorithm, schedule, mixed(mix, schedule), **common)
 
 

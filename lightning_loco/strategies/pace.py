@@ -72,7 +72,7 @@ class Pace:
         steps = trainer.estimated_stepping_batches
         if 0 <= steps < shortest:
             raise ValueError(
-                f"overlap applies a round's result one round later, but this run of {steps:.0f} "
-                f"local steps has room for a single round of sync_every={sync_every}. "
-                f"Use overlap=False (algorithm=diloco) or sync_every of at most {steps // 2:.0f}."
+                f"The result of a round comes one round later, but this run of {steps:.0f} local "
+                f"steps has room for a single round of sync_every={sync_every}. Use sync_every of "
+                f"at most {steps // 2:.0f}, or a method whose results come at once, such as DiLoCo."
             )

@@ -23,6 +23,7 @@ from lightning_loco.remote.compression import as_codec
 from lightning_loco.remote.plan import BUCKET_BYTES
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.arguments import check_common_arguments
+from lightning_loco.strategies.driven import bytes_of_ddp, summarize
 from lightning_loco.strategies.gradient_hooks import sees_gradients
 from lightning_loco.strategies.remote_arguments import (
     check_before_setup,
@@ -63,6 +64,7 @@ class RemoteOptimizerStrategy(ServedStrategy):
         overlap: Send gradients while the backward pass computes them.
         timeout_s: Longest wait for another rank, in seconds.
         bucket_bytes: Longest message, in bytes; smaller parameters travel together.
+        summary: Whether fit ends with a short table of steps, bytes and seconds.
         accelerator: As in ``DDPStrategy``; usually set by the Trainer.
         parallel_devices: As in ``DDPStrategy``.
         cluster_environment: As in ``DDPStrategy``.
@@ -98,6 +100,7 @@ class RemoteOptimizerStrategy(ServedStrategy):
         overlap: bool = True,
         timeout_s: float = 600.0,
         bucket_bytes: int = BUCKET_BYTES,
+        summary: bool = True,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -125,6 +128,7 @@ class RemoteOptimizerStrategy(ServedStrategy):
         self.overlap = overlap
         self.timeout_s = timeout_s
         self.bucket_bytes = bucket_bytes
+        self.summary = summary
         self.statistics = Statistics()
         self._added = ExitStack()
         self._stop_reason: str | None = None
@@ -258,6 +262,12 @@ class RemoteOptimizerStrategy(ServedStrategy):
         """Fetch the optimizer's state for checkpoints after ``fit``, and leave the servers."""
         assert self.remote is not None
         self.checkpoints.end_fit(self.remote)
+        if self.summary:
+            assert self.lightning_module is not None
+            parameters = [p for p in self.lightning_module.parameters() if p.requires_grad]
+            num_bytes, steps = sum(p.nbytes for p in parameters), self.statistics.rounds
+            of_ddp = bytes_of_ddp(self.num_workers, num_bytes, steps)
+            rank_zero_info(summarize(self.statistics, steps, of_ddp))
         self._finished = True
         self._leave(self.remote)
 

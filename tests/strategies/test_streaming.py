@@ -203,6 +203,9 @@ def test_the_strategies_choose_schedule_and_landing() -> None:
     settings = StreamingDiLoCoStrategy().settings
     assert settings.algorithm == DiLoCo(0.4, 0.9)
     assert (settings.schedule, settings.landing) == (Staggered(100, 3, 5), Mix(0.5))
+    assert StreamingDiLoCoStrategy(4).settings.schedule == Staggered(4, 3, 2)
+    assert StreamingDiLoCoStrategy(1).settings.schedule == Staggered(1, 1, 1)
+    assert StreamingDiLoCoStrategy([9, 30]).settings.schedule == Staggered([9, 30], 3, 4)
     assert StreamingDiLoCoStrategy(10, 1, 10, 0.0).settings.landing is None  # the algorithm's own
     hidden = AsyncDiLoCoStrategy(10).settings
     assert hidden.algorithm == DiLoCo(0.6, 0.8)

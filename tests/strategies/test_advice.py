@@ -1,0 +1,104 @@
+"""What is said before training of settings that work, but badly."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import pytest
+from torch import nn
+
+from lightning_loco import DiLoCoStrategy, LocalSGDStrategy, LocoStrategy
+from tests.pool import Pool, make_trainer
+from tests.small_model import ValidatedModule, make_loader
+
+
+def few_rounds() -> LocoStrategy:
+    return LocalSGDStrategy(sync_every=4)
+
+
+def long_rounds() -> LocoStrategy:
+    return LocalSGDStrategy(sync_every=6)
+
+
+def much_momentum() -> LocoStrategy:
+    return DiLoCoStrategy(sync_every=2)
+
+
+def little_momentum() -> LocoStrategy:
+    return DiLoCoStrategy(sync_every=2, outer_momentum=0.5)
+
+
+def compressed() -> LocoStrategy:
+    return LocalSGDStrategy(sync_every=4, compression="int8")
+
+
+def compressed_and_outer() -> LocoStrategy:
+    return DiLoCoStrategy(sync_every=4, outer_momentum=0.5, compression="int8", evaluate="outer")
+
+
+ROWS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
+    "nothing": (little_momentum, {"max_epochs": 6}, []),
+    "few rounds": (
+        few_rounds,
+        {"max_epochs": 3},
+        ["sync_every=4 leaves 3 rounds in this run of 12 local steps.* Use sync_every=1 or less"],
+    ),
+    "long rounds": (
+        long_rounds,
+        {"max_epochs": 16},
+        ["sync_every=6 is longer than an epoch of 4 local steps.* Use sync_every=4 or less"],
+    ),
+    "accumulated": (
+        few_rounds,
+        {"max_epochs": 24, "accumulate_grad_batches": 2},
+        ["sync_every=4 is longer than an epoch of 2 local steps"],
+    ),
+    "momentum": (much_momentum, {"max_epochs": 6}, ["outer_momentum=0.9 suits hundreds.*is 2"]),
+    "averages": (
+        compressed,
+        {"max_epochs": 12},
+        [r"takes 7\.\d times the bytes of the compressed .* Validate every (29|30|31) local"],
+    ),
+    "outer": (compressed_and_outer, {"max_epochs": 12}, []),
+    "seldom": (compressed, {"max_epochs": 16, "check_val_every_n_epoch": 8}, []),
+    "trial": (few_rounds, {"fast_dev_run": True}, []),
+}
+
+
+class Messages(logging.Handler):
+    """What was said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def told(rank: int, world: int, name: str) -> list[str]:
+    make, settings, _ = ROWS[name]
+    log, messages = logging.getLogger("lightning.pytorch.utilities.rank_zero"), Messages()
+    log.addHandler(messages)
+    log.setLevel(logging.INFO)
+    try:
+        trainer = make_trainer(make(), **settings, use_distributed_sampler=False)
+        module = ValidatedModule()
+        module.lr = 1e-4
+        module.model = nn.Sequential(nn.Linear(3, 1000), nn.Tanh(), nn.Linear(1000, 1)).double()
+        trainer.fit(module, make_loader(rank, 4), make_loader(rank, 1))
+    finally:
+        log.removeHandler(messages)
+    return [text for text in messages.texts if " Use " in text or " Validate " in text]
+
+
+def test_each_setting_is_told_of_in_one_line(pool: Pool, subtests: pytest.Subtests) -> None:
+    for name, (_, _, expected) in ROWS.items():
+        with subtests.test(name):
+            first, second = pool.run(told, name, world=2)
+            assert second == []
+            assert len(first) == len(expected), first
+            for text, pattern in zip(first, expected, strict=True):
+                assert re.search(pattern, text), text

@@ -1,0 +1,74 @@
+"""What is said of a run at its end."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+
+from lightning_loco.strategies.driven import in_units
+from lightning_loco.strategies.methods import METHODS
+from tests.pool import Pool
+from tests.small_model import TinyModule, flat, make_loader
+from tests.strategies.remote_runs import fit_with
+
+STEPS = 9
+OPTIONS = {"sync_every": 4, "fragments": 2, "num_workers": 2}
+
+
+class Messages(logging.Handler):
+    """What was said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def fit(rank: int, world: int, name: str, summary: bool) -> list[str]:
+    log, messages = logging.getLogger("lightning.pytorch.utilities.rank_zero"), Messages()
+    log.addHandler(messages)
+    log.setLevel(logging.INFO)
+    kind = METHODS[name]
+    shown = kind.__init__.__annotations__
+    options = {key: value for key, value in OPTIONS.items() if key in shown}
+    strategy = kind(summary=summary, **options)
+    try:
+        fit_with(strategy, TinyModule(), make_loader(rank, STEPS))
+    finally:
+        log.removeHandler(messages)
+    return [text for text in messages.texts if "Training is over" in text]
+
+
+def test_every_fit_ends_with_its_summary(pool: Pool, subtests: pytest.Subtests) -> None:
+    of_ddp = in_units(STEPS * flat(TinyModule()).nbytes)  # two workers
+    for name in METHODS:
+        with subtests.test(name):
+            world = 3 if name == "remote_optimizer" else 2
+            first, *others = pool.run(fit, name, True, world=world)
+            assert others == [[]] * (world - 1)
+            (text,) = first
+            rows = dict(re.split(r"\s{2,}", line.strip()) for line in text.splitlines()[1:])
+            assert rows["local steps"] == str(STEPS)
+            assert rows["sent"].endswith(f" (DDP: {of_ddp})")
+            assert re.fullmatch(r"\d+\.\d s", rows["waited"])
+            if name == "remote_optimizer":
+                assert rows["rounds"] == str(STEPS)
+            else:
+                assert float(rows["consensus distance"]) > 0
+            if "sync_every" in METHODS[name].__init__.__annotations__:
+                assert rows["rounds"] == {"async_diloco": "4", "streaming_diloco": "4"}.get(
+                    name, "2"
+                )
+
+
+def test_it_is_left_out_on_request(pool: Pool) -> None:
+    assert pool.run(fit, "diloco", False, world=2) == [[], []]
+
+
+def test_bytes_are_in_units() -> None:
+    rows = {0: "0 B", 999: "999 B", 1000: "1.0 kB", 12_345_678: "12.3 MB", 4.2e15: "4,200.0 TB"}
+    assert {number: in_units(number) for number in rows} == rows
