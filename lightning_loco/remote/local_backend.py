@@ -14,7 +14,10 @@ from lightning_loco.remote.hyperparameters import HyperparameterMirror
 from lightning_loco.remote.message import Message
 from lightning_loco.remote.optimizer_state import OptimizerState
 from lightning_loco.remote.slots import Slot
-from lightning_loco.remote.supported_optimizers import is_step_per_parameter
+from lightning_loco.remote.supported_optimizers import (
+    is_step_per_parameter,
+    step_without_closure,
+)
 from lightning_loco.remote.wire import Sending
 
 
@@ -82,7 +85,7 @@ class LocalBackend:
         if not complete:
             return ()
         self._set_gradients(complete, self._early)
-        self._optimizer.step()
+        step_without_closure(self._optimizer)
         self._clear_gradients(complete)
         return self._up_to(min(index + 1, len(self._slots) - 1))
 
@@ -95,7 +98,7 @@ class LocalBackend:
             self._clip(call.clip)
             if self._before_step is not None:
                 self._before_step()
-            self._optimizer.step()
+            step_without_closure(self._optimizer)
             self._clear_gradients(everything)
         if self._after_step is not None:
             self._after_step()

@@ -87,6 +87,17 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self.has_left = False
         self.optimizer: torch.optim.Optimizer | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        """Say why what the optimizer on the other rank can do cannot be asked for here."""
+        there = self.__dict__.get("optimizer")
+        if not name.startswith("_") and hasattr(there, name):
+            raise AttributeError(
+                f"{name!r} of {type(there).__name__} cannot be used here: the optimizer is on "
+                "another rank, which is sent gradients and makes steps, and nothing else. Use an "
+                "optimizer without such methods, or a strategy whose workers step by themselves."
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only as part of the constructor: the optimizer on the other rank gets no more groups.
 

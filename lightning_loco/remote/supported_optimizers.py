@@ -23,6 +23,19 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def step_without_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Make the step; one that turns out to need a closure is a TypeError that says so."""
+    try:
+        optimizer.step()
+    except TypeError as error:
+        name = type(optimizer).__name__
+        raise TypeError(
+            f"{name}.step() has failed without a closure: {error}. A closure computes gradients "
+            f"again, which the rank of the optimizer cannot. If {name} needs one, use one that "
+            "does not, such as AdamW or SGD."
+        ) from error
+
+
 def is_step_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the step of a parameter depends on its own gradient and state alone.
 

@@ -171,6 +171,8 @@ class EngineStrategy(MeetingStrategy):
             validation_start=self._begin_validation,
             validation_end=self._end_validation,
         )
+        trained = self.lightning_module.parameters()
+        self._added.callback(self._steps.watch(trained, self._before_raw_step, self._count))
         if self._pace is not None:
             self._added.callback(self._pace.restore)
         rank_zero_info(describe(self.engine, self.schedule))
@@ -203,8 +205,7 @@ class EngineStrategy(MeetingStrategy):
         """Share the training data in proportion to ``sync_every`` when it is a list."""
         if self.schedule is not None:
             dataloader = share_data(dataloader, self.schedule.shares(self.num_workers), self.worker)
-        lightning_private.set_present_epoch(self._trainer, dataloader)
-        return dataloader
+        return super().process_dataloader(dataloader)
 
     def on_train_start(self) -> None:
         """Refuse a run too short for overlap; go on from this worker's own checkpoint."""
@@ -242,6 +243,7 @@ class EngineStrategy(MeetingStrategy):
         """
         if self._finished:
             self._go_on()
+        self._steps.begin_batch()
         self._weights.begin_batches()
         watchdog = self._engine.worker.group.watchdog
         if watchdog is not None:
@@ -261,8 +263,19 @@ class EngineStrategy(MeetingStrategy):
         return output
 
     def prepare_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Do what comes before a step of the optimizer, and say what it is to call."""
+        """Do what comes before a step of the optimizer, and say what it is to call.
+
+        A step that is not made through Lightning has no closure: it comes as one that does nothing,
+        and what is returned is called at once, right before the step.
+        """
         return closure
+
+    def _before_raw_step(self, optimizer: Optimizer) -> None:
+        self.prepare_step(optimizer, lambda: None)()
+
+    def _count(self, optimizer: Optimizer) -> None:
+        if self._steps.is_new(optimizer):
+            self._engine.count_step()
 
     def optimizer_step(
         self,
@@ -273,13 +286,13 @@ class EngineStrategy(MeetingStrategy):
     ) -> Any:
         """Step and count."""
         closure = self.prepare_step(optimizer, closure)
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self._steps.through_lightning():
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self.lightning_module is not None
         is_automatic = self.lightning_module.automatic_optimization
         if is_automatic:
             self._engine.worker.replica.stand_in.release()
-        if self._steps.is_new(optimizer):
-            self._engine.count_step()
+        self._count(optimizer)
         if is_automatic:
             self._stop_if_agreed()
         return output

@@ -132,6 +132,21 @@ def start_epoch_data(trainer: pl.Trainer) -> None:
     iter(loop._data_fetcher)  # type: ignore[arg-type]
 
 
+def go_on_in_data(trainer: pl.Trainer) -> None:
+    """Take up the places of the training loaders that a checkpoint holds, if that is still to do.
+
+    Lightning does so when it makes the loaders. Where ``configure_optimizers`` asks for
+    ``trainer.estimated_stepping_batches``, they are made before the checkpoint is read.
+    """
+    loop = trainer.fit_loop
+    if loop._combined_loader is None or not loop._combined_loader_states_to_load:
+        return
+    for dataloader in loop._combined_loader.flattened:
+        set_present_epoch(trainer, dataloader)
+    loop._load_combined_loader_states()
+    iter(loop._data_fetcher)  # type: ignore[arg-type]
+
+
 def leave_out_batches(trainer: pl.Trainer, count: int) -> None:
     """Read the first batches of an epoch that has begun, without training on them."""
     fetcher = trainer.fit_loop._data_fetcher

@@ -1,21 +1,31 @@
-"""What a local step is: how many were made with several optimizers, and their loss."""
+"""What a local step is: how many were made, with whatever optimizers and calls, and their loss."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 
 class LocalSteps:
-    """Counts the steps of each optimizer; local steps are those of the one that has made most."""
+    """Counts the steps of each optimizer; local steps are those of the one that has made most.
+
+    Lightning tells of the steps that are made through it. Code may also call the ``step`` of a
+    torch optimizer itself: while :meth:`watch` lasts, hooks of torch tell of those.
+    """
 
     def __init__(self) -> None:
         self._done: dict[int, int] = {}
         self._most = 0
+        self._inside = 0
 
     def is_next(self, optimizer: Optimizer) -> bool:
         """Whether the coming step of an optimizer is one local step more."""
@@ -27,6 +37,61 @@ class LocalSteps:
         self._done[id(optimizer)] = self._done.get(id(optimizer), 0) + 1
         self._most += is_next
         return is_next
+
+    @contextmanager
+    def through_lightning(self) -> Iterator[None]:
+        """A step that Lightning makes; those of optimizers in it are not told of."""
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+
+    def watch(
+        self,
+        parameters: Iterable[Tensor],
+        before: Callable[[Optimizer], None],
+        after: Callable[[Optimizer], None],
+    ) -> Callable[[], None]:
+        """Tell of steps that are not made through Lightning.
+
+        An optimizer that steps another one within its own step, as wrappers do, counts once.
+
+        Args:
+            parameters: Optimizers without any of them are not told of.
+            before: Called before such a step, with its optimizer.
+            after: Called after it.
+
+        Returns:
+            What ends it.
+        """
+        watched = {id(parameter) for parameter in parameters}
+
+        def concerns(optimizer: Optimizer) -> bool:
+            groups = optimizer.param_groups
+            return any(id(p) in watched for group in groups for p in group["params"])
+
+        def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if not self._inside and concerns(optimizer):
+                before(optimizer)
+            self._inside += 1
+
+        def end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            self._inside -= 1
+            if not self._inside and concerns(optimizer):
+                after(optimizer)
+
+        handles = register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)
+
+        def stop() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return stop
+
+    def begin_batch(self) -> None:
+        """No step is under way; one that has failed may have left the impression."""
+        self._inside = 0
 
 
 def loss_in(output: Any) -> Tensor | float:

@@ -156,6 +156,11 @@ class MeetingStrategy(DDPStrategy):
         self.group.come_to(place)
         return Explained(self.group, place)
 
+    def process_dataloader(self, dataloader: object) -> object:
+        """Tell samplers the present epoch before the first iterator is made."""
+        lightning_private.set_present_epoch(self._trainer, dataloader)
+        return dataloader
+
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all workers."""
         place = f"barrier {args[0] if args else kwargs.get('name', '')}"

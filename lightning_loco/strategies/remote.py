@@ -25,6 +25,7 @@ from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.arguments import check_common_arguments
 from lightning_loco.strategies.driven import bytes_of_ddp, summarize
 from lightning_loco.strategies.gradient_hooks import sees_gradients
+from lightning_loco.strategies.local_steps import LocalSteps
 from lightning_loco.strategies.remote_arguments import (
     check_before_setup,
     check_optimizers,
@@ -131,6 +132,7 @@ class RemoteOptimizerStrategy(ServedStrategy):
         self.summary = summary
         self.statistics = Statistics()
         self._added = ExitStack()
+        self._steps = LocalSteps()
         self._stop_reason: str | None = None
         self._precision: RemotePrecision | None = None
         self._can_stream = False
@@ -185,6 +187,9 @@ class RemoteOptimizerStrategy(ServedStrategy):
         self.remote.stand_for(local)
         self.optimizers = [self.remote]
         self.statistics = Statistics()
+        self._steps = LocalSteps()
+        parameters = list(self.lightning_module.parameters())
+        self._added.callback(self._steps.watch(parameters, self._check_raw_step, self._count))
         self._precision = RemotePrecision(self.precision_plugin, self.remote)
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._can_stream = (
@@ -234,14 +239,28 @@ class RemoteOptimizerStrategy(ServedStrategy):
 
         sent, saved = remote.bytes_sent, remote.bytes_saved
         chosen = streamed if self._can_stream else closure
-        output = super().optimizer_step(optimizer, chosen, model, **kwargs)
+        with self._steps.through_lightning():
+            output = super().optimizer_step(optimizer, chosen, model, **kwargs)
         self.statistics.bytes_sent += remote.bytes_sent - sent
         self.statistics.bytes_saved += remote.bytes_saved - saved
+        self._count(remote)
+        return output
+
+    def _check_raw_step(self, optimizer: Optimizer) -> None:
+        if optimizer is not self.remote:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} is about to step here, but the optimizer is on "
+                "another rank: the workers would end with different parameters. Call the step of "
+                "self.optimizers(), not that of an optimizer which configure_optimizers has made."
+            )
+
+    def _count(self, optimizer: Optimizer) -> None:
+        remote = self.remote
+        assert remote is not None
         self.statistics.rounds += 1
         self.statistics.wait_s = remote.wait_s
         if remote.stop_agreed is not None:
             lightning_private.stop_after_batch(self._trainer, self._added)
-        return output
 
     # ------------------------------------------------------------- checkpoints
 

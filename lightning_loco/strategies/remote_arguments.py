@@ -48,7 +48,7 @@ def check_before_setup(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         )
     check_model(module)
     for name, parameter in module.named_parameters():
-        if parameter.is_complex():
+        if parameter.requires_grad and parameter.is_complex():
             raise ValueError(
                 f"Parameter {name!r} is complex, which cannot be sent to another rank. Store it as "
                 "real numbers (torch.view_as_real), and use torch.view_as_complex in forward."

@@ -51,6 +51,7 @@ class ResumedPlace:
             What is begun anew, in words.
         """
         notes = []
+        lightning_private.go_on_in_data(trainer)
         if (
             deals
             and self._before != self._now

@@ -40,6 +40,7 @@ class WrittenWeights:
         self._is_before_start = False
         self._written: dict[str, Tensor] = {}
         self._seen: list[int] | None = None
+        self._epoch_start: tuple[int, int, list[int]] | None = None
 
     def begin_fit(self) -> None:
         """The engine has taken its start; hooks follow."""
@@ -104,6 +105,17 @@ class WrittenWeights:
         self._worker.replica.stand_in.release()
         self.begin_batches()
         self._seen = self._look()
+        self._check_steps(self._seen)
+
+    def _check_steps(self, now: list[int]) -> None:
+        start, self._epoch_start = self._epoch_start, None
+        counts = self._worker.steps, self._worker.round_index
+        if start is not None and start[:2] == counts and start[2] != now:
+            raise RuntimeError(
+                "The parameters have changed in this epoch, but no step of a torch optimizer was "
+                "seen, and local steps are counted by those: no round would ever be made. Change "
+                "parameters by the step() of an optimizer that has them."
+            )
 
     def note(self) -> None:
         """Keep what was written since the batches ended, before a round of others changes it."""
@@ -137,8 +149,14 @@ class WrittenWeights:
         self._forget()
         if lightning_private.only_measures(self._model.trainer):
             self._written = {}
-        if self._written:
+        elif self._written:
             self._take_over()
+            self._note_start()
+        else:
+            self._note_start()
+
+    def _note_start(self) -> None:
+        self._epoch_start = self._worker.steps, self._worker.round_index, self._look()
 
     def _forget(self) -> None:
         """Look at nothing until the batches of an epoch have ended."""

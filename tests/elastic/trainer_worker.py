@@ -59,31 +59,38 @@ class Notes(Callback):
         self._path = path
         self._step_s = step_s
         self._samples: list[int] = []
+        self._round: int | None = None
+        self._line: dict[str, Any] = {}
 
-    def on_train_batch_end(self, trainer: Any, module: Any, out: Any, batch: Any, i: int) -> None:
-        time.sleep(self._step_s)
-        self._samples += batch[0].tolist()
+    def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
         engine = trainer.strategy.engine
-        if engine.worker.steps_since_round:
+        before, self._round = self._round, engine.worker.round_index
+        if before is None or before == self._round:
             return
         last = engine.link.last
-        line = {
+        self._line = {
             "round": engine.worker.round_index,
             "steps": trainer.global_step,
-            "logged_step": lightning_private.logged_step(trainer),
             "lr": trainer.optimizers[0].param_groups[0]["lr"],
             "betas": trainer.optimizers[0].param_groups[0]["betas"],
             "members": [] if last is None else list(last.plan.names),
             "own": "" if last is None else last.plan.names[last.plan.own],
             "weights": [] if last is None else last.rows[:, 3].tolist(),
             "checksum": checksum(engine),
-            "samples": self._samples,
-            "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
-            "time": time.time(),
         }
-        self._samples = []
-        with open(self._path, "a") as log:
-            log.write(json.dumps(line) + "\n")
+
+    def on_train_batch_end(self, trainer: Any, module: Any, out: Any, batch: Any, i: int) -> None:
+        time.sleep(self._step_s)
+        line, self._line = self._line, {}
+        if line:
+            metrics = trainer.callback_metrics.items()
+            line["logged"] = {name: float(value) for name, value in metrics}
+            line["logged_step"] = lightning_private.logged_step(trainer)
+            line["samples"], self._samples = self._samples, []
+            line["time"] = time.time()
+            with open(self._path, "a") as log:
+                log.write(json.dumps(line) + "\n")
+        self._samples += batch[0].tolist()
 
 
 class Writer(Callback):

@@ -211,8 +211,8 @@ def fit(rank: int, world: int, batches: list[int]) -> tuple[list[tuple[float, fl
 
 def test_it_is_logged(pool: Pool) -> None:
     for found, _ in pool.run(fit, [8, 8], world=2):
-        following = [*STEPS_OF_ROUNDS[1:], 1]
-        assert found == [(index + 1, steps) for index, steps in enumerate(following)]
+        following = enumerate(STEPS_OF_ROUNDS[1:])
+        assert found == [(index + 1, steps) for index, steps in following]
 
 
 def test_workers_with_less_data_take_part_in_all_rounds(pool: Pool) -> None:

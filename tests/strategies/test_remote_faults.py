@@ -61,6 +61,50 @@ class Closure(TinyModule):
         return torch.optim.LBFGS(self.parameters())
 
 
+class HiddenClosure(TinyModule):
+    """Its step takes no closure for an answer, which its signature does not say."""
+
+    class Twice(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            with torch.enable_grad():
+                closure()
+            return super().step(closure)
+
+    def configure_optimizers(self) -> Any:
+        return self.Twice(self.parameters(), lr=0.1)
+
+
+class OwnMethods(TinyModule):
+    """Calls a method that only its own optimizer has."""
+
+    class Switched(torch.optim.SGD):
+        def train(self) -> None:
+            pass
+
+    def configure_optimizers(self) -> Any:
+        return self.Switched(self.parameters(), lr=0.1)
+
+    def on_train_epoch_start(self) -> None:
+        self.optimizers().train()
+
+
+class OwnStep(TinyModule):
+    """Steps the optimizer that it has made, not the one that Lightning gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        self.own = super().configure_optimizers()
+        return self.own
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.own.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.own.step()
+
+
 class Broken(TinyModule):
     """An error of the user's own, on one rank."""
 
@@ -95,6 +139,9 @@ def test_what_cannot_work_is_refused_on_all_ranks(pool: Pool, subtests: pytest.S
     for kind, text in (
         (TwoOptimizers, "needs exactly one optimizer"),
         (Closure, "LBFGS needs a closure"),
+        (HiddenClosure, "Twice.step() has failed without a closure"),
+        (OwnMethods, "'train' of Switched cannot be used here"),
+        (OwnStep, "Call the step of self.optimizers()"),
         (Sparse, "sparse"),
         (Broken, "no such optimizer"),
         (OtherModel, "Build the same"),

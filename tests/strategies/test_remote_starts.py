@@ -99,6 +99,14 @@ class Complex(TinyModule):
         self.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
 
 
+class FrozenComplex(Complex):
+    """It stays where it is, so it need not be sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase.requires_grad_(False)
+
+
 class NoOptimizer(TinyModule):
     def configure_optimizers(self) -> Any:
         return None
@@ -116,6 +124,10 @@ def fit(rank: int, world: int, kind: type[TinyModule]) -> None:
         strategy = RemoteOptimizerStrategy(2, timeout_s=20)
         trainer = remote_trainer(environment, strategy, max_epochs=1, use_distributed_sampler=False)
         trainer.fit(kind(), make_loader(rank, STEPS))
+
+
+def test_frozen_complex_parameters_need_not_be_sent(pool: Pool) -> None:
+    pool.run(fit, FrozenComplex, world=3)
 
 
 @pytest.mark.filterwarnings("ignore:.*configure_optimizers.* returned `None`:UserWarning")
