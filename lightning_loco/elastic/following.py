@@ -24,16 +24,13 @@ def position_of(engine: Engine, host: Host | None, round_index: int) -> dict[str
     }
 
 
-def follow(
-    engine: Engine, host: Host | None, flight: Flight, *, in_step: bool, missed: int = 0
-) -> None:
+def follow(engine: Engine, host: Host | None, flight: Flight, missed: int = 0) -> None:
     """Go on from the state that a flight has brought, as it was when the flight began.
 
     Args:
         engine: Of this worker.
         host: The program around it.
         flight: It is over.
-        in_step: Whether the host has still to end the present local step.
         missed: Local steps that the others have made since.
 
     Raises:
@@ -57,9 +54,7 @@ def follow(
             worker.steps += 1
             worker.steps_since_round += 1
         if host is not None:
-            if not in_step and flight.received is not None:
-                host.end_step()
-            host.count(in_step)
+            host.count()
     for rounds in engine.lanes:
         rounds.fresh_at = worker.steps
 

@@ -142,7 +142,7 @@ class ElasticLink:
                 self._flights.made = ""
                 return
             if flight.state is not None:
-                follow(engine, self.host, flight, in_step=False)
+                follow(engine, self.host, flight)
             if flight.received is not None:
                 rounds = take_part(engine, flight, Carried(flight, engine, self._note))
                 if not engine.settings.schedule.stays(worker.round_index):
@@ -152,7 +152,7 @@ class ElasticLink:
             self.close()
             raise
 
-    def catch_up(self, in_step: bool) -> None:
+    def catch_up(self) -> None:
         """Wait for the round under way, and see whether the others have left this worker behind.
 
         It then goes on from the state of the run, without what it has made alone, and the round of
@@ -170,7 +170,7 @@ class ElasticLink:
         missed = self._missed(flight) if begun else 0
         for rounds in engine.lanes:
             rounds.give_up()
-        follow(engine, self.host, flight, in_step=in_step, missed=missed)
+        follow(engine, self.host, flight, missed)
         take_part(engine, flight, Carried(flight, engine, self._note))
         engine.worker.round_index = flight.plan.round_index + begun
 

@@ -12,7 +12,9 @@ def begin_anew(engine: Engine) -> None:
     """Make what the model holds now the start of the rounds, as if there had been none before.
 
     Outer parameters are the present ones and momentum is zero; what a flight under way brings is
-    dropped. All workers must call it at the same place, and hold the same parameters.
+    dropped, and the next round is a whole one. All workers must call it at the same place, and hold
+    the same parameters. A member of a run whose workers come and go calls it alone, and keeps in
+    step with the others.
     """
     worker, settings = engine.worker, engine.settings
     start = worker.replica.layout.new_flat()
@@ -23,6 +25,7 @@ def begin_anew(engine: Engine) -> None:
     engine.load_state_dict(
         {
             **worker.state_dict(),
+            "steps_since_round": 0 if engine.link is None else worker.steps_since_round,
             "running": {},
             "buffers_at_start": worker.replica.buffers.new_flat(),
             "began_at": [worker.steps for _ in engine.lanes],

@@ -124,7 +124,7 @@ class Engine:
     def make_round(self) -> None:
         """End the rounds that have come to their end and begin what is due; at least begin one."""
         if self.link is not None:
-            self._settle(in_step=True)
+            self._settle()
         dues = self._due()
         begins = any(begin for begin, _ in dues) or not any(end for _, end in dues)
         for index, (_, end) in enumerate(dues):
@@ -164,7 +164,7 @@ class Engine:
             lane.make(flight)
         else:
             lane.begin(flight, stays=False)
-            self.link.catch_up(in_step=True)
+            self.link.catch_up()
             lane = self.lanes[self._turn]
             lane.land()
         is_blocking = lane.flight is None
@@ -217,14 +217,14 @@ class Engine:
         if self._unread is flight.rows:
             self._settle()
 
-    def _settle(self, in_step: bool = False) -> None:
+    def _settle(self) -> None:
         """Take note of what the workers said with the last round, at the end of a local step."""
         unread, self._unread = self._unread, None
         if unread is None:
             return
         self.worker.note(rows := unread.wait())
         if self.link is not None:
-            self.link.catch_up(in_step)
+            self.link.catch_up()
         spreads = [row.spread for row in rows if math.isfinite(row.spread)]
         if spreads and self._sync_every is None:
             self.statistics.consensus_distance = math.sqrt(sum(spreads) / len(spreads))

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class Host(Protocol):
-    """The program around an engine, with a position of its own: schedules of learning rates."""
+    """The program around an engine, with a position of its own: schedules of learning rates.
+
+    Its rounds are made between two local steps, when all is done that belongs to the first one.
+    """
 
     def read(self) -> Any:
         """The present position, as plain values."""
@@ -27,8 +30,8 @@ class Host(Protocol):
     def end_step(self) -> None:
         """Let schedules do what they do after a local step."""
 
-    def count(self, in_step: bool) -> None:
-        """Count as many local steps as the engine; the last one is still to end if ``in_step``."""
+    def count(self) -> None:
+        """Count as many local steps as the engine."""
 
 
 class Share(Protocol):
@@ -65,12 +68,8 @@ class Link(RowCarrier, Exchange, Protocol):
     def join(self, engine: Engine) -> None:
         """Take part from now on; a worker that knows nothing of the run gets its state."""
 
-    def catch_up(self, in_step: bool) -> None:
-        """Wait for the round under way; a worker that is left behind goes on from that of the run.
-
-        Args:
-            in_step: Whether the host has still to end the present local step.
-        """
+    def catch_up(self) -> None:
+        """Wait for the round under way; who is left behind goes on from that of the run."""
 
     def finish(self) -> None:
         """The last rounds of this worker follow: they wait for no more workers than there are."""

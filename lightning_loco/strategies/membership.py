@@ -108,16 +108,12 @@ class TrainerPosition:
         write_hyperparameters(groups, found)
         lightning_private.log_from(self._trainer, position["logged_step"])
 
-    def count(self, in_step: bool) -> None:
-        """Count as many steps as this worker; Lightning still counts the present one, if there is.
-
-        With manual optimization it has done so: rounds are made after the step.
-        """
+    def count(self) -> None:
+        """Count as many steps as this worker."""
         loop, steps = self._trainer.fit_loop.epoch_loop, self._steps()
         automatic = loop.automatic_optimization.optim_progress.optimizer.step.total
         manual = loop.manual_optimization.optim_step_progress.total
-        automatic.ready = manual.ready = manual.completed = steps
-        automatic.completed = steps - in_step
+        automatic.ready = automatic.completed = manual.ready = manual.completed = steps
 
     def end_step(self) -> None:
         """Let the schedulers step that do so after every so many steps of the optimizer."""

@@ -173,5 +173,5 @@ def test_weights_that_a_hook_has_written_on_one_member_only_are_taken_back(tmp_p
             made.start(index, "--epoch-steps=24", *(("--writes-at=1",) if index == 2 else ()))
         made.ends(0, 1, 2)
         counts = [len(set(states(made, round_index))) for round_index in range(1, 21)]
-        assert counts == [1] * 6 + [2, 2] + [1] * 12
+        assert counts == [1] * 5 + [2, 2, 2] + [1] * 12
         assert "Round 8: the outer parameters or the outer state of w2-" in made.errors(0)

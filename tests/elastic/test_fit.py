@@ -78,7 +78,7 @@ def test_a_third_job_joins_and_the_first_is_killed(
             assert line["betas"] == own[round_index]["betas"]
             assert line["steps"] == own[round_index]["steps"]
         assert {len(line["members"]) for line in own.values()} >= {2, 3}
-        assert own[max(own)]["steps"] == 240
+        assert 240 - own[max(own)]["steps"] < 4
         for line in (*own.values(), *newcomer.values()):
             if line["members"]:
                 assert line["logged"]["loco/members"] == len(line["members"])

@@ -63,9 +63,22 @@ class Notes(Callback):
         self._line: dict[str, Any] = {}
 
     def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self._look(trainer)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, out: Any, batch: Any, i: int) -> None:
+        time.sleep(self._step_s)
+        self._write(trainer)
+        self._samples += batch[0].tolist()
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self._look(trainer)
+        self._write(trainer)
+
+    def _look(self, trainer: Any) -> None:
+        """Right after a round."""
         engine = trainer.strategy.engine
         before, self._round = self._round, engine.worker.round_index
-        if before is None or before == self._round:
+        if before is None or self._round != before + 1:  # at the end there may be two at once
             return
         last = engine.link.last
         self._line = {
@@ -79,8 +92,7 @@ class Notes(Callback):
             "checksum": checksum(engine),
         }
 
-    def on_train_batch_end(self, trainer: Any, module: Any, out: Any, batch: Any, i: int) -> None:
-        time.sleep(self._step_s)
+    def _write(self, trainer: Any) -> None:
         line, self._line = self._line, {}
         if line:
             metrics = trainer.callback_metrics.items()
@@ -90,7 +102,6 @@ class Notes(Callback):
             line["time"] = time.time()
             with open(self._path, "a") as log:
                 log.write(json.dumps(line) + "\n")
-        self._samples += batch[0].tolist()
 
 
 class Writer(Callback):
