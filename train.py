@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from datetime import datetime
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -85,6 +86,30 @@ OmegaConf.register_new_resolver(
 )
 
 
+def unknown_key(cfg: DictConfig) -> str | None:
+    """What is wrong with the keys at the top level: one that nothing reads; None if all is well.
+
+    ``+algoritm=diloco`` would add a key and train the default algorithm. A key that another value
+    refers to (``${width}``) is read.
+    """
+    default = OmegaConf.load(Path(conf_dir()) / "train.yaml")
+    groups = {
+        str(name) for entry in default.defaults if isinstance(entry, DictConfig) for name in entry
+    }
+    known = {str(name) for name in default} - {"defaults"} | groups
+    text = OmegaConf.to_yaml(cfg)
+    for key in map(str, cfg):
+        if key not in known and f"${{{key}" not in text:
+            close = get_close_matches(key, sorted(known), 1)
+            meant = (
+                f"Did you mean {close[0]}=...?"
+                if close
+                else f"There are {', '.join(sorted(known))}."
+            )
+            return f"{key} is no setting, and nothing refers to it. {meant}"
+    return None
+
+
 @hydra.main(version_base="1.3", config_path=conf_dir(), config_name="train")
 def main(cfg: DictConfig) -> float | None:
     """Train as configured; returns the final validation loss, for sweeps.
@@ -92,6 +117,8 @@ def main(cfg: DictConfig) -> float | None:
     A setting that cannot work ends the process with one line on stderr and status 1;
     HYDRA_FULL_ERROR=1 shows where it was found.
     """
+    if mistake := unknown_key(cfg):
+        raise SystemExit(f"error: {mistake}")
     from lightning_loco.chosen_strategy import SettingsError
     from lightning_loco.cli import run
 

@@ -301,6 +301,10 @@ class TestCommand:
         [
             (["algorithm.sync_every=0"], "error: algorithm: sync_every counts optimizer steps"),
             (["algorithm.sync_evry=1"], "Could not override 'algorithm.sync_evry'"),
+            (
+                ["+algoritm=diloco"],
+                "error: algoritm is no setting, and nothing refers to it. Did you mean algorithm=...?",
+            ),
             pytest.param(
                 ["algorithm=diloco", "topology=ring"],
                 "error: algorithm: DiLoCo averages over",

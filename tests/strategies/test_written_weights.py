@@ -155,7 +155,9 @@ def fit_later(
 
 @pytest.mark.parametrize(
     ("case", "batches"),
-    cover(params("written weights", without_variants(), KINDS), [(4, 4), (3, 5), (6, 6)], strength=1),
+    cover(
+        params("written weights", without_variants(), KINDS), [(4, 4), (3, 5), (6, 6)], strength=1
+    ),
 )
 def test_the_same_weights_on_all_workers_are_a_new_start(
     pool: Pool, case: Case, batches: tuple[int, int]
