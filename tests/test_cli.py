@@ -303,7 +303,7 @@ class TestCommand:
             (["algorithm.sync_evry=1"], "Could not override 'algorithm.sync_evry'"),
             (
                 ["+algoritm=diloco"],
-                "error: algoritm is no setting, and nothing refers to it. Did you mean algorithm=...?",
+                "error: algoritm is no setting, and nothing refers to it. Did you mean algorithm=",
             ),
             pytest.param(
                 ["algorithm=diloco", "topology=ring"],
