@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torchmetrics import MeanSquaredError
 
 from lightning_loco import DiLoCo, GASLoC, LocalSGD, LocoStrategy
 from lightning_loco.algorithms import Algorithm
+from tests.cases import CASES, Case, without_variants
 from tests.pool import Pool, PoolError, make_trainer
 from tests.small_model import (
     TinyModule,
@@ -133,6 +135,39 @@ def test_rounds_come_before_the_next_step_and_not_at_the_end(pool: Pool) -> None
         moved = [i for i, (now, then) in enumerate(pairs, 1) if not torch.equal(now[0], then[0])]
         assert moved == [4, 8]
         assert_same(result["final"], mean)
+
+
+def end_after(rank: int, world: int, case: Case, lengths: Sequence[int]) -> list[bool]:
+    """Whether fits of several lengths leave what their last validation has seen."""
+    same = []
+    for max_steps in lengths:
+        module = LookingModule(rank)
+        trainer = make_trainer(
+            case.strategy(4, timeout_s=20),
+            max_steps=max_steps,
+            val_check_interval=1,
+            num_sanity_val_steps=0,
+            use_distributed_sampler=False,
+        )
+        trainer.fit(module, make_loader(rank, 20), make_loader(0, 1))
+        assert len(module.validated) == max_steps
+        final, validated = picture(module), module.validated[-1]
+        same.append(all(map(torch.equal, final, validated)))
+    return same
+
+
+def test_fit_returns_what_its_last_validation_has_seen(
+    pool: Pool, subtests: pytest.Subtests
+) -> None:
+    """With every method, in a round and at its borders, and with results under way."""
+    for name in without_variants():
+        case = CASES[name]
+        if case.by_clock:  # rounds begin and end at meetings, too
+            continue
+        with subtests.test(name):
+            lengths = (9, 11, 12)
+            for same in pool.run(end_after, case, lengths, world=2):
+                assert same == [True] * len(lengths)
 
 
 REFUSED = {
