@@ -50,7 +50,9 @@ class Algorithm(ABC):
     known to all; otherwise they are differences themselves."""
 
     consensus_key: ClassVar[str | None] = None
-    """The state entry that is the consensus; None when it is the mean of the local parameters."""
+    """The state entry with outer parameters that are the same on all workers, for
+    ``evaluate="outer"``, other numbers of workers and members that come and go; None if there are
+    none."""
 
     replicated: ClassVar[bool] = False
     """Whether the state is equal on all workers, so that a checkpoint needs it once."""

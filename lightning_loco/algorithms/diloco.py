@@ -38,8 +38,8 @@ class DiLoCo(Algorithm):
         \Delta = \frac{1}{N}\sum_i (\Theta - \theta^i), \quad m \leftarrow \mu m + \Delta, \quad
         \Theta \leftarrow \Theta - \eta\,(\Delta + \mu m), \quad \theta^i \leftarrow \Theta
 
-    The outer parameters :math:`\Theta` are equal on all workers and are the consensus model. The
-    inner optimizer is arbitrary, and its state stays local.
+    The outer parameters :math:`\Theta` are equal on all workers; the consensus model is the mean of
+    the local ones. The inner optimizer is arbitrary, and its state stays local.
 
     Args:
         outer_lr: Outer learning rate :math:`\eta`, positive; or a schedule, from the number of a

@@ -28,8 +28,10 @@ class WrittenWeights:
     """Notices weights that were written between batches, and lets all workers begin anew with them.
 
     Before the first batch those of worker 0 count, as when the model is made. At later borders of
-    epochs all workers must have written the same ones. A border without such writes costs one read
-    of the parameters on both sides, and no message; a batch costs nothing.
+    epochs all workers must have written the same ones. A border without such writes costs three
+    reads of the parameters, and no message; a batch costs nothing.
+
+    It also notices when an epoch has moved the parameters without a step that was counted.
 
     Args:
         strategy: Whose worker's weights they are.
