@@ -170,6 +170,15 @@ class WrittenWeights:
         self._written = {}
         self._forget()
 
+    def _of_switching_optimizers(self) -> str:
+        """What to do with optimizers that move the weights themselves, in words."""
+        if not any(hasattr(one, "eval") for one in self._strategy.optimizers):
+            return ""
+        return (
+            " Call the eval() of a schedule-free optimizer in on_validation_model_eval and its "
+            "train() in on_validation_model_train: what they change then ends with the validation."
+        )
+
     def _take_over(self) -> None:
         """Begin anew with what was written, and with the consensus of all other parameters."""
         written, self._written = self._written, {}
@@ -184,7 +193,7 @@ class WrittenWeights:
                         f"A hook has set weights between two epochs, and {name!r} is not the same "
                         f"on workers 0 and {other}. Set the same weights on all workers; what "
                         "each worker does to its own belongs into a batch (training_step, "
-                        "on_train_batch_end)."
+                        f"on_train_batch_end).{self._of_switching_optimizers()}"
                     )
         layout = worker.replica.layout
         if len(written) < len(layout.names):

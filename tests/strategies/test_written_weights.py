@@ -16,8 +16,8 @@ from lightning_loco import DiLoCoStrategy, LocalSGDStrategy, PairwiseGossipStrat
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from tests.cases import CASES, KINDS, Case, params, rows, without_variants
 from tests.conftest import cover
-from tests.pool import Pool, make_trainer
-from tests.small_model import TinyModule, flat, make_loader
+from tests.pool import Pool, PoolError, make_trainer
+from tests.small_model import TinyModule, ValidatedModule, flat, make_loader
 from tests.strategies.remote_runs import fit_with, remote_or_ddp
 
 AT_START = (
@@ -492,3 +492,86 @@ def test_weights_over_a_checkpoint_are_refused_until_the_next_epoch(
             assert "trainer.ckpt_path is None" in words
         assert error == ""
         assert (weights - VALUE).abs().max() <= 1e-12
+
+
+# ----------------------------------------------------------- optimizers that move the weights
+
+
+class Switching(torch.optim.SGD):
+    """Shows other weights between eval() and train(), as schedule-free optimizers do."""
+
+    @torch.no_grad()
+    def _move(self, factor: float) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(factor)
+
+    def eval(self) -> None:
+        self._move(2.0)
+
+    def train(self) -> None:
+        self._move(0.5)
+
+
+class ScheduleFree(ValidatedModule):
+    """Switches where the module is switched, or at the begin of validation and of the next epoch.
+
+    Args:
+        rightly: Which of both.
+    """
+
+    def __init__(self, rightly: bool) -> None:
+        super().__init__(lr=0.05)
+        self.rightly = rightly
+        self.shown: list[Tensor] = []
+
+    def configure_optimizers(self) -> Any:
+        self.own = Switching(self.parameters(), lr=self.lr)
+        return self.own
+
+    def on_validation_model_eval(self) -> None:
+        super().on_validation_model_eval()
+        if self.rightly:
+            self.own.eval()
+
+    def on_validation_epoch_start(self) -> None:
+        if not self.rightly:
+            self.own.eval()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.shown.append(flat(self))
+
+    def on_validation_model_train(self) -> None:
+        super().on_validation_model_train()
+        if self.rightly:
+            self.own.train()
+
+    def on_train_epoch_start(self) -> None:
+        if not self.rightly and self.trainer.current_epoch > 0:
+            self.own.train()
+
+
+def fit_schedule_free(
+    rank: int, world: int, case: Case, rightly: bool
+) -> tuple[Tensor, list[Tensor]]:
+    module: TinyModule = ScheduleFree(rightly)
+    trainer = make_trainer(
+        case.strategy(sync_every=3), max_epochs=2, num_sanity_val_steps=0, max_steps=10
+    )
+    trainer.fit(module, make_loader(rank, 5), make_loader(0, 1))
+    return flat(module), module.shown
+
+
+@pytest.mark.parametrize("name", ["diloco", "gasloc"])
+def test_a_schedule_free_optimizer_is_switched_for_the_validation_alone(
+    pool: Pool, name: str
+) -> None:
+    for final, shown in pool.run(fit_schedule_free, CASES[name], True, world=2):
+        assert len(shown) == 2
+        torch.testing.assert_close(shown[-1], 2 * final, rtol=0, atol=1e-12)
+
+
+def test_a_schedule_free_optimizer_switched_at_other_places_is_told_where(pool: Pool) -> None:
+    with pytest.raises(PoolError, match="in on_validation_model_eval and its train\\(\\)"):
+        pool.run(fit_schedule_free, CASES["diloco"], False, world=2)
