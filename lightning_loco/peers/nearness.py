@@ -26,6 +26,7 @@ _FEWEST = 5
 _MOST_TRIES = 3
 _ABSURD = 1e9
 _NORM_ERROR = 0.01
+_SHORT = 0.01
 
 Values = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
@@ -42,9 +43,11 @@ class Nearness:
     A peer is too far away if its distance is more than ``max_peer_distance`` times
 
     - the norm of one's own parameters, or the square root of their number if that is more; or
-    - the median of the last 21 distances, once there are 5. There a longer one counts as the
-      longest allowed: a worker that is far from all others takes part again after a while, and the
-      median is an honest one as long as most of what is read is honest.
+    - the median of the last 21 distances, once there are 5, or a hundredth of the norm of one's own
+      parameters if that is more: early in training distances are short, and grow quickly with the
+      learning rate. There a longer one counts as the longest allowed: a worker that is far from all
+      others takes part again after a while, and the median is an honest one as long as most of what
+      is read is honest.
 
     Args:
         model: Of which they are, and how it is written on the wire.
@@ -143,7 +146,8 @@ class Nearness:
         if not distance <= limit:
             return False
         if len(self._recent) >= _FEWEST:
-            limit = min(limit, self._most * statistics.median(self._recent))
+            usual = max(statistics.median(self._recent), _SHORT * own.norm)
+            limit = min(limit, self._most * usual)
         if distance > 0:
             self._recent.append(min(distance, limit))
         return distance <= limit

@@ -121,6 +121,16 @@ def test_equal_parameters_say_nothing_about_the_usual_distance() -> None:
     assert look(nearness, at(own, 1.0))
 
 
+def test_short_distances_that_grow_with_the_learning_rate_are_near() -> None:
+    """Up to a tenth of the norm of one's own parameters."""
+    own = torch.randn(NUMEL)
+    nearness = make(own)
+    for _ in range(10):
+        assert look(nearness, at(own, 1e-4 * own.norm()))
+    assert look(nearness, at(own, 0.09 * own.norm()))
+    assert not look(nearness, at(own, 0.11 * own.norm()))
+
+
 def test_a_hostile_minority_is_never_near() -> None:
     own = torch.randn(NUMEL)
     nearness = make(own)
@@ -136,9 +146,9 @@ def test_who_is_far_from_all_others_takes_part_again() -> None:
     own = torch.randn(NUMEL)
     nearness = make(own)
     for _ in range(30):
-        assert look(nearness, at(own, 0.01))
+        assert look(nearness, at(own, 0.02 * own.norm()))
     refused = 0
-    while not look(nearness, at(own, 5.0)):
+    while not look(nearness, at(own, 5.0 * own.norm())):
         refused += 1
     assert 20 < refused < 40
 
