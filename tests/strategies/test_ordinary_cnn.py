@@ -130,7 +130,7 @@ def fit(rank: int, world: int, name: str, normalization: str, folder: Path) -> d
     }
 
 
-@pytest.mark.parametrize("normalization", ["batch", "group"])
+@pytest.mark.parametrize("normalization", ["batch", pytest.param("group", marks=pytest.mark.soak)])
 def test_an_ordinary_classifier(
     pool: Pool, tmp_path: Path, normalization: str, subtests: pytest.Subtests
 ) -> None:
