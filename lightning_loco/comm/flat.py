@@ -217,6 +217,11 @@ class FlatLayout:
         return {n: t.numel() for n, t in zip(self.names, self.tensors, strict=True)}
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of the flat vector."""
+        return self.numel * self.dtype.itemsize
+
+    @property
     def is_rounded(self) -> bool:
         """Whether a tensor is stored in a narrower dtype than the vector's."""
         return any(tensor.dtype != self.dtype for tensor in self.tensors)

@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lightning_loco.demo.data import ByteTextData
 from lightning_loco.strategies import LocoStrategy, RemoteOptimizerStrategy
+from lightning_loco.strategies.driven import bytes_of_ddp, scaled
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.topology import as_topology
 
@@ -107,7 +108,7 @@ def gradient_bytes(num_elements: int, num_steps: int, num_workers: int) -> int:
         >>> gradient_bytes(num_elements=1000, num_steps=10, num_workers=4)
         60000
     """
-    return 2 * (num_workers - 1) * 4 * num_elements * num_steps // num_workers
+    return bytes_of_ddp(num_workers, 4 * num_elements, num_steps)
 
 
 def read_curve(file: Path, column: str) -> Curve:
@@ -244,9 +245,5 @@ def _nats(loss: float) -> str:
 
 
 def _bytes(num_bytes: int) -> str:
-    value, unit = float(num_bytes), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, larger
+    value, unit = scaled(num_bytes)
     return f"{value:.4g} {unit}"

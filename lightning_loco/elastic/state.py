@@ -23,7 +23,7 @@ _PARAMS, _BUFFERS, _KNOWN = "params", "buffers", "known"
 def longest_state(engine: Engine) -> int:
     """The most bytes that the state of a run may take."""
     layout = engine.worker.replica.layout
-    return STATES * layout.numel * layout.dtype.itemsize + 2**30
+    return STATES * layout.num_bytes + 2**30
 
 
 def lane_of(engine: Engine, round_index: int) -> Rounds:

@@ -274,8 +274,8 @@ class Engine:
             self.worker.meet(purpose)
             for lane in self.lanes:
                 lane.wait()
+            self._settle()
             self.worker.shows_outer = False
-        self._settle()
         self.worker.show_consensus("the final consensus")
 
     def _make_last_rounds(self, purpose: str) -> None:

@@ -48,7 +48,7 @@ def hidden_rounds(
             f"{dict(sync_every)}. Use fragments=None without delay, or one number."
         )
     check_sync_every(sync_every)
-    steps = sync_every if isinstance(sync_every, int) else min(sync_every, default=1)
+    steps = _fewest_steps(sync_every)
     count = 1 if fragments is None else min(FRAGMENTS, steps) if fragments == "auto" else fragments
     schedule = Staggered(sync_every, count, 0 if delay is None else delay, "even", warm_start)
     return (
@@ -82,8 +82,11 @@ def streaming_rounds(
         Staggered(sync_every=4, fragments=3, delay=2, pattern='strided', warm_start=False)
     """
     check_sync_every(sync_every)
-    steps = sync_every if isinstance(sync_every, int) else min(sync_every, default=1)
+    steps = _fewest_steps(sync_every)
     count = min(3, steps) if fragments == "auto" else fragments
-    return Staggered(
-        sync_every, count, min(5, max(1, steps // 2)) if delay == "auto" else delay, pattern
-    )
+    late = min(5, max(1, steps // 2)) if delay == "auto" else delay
+    return Staggered(sync_every, count, late, pattern)
+
+
+def _fewest_steps(sync_every: int | Sequence[int]) -> int:
+    return sync_every if isinstance(sync_every, int) else min(sync_every, default=1)

@@ -54,7 +54,7 @@ def advice(
     between = _steps_between_validations(trainer)
     if averages and settings.compression is not None and math.isfinite(between):
         of_rounds = settings.compression.codec.num_bytes(layout.numel) * between / every
-        times = layout.numel * layout.dtype.itemsize / of_rounds
+        times = layout.num_bytes / of_rounds
         if times > 1:
             yield (
                 f"The average of the workers that a validation needs takes {times:.1f} times the "

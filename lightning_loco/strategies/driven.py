@@ -40,13 +40,16 @@ class Engine(Protocol):
         """Let go of process groups and threads."""
 
 
-def bytes_of_ddp(num_workers: int, num_bytes: int, steps: int) -> float:
-    """What a worker sends in so many steps of DDP, if its gradients have so many bytes."""
-    return 2 * (num_workers - 1) / num_workers * num_bytes * steps
+def bytes_of_ddp(num_workers: int, num_bytes: int, steps: int) -> int:
+    """What a worker sends in so many steps of DDP, if its gradients have so many bytes.
+
+    A ring all-reduce takes ``2 (N - 1) / N`` times as many.
+    """
+    return 2 * (num_workers - 1) * num_bytes * steps // num_workers
 
 
 def summarize(
-    statistics: Statistics, steps: int, of_ddp: float, distance: float | None = None
+    statistics: Statistics, steps: int, of_ddp: int, distance: float | None = None
 ) -> str:
     """A short table of what training took on this worker.
 
@@ -69,11 +72,20 @@ def summarize(
     return "\n".join(["Training is over. On worker 0:", *lines])
 
 
-def in_units(num_bytes: float) -> str:
+def scaled(num_bytes: int) -> tuple[float, str]:
+    """Bytes as a short number and its unit."""
+    value, unit = float(num_bytes), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return value, unit
+
+
+def in_units(num_bytes: int) -> str:
     """Bytes as people read them: 12.3 MB."""
-    units = ("B", "kB", "MB", "GB", "TB")
-    power = min(len(f"{num_bytes:.0f}") - 1, 3 * len(units) - 1) // 3
-    return f"{num_bytes / 1000**power:,.{1 if power else 0}f} {units[power]}"
+    value, unit = scaled(num_bytes)
+    return f"{value:,.{0 if unit == 'B' else 1}f} {unit}"
 
 
 def tell_of_link(engine: Engine) -> None:
@@ -86,10 +98,9 @@ def tell_of_link(engine: Engine) -> None:
         f"On the link that is emulated {num_bytes:,} bytes were under way for {under_way_s:.1f} s: "
         f"{waited_s:.1f} s were waited for, {under_way_s - waited_s:.1f} s were hidden."
     )
-    layout = worker.replica.layout
-    num_bytes = layout.numel * layout.dtype.itemsize
-    if of_ddp := bytes_of_ddp(worker.group.num_workers, num_bytes, worker.steps):
-        text += f" DDP would have sent {of_ddp:,.0f} bytes in {worker.steps} steps."
+    layout, num_workers = worker.replica.layout, worker.group.num_workers
+    if of_ddp := bytes_of_ddp(num_workers, layout.num_bytes, worker.steps):
+        text += f" DDP would have sent {of_ddp:,} bytes in {worker.steps} steps."
     rank_zero_info(text)
 
 

@@ -322,8 +322,8 @@ class EngineStrategy(MeetingStrategy):
         finish_with_averages(engine, self._trainer, keeps_local=self.finalize == "keep")
         self._finished = True
         if self.summary:
-            num_bytes = worker.replica.layout.numel * worker.replica.layout.dtype.itemsize
-            of_ddp = bytes_of_ddp(worker.group.num_workers, num_bytes, worker.steps)
+            layout, num_workers = worker.replica.layout, worker.group.num_workers
+            of_ddp = bytes_of_ddp(num_workers, layout.num_bytes, worker.steps)
             rank_zero_info(summarize(engine.statistics, worker.steps, of_ddp, distance))
         yield
 

@@ -139,12 +139,9 @@ def go_on_in_data(trainer: pl.Trainer) -> None:
     ``trainer.estimated_stepping_batches``, they are made before the checkpoint is read.
     """
     loop = trainer.fit_loop
-    if loop._combined_loader is None or not loop._combined_loader_states_to_load:
-        return
-    for dataloader in loop._combined_loader.flattened:
-        set_present_epoch(trainer, dataloader)
-    loop._load_combined_loader_states()
-    iter(loop._data_fetcher)  # type: ignore[arg-type]
+    if loop._combined_loader is not None and loop._combined_loader_states_to_load:
+        loop._load_combined_loader_states()
+        start_epoch_data(trainer)
 
 
 def leave_out_batches(trainer: pl.Trainer, count: int) -> None:

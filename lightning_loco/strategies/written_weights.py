@@ -151,13 +151,9 @@ class WrittenWeights:
         self._forget()
         if lightning_private.only_measures(self._model.trainer):
             self._written = {}
-        elif self._written:
+            return
+        if self._written:
             self._take_over()
-            self._note_start()
-        else:
-            self._note_start()
-
-    def _note_start(self) -> None:
         self._epoch_start = self._worker.steps, self._worker.round_index, self._look()
 
     def _forget(self) -> None:

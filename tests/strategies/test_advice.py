@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 from lightning_loco import DiLoCoStrategy, LocalSGDStrategy, LocoStrategy
 from tests.pool import Pool, make_trainer
 from tests.small_model import ValidatedModule, make_loader
+from tests.strategies.heard import RANK_ZERO, heard
 
 
 def few_rounds() -> LocoStrategy:
@@ -67,31 +67,15 @@ ROWS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
 }
 
 
-class Messages(logging.Handler):
-    """What was said."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def told(rank: int, world: int, name: str) -> list[str]:
     make, settings, _ = ROWS[name]
-    log, messages = logging.getLogger("lightning.pytorch.utilities.rank_zero"), Messages()
-    log.addHandler(messages)
-    log.setLevel(logging.INFO)
-    try:
+    with heard(RANK_ZERO) as texts:
         trainer = make_trainer(make(), **settings, use_distributed_sampler=False)
         module = ValidatedModule()
         module.lr = 1e-4
         module.model = nn.Sequential(nn.Linear(3, 1000), nn.Tanh(), nn.Linear(1000, 1)).double()
         trainer.fit(module, make_loader(rank, 4), make_loader(rank, 1))
-    finally:
-        log.removeHandler(messages)
-    return [text for text in messages.texts if " Use " in text or " Validate " in text]
+    return [text for text in texts if " Use " in text or " Validate " in text]
 
 
 def test_each_setting_is_told_of_in_one_line(pool: Pool, subtests: pytest.Subtests) -> None:

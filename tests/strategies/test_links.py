@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 from typing import Any
@@ -15,6 +14,7 @@ from lightning_loco.strategies import METHODS
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from tests.pool import Pool, make_trainer
 from tests.small_model import TinyModule, flat, make_loader
+from tests.strategies.heard import RANK_ZERO, heard
 
 WITH_WORKERS = [name for name, kind in METHODS.items() if issubclass(kind, EngineStrategy)]
 LINK = Link(1000, 0.01)
@@ -24,17 +24,6 @@ TOLD = (
     r"On the link that is emulated ([\d,]+) bytes were under way for ([\d.]+) s: ([\d.]+) s were "
     r"waited for, ([\d.]+) s were hidden\. DDP would have sent ([\d,]+) bytes in 13 steps\."
 )
-
-
-class Messages(logging.Handler):
-    """What was said."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 class Slowly(Callback):
@@ -48,9 +37,6 @@ def fit(
     rank: int, world: int, name: str, link: Link | None
 ) -> tuple[list[str], float | None, bool]:
     """What was said of the link; the seconds on it; whether they are logged."""
-    log, messages = logging.getLogger("lightning.pytorch.utilities.rank_zero"), Messages()
-    log.addHandler(messages)
-    log.setLevel(logging.INFO)
     kind = METHODS[name]
     shown = kind.__init__.__annotations__
     options = {name: count for name, count in OPTIONS.items() if name in shown}
@@ -58,11 +44,9 @@ def fit(
     monitor = CommunicationMonitor()
     settings = {"max_steps": STEPS, "use_distributed_sampler": False}
     trainer = make_trainer(strategy, callbacks=[Slowly()], **settings)
-    try:
+    with heard(RANK_ZERO) as texts:
         trainer.fit(TinyModule(), make_loader(rank, STEPS))
-    finally:
-        log.removeHandler(messages)
-    told = [text for text in messages.texts if "On the link" in text]
+    told = [text for text in texts if "On the link" in text]
     is_logged = "loco/emulated_s" in monitor.figures(strategy)
     return told, strategy.statistics.emulated_s, is_logged
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from tests.small_model import (
     train_step,
     worker_batch,
 )
+from tests.strategies.heard import heard
 
 pytestmark = pytest.mark.recovery
 
@@ -48,17 +48,6 @@ class NaNModule(TinyModule):
         )
 
 
-class Notes(logging.Handler):
-    """Keeps what the package's loggers say."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def fit_with_nan(
     rank: int,
     world: int,
@@ -76,20 +65,16 @@ def fit_with_nan(
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
     )
-    notes = Notes()
-    logger = logging.getLogger("lightning_loco")
-    logger.addHandler(notes)
     error = ""
-    try:
-        trainer.fit(module, make_loader(rank, num_batches), make_loader(rank, 1))
-    except RuntimeError as raised:
-        error = str(raised)
-    finally:
-        logger.removeHandler(notes)
+    with heard("lightning_loco") as texts:
+        try:
+            trainer.fit(module, make_loader(rank, num_batches), make_loader(rank, 1))
+        except RuntimeError as raised:
+            error = str(raised)
     return {
         "weights": flat(module),
         "losses": module.losses,
-        "warnings": [text for text in notes.texts if "NaN" in text],
+        "warnings": [text for text in texts if "NaN" in text],
         "error": error,
         "validated": module.buffers_validated,
     }

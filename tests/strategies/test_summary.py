@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 
 import pytest
@@ -11,36 +10,21 @@ from lightning_loco.strategies.driven import in_units
 from lightning_loco.strategies.methods import METHODS
 from tests.pool import Pool
 from tests.small_model import TinyModule, flat, make_loader
+from tests.strategies.heard import RANK_ZERO, heard
 from tests.strategies.remote_runs import fit_with
 
 STEPS = 9
 OPTIONS = {"sync_every": 4, "fragments": 2, "num_workers": 2}
 
 
-class Messages(logging.Handler):
-    """What was said."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def fit(rank: int, world: int, name: str, summary: bool) -> list[str]:
-    log, messages = logging.getLogger("lightning.pytorch.utilities.rank_zero"), Messages()
-    log.addHandler(messages)
-    log.setLevel(logging.INFO)
     kind = METHODS[name]
     shown = kind.__init__.__annotations__
     options = {key: value for key, value in OPTIONS.items() if key in shown}
     strategy = kind(summary=summary, **options)
-    try:
+    with heard(RANK_ZERO) as texts:
         fit_with(strategy, TinyModule(), make_loader(rank, STEPS))
-    finally:
-        log.removeHandler(messages)
-    return [text for text in messages.texts if "Training is over" in text]
+    return [text for text in texts if "Training is over" in text]
 
 
 def test_every_fit_ends_with_its_summary(pool: Pool, subtests: pytest.Subtests) -> None:
