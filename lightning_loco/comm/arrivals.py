@@ -12,10 +12,14 @@ from lightning_loco.comm.watchdog import WorkerFailure
 _LOOK_S = 1.0
 _FAREWELL_S = 2.0
 _PAUSE_S = 0.02
+_SHORT_PAUSE_S = 0.001
 
 
 class Arrivals:
-    """Counts how often each worker has come to the set-up.
+    """Brings all workers to one attempt of the set-up, whatever became of the earlier ones.
+
+    Worker 0 begins an attempt whenever it comes. The others join the newest attempt that they have
+    not joined before, so an error that keeps one of them from an attempt does not matter later.
 
     Args:
         store: Key-value store shared by all workers.
@@ -24,7 +28,7 @@ class Arrivals:
         timeout_s: Longest wait for them, in seconds.
 
     Attributes:
-        times: How often this worker has come.
+        attempt: Number of the attempt, the same on all workers after :meth:`exchange`.
     """
 
     def __init__(
@@ -34,8 +38,11 @@ class Arrivals:
         self._worker = worker
         self._names = names
         self._timeout_s = timeout_s
-        self._keys = [str(w) for w in range(len(names))]
-        self.times = store.add(self._keys[worker], 1, timeout_s)
+        self._has_met_all = False
+        self._last_joined = self.attempt = store.add(f"joined/{worker}", 0, timeout_s)
+        store.set(f"waits/{worker}", "", timeout_s)
+        if worker == 0:
+            store.add("attempt", 1, timeout_s)
 
     def exchange(self, word: str) -> list[str]:
         """Tell all workers a word, once; returns those of all, in order.
@@ -43,23 +50,40 @@ class Arrivals:
         Raises:
             WorkerFailure: If one does not come in time; the message says which.
         """
-        keys = [f"{self.times}/{key}" for key in self._keys]
-        deadline = time.monotonic() + self._timeout_s
+        began = time.monotonic()
         try:
-            self._store.set(keys[self._worker], word, self._timeout_s)
-            while not self._store.check(keys, self._timeout_s):
-                if time.monotonic() > deadline:
+            while not self._all_have_joined():
+                self._join_newest(word)
+                waited_s = time.monotonic() - began
+                if waited_s > self._timeout_s:
                     raise WorkerFailure(self.explain())
-                time.sleep(_PAUSE_S)
-            return [told.decode() for told in self._store.get_all(keys, self._timeout_s)]
+                time.sleep(min(max(waited_s, _SHORT_PAUSE_S), _PAUSE_S))
+            self._has_met_all = True
+            self._store.delete_key(f"waits/{self._worker}", self._timeout_s)
+            told = self._store.get_all(self._words(), self._timeout_s)
+            return [item.decode() for item in told]
         except WorkerFailure:
             raise
         except RuntimeError as error:
             raise WorkerFailure(self.explain()) from error
 
+    def _all_have_joined(self) -> bool:
+        is_new = self.attempt > self._last_joined
+        return is_new and self._store.check(self._words(), self._timeout_s)
+
+    def _join_newest(self, word: str) -> None:
+        newest = self._store.add("attempt", 0, self._timeout_s)
+        if newest > self.attempt:
+            self._store.add(f"joined/{self._worker}", newest - self.attempt, self._timeout_s)
+            self.attempt = newest
+            self._store.set(self._words()[self._worker], word, self._timeout_s)
+
+    def _words(self) -> list[str]:
+        return [f"{self.attempt}/{worker}" for worker in range(len(self._names))]
+
     def part(self) -> None:
         """Before an error that all workers raise: worker 0 hosts the store, and ends last."""
-        parted = self._store.under(f"parted/{self.times}")
+        parted = self._store.under(f"parted/{self.attempt}")
         with suppress(RuntimeError):
             let_the_others_look(parted, self._worker, len(self._names))
 
@@ -72,10 +96,10 @@ class Arrivals:
 
     def _who(self) -> str:
         try:
-            counts = [self._store.add(key, 0, _LOOK_S) for key in self._keys]
-            pairs = zip(self._names, counts, strict=True)
-            late = [name for name, count in pairs if count < self.times]
-            looked = self._store.under(f"looked/{self.times}")
+            waits = [self._store.check([f"waits/{w}"], _LOOK_S) for w in range(len(self._names))]
+            pairs = zip(self._names, waits, strict=True)
+            late = [name for name, waits in pairs if not (waits or self._has_met_all)]
+            looked = self._store.under(f"looked/{self.attempt}")
             let_the_others_look(looked, self._worker, len(self._names) - len(late))
         except RuntimeError as error:
             return lost_store(self._names[0], error)

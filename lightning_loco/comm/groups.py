@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import secrets
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,8 @@ from lightning_loco.comm.parting import abandon
 from lightning_loco.comm.store import PromptStore, in_time
 from lightning_loco.comm.watchdog import Watchdog, WorkerFailure
 
+_SET_UP = "the set-up of the groups"
+
 MARGIN_S = 60.0
 """By how much a backend whose failures end the process has more patience than we, in seconds."""
 
@@ -29,6 +30,16 @@ MARGIN_S = 60.0
 def connect_to_default_store(timeout_s: float) -> PromptStore:
     """A connection of its own to the key-value store of the default process group."""
     return PromptStore.beside(dist.distributed_c10d._get_default_store(), timeout_s)
+
+
+def _give_groups_the_same_names(arrivals: Arrivals) -> None:
+    """Let the next process group have the same name on all workers.
+
+    PyTorch names groups by counting them. An error between two groups of an earlier attempt leaves
+    the workers with different counts, and groups of different names never meet.
+    """
+    world = dist.distributed_c10d._world
+    world.group_count = max(int(count) for count in arrivals.exchange(str(world.group_count)))
 
 
 @dataclasses.dataclass
@@ -86,7 +97,6 @@ class WorkerGroup:
         """
         group = cls.begin(timeout_s=timeout_s)
         try:
-            check_same_kind(group.gather_objects(device.type, "the set-up of the groups"))
             group.connect(device, backend)
         except BaseException as error:
             group.close(error)
@@ -115,12 +125,12 @@ class WorkerGroup:
         names = [f"worker {worker}" for worker in range(self.num_workers)]
         came = store.under("lightning_loco/arrivals")
         arrivals = Arrivals(came, self.worker, names, self.timeout_s)
+        _give_groups_the_same_names(arrivals)
         try:
             self.control = self._connected_by_gloo()
-            run = self.gather_objects(secrets.token_hex(4))[0]
         except RuntimeError as error:
             raise WorkerFailure(arrivals.explain()) from error
-        self.store = store.under(f"lightning_loco/{run}")
+        self.store = store.under(f"lightning_loco/{arrivals.attempt}")
         dog = self.store.under("watchdog")
         self.watchdog = Watchdog(dog, self.worker, self.num_workers, timeout_s=self.timeout_s)
         self.watchdog.start()
@@ -130,6 +140,8 @@ class WorkerGroup:
         """The second half of :meth:`create`, once it is known where the parameters live."""
         if self.control is None:
             return
+        # It is also where all learn of an error since `begin`: what follows waits without looking.
+        check_same_kind(self.gather_objects(device.type, _SET_UP))
         if backend is None and device.type == "cpu":
             backend = "gloo"
         self.host_waits = backend_on(device, backend) == "gloo"
@@ -141,7 +153,7 @@ class WorkerGroup:
                 longest = timedelta(seconds=self.timeout_s + MARGIN_S)
                 self.data = dist.new_group(timeout=longest, backend=backend)
         except RuntimeError as error:
-            raise self.explained(error, "the set-up of the groups", began) from error
+            raise self.explained(error, _SET_UP, began) from error
 
     def _connected_by_gloo(self, backend: str | None = "gloo") -> dist.ProcessGroup:
         timeout = timedelta(seconds=self.timeout_s)

@@ -84,7 +84,7 @@ class Job:
         with self._named():
             arrivals = Arrivals(self.store.under(f"{keys}/came"), own, names, self._timeout_s)
             check_device_here(device, arrivals)
-            store = PrefixStore(f"{keys}/{arrivals.times}", self.raw_store)
+            store = PrefixStore(f"{keys}/{arrivals.attempt}", self.raw_store)
 
             def connect() -> None:
                 dist.init_process_group(

@@ -150,9 +150,15 @@ class MeetingStrategy(DDPStrategy):
                 raise SIGTERMException from stop
 
     def waiting_in(self, place: str) -> AbstractContextManager[object]:
-        """Let an error inside name the worker that has not come to this place."""
+        """Let an error inside name the worker that has not come to this place.
+
+        Outside training all come together before what is inside begins: an error that keeps a
+        worker away ends the waiting of the others, and leaves the default group as it was.
+        """
         if self.group is None:
             return nullcontext()
+        if not self.is_training:
+            self.group.gather_objects(None, place)
         self.group.come_to(place)
         return Explained(self.group, place)
 
