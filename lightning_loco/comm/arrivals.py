@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from lightning_loco.comm.store import PromptStore, StoreSilent
+from lightning_loco.comm.store import PromptStore, StoreSilent, store_host
 from lightning_loco.comm.watchdog import WorkerFailure
 
 _LOOK_S = 1.0
@@ -133,4 +133,4 @@ def lost_store(host: str, error: RuntimeError) -> str:
         error: What a call of the store has raised.
     """
     what = "is unreachable" if isinstance(error, StoreSilent) else "has ended"
-    return f"{host}, which hosts the job's key-value store and {what}"
+    return f"{store_host(host)}, which hosts the job's key-value store and {what}"

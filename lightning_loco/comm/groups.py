@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data._utils import signal_handling as _signal_handling
 
 from lightning_loco.clock import REAL_CLOCK, Clock
 from lightning_loco.comm import messages
@@ -30,6 +31,12 @@ MARGIN_S = 60.0
 def connect_to_default_store(timeout_s: float) -> PromptStore:
     """A connection of its own to the key-value store of the default process group."""
     return PromptStore.beside(dist.distributed_c10d._get_default_store(), timeout_s)
+
+
+def _is_of_a_signal(error: RuntimeError) -> bool:
+    """Whether it comes from where PyTorch is told that a process of a DataLoader was killed."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_globals.get("__name__") == _signal_handling.__name__
 
 
 def _give_groups_the_same_names(arrivals: Arrivals) -> None:
@@ -184,12 +191,13 @@ class WorkerGroup:
         """What to raise instead of a backend's error: one that names the worker to blame.
 
         Args:
-            error: Of the backend, or one that names somebody already and stays as it is.
+            error: Of the backend; or one that names somebody already, or that a signal handler has
+                raised during the wait, which stays as it is.
             place: What was being waited for, in words.
             began: Since when, by the group's clock.
         """
         self.failed = True
-        if self.watchdog is None or isinstance(error, WorkerFailure):
+        if self.watchdog is None or isinstance(error, WorkerFailure) or _is_of_a_signal(error):
             return error
         return self.watchdog.blame(place, self.clock.now() - began)
 

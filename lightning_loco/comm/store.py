@@ -7,6 +7,7 @@ nothing. So one thread makes the calls, and those who want something wait for th
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -101,6 +102,12 @@ class PromptStore:
     def close(self) -> None:
         """End the thread; whoever waits for an answer gets an error. Twice does no harm."""
         self._line.end()
+
+
+def store_host(worker: str) -> str:
+    """Who hosts the job's key-value store, in words: this worker, or torchrun in its place."""
+    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return f"torchrun on the machine of {worker}" if by_torchrun else worker
 
 
 def publish(store: Store | PromptStore, key: str, value: str) -> None:

@@ -19,15 +19,17 @@ from torch.distributed import Store
 
 from lightning_loco.background import BackgroundThread
 from lightning_loco.clock import REAL_CLOCK, Clock
-from lightning_loco.comm.store import PromptStore, StoreSilent
+from lightning_loco.comm.store import PromptStore, StoreSilent, store_host
 
 log = logging.getLogger(__name__)
 
 _INTERVAL_S = 1.0
 _SETTLE_S = 2.5
 _LOOK_S = 1.0
+_STOPPED_S = 5.0
 _LONGEST_REPORT = 60_000
 _LONGEST_REASON = 200
+_LONGEST_PLACE = 300
 
 _BEAT = re.compile(r"(\d{1,15})\|(\d{1,15})\|(.{0,300})", re.DOTALL | re.ASCII)
 _REPORT = re.compile(r"(\d{1,6})\|(.*)", re.DOTALL | re.ASCII)
@@ -94,6 +96,8 @@ class Watchdog(BackgroundThread):
         self._clock = clock
         self._end = threading.Event()
         self._beats = 0
+        self._beat_at = clock.now()
+        self._stood_still: tuple[float, float] = (-math.inf, 0.0)  # until when, for how long
         self._complaints: set[str] = set()
         self._lifeless: set[int] = set()
         self._read_by = math.inf
@@ -117,7 +121,10 @@ class Watchdog(BackgroundThread):
 
     def _beat(self) -> None:
         self._beats += 1
-        self._store.set(f"beat/{self._worker}", f"{self._beats}|{self.meetings}|{self.place[:300]}")
+        last, self._beat_at = self._beat_at, self._clock.now()
+        if self._beat_at - last > _STOPPED_S:
+            self._stood_still = (self._beat_at, self._beat_at - last)
+        self._store.set(f"beat/{self._worker}", self._sign_of_life())
         if self.failure is None and self._store.check(["failure"]):
             found = self._parse("failure", _REPORT, self._store.get("failure"))
             if found is None or int(found[1]) >= self._num_workers:
@@ -127,10 +134,13 @@ class Watchdog(BackgroundThread):
                 self.failure = f"{name[0].upper()}{name[1:]} failed:\n{found[2]}"
                 self._store.set(f"read/{self._worker}", "")
 
+    def _sign_of_life(self) -> str:
+        return f"{self._beats}|{self.meetings}|{self.place[:_LONGEST_PLACE]}"
+
     def _note_the_end_of_the_store(self, error: RuntimeError) -> None:
         self.failure = self.failure or (
-            "The job's key-value store no longer answers, so worker 0, which hosts it, has ended "
-            f"({type(error).__name__})."
+            f"The job's key-value store no longer answers, so {store_host('worker 0')}, which "
+            f"hosts it, has ended ({type(error).__name__})."
         )
 
     def _agree_on_stop(self) -> None:
@@ -206,7 +216,11 @@ class Watchdog(BackgroundThread):
         if self.failure is not None:
             raise WorkerFailure(self.failure)
         if self._store.silent_s > self._timeout_s:
-            raise WorkerFailure(self._unreachable(self.place, self._timeout_s))
+            self._clock.sleep(
+                _LOOK_S
+            )  # a store that was stopped together with this process answers
+            if self._store.silent_s > self._timeout_s:
+                raise WorkerFailure(self._unreachable(self.place, self._timeout_s))
 
     def blame(self, place: str, waited_s: float) -> WorkerFailure:
         """What to raise for an exchange that has failed; worker 0, before it ends, tells all."""
@@ -227,16 +241,26 @@ class Watchdog(BackgroundThread):
             return self._unreachable(place, waited_s)
         late = []
         for worker in self._others:
-            _, meetings, where = beats.get(worker, (0, -1, "never seen"))
+            _, meetings, where = beats.get(worker, (0, -1, ""))
             if worker in self._lifeless:
-                late.append(f"{self._names[worker]} (no sign of life; last seen in {where})")
+                seen = f"last seen in {where}" if where else "never seen"
+                late.append(f"{self._names[worker]} (no sign of life; {seen})")
             elif meetings < self.meetings:
                 late.append(f"{self._names[worker]} (alive, last exchange: {where})")
-        who = ", ".join(late) if late else "any worker (all are alive: a network fault)"
+            elif meetings == self.meetings and where != self.place[:_LONGEST_PLACE]:
+                late.append(f"{self._names[worker]} (alive, but waiting in {where})")
+        stopped = self._describe_stop(waited_s)
+        who = ", ".join(late) or f"any worker (all are alive{': a network fault' * (not stopped)})"
         return (
-            f"No message in {place} after {waited_s:.0f} s from {who}. Check that every worker "
-            "runs and reaches the same rounds, or raise timeout_s."
+            f"No message in {place} after {waited_s:.0f} s from {who}.{stopped} Check that every "
+            "worker runs and reaches the same rounds, or raise timeout_s."
         )
+
+    def _describe_stop(self, waited_s: float) -> str:
+        until, seconds = self._stood_still
+        if until < self._clock.now() - waited_s - 2 * _SETTLE_S:
+            return ""
+        return f" This process stood still for {seconds:.0f} s: it or its machine was stopped."
 
     def _unreachable(self, place: str, waited_s: float) -> str:
         return (
@@ -289,6 +313,12 @@ class Watchdog(BackgroundThread):
             if (found := self._parse(key, _BEAT, value)) is not None:
                 beats[int(key.partition("/")[2])] = (int(found[1]), int(found[2]), found[3])
         return beats
+
+    def leave(self, place: str) -> None:
+        """Say where this worker ends, for those who will look for it."""
+        self.place = place
+        with suppress(RuntimeError):
+            self._store.set(f"beat/{self._worker}", self._sign_of_life(), _LOOK_S)
 
     def end(self) -> None:
         """End the thread and wait for it."""

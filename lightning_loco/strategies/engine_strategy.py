@@ -39,6 +39,11 @@ from lightning_loco.strategies.written_weights import WrittenWeights
 SAMPLED = 8192
 """Elements from which the consensus distance at the end is estimated."""
 
+_NO_TRAINING = (
+    "the end of a fit that trained nothing: no batches there, or nothing left of max_steps, "
+    "max_epochs or max_time"
+)
+
 
 class EngineStrategy(MeetingStrategy):
     """Each rank is a worker with its own copy of the model, which an engine drives.
@@ -341,6 +346,9 @@ class EngineStrategy(MeetingStrategy):
     def teardown(self) -> None:
         """Close the engine and the groups."""
         self._added.close()
+        watchdog = self.group.watchdog if self.group is not None else None
+        if watchdog is not None and not (self._finished or self._is_alone):
+            watchdog.leave(_NO_TRAINING)
         for part in (self.engine, self.group):
             if part is not None:
                 part.close()

@@ -24,6 +24,8 @@ from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.interrupted import complete_one
 from lightning_loco.strategies.whole_files import WholeFileIO
 
+_BROADCAST = "a broadcast (Timer and max_time make one after every batch)"
+
 
 class MeetingPlace(Protocol):
     """What brings all workers to the same place of the program."""
@@ -177,10 +179,10 @@ class MeetingStrategy(DDPStrategy):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Send an object from one worker to all."""
-        self.meet("broadcast")
+        self.meet(_BROADCAST)
         if self._is_alone:
             return obj
-        with self.waiting_in("broadcast"):
+        with self.waiting_in(_BROADCAST):
             return super().broadcast(obj, src)
 
     def reduce(

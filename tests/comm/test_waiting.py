@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 import time
 from datetime import timedelta
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.stats import Statistics
@@ -17,7 +20,7 @@ from lightning_loco.comm.waiting import Explained, Sum, Timed, Works
 from lightning_loco.comm.watchdog import Watchdog, WorkerFailure
 from tests.comm.workers import group_of, hurry, make_watchdogs, start
 from tests.late_backend import late_group
-from tests.limits import LONG_S
+from tests.limits import HARNESS_S, LONG_S
 from tests.manual_clock import ManualClock, SkippingClock
 from tests.pool import Pool
 
@@ -93,6 +96,33 @@ def test_errors_that_are_not_the_backends_pass(error: BaseException) -> None:
     ):
         raise error
     assert raised.value is error
+
+
+class Killing(Dataset[int]):
+    """Whose reading process is killed, as by the kernel when there is no memory."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+@pytest.mark.process
+def test_the_death_of_a_data_loaders_process_is_no_fault_of_the_network() -> None:
+    """PyTorch tells of it in a signal handler, wherever this process is waiting."""
+    with make_watchdogs(2) as watchdogs:
+        start(*watchdogs)
+        group = group_of(watchdogs[0], 0, 2)
+        loader = DataLoader(Killing(), num_workers=1, multiprocessing_context="spawn")
+        with (
+            pytest.raises(RuntimeError, match="DataLoader worker .* is killed by signal: Killed"),
+            Explained(group, "round 4"),
+        ):
+            batches = iter(loader)
+            time.sleep(10 * HARNESS_S)
+        del batches
 
 
 def test_a_worker_alone_has_nothing_to_explain() -> None:

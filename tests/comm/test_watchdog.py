@@ -189,7 +189,7 @@ def test_who_gives_no_sign_of_life_is_named_with_where_it_was() -> None:
         text = clock.pass_during(lambda: watchdogs[0].explain("round 8", 12.4), others=2)
     assert text.startswith("No message in round 8 after 12 s from ")
     assert "worker 1 (no sign of life; last seen in round 7)" in text
-    assert "worker 3 (no sign of life; last seen in never seen)" in text
+    assert "worker 3 (no sign of life; never seen)" in text
     assert "worker 2" not in text
 
 
@@ -203,6 +203,40 @@ def test_who_is_alive_and_behind_is_named_with_its_last_exchange() -> None:
         start(*watchdogs)
         text = clock.pass_during(lambda: watchdogs[0].explain("round 5", 3.0), others=3)
     assert "from worker 1 (alive, last exchange: validation). Check" in text
+
+
+def test_who_waits_elsewhere_is_named_with_the_place() -> None:
+    clock = ManualClock()
+    with make_watchdogs(3, clock=clock) as watchdogs:
+        for watchdog, place in zip(watchdogs, ("r5", "validation", "r5"), strict=True):
+            watchdog.meetings, watchdog.place = 5, place
+        start(*watchdogs)
+        text = clock.pass_during(lambda: watchdogs[0].explain("round 5", 3.0), others=3)
+    assert "from worker 1 (alive, but waiting in validation). Check" in text
+
+
+def test_who_leaves_without_training_is_named_with_that_place() -> None:
+    clock = ManualClock()
+    with make_watchdogs(2, clock=clock) as watchdogs:
+        start(*watchdogs)
+        watchdogs[1].leave("a fit that trained nothing")
+        watchdogs[1].end()
+        text = clock.pass_during(lambda: watchdogs[0].explain("round 1", 3.0), others=1)
+    assert "worker 1 (no sign of life; last seen in a fit that trained nothing)" in text
+
+
+def test_a_process_that_was_stopped_does_not_blame_the_network() -> None:
+    clock = ManualClock()
+    with make_watchdogs(2, clock=clock) as watchdogs:
+        start(*watchdogs)
+        clock.wait_until_waiting(2)
+        clock.advance(30.0)
+        clock.wait_until_waiting(2)
+        text = clock.pass_during(lambda: watchdogs[0].explain("round 1", 30.0), others=2)
+        assert "from any worker (all are alive). This process stood still for 30 s" in text
+        clock.pass_during(lambda: clock.sleep(60.0), others=2)
+        text = clock.pass_during(lambda: watchdogs[0].explain("round 1", 30.0), others=2)
+        assert "any worker (all are alive: a network fault). Check" in text
 
 
 def test_if_all_are_alive_and_here_it_is_the_network() -> None:
@@ -393,7 +427,7 @@ def test_a_silent_store_is_the_silence_of_worker_0() -> None:
         watchdog.raise_if_failed()
         clock.advance(0.1)
         with pytest.raises(WorkerFailure, match="worker 0 is unreachable"):
-            watchdog.raise_if_failed()
+            clock.pass_during(watchdog.raise_if_failed, others=1)
     finally:
         watchdog.end()
         wait_until(lambda: not watchdog.is_alive())
