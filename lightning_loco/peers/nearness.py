@@ -46,8 +46,9 @@ class Nearness:
     - the median of the last 21 distances, once there are 5, or a hundredth of the norm of one's own
       parameters if that is more: early in training distances are short, and grow quickly with the
       learning rate. There a longer one counts as the longest allowed: a worker that is far from all
-      others takes part again after a while, and the median is an honest one as long as most of what
-      is read is honest.
+      others takes part again after a while, and the median is sound as long as most of what is read
+      is. A peer that moves a little with every request is near each time: this finds faults, not
+      adversaries.
 
     Args:
         model: Of which they are, and how it is written on the wire.

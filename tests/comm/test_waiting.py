@@ -109,6 +109,12 @@ class Killing(Dataset[int]):
         return index
 
 
+def wait_beside(loader: DataLoader[int]) -> None:
+    batches = iter(loader)
+    time.sleep(10 * HARNESS_S)
+    del batches
+
+
 @pytest.mark.process
 def test_the_death_of_a_data_loaders_process_is_no_fault_of_the_network() -> None:
     """PyTorch tells of it in a signal handler, wherever this process is waiting."""
@@ -120,9 +126,7 @@ def test_the_death_of_a_data_loaders_process_is_no_fault_of_the_network() -> Non
             pytest.raises(RuntimeError, match="DataLoader worker .* is killed by signal: Killed"),
             Explained(group, "round 4"),
         ):
-            batches = iter(loader)
-            time.sleep(10 * HARNESS_S)
-        del batches
+            wait_beside(loader)
 
 
 def test_a_worker_alone_has_nothing_to_explain() -> None:
