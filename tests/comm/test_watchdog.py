@@ -82,7 +82,14 @@ def test_the_host_of_the_store_waits_three_beats_for_the_dead() -> None:
         assert clock.now() == pytest.approx(3 * module._INTERVAL_S, abs=module._INTERVAL_S / 19)
 
 
-def test_the_end_of_the_store_is_a_failure_of_worker_0() -> None:
+@pytest.mark.parametrize(
+    ("by_torchrun", "host"),
+    [("False", "worker 0"), ("True", "torchrun on the machine of worker 0")],
+)
+def test_the_end_of_the_store_is_a_failure_of_its_host(
+    monkeypatch: pytest.MonkeyPatch, by_torchrun: str, host: str
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", by_torchrun)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
     watchdog = Watchdog(client, 1, 2)
@@ -90,7 +97,7 @@ def test_the_end_of_the_store_is_a_failure_of_worker_0() -> None:
     del server
     wait_until(lambda: watchdog.failure)
     watchdog.end()
-    with pytest.raises(RuntimeError, match="worker 0, which hosts it, has ended"):
+    with pytest.raises(RuntimeError, match=f"so {host}, which hosts it, has ended"):
         watchdog.raise_if_failed()
 
 
