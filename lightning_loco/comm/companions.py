@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor, nn
 
+from lightning_loco.comm.fingerprint import crc32, fingerprints
 from lightning_loco.comm.flat import CHUNK_ELEMENTS, Cuts, FlatLayout, are_finite
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.replica import average, pruning_masks
@@ -16,6 +17,8 @@ from lightning_loco.comm.stats import Statistics
 
 class Companions:
     """Averaged copies of the model become their mean over the workers, masks those of worker 0.
+
+    What is equal on all workers stays as it is, bit for bit.
 
     Both stay so. That changes no later average: the mean of moving averages is the moving average
     of the mean, whether it was taken in between or not. Copies and masks come and go during
@@ -69,7 +72,8 @@ class Companions:
         num_finite = round(sum(row.scalars[1] for row in rows))
         device = next(self._model.parameters()).device  # copies may be kept somewhere else
         for layout in self._copies if num_finite else ():
-            average(layout, group, statistics, self._is_finite, num_finite, device)
+            differing = _differing(layout, group)
+            average(differing, group, statistics, self._is_finite, num_finite, device)
         average(self._masks, group, statistics, group.worker == 0, 1, device)
         self._copies, self._masks = [], FlatLayout([])
 
@@ -79,6 +83,17 @@ def _averaged(copy: nn.Module) -> list[tuple[str, Tensor]]:
     persistent = set(copy.state_dict(keep_vars=True))
     named = [*copy.named_parameters(), *copy.named_buffers()]
     return [(n, tensor) for n, tensor in named if n in persistent and tensor.is_floating_point()]
+
+
+def _differing(layout: FlatLayout, group: WorkerGroup) -> FlatLayout:
+    """The tensors that are not equal on all workers."""
+    prints = [
+        number if isinstance(tensor, nn.Parameter) else crc32(tensor)
+        for tensor, number in zip(layout.tensors, fingerprints(layout.tensors), strict=True)
+    ]
+    everyone = zip(*group.gather_objects(prints, "the comparison of averaged copies"), strict=True)
+    named = zip(layout.names, layout.tensors, everyone, strict=True)
+    return _layout([(name, tensor) for name, tensor, found in named if len({*found}) > 1])
 
 
 def _layout(named: list[tuple[str, Tensor]]) -> FlatLayout:

@@ -199,8 +199,10 @@ def average(
     """Replace tensors by their mean over the workers, in place, two chunks at a time.
 
     ``valid`` says whether this worker's values enter it, and ``num_valid`` how many workers' do.
-    Messages are on ``device``; by default where the tensors are.
+    Messages are on ``device``; by default where the tensors are. They are scaled by a power of two,
+    which changes no bit of the mean, so that the sum of large numbers does not overflow.
     """
+    scale = 0.5 ** (num_valid - 1).bit_length()
     device = device or layout.device
     chunks = layout.chunks()
     longest = max((len(chunk) for chunk in chunks), default=0)
@@ -211,7 +213,7 @@ def average(
         chunk, total = under_way.popleft()
         flat = total.wait()
         if num_valid != 1:
-            flat.div_(num_valid)
+            flat.div_(num_valid * scale)
         chunk.unpack(flat)
 
     for index, chunk in enumerate(chunks):
@@ -220,6 +222,8 @@ def average(
         flat = slots[index % 2][: len(chunk)]
         if valid:
             chunk.pack(flat)
+            if num_valid != 1:
+                flat.mul_(scale)
         else:
             flat.zero_()
         under_way.append((chunk, Sum(group, statistics, flat, "the average")))

@@ -54,6 +54,33 @@ def test_copies_become_the_mean_of_those_that_are_finite(
         assert updates == 1 + rank  # whole numbers are each worker's own
 
 
+LARGEST = torch.finfo(torch.float64).max
+
+
+def average_large_values(rank: int, world: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of one copy: its weight and a buffer, which are equal, and its bias, which is not."""
+    model = nn.Linear(2, 2).double()
+    model.register_buffer("mask", torch.tensor([-LARGEST, 0.1], dtype=torch.float64))
+    copy = AveragedModel(model, use_buffers=True)
+    copy.module.weight.data.copy_(
+        torch.tensor([[LARGEST, 0.1], [1e-300, 0.7]], dtype=torch.float64)
+    )
+    copy.module.bias.data.copy_(torch.tensor([LARGEST, 1.0 + rank], dtype=torch.float64))
+    companions = Companions(model)
+    companions.find_copies = lambda: [copy]
+    agree(companions)
+    return copy.module.weight.detach(), copy.module.mask, copy.module.bias.detach()
+
+
+def test_large_values_do_not_overflow_and_equal_ones_stay(pool: Pool) -> None:
+    weight = torch.tensor([[LARGEST, 0.1], [1e-300, 0.7]], dtype=torch.float64)
+    mask = torch.tensor([-LARGEST, 0.1], dtype=torch.float64)
+    for found in pool.run(average_large_values, world=4):
+        assert torch.equal(found[0], weight)
+        assert torch.equal(found[1], mask)
+        assert torch.equal(found[2], torch.tensor([LARGEST, 2.5], dtype=torch.float64))
+
+
 def share_masks(rank: int, world: int) -> list[Tensor]:
     model = norm_model()
     torch.manual_seed(rank)
