@@ -34,7 +34,7 @@ POINTS = {
     # Checkpoints.
     "writing a checkpoint": "before one file of a checkpoint is written",
     "before a file is in its place": "it has been written, and has not replaced the one before",
-    "before the main file is in its place": "on a worker's own disk, where it waits",
+    "before the main file is in its place": "all workers agree that the save is complete",
     "before the last checkpoint is deleted": "the next one is complete",
 }
 """Each point, and when it is reached."""

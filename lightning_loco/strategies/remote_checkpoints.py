@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_loco.remote import RemoteOptimizer
 from lightning_loco.strategies.interrupted import save_where_stopped
+from lightning_loco.strategies.main_file import new_stamp
 from lightning_loco.strategies.positions import Position
 from lightning_loco.strategies.resumed_place import ResumedPlace
+from lightning_loco.strategies.save import Save
+from lightning_loco.strategies.side_files import SideFiles
 
 if TYPE_CHECKING:
     from lightning_loco.strategies.remote import RemoteOptimizerStrategy
@@ -101,10 +105,29 @@ class RemoteCheckpoints:
             own = {"loops": checkpoint["loops"], "position": position._asdict()}
             with strategy.waiting_in("a checkpoint"):
                 checkpoint[_KEY] = strategy.present_workers().gather_states(own, "a checkpoint")
-        if strategy.is_global_zero:
-            strategy.checkpoint_io.save_checkpoint(
-                checkpoint, path, storage_options=storage_options
-            )
+        io = strategy.checkpoint_io
+        write = partial(io.save_checkpoint, checkpoint, storage_options=storage_options)
+        if strategy.is_training:
+            stamp = new_stamp(checkpoint["global_step"])
+            self._write_and_meet(Save(SideFiles(io, path), stamp, None, None, write))
+        elif strategy.is_global_zero:
+            write(path)
+
+    def _write_and_meet(self, save: Save) -> None:
+        """Put the file into its place after all have met once more, as ``save_together`` does."""
+        files, is_first = save.files, self._strategy.is_global_zero
+        before: list[str] = []
+        try:
+            if is_first:
+                before = files.stamps()
+                save.write_common(files.can_wait)
+            self._strategy.meet("checkpoint")
+            if is_first:
+                save.complete(files.can_wait, before, [])
+        except BaseException:
+            if is_first:
+                files.drop(save.stamp)
+            raise
 
     def load(
         self, loaded: dict[str, Any], path: str | Path, weights_only: bool | None = None
@@ -145,7 +168,10 @@ class RemoteCheckpoints:
     def remove(self, path: str | Path) -> None:
         """Delete a checkpoint."""
         if self._strategy.is_global_zero:
-            self._strategy.checkpoint_io.remove_checkpoint(path)
+            io = self._strategy.checkpoint_io
+            io.remove_checkpoint(path)
+            if (files := SideFiles(io, path)).stamps():
+                files.remove()
 
     def load_param_groups(self, remote: RemoteOptimizer, checkpoint: Any) -> None:
         """Put learning rates and the like where a worker's schedulers find them.

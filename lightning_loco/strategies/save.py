@@ -18,28 +18,53 @@ class Save(NamedTuple):
     Attributes:
         files: Beside the main file.
         stamp: The name of the save.
-        own: What is this worker's alone.
+        own: What is this worker's alone; None if the main file is all there is.
         shared: What all workers share; None if there is nothing.
         write_main: Writes the main file to a path.
     """
 
     files: SideFiles
     stamp: str
-    own: dict[str, Any]
+    own: dict[str, Any] | None
     shared: dict[str, Any] | None
     write_main: Callable[[str], None]
 
-    def write_common(self, path: str) -> None:
-        """Write what all workers share, and then the main file."""
+    def write_common(self, waits: bool) -> None:
+        """Write what all workers share, and the main file where it can wait."""
         if self.shared is not None:
             self.files.save(self.stamp, None, self.shared)
-        self.write_main(path)
+        if waits:
+            self.files.write_waiting_main(self.stamp, self.write_main)
+
+    def complete(self, waits: bool, before: list[str], workers: list[int]) -> None:
+        """Put the main file into its place, and delete what it does not need any more.
+
+        Args:
+            waits: Whether it has been written, and waits.
+            before: The saves that were there when this one began.
+            workers: Whose files of this save must be there.
+
+        Raises:
+            OSError: If files of this save are gone, or the main file cannot be replaced.
+        """
+        files, stamp, has_side_files = self.files, self.stamp, self.own is not None
+        if not waits:
+            self.write_main(files.path)
+        elif files.workers_of(stamp) != workers or not files.put_main(stamp):
+            raise OSError(
+                f"The checkpoint {files.path} could not be replaced: files of the next one have "
+                "been deleted while it was written, as by another run that saves to the same path. "
+                "Let each run save to a folder of its own."
+            )
+        if waits or has_side_files:
+            files.settle(stamp, before, is_named=has_side_files)
 
 
 def save_together(group: WorkerGroup, save: Save) -> bool:
     """Write a save into a folder that all workers see; what is common comes from worker 0.
 
-    All workers must call it.
+    All workers must call it. The main file takes its place after one more agreement: a worker 0
+    that has been asleep while the others ended, and while a new run has saved, changes nothing.
 
     Args:
         group: The workers.
@@ -52,17 +77,24 @@ def save_together(group: WorkerGroup, save: Save) -> bool:
         OSError: On every worker, if one cannot write its files; the save before is complete.
         ValueError: On every worker, if the side folder is a symbolic link.
     """
-    is_first, files, stamp = group.worker == 0, save.files, save.stamp
+    is_first, files = group.worker == 0, save.files
+    before: list[str] = []
     try:
         with group.errors_shared(_PLACE):
-            files.save(stamp, group.worker, save.own)
+            if is_first:
+                before = files.stamps()
+            if save.own is not None:
+                files.save(save.stamp, group.worker, save.own)
         with group.errors_shared(_PLACE):
             if is_first:
-                save.write_common(files.path)
-                files.settle(stamp)
+                save.write_common(files.can_wait)
+        with group.errors_shared(_PLACE):
+            if is_first:
+                writers = [] if save.own is None else [*range(group.num_workers)]
+                save.complete(files.can_wait, before, writers)
     except Exception:
         if is_first:
-            files.drop(stamp)
+            files.drop(save.stamp)
         raise
     return is_first
 
@@ -75,13 +107,16 @@ def save_apart(group: WorkerGroup, save: Save) -> bool:
     save that all of them have.
     """
     files, stamp = save.files, save.stamp
+    before: list[str] = []
     try:
         with group.errors_shared(_PLACE):
-            files.save(stamp, group.worker, save.own)
-        is_first = is_first_of(files.workers_of(stamp), group.worker)
+            before = files.stamps()
+            files.save(stamp, group.worker, save.own or {})  # also tells who shares this disk
+        workers = files.workers_of(stamp)
+        is_first = is_first_of(workers, group.worker)
         with group.errors_shared(_PLACE):
             if is_first:
-                save.write_common(files.waiting_main(stamp))
+                save.write_common(waits=True)
     except WorkerFailure:
         raise  # the others may have found it complete
     except Exception:
@@ -90,21 +125,7 @@ def save_apart(group: WorkerGroup, save: Save) -> bool:
         raise
     with group.errors_shared(_PLACE):
         if is_first:
-            files.put_main(stamp)
-            files.settle(stamp)
-    return is_first
-
-
-def save_main_apart(group: WorkerGroup, save: Save) -> bool:
-    """Write a main file alone onto the disk of each worker; returns whether this one has."""
-    files, stamp = save.files, save.stamp
-    with group.errors_shared(_PLACE):
-        files.save(stamp, group.worker, {})  # tells who shares this disk
-    is_first = is_first_of(files.workers_of(stamp), group.worker)
-    with group.errors_shared(_PLACE):
-        if is_first:
-            save.write_main(files.path)
-            files.remove_save(stamp)
+            save.complete(True, before, workers)
     return is_first
 
 

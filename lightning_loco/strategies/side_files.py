@@ -1,18 +1,18 @@
 """What lies beside a checkpoint: one file per worker and one for what all workers share.
 
 ``model.ckpt`` is an ordinary Lightning checkpoint. ``model.ckpt.loco/<stamp>/`` holds
-``worker_00000.pt`` and so on, and ``shared.pt``. The main file is written last and names its stamp;
-only when that has been read back, the files of other stamps are deleted. So an interrupted save
-never spoils the checkpoint that was there before.
-
-Where the workers have disks of their own, the next main file waits in ``<stamp>/main.ckpt`` until
-the save is complete on all of them.
+``worker_00000.pt`` and so on, and ``shared.pt``. The main file names its stamp. The next one is
+written last, waits in ``<stamp>/main.ckpt`` until all workers agree that the save is complete, and
+is renamed. Only when it has been read back, the saves are deleted that were there when this one
+began. So an interrupted save never spoils the checkpoint that was there before, and a worker that
+wakes late never one that came after: its main file does not wait any more.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from lightning_loco.fault_points import reach
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.main_file import stamps_in, steps_of
 from lightning_loco.strategies.sealed import seal, unseal
-from lightning_loco.strategies.whole_files import local_path, move_file
+from lightning_loco.strategies.whole_files import WholeFileIO, local_path, move_file
 
 _MAIN, _FILE = "main.ckpt", re.compile(r"worker_(\d{5})\.pt")
 
@@ -91,17 +91,30 @@ class SideFiles:
         path = self.path if local_path(self.path) is None else os.path.realpath(self.path)
         return f"{path}.loco/{stamp}/{_file_of(worker)}"
 
-    # ------------------------------------------------------------- disks of one's own
+    # ------------------------------------------------------------- main files that wait
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether a main file can be written to another place and be moved from there."""
+        return isinstance(self._io, WholeFileIO) and local_path(self.path) is not None
 
     def waiting_main(self, stamp: str) -> str:
-        """Where the main file of a save waits until the save is complete on all disks."""
+        """Where the main file of a save waits until the save is complete."""
         return f"{self._folder}/{stamp}/{_MAIN}"
 
-    def put_main(self, stamp: str) -> None:
-        """Put the waiting main file of a save into its place, if no other worker has done so."""
+    def write_waiting_main(self, stamp: str, write: Callable[[str], None]) -> None:
+        """Write the main file of a save where it waits; ``write`` is called with the path."""
+        _refuse_links(f"{self._folder}/{stamp}")
+        write(self.waiting_main(stamp))
+
+    def put_main(self, stamp: str) -> bool:
+        """Put the waiting main file of a save into its place; returns whether there was one."""
         reach("before the main file is in its place")
-        with suppress(FileNotFoundError):
+        try:
             move_file(Path(self.waiting_main(stamp)), Path(self.path))
+        except FileNotFoundError:
+            return False
+        return True
 
     def workers_of(self, stamp: str) -> list[int]:
         """Whose files of a save are on this disk."""
@@ -113,39 +126,48 @@ class SideFiles:
 
     def saves(self) -> set[str]:
         """The saves on this disk that have a main file, be it in its place or waiting."""
-        waiting = {s for s in self._stamps() if os.path.exists(self.waiting_main(s))}
+        waiting = {s for s in self.stamps() if os.path.exists(self.waiting_main(s))}
         return waiting | stamps_in(self.path, self._io)
 
     # -------------------------------------------------------------------- the end of a save
 
-    def settle(self, stamp: str) -> None:
-        """Delete the other saves, unless the main file still needs them.
+    def settle(self, stamp: str, before: list[str], is_named: bool = True) -> None:
+        """Delete the saves of before, unless the main file needs them.
+
+        What waits there goes first: from then on no process that wakes late can replace the main
+        file, which is read only after that.
 
         Args:
             stamp: The save that is complete now.
+            before: What :meth:`stamps` has returned when that save began.
+            is_named: Whether its main file names it; if not, it is deleted too.
 
         Raises:
             OSError: If the main file was to be replaced and still names another save.
         """
         reach("before the last checkpoint is deleted")
-        named = stamps_in(self.path, self._io)
-        if stamp not in named and isinstance(self._io, TorchCheckpointIO):
+        before = [found for found in before if found != stamp]
+        for found in before:
+            if (waiting := local_path(self.waiting_main(found))) is not None:
+                waiting.unlink(missing_ok=True)
+        kept = stamps_in(self.path, self._io)
+        is_late = is_named and stamp not in kept  # as another's way to write may be
+        if is_late and isinstance(self._io, TorchCheckpointIO):
             raise OSError(
-                f"The checkpoint {self.path} could not be replaced. What it was before is still "
-                "complete."
+                f"The checkpoint {self.path} could not be replaced. What is there is complete."
             )
-        # Another's way to write may be late: then what is older than the main file can go.
-        first = min(map(steps_of, named), default=0)
-        for found in self._stamps():
-            if found != stamp and (stamp in named or steps_of(found) < first):
+        first = min(map(steps_of, kept), default=0)
+        for found in before if is_named else [*before, stamp]:
+            if found not in kept and (not is_late or steps_of(found) < first):
                 self.remove_save(found)
+        if not is_named:
+            self._remove_empty_folder()
 
     def drop(self, stamp: str) -> None:
         """Delete a save that has failed, unless the main file has come to need it."""
         if stamp not in stamps_in(self.path, self._io):
             self.remove_save(stamp)
-            if not self._stamps():
-                self.remove()
+            self._remove_empty_folder()
 
     def remove_save(self, stamp: str) -> None:
         """Delete a save."""
@@ -155,10 +177,16 @@ class SideFiles:
         """Delete all saves."""
         self._remove(self._folder)
 
-    def _stamps(self) -> list[str]:
+    def stamps(self) -> list[str]:
+        """The saves that are there, complete or not."""
         files = get_filesystem(self._folder)
         entries = files.ls(self._folder, detail=False) if files.exists(self._folder) else []
         return [Path(entry).name for entry in entries]
+
+    def _remove_empty_folder(self) -> None:
+        if (local := local_path(self._folder)) is not None:
+            with suppress(OSError):  # it is not there, or not empty, or a link
+                local.rmdir()
 
     def _read(self, stamp: str, worker: int | None, weights_only: bool | None) -> dict[str, Any]:
         name = self.name_of(stamp, worker)

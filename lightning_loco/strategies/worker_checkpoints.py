@@ -23,7 +23,7 @@ from lightning_loco.strategies.main_file import KEY, NEW_RUN, entry_of, new_stam
 from lightning_loco.strategies.moved_once import moved_once
 from lightning_loco.strategies.positions import Position
 from lightning_loco.strategies.resumed_place import ResumedPlace
-from lightning_loco.strategies.save import Save, save_apart, save_main_apart, save_together
+from lightning_loco.strategies.save import Save, save_apart, save_together
 from lightning_loco.strategies.saved_run import SavedRun
 from lightning_loco.strategies.side_files import SideFiles
 from lightning_loco.strategies.stream import go_on_in_stream, link_of, stream_position
@@ -142,8 +142,7 @@ class WorkerCheckpoints:
         """
         io, engine = self._strategy.checkpoint_io, self._engine
         write_main = partial(io.save_checkpoint, checkpoint, storage_options=storage_options)
-        is_whole = "optimizer_states" in checkpoint
-        if engine is None or not (is_whole or self._is_private):
+        if engine is None:
             if self._strategy.is_global_zero:
                 write_main(path)
             return
@@ -152,15 +151,14 @@ class WorkerCheckpoints:
         path, stamp = group.gather_objects(names, "a checkpoint")[0]
         if self._is_private:
             path = path_on_own_disk(path)
-        save = Save(SideFiles(io, path), stamp, {}, None, write_main)
-        if not is_whole:
-            self._writes_main = save_main_apart(group, save)
-            return
-        self._saved_on_stop = checkpoint["global_step"] if engine.worker.stop_agreed else None
-        checkpoint[KEY] = entry_of(engine, stamp)
-        own, shared = self._parts(engine, checkpoint)
-        write = save_apart if self._is_private else save_together
-        self._writes_main = write(group, save._replace(own=own, shared=shared))
+        save = Save(SideFiles(io, path), stamp, None, None, write_main)
+        if "optimizer_states" in checkpoint:
+            stopped = engine.worker.stop_agreed
+            self._saved_on_stop = checkpoint["global_step"] if stopped else None
+            checkpoint[KEY] = entry_of(engine, stamp)
+            own, shared = self._parts(engine, checkpoint)
+            save = save._replace(own=own, shared=shared)
+        self._writes_main = (save_apart if self._is_private else save_together)(group, save)
 
     def load(
         self, loaded: dict[str, Any], path: str | Path, weights_only: bool | None = None

@@ -161,14 +161,17 @@ class Killer(threading.Thread):
             os.kill(int(file.read_text()), SIGKILL)
 
     def sees_part(self, size: int) -> bool:
-        """Whether a side file, or a file beside the checkpoint or itself, is being written."""
+        """Whether a side file, or the next main file, is being written."""
         with suppress(FileNotFoundError):
-            if self.of_side_files:
-                parts = Path(f"{self.path}.loco").glob("*/.*.part")
-                return any(part.stat().st_size > size // 16 for part in parts)
-            files = [entry for entry in os.scandir(self.path.parent) if entry.is_file()]
-            return any(size // 16 < entry.stat().st_size < size for entry in files)
+            for part in Path(f"{self.path}.loco").glob("*/.*.part"):
+                if is_of_main(part) != self.of_side_files and part.stat().st_size > size // 16:
+                    return True
         return False
+
+
+def is_of_main(part: Path) -> bool:
+    """Whether a temporary file is to become a main file."""
+    return part.name.startswith(f".{hashlib.sha256(b'main.ckpt').hexdigest()[:16]}")
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(20, marks=pytest.mark.soak)])
@@ -202,7 +205,7 @@ def test_kill_while_saving_leaves_a_checkpoint(
             pool.run(fit, str(path), 10_000, False, write_process, MEGABYTES, world=WORLD)
         killer.join()
         assert error.value.missing == [0, 1], error.value
-        cut += [part.parent == folder for part in folder.rglob(".*.part")]
+        cut += [is_of_main(part) for part in folder.rglob(".*.part")]
         step = torch.load(path)["global_step"]
         steps = pool.run(fit, str(path), step + 1, True, None, MEGABYTES, world=WORLD)
         assert steps == [step + 1] * WORLD
@@ -241,16 +244,16 @@ class KeepNewestAndDie(ModelCheckpoint):
 WAYS = {"shared": SaveAndDie, "private": SaveAndDie, "newest": KeepNewestAndDie}
 WRITTEN, SHARED = ["write", "sync"], ["write", "sync", "replace shared.pt", "write", "sync"]
 FILES = ["shared.pt", "worker_00000.pt", "worker_00001.pt"]
-REMOVED = ["remove S", *(f"remove {name}" for name in FILES)]
+REMOVED = ["remove main.ckpt", "remove S", *(f"remove {name}" for name in FILES)]
 OWN = [[*WRITTEN, f"replace worker_{worker:05d}.pt"] for worker in range(WORLD)]
 CHANGES = {  # those of a save, and in any order those that remove the one before
-    ("shared", 0): ([*OWN[0], *SHARED, "replace same.ckpt"], REMOVED),
+    ("shared", 0): ([*OWN[0], *SHARED, "replace main.ckpt", "replace same.ckpt"], REMOVED),
     ("shared", 1): (OWN[1], []),
     ("private", 0): ([*OWN[0], *SHARED, "replace main.ckpt", "replace same.ckpt"], REMOVED),
     ("private", 1): (OWN[1], []),
     ("newest", 0): (
-        [*OWN[0], *SHARED, "replace step=2.ckpt", "remove step=1.ckpt"],
-        [*REMOVED, "remove step=1.ckpt.loco"],
+        [*OWN[0], *SHARED, "replace main.ckpt", "replace step=2.ckpt", "remove step=1.ckpt"],
+        [*REMOVED[1:], "remove step=1.ckpt.loco"],
     ),
 }
 

@@ -1,0 +1,135 @@
+"""A worker that wakes late, or another run, does not spoil what has been saved to its path."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_loco.comm import WorkerGroup
+from lightning_loco.comm.watchdog import WorkerFailure
+from lightning_loco.fault_points import on_reach
+from lightning_loco.strategies.main_file import KEY, new_stamp
+from lightning_loco.strategies.save import Save, save_apart, save_together
+from lightning_loco.strategies.side_files import SideFiles
+from lightning_loco.strategies.whole_files import WholeFileIO
+
+pytestmark = pytest.mark.recovery
+OLDER, NEWER = 10, 20
+WAYS = {"shared": save_together, "private": save_apart}
+
+
+@dataclasses.dataclass
+class Lonely(WorkerGroup):
+    """Calls a function in the place of one of its agreements, and finds the others gone."""
+
+    number: int = 1
+    then: Callable[[], object] = bool
+
+    def gather_objects(self, value: Any, place: str = "an agreement") -> list[Any]:
+        self.number -= 1
+        if self.number == 0:
+            self.then()
+            raise WorkerFailure("Worker 1 is gone.")
+        return [value]
+
+
+def save(
+    path: Path, step: int, group: WorkerGroup | None = None, way: str = "shared", whole: bool = True
+) -> None:
+    """Save with worker 0's part; without side files if it is not ``whole``."""
+    io, stamp = WholeFileIO(), new_stamp(step)
+    main = {"step": step, **({KEY: {"stamp": stamp}} if whole else {})}
+    own, shared = ({"own": step}, {"shared": step}) if whole else (None, None)
+    write_main = partial(io.save_checkpoint, main)
+    WAYS[way](group or WorkerGroup(0, 1), Save(SideFiles(io, path), stamp, own, shared, write_main))
+
+
+def saved_step(path: Path) -> int:
+    """Of a checkpoint whose files are all there."""
+    main = torch.load(path)
+    step = int(main["step"])
+    if KEY in main:
+        own, shared = SideFiles(WholeFileIO(), path).load(main[KEY]["stamp"], 0, True)
+        assert (own, shared) == ({"own": step}, {"shared": step})
+    return step
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_worker_that_wakes_without_the_others_changes_nothing(
+    tmp_path: Path, number: int, way: str, whole: bool
+) -> None:
+    path = tmp_path / "last.ckpt"
+    save(path, 1)
+    group = Lonely(0, 1, number=number, then=lambda: save(path, NEWER))
+    with pytest.raises(WorkerFailure):
+        save(path, OLDER, group, way, whole)
+    assert saved_step(path) == NEWER
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_main_file_is_replaced_after_another_agreement_only(tmp_path: Path, number: int) -> None:
+    path, found = tmp_path / "last.ckpt", []
+    save(path, 1)
+    group = Lonely(0, 1, number=number, then=lambda: found.append(saved_step(path)))
+    with pytest.raises(WorkerFailure):
+        save(path, OLDER, group)
+    assert found == [1 if number == 2 else OLDER] == [saved_step(path)]
+    assert os.listdir(f"{path}.loco") == [torch.load(path)[KEY]["stamp"]]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_save_between_any_two_changes_stays_whole(
+    tmp_path: Path, way: str, whole: bool, subtests: pytest.Subtests
+) -> None:
+    """The older one had been agreed upon; the newer one comes before each point in turn."""
+    reached: list[str] = []
+    with on_reach(reached.append):
+        save(tmp_path / "count.ckpt", OLDER, way=way, whole=whole)
+    assert "before the main file is in its place" in reached
+    for chosen in range(1, len(reached)):
+        path, left = tmp_path / f"{chosen}.ckpt", [*reached[: chosen + 1]]
+        save(path, 1)
+
+        def interfere(point: str, path: Path = path, left: list[str] = left) -> None:
+            if left and left.pop(0) == point and not left:
+                save(path, NEWER)
+
+        with subtests.test(reached[chosen], number=chosen):
+            with on_reach(interfere), suppress(OSError):
+                save(path, OLDER, way=way, whole=whole)
+            assert not left
+            assert saved_step(path) == NEWER
+
+
+def test_files_of_a_save_that_has_begun_later_stay(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    files, later = SideFiles(WholeFileIO(), path), new_stamp(NEWER)
+    save(path, 1)
+
+    def begin(point: str) -> None:
+        if point == "before the last checkpoint is deleted":
+            files.save(later, 1, {"own": NEWER})
+
+    with on_reach(begin):
+        save(path, OLDER)
+    assert saved_step(path) == OLDER
+    assert sorted(files.stamps()) == sorted([later, torch.load(path)[KEY]["stamp"]])
+    save(path, NEWER)
+    assert files.stamps() == [torch.load(path)[KEY]["stamp"]]
+
+
+def test_main_file_alone_leaves_no_folder(tmp_path: Path) -> None:
+    for way in WAYS:
+        save(tmp_path / way, OLDER, way=way, whole=False)
+    assert sorted(os.listdir(tmp_path)) == sorted(WAYS)
