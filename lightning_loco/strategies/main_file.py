@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import secrets
 import zipfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +24,9 @@ NEW_RUN = (
     "YourModule.load_from_checkpoint(path) and fit without ckpt_path."
 )
 """What remains when side files cannot be used."""
+
+MOST_WORKERS = 99_999
+"""Their numbers have five digits in the names of side files."""
 
 _FORMAT = 4
 _STAMP = re.compile(rb"step\d+-[0-9a-f]{8}")
@@ -67,6 +71,14 @@ class Entry(NamedTuple):
     consensus_key: str | None
 
 
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "algorithm": str,
+    "settings": dict,
+    "has_shared": bool,
+    "consensus_key": (str, type(None)),
+}
+
+
 def entry_of(engine: Engine, stamp: str) -> dict[str, Any]:
     """The entry of the main file that ties it to its side files: plain values only."""
     algorithm = engine.settings.algorithm
@@ -102,11 +114,32 @@ def read_entry(entry: Any, path: str | Path) -> Entry:
             f"The checkpoint {path} names its side files {found.stamp!r}, which is no name that "
             f"lightning_loco gives. {NEW_RUN}"
         )
-    if not isinstance(found.num_workers, int) or found.num_workers < 1:
-        raise ValueError(
-            f"The checkpoint {path} says that {found.num_workers!r} workers wrote it. {NEW_RUN}"
-        )
+    number = found.num_workers
+    if not isinstance(number, int) or not 1 <= number <= MOST_WORKERS:
+        raise ValueError(f"The checkpoint {path} says that {number!r} workers wrote it. {NEW_RUN}")
+    for name, kinds in _KINDS.items():
+        if not isinstance(value := getattr(found, name), kinds):
+            raise ValueError(
+                f"The checkpoint {path} says {name}={value!r}, which lightning_loco does not "
+                f"write. {NEW_RUN}"
+            )
     return found
+
+
+@contextmanager
+def content_of(file: str | Path) -> Iterator[None]:
+    """Let errors that impossible content causes inside name the file that it comes from.
+
+    Raises:
+        ValueError: In their place.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{file} holds what lightning_loco does not write ({type(error).__name__}: {error}). "
+            f"{NEW_RUN}"
+        ) from error
 
 
 def stamps_in(path: str, io: CheckpointIO) -> set[str]:

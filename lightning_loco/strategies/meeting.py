@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,9 +49,9 @@ class Checkpoints(Protocol):
         """Write what Lightning has collected on this rank, and all that belongs to it."""
 
     def load(
-        self, loaded: dict[str, Any], path: str | Path, weights_only: bool | None
+        self, read: Callable[[], dict[str, Any]], path: str | Path, weights_only: bool | None
     ) -> dict[str, Any]:
-        """Complete what Lightning has read, as safely as it did (``weights_only``)."""
+        """Complete what Lightning reads with ``read``, as safely as it does (``weights_only``)."""
 
     def remove(self, path: str | Path) -> None:
         """Delete a checkpoint with all that belongs to it."""
@@ -234,8 +235,8 @@ class MeetingStrategy(DDPStrategy):
         checkpoint_path = complete_one(checkpoint_path)
         # Older versions of Lightning know no weights_only.
         options = {} if weights_only is None else {"weights_only": weights_only}
-        loaded = super().load_checkpoint(checkpoint_path, **options)
-        return self.checkpoints.load(loaded, checkpoint_path, weights_only)
+        read = partial(super().load_checkpoint, checkpoint_path, **options)
+        return self.checkpoints.load(read, checkpoint_path, weights_only)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Delete a checkpoint with all that belongs to it."""

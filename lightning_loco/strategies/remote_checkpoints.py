@@ -12,7 +12,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_loco.remote import RemoteOptimizer
 from lightning_loco.strategies.interrupted import save_where_stopped
-from lightning_loco.strategies.main_file import new_stamp
+from lightning_loco.strategies.main_file import content_of, new_stamp
+from lightning_loco.strategies.other_checkpoint import other_one_named, read_main
 from lightning_loco.strategies.positions import Position
 from lightning_loco.strategies.resumed_place import ResumedPlace
 from lightning_loco.strategies.save import Save
@@ -130,7 +131,10 @@ class RemoteCheckpoints:
             raise
 
     def load(
-        self, loaded: dict[str, Any], path: str | Path, weights_only: bool | None = None
+        self,
+        read: Callable[[], dict[str, Any]],
+        path: str | Path,
+        weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Put this worker's loops where Lightning reads them, to resume training.
 
@@ -138,32 +142,38 @@ class RemoteCheckpoints:
         their own, and the data are dealt out anew.
 
         Args:
-            loaded: What Lightning has read.
+            read: Reads the file, as Lightning does.
             path: From where.
-            weights_only: How it was read; nothing else is to be read here.
+            weights_only: How it is read; nothing else is to be read here.
 
         Raises:
-            ValueError: If something is missing.
+            ValueError: If the file is damaged, or something is missing in it.
         """
         strategy = self._strategy
-        if not strategy.is_fitting or strategy.serves:
-            return loaded
-        self._resumed = None
-        if _KEY in loaded:
-            positions, worker = loaded[_KEY], strategy.global_rank
+        if not strategy.is_fitting:
+            return read_main(read, path)
+        with other_one_named(strategy.checkpoint_io, path):
+            loaded = read_main(read, path)
+            if not strategy.serves:
+                self._resumed = self._entered(loaded, path) if _KEY in loaded else None
+        return loaded
+
+    def _entered(self, loaded: dict[str, Any], path: str | Path) -> ResumedPlace:
+        positions, worker = loaded[_KEY], self._strategy.global_rank
+        with content_of(path):
             is_new = worker >= len(positions)
+            own = positions[0 if is_new else worker]
             try:
-                own = positions[0 if is_new else worker]
                 loaded["loops"], position = own["loops"], Position(**own["position"])
             except (KeyError, TypeError) as missing:
                 text = f"{path} does not say where its workers were: {missing}."
                 raise ValueError(text) from missing
             if is_new:
                 position = position._replace(random=None)
-            shares = [1] * len(positions), [1] * strategy.world_size
-            self._resumed = ResumedPlace(position, *shares, worker)
-            self._resumed.enter(loaded["loops"])
-        return loaded
+            shares = [1] * len(positions), [1] * self._strategy.world_size
+            place = ResumedPlace(position, *shares, worker)
+            place.enter(loaded["loops"])
+        return place
 
     def remove(self, path: str | Path) -> None:
         """Delete a checkpoint."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lightning_loco.comm.saved import Saved
 from lightning_loco.schedules.base import proportion
 from lightning_loco.strategies.driven import Engine
-from lightning_loco.strategies.main_file import NEW_RUN, read_entry
+from lightning_loco.strategies.main_file import NEW_RUN, content_of, read_entry
 from lightning_loco.strategies.positions import Position
 from lightning_loco.strategies.side_files import SideFiles
 
@@ -58,6 +60,8 @@ class SavedRun:
         number = 0 if self.is_new else worker
         self.name = files.name_of(self._entry.stamp, number)
         self.own = self._read(number)
+        if readers is None:
+            self._find(self.num_workers - 1)
 
     def position(self) -> Position:
         """Where the worker goes on; a new one with its own random numbers."""
@@ -104,18 +108,29 @@ class SavedRun:
         names = ", ".join(map(str, self._lost))
         return [f"what worker {names} had, which is on no disk, is left out"] if names else []
 
+    def _find(self, worker: int) -> None:
+        with _advised():
+            self._files.find(self._entry.stamp, worker)
+
     def _read(self, worker: int) -> dict[str, Any]:
         entry = self._entry
-        try:
+        with _advised():
             own, shared = self._files.load(
                 entry.stamp, worker, entry.has_shared, self._weights_only
             )
-        except (FileNotFoundError, ValueError) as error:
-            raise ValueError(f"{error} {NEW_RUN}") from error
-        for key, entries in _NEEDED:
-            for name in ("", *entries):
-                if key not in own or (name and name not in own[key]):
-                    file = self._files.name_of(entry.stamp, worker)
-                    raise ValueError(f"{file} has no {name or key!r}. {NEW_RUN}")
-        own["engine"].update(shared)
+        file = self._files.name_of(entry.stamp, worker)
+        with content_of(file):
+            for key, entries in _NEEDED:
+                for name in ("", *entries):
+                    if key not in own or (name and name not in own[key]):
+                        raise ValueError(f"{file} has no {name or key!r}. {NEW_RUN}")
+            own["engine"].update(shared)
         return own
+
+
+@contextmanager
+def _advised() -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, ValueError) as error:
+        raise ValueError(f"{error} {NEW_RUN}") from error

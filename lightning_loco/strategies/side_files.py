@@ -24,7 +24,12 @@ from lightning_loco.fault_points import reach
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.main_file import stamps_in, steps_of
 from lightning_loco.strategies.sealed import seal, unseal
-from lightning_loco.strategies.whole_files import WholeFileIO, local_path, move_file
+from lightning_loco.strategies.whole_files import (
+    WholeFileIO,
+    damage_of,
+    local_path,
+    move_file,
+)
 
 _MAIN, _FILE = "main.ckpt", re.compile(r"worker_(\d{5})\.pt")
 
@@ -90,6 +95,23 @@ class SideFiles:
         """
         path = self.path if local_path(self.path) is None else os.path.realpath(self.path)
         return f"{path}.loco/{stamp}/{_file_of(worker)}"
+
+    def find(self, stamp: str, worker: int | None) -> str:
+        """As :meth:`name_of`, for a file that is to be read.
+
+        Raises:
+            FileNotFoundError: If it does not exist.
+            ValueError: If it is behind a symbolic link.
+        """
+        name = self.name_of(stamp, worker)
+        _refuse_links(os.path.dirname(name))
+        if not get_filesystem(name).exists(name):
+            raise FileNotFoundError(
+                f"The checkpoint {self.path} needs {name}, which does not exist. "
+                f"Keep the folder {Path(name).parents[1].name} beside the checkpoint, on a file "
+                "system that all machines share."
+            )
+        return name
 
     # ------------------------------------------------------------- main files that wait
 
@@ -189,20 +211,14 @@ class SideFiles:
                 local.rmdir()
 
     def _read(self, stamp: str, worker: int | None, weights_only: bool | None) -> dict[str, Any]:
-        name = self.name_of(stamp, worker)
-        _refuse_links(os.path.dirname(name))
-        if not get_filesystem(name).exists(name):
-            raise FileNotFoundError(
-                f"The checkpoint {self.path} needs {name}, which does not exist. "
-                f"Keep the folder {Path(name).parents[1].name} beside the checkpoint, on a file "
-                "system that all machines share."
-            )
+        name = self.find(stamp, worker)
         try:
             sealed = lightning_private.load_checkpoint(self._io, name, weights_only is not False)
-        except OSError:
-            raise
         except Exception as error:  # damaged files fail in many ways
-            raise ValueError(f"{name} is damaged and cannot be read: {error}") from error
+            if isinstance(error, OSError) and error.filename is not None:
+                raise
+            text = damage_of(name) or error
+            raise ValueError(f"{name} is damaged and cannot be read: {text}.") from error
         try:
             return unseal(sealed, stamp, worker)
         except ValueError as error:

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import os
 import secrets
+import zipfile
 from collections.abc import Iterable
 from contextlib import suppress
 from io import BufferedWriter
@@ -19,6 +20,8 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from lightning_loco.fault_points import reach
+
+_ARCHIVE = b"PK\x03\x04"
 
 
 class WholeFileIO(TorchCheckpointIO):
@@ -61,6 +64,42 @@ def move_file(source: Path, target: Path) -> None:
     source.replace(target)
     _sync_folder(target.parent)
     _sync_folder(source.parent)
+
+
+def is_archive(path: str | Path) -> bool:
+    """Whether a local file begins as those do that ``torch.save`` writes."""
+    local = local_path(path)
+    if local is None:
+        return False
+    with local.open("rb") as file:
+        return file.read(len(_ARCHIVE)) == _ARCHIVE
+
+
+def damage_of(path: str | Path, reads_all: bool = True) -> str | None:
+    """What is wrong with a file that ``torch.save`` has written, in words.
+
+    ``torch.load`` does not compare the checksums that are in it. This reads the file once more.
+
+    Args:
+        path: Of the file.
+        reads_all: Whether to compare the checksums too, and not only to look at the file's end.
+
+    Returns:
+        None if nothing is wrong, and for files elsewhere or of another format.
+    """
+    local = local_path(path)
+    if local is None:
+        return None
+    if not is_archive(local):
+        return None if local.stat().st_size else "it is empty"
+    try:
+        with zipfile.ZipFile(local) as archive:
+            # torch.serialization.set_crc32_options(False) leaves them out.
+            has_checksums = any(part.CRC for part in archive.infolist())
+            changed = archive.testzip() if reads_all and has_checksums else None
+    except Exception as error:  # damaged archives fail in many ways
+        return f"it was cut short or has changed since it was written ({error})"
+    return changed and f"its part {changed!r} has changed since it was written"
 
 
 def _replace(target: Path, content: Any) -> None:

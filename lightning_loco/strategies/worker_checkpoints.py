@@ -19,8 +19,9 @@ from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.arguments import check_choice
 from lightning_loco.strategies.chosen_save import choose_save, path_on_own_disk
 from lightning_loco.strategies.interrupted import save_where_stopped
-from lightning_loco.strategies.main_file import KEY, NEW_RUN, entry_of, new_stamp
+from lightning_loco.strategies.main_file import KEY, NEW_RUN, content_of, entry_of, new_stamp
 from lightning_loco.strategies.moved_once import moved_once
+from lightning_loco.strategies.other_checkpoint import other_one_named, read_main
 from lightning_loco.strategies.positions import Position
 from lightning_loco.strategies.resumed_place import ResumedPlace
 from lightning_loco.strategies.save import Save, save_apart, save_together
@@ -161,39 +162,51 @@ class WorkerCheckpoints:
         self._writes_main = (save_apart if self._is_private else save_together)(group, save)
 
     def load(
-        self, loaded: dict[str, Any], path: str | Path, weights_only: bool | None = None
+        self,
+        read: Callable[[], dict[str, Any]],
+        path: str | Path,
+        weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Complete the main file with this worker's own state, to resume training.
 
         Args:
-            loaded: What Lightning has read.
+            read: Reads the main file, as Lightning does.
             path: From where.
-            weights_only: As it was read: False if other objects than tensors and numbers may be.
+            weights_only: As it is read: False if other objects than tensors and numbers may be.
 
         Raises:
-            ValueError: On every worker, if the side files are missing or damaged.
+            ValueError: On every worker, if a file is missing or damaged.
         """
         self._resumed = None
         if not self._strategy.is_fitting:
-            return loaded
+            return read_main(read, path)
+        group, io = self._strategy.group, self._strategy.checkpoint_io
+        assert group is not None
+        own = self._strategy.worker if self._is_private else None
+        with group.errors_shared("reading the checkpoint"), other_one_named(io, path, own):
+            loaded = read_main(read, path)
+            if KEY in loaded:
+                self._complete(loaded, path, weights_only)
         if KEY not in loaded:
             rank_zero_info(
                 f"{path} was not written by lightning_loco: its model and optimizer are "
                 "the common start of all workers."
             )
-            return loaded
-        group = self._strategy.group
-        assert group is not None
-        with group.errors_shared("reading the checkpoint"):
-            files = SideFiles(self._strategy.checkpoint_io, path)
-            worker, readers = self._strategy.worker, self._readers
-            run = SavedRun(loaded[KEY], files, path, worker, weights_only, readers)
-            shares = self._shares()
-        loaded.update(run.own["lightning"])
-        place = ResumedPlace(run.position(), run.shares(), shares, self._strategy.worker)
-        place.enter(loaded["loops"])
-        self._resumed = run, place
         return loaded
+
+    def _complete(
+        self, loaded: dict[str, Any], path: str | Path, weights_only: bool | None
+    ) -> None:
+        strategy, readers = self._strategy, self._readers
+        files = SideFiles(strategy.checkpoint_io, path)
+        run = SavedRun(loaded[KEY], files, path, strategy.worker, weights_only, readers)
+        with content_of(path):
+            before = run.shares()
+        with content_of(run.name):
+            loaded.update(run.own["lightning"])
+            place = ResumedPlace(run.position(), before, self._shares(), strategy.worker)
+            place.enter(loaded["loops"])
+        self._resumed = run, place
 
     def _shares(self) -> list[int]:
         schedule, num_workers = self._strategy.schedule, self._strategy.num_workers
@@ -239,10 +252,12 @@ class WorkerCheckpoints:
             )
 
     def _load(self, run: SavedRun, load: Callable[[S], T], state: S) -> T:
-        try:
-            return load(state)
-        except KeyError as missing:
-            raise ValueError(f"{run.name} has no {missing} of the engine. {NEW_RUN}") from missing
+        with content_of(run.name):
+            try:
+                return load(state)
+            except KeyError as missing:
+                text = f"{run.name} has no {missing} of the engine. {NEW_RUN}"
+                raise ValueError(text) from missing
 
     def save_interrupted(self, trainer: pl.Trainer, reason: str) -> None:
         """Save once more after an agreed stop, unless that is done; all workers must call it."""

@@ -230,6 +230,13 @@ def test_impossible_entries_of_the_main_file_are_refused(
         ("num_workers", -1, "says that {!r} workers wrote it"),
         ("num_workers", "2", "says that {!r} workers wrote it"),
         ("num_workers", None, "says that {!r} workers wrote it"),
+        ("num_workers", 10**9, "says that {!r} workers wrote it"),
+        ("num_workers", 1000, "worker_00999.pt, which does not exist"),
+        ("algorithm", 3, "says algorithm=3"),
+        ("settings", None, "says settings=None"),
+        ("settings", {**whole["settings"], "sync_every": ["x"]}, "one.ckpt holds what"),
+        ("has_shared", "yes", "says has_shared='yes'"),
+        ("consensus_key", 3, "says consensus_key=3"),
     ]
     for entry, value, words in rows:
         with subtests.test(entry, value=value):

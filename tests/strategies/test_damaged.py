@@ -1,0 +1,183 @@
+"""Checkpoints that are damaged are refused on all ranks; another one that is whole is named."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import zipfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import Strategy
+
+from lightning_loco import DiLoCoStrategy, PairwiseGossipStrategy, RemoteOptimizerStrategy
+from lightning_loco.strategies.main_file import KEY
+from lightning_loco.strategies.whole_files import damage_of
+from tests.pool import Pool, PoolError
+from tests.small_model import TinyModule, make_loader
+from tests.strategies.remote_runs import fit_with
+
+WORLD = 3
+pytestmark = [
+    pytest.mark.recovery,
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+]
+
+
+def strategy_of(kind: str) -> Strategy:
+    if kind == "remote_optimizer":
+        return RemoteOptimizerStrategy(WORLD - 1, timeout_s=20)
+    if kind == "pairwise_gossip":
+        return PairwiseGossipStrategy(timeout_s=30, fetch_timeout_s=0.2)
+    return DiLoCoStrategy(sync_every=2, timeout_s=30)
+
+
+def save(module: TinyModule, path: str, *_: Any) -> None:
+    """Save after the second and the last step."""
+    if module.global_step in (2, 4):
+        module.trainer.save_checkpoint(path.format(module.global_step))
+
+
+def fit(rank: int, world: int, kind: str, path: str, resume: bool = False) -> int:
+    module = TinyModule(optimizer="Adam")
+    if not resume:
+        module.on_train_batch_end = partial(save, module, path)  # type: ignore[method-assign]
+    trainer = fit_with(
+        strategy_of(kind),
+        module,
+        make_loader(rank, 20),
+        ckpt_path=path if resume else None,
+        max_steps=6 if resume else 4,
+        default_root_dir=os.path.dirname(path),
+    )
+    return trainer.global_step
+
+
+KINDS = ["diloco", "pairwise_gossip", "remote_optimizer"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def saved(
+    pool: Pool, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[str, Path]:
+    """The kind of the strategy, and a folder of its checkpoints after 2 and 4 steps."""
+    folder = tmp_path_factory.mktemp("saved")
+    pool.run(fit, request.param, str(folder / "{}.ckpt"), world=WORLD)
+    return request.param, folder
+
+
+def refusal(pool: Pool, kind: str, path: Path | str) -> str:
+    """What all ranks say that refuse to resume."""
+    with pytest.raises(PoolError) as error:
+        pool.run(fit, kind, str(path), True, world=WORLD)
+    assert sorted(error.value.failures) == [*range(WORLD)], error.value
+    assert {failure.type_name for failure in error.value.failures.values()} == {"ValueError"}
+    # What another one has found begins with its name.
+    (message,) = {
+        f.message.split(": ", f.message.startswith("Worker"))[-1]
+        for f in error.value.failures.values()
+    }
+    return message
+
+
+def flip_in_tensors(path: Path) -> None:
+    """Flip one bit of the largest tensor in a file."""
+    with zipfile.ZipFile(path) as archive:
+        tensors = [part for part in archive.infolist() if "/data/" in part.filename]
+        part = max(tensors, key=lambda part: part.file_size)
+        content = archive.read(part)
+    whole = bytearray(path.read_bytes())
+    whole[whole.index(content) + len(content) // 2] ^= 1
+    path.write_bytes(whole)
+
+
+def test_damaged_file_is_named_and_so_is_one_that_is_whole(
+    pool: Pool, saved: tuple[str, Path], tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    kind, folder = saved
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    path, older = tmp_path / "4.ckpt", tmp_path / "2.ckpt"
+    names_older = f"Go on from {older}, the newest other checkpoint in its folder that is whole."
+    whole = path.read_bytes()
+    for words, content in (
+        ("it is empty", b""),
+        ("cannot be read", whole[:2]),
+        ("it was cut short or has changed", whole[: len(whole) // 2]),
+        ("it was cut short or has changed", whole[:-1]),
+        ("has changed since it was written", None),
+    ):
+        with subtests.test(words, bytes=content and len(content)):
+            path.write_bytes(whole if content is None else content)
+            if content is None:
+                flip_in_tensors(path)
+                torch.load(path)  # does not notice
+            message = refusal(pool, kind, path)
+            assert str(path) in message
+            assert words in message
+            assert names_older in message
+    with subtests.test("the other is damaged, too"):
+        flip_in_tensors(older)
+        assert f"No other checkpoint in {tmp_path} is whole." in refusal(pool, kind, path)
+    path.write_bytes(whole)
+    assert pool.run(fit, kind, str(path), True, world=WORLD)[: WORLD - 1] == [6] * (WORLD - 1)
+
+
+@pytest.mark.parametrize("saved", ["diloco"], indirect=True)
+def test_side_file_that_was_cut_short_is_named(
+    pool: Pool, saved: tuple[str, Path], tmp_path: Path
+) -> None:
+    kind, folder = saved
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    newest, older = (
+        next(Path(f"{tmp_path}/{step}.ckpt.loco").glob("*/worker_00001.pt")) for step in (4, 2)
+    )
+    for file in (newest, older):
+        file.write_bytes(file.read_bytes()[:-1])
+        message = refusal(pool, kind, tmp_path / "4.ckpt")
+        assert f"{newest} is damaged and cannot be read: it was cut short" in message
+        is_whole = f"Go on from {tmp_path}/2.ckpt" in message
+        assert is_whole == (file == newest)
+
+
+@pytest.mark.parametrize("saved", ["diloco"], indirect=True)
+def test_last_is_refused_as_well(pool: Pool, saved: tuple[str, Path], tmp_path: Path) -> None:
+    kind, folder = saved
+    shutil.copytree(folder, tmp_path / "checkpoints")
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    path.write_bytes((tmp_path / "checkpoints" / "4.ckpt").read_bytes()[:-1])
+    with pytest.raises(PoolError) as error:
+        pool.run(fit_last, kind, str(tmp_path), world=WORLD)
+    for failure in error.value.failures.values():
+        assert f"The checkpoint {path} cannot be read" in failure.message
+        assert f"Go on from {path.with_name('4.ckpt')}" in failure.message
+
+
+def fit_last(rank: int, world: int, kind: str, folder: str) -> None:
+    fit_with(
+        strategy_of(kind),
+        TinyModule(),
+        make_loader(rank, 20),
+        ckpt_path="last",
+        enable_checkpointing=True,
+        default_root_dir=folder,
+    )
+
+
+def test_files_without_checksums_are_not_refused(tmp_path: Path) -> None:
+    path = tmp_path / "one.ckpt"
+    set_options = getattr(torch.serialization, "set_crc32_options", None)
+    if set_options is None:
+        pytest.skip("this version of PyTorch always writes checksums")
+    set_options(False)
+    try:
+        torch.save({KEY: torch.ones(10)}, path)
+    finally:
+        set_options(True)
+    assert damage_of(path) is None
+    torch.save({KEY: torch.ones(10)}, path, _use_new_zipfile_serialization=False)
+    assert damage_of(path) is None
+    assert damage_of("memory://one.ckpt") is None
