@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_loco import RemoteOptimizerStrategy
+from lightning_loco.fault_points import on_reach
 from tests.conftest import cover
 from tests.pool import Pool, PoolEnvironment, PoolError, make_trainer
 from tests.small_model import TinyModule, ValidatedModule, WorkerData, flat, loss_of, make_loader
@@ -177,6 +179,41 @@ def test_bfloat16_on_the_wire(pool: Pool, tmp_path: Path) -> None:
     torch.testing.assert_close(full, expected, rtol=0.05, atol=0.02)
     saved = torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"]
     assert torch.equal(torch.cat([v.reshape(-1) for v in saved.values()]), full)
+
+
+def note_order(rank: int, world: int, path: str) -> list[str]:
+    """What happens on a rank while a checkpoint is saved: meetings and changes of files."""
+    done: list[str] = []
+    with all_ranks() as environment:
+        strategy = RemoteOptimizerStrategy(2, timeout_s=30)
+        trainer = remote_trainer(environment, strategy, max_steps=2)
+        module = TinyModule()
+
+        def meet(purpose: str) -> None:
+            done.append(purpose)
+            RemoteOptimizerStrategy.meet(strategy, purpose)
+
+        def save(*_: Any) -> None:
+            if trainer.global_step == 2:
+                with pytest.MonkeyPatch.context() as patch, on_reach(done.append):
+                    patch.setattr(strategy, "meet", meet)
+                    trainer.save_checkpoint(path)
+
+        module.on_train_batch_end = save  # type: ignore[method-assign]
+        trainer.fit(module, make_loader(rank, STEPS))
+    return done
+
+
+@pytest.mark.recovery
+def test_a_checkpoint_takes_its_place_after_another_meeting(pool: Pool, tmp_path: Path) -> None:
+    """So a worker 0 that wakes when the others are gone replaces nothing."""
+    first, second, _ = pool.run(note_order, str(tmp_path / "one.ckpt"), world=3)
+    written = first.index("before a file is in its place")
+    assert "before the main file is in its place" in first[written + 1 :]
+    placed = first.index("before the main file is in its place")
+    assert first[written + 1 : placed] == ["checkpoint"]
+    assert second.count("checkpoint") == first.count("checkpoint")
+    assert os.listdir(tmp_path) == ["one.ckpt"]
 
 
 class Single(TinyModule):
