@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,8 +12,9 @@ from lightning.fabric.plugins import CheckpointIO
 
 from lightning_loco.comm import WorkerGroup
 from lightning_loco.strategies.main_file import NEW_RUN, steps_of
+from lightning_loco.strategies.other_checkpoint import other_one_named
 from lightning_loco.strategies.side_files import SideFiles
-from lightning_loco.strategies.whole_files import local_path
+from lightning_loco.strategies.whole_files import damage_of, local_path
 
 _PLACE = "the choice of a checkpoint"
 _PLAIN = ""
@@ -77,9 +79,16 @@ def choose_save(group: WorkerGroup, io: CheckpointIO, path: str | Path | None) -
         return None
     where: dict[str, SideFiles] = {}
     found: Found = {}
+    damaged: list[str] = []
     for name in _candidates(own, named):
         files = SideFiles(io, name)
-        for stamp in files.saves() or ({_PLAIN} if os.path.exists(name) else ()):
+        stamps = files.saves()
+        if not stamps and os.path.exists(name):
+            if (damage := damage_of(name)) is None:
+                stamps = {_PLAIN}
+            else:
+                damaged.append(f"Worker {group.worker}'s {name} is damaged: {damage}.")
+        for stamp in stamps:
             if stamp not in found:
                 where[stamp], found[stamp] = files, files.workers_of(stamp) if stamp else []
     everyone: list[Found] = group.gather_objects(found, _PLACE)
@@ -87,7 +96,9 @@ def choose_save(group: WorkerGroup, io: CheckpointIO, path: str | Path | None) -
     ranks = {stamp: _rank(stamp, everyone) for stamp in common}
     stamp = max(common, key=lambda one: (ranks[one], steps_of(one), one), default=_PLAIN)
     if not ranks.get(stamp):
-        raise ValueError(_words(everyone, named[0]))
+        words = [_words(everyone, named[0]), *sum(group.gather_objects(damaged, _PLACE), [])]
+        with other_one_named(io, own or named[0], group.worker) if damaged else nullcontext():
+            raise ValueError(" ".join(words))
     with group.errors_shared(_PLACE):
         where[stamp].put_main(stamp)
     return ChosenSave(where[stamp].path, [one[stamp] for one in everyone])

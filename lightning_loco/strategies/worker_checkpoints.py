@@ -183,10 +183,12 @@ class WorkerCheckpoints:
         group, io = self._strategy.group, self._strategy.checkpoint_io
         assert group is not None
         own = self._strategy.worker if self._is_private else None
-        with group.errors_shared("reading the checkpoint"), other_one_named(io, path, own):
-            loaded = read_main(read, path)
-            if KEY in loaded:
-                self._complete(loaded, path, weights_only)
+        with group.errors_shared("reading the checkpoint"):
+            shares = self._shares()
+            with other_one_named(io, path, own):
+                loaded = read_main(read, path)
+                if KEY in loaded:
+                    self._complete(loaded, path, weights_only, shares)
         if KEY not in loaded:
             rank_zero_info(
                 f"{path} was not written by lightning_loco: its model and optimizer are "
@@ -195,7 +197,11 @@ class WorkerCheckpoints:
         return loaded
 
     def _complete(
-        self, loaded: dict[str, Any], path: str | Path, weights_only: bool | None
+        self,
+        loaded: dict[str, Any],
+        path: str | Path,
+        weights_only: bool | None,
+        shares: list[int],
     ) -> None:
         strategy, readers = self._strategy, self._readers
         files = SideFiles(strategy.checkpoint_io, path)
@@ -204,7 +210,7 @@ class WorkerCheckpoints:
             before = run.shares()
         with content_of(run.name):
             loaded.update(run.own["lightning"])
-            place = ResumedPlace(run.position(), before, self._shares(), strategy.worker)
+            place = ResumedPlace(run.position(), before, shares, strategy.worker)
             place.enter(loaded["loops"])
         self._resumed = run, place
 

@@ -240,6 +240,12 @@ def test_no_common_save_is_an_error_that_lists_what_there_is(pool: Pool, disks: 
     )
 
 
+def test_a_damaged_file_is_named(pool: Pool, disks: list[str]) -> None:
+    path = Path(disks[1], PATH)
+    path.write_bytes(path.read_bytes()[:-1])
+    check_no_common_save(pool, disks, f"Worker 1's {path} is damaged: it was cut short")
+
+
 def test_workers_that_have_changed_places_are_told_so(pool: Pool, disks: list[str]) -> None:
     changed = [disks[1], disks[0], disks[2]]
     check_no_common_save(pool, changed, "worker 0 has step10-", "side files of worker 1;")
