@@ -42,7 +42,7 @@ class Save(NamedTuple):
         Args:
             waits: Whether it has been written, and waits.
             before: The saves that were there when this one began.
-            workers: Whose files of this save must be there.
+            workers: Whose files of this save must be there, as far as this machine has seen them.
 
         Raises:
             OSError: If files of this save are gone, or the main file cannot be replaced.
@@ -50,7 +50,7 @@ class Save(NamedTuple):
         files, stamp, has_side_files = self.files, self.stamp, self.own is not None
         if not waits:
             self.write_main(files.path)
-        elif files.workers_of(stamp) != workers or not files.put_main(stamp):
+        elif not {*workers} <= {*files.workers_of(stamp)} or not files.put_main(stamp):
             raise OSError(
                 f"The checkpoint {files.path} could not be replaced: files of the next one have "
                 "been deleted while it was written, as by another run that saves to the same path. "
@@ -90,8 +90,8 @@ def save_together(group: WorkerGroup, save: Save) -> bool:
                 save.write_common(files.can_wait)
         with group.errors_shared(_PLACE):
             if is_first:
-                writers = [] if save.own is None else [*range(group.num_workers)]
-                save.complete(files.can_wait, before, writers)
+                own = [] if save.own is None else [group.worker]
+                save.complete(files.can_wait, before, own)
     except Exception:
         if is_first:
             files.drop(save.stamp)
