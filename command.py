@@ -74,6 +74,8 @@ def become_lighthouse(args: argparse.Namespace) -> NoReturn:
 def main() -> int:
     """Run a command; its exit status."""
     parser = argparse.ArgumentParser(prog="lightning-loco", description="Tools beside training.")
+    versions = room("doctor.facts").describe_versions()
+    parser.add_argument("--version", action="version", version=versions)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     doctor = commands.add_parser(
         "doctor",

@@ -7,10 +7,16 @@ so that ``--help`` and ``--cfg job`` answer at once.
 from __future__ import annotations
 
 import os
+import re
+import sys
+from argparse import ArgumentParser
+from collections.abc import Collection, Sequence
 from datetime import datetime
 from difflib import get_close_matches
-from importlib.util import find_spec
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
+from types import ModuleType
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
@@ -35,6 +41,20 @@ def conf_dir() -> str:
         f"No conf/train.yaml in {package} or {package.parent}. Install lightning_loco, or run in a"
         " checkout."
     )
+
+
+def room(name: str) -> ModuleType:
+    """A module of ``lightning_loco``, without Lightning, which ``import lightning_loco`` imports.
+
+    Raises:
+        ModuleNotFoundError: If the package is not there.
+    """
+    if "lightning_loco" not in sys.modules:
+        spec = find_spec("lightning_loco")
+        if spec is None:
+            raise ModuleNotFoundError("There is no lightning_loco here: install lightning-loco.")
+        sys.modules["lightning_loco"] = module_from_spec(spec)
+    return import_module(f"lightning_loco.{name}")
 
 
 def rank() -> int:
@@ -86,39 +106,86 @@ OmegaConf.register_new_resolver(
 )
 
 
+def known_keys() -> tuple[set[str], set[str]]:
+    """The groups of the configuration, and all keys at its top level, groups included."""
+    default = OmegaConf.load(Path(conf_dir()) / "train.yaml")
+    groups = {
+        str(name) for entry in default.defaults if isinstance(entry, DictConfig) for name in entry
+    }
+    return groups, {str(name) for name in default} - {"defaults"} | groups
+
+
+def meant(name: str, known: Collection[str], form: str = "{}=...") -> str:
+    """A question with the known name that is most like ``name``; empty if none is.
+
+    Args:
+        name: What the user has written.
+        known: What there is.
+        form: How such a name is given.
+    """
+    close = get_close_matches(name, sorted(known), 1)
+    return f" Did you mean {form.format(close[0])}?" if close else ""
+
+
 def unknown_key(cfg: DictConfig) -> str | None:
     """What is wrong with the keys at the top level: one that nothing reads; None if all is well.
 
     ``+algoritm=diloco`` would add a key and train the default algorithm. A key that another value
     refers to (``${width}``) is read.
     """
-    default = OmegaConf.load(Path(conf_dir()) / "train.yaml")
-    groups = {
-        str(name) for entry in default.defaults if isinstance(entry, DictConfig) for name in entry
-    }
-    known = {str(name) for name in default} - {"defaults"} | groups
+    _, known = known_keys()
     text = OmegaConf.to_yaml(cfg)
     for key in map(str, cfg):
         if key not in known and f"${{{key}" not in text:
-            close = get_close_matches(key, sorted(known), 1)
-            meant = (
-                f"Did you mean {close[0]}=...?"
-                if close
-                else f"There are {', '.join(sorted(known))}."
-            )
-            return f"{key} is no setting, and nothing refers to it. {meant}"
+            instead = meant(key, known) or f" There are {', '.join(sorted(known))}."
+            return f"{key} is no setting, and nothing refers to it.{instead}"
+    return None
+
+
+def unknown_choice(arguments: Sequence[str]) -> str | None:
+    """What is wrong with a command line: a key or a choice that is not there; None if all is well.
+
+    Hydra refuses it as well, with a page of text. What there is in a search path or a primary
+    configuration of the user's, Hydra alone knows.
+    """
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--config-path", "-cp")
+    parser.add_argument("--config-name", "-cn")
+    options, overrides = parser.parse_known_args(arguments)
+    if options.config_path or options.config_name or "hydra.searchpath=" in " ".join(overrides):
+        return None
+    groups, known = known_keys()
+    folders = [Path(folder) for folder in (conf_dir(), options.config_dir) if folder]
+    for override in overrides:
+        if not (found := re.fullmatch(r"(\+*)(\w+)=([\w,/-]*)", override)):
+            continue
+        added, key, values = found.groups()
+        if not added and key not in known:
+            instead = meant(key, known) or f" There are {', '.join(sorted(known))}."
+            return f"{key} is no setting.{instead}"
+        choices = {
+            file.relative_to(folder / key).with_suffix("").as_posix()
+            for folder in folders
+            for file in (folder / key).rglob("*.yaml")
+        }
+        for value in values.split(",") if key in groups else ():
+            if value not in {*choices, "null", ""}:
+                instead = meant(value, choices, f"{key}={{}}")
+                all_of_them = ", ".join(sorted(choices))
+                return f"{key}={value}: no such {key}.{instead}\nThere are {all_of_them}."
     return None
 
 
 @hydra.main(version_base="1.3", config_path=conf_dir(), config_name="train")
-def main(cfg: DictConfig) -> float | None:
+def run_configured(cfg: DictConfig) -> float | None:
     """Train as configured; returns the final validation loss, for sweeps.
 
     A setting that cannot work ends the process with one line on stderr and status 1;
     HYDRA_FULL_ERROR=1 shows where it was found.
     """
     if mistake := unknown_key(cfg):
-        raise SystemExit(f"error: {mistake}")
+        raise SystemExit(error_text(mistake))
     from lightning_loco.chosen_strategy import SettingsError
     from lightning_loco.cli import run
 
@@ -127,8 +194,23 @@ def main(cfg: DictConfig) -> float | None:
     except SettingsError as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        prefix = f"[rank {rank()}] " if rank() else ""
-        raise SystemExit(f"{prefix}error: {error}") from None
+        raise SystemExit(error_text(error)) from None
+
+
+def error_text(error: object) -> str:
+    """What the process ends with; ranks other than 0 say who they are."""
+    prefix = f"[rank {rank()}] " if rank() else ""
+    return f"{prefix}error: {error}"
+
+
+def main() -> None:
+    """Run what the command line says, after a check of the names in it."""
+    if "--version" in sys.argv[1:]:
+        print(room("doctor.facts").describe_versions())
+        return
+    if mistake := unknown_choice(sys.argv[1:]):
+        raise SystemExit(error_text(mistake))
+    run_configured()
 
 
 if __name__ == "__main__":

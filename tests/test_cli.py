@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import logging
 import os
@@ -20,7 +22,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 
 import train
-from lightning_loco import cli
+from lightning_loco import __version__, cli
 from lightning_loco.demo import launch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -177,6 +179,72 @@ class TestOneLine:
         assert cli.one_line(ValueError()) == "ValueError"
 
 
+class TestChoices:
+    @pytest.mark.parametrize(
+        ("argument", "message"),
+        [
+            (
+                "algorithm=gaslc",
+                "algorithm=gaslc: no such algorithm. Did you mean algorithm=gasloc?",
+            ),
+            ("topology=rng", "topology=rng: no such topology. Did you mean topology=ring?"),
+            (
+                "+compression=in8",
+                "compression=in8: no such compression. Did you mean compression=int8",
+            ),
+            ("trainer=zzz", "trainer=zzz: no such trainer.\nThere are cpu, gpu, slurm."),
+            (
+                "algorithm=ddp,dilco",
+                "algorithm=dilco: no such algorithm. Did you mean algorithm=dilo",
+            ),
+            ("algoritm=diloco", "algoritm is no setting. Did you mean algorithm=...?"),
+        ],
+    )
+    def test_unknown_ones_are_named_with_those_that_there_are(
+        self, argument: str, message: str
+    ) -> None:
+        found = train.unknown_choice(["--multirun", "seed=1", argument])
+        assert found is not None
+        assert found.startswith(message)
+        assert len(found.splitlines()) <= 2
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            [
+                "experiment=null",
+                "seed=3",
+                "topology=",
+                "+data.more=1",
+                "algorithm.sync_every=[1,2]",
+            ],
+            ["--cfg", "job", "hydra/launcher=basic", "experiment=[demo,smoke]", "++width=64"],
+            ["--config-name=mine", "flavour=mild"],
+            ["hydra.searchpath=[file:///mine]", "model=mine"],
+        ],
+    )
+    def test_what_may_be_there_is_left_to_hydra(self, arguments: list[str]) -> None:
+        assert train.unknown_choice(arguments) is None
+
+    def test_choices_of_the_user_count(self, tmp_path: Path) -> None:
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model/mine.yaml").touch()
+        assert train.unknown_choice([f"--config-dir={tmp_path}", "model=mine"]) is None
+        found = train.unknown_choice(["--config-dir", str(tmp_path), "model=mien"])
+        assert found is not None
+        assert found.endswith("Did you mean model=mine?\nThere are gpt, mine.")
+
+    @pytest.mark.parametrize("program", ["train", "command"])
+    def test_the_version_comes_without_slow_imports(
+        self, program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(sys, "argv", [program, "--version"])
+        with contextlib.suppress(SystemExit):
+            importlib.import_module(program).main()
+        said = capsys.readouterr().out
+        assert re.fullmatch(rf"lightning-loco {__version__} \(.*torch .*, lightning .*\)\n", said)
+
+
 class TestLaunchers:
     def test_nobody(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "SLURM_JOB_ID"):
@@ -231,11 +299,19 @@ class TestCommand:
         assert not list(tmp_path.iterdir())
 
     def test_they_import_nothing_heavy(self, tmp_path: Path) -> None:
-        code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import train; print(*sys.modules)"
+        code = f"""if True:
+            import sys
+            sys.path.insert(0, {str(ROOT)!r})
+            import train
+            assert "lightning_loco" not in sys.modules
+            sys.argv[1:] = ["--version"]
+            train.main()
+            print(*sys.modules)
+        """
         done = subprocess.run(
             [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
         )
-        assert not {"torch", "lightning", "lightning_loco"} & set(done.stdout.split())
+        assert not {"torch", "lightning"} & set(done.stdout.splitlines()[-1].split())
 
     @pytest.mark.soak
     def test_two_workers_share_one_folder(self, tmp_path: Path) -> None:
@@ -300,6 +376,10 @@ class TestCommand:
         ("arguments", "message"),
         [
             (["algorithm.sync_every=0"], "error: algorithm: sync_every counts optimizer steps"),
+            (
+                ["algorithm=gaslc"],
+                "error: algorithm=gaslc: no such algorithm. Did you mean algorithm=",
+            ),
             (["algorithm.sync_evry=1"], "Could not override 'algorithm.sync_evry'"),
             (
                 ["+algoritm=diloco"],

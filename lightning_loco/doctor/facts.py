@@ -12,6 +12,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from lightning_loco.__about__ import __version__
 from lightning_loco.doctor.addresses import Addresses, find_addresses
 from lightning_loco.doctor.deadlines import within
 from lightning_loco.doctor.interfaces import Interface, interfaces
@@ -25,7 +26,8 @@ if sys.platform != "win32":
 NAME_LIMIT_S = 2.0
 """Longest wait for the name server."""
 
-PACKAGES = ("torch", "lightning", "lightning-loco")
+PACKAGE = "lightning-loco"
+PACKAGES = ("torch", "lightning", PACKAGE)
 
 _DIGITS = 12
 _UNLIMITED = 2**31
@@ -51,7 +53,7 @@ def gather_facts(place: Place) -> tuple[Facts, list[Interface], Addresses]:
         faults=tuple(map(printable, found.faults)),
         road_interface="",
         road_address="",
-        versions=_versions(),
+        versions={**versions(), "code of lightning-loco": _code()},
         open_files=_open_files(),
         ports=_ports(),
     )
@@ -76,7 +78,7 @@ def shared_host() -> str:
         return printable(platform.node())
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """Of Python without its last number, and of packages, without importing them."""
     found = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in PACKAGES:
@@ -84,7 +86,18 @@ def _versions() -> dict[str, str]:
             found[name] = printable(version(name))
         except PackageNotFoundError:
             found[name] = "not installed"
-    return {**found, "code of lightning-loco": _code()}
+    return found
+
+
+def describe_versions() -> str:
+    """The versions on one line, this package's first.
+
+    Example:
+        >>> describe_versions()
+        'lightning-loco ... (python ..., torch ..., lightning ...)'
+    """
+    others = ", ".join(f"{name} {value}" for name, value in versions().items() if name != PACKAGE)
+    return f"{PACKAGE} {__version__} ({others})"
 
 
 def _code() -> str:
