@@ -57,6 +57,15 @@ def room(name: str) -> ModuleType:
     return import_module(f"lightning_loco.{name}")
 
 
+def complete_package() -> None:
+    """Do what :func:`room` has left out."""
+    package = import_module("lightning_loco")
+    if not hasattr(package, "__version__"):
+        assert package.__spec__ is not None
+        assert package.__spec__.loader is not None
+        package.__spec__.loader.exec_module(package)
+
+
 def rank() -> int:
     """Rank of this process as its launcher tells: torchrun, SLURM, or Lightning's own."""
     return int(
@@ -186,12 +195,14 @@ def run_configured(cfg: DictConfig) -> float | None:
     """
     if mistake := unknown_key(cfg):
         raise SystemExit(error_text(mistake))
-    from lightning_loco.chosen_strategy import SettingsError
-    from lightning_loco.cli import run
-
+    checked_settings = room("checked_settings")
     try:
+        cfg = checked_settings.checked(cfg)
+        complete_package()
+        from lightning_loco.cli import run
+
         return run(cfg)
-    except SettingsError as error:
+    except checked_settings.SettingsError as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         raise SystemExit(error_text(error)) from None

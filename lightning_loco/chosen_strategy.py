@@ -1,21 +1,17 @@
-"""The strategy that a configuration chooses, and errors that say which setting is wrong."""
+"""The strategy that a configuration chooses."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import hydra
-from hydra.errors import HydraException
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from lightning_loco.codecs import Codec, Compensated, ErrorFeedback
+from lightning_loco.checked_settings import check_takes_topology, codec_of, settings_of
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 
 log = logging.getLogger(__name__)
@@ -28,40 +24,6 @@ OPTIONAL_PARTS = {
     "compression": "has no messages to compress. Drop {group}=..., or choose another algorithm "
     "than ddp.",
 }
-SETTING_FAULTS = (
-    ValueError,
-    TypeError,
-    ImportError,
-    OSError,
-    MisconfigurationException,
-    HydraException,
-    OmegaConfBaseException,
-)
-
-
-class SettingsError(ValueError):
-    """A setting that cannot work. The text is one line for the user."""
-
-
-@contextlib.contextmanager
-def settings_of(key: str) -> Iterator[None]:
-    """Turn what goes wrong while ``key`` is being built into one line that names it."""
-    try:
-        yield
-    except SettingsError:
-        raise
-    except MissingMandatoryValue as error:
-        missing = error.full_key or key
-        raise SettingsError(f"{missing} has no value. Add {missing}=VALUE.") from error
-    except SETTING_FAULTS as error:
-        raise SettingsError(f"{key}: {one_line(error)}") from error
-
-
-def one_line(error: BaseException) -> str:
-    """The text of an error, or of its cause where Hydra has wrapped it, on one line."""
-    if isinstance(error, HydraException) and error.__cause__ is not None:
-        return one_line(error.__cause__)
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def build_strategy(cfg: DictConfig) -> Strategy:
@@ -76,12 +38,8 @@ def build_strategy(cfg: DictConfig) -> Strategy:
             if cfg[group]._target_:
                 make = with_part(make, kind, group, cfg[group], instead)
         accepted = inspect.signature(kind).parameters.get("topology")
-        if topology is not None and accepted is None:
-            raise ValueError(
-                f"{kind.__name__.removesuffix('Strategy')} averages over all workers and takes no"
-                f" topology, got {topology.name!r}. Drop topology=..., or choose algorithm=gasloc."
-            )
         if topology is not None:
+            check_takes_topology(kind.__name__, accepted is not None, topology)
             return make(topology=topology)
         strategy = make()
         if accepted is not None and isinstance(accepted.default, str):
@@ -103,13 +61,3 @@ def with_part(
     with settings_of(group):
         made = codec_of(part) if group == "compression" else hydra.utils.instantiate(part)
     return functools.partial(make, **{group: made})
-
-
-def codec_of(compression: DictConfig) -> Codec | ErrorFeedback | Compensated:
-    """The codec of a configuration, with an error feedback if it says how much or where."""
-    settings = {key: value for key, value in compression.items() if key != "error_feedback"}
-    codec: Codec = hydra.utils.instantiate(settings)
-    feedback = compression.error_feedback
-    if feedback == "model":
-        return Compensated(codec)
-    return codec if feedback is None else ErrorFeedback(codec, feedback)

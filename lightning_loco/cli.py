@@ -20,7 +20,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 
 from lightning_loco.callbacks import WorkerLogs
-from lightning_loco.chosen_strategy import SettingsError, build_strategy, one_line, settings_of
+from lightning_loco.checked_settings import SettingsError, one_line, settings_of
+from lightning_loco.chosen_strategy import build_strategy
 from lightning_loco.demo.data import ByteTextData
 from lightning_loco.demo.launch import (
     follow_launcher,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import math
 import pickle
+from collections.abc import Sequence
 from types import CodeType
 from typing import Any
 
@@ -21,6 +23,30 @@ def check_bytes(name: str, value: int) -> None:
         raise TypeError(f"{name} must be an integer, got {value!r}.")
     if value <= 0:
         raise ValueError(f"{name} must be positive and finite, got {value!r}.")
+
+
+def check_common_arguments(timeout_s: float, start_method: str) -> None:
+    """Refuse what no strategy can work with.
+
+    Raises:
+        TypeError: If a number has the wrong type.
+        ValueError: If one is out of range, or the start method is unknown.
+    """
+    check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
+        raise TypeError(f"timeout_s must be a number, got {timeout_s!r}.")
+    if not 0 < timeout_s < math.inf:
+        raise ValueError(f"timeout_s must be positive and finite, got {timeout_s!r}.")
+
+
+def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Refuse a word that is none of the allowed ones.
+
+    Raises:
+        ValueError: With those that are.
+    """
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
 
 
 def plain(value: Any) -> Any:

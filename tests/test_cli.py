@@ -313,6 +313,46 @@ class TestCommand:
         )
         assert not {"torch", "lightning"} & set(done.stdout.splitlines()[-1].split())
 
+    def test_values_are_checked_before_lightning_is_imported(
+        self, tmp_path: Path, subtests: pytest.Subtests
+    ) -> None:
+        rows = [
+            ("algorithm.sync_every=-3", "error: algorithm: sync_every counts"),
+            (
+                "trainer.devices=6 topology=hypercube",
+                "error: algorithm: Topology 'hypercube'",
+            ),
+            ("algorithm=diloco topology=ring", "error: algorithm: DiLoCo averages over all"),
+            ("compression=int8 compression.block=0", "error: compression: block counts values"),
+            ("link=wan link.mbit_per_s=-1", "error: link: mbit_per_s of a link"),
+            ("algorithm=streaming_diloco algorithm.mix=3", "error: algorithm: mix is the share"),
+            ("algorithm.timeout_s=0", "error: algorithm: timeout_s must be positive"),
+            ("topology=file", "error: topology.path has no value. Add topology.path=VALUE."),
+            (
+                "algorithm=remote_optimizer algorithm.num_workers=9",
+                "error: algorithm: 9 workers",
+            ),
+        ]
+        code = f"""if True:
+            import sys
+            sys.path.insert(0, {str(ROOT)!r})
+            import train
+            for line in {[line for line, _ in rows]!r}:
+                sys.argv = ["train.py", *line.split()]
+                try:
+                    train.main()
+                except SystemExit as end:
+                    print(end)
+            assert not {{"lightning", "torchmetrics"}} & {{*sys.modules}}
+        """
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        for (line, message), said in zip(rows, done.stdout.splitlines(), strict=True):
+            with subtests.test(line):
+                assert said.startswith(message)
+
     @pytest.mark.soak
     def test_two_workers_share_one_folder(self, tmp_path: Path) -> None:
         done = command("experiment=smoke", "topology=ring", cwd=tmp_path)

@@ -15,7 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 import train
 from lightning_loco import Elastic
 from lightning_loco.algorithms import Cosine
-from lightning_loco.chosen_strategy import SettingsError, build_strategy
+from lightning_loco.checked_settings import SettingsError, early_settings
+from lightning_loco.chosen_strategy import build_strategy
 from lightning_loco.codecs import CODECS, Compensated, ErrorFeedback, Int8, Sparse, as_compression
 from lightning_loco.comm.link import LINKS
 from lightning_loco.comm.links import Links
@@ -127,6 +128,27 @@ def test_algorithms_are_built_as_the_file_says_with_every_link(subtests: pytest.
                     assert build_strategy(composed).settings.link == Links(LINKS[link]), link
                     composed.link = {**chosen, "mbit_per_s": 7}
                     assert build_strategy(composed).settings.link.default.mbit_per_s == 7
+
+
+def test_what_is_checked_before_lightning_is_imported_are_the_settings_of_the_strategy(
+    subtests: pytest.Subtests,
+) -> None:
+    choices = [(f"algorithm={name}",) for name in names("algorithm")]
+    choices += [
+        ("algorithm=noloco", "topology=random_matching", "link=wan"),
+        ("algorithm=diloco", "compression=sparse", "compression.error_feedback=model"),
+        ("algorithm=async_diloco", "algorithm.fragments=null", "algorithm.sync_every={0:10,99:20}"),
+        ("algorithm=async_model_average", "topology=star", "compression=int8"),
+        ("algorithm=pairwise_gossip", "compression=bf16"),
+    ]
+    for choice in choices:
+        with subtests.test(" ".join(choice)):
+            composed = config(*choice)
+            early, strategy = early_settings(composed), build_strategy(composed)
+            if choice in (("algorithm=ddp",), ("algorithm=remote_optimizer",)):
+                assert early is None
+            else:
+                assert early == strategy.settings
 
 
 def test_topologies_reach_the_strategy(subtests: pytest.Subtests) -> None:

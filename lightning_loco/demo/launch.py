@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from typing import TYPE_CHECKING
 
 import torch
 from hydra.core.hydra_config import HydraConfig
-from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import CPUAccelerator
 from omegaconf import DictConfig, OmegaConf
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ def set_num_threads(num_threads: int | None, trainer: Trainer) -> None:
         ValueError: Less than one thread.
     """
     if num_threads is None:
-        if not isinstance(trainer.accelerator, CPUAccelerator) or trainer.num_devices == 1:
+        if trainer.strategy.root_device.type != "cpu" or trainer.num_devices == 1:
             return
         num_threads = 1
     if num_threads < 1:

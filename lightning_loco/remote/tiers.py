@@ -65,6 +65,22 @@ class Tiers(NamedTuple):
             num_workers, (world_size - training) // num_servers + 1, num_servers, replica_size
         )
 
+    @classmethod
+    def of_all(cls, world_size: int, counts: tuple[int | None, int, int]) -> Tiers:
+        """Tell the roles from the number of ranks.
+
+        Args:
+            world_size: All ranks.
+            counts: Workers (None: all but the servers, in 2 tiers), servers, ranks of one worker.
+
+        Raises:
+            ValueError: If they do not fit.
+        """
+        num_workers, num_servers, replica_size = counts
+        if num_workers is None:
+            num_workers = max((world_size - num_servers) // replica_size, 1)
+        return cls.detect(world_size, num_workers, num_servers, replica_size)
+
     @property
     def num_training(self) -> int:
         """Ranks that train: 0 to ``num_training - 1``."""
@@ -134,6 +150,27 @@ def check_counts(num_workers: int, num_servers: int, replica_size: int) -> None:
             raise TypeError(f"{name} must be an integer, got {value!r}.")
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}. Use 1 or more.")
+
+
+def check_ranks(
+    num_workers: int | None, num_servers: int, replica_size: int, min_workers: int | None
+) -> None:
+    """Refuse numbers that no job can have.
+
+    Raises:
+        TypeError: If a number is not an integer.
+        ValueError: If one is out of range.
+    """
+    check_counts(1 if num_workers is None else num_workers, num_servers, replica_size)
+    if min_workers is not None and not 1 <= min_workers <= (num_workers or min_workers):
+        raise ValueError(
+            f"min_workers must be 1 to num_workers={num_workers}, got {min_workers!r}."
+        )
+    if min_workers is not None and replica_size > 1:
+        raise ValueError(
+            "min_workers goes on without single ranks, so it needs replica_size=1, got "
+            f"{replica_size}."
+        )
 
 
 def _count(number: int, noun: str) -> str:

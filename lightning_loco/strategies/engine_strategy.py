@@ -24,7 +24,6 @@ from lightning_loco.schedules import Schedule
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.added_hooks import add_hooks
 from lightning_loco.strategies.advice import advice
-from lightning_loco.strategies.arguments import check_choice, check_common_arguments
 from lightning_loco.strategies.averaged_models import averaged_models, finish_with_averages
 from lightning_loco.strategies.driven import Engine, bytes_of_ddp, describe, summarize
 from lightning_loco.strategies.local_model import LocalModel, check_batch_norm
@@ -35,6 +34,7 @@ from lightning_loco.strategies.shared_memory import leave_shared_memory
 from lightning_loco.strategies.user_optimizers import check_left_out, clear_non_finite
 from lightning_loco.strategies.worker_checkpoints import WorkerCheckpoints
 from lightning_loco.strategies.written_weights import WrittenWeights
+from lightning_loco.values import check_choice, check_common_arguments
 
 SAMPLED = 8192
 """Elements from which the consensus distance at the end is estimated."""

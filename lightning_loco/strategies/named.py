@@ -7,23 +7,14 @@ from typing import Any, Literal
 
 from typing_extensions import Unpack
 
-from lightning_loco.algorithms import DiLoCo, GASLoC, Landing, LocalSGD, Mix
+from lightning_loco.algorithms import DiLoCo, GASLoC, LocalSGD
 from lightning_loco.algorithms.diloco import OuterOptimizer
 from lightning_loco.algorithms.outer_lr import OuterLR
-from lightning_loco.schedules import Schedule, SyncEvery, hidden_rounds, streaming_rounds
+from lightning_loco.rounds.hidden import async_diloco, streaming_diloco
+from lightning_loco.schedules import SyncEvery
 from lightning_loco.strategies.arguments import RoundArguments, spelled_out
 from lightning_loco.strategies.loco import LocoStrategy
 from lightning_loco.topology import Topology
-
-
-def mixed(mix: float, schedule: Schedule) -> Landing | None:
-    """The landing of late results with a local share; None for the algorithm's own.
-
-    A result that comes a whole phase late and is taken as it is loses no local steps that way: the
-    next message, which is made before, tells of them.
-    """
-    landing = Mix(mix)
-    return None if mix == 0 and schedule.is_whole_phase else landing
 
 
 class LocalSGDStrategy(LocoStrategy):
@@ -131,17 +122,18 @@ class AsyncDiLoCoStrategy(LocoStrategy):
         mix: float | None = None,
         **common: Unpack[RoundArguments],
     ) -> None:
-        is_late = fragments is None and delay is None
-        algorithm = DiLoCo(
-            (0.7 if is_late else 0.6) if outer_lr is None else outer_lr,
-            (0.0 if is_late else 0.8) if outer_momentum is None else outer_momentum,
+        parts = async_diloco(
+            sync_every,
+            outer_lr,
+            outer_momentum,
             nesterov,
             outer_optimizer,
+            warm_start,
+            fragments,
+            delay,
+            mix,
         )
-        warm_start = is_late if warm_start is None else warm_start
-        schedule = hidden_rounds(sync_every, fragments, delay, warm_start)
-        share = (0.0 if is_late else 0.25) if mix is None else mix
-        self._init_rounds(algorithm, schedule, mixed(share, schedule), **common)
+        self._init_rounds(*parts, **common)
 
 
 class StreamingDiLoCoStrategy(LocoStrategy):
@@ -195,9 +187,18 @@ class StreamingDiLoCoStrategy(LocoStrategy):
         pattern: Literal["strided", "contiguous", "even"] | Sequence[str] = "strided",
         **common: Unpack[RoundArguments],
     ) -> None:
-        algorithm = DiLoCo(outer_lr, outer_momentum, nesterov, outer_optimizer)
-        schedule = streaming_rounds(sync_every, fragments, delay, pattern)
-        self._init_rounds(algorithm, schedule, mixed(mix, schedule), **common)
+        parts = streaming_diloco(
+            sync_every,
+            fragments,
+            delay,
+            mix,
+            outer_lr,
+            outer_momentum,
+            nesterov,
+            outer_optimizer,
+            pattern,
+        )
+        self._init_rounds(*parts, **common)
 
 
 class GASLoCStrategy(LocoStrategy):

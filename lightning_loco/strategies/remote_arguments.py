@@ -8,29 +8,7 @@ from torch.optim import Optimizer
 
 from lightning_loco.comm.checks import check_model
 from lightning_loco.remote.supported_optimizers import check_optimizer
-from lightning_loco.remote.tiers import check_counts
 from lightning_loco.strategies import lightning_private
-
-
-def check_ranks(
-    num_workers: int | None, num_servers: int, replica_size: int, min_workers: int | None
-) -> None:
-    """Refuse numbers that no job can have.
-
-    Raises:
-        TypeError: If a number is not an integer.
-        ValueError: If one is out of range.
-    """
-    check_counts(1 if num_workers is None else num_workers, num_servers, replica_size)
-    if min_workers is not None and not 1 <= min_workers <= (num_workers or min_workers):
-        raise ValueError(
-            f"min_workers must be 1 to num_workers={num_workers}, got {min_workers!r}."
-        )
-    if min_workers is not None and replica_size > 1:
-        raise ValueError(
-            "min_workers goes on without single ranks, so it needs replica_size=1, got "
-            f"{replica_size}."
-        )
 
 
 def check_before_setup(trainer: pl.Trainer, module: pl.LightningModule) -> None:

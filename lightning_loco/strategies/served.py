@@ -67,11 +67,7 @@ class ServedStrategy(MeetingStrategy):
         Raises:
             ValueError: If it does not fit.
         """
-        num_workers, num_servers, replica_size = self.counts
-        size = self.num_nodes * self.num_processes
-        if num_workers is None:
-            num_workers = max((size - num_servers) // replica_size, 1)
-        return Tiers.detect(size, num_workers, num_servers, replica_size)
+        return Tiers.of_all(self.num_nodes * self.num_processes, self.counts)
 
     @property
     def serves(self) -> bool:

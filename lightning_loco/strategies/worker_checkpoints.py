@@ -16,7 +16,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_loco.strategies import lightning_private
-from lightning_loco.strategies.arguments import check_choice
 from lightning_loco.strategies.chosen_save import choose_save, path_on_own_disk
 from lightning_loco.strategies.interrupted import save_where_stopped
 from lightning_loco.strategies.main_file import KEY, NEW_RUN, content_of, entry_of, new_stamp
@@ -28,6 +27,7 @@ from lightning_loco.strategies.save import Save, save_apart, save_together
 from lightning_loco.strategies.saved_run import SavedRun
 from lightning_loco.strategies.side_files import SideFiles
 from lightning_loco.strategies.stream import go_on_in_stream, link_of, stream_position
+from lightning_loco.values import check_choice
 
 if TYPE_CHECKING:
     from lightning_loco.strategies.driven import Engine

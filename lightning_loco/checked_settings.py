@@ -1,0 +1,217 @@
+"""What can be checked of a configuration before Lightning, which takes long, is imported.
+
+Whatever is not known here is checked when the strategy and the Trainer are built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import hydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from lightning_loco import algorithms
+from lightning_loco.algorithms import PairwiseAverage
+from lightning_loco.codecs import Codec, Compensated, ErrorFeedback
+from lightning_loco.comm.links import as_links
+from lightning_loco.demo.launch import follow_launcher
+from lightning_loco.peers.settings import PairwiseSettings
+from lightning_loco.remote.tiers import Tiers, check_ranks
+from lightning_loco.rounds.clock_engine import clock_settings
+from lightning_loco.rounds.hidden import HiddenRounds, async_diloco, streaming_diloco
+from lightning_loco.rounds.settings import RoundSettings
+from lightning_loco.schedules import by_steps
+from lightning_loco.topology import Topology
+from lightning_loco.values import check_common_arguments
+
+SETTING_FAULTS = (
+    ValueError,
+    TypeError,
+    ImportError,
+    OSError,
+    HydraException,
+    OmegaConfBaseException,
+)
+LIGHT = tuple(f"lightning_loco.{part}." for part in ("algorithms", "codecs", "comm", "topology"))
+"""Where classes are that can be imported without Lightning; those of users may need all of it."""
+
+HIDDEN: dict[str, Callable[..., HiddenRounds]] = {
+    "AsyncDiLoCoStrategy": async_diloco,
+    "StreamingDiLoCoStrategy": streaming_diloco,
+}
+
+Settings = RoundSettings | PairwiseSettings
+
+
+class SettingsError(ValueError):
+    """A setting that cannot work. The text is one line for the user."""
+
+
+@contextlib.contextmanager
+def settings_of(key: str) -> Iterator[None]:
+    """Turn what goes wrong while ``key`` is being built into one line that names it."""
+    try:
+        yield
+    except SettingsError:
+        raise
+    except MissingMandatoryValue as error:
+        missing = error.full_key or key
+        raise SettingsError(f"{missing} has no value. Add {missing}=VALUE.") from error
+    except Exception as error:
+        # Lightning's is told by its name, since an import of the class would import all.
+        is_lightnings = type(error).__name__ == "MisconfigurationException"
+        if not is_lightnings and not isinstance(error, SETTING_FAULTS):
+            raise
+        raise SettingsError(f"{key}: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """The text of an error, or of its cause where Hydra has wrapped it, on one line."""
+    if isinstance(error, HydraException) and error.__cause__ is not None:
+        return one_line(error.__cause__)
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def checked(cfg: DictConfig) -> DictConfig:
+    """A configuration for the launcher that there is, whose values have been checked.
+
+    Raises:
+        SettingsError: A value that cannot work.
+    """
+    with settings_of("trainer"):
+        cfg = follow_launcher(cfg)
+    settings = early_settings(cfg)
+    if settings is not None and (num_workers := num_ranks(cfg)) is not None:
+        with settings_of("algorithm"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is said once more before training
+            settings.prepare(num_workers)
+    return cfg
+
+
+def num_ranks(cfg: DictConfig) -> int | None:
+    """How many ranks the Trainer will have; None if only Lightning can tell."""
+    devices, num_nodes = cfg.trainer.get("devices"), cfg.trainer.get("num_nodes", 1)
+    if type(devices) is not int or type(num_nodes) is not int or devices < 1 or num_nodes < 1:
+        return None
+    return devices * num_nodes
+
+
+def early_settings(cfg: DictConfig) -> Settings | None:
+    """What the strategy of a configuration will make of its arguments.
+
+    Returns:
+        None for a strategy that is not known here, or settings that need more than this.
+
+    Raises:
+        SettingsError: A value that cannot work.
+    """
+    package, _, kind = str(cfg.algorithm.get("_target_")).rpartition(".")
+    inner = [*cfg.algorithm.values(), cfg.topology, cfg.compression, cfg.link]
+    if (
+        package != "lightning_loco"
+        or cfg.membership._target_
+        or not all(target.startswith(LIGHT) for target in _targets(inner))
+    ):
+        return None
+    with settings_of("topology"):
+        topology = hydra.utils.instantiate(cfg.topology) if cfg.topology._target_ else None
+    with settings_of("algorithm"):
+        arguments = {key: value for key, value in cfg.algorithm.items() if key != "_target_"}
+        given = dict(hydra.utils.instantiate(arguments))
+        if {"timeout_s", "start_method"} <= given.keys():
+            check_common_arguments(given["timeout_s"], given["start_method"])
+        if kind == "RemoteOptimizerStrategy":
+            _check_tiers(given, num_ranks(cfg))
+            return None
+        given["topology"] = "ring" if topology is None and kind == "GASLoCStrategy" else topology
+        with settings_of("compression"):
+            given["compression"] = codec_of(cfg.compression) if cfg.compression._target_ else None
+        with settings_of("link"):
+            given["link"] = hydra.utils.instantiate(cfg.link) if cfg.link._target_ else None
+            given["link"] = as_links(given["link"])
+        settings = _settings(kind, given)
+        if isinstance(settings, RoundSettings) and topology is not None:
+            check_takes_topology(kind, settings.algorithm.exchange == "neighbors", topology)
+        return settings
+
+
+def check_takes_topology(kind: str, accepted: bool, topology: Topology) -> None:
+    """Refuse a topology for a strategy that has no use for it.
+
+    Raises:
+        ValueError: If it is not accepted.
+    """
+    if not accepted:
+        raise ValueError(
+            f"{kind.removesuffix('Strategy')} averages over all workers and takes no"
+            f" topology, got {topology.name!r}. Drop topology=..., or choose algorithm=gasloc."
+        )
+
+
+def codec_of(compression: DictConfig) -> Codec | ErrorFeedback | Compensated:
+    """The codec of a configuration, with an error feedback if it says how much or where."""
+    settings = {key: value for key, value in compression.items() if key != "error_feedback"}
+    codec: Codec = hydra.utils.instantiate(settings)
+    feedback = compression.error_feedback
+    if feedback == "model":
+        return Compensated(codec)
+    return codec if feedback is None else ErrorFeedback(codec, feedback)
+
+
+def _settings(kind: str, given: Mapping[str, Any]) -> Settings | None:
+    """The settings of a strategy with rounds or peers; None for another one."""
+    if kind == "PairwiseGossipStrategy":
+        own = _of_fields(PairwiseSettings, given)
+        return PairwiseSettings(PairwiseAverage(**_of_fields(PairwiseAverage, given)), **own)
+    try:
+        if kind == "AsyncModelAverageStrategy":
+            return clock_settings(**_arguments_of(clock_settings, given))
+        if kind in HIDDEN:
+            algorithm, schedule, landing = HIDDEN[kind](**_arguments_of(HIDDEN[kind], given))
+        elif found := getattr(algorithms, kind.removesuffix("Strategy"), None):
+            is_eager = kind == "EagerDiLoCoStrategy"
+            schedule = by_steps(given["sync_every"], is_eager, given.get("warm_start", True))
+            algorithm, landing = found(**_of_fields(found, given)), None
+        else:
+            return None
+    except KeyError:  # an argument that the configuration leaves to the strategy
+        return None
+    return RoundSettings(algorithm, schedule, landing=landing, **_of_fields(RoundSettings, given))
+
+
+def _of_fields(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those arguments that are fields of a dataclass."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {name: value for name, value in given.items() if name in names}
+
+
+def _arguments_of(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those arguments that a function takes; it must take all of them."""
+    return {name: given[name] for name in inspect.signature(function).parameters}
+
+
+def _check_tiers(given: Mapping[str, Any], world_size: int | None) -> None:
+    """Refuse numbers of ranks that a remote optimizer cannot work with."""
+    if given.keys() >= set(inspect.signature(check_ranks).parameters):
+        check_ranks(**_arguments_of(check_ranks, given))
+        if world_size is not None:
+            counts = (given["num_workers"], given["num_servers"], given["replica_size"])
+            Tiers.of_all(world_size, counts)
+
+
+def _targets(node: Any) -> Iterator[str]:
+    """The classes that a part of a configuration names, at any depth."""
+    if OmegaConf.is_dict(node):
+        if target := node.get("_target_"):
+            yield str(target)
+        node = [node[key] for key in node if not OmegaConf.is_missing(node, key)]
+    if OmegaConf.is_list(node) or isinstance(node, list):
+        for value in node:
+            yield from _targets(value)
