@@ -7,6 +7,7 @@ so that ``--help`` and ``--cfg job`` answer at once.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import sys
 from argparse import ArgumentParser
@@ -20,6 +21,8 @@ from types import ModuleType
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
+
+STARTED = datetime.now()
 
 
 def conf_dir() -> str:
@@ -81,18 +84,47 @@ def rank() -> int:
 
 
 def run_stamp() -> str:
-    """Name of the run's folder: the SLURM job, torchrun's id on several machines, or date and time.
+    """What the run's folder is called after: the SLURM job, torchrun's id, or date and time.
 
     It is the same on all ranks of a run. Ranks that Lightning starts itself are told rank 0's.
     """
-    env = os.environ
-    if "SLURM_JOB_ID" in env and env.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
-        return f"slurm-{env['SLURM_JOB_ID']}-{env.get('SLURM_STEP_ID', '0')}"
-    torchrun_id = env.get("TORCHELASTIC_RUN_ID")
-    if torchrun_id and env.get("WORLD_SIZE") != env.get("LOCAL_WORLD_SIZE"):
-        return f"torchrun-{torchrun_id}"
-    start = parent_start() if torchrun_id else datetime.now()
+    if is_slurm():
+        return f"slurm-{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_STEP_ID', '0')}"
+    if is_torchrun() and os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE"):
+        name = os.environ["TORCHELASTIC_RUN_ID"]
+        if name == "none":  # nobody has named the run
+            name = "{MASTER_ADDR}-{MASTER_PORT}".format_map(os.environ)
+        return f"torchrun-{name}"
+    start = parent_start() if is_torchrun() else STARTED
     return start.strftime("%Y-%m-%d/%H-%M-%S")
+
+
+def run_name() -> str:
+    """A text that all ranks of this run have in common, and no run at the same time has as well."""
+    stamp = run_stamp()
+    if stamp.startswith(("slurm-", "torchrun-")):
+        return stamp
+    process = os.getppid() if is_torchrun() else os.getpid()
+    return f"{platform.node()} {process} {stamp}"
+
+
+def is_slurm() -> bool:
+    """Whether SLURM has started this process, other than from a shell."""
+    name = os.environ.get("SLURM_JOB_NAME")
+    return "SLURM_JOB_ID" in os.environ and name not in ("bash", "interactive")
+
+
+def is_torchrun() -> bool:
+    """Whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def run_folder(root: str) -> str:
+    """The folder of this run below ``root``, which is made; ``--resolve`` only shows its name."""
+    folder = Path(root, run_stamp())
+    if "--resolve" in sys.argv:
+        return str(folder)
+    return str(room("run_folder").claim(folder, run_name()))
 
 
 def parent_start() -> datetime:
@@ -102,11 +134,11 @@ def parent_start() -> datetime:
         machine = Path("/proc/stat").read_text().splitlines()
         boot_s = next(int(line.split()[1]) for line in machine if line.startswith("btime"))
     except (OSError, StopIteration):
-        return datetime.now()
+        return STARTED
     return datetime.fromtimestamp(boot_s + int(fields[19]) // os.sysconf("SC_CLK_TCK"))
 
 
-OmegaConf.register_new_resolver("loco_run_stamp", run_stamp, use_cache=True, replace=True)
+OmegaConf.register_new_resolver("loco_run_folder", run_folder, use_cache=True, replace=True)
 OmegaConf.register_new_resolver(
     "loco_log_name", lambda: f"train-rank{rank()}.log" if rank() else "train.log", replace=True
 )
