@@ -97,6 +97,7 @@ def main() -> None:
     assert link is not None
     samples = MembersSampler(range(SAMPLES), link.share, seed=4)
     indices = iter(samples)
+    asked.log.parent.mkdir(parents=True, exist_ok=True)
     with open(asked.log, "w", buffering=1) as log:
         while engine.worker.round_index < asked.rounds:
             left = 1 - engine.worker.round_index / asked.rounds
