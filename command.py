@@ -79,10 +79,10 @@ def main() -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     doctor = commands.add_parser(
         "doctor",
-        help="find out within seconds whether several machines can train together",
+        help="find out within seconds whether this machine, or several together, can train",
         description="Run this on each machine at the same time. Each checks names, interfaces, "
-        "ports, clock and versions against the others, and says what to mend. Exit status: 0 if "
-        "all is well, 1 if not.",
+        "ports, clock and versions against the others, and says what to mend. Without arguments it "
+        "checks this machine alone. Exit status: 0 if all is well, 1 if not.",
     )
     room("doctor.place").add_arguments(doctor)
     lighthouse = commands.add_parser(

@@ -24,6 +24,9 @@ CHECKS = (
     "clocks",
     "versions",
     "open files",
+    "packages",
+    "hardware",
+    "disk",
 )
 """In the order in which they are shown."""
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 MOST_MACHINES = 256
 DEFAULT_PORT = 29500
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,9 @@ def find_place(args: argparse.Namespace, environ: Mapping[str, str]) -> Place:
         args: Of :func:`add_arguments`.
         environ: The variables of this process.
 
+    Returns:
+        This machine alone, which meets itself, if nothing is said at all.
+
     Raises:
         ValueError: If something is missing or out of range; it says which argument.
     """
@@ -91,6 +96,8 @@ def find_place(args: argparse.Namespace, environ: Mapping[str, str]) -> Place:
         rank, is_first = args.rank, True
     world = world if args.world is None else args.world
     host, port = _split(args.master) if args.master else _master(environ)
+    if rank is None and world is None and not host:
+        rank, world, host, port = 0, 1, LOOPBACK, _free_port()
     if rank is None or world is None or not host:
         given = {"--master": host, "--rank": rank is not None, "--world": world is not None}
         missing = " ".join(name for name, value in given.items() if not value)
@@ -143,6 +150,12 @@ def _master(environ: Mapping[str, str]) -> tuple[str, int]:
     port += environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host = environ.get("MASTER_ADDR") or _first_node(environ.get("SLURM_JOB_NODELIST", ""))
     return host, port
+
+
+def _free_port() -> int:
+    with socket.create_server((LOOPBACK, 0)) as taken:
+        port: int = taken.getsockname()[1]
+        return port
 
 
 def _first_node(nodes: str) -> str:

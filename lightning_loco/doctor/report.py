@@ -32,6 +32,10 @@ def report(
     """
     head = f"lightning-loco doctor: machine {place.rank} of {place.world} ({own.name}), meeting at "
     head += f"{place.host}:{place.port}"
+    if place.world == 1:
+        head = (
+            f"lightning-loco doctor: {own.name} alone, meeting itself at {place.host}:{place.port}"
+        )
     rows = [f"{one.check:<{_CHECK}}{one.status:<{_STATUS}}{one.text}" for one in findings]
     if width is not None:
         room = max(width, _CHECK + _STATUS + _FEWEST)

@@ -20,6 +20,7 @@ from lightning_loco.doctor.messages import Summary
 from lightning_loco.doctor.place import Place, find_place
 from lightning_loco.doctor.report import report
 from lightning_loco.doctor.roads import measured
+from lightning_loco.doctor.this_machine import judge_this_machine
 from lightning_loco.doctor.verdict import judge, judge_alone
 from lightning_loco.doctor.visit import MasterError, Visit
 
@@ -27,7 +28,7 @@ _MOST_ROADS = 12
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine this machine together with the others, and print what is found.
+    """Examine this machine together with the others, if there are, and print what is found.
 
     Args:
         args: Of :func:`lightning_loco.doctor.place.add_arguments`.
@@ -55,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         findings = judge(summary, visit.facts, place.world)
         roads = measured(summary, _MOST_ROADS)
+    if place.world == 1:
+        findings += judge_this_machine()
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     print(report(place, visit.facts, findings, roads, width), flush=True)
     return int(any(one.status == FAILED for one in findings))

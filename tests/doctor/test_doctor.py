@@ -283,10 +283,18 @@ class TestCommand:
             done = run(sys.executable, "-c", script, *words)
         assert done.returncode == 0, done.stdout
 
-    def test_what_is_missing_is_said(self) -> None:
+    def test_without_arguments_this_machine_is_checked(self) -> None:
         done = run(*COMMAND)
+        assert done.returncode == 0, done.stdout
+        assert " alone, meeting itself at 127.0.0.1:" in done.stdout
+        for check in ("master port", "versions", "open files", "packages", "hardware", "disk"):
+            assert f"\n{check:<14}ok" in done.stdout
+        assert done.stdout.rstrip().endswith("all well")
+
+    def test_what_is_missing_is_said(self) -> None:
+        done = run(*COMMAND, "--rank", "0")
         assert done.returncode == 2
-        assert "missing: --master --rank --world, which no launcher has set either" in done.stdout
+        assert "missing: --master --world, which no launcher has set either" in done.stdout
 
     def test_help(self) -> None:
         done = run(*COMMAND, "--help")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import socket
 
 import pytest
 
@@ -48,6 +49,13 @@ def test_arguments(subtests: pytest.Subtests) -> None:
     for master, (host, port) in masters.items():
         with subtests.test(master=master):
             assert where(place(f"--master {master} --rank 1 --world 3")) == (1, 3, host, port)
+
+
+def test_with_nothing_said_a_machine_meets_itself() -> None:
+    found = place("")
+    assert (found.rank, found.world, found.host, found.is_first) == (0, 1, "127.0.0.1", True)
+    with socket.create_server((found.host, found.port)):
+        assert place("").port != found.port
 
 
 def test_variables_as_torchrun_sets_them_by_hand() -> None:
@@ -98,7 +106,7 @@ def test_interfaces() -> None:
 
 def test_what_cannot_be(subtests: pytest.Subtests) -> None:
     messages = {
-        "": "missing: --master --rank --world",
+        "--rank 0": "missing: --master --world",
         "--master a --rank 0": "missing: --world,",
         "--master a --rank 2 --world 2": "--rank must be 0 to 1 for --world 2, got 2",
         "--master a --rank 0 --world 0": "--world must be 1 to 256",
