@@ -261,6 +261,17 @@ class TestLaunchers:
         monkeypatch.setenv("WORLD_SIZE", "2")
         assert train.run_stamp() == train.parent_start().strftime("%Y-%m-%d/%H-%M-%S")
 
+    @pytest.mark.parametrize("local", ["2", "1"])
+    def test_torchrun_with_other_numbers_of_processes_is_refused_on_every_machine(
+        self, local: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "abc")
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+        monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+        monkeypatch.setenv("WORLD_SIZE", "3")
+        with pytest.raises(ValueError, match=f"{local} processes on this machine, and 3 on 2 mach"):
+            launch.outer_launch()
+
     def test_slurm(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, value in {"NTASKS": "8", "NNODES": "2", "JOB_ID": "17", "STEP_ID": "1"}.items():
             monkeypatch.setenv(f"SLURM_{name}", value)

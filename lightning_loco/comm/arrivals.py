@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from lightning_loco.comm.store import PromptStore, StoreSilent, store_host
@@ -26,15 +26,22 @@ class Arrivals:
         worker: Number of this worker; it has come.
         names: What to call the workers in messages.
         timeout_s: Longest wait for them, in seconds.
+        look: Called again and again while this worker waits; it may raise why to end that.
 
     Attributes:
         attempt: Number of the attempt, the same on all workers after :meth:`exchange`.
     """
 
     def __init__(
-        self, store: PromptStore, worker: int, names: Sequence[str], timeout_s: float
+        self,
+        store: PromptStore,
+        worker: int,
+        names: Sequence[str],
+        timeout_s: float,
+        look: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
+        self._look = look
         self._worker = worker
         self._names = names
         self._timeout_s = timeout_s
@@ -49,6 +56,7 @@ class Arrivals:
 
         Raises:
             WorkerFailure: If one does not come in time; the message says which.
+            Exception: What ``look`` raises.
         """
         began = time.monotonic()
         try:
@@ -57,6 +65,7 @@ class Arrivals:
                 waited_s = time.monotonic() - began
                 if waited_s > self._timeout_s:
                     raise WorkerFailure(self.explain())
+                self._look()
                 time.sleep(min(max(waited_s, _SHORT_PAUSE_S), _PAUSE_S))
             self._has_met_all = True
             self._store.delete_key(f"waits/{self._worker}", self._timeout_s)

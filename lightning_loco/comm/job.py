@@ -16,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from lightning_loco.comm.arrivals import Arrivals
 from lightning_loco.comm.devices import check_device_here
 from lightning_loco.comm.groups import connect_to_default_store
+from lightning_loco.comm.same_job import JobName, SameJob
 from lightning_loco.comm.store import PromptStore, StoreSilent, in_time
 from lightning_loco.comm.watchdog import WorkerFailure
 
@@ -32,6 +33,8 @@ class Job:
         rank: This rank.
         names: What to call the ranks in messages.
         timeout_s: Longest wait, in seconds.
+        launched: Who has started the job, and under which name: ``"SLURM job 17"``. A rank of a job
+            with another name is refused.
 
     Attributes:
         raw_store: The job's key-value store, for PyTorch's own set-up.
@@ -39,10 +42,18 @@ class Job:
 
     Raises:
         WorkerFailure: If rank 0, which hosts the store, does not answer in time.
+        RuntimeError: If the store is another job's.
+        ValueError: If rank 0 counts another number of ranks.
     """
 
     def __init__(
-        self, address: str, port: int, rank: int, names: Sequence[str], timeout_s: float
+        self,
+        address: str,
+        port: int,
+        rank: int,
+        names: Sequence[str],
+        timeout_s: float,
+        launched: str = "",
     ) -> None:
         self._rank = rank
         self._names = names
@@ -58,6 +69,19 @@ class Job:
                 _stores[key], _, _ = in_time(lambda: next(meeting), timeout_s + 1)
             self.raw_store = _stores[key]
             self.store = PromptStore.beside(self.raw_store, timeout_s)
+        job = JobName(launched, len(names))
+        self._same_job = SameJob(self.store.under("lightning_loco/same"), rank, job, timeout_s)
+        try:
+            with self._named():
+                has_come = self._same_job.check(self._place)
+            if not has_come:
+                raise WorkerFailure(
+                    f"No message in the set-up within {timeout_s:g} s from {names[0]}. Check that "
+                    "every worker runs the same script, or raise timeout_s."
+                )
+        except BaseException:
+            self.close()
+            raise
 
     def init_default_group(self, ranks: Sequence[int], backend: str, device: torch.device) -> None:
         """Make the default process group of some ranks; the others must not call it.
@@ -82,7 +106,8 @@ class Job:
         own, keys = ranks.index(self._rank), f"lightning_loco/training{len(ranks)}"
         names = [self._names[rank] for rank in ranks]
         with self._named():
-            arrivals = Arrivals(self.store.under(f"{keys}/came"), own, names, self._timeout_s)
+            came, look = self.store.under(f"{keys}/came"), self._same_job.raise_if_refused
+            arrivals = Arrivals(came, own, names, self._timeout_s, look)
             check_device_here(device, arrivals)
             store = PrefixStore(f"{keys}/{arrivals.attempt}", self.raw_store)
 
@@ -130,6 +155,7 @@ def init_workers(
     backend: str,
     device: torch.device,
     timeout_s: float,
+    launched: str = "",
 ) -> None:
     """Make the default process group of a job's workers, or check the one that there is.
 
@@ -139,9 +165,12 @@ def init_workers(
         backend: What carries the messages.
         device: Where this worker computes.
         timeout_s: Longest wait for another worker, in seconds.
+        launched: Who has started the job, and under which name, as in :class:`Job`.
 
     Raises:
-        ValueError: On all workers, if some compute on a CPU and others on a GPU, say.
+        ValueError: On all workers, if some compute on a CPU and others on a GPU, say, or count
+            another number of workers.
+        RuntimeError: If the store at this place is another job's.
         WorkerFailure: If one does not come in time; the message says which.
     """
     if dist.is_initialized():
@@ -149,7 +178,7 @@ def init_workers(
         return
     number, num_workers = worker
     if num_workers > 1:
-        job = Job(*place(), number, _names(num_workers), timeout_s)
+        job = Job(*place(), number, _names(num_workers), timeout_s, launched)
         try:
             job.init_default_group(range(num_workers), backend, device)
         finally:

@@ -34,11 +34,21 @@ def follow_launcher(cfg: DictConfig) -> DictConfig:
 
 
 def outer_launch() -> tuple[str, int, int] | None:
-    """Who started this process among others: (launcher, processes per machine, machines)."""
+    """Who started this process among others: (launcher, processes per machine, machines).
+
+    Raises:
+        ValueError: Not as many processes on each machine; all ranks find that.
+    """
     env = os.environ
     if "TORCHELASTIC_RUN_ID" in env:
-        local = int(env["LOCAL_WORLD_SIZE"])
-        return "torchrun", local, int(env["WORLD_SIZE"]) // local
+        local, world = int(env["LOCAL_WORLD_SIZE"]), int(env["WORLD_SIZE"])
+        num_nodes = int(env.get("GROUP_WORLD_SIZE", world // local))
+        if local * num_nodes != world:
+            raise ValueError(
+                f"torchrun has started {local} processes on this machine, and {world} on"
+                f" {num_nodes} machines. Use the same --nproc-per-node on all of them."
+            )
+        return "torchrun", local, num_nodes
     if "SLURM_NTASKS" in env and env.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
         num_nodes = int(env.get("SLURM_NNODES", 1))
         return "SLURM", int(env["SLURM_NTASKS"]) // num_nodes, num_nodes

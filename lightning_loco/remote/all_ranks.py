@@ -29,19 +29,28 @@ class AllRanks:
         rank: This rank.
         names: What to call the ranks in messages.
         timeout_s: Longest wait, in seconds.
+        launched: Who has started the job, and under which name, as in :class:`Job`.
 
     Raises:
         WorkerFailure: If rank 0, which hosts the job's key-value store, does not answer in time.
+        RuntimeError: If the store is another job's.
+        ValueError: If rank 0 counts another number of ranks.
     """
 
     def __init__(
-        self, address: str, port: int, rank: int, names: Sequence[str], timeout_s: float
+        self,
+        address: str,
+        port: int,
+        rank: int,
+        names: Sequence[str],
+        timeout_s: float,
+        launched: str = "",
     ) -> None:
         self.rank = rank
         self._names = names
         self._timeout_s = timeout_s
         self._is_awaited = True
-        self._job = Job(address, port, rank, names, timeout_s)
+        self._job = Job(address, port, rank, names, timeout_s, launched)
 
     def init_default_group(self, ranks: Sequence[int], backend: str, device: torch.device) -> None:
         """Make the default process group of some ranks, as :meth:`Job.init_default_group`."""

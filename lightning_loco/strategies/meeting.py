@@ -23,6 +23,7 @@ from lightning_loco.comm.stopping import StopAgreed
 from lightning_loco.comm.waiting import Explained
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.interrupted import complete_one
+from lightning_loco.strategies.launched import launched_as
 from lightning_loco.strategies.whole_files import WholeFileIO
 
 _BROADCAST = "a broadcast (Timer and max_time make one after every batch)"
@@ -95,6 +96,7 @@ class MeetingStrategy(DDPStrategy):
             lightning_private.backend_of(self),
             self.root_device,
             self.timeout_s,
+            launched_as(place),
         )
 
     @property

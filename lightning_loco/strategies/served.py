@@ -24,6 +24,7 @@ from lightning_loco.remote.service_group import ServiceGroup
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.added_hooks import add_hooks
 from lightning_loco.strategies.averaged_models import averaged_models, share_complete_averages
+from lightning_loco.strategies.launched import launched_as
 from lightning_loco.strategies.local_model import LocalModel
 from lightning_loco.strategies.meeting import MeetingStrategy
 
@@ -107,6 +108,7 @@ class ServedStrategy(MeetingStrategy):
             self.global_rank,
             [tiers.name(rank) for rank in range(tiers.world_size)],
             self.timeout_s,
+            launched_as(self.cluster_environment),
         )
         if not self.serves:
             self._present = self._present or tuple(range(tiers.num_training))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from lightning_loco.comm.job import init_workers
 from tests.conftest import cover
 from tests.forked_jobs import Outcome, Start, freeze
 from tests.limits import HARNESS_S
-from tests.programs import free_ports
+from tests.programs import free_ports, start_together
 
 pytestmark = pytest.mark.process
 
@@ -48,6 +49,27 @@ def come_with_another_device(rank: int, world: int, port: int) -> str:
     return "nothing"
 
 
+def come_as(
+    rank: int, world: int, port: int, folder: Path, jobs: list[tuple[int, int, str]]
+) -> str:
+    """Come as a rank of a job with so many ranks and this name; what has been said, or a sum."""
+    number, num_workers, launched = jobs[rank]
+    place, cpu = ("127.0.0.1", port), torch.device("cpu")
+    start_together(folder, rank, world)
+    try:
+        init_workers(lambda: place, (number, num_workers), "gloo", cpu, 30.0, launched)
+    except (ValueError, RuntimeError) as error:
+        (folder / "refused").touch()
+        return str(error)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    deadline = time.monotonic() + HARNESS_S
+    while not (folder / "refused").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)  # rank 0 hosts the store
+    dist.barrier()
+    return str(total.item())
+
+
 def do_not_come(rank: int, world: int, port: int, victim: int, how: str) -> tuple[str, float]:
     began = time.monotonic()
     if rank == victim:
@@ -77,6 +99,24 @@ def test_other_devices_are_refused_before_a_group_waits_for_them() -> None:
     assert time.monotonic() - began < 30  # processes start meanwhile; the group would wait for 60 s
     for outcome in found:
         assert "Worker 1 is on a device of kind 'cuda' and worker 0 on 'cpu'" in outcome.result
+
+
+def test_a_rank_of_another_job_is_refused_and_the_right_one_goes_on(tmp_path: Path) -> None:
+    jobs = [(0, 2, "SLURM job 17"), (1, 2, "SLURM job 40017"), (1, 2, "SLURM job 17")]
+    first, stranger, second = (one.result for one in outcomes(come_as, tmp_path, jobs))
+    assert first == second == "2.0"
+    assert "belongs to SLURM job 40017, but rank 0 at 127.0.0.1:" in stranger
+    assert "to SLURM job 17, which goes on without it. Give each job a MASTER_PORT" in stranger
+
+
+@pytest.mark.parametrize("counts", [(3, 3, 2), (2, 3, 3)])
+def test_ranks_that_count_differently_all_say_so(
+    counts: tuple[int, int, int], tmp_path: Path
+) -> None:
+    jobs = [(min(rank, count - 1), count, "") for rank, count in enumerate(counts)]
+    for outcome in outcomes(come_as, tmp_path, jobs):
+        assert "ranks in all, and rank 0" in outcome.result
+        assert "Trainer(devices=..., num_nodes=...)" in outcome.result
 
 
 @pytest.mark.parametrize(
