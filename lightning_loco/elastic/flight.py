@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import threading
+import time
 from typing import Any
 
 from torch import Tensor
 
 from lightning_loco.comm.rows import Row
 from lightning_loco.elastic.handover import Handover
-from lightning_loco.elastic.plan import UNKNOWING, Plan
+from lightning_loco.elastic.plan import Plan
 from lightning_loco.elastic.receipt import Receipt
-
-PATIENCE_S = 30.0
-"""How long a wait may be before something is said."""
-
-log = logging.getLogger(__name__)
 
 
 class Flight:
     """One exchange of this worker.
 
     Args:
-        round_index: The round; :data:`UNKNOWING` to join a run.
+        round_index: The round; :data:`~lightning_loco.elastic.plan.UNKNOWING` to join a run.
         row: What it tells the others.
 
     Attributes:
@@ -42,6 +37,7 @@ class Flight:
         state: The state of the run, if this worker needed it.
         is_adopted: Whether the engine goes on from it already.
         error: Why it was not carried.
+        waited_since: When the training thread began to wait, by ``time.monotonic()``; None before.
     """
 
     def __init__(self, round_index: int, row: Row) -> None:
@@ -60,6 +56,7 @@ class Flight:
         self.state: Handover | None = None
         self.is_adopted = False
         self.error: BaseException | None = None
+        self.waited_since: float | None = None
         self._is_over = threading.Event()
 
     @property
@@ -77,14 +74,9 @@ class Flight:
         return self._is_over.is_set()
 
     def wait(self) -> None:
-        """Wait for its end, and say so when that takes long; raises what has gone wrong."""
-        if not self._is_over.wait(PATIENCE_S):
-            what = "A run" if self.round_index <= UNKNOWING else f"Round {self.round_index}"
-            log.warning(
-                "%s waits for other workers. The page of the lighthouse (its address in a browser) "
-                "shows who is alive.",
-                what,
-            )
-            self._is_over.wait()
+        """Wait for its end; raises what has gone wrong."""
+        if self.waited_since is None:
+            self.waited_since = time.monotonic()
+        self._is_over.wait()
         if self.error is not None:
             raise self.error

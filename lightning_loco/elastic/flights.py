@@ -13,6 +13,7 @@ import json
 import logging
 import queue
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.background import BackgroundThread, begin
+from lightning_loco.elastic.asking import Asking
 from lightning_loco.elastic.carriers import Carrier
 from lightning_loco.elastic.consistency import Consistency
 from lightning_loco.elastic.flight import Flight
@@ -43,6 +45,8 @@ class Flights(BackgroundThread):
 
     Args:
         lighthouse: Says who takes part.
+        is_stopping: Whether this worker was asked to stop: it then waits for no more members than
+            there are.
         groups: The open group.
         carrier: Carries the exchange in it.
         run: Settings and schema, for a comparison with the others'.
@@ -61,6 +65,7 @@ class Flights(BackgroundThread):
     def __init__(
         self,
         lighthouse: Lighthouse,
+        is_stopping: Callable[[], bool],
         groups: Groups,
         carrier: Carrier,
         run: dict[str, Any],
@@ -72,6 +77,7 @@ class Flights(BackgroundThread):
     ) -> None:
         super().__init__("loco-flights")
         self._lighthouse = lighthouse
+        self._asking = Asking(lighthouse, is_stopping, timeout_s)
         self._groups = groups
         self._carrier = carrier
         self._told = run
@@ -160,7 +166,8 @@ class Flights(BackgroundThread):
     def _agree(self, flight: Flight, began: float) -> Plan:
         """Who takes part; waits until they are enough."""
         while True:
-            enough = 1 if self.are_last else self._min_workers - self._groups.finished
+            is_last = self.are_last or self._asking.is_stopping()
+            enough = 1 if is_last else self._min_workers - self._groups.finished
             open_group, store = self._groups.name, self._groups.address  # finished may change them
             reach, run = self._share.reach, self._fingerprint
             received = [] if flight.receipt is None else flight.receipt.words
@@ -168,7 +175,7 @@ class Flights(BackgroundThread):
                 flight.round_index, open_group, store, reach, run, enough, self.made, received
             )
             left_s = began + self._timeout_s - time.monotonic()
-            quorum = self._lighthouse.quorum(told._asdict(), left_s) if left_s > 0 else None
+            quorum = self._asking.ask(flight, told, left_s) if left_s > 0 else None
             if quorum is None:
                 raise RuntimeError(
                     f"Fewer than {self._min_workers} workers were there, or one that is alive did "
@@ -182,6 +189,8 @@ class Flights(BackgroundThread):
                 raise ValueError(difference(self._told, theirs, other.who)) from None
             if len(plan.names) >= plan.enough and (not plan.counted or plan.own in plan.counted):
                 return plan
+            if len(plan.names) < plan.enough:
+                self._asking.say_too_few(flight, plan)
             time.sleep(_PAUSE_S)
 
     def _exchange(self, flight: Flight, plan: Plan, copied: Copied | None) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
+from contextlib import closing
 from datetime import timedelta
+from http.client import HTTPConnection, HTTPException
 from typing import Any, NamedTuple
 
 from torchft.coordination import LighthouseClient, ManagerServer
@@ -16,6 +19,9 @@ HEARTBEAT_S = 0.1
 
 _LOOPBACK = "127.0.0.1:0"
 _PAUSE_S = 0.2
+_PAGE_S, _LONGEST_PAGE_BYTES, _MOST_NAMES = 1.0, 2**20, 10
+_STATUS = re.compile(r"Next quorum status: ([\w ,.\[\]/=()!-]{1,300})")
+_HEARD = re.compile(r"^\s*([\w.-]{1,120}): seen (\d+(?:\.\d)?)", re.MULTILINE)
 
 
 class Member(NamedTuple):
@@ -62,36 +68,30 @@ class Lighthouse:
     Signs of life are sent by a thread of torchft's own, which neither Python's lock nor an exchange
     holds up. They end with the process, or with :meth:`close`.
 
+    Nothing is connected before :meth:`quorum`, so that a worker may be started before the
+    lighthouse.
+
     Args:
         address: ``"host:port"`` of the lighthouse.
         name: Of this worker, unlike that of any other.
-        timeout_s: Longest wait for a connection, in seconds.
 
-    Raises:
-        RuntimeError: If nobody answers there.
+    Attributes:
+        trouble: Why the lighthouse cannot be reached at present; empty if it can.
     """
 
-    def __init__(self, address: str, name: str, timeout_s: float) -> None:
+    def __init__(self, address: str, name: str) -> None:
         self.name = name
-        self._url = address if "://" in address else f"http://{address}"
-        self._address = address
-        self._patience = timedelta(seconds=timeout_s)
+        self.address = address.removeprefix("http://")
+        self.trouble = "it does not answer"
+        self._url = f"http://{self.address}"
         self._client: LighthouseClient | None = None
+        self._heart: ManagerServer | None = None
         self._uptime = Uptime(address)
-        try:
-            self._heart = ManagerServer(
-                replica_id=name,
-                lighthouse_addr=self._url,
-                hostname=socket.gethostname(),
-                bind=_LOOPBACK,  # nobody needs it, and it obeys whoever reaches it
-                store_addr="",
-                world_size=1,
-                heartbeat_interval=timedelta(seconds=HEARTBEAT_S),
-                connect_timeout=self._patience,
-                quorum_retries=0,
-            )
-        except (RuntimeError, TimeoutError) as error:
-            raise self._unreachable(error, timeout_s) from error
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether this worker takes part no longer."""
+        return self._uptime.is_closed
 
     def quorum(self, told: dict[str, Any], wait_s: float) -> Quorum | None:
         """Ask to take part, and wait for the others; not before the lighthouse has heard of all.
@@ -109,15 +109,14 @@ class Lighthouse:
         deadline = time.monotonic() + wait_s
         while True:
             try:
+                client = self._connected(deadline)
                 self._uptime.wait(deadline)
-                left_s = max(_PAUSE_S, deadline - time.monotonic())
-                if self._client is None:
-                    self._client = LighthouseClient(self._url, timedelta(seconds=left_s))
-                found = self._client.quorum(self.name, timedelta(seconds=left_s), data=told)
+                left = timedelta(seconds=max(_PAUSE_S, deadline - time.monotonic()))
+                found = client.quorum(self.name, left, data=told)
             except TimeoutError:
                 return None
             except (RuntimeError, ConnectionError) as error:
-                self._client = None
+                self._client, self.trouble = None, str(error)
                 if self._uptime.is_closed or time.monotonic() + _PAUSE_S > deadline:
                     raise self._unreachable(error, wait_s) from error
                 time.sleep(_PAUSE_S)
@@ -125,14 +124,52 @@ class Lighthouse:
             members = [Member(one.replica_id, one.data or {}) for one in found.participants]
             return Quorum(f"{found.created.seconds}.{found.created.nanos:09}", members)
 
+    def _connected(self, deadline: float) -> LighthouseClient:
+        """Reach the lighthouse and begin with the signs of life, if that is still to be done."""
+        self._uptime.reach(deadline)
+        longest = timedelta(seconds=max(_PAUSE_S, deadline - time.monotonic()))
+        if self._heart is None:
+            self._heart = ManagerServer(
+                replica_id=self.name,
+                lighthouse_addr=self._url,
+                hostname=socket.gethostname(),
+                bind=_LOOPBACK,  # nobody needs it, and it obeys whoever reaches it
+                store_addr="",
+                world_size=1,
+                heartbeat_interval=timedelta(seconds=HEARTBEAT_S),
+                connect_timeout=longest,
+                quorum_retries=0,
+            )
+        if self._client is None:
+            self._client = LighthouseClient(self._url, longest)
+        if self.is_closed:  # meanwhile
+            self._heart.shutdown()
+        self.trouble = ""
+        return self._client
+
+    def describe(self) -> str:
+        """What the page of the lighthouse says of those it hears; empty if it says nothing."""
+        try:
+            with closing(HTTPConnection(self.address, timeout=_PAGE_S)) as line:
+                line.request("GET", "/status")
+                text = line.getresponse().read(_LONGEST_PAGE_BYTES).decode(errors="replace")
+        except (OSError, HTTPException):
+            return ""
+        status = _STATUS.search(text)
+        heard = sorted((float(age), name) for name, age in _HEARD.findall(text))[:_MOST_NAMES]
+        last = ", ".join(f"{name} {age:g} s ago" for age, name in heard)
+        found = [] if status is None else [f"it says: {status[1]}"]
+        return "; ".join(found + ([f"it has heard {last}"] if last else []))
+
     def _unreachable(self, error: Exception, seconds: float) -> RuntimeError:
         return RuntimeError(
-            f"The lighthouse at {self._address} does not answer within {seconds:g} s ({error}). "
+            f"The lighthouse at {self.address} does not answer within {seconds:g} s ({error}). "
             "Start it with `lightning-loco lighthouse`, and see that this machine reaches its port."
         )
 
     def close(self) -> None:
         """Stop the signs of life; the others go on without this worker."""
-        self._heart.shutdown()
         self._uptime.close()
+        if self._heart is not None:
+            self._heart.shutdown()
         self._client = None

@@ -22,14 +22,15 @@ _OWN_AFFAIRS = ("sync_every", "bucket_bytes")
 
 
 def begin_flights(asked: Elastic, engine: Engine, share: DataShare) -> Flights:
-    """Connect with the lighthouse; RuntimeError if it does not answer."""
+    """Begin to carry flights; the lighthouse need not be there before the first one."""
     name = f"{asked.name or socket.gethostname()}-{secrets.token_hex(4)}"
-    lighthouse = Lighthouse(asked.lighthouse, name, asked.timeout_s)
+    lighthouse = Lighthouse(asked.lighthouse, name)
     groups = Groups(asked.host or address_towards(asked.lighthouse), asked.timeout_s)
     sums = engine.settings.algorithm.exchange == "mean"
     carrier: Carrier = Summing(groups, engine) if sums else Mixing(groups, engine)
     flights = Flights(
         lighthouse,
+        lambda: engine.worker.stop.requested is not None,
         groups,
         carrier,
         {**describe(engine), "check_every": asked.check_every or 0},

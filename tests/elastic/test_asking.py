@@ -1,0 +1,99 @@
+"""Asking a real lighthouse: what is said meanwhile, and how a worker that is to stop gives up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from lightning_loco.comm.rows import ROUND, Row
+from lightning_loco.elastic import asking as module
+from lightning_loco.elastic.asking import Asking
+from lightning_loco.elastic.flight import Flight
+from lightning_loco.elastic.lighthouse import Lighthouse
+from lightning_loco.elastic.plan import UNKNOWING, Told, make_plan
+from tests.elastic import cluster
+from tests.programs import free_ports
+
+pytestmark = [pytest.mark.recovery, pytest.mark.usefixtures("wait_for_threads")]
+
+TOLD = Told(3, "", "127.0.0.1:1", 0, "run", 2, "", [])
+WAIT_S = 2.0
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SAY_S", "UNREACHABLE_S", "LEAVING_S"):
+        monkeypatch.setattr(module, name, 0.3)
+
+
+def ask(
+    address: str, is_stopping: Callable[[], bool] = lambda: False, round_index: int = 3
+) -> tuple[object, Asking, Flight]:
+    flight = Flight(round_index, Row(ROUND, round_index, 0))
+    flight.waited_since = time.monotonic()
+    lighthouse = Lighthouse(address, "w0")
+    asking = Asking(lighthouse, is_stopping, WAIT_S)
+    try:
+        return asking.ask(flight, TOLD, WAIT_S), asking, flight
+    finally:
+        lighthouse.close()
+
+
+def test_a_lighthouse_that_is_not_there_is_named_while_it_is_looked_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (port,) = free_ports()
+    with pytest.raises(RuntimeError, match=f"The lighthouse at 127.0.0.1:{port} does not answer"):
+        ask(f"127.0.0.1:{port}")
+    lines = [text for text in caplog.messages if "Cannot reach" in text]
+    assert len(lines) > 1
+    assert f"the lighthouse at 127.0.0.1:{port} ([Errno 111] Connection refused); start" in lines[0]
+
+
+def test_what_the_lighthouse_waits_for_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    lighthouse = cluster.Lighthouse(2)
+    try:
+        found, asking, flight = ask(lighthouse.address, round_index=UNKNOWING)
+    finally:
+        lighthouse.stop()
+    assert found is None
+    *_, line = caplog.messages
+    assert line.startswith("The beginning of this worker waits until the lighthouse at 127.0.0.1:")
+    assert "New quorum not ready, only have 1 participants, need min_replicas 2" in line
+    assert "it has heard w0 0" in line
+
+
+def test_who_is_there_is_said_where_they_are_too_few(caplog: pytest.LogCaptureFixture) -> None:
+    lighthouse = cluster.Lighthouse(1)
+    try:
+        found, asking, flight = ask(lighthouse.address)
+    finally:
+        lighthouse.stop()
+    plan = make_plan(found, "w0")
+    time.sleep(module.SAY_S)
+    asking.say_too_few(flight, plan)
+    assert "Round 3 waits for more workers: 1 of at least 2 are there (w0)" in caplog.text
+    flight.waited_since = None
+    caplog.clear()
+    asking.say_too_few(Flight(4, flight.row), plan)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_worker_that_is_to_stop_ends_its_round_alone(
+    is_there: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    lighthouse = cluster.Lighthouse(2)
+    if not is_there:
+        lighthouse.stop()
+    try:
+        found, asking, flight = ask(lighthouse.address, is_stopping=lambda: True)
+        assert "waits no longer for the others" in caplog.text
+        again = asking.ask(flight, TOLD, WAIT_S)
+    finally:
+        lighthouse.stop()
+    for quorum in (found, again):
+        plan = make_plan(quorum, "w0")
+        assert (plan.names, plan.newcomers, plan.round_index, plan.enough) == (("w0",), (), 3, 1)
