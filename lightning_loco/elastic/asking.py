@@ -11,9 +11,11 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
+from typing import Any
 
 from lightning_loco.background import begin
 from lightning_loco.elastic.flight import Flight
+from lightning_loco.elastic.gathering import SILENT_S
 from lightning_loco.elastic.lighthouse import Lighthouse, Member, Quorum
 from lightning_loco.elastic.plan import UNKNOWING, Plan, Told
 
@@ -36,14 +38,20 @@ class Asking:
 
     Args:
         lighthouse: Who is asked.
+        living: Those who took part last and are alive, as far as this worker can see.
         is_stopping: Whether this worker was asked to stop; looked at while it waits.
         timeout_s: Longest wait of a flight, in seconds, for what is said.
     """
 
     def __init__(
-        self, lighthouse: Lighthouse, is_stopping: Callable[[], bool], timeout_s: float
+        self,
+        lighthouse: Lighthouse,
+        living: Callable[[], list[str]],
+        is_stopping: Callable[[], bool],
+        timeout_s: float,
     ) -> None:
         self._lighthouse = lighthouse
+        self._living = living
         self._timeout_s = timeout_s
         self.is_stopping = is_stopping
         self._stopping_since: float | None = None
@@ -51,16 +59,23 @@ class Asking:
         self._flight: Flight | None = None
         self._said_at = 0.0
 
-    def ask(self, flight: Flight, told: Told, wait_s: float) -> Quorum | None:
+    def ask(self, flight: Flight, told: Told, waits: bool, wait_s: float) -> Quorum | None:
         """Who takes part; see :meth:`Lighthouse.quorum`.
+
+        Where it ``waits``, a lighthouse that has come back is told of those whom it may not have
+        heard of yet.
 
         A worker that was asked to stop waits for :data:`LEAVING_S` at most, and not at all for a
         lighthouse that cannot be reached. It then takes part no longer, and ends its flights alone.
         """
         if self._has_left:
             return self._alone(told)
-        words = told._asdict()
-        asking = begin(lambda: self._lighthouse.quorum(words, wait_s), parting_s=0.0)
+
+        def tell() -> dict[str, Any]:
+            awaited = self._living() if waits and self._lighthouse.is_new(SILENT_S) else []
+            return told._replace(awaited=awaited)._asdict()
+
+        asking = begin(lambda: self._lighthouse.quorum(tell, wait_s), parting_s=0.0)
         try:
             while not wait([asking], _LOOK_S).done:
                 if self._lighthouse.is_closed:
@@ -74,11 +89,12 @@ class Asking:
         finally:
             del asking  # a circle, from the error's frames back to the error
 
-    def say_too_few(self, flight: Flight, plan: Plan) -> None:
-        """Say, if it is time, that a plan has not enough members."""
-        names = ", ".join(plan.names)
+    def say_incomplete(self, flight: Flight, plan: Plan) -> None:
+        """Say, if it is time, that a plan has not enough members, or not all that are awaited."""
+        names, missing = ", ".join(plan.names), ", ".join(plan.missing)
+        whom = f"{missing}, which the new lighthouse has not heard" if missing else "more workers"
         there = f"{len(plan.names)} of at least {plan.enough} are there ({names})"
-        self._say(flight, lambda: f"{_name(flight)} waits for more workers: {there}")
+        self._say(flight, lambda: f"{_name(flight)} waits for {whom}: {there}")
 
     def _alone(self, told: Told) -> Quorum:
         """This worker, and no other."""

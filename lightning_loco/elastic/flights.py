@@ -77,7 +77,7 @@ class Flights(BackgroundThread):
     ) -> None:
         super().__init__("loco-flights")
         self._lighthouse = lighthouse
-        self._asking = Asking(lighthouse, is_stopping, timeout_s)
+        self._asking = Asking(lighthouse, groups.living, is_stopping, timeout_s)
         self._groups = groups
         self._carrier = carrier
         self._told = run
@@ -172,10 +172,18 @@ class Flights(BackgroundThread):
             reach, run = self._share.reach, self._fingerprint
             received = [] if flight.receipt is None else flight.receipt.words
             told = Told(
-                flight.round_index, open_group, store, reach, run, enough, self.made, received
+                flight.round_index,
+                open_group,
+                store,
+                reach,
+                run,
+                enough,
+                self.made,
+                received,
+                awaited=[],
             )
             left_s = began + self._timeout_s - time.monotonic()
-            quorum = self._asking.ask(flight, told, left_s) if left_s > 0 else None
+            quorum = self._asking.ask(flight, told, not is_last, left_s) if left_s > 0 else None
             if quorum is None:
                 raise RuntimeError(
                     f"Fewer than {self._min_workers} workers were there, or one that is alive did "
@@ -187,10 +195,11 @@ class Flights(BackgroundThread):
             except OtherRun as other:
                 theirs = json.loads(self._groups.ask(other.store))
                 raise ValueError(difference(self._told, theirs, other.who)) from None
-            if len(plan.names) >= plan.enough and (not plan.counted or plan.own in plan.counted):
+            is_complete = len(plan.names) >= plan.enough and not plan.missing
+            if is_complete and (not plan.counted or plan.own in plan.counted):
                 return plan
-            if len(plan.names) < plan.enough:
-                self._asking.say_too_few(flight, plan)
+            if not is_complete:
+                self._asking.say_incomplete(flight, plan)
             time.sleep(_PAUSE_S)
 
     def _exchange(self, flight: Flight, plan: Plan, copied: Copied | None) -> None:

@@ -99,6 +99,14 @@ class Groups:
         self._finished_before = self._finished
         return 0
 
+    def living(self) -> list[str]:
+        """Those who took part last with this worker, and have not ended as far as it can see."""
+        plan = self._plan
+        if plan is None:
+            return []
+        members = enumerate(zip(plan.stores, plan.names, strict=True))
+        return [name for place, (store, name) in members if place != plan.own and _lives(store)]
+
     def say_finished(self) -> None:
         """Tell those who took part last that this worker has finished, if they are there still."""
         plan = self._plan
@@ -232,6 +240,14 @@ def _abort(groups: list[ProcessGroupGloo | None]) -> None:
     if groups[0] is not None:
         groups[0].abort(errored=False)
     groups.clear()
+
+
+def _lives(store: str) -> bool:
+    try:
+        check_alive(store, "")
+    except RuntimeError:
+        return False
+    return True
 
 
 def _say_finished(store: str, who: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import time
+from collections.abc import Callable
 from contextlib import closing
 from datetime import timedelta
 from http.client import HTTPConnection, HTTPException
@@ -16,6 +17,9 @@ from lightning_loco.elastic.uptime import Uptime
 
 HEARTBEAT_S = 0.1
 """Time between two signs of life."""
+
+_RECONNECT_S = 1.0
+"""With a longer one, signs of life stay away for several seconds from a lighthouse that is back."""
 
 _LOOPBACK = "127.0.0.1:0"
 _PAUSE_S = 0.2
@@ -93,11 +97,16 @@ class Lighthouse:
         """Whether this worker takes part no longer."""
         return self._uptime.is_closed
 
-    def quorum(self, told: dict[str, Any], wait_s: float) -> Quorum | None:
+    def is_new(self, known_s: float) -> bool:
+        """Whether it was lost since it was first reached, and came back less than so long ago."""
+        return self._uptime.is_new(known_s)
+
+    def quorum(self, tell: Callable[[], dict[str, Any]], wait_s: float) -> Quorum | None:
         """Ask to take part, and wait for the others; not before the lighthouse has heard of all.
 
         Args:
-            told: What the others should know of this worker, as plain values.
+            tell: What the others should know of this worker, as plain values; called right before
+                the lighthouse is asked.
             wait_s: Longest wait, in seconds.
 
         Returns:
@@ -112,7 +121,7 @@ class Lighthouse:
                 client = self._connected(deadline)
                 self._uptime.wait(deadline)
                 left = timedelta(seconds=max(_PAUSE_S, deadline - time.monotonic()))
-                found = client.quorum(self.name, left, data=told)
+                found = client.quorum(self.name, left, data=tell())
             except TimeoutError:
                 return None
             except (RuntimeError, ConnectionError) as error:
@@ -137,7 +146,7 @@ class Lighthouse:
                 store_addr="",
                 world_size=1,
                 heartbeat_interval=timedelta(seconds=HEARTBEAT_S),
-                connect_timeout=longest,
+                connect_timeout=timedelta(seconds=_RECONNECT_S),
                 quorum_retries=0,
             )
         if self._client is None:

@@ -37,6 +37,8 @@ class Told(NamedTuple):
         made: The group in which it made the round before; empty if it knows it from a checkpoint.
         received: Group and members of an exchange of this round that has failed after this worker
             had received it; empty if there is none.
+        awaited: Members of the exchange before that are alive, as far as it can see, and that a
+            lighthouse which was started again may not have heard of yet.
     """
 
     round_index: int
@@ -47,6 +49,7 @@ class Told(NamedTuple):
     enough: int
     made: str
     received: list[str]
+    awaited: list[str]
 
 
 class Plan(NamedTuple):
@@ -67,6 +70,7 @@ class Plan(NamedTuple):
         drifted: Places of those newcomers whose state was found to be another one than the others'.
         counted: Places of those for whom the exchange counts that has failed; if there are any, no
             other is made in this quorum.
+        missing: Whom all those who know the run await, and who has not come: the round waits.
     """
 
     group: str
@@ -81,6 +85,7 @@ class Plan(NamedTuple):
     enough: int = 1
     drifted: tuple[int, ...] = ()
     counted: tuple[int, ...] = ()
+    missing: tuple[str, ...] = ()
 
 
 class OtherRun(Exception):
@@ -103,9 +108,11 @@ def read(member: Member) -> Told | None:
         told = Told(**member.told)
     except TypeError:
         return None
-    kinds = (int, str, str, int, str, int, str, list)
+    kinds = (int, str, str, int, str, int, str, list, list)
     is_told = all(type(value) is kind for value, kind in zip(told, kinds, strict=True))
-    return told if is_told and all(type(word) is str for word in told.received) else None
+    if not is_told or not all(type(word) is str for word in (*told.received, *told.awaited)):
+        return None
+    return told
 
 
 def make_plan(quorum: Quorum, own_name: str) -> Plan:
@@ -144,6 +151,7 @@ def make_plan(quorum: Quorum, own_name: str) -> Plan:
     is_new = len(open_groups) > 1 or not is_group_of(open_group, len(names))
     knowing = [donor] if ahead == UNKNOWING else [n for n in in_front if told[n].made == made]
     counted = counting({name: told[name] for name in names})
+    missing = set.intersection(*(set(told[name].awaited) for name in knowing)) - told.keys()
     return Plan(
         group=f"{quorum.number}/{len(names)}" if is_new else open_group,
         names=names,
@@ -156,6 +164,7 @@ def make_plan(quorum: Quorum, own_name: str) -> Plan:
         data=max(told[name].data for name in names),
         enough=min(told[name].enough for name in names),
         counted=tuple(i for i, name in enumerate(names) if name in counted),
+        missing=tuple(sorted(missing)),
     )
 
 

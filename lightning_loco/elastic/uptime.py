@@ -10,7 +10,7 @@ import socket
 import time
 
 HEARD_S = 1.0
-"""After so long a new lighthouse has heard several signs of life of everyone."""
+"""After so long a new lighthouse has heard several signs of life of everyone who is not held up."""
 
 _IDLE_S = 10
 
@@ -29,7 +29,7 @@ class Uptime:
         host, _, port = lighthouse.removeprefix("http://").rpartition(":")
         self._address = host.strip("[]"), int(port)
         self._line: socket.socket | None = None
-        self._since = 0.0
+        self._since, self._connections = 0.0, 0
         self.is_closed = False
 
     def wait(self, deadline: float) -> None:
@@ -54,6 +54,13 @@ class Uptime:
         if self._line is None or _has_ended(self._line):
             self._connect(deadline)
 
+    def is_new(self, known_s: float) -> bool:
+        """Whether this connection followed another one, less than so long ago.
+
+        Those who took part before may then be held up for longer than :data:`HEARD_S`.
+        """
+        return self._connections > 1 and time.monotonic() - self._since < known_s
+
     def close(self) -> None:
         """End the connection for good."""
         self.is_closed = True
@@ -77,6 +84,7 @@ class Uptime:
         if hasattr(socket, "TCP_KEEPIDLE"):
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
         self._line, self._since = line, time.monotonic()
+        self._connections += 1
 
 
 def _has_ended(line: socket.socket) -> bool:

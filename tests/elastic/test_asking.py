@@ -18,7 +18,7 @@ from tests.programs import free_ports
 
 pytestmark = [pytest.mark.recovery, pytest.mark.usefixtures("wait_for_threads")]
 
-TOLD = Told(3, "", "127.0.0.1:1", 0, "run", 2, "", [])
+TOLD = Told(3, "", "127.0.0.1:1", 0, "run", 2, "", [], [])
 WAIT_S = 2.0
 
 
@@ -34,9 +34,9 @@ def ask(
     flight = Flight(round_index, Row(ROUND, round_index, 0))
     flight.waited_since = time.monotonic()
     lighthouse = Lighthouse(address, "w0")
-    asking = Asking(lighthouse, is_stopping, WAIT_S)
+    asking = Asking(lighthouse, list, is_stopping, WAIT_S)
     try:
-        return asking.ask(flight, TOLD, WAIT_S), asking, flight
+        return asking.ask(flight, TOLD, True, WAIT_S), asking, flight
     finally:
         lighthouse.close()
 
@@ -73,11 +73,11 @@ def test_who_is_there_is_said_where_they_are_too_few(caplog: pytest.LogCaptureFi
         lighthouse.stop()
     plan = make_plan(found, "w0")
     time.sleep(module.SAY_S)
-    asking.say_too_few(flight, plan)
+    asking.say_incomplete(flight, plan)
     assert "Round 3 waits for more workers: 1 of at least 2 are there (w0)" in caplog.text
     flight.waited_since = None
     caplog.clear()
-    asking.say_too_few(Flight(4, flight.row), plan)
+    asking.say_incomplete(Flight(4, flight.row), plan)
     assert not caplog.messages
 
 
@@ -91,7 +91,7 @@ def test_a_worker_that_is_to_stop_ends_its_round_alone(
     try:
         found, asking, flight = ask(lighthouse.address, is_stopping=lambda: True)
         assert "waits no longer for the others" in caplog.text
-        again = asking.ask(flight, TOLD, WAIT_S)
+        again = asking.ask(flight, TOLD, True, WAIT_S)
     finally:
         lighthouse.stop()
     for quorum in (found, again):

@@ -117,6 +117,25 @@ def test_the_lighthouse_is_restarted(tmp_path: Path) -> None:
         assert made.agree() == 41
 
 
+@pytest.mark.soak
+def test_nobody_is_left_out_whom_a_new_lighthouse_has_not_heard_yet(tmp_path: Path) -> None:
+    """The second worker is silent for longer than others wait before they ask a new lighthouse."""
+    with cluster(tmp_path, "--rounds=40", "--step-s=0.04", min_workers=1) as made:
+        made.start(0)
+        made.start(1)
+        made.meets(0, 2)
+        made.lighthouse.stop()
+        made.kill(1, signal.SIGSTOP)
+        made.lighthouse.start()
+        until(lambda: connections_with(made.lighthouse.port) >= 2, "connection")
+        time.sleep(4 * HEARD_S)
+        made.kill(1, signal.SIGCONT)
+        made.ends(0, 1)
+        made.agree()
+        together = [line["round"] for line in made.lines(0) if len(line["members"]) == 2]
+        assert together == list(range(together[0], 41))
+
+
 def connections_with(port: int) -> int:
     """How many TCP connections lead to a port of this machine."""
     lines = Path("/proc/net/tcp").read_text().splitlines()[1:]

@@ -18,6 +18,7 @@ def told(
     enough: int = 2,
     made: str = "",
     received: tuple[str, ...] = (),
+    awaited: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     return {
         "round_index": round_index,
@@ -28,6 +29,7 @@ def told(
         "enough": enough,
         "made": made,
         "received": list(received),
+        "awaited": list(awaited),
     }
 
 
@@ -107,6 +109,14 @@ def test_the_least_demanding_says_how_many_members_are_enough() -> None:
     assert {plan.enough for plan in found.values()} == {1}
 
 
+def test_a_round_waits_for_whom_all_who_know_the_run_await() -> None:
+    a, b = told(5, awaited=("b", "c", "d")), told(5, awaited=("a", "c"))
+    for plan in plans(a=a, b=b, new=told(UNKNOWING)).values():
+        assert plan.missing == ("c",)
+    assert plans(a=a, b=told(5))["a"].missing == ()
+    assert plans(a=a, b=b, c=told(4), d=told(5, awaited=("c",)))["a"].missing == ()
+
+
 def test_other_settings_are_refused_and_the_others_go_on() -> None:
     members = {"a": told(5), "b": told(5), "c": told(UNKNOWING, run="another")}
     quorum = Quorum("7.5", [Member(name, words) for name, words in members.items()])
@@ -129,6 +139,7 @@ def test_strangers_take_no_part(subtests: pytest.Subtests) -> None:
         {**told(1), "data": "x"},
         {**told(1), "x": 1},
         {**told(1), "received": [1]},
+        {**told(1), "awaited": [1]},
     ):
         with subtests.test(words=words):
             quorum = Quorum("7.5", [Member("a", told(1, "1.0/1")), Member("stranger", words)])

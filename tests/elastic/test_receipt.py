@@ -15,7 +15,7 @@ ROUND = 3
 
 
 def told(round_index: int, made: str = "before/4", received: tuple[str, ...] = ()) -> Told:
-    return Told(round_index, "", "host:1", 0, "ours", 1, made, list(received))
+    return Told(round_index, "", "host:1", 0, "ours", 1, made, list(received), [])
 
 
 NOTHING, RECEIVED, LANDED = (

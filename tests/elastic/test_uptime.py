@@ -49,6 +49,16 @@ def test_only_a_new_lighthouse_is_waited_for(
     assert wait(uptime) >= HEARD_S
 
 
+def test_a_lighthouse_is_new_when_it_has_come_back(lighthouse: Lighthouse, uptime: Uptime) -> None:
+    wait(uptime)
+    assert not uptime.is_new(60)
+    lighthouse.stop()
+    lighthouse.start()
+    wait(uptime)
+    assert uptime.is_new(60)
+    assert not uptime.is_new(HEARD_S)
+
+
 def test_the_wait_ends_in_time(
     lighthouse: Lighthouse, uptime: Uptime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
