@@ -11,6 +11,7 @@ from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.elastic.any_number import prepare_for_any_number
 from lightning_loco.elastic.one_at_a_time import check_schedule
 from lightning_loco.elastic.quiet import quiet_torchft
+from lightning_loco.elastic.stores import is_address
 from lightning_loco.rounds.membership import Link
 from lightning_loco.rounds.settings import RoundSettings
 from lightning_loco.topology import Topology
@@ -69,6 +70,10 @@ class Elastic:
         if self.name is not None and not _NAME.fullmatch(self.name):
             raise ValueError(
                 f"name must be of letters, digits, dots, dashes and underscores, got {self.name!r}."
+            )
+        if self.host is not None and not is_address(f"{self.host}:1"):
+            raise ValueError(
+                f"host must be a name or an address without a port, got {self.host!r}."
             )
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s is in seconds and must be positive, got {self.timeout_s}.")

@@ -90,6 +90,7 @@ class Flights(BackgroundThread):
         self._consistency = consistency
         self.are_last = False
         self.made = ""
+        self._strangers: set[str] = set()
         self._queue: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
 
     def carry(self, flight: Flight) -> None:
@@ -193,14 +194,31 @@ class Flights(BackgroundThread):
             try:
                 plan = make_plan(quorum, self._lighthouse.name)
             except OtherRun as other:
-                theirs = json.loads(self._groups.ask(other.store))
-                raise ValueError(difference(self._told, theirs, other.who)) from None
+                raise ValueError(self._difference(other)) from None
+            self._name_strangers(plan)
             is_complete = len(plan.names) >= plan.enough and not plan.missing
             if is_complete and (not plan.counted or plan.own in plan.counted):
                 return plan
             if not is_complete:
                 self._asking.say_incomplete(flight, plan)
             time.sleep(_PAUSE_S)
+
+    def _difference(self, other: OtherRun) -> str:
+        theirs = self._groups.ask(other.store, other.who)
+        try:
+            return difference(self._told, dict(json.loads(theirs)), other.who)
+        except (ValueError, TypeError):
+            return f"This worker cannot join: its run is another one than that of {other.who}."
+
+    def _name_strangers(self, plan: Plan) -> None:
+        """Warn, once for each, of those whose words cannot be used."""
+        for name in set(plan.strangers) - self._strangers:
+            log.warning(
+                "%.100r has asked the lighthouse to take part, but what it says of itself is not "
+                "in the form of a member of this version: the round goes on without it.",
+                name,
+            )
+        self._strangers.update(plan.strangers)
 
     def _exchange(self, flight: Flight, plan: Plan, copied: Copied | None) -> None:
         """Carry a flight once; where it is over for the training thread, it has ended."""

@@ -64,9 +64,9 @@ class Groups:
         self._run = run
         self._own_words.set(_RUN, run)
 
-    def ask(self, store: str) -> str:
+    def ask(self, store: str, who: str) -> str:
         """What another worker's run is; RuntimeError if it does not say."""
-        asked = connected(store, "The run", self._connect_s)
+        asked = connected(store, who, self._connect_s)
         return in_time(lambda: asked.get(_RUN), self._connect_s).decode()
 
     @property

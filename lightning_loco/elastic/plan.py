@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from lightning_loco.elastic.lighthouse import Member, Quorum
 from lightning_loco.elastic.receipt import counting
+from lightning_loco.elastic.stores import is_address
 
 UNKNOWING = -1
 """The round of a worker that knows nothing of the run, or whose knowledge is out of date."""
@@ -70,6 +71,7 @@ class Plan(NamedTuple):
         drifted: Places of those newcomers whose state was found to be another one than the others'.
         counted: Places of those for whom the exchange counts that has failed; if there are any, no
             other is made in this quorum.
+        strangers: Who has come with words of another form, and takes no part.
         missing: Whom all those who know the run await, and who has not come: the round waits.
     """
 
@@ -86,6 +88,7 @@ class Plan(NamedTuple):
     drifted: tuple[int, ...] = ()
     counted: tuple[int, ...] = ()
     missing: tuple[str, ...] = ()
+    strangers: tuple[str, ...] = ()
 
 
 class OtherRun(Exception):
@@ -103,7 +106,7 @@ class OtherRun(Exception):
 
 
 def read(member: Member) -> Told | None:
-    """What a member has said; None if it is not in the form of :class:`Told`."""
+    """What a member has said; None if it is not in the form and the range of :class:`Told`."""
     try:
         told = Told(**member.told)
     except TypeError:
@@ -112,7 +115,9 @@ def read(member: Member) -> Told | None:
     is_told = all(type(value) is kind for value, kind in zip(told, kinds, strict=True))
     if not is_told or not all(type(word) is str for word in (*told.received, *told.awaited)):
         return None
-    return told
+    numbers = told.round_index, told.data, told.enough
+    is_sound = is_address(told.store) and all(abs(number) < 2**53 for number in numbers)
+    return told if is_sound else None
 
 
 def make_plan(quorum: Quorum, own_name: str) -> Plan:
@@ -165,6 +170,7 @@ def make_plan(quorum: Quorum, own_name: str) -> Plan:
         enough=min(told[name].enough for name in names),
         counted=tuple(i for i, name in enumerate(names) if name in counted),
         missing=tuple(sorted(missing)),
+        strangers=tuple(name for name, one in said.items() if one is None),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
@@ -12,8 +13,16 @@ from torch.distributed import TCPStore
 
 from lightning_loco.background import begin
 
+_LABEL = r"[A-Za-z0-9_:%\[\]-]{1,63}"
+_ADDRESS = re.compile(rf"(?=.{{1,260}}$){_LABEL}(\.{_LABEL})*\.?:\d{{1,5}}")
+
 _LOOK_S, _LONGEST_PROBE_S = 0.2, 1.0
 _FIRST_ATTEMPT_S, _LAST_ATTEMPT_S = 0.5, 5.0
+
+
+def is_address(text: str) -> bool:
+    """Whether it is ``"host:port"`` with a host that can be looked up."""
+    return _ADDRESS.fullmatch(text) is not None and _parts(text)[1] < 2**16
 
 
 def check_alive(store: str, who: str) -> None:

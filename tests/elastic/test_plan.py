@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from lightning_loco.elastic.lighthouse import Member, Quorum
-from lightning_loco.elastic.plan import UNKNOWING, OtherRun, Plan, difference, make_plan, resumed
+from lightning_loco.elastic.plan import (
+    UNKNOWING,
+    OtherRun,
+    Plan,
+    difference,
+    make_plan,
+    read,
+    resumed,
+)
 
 
 def told(
@@ -23,7 +31,7 @@ def told(
     return {
         "round_index": round_index,
         "group": group,
-        "store": f"host:{round_index + 2}",
+        "store": f"host:{max(1, round_index + 2)}",
         "data": data,
         "run": run,
         "enough": enough,
@@ -140,13 +148,28 @@ def test_strangers_take_no_part(subtests: pytest.Subtests) -> None:
         {**told(1), "x": 1},
         {**told(1), "received": [1]},
         {**told(1), "awaited": [1]},
+        {**told(1), "store": "somewhere"},
+        {**told(1), "store": "host:-1"},
+        {**told(1), "store": "host:65536"},
+        {**told(1), "store": f"{'x' * 64}.org:1"},
+        {**told(1), "store": "a..b:1"},
+        {**told(1), "store": "ho\0st:1"},
+        {**told(1), "round_index": 10**400},
+        {**told(1), "data": 2**64},
     ):
         with subtests.test(words=words):
             quorum = Quorum("7.5", [Member("a", told(1, "1.0/1")), Member("stranger", words)])
             assert make_plan(quorum, "a").names == ("a",)
+            assert make_plan(quorum, "a").strangers == ("stranger",)
             assert not make_plan(quorum, "a").is_new
             with pytest.raises(RuntimeError, match="not say what this worker, stranger, has told"):
                 make_plan(quorum, "stranger")
+
+
+def test_addresses_of_all_kinds_are_read(subtests: pytest.Subtests) -> None:
+    for store in ("10.0.0.1:80", "a-b.c_d.org:65535", "fe80::1%eth0:1", "[::1]:29510", "h.:1"):
+        with subtests.test(store=store):
+            assert read(Member("a", {**told(1), "store": store})) is not None
 
 
 def test_a_run_is_resumed_from_the_newest_checkpoint() -> None:
