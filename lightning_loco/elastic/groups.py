@@ -10,7 +10,6 @@ from concurrent.futures import wait
 from datetime import timedelta
 
 from torch import Tensor
-from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 from torchft.process_group import ProcessGroupGloo
 
@@ -19,7 +18,7 @@ from lightning_loco.comm.store import PromptStore, in_time
 from lightning_loco.elastic.gathering import Gathering
 from lightning_loco.elastic.moving import move, one_byte
 from lightning_loco.elastic.plan import Plan
-from lightning_loco.elastic.stores import check_alive, connected
+from lightning_loco.elastic.stores import check_alive, connected, serve
 from lightning_loco.fault_points import reach
 
 CONNECT_S = 20.0
@@ -55,7 +54,7 @@ class Groups:
         self._plan: Plan | None = None
 
     def _serve(self) -> None:
-        self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+        self._store = serve(self._host)
         self.address = f"{self._host}:{self._store.port}"
         self._own_words = PromptStore(self._store)
 

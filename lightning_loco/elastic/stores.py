@@ -25,6 +25,19 @@ def is_address(text: str) -> bool:
     return _ADDRESS.fullmatch(text) is not None and _parts(text)[1] < 2**16
 
 
+def serve(host: str) -> TCPStore:
+    """A store that listens at the address of a host, or at all if this machine has not that one."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address[:2], family=family)
+    except OSError:
+        return TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
 def check_alive(store: str, who: str) -> None:
     """RuntimeError if a member has ended; that a network is slow or silent is no proof of it."""
     try:
