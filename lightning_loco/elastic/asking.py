@@ -41,6 +41,9 @@ class Asking:
         living: Those who took part last and are alive, as far as this worker can see.
         is_stopping: Whether this worker was asked to stop; looked at while it waits.
         timeout_s: Longest wait of a flight, in seconds, for what is said.
+
+    Attributes:
+        has_left: Whether this worker takes part no longer, and ends its flights alone.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class Asking:
         self._timeout_s = timeout_s
         self.is_stopping = is_stopping
         self._stopping_since: float | None = None
-        self._has_left = False
+        self.has_left = False
         self._flight: Flight | None = None
         self._said_at = 0.0
 
@@ -68,7 +71,7 @@ class Asking:
         A worker that was asked to stop waits for :data:`LEAVING_S` at most, and not at all for a
         lighthouse that cannot be reached. It then takes part no longer, and ends its flights alone.
         """
-        if self._has_left:
+        if self.has_left:
             return self._alone(told)
 
         def tell() -> dict[str, Any]:
@@ -81,7 +84,7 @@ class Asking:
                 if self._lighthouse.is_closed:
                     raise RuntimeError("This worker takes part no longer.")
                 if self._gives_up():
-                    self._has_left = True
+                    self.has_left = True
                     self._lighthouse.close()
                     return self._alone(told)
                 self._say(flight, lambda: self._what_is_missing(flight))

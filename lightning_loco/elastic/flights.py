@@ -36,6 +36,12 @@ log = logging.getLogger(__name__)
 
 _PAUSE_S, _PARTING_S = 0.2, 2.0
 
+_ALONE = (
+    " This worker is alone now and goes on from its own state. If it was this worker that was not "
+    "heard, because it was stopped or cut off, the others have gone on without it, may have "
+    "finished, and have other weights."
+)
+
 Copied = Future[Handover | None]
 """The state for newcomers, copied beside the making of their group."""
 
@@ -91,6 +97,8 @@ class Flights(BackgroundThread):
         self.are_last = False
         self.made = ""
         self._strangers: set[str] = set()
+        self._members: tuple[str, ...] = ()
+        self._seen_finished = 0
         self._queue: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
 
     def carry(self, flight: Flight) -> None:
@@ -147,6 +155,7 @@ class Flights(BackgroundThread):
             if receipt is not None and plan.own in plan.counted:
                 self._count(flight, receipt)
                 continue
+            self._name_lost(plan)
             if plan.is_new:
                 self._share.deal(plan.data, plan.own, len(plan.names))
             copy = functools.partial(self._carrier.copy, flight, plan)
@@ -202,6 +211,22 @@ class Flights(BackgroundThread):
             if not is_complete:
                 self._asking.say_incomplete(flight, plan)
             time.sleep(_PAUSE_S)
+
+    def _name_lost(self, plan: Plan) -> None:
+        """Warn of those who have taken part until now and do not any more, without a goodbye."""
+        lost, self._members = set(self._members) - set(plan.names), plan.names
+        if not lost or self._asking.has_left:
+            return
+        before, self._seen_finished = self._seen_finished, self._groups.finished
+        if len(lost) <= self._seen_finished - before:
+            return
+        names = ", ".join(sorted(lost))
+        log.warning(
+            "Round %d goes on without %s: ended, or not heard by the lighthouse.%s",
+            plan.round_index,
+            names,
+            _ALONE if len(plan.names) == 1 else "",
+        )
 
     def _difference(self, other: OtherRun) -> str:
         theirs = self._groups.ask(other.store, other.who)

@@ -81,6 +81,21 @@ def test_a_sleeper_joins_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+def test_a_sleeper_that_finds_nobody_any_more_says_so(tmp_path: Path) -> None:
+    with cluster(tmp_path, "--rounds=20", "--step-s=0.04", min_workers=1) as made:
+        made.start(0)
+        made.start(1)
+        made.meets(1, 2)
+        made.kill(1, signal.SIGSTOP)
+        made.ends(0)
+        made.kill(1, signal.SIGCONT)
+        made.ends(1)
+        assert "goes on without w0-" in made.errors(1)
+        assert "This worker is alone now and goes on from its own state." in made.errors(1)
+        assert made.lines(0)[-1]["checksum"] != made.lines(1)[-1]["checksum"]
+
+
+@pytest.mark.soak
 def test_below_the_minimum_they_wait_until_someone_comes(tmp_path: Path) -> None:
     with cluster(tmp_path, "--rounds=40", "--step-s=0.02") as made:
         made.start(0)

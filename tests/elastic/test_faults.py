@@ -55,6 +55,8 @@ def test_one_of_three_dies(tmp_path: Path, point: str, longest_s: float) -> None
         made.ends(1, 2)
         assert made.agree() == 25
         assert len(made.lines(1)[-1]["members"]) == 2
+        assert "goes on without w0-" in made.errors(1)
+        assert "alone" not in made.errors(1)
         assert longest_wait(made) < longest_s
 
 
