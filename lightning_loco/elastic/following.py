@@ -47,7 +47,8 @@ def follow(engine: Engine, host: Host | None, flight: Flight, missed: int = 0) -
         for rounds, began_at in zip(engine.lanes, position["began_at"], strict=True):
             rounds.began_at = int(began_at)
         if host is not None:
-            host.go_on(position["host"])
+            assert flight.plan is not None
+            host.go_on(position["host"], flight.plan.names[flight.plan.donor])
         for _ in range(missed):
             if host is not None:
                 host.end_step()

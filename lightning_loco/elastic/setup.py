@@ -33,7 +33,7 @@ def begin_flights(asked: Elastic, engine: Engine, share: DataShare) -> Flights:
         lambda: engine.worker.stop.requested is not None,
         groups,
         carrier,
-        {**describe(engine), "check_every": asked.check_every or 0},
+        {**describe(engine), "check_every": asked.check_every or 0, "num_samples": share.sizes},
         share=share,
         min_workers=asked.min_workers,
         timeout_s=asked.timeout_s,

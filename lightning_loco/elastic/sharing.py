@@ -17,12 +17,21 @@ class DataShare:
     Member i of N takes the positions ``base + k N + i``. When the members change, all begin at a
     new base beyond everything that anyone may have taken until then, so that no two members ever
     take the same position.
+
+    Attributes:
+        sizes: How many samples the data have that are read so; equal on all members.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self.sizes: list[int] = []
         self._base, self._place, self._count = 0, 0, 1
         self._taken = self._taken_before = self._taken_in_round = 0
+
+    def add_data(self, size: int) -> None:
+        """The stream is one of so many samples, epoch after epoch."""
+        if size not in self.sizes:
+            self.sizes.append(size)
 
     def take(self) -> int:
         """The next position of this member."""
@@ -80,6 +89,7 @@ class MembersSampler(Sampler[int]):
             raise ValueError("The data are empty.")
         self._size = len(data)
         self._share = share
+        share.add_data(self._size)
         self._length = max(1, len(data) // parts)
         self._shuffle = shuffle
         self._seed = seed

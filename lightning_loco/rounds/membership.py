@@ -24,8 +24,13 @@ class Host(Protocol):
     def read(self) -> Any:
         """The present position, as plain values."""
 
-    def go_on(self, position: Any) -> None:
-        """Go on from the position of another worker, which has come with the state of the run."""
+    def go_on(self, position: Any, who: str) -> None:
+        """Go on from the position of another worker, which has come with the state of the run.
+
+        Args:
+            position: What :meth:`read` has returned there.
+            who: That worker.
+        """
 
     def end_step(self) -> None:
         """Let schedules do what they do after a local step."""
@@ -36,6 +41,9 @@ class Host(Protocol):
 
 class Share(Protocol):
     """This member's part of an endless stream of samples."""
+
+    def add_data(self, size: int) -> None:
+        """The stream is one of so many samples, epoch after epoch."""
 
     def take(self) -> int:
         """The next position of this member; no other one gets it."""

@@ -170,8 +170,15 @@ class LocoStrategy(EngineStrategy):
         return self.engine.link if isinstance(self.engine, Engine) else None
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """End soon when another worker has failed."""
+        """End soon when another worker has failed; make no step if the run that it joins is over.
+
+        Raises:
+            StopIteration: Which ends Lightning's loop, if it is over.
+        """
         self._join()
+        trainer = self._trainer
+        if self._link is not None and -1 < trainer.max_steps <= trainer.global_step:
+            raise StopIteration
         super().on_train_batch_start(batch, batch_idx)
 
     def _join(self) -> None:

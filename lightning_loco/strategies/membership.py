@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sized
 from typing import Any, cast
 
@@ -73,15 +74,23 @@ class TrainerPosition:
     def __init__(self, trainer: pl.Trainer, steps: Callable[[], int]) -> None:
         self._trainer = trainer
         self._steps = steps
+        self._is_warned = False
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
         return [group for one in self._trainer.optimizers for group in one.param_groups]
 
+    @property
+    def _total_steps(self) -> int | None:
+        """How many local steps the whole fit makes; None if nobody knows."""
+        total = self._trainer.estimated_stepping_batches
+        return int(total) if 0 <= total < math.inf else None
+
     def read(self) -> dict[str, Any]:
         """The present position."""
         return {
             "logged_step": lightning_private.logged_step(self._trainer),
+            "total_steps": self._total_steps,
             "groups": read_hyperparameters(self._groups),
             "schedulers": [
                 _plain(config.scheduler.state_dict())
@@ -89,8 +98,12 @@ class TrainerPosition:
             ],
         }
 
-    def go_on(self, position: Any) -> None:
-        """Go on from the position of another member.
+    def go_on(self, position: Any, who: str) -> None:
+        """Go on from the position of another member; a warning if it makes more or fewer steps.
+
+        Args:
+            position: Of that member.
+            who: That member.
 
         Raises:
             RuntimeError: If its optimizers or schedulers are others.
@@ -102,6 +115,14 @@ class TrainerPosition:
                 f"This worker has {len(groups)} parameter groups and {len(configs)} schedulers, "
                 f"the run {len(found)} and {len(position['schedulers'])}. Start it with the same "
                 "configure_optimizers."
+            )
+        own, theirs = self._total_steps, position["total_steps"]
+        if own != theirs and not self._is_warned:
+            self._is_warned = True
+            rank_zero_warn(
+                f"{who} makes {theirs} local steps in all, and this worker {own}: who ends first "
+                "leaves the others to go on with other weights. Give all jobs the same max_steps, "
+                "or data and max_epochs."
             )
         for config, saved in zip(configs, position["schedulers"], strict=True):
             config.scheduler.load_state_dict({**config.scheduler.state_dict(), **saved})

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.elastic import trainer_worker
-from tests.elastic.cluster import Cluster, cluster
+from tests.elastic.cluster import Cluster, cluster, until
 
 pytestmark = pytest.mark.process
 
@@ -87,6 +87,24 @@ def test_a_third_job_joins_and_the_first_is_killed(
         assert "One of 3 members, from round" in made.errors(2)
         ends = [end_of(tmp_path, index) for index in (1, 2)]
         assert ends[0]["model"] == ends[1]["model"]
+
+
+def test_who_joins_in_the_last_round_makes_no_step_beyond_it(tmp_path: Path) -> None:
+    """Others come at the same time: with other data, and with another number of steps."""
+    with cluster(tmp_path, "--max-steps=4", "--step-s=3", program=trainer_worker.main) as made:
+        made.start(0)
+        made.start(1)
+        until(lambda: "One of 2 members" in made.errors(0), "two members")
+        made.start(2)
+        made.start(3, "--samples=3000")
+        made.start(4, "--max-steps=3")
+        made.ends(0, 1, 2, 4)
+        assert made.exit_status(3) == 1
+        assert "num_samples is [3000] here and [4000] in the run (as w" in made.errors(3)
+        assert "makes 4 local steps in all, and this worker 3" in made.errors(4)
+        for index in (2, 4):
+            assert "from round 1 on" in made.errors(index)
+            assert end_of(tmp_path, index)["model"] == end_of(tmp_path, 0)["model"]
 
 
 @pytest.mark.soak

@@ -32,8 +32,11 @@ from tests.small_model import TinyModule, flat, quiet_trainer
 class Numbered(Dataset[tuple[int, Tensor]]):
     """Samples that know their number."""
 
+    def __init__(self, count: int = 4000) -> None:
+        self._count = count
+
     def __len__(self) -> int:
-        return 4000
+        return self._count
 
     def __getitem__(self, index: int) -> tuple[int, Tensor]:
         return index, torch.full((3,), index / 4000, dtype=torch.float64)
@@ -127,6 +130,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--epoch-steps", type=int)
     parser.add_argument("--step-s", type=float, default=0.03)
     parser.add_argument("--resume")
+    parser.add_argument("--samples", type=int, default=4000)
     parser.add_argument("--dev-run", action="store_true")
     parser.add_argument("--writes-at", type=int, default=-1)
     asked = parser.parse_args(arguments)
@@ -151,7 +155,9 @@ def main(arguments: list[str]) -> None:
         fast_dev_run=asked.max_steps if asked.dev_run else False,
         default_root_dir=asked.log.with_suffix(""),
     )
-    loader = DataLoader(Numbered(), batch_size=2, shuffle=True, num_workers=asked.num_loaders)
+    loader = DataLoader(
+        Numbered(asked.samples), batch_size=2, shuffle=True, num_workers=asked.num_loaders
+    )
     model = Model()
     trainer.fit(model, loader, ckpt_path=asked.resume)
     end = {"model": flat(model).tolist(), "rounds": strategy.statistics.rounds}
