@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Literal
 
 import lightning.pytorch as pl
 
 from lightning_loco.comm.flat import FlatLayout
 from lightning_loco.rounds import RoundSettings
+from lightning_loco.schedules import Staggered
 
 FEWEST_ROUNDS = 10
 """Outer momentum takes about as many rounds to show."""
+
+_COUNTS = (None, "step", "epoch")
+"""What a callback may monitor that is no metric."""
 
 SHORT_ROUND = 20
 """Local steps; with as many or fewer, momentum of 0.9 and more goes too far."""
 
 
 def advice(
-    trainer: pl.Trainer, settings: RoundSettings, worker: int, layout: FlatLayout, averages: bool
+    trainer: pl.Trainer,
+    settings: RoundSettings,
+    worker: int,
+    layout: FlatLayout,
+    shown: Literal["average", "outer", "local"],
 ) -> Iterator[str]:
     """What of a run's settings is likely to disappoint, and what to use instead.
 
@@ -27,9 +36,11 @@ def advice(
         settings: Of the rounds, prepared.
         worker: This worker.
         layout: Of the exchanged parameters.
-        averages: Whether a validation averages the parameters of all workers.
+        shown: What a validation shows: the average of all workers' parameters, outer parameters, or
+            this worker's own.
     """
-    every = settings.schedule.sync_every_of(worker)
+    schedule = settings.schedule.of_worker(worker)
+    every = schedule.sync_every_of(worker)
     if every is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
     steps = trainer.estimated_stepping_batches
@@ -52,7 +63,16 @@ def advice(
             f"sync_every is {every}. Use outer_momentum=0.5, or a longer sync_every."
         )
     between = _steps_between_validations(trainer)
-    if averages and settings.compression is not None and math.isfinite(between):
+    monitors = _monitors(trainer) if shown == "outer" else []
+    staggered = schedule if isinstance(schedule, Staggered) else None
+    gap = every if staggered is None else staggered.shortest_gap
+    if monitors and between < gap:
+        yield (
+            "Validations show the outer parameters, which only rounds change: "
+            f"{' and '.join(monitors)} may see the same value again and again. "
+            f"Validate every {gap} local steps or less often."
+        )
+    if shown == "average" and settings.compression is not None and math.isfinite(between):
         of_rounds = settings.compression.codec.num_bytes(layout.numel) * between / every
         times = layout.num_bytes / of_rounds
         if times > 1:
@@ -61,6 +81,13 @@ def advice(
                 "bytes of the compressed rounds between two validations. Validate every "
                 f"{math.ceil(between * times)} local steps or less often, or use evaluate='outer'."
             )
+
+
+def _monitors(trainer: pl.Trainer) -> list[str]:
+    """The callbacks that decide by the value of a metric, in words."""
+    callbacks = [*trainer.early_stopping_callbacks, *trainer.checkpoint_callbacks]
+    found = [(type(one).__name__, getattr(one, "monitor", None)) for one in callbacks]
+    return [f"{kind}(monitor={name!r})" for kind, name in found if name not in _COUNTS]
 
 
 def _steps_between_validations(trainer: pl.Trainer) -> float:

@@ -31,6 +31,7 @@ from lightning_loco.strategies.local_steps import LocalSteps, loss_in
 from lightning_loco.strategies.meeting import MeetingStrategy
 from lightning_loco.strategies.pace import Pace, share_data
 from lightning_loco.strategies.shared_memory import leave_shared_memory
+from lightning_loco.strategies.stream import link_of
 from lightning_loco.strategies.user_optimizers import check_left_out, clear_non_finite
 from lightning_loco.strategies.worker_checkpoints import WorkerCheckpoints
 from lightning_loco.strategies.written_weights import WrittenWeights
@@ -222,9 +223,11 @@ class EngineStrategy(MeetingStrategy):
         self._go_on()
 
     def _advice(self) -> Iterator[str]:
-        engine, averages = self._engine, self.evaluate == "average"
+        engine, shown = self._engine, self.evaluate
+        if link_of(engine) is not None:  # such a worker cannot average with the others
+            shown = "local" if engine.settings.consensus_key is None else "outer"
         layout = engine.worker.replica.layout
-        return advice(self._trainer, engine.settings, self.worker, layout, averages)
+        return advice(self._trainer, engine.settings, self.worker, layout, shown)
 
     def _go_on(self) -> None:
         self._finished = False  # a search for the learning rate may have trained before

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 
 from lightning_loco import DiLoCoStrategy, LocalSGDStrategy, LocoStrategy
@@ -38,6 +39,10 @@ def compressed_and_outer() -> LocoStrategy:
     return DiLoCoStrategy(sync_every=4, outer_momentum=0.5, compression="int8", evaluate="outer")
 
 
+def patient() -> EarlyStopping:
+    return EarlyStopping("val_loss", patience=99)
+
+
 ROWS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "nothing": (little_momentum, {"max_epochs": 6}, []),
     "few rounds": (
@@ -62,6 +67,16 @@ ROWS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         [r"takes 7\.\d times the bytes of the compressed .* Validate every (29|30|31) local"],
     ),
     "outer": (compressed_and_outer, {"max_epochs": 12}, []),
+    "outer, monitored": (
+        compressed_and_outer,
+        {"max_epochs": 12, "val_check_interval": 1, "callbacks": [patient()]},
+        [r"only rounds change: EarlyStopping\(monitor='val_loss'\) may see .* every 4 local steps"],
+    ),
+    "outer, monitored at rounds": (
+        compressed_and_outer,
+        {"max_epochs": 12, "callbacks": [patient()]},
+        [],
+    ),
     "seldom": (compressed, {"max_epochs": 16, "check_val_every_n_epoch": 8}, []),
     "trial": (few_rounds, {"fast_dev_run": True}, []),
 }

@@ -1,0 +1,46 @@
+"""What is said of validations at the start of a job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_loco import DiLoCoStrategy, Elastic, LocalSGDStrategy
+from tests.elastic import cluster
+from tests.pool import Pool, make_trainer
+from tests.small_model import ValidatedModule, make_loader
+from tests.strategies.heard import RANK_ZERO, heard
+
+pytestmark = pytest.mark.recovery
+
+
+def told(rank: int, world: int, lighthouse: str, folder: Path) -> list[list[str]]:
+    said = []
+    for kind in (DiLoCoStrategy, LocalSGDStrategy):
+        membership = Elastic(lighthouse, min_workers=1, host="127.0.0.1")
+        with heard(RANK_ZERO) as texts:
+            trainer = make_trainer(
+                kind(sync_every=4, membership=membership),
+                max_steps=8,
+                val_check_interval=2,
+                callbacks=[ModelCheckpoint(folder / kind.__name__, monitor="val_loss")],
+                enable_checkpointing=True,
+            )
+            trainer.fit(ValidatedModule(), make_loader(rank, 8), make_loader(rank, 1))
+        said.append([text for text in texts if "only rounds change" in text])
+    return said
+
+
+def test_who_monitors_what_only_rounds_change_is_told(pool: Pool, tmp_path: Path) -> None:
+    """Outer parameters change with rounds only; a member of Local SGD shows its own model."""
+    lighthouse = cluster.Lighthouse(1)
+    try:
+        ((outer, own),) = pool.run(told, lighthouse.address, tmp_path, world=1)
+    finally:
+        lighthouse.stop()
+    assert own == []
+    (line,) = outer
+    assert "ModelCheckpoint(monitor='val_loss') may see the same value again and again" in line
+    assert "Validate every 4 local steps or less often" in line
