@@ -56,6 +56,8 @@ class Watchdog(BackgroundThread):
         worker: Number of this worker, out of ``num_workers``.
         names: What to call them in messages. Default: worker 0, worker 1, ...
         timeout_s: How long the store may be silent while nobody waits for anybody, in seconds.
+        follows: Whether its thread reads every worker's notes all the time, so that who has become
+            silent is known at once. Default: only when an exchange has failed.
         clock: What it waits by, and the store, too, unless that is a ``PromptStore``.
 
     Attributes:
@@ -76,6 +78,7 @@ class Watchdog(BackgroundThread):
         names: Sequence[str] | None = None,
         timeout_s: float = math.inf,
         *,
+        follows: bool = False,
         clock: Clock = REAL_CLOCK,
     ) -> None:
         super().__init__("loco-watchdog")
@@ -93,13 +96,15 @@ class Watchdog(BackgroundThread):
         self._others = [other for other in range(num_workers) if other != worker]
         self._names = names or [f"worker {worker}" for worker in range(num_workers)]
         self._timeout_s = timeout_s
+        self._follows = follows
         self._clock = clock
         self._end = threading.Event()
         self._beats = 0
         self._beat_at = clock.now()
         self._stood_still: tuple[float, float] = (-math.inf, 0.0)  # until when, for how long
         self._complaints: set[str] = set()
-        self._lifeless: set[int] = set()
+        self._life: dict[int, tuple[int, float]] = {}
+        self._looked_at = -math.inf
         self._read_by = math.inf
 
     def run(self) -> None:
@@ -107,6 +112,8 @@ class Watchdog(BackgroundThread):
         while not self._end.is_set():
             try:
                 self._beat()
+                if self._follows:
+                    self._read_beats()
                 self._agree_on_stop()
             except (StoreSilent, dist.DistStoreError):
                 pass  # whoever waits for somebody says so
@@ -197,7 +204,8 @@ class Watchdog(BackgroundThread):
         """
         if self._store.silent_s > _LOOK_S:
             return
-        others = [f"read/{other}" for other in self._others if other not in self._lifeless]
+        lifeless = self._lifeless
+        others = [f"read/{other}" for other in self._others if other not in lifeless]
         self._read_by = min(self._read_by, self._clock.now() + 3 * _INTERVAL_S)
         with suppress(RuntimeError):
             entry = f"{self._worker}|{text[-_LONGEST_REPORT:]}"
@@ -243,8 +251,8 @@ class Watchdog(BackgroundThread):
         for worker in self._others:
             _, meetings, where = beats.get(worker, (0, -1, ""))
             if worker in self._lifeless:
-                seen = f"last seen in {where}" if where else "never seen"
-                late.append(f"{self._names[worker]} (no sign of life; {seen})")
+                seen = f"; last seen in {where}" if where else " so far"
+                late.append(f"{self._names[worker]} (no sign of life{seen})")
             elif meetings < self.meetings:
                 late.append(f"{self._names[worker]} (alive, last exchange: {where})")
             elif meetings == self.meetings and where != self.place[:_LONGEST_PLACE]:
@@ -276,6 +284,25 @@ class Watchdog(BackgroundThread):
         lifeless = [0] if beats is None else sorted(self._lifeless)
         return [self._names[worker] for worker in lifeless] if self.failure is None else []
 
+    def lost(self, silent_s: float) -> list[str]:
+        """Names of those that have given signs of life, and then none for so many seconds."""
+        return [
+            self._names[worker]
+            for worker, (beats, since) in self._life.items()
+            if beats and self._looked_at - since > silent_s
+        ]
+
+    def forget(self, workers: Sequence[int]) -> None:
+        """Do not look after these any more: the others have gone on without them."""
+        self._others = [other for other in self._others if other not in workers]
+        self._life = {other: life for other, life in self._life.items() if other not in workers}
+
+    @property
+    def _lifeless(self) -> set[int]:
+        """Those whose last beat was old already when somebody looked at it."""
+        life = self._life.items()
+        return {worker for worker, (_, since) in life if self._looked_at - since >= _SETTLE_S}
+
     def wait_for_failure(self) -> str | None:
         """What another worker reports before it ends, given a moment; None if nothing comes."""
         if self.failure is None:
@@ -284,16 +311,15 @@ class Watchdog(BackgroundThread):
 
     def _watch_for_a_moment(self) -> Beats | None:
         """Wait for a failure, or see who is lifeless; the last beats if the store has answered."""
-        old = self._read_beats() or {}
+        beats = self._read_beats()
         deadline = self._clock.now() + _SETTLE_S
         while self.failure is None and self._clock.now() < deadline and self.is_alive():
             if self._store.silent_s > _SETTLE_S:
                 break
+            if self._follows and self._lifeless:
+                return beats
             self._clock.sleep(0.1)
-        new = self._read_beats()
-        if self.failure is None and new is not None:
-            self._lifeless = {w for w in self._others if new.get(w, (0,))[0] == old.get(w, (0,))[0]}
-        return new
+        return self._read_beats()
 
     def _read_beats(self) -> Beats | None:
         if self._store.silent_s > _SETTLE_S:
@@ -312,6 +338,11 @@ class Watchdog(BackgroundThread):
         for key, value in zip(keys, values, strict=True):
             if (found := self._parse(key, _BEAT, value)) is not None:
                 beats[int(key.partition("/")[2])] = (int(found[1]), int(found[2]), found[3])
+        self._looked_at = self._clock.now()
+        for worker in self._others:
+            count = beats.get(worker, (0,))[0]
+            if worker not in self._life or self._life[worker][0] != count:
+                self._life[worker] = (count, self._looked_at)
         return beats
 
     def leave(self, place: str) -> None:

@@ -56,25 +56,26 @@ class AllRanks:
         """Make the default process group of some ranks, as :meth:`Job.init_default_group`."""
         self._job.init_default_group(ranks, backend, device)
 
-    def new_group(self) -> ServiceGroup:
-        """Connect all ranks; call it on every one, as often."""
+    def new_group(self, *, is_patient: bool = False) -> ServiceGroup:
+        """Connect all ranks; call it on every one, as often.
+
+        Args:
+            is_patient: Whether this rank waits for those that come late, as :class:`ServiceGroup`.
+        """
         keys = self._next_group_keys()
         store, for_gloo = self._job.store, PrefixStore(f"{keys}/gloo", self._job.raw_store)
-        return ServiceGroup(store.under(keys), for_gloo, self.rank, self._names, self._timeout_s)
+        return ServiceGroup(
+            store.under(keys), for_gloo, self.rank, self._names, self._timeout_s, is_patient
+        )
 
-    def report(self, error: BaseException, hint: str | None = None) -> None:
+    def report(self, error: BaseException) -> None:
         """Tell the ranks that wait in :meth:`new_group` why this one does not come.
 
         Does nothing if this rank has come already.
-
-        Args:
-            error: What has happened here.
-            hint: What to do about it.
         """
         if self._is_awaited:
-            text = f"{error} {hint}" if hint else str(error)
             store = self._job.store.under(self._next_group_keys())
-            found = json.dumps([type(error).__name__, text])
+            found = json.dumps([type(error).__name__, str(error)])
             with suppress(RuntimeError):
                 store.set(agreement_key(1, self.rank), found, _LAST_WORD_S)
 

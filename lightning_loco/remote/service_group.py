@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -14,17 +15,19 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo, Store
 
-from lightning_loco.comm.arrivals import let_the_others_look, lost_store
+from lightning_loco.comm.arrivals import lost_store
 from lightning_loco.comm.messages import read
 from lightning_loco.comm.store import PromptStore, in_time
 from lightning_loco.comm.watchdog import Watchdog, WorkerFailure
 from lightning_loco.fault_points import reach
+from lightning_loco.remote.unreachable import Unreachable
 
 log = logging.getLogger(__name__)
 
 _ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, OSError)}
 _LEAST_S = 1.0
 _PAUSE_S = 0.01
+_LONGEST_PAUSE_S = 0.1
 
 
 def agreement_key(number: int, rank: int) -> str:
@@ -45,7 +48,10 @@ class ServiceGroup:
         for_gloo: The same, used by nothing but the set-up of gloo.
         rank: This rank.
         names: What to call the ranks in messages.
-        timeout_s: Longest wait for an agreement, and longest silence of the store, in seconds.
+        timeout_s: Longest wait for an agreement, and longest silence of a rank or the store, in
+            seconds.
+        is_patient: Whether this rank waits for an agreement as long as no other one has failed or
+            fallen silent, however late they come: for ranks that serve those who come.
 
     Attributes:
         group: gloo, for messages between two ranks.
@@ -63,19 +69,23 @@ class ServiceGroup:
         rank: int,
         names: Sequence[str],
         timeout_s: float,
+        is_patient: bool = False,
     ) -> None:
         self._store = store
         self._rank = rank
         self._names = names
         self._timeout_s = timeout_s
+        self._patience_s = math.inf if is_patient else timeout_s
         self._agreements = 0
         self.group: dist.ProcessGroup | None = None
-        self.watchdog = Watchdog(store.under("watchdog"), rank, len(names), names, timeout_s)
-        self.raise_together(None)  # says who is missing, unlike gloo
+        notes = store.under("watchdog")
+        self.watchdog = Watchdog(notes, rank, len(names), names, timeout_s, follows=True)
         self.watchdog.start()
         try:
+            self.raise_together(None)  # says who is missing, unlike gloo
             self.group = self._connected_by_gloo(for_gloo)
-        except BaseException:
+        except BaseException as error:
+            self.report_failure(error)
             self.close()
             raise
         self.watchdog.place = "training"
@@ -128,29 +138,44 @@ class ServiceGroup:
             value: What JSON can hold.
 
         Raises:
-            WorkerFailure: If a rank does not come; the message says which.
+            WorkerFailure: If a rank does not come, or has failed; the message says which.
         """
+        return self._gather(value, self._patience_s)
+
+    def wait_for_all(self) -> None:
+        """Wait until all ranks have come, however late, unless one has failed or fallen silent."""
+        self._gather(None, math.inf)
+
+    def _gather(self, value: Any, patience_s: float) -> list[Any]:
         self._agreements += 1
         keys = [agreement_key(self._agreements, rank) for rank in range(len(self._names))]
         try:
             self._store.set(keys[self._rank], json.dumps(value), self._timeout_s)
         except RuntimeError as error:
             raise self._late(lost_store(self._names[0], error)) from error
-        return [
-            read(text, who) for text, who in zip(self._wait_for(keys), self._names, strict=True)
-        ]
+        found = self._wait_for(keys, patience_s)
+        return [read(text, who) for text, who in zip(found, self._names, strict=True)]
 
-    def _wait_for(self, keys: Sequence[str]) -> list[bytes]:
+    def _wait_for(self, keys: Sequence[str], patience_s: float) -> list[bytes]:
         """The values of all ranks, as soon as they are there."""
-        deadline = time.monotonic() + self._timeout_s
+        began, pause_s, said = time.monotonic(), _PAUSE_S, False
         try:
-            while not self._store.check(keys, max(deadline - time.monotonic(), _LEAST_S)):
-                if time.monotonic() > deadline:
+            while not self._store.check(keys, self._timeout_s):
+                self.watchdog.raise_if_failed()
+                waited_s = time.monotonic() - began
+                if waited_s > patience_s or self.watchdog.lost(self._timeout_s):
                     who = self._missing(keys)
                     break
-                time.sleep(_PAUSE_S)
+                if waited_s > self._timeout_s and not said:
+                    said = True
+                    missing = self._missing(keys)
+                    log.warning("Still waiting for %s, after %.0f s.", missing, waited_s)
+                time.sleep(pause_s)
+                pause_s = min(1.1 * pause_s, _LONGEST_PAUSE_S)
             else:
                 return self._store.get_all(keys, self._timeout_s)
+        except WorkerFailure:
+            raise
         except RuntimeError as error:
             who = lost_store(self._names[0], error)
         raise self._late(who)
@@ -164,8 +189,6 @@ class ServiceGroup:
     def _missing(self, keys: Sequence[str]) -> str:
         pairs = zip(self._names, keys, strict=True)
         missing = [name for name, key in pairs if not self._store.check([key])]
-        seen = self._store.under(f"missing{self._agreements}")
-        let_the_others_look(seen, self._rank, len(keys) - len(missing))
         return ", ".join(missing) or "a rank that came too late"
 
     @contextmanager
@@ -190,10 +213,16 @@ class ServiceGroup:
                 "output first."
             ) from error
 
-    def report_failure(self, error: BaseException) -> None:
-        """Tell the other ranks that this one has failed, and whom it has not heard of lately."""
-        text = "".join(traceback.format_exception(error))
-        is_named = isinstance(error, WorkerFailure) or not isinstance(error, RuntimeError)
+    def report_failure(self, error: BaseException, hint: str | None = None) -> None:
+        """Tell the other ranks that this one has failed, and whom it has not heard of lately.
+
+        Args:
+            error: What has happened here.
+            hint: What to do about it.
+        """
+        text = "".join(traceback.format_exception(error)) + (hint or "")
+        names_who = isinstance(error, (WorkerFailure, Unreachable))
+        is_named = names_who or not isinstance(error, RuntimeError)
         silent = [] if is_named else self.watchdog.silent()
         if silent:
             text = f"No sign of life from {', '.join(silent)}.\n{text}"

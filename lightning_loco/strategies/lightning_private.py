@@ -39,6 +39,9 @@ REQUEUE = "requeue"
 TERMINATE = "SIGTERM"
 """Reason to stop: the process was asked to terminate."""
 
+BEFORE_SETUP = "pre_setup"
+"""Name of the barrier between the hooks ``prepare_data`` and ``setup``."""
+
 
 def remove_lockstep(trainer: pl.Trainer, request_stop: Callable[[str], None]) -> None:
     """Replace Lightning's per-batch broadcast and its signal handlers on this trainer.

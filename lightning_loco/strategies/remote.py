@@ -147,9 +147,9 @@ class RemoteOptimizerStrategy(ServedStrategy):
         assert self.lightning_module is not None
         lightning_private.remove_lockstep(trainer, self.request_stop)
         self._stop_reason = None
-        self._finished = False
         self.checkpoints.begin_fit()
-        service = self.connect_ranks()
+        service = self.service
+        assert service is not None
         error: Exception | None = None
         try:
             leave_shared_memory(self.lightning_module)
@@ -294,9 +294,6 @@ class RemoteOptimizerStrategy(ServedStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Save once more after an agreed stop; tell the other ranks of a failure."""
-        if self.service is None:
-            self.report_before_service(exception)
-            return
         if self._finished:
             return
         remote, is_stop = self.remote, isinstance(exception, SIGTERMException)
@@ -304,8 +301,8 @@ class RemoteOptimizerStrategy(ServedStrategy):
             self.checkpoints.save_interrupted(self._trainer, remote.stop_agreed)
             self._finished = True
             self._leave(remote)
-        elif self.min_workers is None or self.serves:
-            self.service.report_failure(exception)
+        elif self.min_workers is None or self.serves or remote is None:
+            self.report_failure(exception)
 
     def teardown(self) -> None:
         """Leave the servers."""

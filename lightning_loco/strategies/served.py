@@ -119,11 +119,13 @@ class ServedStrategy(MeetingStrategy):
         backend = lightning_private.backend_of(self)
         self._all_ranks.init_default_group(self._present, backend, self.root_device)
 
-    def connect_ranks(self) -> ServiceGroup:
-        """Connect those that train with those that serve, until :meth:`teardown`."""
-        assert self._all_ranks is not None
-        self.service = self._all_ranks.new_group()
-        return self.service
+    def setup_environment(self) -> None:
+        """Connect the ranks; from here on those of a ``fit`` watch over each other."""
+        super().setup_environment()
+        if self.is_fitting:
+            assert self._all_ranks is not None
+            self._finished = False
+            self.service = self._all_ranks.new_group(is_patient=self.serves)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Ranks that serve only make the model and its optimizer; outside ``fit``, nothing."""
@@ -190,10 +192,8 @@ class ServedStrategy(MeetingStrategy):
             with self.waiting_in(purpose):
                 share_complete_averages(self._trainer, self.present_workers())
 
-    def report_before_service(self, error: BaseException) -> None:
-        """Tell the ranks that wait for this one before training why it does not come."""
-        if self._all_ranks is None or not self.is_fitting:
-            return
+    def report_failure(self, error: BaseException) -> None:
+        """Tell the other ranks of a ``fit`` that this one has failed."""
         hint = None
         if self.serves and "process group" in str(error):
             hint = (
@@ -201,7 +201,10 @@ class ServedStrategy(MeetingStrategy):
                 "training, in setup() for instance, to ranks with `not trainer.strategy.serves`."
             )
             log.error(hint)
-        self._all_ranks.report(error, hint)
+        if self.service is not None:
+            self.service.report_failure(error, hint)
+        elif self._all_ranks is not None and self.is_fitting:
+            self._all_ranks.report(error)
 
     def configure_ddp(self) -> None:
         """Put the model into a shell with DDP's names; into DDP if a worker has several ranks."""
@@ -239,7 +242,10 @@ class ServedStrategy(MeetingStrategy):
             self._all_ranks = None
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for the ranks that train."""
+        """Wait for the ranks that train; before ``setup`` for all that still prepare data."""
+        name = args[0] if args else kwargs.get("name")
+        if self.service is not None and name == lightning_private.BEFORE_SETUP:
+            self.service.wait_for_all()
         if not self.serves:
             super().barrier(*args, **kwargs)
 
@@ -285,10 +291,12 @@ class ServedStrategy(MeetingStrategy):
 
     def _go_on_without_others(self, present: tuple[int, ...]) -> None:
         """Make a new default group of the workers that are left; all of them are here."""
-        gone = [self.tiers.name(rank) for rank in self._present if rank not in present]
-        rank_zero_warn(f"Going on without {', '.join(gone)}; their share of the data is lost.")
+        gone = [rank for rank in self._present if rank not in present]
+        names = ", ".join(map(self.tiers.name, gone))
+        rank_zero_warn(f"Going on without {names}; their share of the data is lost.")
         self._present = present
         assert self.service is not None
+        self.service.watchdog.forget(gone)
         self.service.wait_for_store()
         abandon_default_group()
         self._init_default_group()

@@ -6,7 +6,8 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 
 import pytest
@@ -196,7 +197,7 @@ def test_who_gives_no_sign_of_life_is_named_with_where_it_was() -> None:
         text = clock.pass_during(lambda: watchdogs[0].explain("round 8", 12.4), others=2)
     assert text.startswith("No message in round 8 after 12 s from ")
     assert "worker 1 (no sign of life; last seen in round 7)" in text
-    assert "worker 3 (no sign of life; never seen)" in text
+    assert "worker 3 (no sign of life so far)" in text
     assert "worker 2" not in text
 
 
@@ -270,6 +271,45 @@ def test_the_silent_are_listed() -> None:
         start(*watchdogs[:3])
         watchdogs[1].end()
         assert clock.pass_during(watchdogs[0].silent, others=2) == ["b", "d"]
+
+
+@contextmanager
+def one_has_fallen_silent(clock: ManualClock) -> Iterator[Watchdog]:
+    """The first one of three that follow each other, long after the last beat of worker 2."""
+    with make_watchdogs(3, clock=clock, follows=True) as watchdogs:
+        start(*watchdogs)
+        clock.wait_until_waiting(3)
+        watchdogs[2].end()
+        while clock.now() < 2 * module._SETTLE_S:
+            clock.advance(module._INTERVAL_S)
+            clock.wait_until_waiting(2)
+        yield watchdogs[0]
+
+
+@pytest.mark.parametrize(
+    "find_out",
+    [
+        lambda watchdog: "from worker 2 (no sign of life" in watchdog.explain("round 1", 1.0),
+        lambda watchdog: watchdog.silent() == ["worker 2"],
+        lambda watchdog: watchdog.wait_for_failure() is None,
+    ],
+    ids=["explain", "silent", "wait_for_failure"],
+)
+def test_who_follows_the_others_knows_at_once_who_has_fallen_silent(
+    find_out: Callable[[Watchdog], bool],
+) -> None:
+    with one_has_fallen_silent(ManualClock()) as watchdog:
+        assert find_out(watchdog)  # the clock stands still
+
+
+def test_who_follows_the_others_knows_how_long_one_has_been_silent() -> None:
+    clock = ManualClock()
+    with one_has_fallen_silent(clock) as watchdog:
+        assert watchdog.lost(module._SETTLE_S) == ["worker 2"]
+        assert watchdog.lost(clock.now()) == []
+        watchdog.forget([2])
+        assert watchdog.lost(module._SETTLE_S) == []
+        assert clock.pass_during(watchdog.silent, others=2) == []
 
 
 # ------------------------------------------------------------------------ the agreement

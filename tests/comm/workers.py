@@ -43,13 +43,18 @@ def sleeps(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[float]:
 
 @contextmanager
 def make_watchdogs(
-    num_workers: int, names: list[str] | None = None, clock: Clock = REAL_CLOCK
+    num_workers: int,
+    names: list[str] | None = None,
+    clock: Clock = REAL_CLOCK,
+    *,
+    follows: bool = False,
 ) -> Iterator[list[Watchdog]]:
     """Watchdogs that are not started yet, on one store that answers at once; ended at the end."""
     store = dist.HashStore()
     stores = [PromptStore(store) for _ in range(num_workers)]
     watchdogs = [
-        Watchdog(own, worker, num_workers, names, clock=clock) for worker, own in enumerate(stores)
+        Watchdog(own, worker, num_workers, names, follows=follows, clock=clock)
+        for worker, own in enumerate(stores)
     ]
     try:
         yield watchdogs

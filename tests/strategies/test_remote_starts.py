@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -14,12 +15,14 @@ from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 
 from lightning_loco import RemoteOptimizerStrategy
+from lightning_loco.remote import Tiers
 from tests.conftest import cover
 from tests.pool import Pool, PoolError, make_trainer
 from tests.small_model import TinyModule, ValidatedModule, flat, make_loader
 from tests.strategies.remote_runs import all_ranks, remote_trainer
 
 STEPS = 4
+TIMEOUT_S = 2.0
 HOOKS = (
     "on_fit_start",
     "on_sanity_check_start",
@@ -146,3 +149,102 @@ def test_what_cannot_work_is_refused_before_training(pool: Pool, subtests: pytes
                     assert text in failure.message
                     if kind is Collective and rank < 2:
                         assert "trainer.strategy.serves" in failure.message
+
+
+class TakesLong(TinyModule):
+    """Needs more than the timeout in a hook before training, on ranks that train."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.hook = hook
+
+    def prepare_data(self) -> None:
+        if self.hook == "prepare_data":
+            time.sleep(1.5 * TIMEOUT_S)
+
+    def setup(self, stage: str) -> None:
+        if self.hook == "setup" and not self.trainer.strategy.serves:  # type: ignore[attr-defined]
+            time.sleep(1.5 * TIMEOUT_S)
+
+
+def fit_late(rank: int, world: int, hook: str, between_s: float) -> int:
+    with all_ranks() as environment:
+        for _ in range(2 if between_s else 1):
+            strategy = RemoteOptimizerStrategy(2, timeout_s=TIMEOUT_S)
+            settings: Any = {"max_epochs": 1, "use_distributed_sampler": False}
+            trainer = remote_trainer(environment, strategy, **settings)
+            trainer.fit(TakesLong(hook), make_loader(rank, STEPS))
+            if rank < 2:
+                time.sleep(between_s)
+        return trainer.global_step
+
+
+@pytest.mark.alone
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("hook", "between_s"),
+    [("prepare_data", 0.0), ("setup", 0.0), ("", 1.5 * TIMEOUT_S)],
+    ids=["prepare_data", "setup", "between two fits"],
+)
+def test_who_serves_waits_longer_than_the_timeout_for_training_to_begin(
+    pool: Pool, hook: str, between_s: float
+) -> None:
+    assert pool.run(fit_late, hook, between_s, world=3)[:2] == [STEPS, STEPS]
+
+
+class FailsBefore(TinyModule):
+    """An error of the user's own in a hook before training, on one rank."""
+
+    def __init__(self, hook: str, victim: int) -> None:
+        super().__init__()
+        self.hook = hook
+        self.victim = victim
+
+    def fail_in(self, hook: str) -> None:
+        if hook == self.hook and self.trainer.global_rank == self.victim:
+            raise LookupError("no such file")
+
+    def prepare_data(self) -> None:
+        self.fail_in("prepare_data")
+
+    def setup(self, stage: str) -> None:
+        self.fail_in("setup")
+
+    def configure_optimizers(self) -> Any:
+        self.fail_in("configure_optimizers")
+        return super().configure_optimizers()
+
+    def train_dataloader(self) -> Any:
+        self.fail_in("train_dataloader")
+        return make_loader(self.trainer.global_rank, STEPS)
+
+
+def fail_before(rank: int, world: int, hook: str, victim: int, min_workers: int | None) -> None:
+    with all_ranks() as environment:
+        strategy = RemoteOptimizerStrategy(2, timeout_s=20, min_workers=min_workers)
+        trainer = remote_trainer(environment, strategy, max_epochs=1, use_distributed_sampler=False)
+        trainer.fit(FailsBefore(hook, victim))
+
+
+@pytest.mark.recovery
+@pytest.mark.parametrize(
+    ("hook", "victim", "min_workers"),
+    [
+        ("prepare_data", 0, None),
+        ("setup", 1, None),
+        ("setup", 2, None),
+        ("setup", 1, 1),
+        ("configure_optimizers", 0, None),
+        ("train_dataloader", 1, None),
+    ],
+)
+def test_an_error_before_training_is_named_on_all_ranks(
+    pool: Pool, hook: str, victim: int, min_workers: int | None
+) -> None:
+    with pytest.raises(PoolError) as caught:
+        pool.run(fail_before, hook, victim, min_workers, world=3)
+    assert set(caught.value.failures) == {0, 1, 2}
+    name = Tiers.detect(3, 2).name(victim)
+    for rank, failure in caught.value.failures.items():
+        assert "no such file" in failure.message
+        assert rank == victim or name in failure.message.lower()
