@@ -113,7 +113,8 @@ class Clients:
         for client in missing:
             if time.monotonic() > client.last_sign_s + timeout_s:
                 late = f"{client.name}: no {what.format(timeout_s)}."
-                self.lose(client, RuntimeError(f"{late} Look at where it is, or raise timeout_s."))
+                text = f"{late} Look at where it is, or raise timeout_s."
+                self.lose(client, Unreachable(text, client.rank))
 
     def _take_in(self, client: Wire, note: Note | Exception) -> None:
         if client not in self.left:

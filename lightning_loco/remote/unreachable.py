@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from types import TracebackType
 
 from lightning_loco.comm.watchdog import Watchdog
@@ -27,15 +29,25 @@ class Explained:
         rank: Which.
         what: What was exchanged.
         watchdog: Knows who has failed, which is then the error.
+        timeout_s: Longest wait inside, in seconds: after it the reports of others have come.
     """
 
-    def __init__(self, name: str, rank: int, what: str, watchdog: Watchdog | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        what: str,
+        watchdog: Watchdog | None,
+        timeout_s: float | None = None,
+    ) -> None:
         self._name = name
         self._rank = rank
         self._what = what
         self._watchdog = watchdog
+        self._timeout_s = math.inf if timeout_s is None else timeout_s
 
-    def __enter__(self) -> None: ...
+    def __enter__(self) -> None:
+        self._began = time.monotonic()
 
     def __exit__(
         self,
@@ -45,7 +57,10 @@ class Explained:
     ) -> None:
         if not isinstance(error, RuntimeError):
             return
-        failure = None if self._watchdog is None else self._watchdog.wait_for_failure()
+        failure = None
+        if self._watchdog is not None:
+            is_late = time.monotonic() - self._began >= self._timeout_s
+            failure = self._watchdog.failure if is_late else self._watchdog.wait_for_failure()
         raise Unreachable(failure or late(self._name, self._what), self._rank) from error
 
 

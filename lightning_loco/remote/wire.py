@@ -245,11 +245,11 @@ class Wire:
         return bytes(memory)
 
     def _finish(self, work: dist.Work, what: str, timeout_s: float | None) -> None:
-        with self._explained(what):
+        with self._explained(what, timeout_s):
             work.wait() if timeout_s is None else work.wait(timedelta(seconds=timeout_s))
 
-    def _explained(self, what: str) -> Explained:
-        return Explained(self.name, self.rank, what, self._watchdog)
+    def _explained(self, what: str, timeout_s: float | None = None) -> Explained:
+        return Explained(self.name, self.rank, what, self._watchdog, timeout_s)
 
 
 def _as_note(text: bytes, sender: str) -> Note:

@@ -19,6 +19,9 @@ from lightning_loco.remote.optimizer_state import OptimizerState
 from lightning_loco.remote.plan import plan_messages, share_parameters
 from lightning_loco.remote.slots import Slot
 from lightning_loco.remote.supported_optimizers import check_optimizer, is_step_per_parameter
+from lightning_loco.remote.unreachable import Explained, Unreachable
+from tests.comm.workers import make_watchdogs, start
+from tests.manual_clock import SkippingClock
 from tests.pool import Pool, PoolError
 
 
@@ -319,3 +322,15 @@ def test_a_parameter_of_many_messages(pool: Pool, num_tiers: int) -> None:
     found = pool.run(train_in_pieces, 8, world=num_tiers)
     expected = pool.run(train_in_pieces, 10_000, world=2)
     assert all(torch.equal(weights, expected[0]) for weights in (found[0], found[-1]))
+
+
+def test_a_wait_that_is_too_late_does_not_wait_for_reports_as_well() -> None:
+    clock = SkippingClock()
+    with make_watchdogs(2, clock=clock) as watchdogs:
+        start(watchdogs[0])
+        for timeout_s, waits in ((0.0, False), (60.0, True)):
+            before_s = clock.now()
+            explained = Explained("Worker 1", 1, "the gradients", watchdogs[0], timeout_s)
+            with pytest.raises(Unreachable, match="Worker 1: the gradients could not"), explained:
+                raise RuntimeError("the backend's own words")
+            assert (clock.now() > before_s) == waits
