@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,11 +13,19 @@ from contextlib import suppress
 import torch
 from torch.distributed import PrefixStore, Store
 
+from lightning_loco.comm.arrivals import lost_store
 from lightning_loco.comm.job import Job
+from lightning_loco.comm.messages import read, read_error, write_error
+from lightning_loco.comm.store import publish
+from lightning_loco.comm.watchdog import WorkerFailure
 from lightning_loco.remote.service_group import ServiceGroup, agreement_key
 
+log = logging.getLogger(__name__)
+
 _groups_made: Counter[Store] = Counter()
+_files_written: Counter[Store] = Counter()
 _LAST_WORD_S = 1.0
+_PAUSE_S = 0.02
 
 
 class AllRanks:
@@ -79,9 +90,45 @@ class AllRanks:
             with suppress(RuntimeError):
                 store.set(agreement_key(1, self.rank), found, _LAST_WORD_S)
 
+    def say_written(self, error: Exception | None) -> None:
+        """Let those go on that wait in :meth:`wait_until_written`; for rank 0, as often as they.
+
+        Args:
+            error: Why it could not be written, or None.
+        """
+        with suppress(RuntimeError):
+            publish(self._job.store, self._next_file_key(), json.dumps(write_error(error)))
+
+    def wait_until_written(self) -> None:
+        """Wait until rank 0 has written the file that all ranks have asked for, however late.
+
+        Raises:
+            WorkerFailure: If rank 0, which hosts the job's key-value store, does not answer.
+            Exception: Its error, if it could not write the file.
+        """
+        key, store, host = self._next_file_key(), self._job.store, self._names[0]
+        warn_at = time.monotonic() + self._timeout_s
+        try:
+            while not store.check([key], self._timeout_s):
+                if time.monotonic() > warn_at:
+                    warn_at = math.inf
+                    log.warning("Still waiting for %s to save a checkpoint.", host)
+                time.sleep(_PAUSE_S)
+            told = store.get(key)
+        except RuntimeError as error:
+            text = f"No checkpoint was saved by {lost_store(host, error)}."
+            raise WorkerFailure(text) from error
+        found = read_error(read(told, host), host[0].upper() + host[1:])
+        if found is not None:
+            raise found
+
     def close(self) -> None:
         """Let go of this connection to the job's key-value store; twice does no harm."""
         self._job.close()
+
+    def _next_file_key(self) -> str:
+        _files_written[self._job.raw_store] += 1
+        return f"lightning_loco/file{_files_written[self._job.raw_store]}"
 
     def _next_group_keys(self) -> str:
         self._is_awaited = False

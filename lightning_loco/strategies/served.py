@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -98,21 +99,20 @@ class ServedStrategy(MeetingStrategy):
 
     def setup_distributed(self) -> None:
         """Let all ranks find each other, and put those that train into the default group."""
-        tiers = self.tiers
         self.set_world_ranks()
-        assert self.cluster_environment is not None
         self._leave_ranks()
-        self._all_ranks = AllRanks(
-            self.cluster_environment.main_address,
-            self.cluster_environment.main_port,
-            self.global_rank,
-            [tiers.name(rank) for rank in range(tiers.world_size)],
-            self.timeout_s,
-            launched_as(self.cluster_environment),
-        )
+        self._all_ranks = self._find_ranks()
         if not self.serves:
-            self._present = self._present or tuple(range(tiers.num_training))
+            self._present = self._present or tuple(range(self.tiers.num_training))
             super().setup_distributed()
+
+    def _find_ranks(self) -> AllRanks:
+        tiers, place = self.tiers, self.cluster_environment
+        assert place is not None
+        names = [tiers.name(rank) for rank in range(tiers.world_size)]
+        return AllRanks(
+            place.main_address, place.main_port, self.global_rank, names, self.timeout_s
+        )
 
     def _init_default_group(self) -> None:
         assert self._all_ranks is not None
@@ -223,6 +223,27 @@ class ServedStrategy(MeetingStrategy):
         assert self._places is not None
         self.service.watchdog.raise_if_failed()
         self._places.check()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Write a checkpoint; called by the user's script, ranks that serve wait for the file."""
+        if self.service is not None or not self._trainer.state.status.stopped:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        error: Exception | None = None
+        with closing(self._find_ranks()) as ranks:
+            if self.serves:
+                ranks.wait_until_written()
+                return
+            try:
+                super().save_checkpoint(checkpoint, filepath, storage_options)
+            except Exception as found:
+                error = found
+                raise
+            finally:
+                if self.is_global_zero:
+                    ranks.say_written(error)
 
     def teardown(self) -> None:
         """Close the connections."""

@@ -40,8 +40,8 @@ def assert_each_element_is_in_one_message(params: list[Tensor], messages: list[M
     covered = [torch.zeros_like(param) for param in params]
     for message in messages:
         assert message.numel == sum(stop - start for _, start, stop in message.spans)
-        for index, start, stop in message.spans:
-            covered[index][start:stop] += 1
+        for index, first, stop in message.spans:
+            covered[index][first:stop] += 1
     assert all((count == 1).all() for count in covered)
 
 
