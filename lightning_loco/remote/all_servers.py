@@ -188,6 +188,11 @@ class AllServers:
             with suppress(RuntimeError):
                 channel.fail(text)
 
+    def let_go(self) -> None:
+        """Keep nothing of the connections: no more messages can be exchanged."""
+        for channel in self._channels:
+            channel.let_go()
+
     @property
     def bytes_sent(self) -> int:
         """All bytes that have left this rank for the servers."""

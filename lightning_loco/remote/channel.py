@@ -229,6 +229,11 @@ class Channel:
         if self._courier is not None:
             self._courier.end()
 
+    def let_go(self) -> None:
+        """Keep nothing of the connection: no more messages can be exchanged."""
+        self._sending, self._receiving = [], []
+        self.wire.let_go()
+
     def _give(self, answer: dict[str, Any]) -> None:
         if answer["give"]:
             send_parameters(self.wire, self._params)

@@ -265,11 +265,13 @@ class RemoteOptimizer(torch.optim.Optimizer):
         """
         if self._has_last_word():
             self._servers.leave(farewell or {})
+            self._servers.let_go()
 
     def fail(self, error: BaseException) -> None:
         """Leave because of an error, which the other ranks then name."""
         if self._has_last_word():
             self._servers.fail(f"{type(error).__name__}: {error}")
+            self._servers.let_go()
 
     def _has_last_word(self) -> bool:
         """Whether to say it; not the second time."""
@@ -280,6 +282,12 @@ class RemoteOptimizer(torch.optim.Optimizer):
     def forget_parameters(self) -> None:
         """Remove the hooks from the parameters."""
         self._servers.forget_parameters()
+
+    def let_go(self) -> None:
+        """Keep nothing of the connections, without a last word; twice does no harm."""
+        self.forget_parameters()
+        self._servers.let_go()
+        self._replica.let_go()
 
     @property
     def bytes_sent(self) -> int:

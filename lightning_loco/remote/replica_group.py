@@ -25,6 +25,10 @@ class ReplicaGroup:
         self._group = group
         self.leads = group is None or dist.get_rank(group) == 0
 
+    def let_go(self) -> None:
+        """Keep the group no longer: nothing can be shared any more."""
+        self._group = None
+
     def share(self, tensor: Tensor) -> None:
         """Overwrite a tensor with that of the first rank."""
         if self._group is not None:

@@ -108,7 +108,7 @@ class Wire:
         self.rank = rank
         chosen = group if group is not None else dist.group.WORLD
         assert chosen is not None
-        self._group = chosen
+        self._chosen_group: dist.ProcessGroup | None = chosen
         self._timeout_s = timeout_s
         self._watchdog = watchdog
         self._waiter = None if meanwhile is None else Waiter(name, meanwhile)
@@ -203,6 +203,17 @@ class Wire:
         """Tell a server that what it waits for is late because this rank waits, too."""
         with suppress(RuntimeError):
             self._post(Note(Kind.WAITING, {}), Lane.REQUESTS)
+
+    def let_go(self) -> None:
+        """Keep the group no longer, nor what holds it: no more messages can be exchanged."""
+        self._chosen_group = self._watchdog = None
+        self._posted.clear()
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        if self._chosen_group is None:
+            raise RuntimeError(f"{self.name}: this rank has left it, and cannot ask it any more.")
+        return self._chosen_group
 
     def end(self) -> None:
         """End the thread that waits for the other rank, if there is one, as soon as it can."""

@@ -309,7 +309,7 @@ class RemoteOptimizerStrategy(ServedStrategy):
         if self.remote is not None:
             if not self._is_alone:
                 self._leave(self.remote)
-            self.remote.forget_parameters()
+            self.remote.let_go()
             self.remote = None
         if self._precision is not None:
             self._precision.end()

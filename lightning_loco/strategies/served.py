@@ -11,12 +11,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_loco.comm.checks import check_same_tensors
 from lightning_loco.comm.groups import WorkerGroup
-from lightning_loco.comm.parting import abandon_default_group
+from lightning_loco.comm.parting import abandon, abandon_default_group
 from lightning_loco.comm.places import Places
 from lightning_loco.remote import RemoteOptimizer, Tiers
 from lightning_loco.remote.all_ranks import AllRanks
@@ -48,6 +49,7 @@ class ServedStrategy(MeetingStrategy):
     remote: RemoteOptimizer | None = None
     service: ServiceGroup | None = None
     replica_group: dist.ProcessGroup | None = None
+    _gradients_group: dist.ProcessGroup | None = None
     _all_ranks: AllRanks | None = None
     _present: tuple[int, ...] = ()
     _added: ExitStack
@@ -213,8 +215,8 @@ class ServedStrategy(MeetingStrategy):
             self.model = LocalModel(self.lightning_module)
         else:
             self.replica_group = new_replica_group(self.tiers, self.global_rank, "gloo")
-            gradients = new_replica_group(self.tiers, self.global_rank)
-            lightning_private.average_gradients_in(self, gradients)
+            self._gradients_group = new_replica_group(self.tiers, self.global_rank)
+            lightning_private.average_gradients_in(self, self._gradients_group)
             super().configure_ddp()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -256,6 +258,18 @@ class ServedStrategy(MeetingStrategy):
         if isinstance(self.model, LocalModel):
             self.model = self.lightning_module
         super().teardown()
+        self._leave_replica_groups()
+
+    def _leave_replica_groups(self) -> None:
+        if self.replica_group is None:
+            return
+        lightning_private.average_gradients_in(self, None)
+        groups = [group for group in (self.replica_group, self._gradients_group) if group]
+        self.replica_group = self._gradients_group = None
+        if self._trainer.state.status == TrainerStatus.INTERRUPTED:
+            abandon(groups)
+        else:
+            list(map(dist.destroy_process_group, groups))
 
     def _leave_ranks(self) -> None:
         if self._all_ranks is not None:
