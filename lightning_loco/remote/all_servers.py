@@ -52,13 +52,14 @@ class AllServers:
     ) -> None:
         trainable, self.frozen = trainable_parameters(groups)
         params = [param for _, param in trainable]
+        run = transport.next_run()
         self._channels: list[Channel] = []
         self._shares: list[list[tuple[int, Tensor]]] = []
         for share, rank in zip(share_parameters(params, len(ranks)), ranks, strict=True):
             shared = [params[index] for index in share]
             messages = transport.plan(shared)
             checksum = model_checksum(shared, messages)
-            wire = transport.wire(rank, f"the aggregator (rank {rank})")
+            wire = transport.wire(rank, f"the aggregator (rank {rank})", run)
             self._channels.append(Channel(shared, groups, messages, wire, checksum))
             self._shares.append([trainable[index] for index in share])
         for channel in self._channels:

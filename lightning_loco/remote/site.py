@@ -78,6 +78,7 @@ class Site:
         self.accumulator = Accumulator(self.params, self.messages)
         self.meanwhile = Meanwhile(transport.timeout_s, transport.look_around)
         self._wires: list[Wire] = []
+        self._run = transport.next_run()
 
     @classmethod
     def of(cls, groups: Any, tiers: Tiers, transport: Transport | None) -> Site:
@@ -97,7 +98,7 @@ class Site:
         return self._wire(rank, self.transport)
 
     def _wire(self, rank: int, transport: Transport) -> Wire:
-        wire = transport.wire(rank, self.tiers.name(rank), self.meanwhile)
+        wire = transport.wire(rank, self.tiers.name(rank), self._run, self.meanwhile)
         self._wires.append(wire)
         return wire
 

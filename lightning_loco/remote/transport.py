@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
@@ -15,6 +16,8 @@ from lightning_loco.remote.meanwhile import Meanwhile
 from lightning_loco.remote.message import Message
 from lightning_loco.remote.plan import BUCKET_BYTES, plan_messages
 from lightning_loco.remote.wire import Wire
+
+_runs: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +52,14 @@ class Transport:
         """How parameters, and their gradients, are cut into messages."""
         return plan_messages(params, self.bucket_bytes, as_codec(self.compression))
 
-    def wire(self, rank: int, name: str, meanwhile: Meanwhile | None = None) -> Wire:
+    def next_run(self) -> int:
+        """The number of a run, from 0 on; every rank of the group must ask for it once in each."""
+        group = self.group if self.group is not None else dist.group.WORLD
+        assert group is not None
+        _runs[group] = _runs.get(group, -1) + 1
+        return _runs[group]
+
+    def wire(self, rank: int, name: str, run: int = 0, meanwhile: Meanwhile | None = None) -> Wire:
         """A connection to another rank; a server says what to do while it waits for that."""
         return Wire(
             rank,
@@ -58,6 +68,7 @@ class Transport:
             self.timeout_s,
             self.watchdog,
             meanwhile,
+            run,
         )
 
     def look_around(self) -> None:

@@ -87,6 +87,7 @@ class Wire:
         watchdog: Knows who has failed.
         meanwhile: What a server does while it waits; the connections to other ranks then outlive a
             wait that is too late.
+        run: Number of the run in this group; messages of an earlier one never come into it.
 
     Attributes:
         bytes_sent: All that has left for the other rank.
@@ -103,6 +104,7 @@ class Wire:
         timeout_s: float | None = None,
         watchdog: Watchdog | None = None,
         meanwhile: Meanwhile | None = None,
+        run: int = 0,
     ) -> None:
         self.name = name
         self.rank = rank
@@ -110,6 +112,7 @@ class Wire:
         assert chosen is not None
         self._chosen_group: dist.ProcessGroup | None = chosen
         self._timeout_s = timeout_s
+        self._first_tag = run * (max(Lane) + 1)
         self._watchdog = watchdog
         self._waiter = None if meanwhile is None else Waiter(name, meanwhile)
         self._posting = threading.Lock()
@@ -123,13 +126,13 @@ class Wire:
         """Begin to send; ``tensor`` must stay as it is until the work is done."""
         self.bytes_sent += tensor.nbytes
         with self._explained("a message"):
-            return self._group.send([tensor], self.rank, lane)
+            return self._group.send([tensor], self.rank, self._first_tag + lane)
 
     def receive(self, tensor: Tensor, lane: Lane) -> dist.Work:
         """Begin to receive into ``tensor``."""
         self.bytes_received += tensor.nbytes
         with self._explained("a message"):
-            return self._group.recv([tensor], self.rank, lane)
+            return self._group.recv([tensor], self.rank, self._first_tag + lane)
 
     def wait(self, work: dist.Work, what: str) -> None:
         """Wait for what was begun.
@@ -235,7 +238,7 @@ class Wire:
     def _begin_frame(self, frame: bytes, lane: Lane) -> Sending:
         self.bytes_sent += len(frame)
         tensor = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
-        return self._group.send([tensor], self.rank, lane), tensor
+        return self._group.send([tensor], self.rank, self._first_tag + lane), tensor
 
     def _receive_note(self, lane: Lane, wait: Callable[[dist.Work], object]) -> Note:
         first = self._receive_frame(FRAME_BYTES, lane, wait)
@@ -251,7 +254,7 @@ class Wire:
         memory = bytearray(size)
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
         with self._explained("a note"):
-            work = self._group.recv([tensor], self.rank, lane)
+            work = self._group.recv([tensor], self.rank, self._first_tag + lane)
         wait(work)
         return bytes(memory)
 

@@ -164,6 +164,45 @@ def test_two_tiers_are_three_tiers_bit_for_bit_with_uneven_data(pool: Pool) -> N
         assert not torch.equal(results[0], results[-1])
 
 
+def train_one_after_another(rank: int, world: int, seeds: tuple[int, ...]) -> list[Tensor]:
+    """Several models in one process group."""
+    found = []
+    for seed in seeds:
+        net = Net(seed)
+
+        def work(remote: RemoteOptimizer, net: Net = net) -> None:
+            for step in range(4):
+                remote.zero_grad()
+                if step % 2:
+                    remote.expect_backward()
+                backward(net, rank, step, use_all=True)
+                remote.step()
+
+        run_role(work, net.parameters(), OPTIMIZERS["SGD"], 2, transport=TRANSPORT)
+        found.append(torch.cat([p.detach().reshape(-1) for p in net.parameters()]))
+    return found
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_a_group_can_train_several_models_one_after_another(pool: Pool, world: int) -> None:
+    together = pool.run(train_one_after_another, (0, 1, 2), world=world)
+    alone = pool.run(train_one_after_another, (2,), world=world)
+    for found, expected in zip(together[:2], alone[:2], strict=True):
+        assert torch.equal(found[2], expected[0])
+
+
+def ask_after_leaving(rank: int, world: int) -> None:
+    left: list[RemoteOptimizer] = []
+    run_role(left.append, nn.Linear(2, 2).parameters(), OPTIMIZERS["SGD"], 1)
+    if rank == 0:
+        left[0].state_dict()
+
+
+def test_who_has_left_the_servers_cannot_ask_them(pool: Pool) -> None:
+    with pytest.raises(PoolError, match="this rank has left it, and cannot ask it any more"):
+        pool.run(ask_after_leaving, world=2)
+
+
 def serve_another_model(rank: int, world: int) -> None:
     net = nn.Linear(4, 3 if rank == 0 else 2)
     run_role(lambda remote: None, net.parameters(), torch.optim.SGD, 1)
