@@ -288,19 +288,20 @@ class Watchdog(BackgroundThread):
         """Names of those that have given signs of life, and then none for so many seconds."""
         return [
             self._names[worker]
-            for worker, (beats, since) in self._life.items()
+            for worker, (beats, since) in list(self._life.items())
             if beats and self._looked_at - since > silent_s
         ]
 
     def forget(self, workers: Sequence[int]) -> None:
         """Do not look after these any more: the others have gone on without them."""
         self._others = [other for other in self._others if other not in workers]
-        self._life = {other: life for other, life in self._life.items() if other not in workers}
+        for worker in workers:
+            self._life.pop(worker, None)
 
     @property
     def _lifeless(self) -> set[int]:
         """Those whose last beat was old already when somebody looked at it."""
-        life = self._life.items()
+        life = list(self._life.items())  # its thread may write meanwhile
         return {worker for worker, (_, since) in life if self._looked_at - since >= _SETTLE_S}
 
     def wait_for_failure(self) -> str | None:

@@ -25,7 +25,6 @@ from lightning_loco.remote.unreachable import Unreachable
 log = logging.getLogger(__name__)
 
 _ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, OSError)}
-_LEAST_S = 1.0
 _PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.1
 
@@ -163,8 +162,9 @@ class ServiceGroup:
             while not self._store.check(keys, self._timeout_s):
                 self.watchdog.raise_if_failed()
                 waited_s = time.monotonic() - began
-                if waited_s > patience_s or self.watchdog.lost(self._timeout_s):
-                    who = self._missing(keys)
+                lost = self.watchdog.lost(self._timeout_s)
+                if lost or waited_s > patience_s:
+                    who = ", ".join(lost) or self._missing(keys)
                     break
                 if waited_s > self._timeout_s and not said:
                     said = True

@@ -115,6 +115,7 @@ class Wire:
         self._first_tag = run * (max(Lane) + 1)
         self._watchdog = watchdog
         self._waiter = None if meanwhile is None else Waiter(name, meanwhile)
+        self._is_given_up = False
         self._posting = threading.Lock()
         self._posted: deque[Sending] = deque(maxlen=_POSTED)
         self.bytes_sent = 0
@@ -158,6 +159,7 @@ class Wire:
         try:
             waiter.wait(outcome, self._timeout_s, lambda: self.last_sign_s)
         except TimeoutError as error:
+            self._is_given_up = True
             raise Unreachable(late(self.name, what), self.rank) from error
 
     def ask(self, note: Note) -> None:
@@ -190,8 +192,9 @@ class Wire:
         return self._last(Note(Kind.ANSWER, content), Lane.ANSWERS)
 
     def last_request(self, note: Note) -> list[Sending]:
-        """Begin to send a request to a server that may be gone, to wait for it."""
-        return self._last(note, Lane.REQUESTS)
+        """Begin to send a request to a server, to wait for it unless that was given up."""
+        sending = self._last(note, Lane.REQUESTS)
+        return [] if self._is_given_up else sending
 
     def answered(self) -> dict[str, Any]:
         """Wait for a server's answer."""

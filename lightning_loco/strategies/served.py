@@ -19,6 +19,7 @@ from lightning_loco.comm.checks import check_same_tensors
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.parting import abandon, abandon_default_group
 from lightning_loco.comm.places import Places
+from lightning_loco.comm.watchdog import WorkerFailure
 from lightning_loco.remote import RemoteOptimizer, Tiers
 from lightning_loco.remote.all_ranks import AllRanks
 from lightning_loco.remote.replica_group import new_replica_group
@@ -123,10 +124,10 @@ class ServedStrategy(MeetingStrategy):
 
     def setup_environment(self) -> None:
         """Connect the ranks; from here on those of a ``fit`` watch over each other."""
+        self._finished = False
         super().setup_environment()
         if self.is_fitting:
             assert self._all_ranks is not None
-            self._finished = False
             self.service = self._all_ranks.new_group(is_patient=self.serves)
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -197,7 +198,8 @@ class ServedStrategy(MeetingStrategy):
     def report_failure(self, error: BaseException) -> None:
         """Tell the other ranks of a ``fit`` that this one has failed."""
         hint = None
-        if self.serves and "process group" in str(error):
+        is_own = not isinstance(error, WorkerFailure)
+        if self.serves and is_own and "process group" in str(error):
             hint = (
                 "A rank that serves is in no process group: leave collectives of your own before "
                 "training, in setup() for instance, to ranks with `not trainer.strategy.serves`."

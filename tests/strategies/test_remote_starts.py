@@ -152,26 +152,30 @@ def test_what_cannot_work_is_refused_before_training(pool: Pool, subtests: pytes
 
 
 class TakesLong(TinyModule):
-    """Needs more than the timeout in a hook before training, on ranks that train."""
+    """Needs more than the timeout in a hook before training, on those that train or serve."""
 
     def __init__(self, hook: str) -> None:
         super().__init__()
         self.hook = hook
 
     def prepare_data(self) -> None:
-        if self.hook == "prepare_data":
-            time.sleep(1.5 * TIMEOUT_S)
+        self.take_long("prepare_data")
 
     def setup(self, stage: str) -> None:
-        if self.hook == "setup" and not self.trainer.strategy.serves:  # type: ignore[attr-defined]
+        self.take_long("setup")
+
+    def take_long(self, hook: str) -> None:
+        serves = self.trainer.strategy.serves  # type: ignore[attr-defined]
+        if self.hook == (f"{hook} where it serves" if serves else hook):
             time.sleep(1.5 * TIMEOUT_S)
 
 
 def fit_late(rank: int, world: int, hook: str, between_s: float) -> int:
-    with all_ranks() as environment:
+    with all_ranks(num_nodes=world // 2) as environment:  # the second one serves, if there is one
         for _ in range(2 if between_s else 1):
             strategy = RemoteOptimizerStrategy(2, timeout_s=TIMEOUT_S)
-            settings: Any = {"max_epochs": 1, "use_distributed_sampler": False}
+            nodes = {"num_nodes": environment.num_nodes, "devices": world // environment.num_nodes}
+            settings: Any = {"max_epochs": 1, "use_distributed_sampler": False, **nodes}
             trainer = remote_trainer(environment, strategy, **settings)
             trainer.fit(TakesLong(hook), make_loader(rank, STEPS))
             if rank < 2:
@@ -182,14 +186,18 @@ def fit_late(rank: int, world: int, hook: str, between_s: float) -> int:
 @pytest.mark.alone
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("hook", "between_s"),
-    [("prepare_data", 0.0), ("setup", 0.0), ("", 1.5 * TIMEOUT_S)],
-    ids=["prepare_data", "setup", "between two fits"],
+    ("hook", "between_s", "world"),
+    [
+        ("prepare_data", 0.0, 3),
+        ("prepare_data where it serves", 0.0, 4),
+        ("setup", 0.0, 3),
+        ("between two fits", 1.5 * TIMEOUT_S, 3),
+    ],
 )
-def test_who_serves_waits_longer_than_the_timeout_for_training_to_begin(
-    pool: Pool, hook: str, between_s: float
+def test_training_may_begin_later_than_the_timeout(
+    pool: Pool, hook: str, between_s: float, world: int
 ) -> None:
-    assert pool.run(fit_late, hook, between_s, world=3)[:2] == [STEPS, STEPS]
+    assert pool.run(fit_late, hook, between_s, world=world)[:2] == [STEPS, STEPS]
 
 
 class FailsBefore(TinyModule):
