@@ -305,9 +305,14 @@ class Watchdog(BackgroundThread):
         return {worker for worker, (_, since) in life if self._looked_at - since >= _SETTLE_S}
 
     def wait_for_failure(self) -> str | None:
-        """What another worker reports before it ends, given a moment; None if nothing comes."""
+        """What another worker reports before it ends, given a moment; None if nothing comes.
+
+        While the store is silent nobody can report: its host is what is said to have failed then.
+        """
         if self.failure is None:
             self._watch_for_a_moment()
+        if self.failure is None and self._store.silent_s > _SETTLE_S:
+            return self._unreachable(self.place, self._store.silent_s)
         return self.failure
 
     def _watch_for_a_moment(self) -> Beats | None:

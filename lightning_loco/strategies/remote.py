@@ -306,12 +306,15 @@ class RemoteOptimizerStrategy(ServedStrategy):
 
     def teardown(self) -> None:
         """Leave the servers."""
-        if self.remote is not None:
+        remote = self.remote
+        if remote is not None:
             if not self._is_alone:
-                self._leave(self.remote)
-            self.remote.let_go()
+                self._leave(remote)
+            remote.forget_parameters()
             self.remote = None
         if self._precision is not None:
             self._precision.end()
             self._precision = None
         super().teardown()
+        if remote is not None:
+            remote.let_go()  # last: to the servers it is the end of this rank
