@@ -114,7 +114,12 @@ class ServedStrategy(MeetingStrategy):
         assert place is not None
         names = [tiers.name(rank) for rank in range(tiers.world_size)]
         return AllRanks(
-            place.main_address, place.main_port, self.global_rank, names, self.timeout_s
+            place.main_address,
+            place.main_port,
+            self.global_rank,
+            names,
+            self.timeout_s,
+            launched_as(place),
         )
 
     def _init_default_group(self) -> None:
