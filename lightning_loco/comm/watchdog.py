@@ -100,7 +100,6 @@ class Watchdog(BackgroundThread):
         self._clock = clock
         self._end = threading.Event()
         self._beats = 0
-        self._beat_at = clock.now()
         self._stood_still: tuple[float, float] = (-math.inf, 0.0)  # until when, for how long
         self._complaints: set[str] = set()
         self._life: dict[int, tuple[int, float]] = {}
@@ -124,13 +123,18 @@ class Watchdog(BackgroundThread):
             except Exception as error:
                 self._complain("the job's key-value store", repr(error))
             agreeing = self.stop_seen and self.stop_at is None
-            self._clock.wait(self._end, _INTERVAL_S / 20 if agreeing else _INTERVAL_S)
+            self._pause(_INTERVAL_S / 20 if agreeing else _INTERVAL_S)
+
+    def _pause(self, seconds: float) -> None:
+        """Wait until the next beat, and notice if that takes as long as only a stop can."""
+        began = self._clock.now()
+        self._clock.wait(self._end, seconds)
+        ended = self._clock.now()
+        if ended - began > seconds + _STOPPED_S:
+            self._stood_still = (ended, ended - began)
 
     def _beat(self) -> None:
         self._beats += 1
-        last, self._beat_at = self._beat_at, self._clock.now()
-        if self._beat_at - last > _STOPPED_S:
-            self._stood_still = (self._beat_at, self._beat_at - last)
         self._store.set(f"beat/{self._worker}", self._sign_of_life())
         if self.failure is None and self._store.check(["failure"]):
             found = self._parse("failure", _REPORT, self._store.get("failure"))
@@ -224,9 +228,7 @@ class Watchdog(BackgroundThread):
         if self.failure is not None:
             raise WorkerFailure(self.failure)
         if self._store.silent_s > self._timeout_s:
-            self._clock.sleep(
-                _LOOK_S
-            )  # a store that was stopped together with this process answers
+            self._clock.sleep(_LOOK_S)  # one that was stopped together with this process answers
             if self._store.silent_s > self._timeout_s:
                 raise WorkerFailure(self._unreachable(self.place, self._timeout_s))
 
