@@ -197,12 +197,13 @@ def unknown_choice(arguments: Sequence[str]) -> str | None:
     if options.config_path or options.config_name or "hydra.searchpath=" in " ".join(overrides):
         return None
     groups, known = known_keys()
+    may_add = any(re.match(r"\+*experiment=", override) for override in overrides)
     folders = [Path(folder) for folder in (conf_dir(), options.config_dir) if folder]
     for override in overrides:
         if not (found := re.fullmatch(r"(\+*)(\w+)=([\w,/-]*)", override)):
             continue
         added, key, values = found.groups()
-        if not added and key not in known:
+        if not added and key not in known and not may_add:
             instead = meant(key, known) or f" There are {', '.join(sorted(known))}."
             return f"{key} is no setting.{instead}"
         choices = {

@@ -220,6 +220,7 @@ class TestChoices:
             ],
             ["--cfg", "job", "hydra/launcher=basic", "experiment=[demo,smoke]", "++width=64"],
             ["--config-name=mine", "flavour=mild"],
+            ["experiment=demo", "width=512"],
             ["hydra.searchpath=[file:///mine]", "model=mine"],
         ],
     )

@@ -129,6 +129,14 @@ class Job:
         if backend == "nccl":
             atexit.register(_destroy_default_group)
 
+    def raise_if_refused(self) -> None:
+        """End a wait for the others if one of them counts another number of ranks.
+
+        Raises:
+            ValueError: If one does.
+        """
+        self._same_job.raise_if_refused()
+
     def close(self) -> None:
         """Let go of the connection; twice does no harm."""
         self.store.close()

@@ -53,7 +53,7 @@ def _whole_number(digits: str) -> int:
     return int(digits)
 
 
-def write_error(error: Exception | None) -> list[str] | None:
+def write_error(error: BaseException | None) -> list[str] | None:
     """An error as a value for :func:`write`: its type and text."""
     return None if error is None else [type(error).__name__, str(error)[:_LONGEST_ERROR]]
 

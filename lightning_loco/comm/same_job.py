@@ -8,11 +8,13 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from lightning_loco.comm.arrivals import let_the_others_look
+from lightning_loco.comm.messages import read
 from lightning_loco.comm.store import PromptStore
 
 _JOB = "job"
 _REFUSED = "refused"
 _PAUSE_S = 0.02
+_LONGEST = 400
 
 
 class JobName(NamedTuple):
@@ -60,7 +62,14 @@ class SameJob:
             if time.monotonic() > deadline:
                 return False
             time.sleep(_PAUSE_S)
-        there = JobName(*json.loads(self._store.get(_JOB, self._timeout_s)))
+        match read(self._store.get(_JOB, self._timeout_s), f"Rank 0 at {place}"):
+            case [str(launched), int(num_ranks)]:
+                there = JobName(launched[:_LONGEST], num_ranks)
+            case other:
+                raise RuntimeError(
+                    f"What is in the key-value store at {place} is not of this program: "
+                    f"{str(other)[:100]!r}. Does another program use the port of this job?"
+                )
         if there.launched != self._job.launched:
             raise RuntimeError(
                 f"This process belongs to {_words(self._job)}, but rank 0 at {place} to "
@@ -85,7 +94,7 @@ class SameJob:
             ValueError: If one has.
         """
         if self._store.check([_REFUSED], self._timeout_s):
-            text = self._store.get(_REFUSED, self._timeout_s).decode()
+            text = self._store.get(_REFUSED, self._timeout_s).decode(errors="replace")[:_LONGEST]
             with suppress(RuntimeError):
                 let_the_others_look(self._store, self._rank, self._job.num_ranks)
             raise ValueError(text)

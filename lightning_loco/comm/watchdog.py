@@ -290,21 +290,24 @@ class Watchdog(BackgroundThread):
         """Names of those that have given signs of life, and then none for so many seconds."""
         return [
             self._names[worker]
-            for worker, (beats, since) in list(self._life.items())
-            if beats and self._looked_at - since > silent_s
+            for worker, beats, age_s in self._ages()
+            if beats and age_s > silent_s
         ]
 
     def forget(self, workers: Sequence[int]) -> None:
         """Do not look after these any more: the others have gone on without them."""
         self._others = [other for other in self._others if other not in workers]
-        for worker in workers:
-            self._life.pop(worker, None)
 
     @property
     def _lifeless(self) -> set[int]:
         """Those whose last beat was old already when somebody looked at it."""
-        life = list(self._life.items())  # its thread may write meanwhile
-        return {worker for worker, (_, since) in life if self._looked_at - since >= _SETTLE_S}
+        return {worker for worker, _, age_s in self._ages() if age_s >= _SETTLE_S}
+
+    def _ages(self) -> list[tuple[int, int, float]]:
+        """The others, how often each has beaten, and how old its last beat was when looked at."""
+        looked_at = self._looked_at
+        life = [(worker, *self._life.get(worker, (0, math.inf))) for worker in self._others]
+        return [(worker, beats, looked_at - since) for worker, beats, since in life]
 
     def wait_for_failure(self) -> str | None:
         """What another worker reports before it ends, given a moment; None if nothing comes.
@@ -346,11 +349,12 @@ class Watchdog(BackgroundThread):
         for key, value in zip(keys, values, strict=True):
             if (found := self._parse(key, _BEAT, value)) is not None:
                 beats[int(key.partition("/")[2])] = (int(found[1]), int(found[2]), found[3])
-        self._looked_at = self._clock.now()
+        now = self._clock.now()
         for worker in self._others:
             count = beats.get(worker, (0,))[0]
             if worker not in self._life or self._life[worker][0] != count:
-                self._life[worker] = (count, self._looked_at)
+                self._life[worker] = (count, now)
+        self._looked_at = now  # last: another thread compares
         return beats
 
     def leave(self, place: str) -> None:

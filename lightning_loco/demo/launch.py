@@ -37,7 +37,7 @@ def outer_launch() -> tuple[str, int, int] | None:
     """Who started this process among others: (launcher, processes per machine, machines).
 
     Raises:
-        ValueError: Not as many processes on each machine; all ranks find that.
+        ValueError: If this machine has another number of processes than the mean of all.
     """
     env = os.environ
     if "TORCHELASTIC_RUN_ID" in env:

@@ -95,9 +95,10 @@ class Asking:
     def say_incomplete(self, flight: Flight, plan: Plan) -> None:
         """Say, if it is time, that a plan has not enough members, or not all that are awaited."""
         names, missing = ", ".join(plan.names), ", ".join(plan.missing)
-        whom = f"{missing}, which the new lighthouse has not heard" if missing else "more workers"
+        late = f"{missing}: alive, but the restarted lighthouse has had no heartbeat of theirs yet"
+        whom = late if missing else "more workers"
         there = f"{len(plan.names)} of at least {plan.enough} are there ({names})"
-        self._say(flight, lambda: f"{_name(flight)} waits for {whom}: {there}")
+        self._say(flight, lambda: f"{_name(flight)} waits for {whom}. {there}")
 
     def _alone(self, told: Told) -> Quorum:
         """This worker, and no other."""
@@ -130,7 +131,12 @@ class Asking:
             return
         self._said_at = now
         waited_s = now - flight.waited_since
-        log.warning("%s. Waited %.0f s, at most %g s.", what(), waited_s, self._timeout_s)
+        log.warning(
+            "%s. It has waited for %.0f s, and ends with an error after %g s.",
+            what(),
+            waited_s,
+            self._timeout_s,
+        )
 
     def _what_is_missing(self, flight: Flight) -> str:
         place, trouble = self._lighthouse.address, self._lighthouse.trouble
@@ -140,9 +146,9 @@ class Asking:
                 "`lightning-loco lighthouse`"
             )
         found = self._lighthouse.describe() or "its page in a browser shows who is alive"
-        return f"{_name(flight)} waits until the lighthouse at {place} has all together: {found}"
+        return f"{_name(flight)} waits for other workers. The lighthouse at {place}: {found}"
 
 
 def _name(flight: Flight) -> str:
     joins = flight.round_index <= UNKNOWING
-    return "The beginning of this worker" if joins else f"Round {flight.round_index}"
+    return "This worker, which joins the run," if joins else f"Round {flight.round_index}"

@@ -71,7 +71,9 @@ class Elastic:
             raise ValueError(
                 f"name must be of letters, digits, dots, dashes and underscores, got {self.name!r}."
             )
-        if self.host is not None and not is_address(f"{self.host}:1"):
+        if self.host is not None and (
+            self.host.count(":") == 1 or not is_address(f"{self.host}:1")
+        ):
             raise ValueError(
                 f"host must be a name or an address without a port, got {self.host!r}."
             )

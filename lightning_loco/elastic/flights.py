@@ -239,8 +239,8 @@ class Flights(BackgroundThread):
         """Warn, once for each, of those whose words cannot be used."""
         for name in set(plan.strangers) - self._strangers:
             log.warning(
-                "%.100r has asked the lighthouse to take part, but what it says of itself is not "
-                "in the form of a member of this version: the round goes on without it.",
+                "Ignored %.100r: it has asked the lighthouse to take part, but its request is "
+                "malformed, or of another version of lightning_loco. The round goes on without it.",
                 name,
             )
         self._strangers.update(plan.strangers)

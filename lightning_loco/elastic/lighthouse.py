@@ -135,7 +135,7 @@ class Lighthouse:
 
     def _connected(self, deadline: float) -> LighthouseClient:
         """Reach the lighthouse and begin with the signs of life, if that is still to be done."""
-        self._uptime.reach(deadline)
+        self._uptime.connect(deadline)
         longest = timedelta(seconds=max(_PAUSE_S, deadline - time.monotonic()))
         if self._heart is None:
             self._heart = ManagerServer(
@@ -153,6 +153,7 @@ class Lighthouse:
             self._client = LighthouseClient(self._url, longest)
         if self.is_closed:  # meanwhile
             self._heart.shutdown()
+            raise ConnectionAbortedError("This worker takes part no longer.")
         self.trouble = ""
         return self._client
 

@@ -71,7 +71,7 @@ class Plan(NamedTuple):
         drifted: Places of those newcomers whose state was found to be another one than the others'.
         counted: Places of those for whom the exchange counts that has failed; if there are any, no
             other is made in this quorum.
-        strangers: Who has come with words of another form, and takes no part.
+        strangers: Members whose request is malformed; they take no part.
         missing: Whom all those who know the run await, and who has not come: the round waits.
     """
 
@@ -141,7 +141,7 @@ def make_plan(quorum: Quorum, own_name: str) -> Plan:
     said = {member.name: read(member) for member in quorum.members}
     told = {name: one for name, one in said.items() if one is not None}
     if own_name not in told:
-        raise RuntimeError(f"The lighthouse does not say what this worker, {own_name}, has told.")
+        raise RuntimeError(f"The lighthouse's answer lacks what this worker, {own_name}, has sent.")
     rounds = [one.round_index for one in told.values()]
     ahead = max(rounds) if max(rounds) > UNKNOWING else min(rounds)
     in_front = [name for name, one in told.items() if one.round_index == ahead]

@@ -26,7 +26,7 @@ def is_address(text: str) -> bool:
 
 
 def serve(host: str) -> TCPStore:
-    """A store that listens at the address of a host, or at all if this machine has not that one."""
+    """A store that listens at the address of a host, or at all addresses if it has not that one."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address[:2], family=family)

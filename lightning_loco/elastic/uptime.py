@@ -42,17 +42,17 @@ class Uptime:
             ConnectionError: If nobody answers there, or after :meth:`close`.
         """
         while True:
-            self.reach(deadline)
+            self.connect(deadline)
             now = time.monotonic()
             left_s = min(self._since + HEARD_S, deadline) - now
             if left_s <= 0:
                 return
             time.sleep(left_s)
 
-    def reach(self, deadline: float) -> None:
+    def connect(self, deadline: float) -> None:
         """Connect, unless there is a connection; arguments and errors are those of :meth:`wait`."""
         if self._line is None or _has_ended(self._line):
-            self._connect(deadline)
+            self._open(deadline)
 
     def is_new(self, known_s: float) -> bool:
         """Whether this connection followed another one, less than so long ago.
@@ -71,7 +71,7 @@ class Uptime:
             self._line.close()
             self._line = None
 
-    def _connect(self, deadline: float) -> None:
+    def _open(self, deadline: float) -> None:
         self._end()
         left_s = max(HEARD_S, deadline - time.monotonic())
         if self.is_closed:

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import time
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,14 +18,13 @@ from lightning_loco.comm.arrivals import lost_store
 from lightning_loco.comm.job import Job
 from lightning_loco.comm.messages import read, read_error, write_error
 from lightning_loco.comm.store import publish
-from lightning_loco.comm.watchdog import WorkerFailure
-from lightning_loco.remote.service_group import ServiceGroup, agreement_key
+from lightning_loco.comm.watchdog import Watchdog, WorkerFailure
+from lightning_loco.remote.service_group import ServiceGroup
 
 log = logging.getLogger(__name__)
 
 _groups_made: Counter[Store] = Counter()
 _files_written: Counter[Store] = Counter()
-_LAST_WORD_S = 1.0
 _PAUSE_S = 0.02
 
 
@@ -76,7 +76,13 @@ class AllRanks:
         keys = self._next_group_keys()
         store, for_gloo = self._job.store, PrefixStore(f"{keys}/gloo", self._job.raw_store)
         return ServiceGroup(
-            store.under(keys), for_gloo, self.rank, self._names, self._timeout_s, is_patient
+            store.under(keys),
+            for_gloo,
+            self.rank,
+            self._names,
+            self._timeout_s,
+            is_patient,
+            self._job.raise_if_refused,
         )
 
     def report(self, error: BaseException) -> None:
@@ -85,12 +91,11 @@ class AllRanks:
         Does nothing if this rank has come already.
         """
         if self._is_awaited:
-            store = self._job.store.under(self._next_group_keys())
-            found = json.dumps([type(error).__name__, str(error)])
-            with suppress(RuntimeError):
-                store.set(agreement_key(1, self.rank), found, _LAST_WORD_S)
+            notes = self._job.store.under(f"{self._next_group_keys()}/watchdog")
+            watchdog = Watchdog(notes, self.rank, len(self._names), self._names)
+            watchdog.report("".join(traceback.format_exception(error)))
 
-    def say_written(self, error: Exception | None) -> None:
+    def say_written(self, error: BaseException | None) -> None:
         """Let those go on that wait in :meth:`wait_until_written`; for rank 0, as often as they.
 
         Args:

@@ -50,9 +50,9 @@ class AllServers:
     def __init__(
         self, groups: Sequence[dict[str, Any]], ranks: Sequence[int], transport: Transport
     ) -> None:
+        run = transport.next_run()  # first: all ranks count as often, whatever error comes
         trainable, self.frozen = trainable_parameters(groups)
         params = [param for _, param in trainable]
-        run = transport.next_run()
         self._channels: list[Channel] = []
         self._shares: list[list[tuple[int, Tensor]]] = []
         for share, rank in zip(share_parameters(params, len(ranks)), ranks, strict=True):

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -29,16 +29,6 @@ _PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.1
 
 
-def agreement_key(number: int, rank: int) -> str:
-    """Where a rank says in the store of the group what it has found before an agreement.
-
-    Args:
-        number: Of the agreement, from 1 on.
-        rank: Who says it: the type and the text of an error, or None and anything.
-    """
-    return f"agreement{number}/{rank}"
-
-
 class ServiceGroup:
     """All ranks, connected pair by pair, with a thread that tells who has failed.
 
@@ -51,6 +41,7 @@ class ServiceGroup:
             seconds.
         is_patient: Whether this rank waits for an agreement as long as no other one has failed or
             fallen silent, however late they come: for ranks that serve those who come.
+        look: Called again and again during an agreement; it may raise why to end that.
 
     Attributes:
         group: gloo, for messages between two ranks.
@@ -69,8 +60,10 @@ class ServiceGroup:
         names: Sequence[str],
         timeout_s: float,
         is_patient: bool = False,
+        look: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
+        self._look = look
         self._rank = rank
         self._names = names
         self._timeout_s = timeout_s
@@ -147,20 +140,21 @@ class ServiceGroup:
 
     def _gather(self, value: Any, patience_s: float) -> list[Any]:
         self._agreements += 1
-        keys = [agreement_key(self._agreements, rank) for rank in range(len(self._names))]
+        keys = [f"agreement{self._agreements}/{rank}" for rank in range(len(self._names))]
         try:
             self._store.set(keys[self._rank], json.dumps(value), self._timeout_s)
         except RuntimeError as error:
-            raise self._late(lost_store(self._names[0], error)) from error
+            raise self._late(lost_store(self._names[0], error), 0.0) from error
         found = self._wait_for(keys, patience_s)
         return [read(text, who) for text, who in zip(found, self._names, strict=True)]
 
     def _wait_for(self, keys: Sequence[str], patience_s: float) -> list[bytes]:
         """The values of all ranks, as soon as they are there."""
-        began, pause_s, said = time.monotonic(), _PAUSE_S, False
+        began, waited_s, pause_s, said = time.monotonic(), 0.0, _PAUSE_S, False
         try:
             while not self._store.check(keys, self._timeout_s):
                 self.watchdog.raise_if_failed()
+                self._look()
                 waited_s = time.monotonic() - began
                 lost = self.watchdog.lost(self._timeout_s)
                 if lost or waited_s > patience_s:
@@ -178,12 +172,12 @@ class ServiceGroup:
             raise
         except RuntimeError as error:
             who = lost_store(self._names[0], error)
-        raise self._late(who)
+        raise self._late(who, waited_s)
 
-    def _late(self, who: str) -> WorkerFailure:
+    def _late(self, who: str, waited_s: float) -> WorkerFailure:
         return WorkerFailure(
-            f"No word before the start after {self._timeout_s:g} s from {who}. Check that all "
-            "ranks run the same script, or raise timeout_s."
+            f"No message in the set-up after {waited_s:.0f} s from {who}. Check that all ranks run "
+            "the same script, or raise timeout_s."
         )
 
     def _missing(self, keys: Sequence[str]) -> str:

@@ -68,6 +68,7 @@ class Site:
     def __init__(
         self, params: Sequence[Tensor], number: int, tiers: Tiers, transport: Transport
     ) -> None:
+        self._run = transport.next_run()  # first: all ranks count as often, whatever error comes
         share = share_parameters(params, tiers.num_servers)
         self.shares = share
         self.params = [params[index] for index in share[number]]
@@ -78,7 +79,6 @@ class Site:
         self.accumulator = Accumulator(self.params, self.messages)
         self.meanwhile = Meanwhile(transport.timeout_s, transport.look_around)
         self._wires: list[Wire] = []
-        self._run = transport.next_run()
 
     @classmethod
     def of(cls, groups: Any, tiers: Tiers, transport: Transport | None) -> Site:

@@ -192,7 +192,7 @@ class Wire:
         return self._last(Note(Kind.ANSWER, content), Lane.ANSWERS)
 
     def last_request(self, note: Note) -> list[Sending]:
-        """Begin to send a request to a server, to wait for it unless that was given up."""
+        """Begin to send a request; what to wait for, which is nothing once a wait was too late."""
         sending = self._last(note, Lane.REQUESTS)
         return [] if self._is_given_up else sending
 
@@ -218,7 +218,9 @@ class Wire:
     @property
     def _group(self) -> dist.ProcessGroup:
         if self._chosen_group is None:
-            raise RuntimeError(f"{self.name}: this rank has left it, and cannot ask it any more.")
+            raise RuntimeError(
+                f"{self.name}: this rank has closed its connection. Make a new RemoteOptimizer."
+            )
         return self._chosen_group
 
     def end(self) -> None:

@@ -15,7 +15,7 @@ from lightning_loco.schedules import Staggered
 FEWEST_ROUNDS = 10
 """Outer momentum takes about as many rounds to show."""
 
-_COUNTS = (None, "step", "epoch")
+NO_METRICS = (None, "step", "epoch")
 """What a callback may monitor that is no metric."""
 
 SHORT_ROUND = 20
@@ -87,7 +87,7 @@ def _monitors(trainer: pl.Trainer) -> list[str]:
     """The callbacks that decide by the value of a metric, in words."""
     callbacks = [*trainer.early_stopping_callbacks, *trainer.checkpoint_callbacks]
     found = [(type(one).__name__, getattr(one, "monitor", None)) for one in callbacks]
-    return [f"{kind}(monitor={name!r})" for kind, name in found if name not in _COUNTS]
+    return [f"{kind}(monitor={name!r})" for kind, name in found if name not in NO_METRICS]
 
 
 def _steps_between_validations(trainer: pl.Trainer) -> float:

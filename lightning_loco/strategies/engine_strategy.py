@@ -23,7 +23,7 @@ from lightning_loco.comm.saved import Saved
 from lightning_loco.schedules import Schedule
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.added_hooks import add_hooks
-from lightning_loco.strategies.advice import advice
+from lightning_loco.strategies.advice import NO_METRICS, advice
 from lightning_loco.strategies.averaged_models import averaged_models, finish_with_averages
 from lightning_loco.strategies.driven import Engine, bytes_of_ddp, describe, summarize
 from lightning_loco.strategies.local_model import LocalModel, check_batch_norm
@@ -194,7 +194,7 @@ class EngineStrategy(MeetingStrategy):
             engine.worker.shows_outer = True
         for callback in trainer.checkpoint_callbacks if self.evaluate == "local" else ():
             monitor = getattr(callback, "monitor", None)
-            if monitor not in (None, "step", "epoch"):
+            if monitor not in NO_METRICS:
                 raise ValueError(
                     f"{type(callback).__name__}(monitor={monitor!r}) would choose files by what "
                     "each worker's own model has reached, but they hold the mean of all. Use "

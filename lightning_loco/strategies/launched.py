@@ -14,5 +14,6 @@ def launched_as(environment: ClusterEnvironment) -> str:
         step = os.environ.get("SLURM_STEP_ID")
         return f"SLURM job {os.environ['SLURM_JOB_ID']}" + (f", step {step}" if step else "")
     if isinstance(environment, TorchElasticEnvironment):
-        return f"torchrun's run {os.environ.get('TORCHELASTIC_RUN_ID', 'none')!r}"
+        name = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # what torchrun calls all without one
+        return "" if name == "none" else f"torchrun's run {name!r}"
     return ""

@@ -292,7 +292,7 @@ def write_files_by(strategy: DDPStrategy, io: CheckpointIO) -> None:
 
 
 def average_gradients_in(strategy: DDPStrategy, group: dist.ProcessGroup | None) -> None:
-    """Let DDP average gradients over this group; must be called before it wraps the model."""
+    """Let DDP average gradients over this group, None for all ranks, once it wraps a model."""
     strategy._ddp_kwargs["process_group"] = group
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sized
 from typing import Any, cast
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -83,6 +84,8 @@ class TrainerPosition:
     @property
     def _total_steps(self) -> int | None:
         """How many local steps the whole fit makes; None if nobody knows."""
+        if any(isinstance(c, GradientAccumulationScheduler) for c in self._trainer.callbacks):  # type: ignore[attr-defined]
+            return None  # the estimate is by the present accumulation
         total = self._trainer.estimated_stepping_batches
         return int(total) if 0 <= total < math.inf else None
 
@@ -120,9 +123,10 @@ class TrainerPosition:
         if own != theirs and not self._is_warned:
             self._is_warned = True
             rank_zero_warn(
-                f"{who} makes {theirs} local steps in all, and this worker {own}: who ends first "
-                "leaves the others to go on with other weights. Give all jobs the same max_steps, "
-                "or data and max_epochs."
+                f"{who} makes {theirs or 'an unknown number of'} local steps in all, and this "
+                f"worker {own or 'an unknown number'}. The one that ends first leaves the others "
+                "to go on with other weights. Give all jobs the same max_steps, or the same data "
+                "and max_epochs."
             )
         for config, saved in zip(configs, position["schedulers"], strict=True):
             config.scheduler.load_state_dict({**config.scheduler.state_dict(), **saved})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,9 @@ def read_main(read: Callable[[], dict[str, Any]], path: str | Path) -> dict[str,
     except Exception as error:  # damaged files fail in many ways
         if isinstance(error, FileNotFoundError) or getattr(error, "filename", None) is not None:
             raise
-        if (found := damage_of(path)) is None and is_archive(path):
+        local = local_path(path)
+        is_local = local is not None and local.is_file()
+        if (found := damage_of(path)) is None and (is_archive(path) or not is_local):
             raise
         raise ValueError(f"The checkpoint {path} cannot be read: {found or error}.") from error
     if (found := damage_of(path)) is not None:
@@ -53,7 +55,7 @@ def other_one_named(
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{error} {_other_one(io, path, worker)}") from error
+        raise ValueError(f"{error} {_other_one(io, path, worker)}".rstrip()) from error
 
 
 def _other_one(io: CheckpointIO, path: str | Path, worker: int | None) -> str:
@@ -61,12 +63,12 @@ def _other_one(io: CheckpointIO, path: str | Path, worker: int | None) -> str:
     if local is None:
         return ""
     own = os.path.realpath(local)
-    others = [
-        file
-        for file in local.parent.glob("*.ckpt")
-        if file.is_file() and os.path.realpath(file) != own
-    ]
-    for file in sorted(others, key=lambda file: file.stat().st_mtime, reverse=True):
+    others: list[tuple[float, Path]] = []
+    for file in local.parent.glob("*.ckpt"):
+        with suppress(OSError):  # deleted meanwhile
+            if file.is_file() and os.path.realpath(file) != own:
+                others.append((file.stat().st_mtime, file))
+    for _, file in sorted(others, reverse=True):
         if _is_whole(io, file, worker):
             return f"Go on from {file}, the newest other checkpoint in its folder that is whole."
     return f"No other checkpoint in {local.parent} is whole."

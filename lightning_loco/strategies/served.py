@@ -240,14 +240,14 @@ class ServedStrategy(MeetingStrategy):
         if self.service is not None or not self._trainer.state.status.stopped:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        error: Exception | None = None
+        error: BaseException | None = None
         with closing(self._find_ranks()) as ranks:
             if self.serves:
                 ranks.wait_until_written()
                 return
             try:
                 super().save_checkpoint(checkpoint, filepath, storage_options)
-            except Exception as found:
+            except BaseException as found:
                 error = found
                 raise
             finally:

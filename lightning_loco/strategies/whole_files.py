@@ -69,7 +69,7 @@ def move_file(source: Path, target: Path) -> None:
 def is_archive(path: str | Path) -> bool:
     """Whether a local file begins as those do that ``torch.save`` writes."""
     local = local_path(path)
-    if local is None:
+    if local is None or not local.is_file():
         return False
     with local.open("rb") as file:
         return file.read(len(_ARCHIVE)) == _ARCHIVE
@@ -88,7 +88,7 @@ def damage_of(path: str | Path, reads_all: bool = True) -> str | None:
         None if nothing is wrong, and for files elsewhere or of another format.
     """
     local = local_path(path)
-    if local is None:
+    if local is None or not local.is_file():
         return None
     if not is_archive(local):
         return None if local.stat().st_size else "it is empty"

@@ -60,7 +60,9 @@ def test_what_the_lighthouse_waits_for_is_said(caplog: pytest.LogCaptureFixture)
         lighthouse.stop()
     assert found is None
     *_, line = caplog.messages
-    assert line.startswith("The beginning of this worker waits until the lighthouse at 127.0.0.1:")
+    assert line.startswith(
+        "This worker, which joins the run, waits for other workers. The lighthouse at 127."
+    )
     assert "New quorum not ready, only have 1 participants, need min_replicas 2" in line
     assert "it has heard w0 0" in line
 

@@ -40,6 +40,7 @@ def test_values_out_of_range(subtests: pytest.Subtests) -> None:
         ("name", "a b", "name must be of letters"),
         ("host", "10.0.0.1 ", "host must be a name or an address without a port, got '10.0.0.1 '"),
         ("host", "a..b", "host must be a name or an address without a port"),
+        ("host", "10.0.0.1:5000", "host must be a name or an address without a port"),
         ("timeout_s", 0, "timeout_s is in seconds and must be positive, got 0"),
         ("check_every", -1, "check_every counts rounds and must be at least 1, or 0"),
         ("check_every", 2.5, "check_every counts rounds and must be at least 1, or 0"),

@@ -34,4 +34,4 @@ def test_an_address_that_is_none_is_named_and_left_out(caplog: pytest.LogCapture
     finally:
         lighthouse.stop()
     (warning,) = [text for text in caplog.messages if "mallory" in text]
-    assert "not in the form of a member of this version: the round goes on without it" in warning
+    assert "its request is malformed, or of another version of lightning_loco" in warning

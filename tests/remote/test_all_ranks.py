@@ -114,3 +114,30 @@ def test_a_frozen_rank_is_named_in_time(
                     text, seconds = outcome.result
                     assert NAMES[victim] in text
                     assert seconds < longest_s
+
+
+def miss_a_worker(rank: int, world: int, port: int) -> str:
+    """What a rank raises when worker 1 never comes, and one that serves waits with patience."""
+    try:
+        with all_ranks(rank, port, TIMEOUT_S) as ranks:
+            if rank == 1:
+                time.sleep(HARNESS_S)
+            try:
+                if rank == 0:
+                    ranks.init_default_group([0, 1], "gloo", CPU)
+                ranks.new_group(is_patient=True)
+            except RuntimeError as error:
+                ranks.report(error)
+                raise
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.process
+def test_who_waits_with_patience_learns_of_a_worker_that_never_comes() -> None:
+    (port,) = free_ports()
+    with Job(miss_a_worker, port, world=3) as job:
+        for outcome in job.outcomes([0, 2], HARNESS_S):
+            assert outcome.error is None, outcome.error
+            assert "from worker 1. Check that" in outcome.result

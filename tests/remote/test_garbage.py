@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning_loco.comm.job import Job
 from lightning_loco.comm.store import PromptStore
 from lightning_loco.remote.optimizer_state import OptimizerState
-from lightning_loco.remote.service_group import ServiceGroup, agreement_key
+from lightning_loco.remote.service_group import ServiceGroup
 from lightning_loco.remote.wire import FRAME_BYTES, Kind, Lane, Wire
 from tests.forked_jobs import Start
 from tests.pool import Pool
@@ -104,7 +104,7 @@ def agree_with_garbage(rank: int, world: int, port: int, garbage: str) -> str:
     try:
         if rank == 1:
             store: PromptStore = job.store.under("group")
-            store.set(agreement_key(2, 1), garbage)
+            store.set("agreement2/1", garbage)
             return "sent"
         group.raise_together(None)
     except RuntimeError as error:

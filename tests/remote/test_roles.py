@@ -199,7 +199,7 @@ def ask_after_leaving(rank: int, world: int) -> None:
 
 
 def test_who_has_left_the_servers_cannot_ask_them(pool: Pool) -> None:
-    with pytest.raises(PoolError, match="this rank has left it, and cannot ask it any more"):
+    with pytest.raises(PoolError, match="this rank has closed its connection"):
         pool.run(ask_after_leaving, world=2)
 
 

@@ -466,7 +466,21 @@ class OldFormatIO(CheckpointIO):
         (shutil.rmtree if os.path.isdir(path) else os.remove)(path)
 
 
-@pytest.mark.parametrize("plugin", [OldFormatIO, AsyncCheckpointIO, WholeFileIO])
+class FolderIO(OldFormatIO):
+    """A user's own: a checkpoint is a folder."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        super().save_checkpoint(checkpoint, f"{path}/all")
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        return super().load_checkpoint(f"{path}/all", map_location, weights_only)
+
+
+@pytest.mark.parametrize("plugin", [OldFormatIO, FolderIO, AsyncCheckpointIO, WholeFileIO])
 def test_own_ways_to_write_files_work(
     pool: Pool, tmp_path: Path, plugin: type[CheckpointIO]
 ) -> None:
@@ -474,7 +488,8 @@ def test_own_ways_to_write_files_work(
     assert pool.run(fit, path, 3, False, None, 0.1, 0, plugin, world=WORLD) == [3, 3]
     assert 1 <= len(os.listdir(f"{path}.loco")) <= 3
     assert pool.run(fit, path, 4, True, None, 0.1, 0, plugin, world=WORLD) == [4, 4]
-    assert torch.load(path, weights_only=False)["global_step"] == 4
+    file = f"{path}/all" if os.path.isdir(path) else path
+    assert torch.load(file, weights_only=False)["global_step"] == 4
 
 
 def fit_in_memory(rank: int, world: int) -> list[str]:
