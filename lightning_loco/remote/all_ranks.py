@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import math
@@ -25,7 +26,11 @@ log = logging.getLogger(__name__)
 
 _groups_made: Counter[Store] = Counter()
 _files_written: Counter[Store] = Counter()
+_ENDED = "lightning_loco/rank 0 has ended"
 _PAUSE_S = 0.02
+
+_to_be_told: set[Store] = set()
+"""Stores in which rank 0 leaves a note when it ends, for torchrun's are there for longer."""
 
 
 class AllRanks:
@@ -62,6 +67,9 @@ class AllRanks:
         self._timeout_s = timeout_s
         self._is_awaited = True
         self._job = Job(address, port, rank, names, timeout_s, launched)
+        if rank == 0 and self._job.raw_store not in _to_be_told:
+            _to_be_told.add(self._job.raw_store)
+            atexit.register(_say_ended, self._job.raw_store)
 
     def init_default_group(self, ranks: Sequence[int], backend: str, device: torch.device) -> None:
         """Make the default process group of some ranks, as :meth:`Job.init_default_group`."""
@@ -108,18 +116,25 @@ class AllRanks:
         """Wait until rank 0 has written the file that all ranks have asked for, however late.
 
         Raises:
-            WorkerFailure: If rank 0, which hosts the job's key-value store, does not answer.
+            WorkerFailure: If rank 0 ends without, or the job's key-value store does not answer.
             Exception: Its error, if it could not write the file.
         """
         key, store, host = self._next_file_key(), self._job.store, self._names[0]
         warn_at = time.monotonic() + self._timeout_s
         try:
             while not store.check([key], self._timeout_s):
+                if store.check([_ENDED], self._timeout_s) and not store.check([key]):
+                    raise WorkerFailure(
+                        f"{host} has ended without a checkpoint that this rank waits for. Call "
+                        "trainer.save_checkpoint on all ranks, or on none."
+                    )
                 if time.monotonic() > warn_at:
                     warn_at = math.inf
                     log.warning("Still waiting for %s to save a checkpoint.", host)
                 time.sleep(_PAUSE_S)
             told = store.get(key)
+        except WorkerFailure:
+            raise
         except RuntimeError as error:
             text = f"No checkpoint was saved by {lost_store(host, error)}."
             raise WorkerFailure(text) from error
@@ -139,3 +154,8 @@ class AllRanks:
         self._is_awaited = False
         _groups_made[self._job.raw_store] += 1
         return f"lightning_loco/group{_groups_made[self._job.raw_store]}"
+
+
+def _say_ended(store: Store) -> None:
+    with suppress(RuntimeError):
+        store.set(_ENDED, "")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 import torch
@@ -141,3 +143,28 @@ def test_who_waits_with_patience_learns_of_a_worker_that_never_comes() -> None:
         for outcome in job.outcomes([0, 2], HARNESS_S):
             assert outcome.error is None, outcome.error
             assert "from worker 1. Check that" in outcome.result
+
+
+def end_without_saving(rank: int, world: int, port: int) -> str:
+    """What a rank that serves raises when rank 0 saves nothing, with a store that stays."""
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    dist.barrier()
+    dist.destroy_process_group()
+    with closing(AllRanks("127.0.0.1", port, rank, NAMES[:2], HARNESS_S)) as ranks:
+        if rank == 0:
+            atexit._run_exitfuncs()  # which a forked process does not do
+            return "nothing"
+        try:
+            ranks.wait_until_written()
+        except RuntimeError as error:
+            return str(error)
+    return "nothing"
+
+
+@pytest.mark.process
+def test_who_waits_for_a_checkpoint_learns_that_rank_0_has_ended_without_one() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with Job(end_without_saving, store.port, world=2) as job:
+        (outcome,) = job.outcomes([1], HARNESS_S)
+    assert outcome.error is None, outcome.error
+    assert outcome.result.startswith("worker 0 has ended without a checkpoint that this rank waits")
