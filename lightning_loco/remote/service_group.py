@@ -144,6 +144,7 @@ class ServiceGroup:
         try:
             self._store.set(keys[self._rank], json.dumps(value), self._timeout_s)
         except RuntimeError as error:
+            self.watchdog.raise_if_failed()
             raise self._late(lost_store(self._names[0], error), 0.0) from error
         found = self._wait_for(keys, patience_s)
         return [read(text, who) for text, who in zip(found, self._names, strict=True)]
@@ -171,6 +172,7 @@ class ServiceGroup:
         except WorkerFailure:
             raise
         except RuntimeError as error:
+            self.watchdog.raise_if_failed()  # what rank 0 has told before the store ended with it
             who = lost_store(self._names[0], error)
         raise self._late(who, waited_s)
 
