@@ -6,9 +6,11 @@ In a job with several ranks on a machine, only the first rank of each examines i
 from __future__ import annotations
 
 import argparse
+import random
 import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 MOST_MACHINES = 256
@@ -153,9 +155,11 @@ def _master(environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _free_port() -> int:
-    with socket.create_server((LOOPBACK, 0)) as taken:
-        port: int = taken.getsockname()[1]
-        return port
+    """One below those that systems give to connections, so that nobody takes it meanwhile."""
+    for port in random.sample(range(20_000, 30_000), 100):
+        with suppress(OSError), socket.create_server(("", port)):
+            return port
+    raise OSError("No free port between 20000 and 30000 was found on this machine.")
 
 
 def _first_node(nodes: str) -> str:

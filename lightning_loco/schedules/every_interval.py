@@ -40,12 +40,8 @@ class EveryInterval(Schedule):
             raise ValueError(f"warmup_steps must be at least 0, got {self.warmup_steps}.")
 
     def due(self, now: Now) -> tuple[bool, bool]:
-        """Begin when the pause is over; end after the first step by which everything is here.
-
-        Before the first step all workers are equal, and a snapshot of then would be an old one to
-        those whose own leaves later.
-        """
-        if now.steps < max(1, self.warmup_steps):
+        """Begin when the pause is over; end after the first step by which everything is here."""
+        if now.steps < self.warmup_steps:
             return False, False
         if now.flight is None:
             return now.idle_s >= self.interval_s, False

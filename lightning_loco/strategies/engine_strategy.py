@@ -310,8 +310,9 @@ class EngineStrategy(MeetingStrategy):
             lightning_private.stop_after_batch(self._trainer, self._added)
 
     def _make_due_round(self) -> None:
+        """Make the round that is due; none before the first step, when all workers are equal."""
         engine = self._engine
-        if engine.is_due:
+        if engine.worker.steps and engine.is_due:
             check_left_out(engine.worker.replica.left_out, self.optimizers)
             engine.worker.last_loss = self._loss
             engine.make_round()

@@ -76,7 +76,7 @@ def test_who_is_there_is_said_where_they_are_too_few(caplog: pytest.LogCaptureFi
     plan = make_plan(found, "w0")
     time.sleep(module.SAY_S)
     asking.say_incomplete(flight, plan)
-    assert "Round 3 waits for more workers: 1 of at least 2 are there (w0)" in caplog.text
+    assert "Round 3 waits for more workers. 1 of at least 2 are there (w0)" in caplog.text
     flight.waited_since = None
     caplog.clear()
     asking.say_incomplete(Flight(4, flight.row), plan)

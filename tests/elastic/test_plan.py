@@ -162,7 +162,7 @@ def test_strangers_take_no_part(subtests: pytest.Subtests) -> None:
             assert make_plan(quorum, "a").names == ("a",)
             assert make_plan(quorum, "a").strangers == ("stranger",)
             assert not make_plan(quorum, "a").is_new
-            with pytest.raises(RuntimeError, match="not say what this worker, stranger, has told"):
+            with pytest.raises(RuntimeError, match="lacks what this worker, stranger, has sent"):
                 make_plan(quorum, "stranger")
 
 

@@ -78,8 +78,6 @@ def test_by_the_clock_rounds_wait_for_pauses_and_end_when_all_is_here(
     ):
         with subtests.test(steps=steps, idle_s=idle_s, flight=flight):
             assert schedule.due(now(steps, steps, idle_s, flight)) == expected
-    assert EveryInterval(0.5).due(now(0, 0, math.inf)) == (False, False)  # no step was made
-    assert EveryInterval(0.5).due(now(1, 1, math.inf)) == (True, False)
 
 
 def test_which_rounds_are_under_way_while_steps_are_made(subtests: pytest.Subtests) -> None:

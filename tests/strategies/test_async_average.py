@@ -87,6 +87,33 @@ def test_warm_up_is_ddp(pool: Pool, accumulate: int) -> None:
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
 
 
+class Looking(TinyModule):
+    """Whether its parameters were under way in each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        strategy = self.trainer.strategy
+        assert isinstance(strategy, AsyncModelAverageStrategy)
+        assert strategy.engine is not None
+        self.under_way = [
+            *getattr(self, "under_way", ()),
+            strategy.engine.lanes[0].flight is not None,
+        ]
+        return super().training_step(batch, batch_idx)
+
+
+def fit_looking(rank: int, world: int) -> list[bool]:
+    module = Looking()
+    strategy = AsyncModelAverageStrategy(interval_s=0)
+    make_trainer(strategy, max_epochs=1, use_distributed_sampler=False).fit(
+        module, make_loader(rank, 2)
+    )
+    return module.under_way
+
+
+def test_no_round_begins_before_the_first_step(pool: Pool) -> None:
+    assert pool.run(fit_looking, world=2) == [[False, True]] * 2
+
+
 class Stops(Callback):
     """User code that stops the averaging for a while."""
 
