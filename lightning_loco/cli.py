@@ -24,7 +24,6 @@ from lightning_loco.checked_settings import SettingsError, one_line, settings_of
 from lightning_loco.chosen_strategy import build_strategy
 from lightning_loco.demo.data import ByteTextData
 from lightning_loco.demo.launch import (
-    follow_launcher,
     outer_launch,
     quieten_lightning,
     set_num_threads,
@@ -46,7 +45,8 @@ def run(cfg: DictConfig) -> float | None:
     """Build everything a configuration names, train, and report.
 
     Args:
-        cfg: Composed from ``conf/train.yaml``; it is not changed.
+        cfg: Composed from ``conf/train.yaml`` and fitted to its launcher, as
+            :func:`~lightning_loco.checked_settings.checked` does; it is not changed.
 
     Returns:
         Validation loss of the final model; None if nothing was validated.
@@ -55,7 +55,6 @@ def run(cfg: DictConfig) -> float | None:
         SettingsError: A setting that cannot work, found on every rank before training.
     """
     quieten_lightning()
-    cfg = follow_launcher(cfg)
     seed_everything(cfg.seed, workers=True, verbose=False)
     with settings_of("model"):
         model: LightningModule = hydra.utils.instantiate(cfg.model)

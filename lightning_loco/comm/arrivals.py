@@ -98,10 +98,7 @@ class Arrivals:
 
     def explain(self) -> str:
         """Say who has not come."""
-        return (
-            f"No message in the set-up within {self._timeout_s:.0f} s from {self._who()}. Check "
-            "that every worker runs the same script, or raise timeout_s."
-        )
+        return who_has_not_come(self._who(), self._timeout_s)
 
     def _who(self) -> str:
         try:
@@ -115,6 +112,14 @@ class Arrivals:
         return (
             ", ".join(late) or "any worker (all have come: one has ended since, or a network fault)"
         )
+
+
+def who_has_not_come(who: str, timeout_s: float) -> str:
+    """The message for a set-up in which some have not come in time."""
+    return (
+        f"No message in the set-up within {timeout_s:.0f} s from {who}. Check that every worker "
+        "runs the same script, or raise timeout_s."
+    )
 
 
 def let_the_others_look(store: PromptStore, worker: int, present: int) -> None:

@@ -37,6 +37,9 @@ class Job:
             with another name is refused.
 
     Attributes:
+        rank: As given.
+        names: As given.
+        timeout_s: As given.
         raw_store: The job's key-value store, for PyTorch's own set-up.
         store: A connection of its own to it.
 
@@ -55,9 +58,9 @@ class Job:
         timeout_s: float,
         launched: str = "",
     ) -> None:
-        self._rank = rank
-        self._names = names
-        self._timeout_s = timeout_s
+        self.rank = rank
+        self.names = names
+        self.timeout_s = timeout_s
         self._place = f"{address}:{port}"
         key = (address, port, len(names))
         with self._named():
@@ -73,12 +76,7 @@ class Job:
         self._same_job = SameJob(self.store.under("lightning_loco/same"), rank, job, timeout_s)
         try:
             with self._named():
-                has_come = self._same_job.check(self._place)
-            if not has_come:
-                raise WorkerFailure(
-                    f"No message in the set-up within {timeout_s:g} s from {names[0]}. Check that "
-                    "every worker runs the same script, or raise timeout_s."
-                )
+                self._same_job.check(self._place, names[0])
         except BaseException:
             self.close()
             raise
@@ -103,11 +101,11 @@ class Job:
                     "before, and use one number of workers per process."
                 )
             return
-        own, keys = ranks.index(self._rank), f"lightning_loco/training{len(ranks)}"
-        names = [self._names[rank] for rank in ranks]
+        own, keys = ranks.index(self.rank), f"lightning_loco/training{len(ranks)}"
+        names = [self.names[rank] for rank in ranks]
         with self._named():
             came, look = self.store.under(f"{keys}/came"), self._same_job.raise_if_refused
-            arrivals = Arrivals(came, own, names, self._timeout_s, look)
+            arrivals = Arrivals(came, own, names, self.timeout_s, look)
             check_device_here(device, arrivals)
             store = PrefixStore(f"{keys}/{arrivals.attempt}", self.raw_store)
 
@@ -117,12 +115,12 @@ class Job:
                     store=store,
                     rank=own,
                     world_size=len(ranks),
-                    timeout=timedelta(seconds=self._timeout_s),
+                    timeout=timedelta(seconds=self.timeout_s),
                     device_id=None if device.type == "cpu" else device,
                 )
 
             try:
-                in_time(connect, self._timeout_s + 1)
+                in_time(connect, self.timeout_s + 1)
             except RuntimeError as error:
                 reason = str(error).strip().split("\n")[0]
                 raise WorkerFailure(f"{arrivals.explain()} PyTorch says: {reason}") from error
@@ -147,10 +145,10 @@ class Job:
         try:
             yield
         except (StoreSilent, dist.DistError) as error:
-            if self._rank == 0 and not isinstance(error, StoreSilent):
+            if self.rank == 0 and not isinstance(error, StoreSilent):
                 raise  # it could not be opened: the port is taken, say
             raise WorkerFailure(
-                f"No message in the set-up within {self._timeout_s:g} s from {self._names[0]}, "
+                f"No message in the set-up within {self.timeout_s:g} s from {self.names[0]}, "
                 f"which hosts the job's key-value store at {self._place} and is unreachable. "
                 "Check that it runs and that nothing holds it or the network to it up, or raise "
                 "timeout_s."

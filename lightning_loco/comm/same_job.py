@@ -7,9 +7,10 @@ import time
 from contextlib import suppress
 from typing import NamedTuple
 
-from lightning_loco.comm.arrivals import let_the_others_look
+from lightning_loco.comm.arrivals import let_the_others_look, who_has_not_come
 from lightning_loco.comm.messages import read
 from lightning_loco.comm.store import PromptStore
+from lightning_loco.comm.watchdog import WorkerFailure
 
 _JOB = "job"
 _REFUSED = "refused"
@@ -46,21 +47,26 @@ class SameJob:
         self._job = job
         self._timeout_s = timeout_s
 
-    def check(self, place: str) -> bool:
-        """Compare this rank's job with that of rank 0, at ``place``; False if rank 0 is not there.
+    def check(self, place: str, host: str) -> None:
+        """Compare this rank's job with that of rank 0.
+
+        Args:
+            place: Address and port of the store.
+            host: What to call rank 0 in messages.
 
         Raises:
+            WorkerFailure: If rank 0 does not come in time.
             RuntimeError: If the store is another job's, which goes on.
             ValueError: If the ranks of one job count differently; the others raise it as well.
         """
         if self._rank == 0:
             self._store.delete_key(_REFUSED, self._timeout_s)  # of an attempt before this one
             self._store.set(_JOB, json.dumps(self._job), self._timeout_s)
-            return True
+            return
         deadline = time.monotonic() + self._timeout_s
         while not self._store.check([_JOB], self._timeout_s):
             if time.monotonic() > deadline:
-                return False
+                raise WorkerFailure(who_has_not_come(host, self._timeout_s))
             time.sleep(_PAUSE_S)
         match read(self._store.get(_JOB, self._timeout_s), f"Rank 0 at {place}"):
             case [str(launched), int(num_ranks)]:
@@ -85,7 +91,6 @@ class SameJob:
             self._store.set(_REFUSED, text, self._timeout_s)
             self._store.check([_REFUSED], self._timeout_s)  # it has been read by now
             raise ValueError(text)
-        return True
 
     def raise_if_refused(self) -> None:
         """Tell this rank, which waits for others, that one of them has been refused.

@@ -40,36 +40,15 @@ class AllRanks:
     and collectives of users know nothing of the others.
 
     Args:
-        address: Of the machine of rank 0.
-        port: A free one there.
-        rank: This rank.
-        names: What to call the ranks in messages.
-        timeout_s: Longest wait, in seconds.
-        launched: Who has started the job, and under which name, as in :class:`Job`.
-
-    Raises:
-        WorkerFailure: If rank 0, which hosts the job's key-value store, does not answer in time.
-        RuntimeError: If the store is another job's.
-        ValueError: If rank 0 counts another number of ranks.
+        job: Of all these ranks; :meth:`close` closes it.
     """
 
-    def __init__(
-        self,
-        address: str,
-        port: int,
-        rank: int,
-        names: Sequence[str],
-        timeout_s: float,
-        launched: str = "",
-    ) -> None:
-        self.rank = rank
-        self._names = names
-        self._timeout_s = timeout_s
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._is_awaited = True
-        self._job = Job(address, port, rank, names, timeout_s, launched)
-        if rank == 0 and self._job.raw_store not in _to_be_told:
-            _to_be_told.add(self._job.raw_store)
-            atexit.register(_say_ended, self._job.raw_store)
+        if job.rank == 0 and job.raw_store not in _to_be_told:
+            _to_be_told.add(job.raw_store)
+            atexit.register(_say_ended, job.raw_store)
 
     def init_default_group(self, ranks: Sequence[int], backend: str, device: torch.device) -> None:
         """Make the default process group of some ranks, as :meth:`Job.init_default_group`."""
@@ -86,9 +65,9 @@ class AllRanks:
         return ServiceGroup(
             store.under(keys),
             for_gloo,
-            self.rank,
-            self._names,
-            self._timeout_s,
+            self._job.rank,
+            self._job.names,
+            self._job.timeout_s,
             is_patient,
             self._job.raise_if_refused,
         )
@@ -100,7 +79,7 @@ class AllRanks:
         """
         if self._is_awaited:
             notes = self._job.store.under(f"{self._next_group_keys()}/watchdog")
-            watchdog = Watchdog(notes, self.rank, len(self._names), self._names)
+            watchdog = Watchdog(notes, self._job.rank, len(self._job.names), self._job.names)
             watchdog.report("".join(traceback.format_exception(error)))
 
     def say_written(self, error: BaseException | None) -> None:
@@ -119,11 +98,11 @@ class AllRanks:
             WorkerFailure: If rank 0 ends without, or the job's key-value store does not answer.
             Exception: Its error, if it could not write the file.
         """
-        key, store, host = self._next_file_key(), self._job.store, self._names[0]
-        warn_at = time.monotonic() + self._timeout_s
+        key, store, host = self._next_file_key(), self._job.store, self._job.names[0]
+        warn_at = time.monotonic() + self._job.timeout_s
         try:
-            while not store.check([key], self._timeout_s):
-                if store.check([_ENDED], self._timeout_s) and not store.check([key]):
+            while not store.check([key], self._job.timeout_s):
+                if store.check([_ENDED], self._job.timeout_s) and not store.check([key]):
                     raise WorkerFailure(
                         f"{host} has ended without a checkpoint that this rank waits for. Call "
                         "trainer.save_checkpoint on all ranks, or on none."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -23,7 +25,6 @@ from lightning_loco.comm.stopping import StopAgreed
 from lightning_loco.comm.waiting import Explained
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.interrupted import complete_one
-from lightning_loco.strategies.launched import launched_as
 from lightning_loco.strategies.whole_files import WholeFileIO
 
 _BROADCAST = "a broadcast (Timer and max_time make one after every batch)"
@@ -243,3 +244,14 @@ class MeetingStrategy(DDPStrategy):
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Delete a checkpoint with all that belongs to it."""
         self.checkpoints.remove(filepath)
+
+
+def launched_as(environment: ClusterEnvironment) -> str:
+    """A name that is the same on all ranks of a job; empty where nobody gives it one."""
+    if isinstance(environment, SLURMEnvironment) and "SLURM_JOB_ID" in os.environ:
+        step = os.environ.get("SLURM_STEP_ID")
+        return f"SLURM job {os.environ['SLURM_JOB_ID']}" + (f", step {step}" if step else "")
+    if isinstance(environment, TorchElasticEnvironment):
+        name = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # what torchrun calls all without one
+        return "" if name == "none" else f"torchrun's run {name!r}"
+    return ""

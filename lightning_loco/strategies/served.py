@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_loco.comm.checks import check_same_tensors
 from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.job import Job
 from lightning_loco.comm.parting import abandon, abandon_default_group
 from lightning_loco.comm.places import Places
 from lightning_loco.comm.watchdog import WorkerFailure
@@ -27,9 +28,8 @@ from lightning_loco.remote.service_group import ServiceGroup
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.added_hooks import add_hooks
 from lightning_loco.strategies.averaged_models import averaged_models, share_complete_averages
-from lightning_loco.strategies.launched import launched_as
 from lightning_loco.strategies.local_model import LocalModel
-from lightning_loco.strategies.meeting import MeetingStrategy
+from lightning_loco.strategies.meeting import MeetingStrategy, launched_as
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class ServedStrategy(MeetingStrategy):
         tiers, place = self.tiers, self.cluster_environment
         assert place is not None
         names = [tiers.name(rank) for rank in range(tiers.world_size)]
-        return AllRanks(
+        job = Job(
             place.main_address,
             place.main_port,
             self.global_rank,
@@ -121,6 +121,7 @@ class ServedStrategy(MeetingStrategy):
             self.timeout_s,
             launched_as(place),
         )
+        return AllRanks(job)
 
     def _init_default_group(self) -> None:
         assert self._all_ranks is not None

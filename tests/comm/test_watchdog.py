@@ -112,7 +112,7 @@ def test_a_store_that_ends_while_it_is_asked_makes_nobody_alive() -> None:
         )
 
 
-@pytest.mark.parametrize(
+ways_to_find_out = pytest.mark.parametrize(
     "find_out",
     [
         lambda watchdog: "from worker 2 (no sign of life" in watchdog.explain("round 1", 1.0),
@@ -121,6 +121,9 @@ def test_a_store_that_ends_while_it_is_asked_makes_nobody_alive() -> None:
     ],
     ids=["explain", "silent", "wait_for_failure"],
 )
+
+
+@ways_to_find_out
 def test_who_was_found_without_life_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, find_out: Callable[[Watchdog], bool]
 ) -> None:
@@ -286,15 +289,7 @@ def one_has_fallen_silent(clock: ManualClock) -> Iterator[Watchdog]:
         yield watchdogs[0]
 
 
-@pytest.mark.parametrize(
-    "find_out",
-    [
-        lambda watchdog: "from worker 2 (no sign of life" in watchdog.explain("round 1", 1.0),
-        lambda watchdog: watchdog.silent() == ["worker 2"],
-        lambda watchdog: watchdog.wait_for_failure() is None,
-    ],
-    ids=["explain", "silent", "wait_for_failure"],
-)
+@ways_to_find_out
 def test_who_follows_the_others_knows_at_once_who_has_fallen_silent(
     find_out: Callable[[Watchdog], bool],
 ) -> None:

@@ -9,7 +9,7 @@ from lightning.fabric.plugins.environments import (
     TorchElasticEnvironment,
 )
 
-from lightning_loco.strategies.launched import launched_as
+from lightning_loco.strategies.meeting import launched_as
 
 
 def test_launchers_name_their_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
