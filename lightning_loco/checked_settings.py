@@ -65,7 +65,7 @@ def settings_of(key: str) -> Iterator[None]:
         missing = error.full_key or key
         raise SettingsError(f"{missing} has no value. Add {missing}=VALUE.") from error
     except Exception as error:
-        # Lightning's is told by its name, since an import of the class would import all.
+        # Compared by name: importing the class would import all of Lightning.
         is_lightnings = type(error).__name__ == "MisconfigurationException"
         if not is_lightnings and not isinstance(error, SETTING_FAULTS):
             raise
