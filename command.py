@@ -71,6 +71,20 @@ def become_lighthouse(args: argparse.Namespace) -> NoReturn:
     )
 
 
+def write_keys(path: str) -> int:
+    """Write a key file; the exit status."""
+    try:
+        room("transport.certificate").write_certificate(path)
+    except FileExistsError:
+        print(f"{path} exists. Name another file, or delete it first.", file=sys.stderr)
+        return 1
+    except (OSError, RuntimeError) as error:
+        print(f"Cannot write {path}: {error}", file=sys.stderr)
+        return 1
+    print(f"Wrote {path} (mode 600). Copy it to every machine and pass key_file={path}.")
+    return 0
+
+
 def main() -> int:
     """Run a command; its exit status."""
     parser = argparse.ArgumentParser(prog="lightning-loco", description="Tools beside training.")
@@ -93,9 +107,19 @@ def main() -> int:
         "them. Whoever reaches it can disturb the run: keep it inside your network.",
     )
     add_lighthouse_arguments(lighthouse)
+    keys = commands.add_parser(
+        "keys",
+        help="write a key file, for parameters that travel between machines",
+        description="Writes a certificate and its private key to a new file that only its owner "
+        "can read. Copy it to every machine of the job by a safe way, such as scp, and pass "
+        "key_file=FILE there: workers that hold it talk to each other by TLS, and to nobody else.",
+    )
+    keys.add_argument("file", metavar="FILE", help="does not exist yet")
     args = parser.parse_args()
     if args.command == "lighthouse":
         become_lighthouse(args)
+    if args.command == "keys":
+        return write_keys(args.file)
     try:
         status: int = room("doctor.run").run(args)
     except ValueError as error:

@@ -3,14 +3,12 @@
 Measured: the seconds of one fetch with ``PeerNode`` between two processes, from ``start_fetch`` to
 the end of ``wait``, and of the same bytes with ``sendall`` and ``recv_into`` into a buffer that is
 there already, on a connection that is there already. The two take turns, and which comes first
-changes; the first turn is not counted. A fetch includes its checks: that the chunks belong to one
-publication, and that all values are finite.
+changes; the first turn is not counted. A fetch includes its check that all values are finite.
 
 How to read it: the ratio is the socket's seconds divided by those of the fetch, turn by turn, and
 should be at least 0.80 for float32. The same bytes with a codec are two or four times as many
-parameters, which are decoded to float32 as they come: those rows have no bound. A fetch keeps four
-threads busy and the socket two, so whatever else runs on the machine slows the fetch down more;
-look at the load.
+parameters, which are decoded to float32 as they come, and with a key file all is encrypted: those
+rows have no bound. Whatever else runs on the machine changes both; look at the load.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ import contextlib
 import functools
 import socket
 import statistics
+import tempfile
 import threading
 import time
 from typing import Any
@@ -39,6 +38,7 @@ from common import (
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.codecs import CODECS
 from lightning_loco.peers import NodeDirectory, Peer, PeerNode
+from lightning_loco.transport import write_certificate
 
 BOUND = 0.80
 FORMATS = ("float32", "bf16", "fp16", "int8")
@@ -51,7 +51,7 @@ def time_turns(
 ) -> dict[str, list[float]]:
     """Seconds of every turn; worker 0 reads what worker 1 serves."""
     with contextlib.ExitStack() as stack:
-        numel = numel_of(num_bytes, settings["compression"])
+        numel = numel_of(num_bytes, settings.get("compression"))
         node = open_node(worker, ports, numel, settings)
         stack.callback(node.close)
         read = open_socket(worker, ports[2], num_bytes, stack)
@@ -90,6 +90,12 @@ def open_node(worker: Worker, ports: list[int], numel: int, settings: dict[str, 
     if worker.rank == 1:
         node.publish(torch.ones(numel), Tag(1, 1))
     return node
+
+
+def new_key_file(folder: str) -> str:
+    """A key file in a folder."""
+    write_certificate(f"{folder}/job.pem")
+    return f"{folder}/job.pem"
 
 
 def fetch_once(node: PeerNode) -> None:
@@ -143,43 +149,31 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=200, help="bytes that travel, in millions")
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--compression", nargs="+", choices=FORMATS, default=FORMATS)
-    parser.add_argument("--chunk-kib", nargs="+", type=int, help="instead of the default chunk")
-    parser.add_argument("--windows", nargs="+", type=int, help="instead of the default window")
     options: argparse.Namespace = parser.parse_args()
     if options.quick:
         options.megabytes, options.turns = 8, 3
     print_machine()
     rows = []
-    chunks = [1024 * kib for kib in options.chunk_kib] if options.chunk_kib else [None]
-    for compression in options.compression:
-        for chunk_bytes in chunks:
-            for window in options.windows or [None]:
-                given = {"chunk_bytes": chunk_bytes, "window": window}
-                settings = {key: value for key, value in given.items() if value is not None}
-                settings["compression"] = None if compression == "float32" else compression
-                num_bytes = options.megabytes * 1_000_000
-                seconds = run_workers(
-                    time_turns, 2, free_ports(3), num_bytes, options.turns, settings
-                )[0]
-                ratios = [a / b for a, b in zip(seconds["socket"], seconds["fetch"], strict=True)]
-                middle = statistics.median(ratios)
-                name = f"{options.megabytes} MB of {compression}"
-                if chunk_bytes:
-                    name += f", chunks of {chunk_bytes // 1024} KiB"
-                if window:
-                    name += f", window {window}"
-                rows.append(
-                    [
-                        name,
-                        *(
-                            f"{num_bytes / MB / statistics.median(seconds[kind]):.0f}"
-                            for kind in ("socket", "fetch")
-                        ),
-                        spread(ratios),
-                        at_least(middle, BOUND) if compression == "float32" else "-",
-                    ]
-                )
-                print(f"done: {name}", flush=True)
+    num_bytes = options.megabytes * 1_000_000
+    for compression, has_key_file in [
+        *((name, False) for name in options.compression),
+        ("float32", True),
+    ]:
+        with tempfile.TemporaryDirectory() as folder:
+            settings: dict[str, Any] = {}
+            if compression != "float32":
+                settings["compression"] = compression
+            if has_key_file:
+                settings["key_file"] = new_key_file(folder)
+            arguments = (free_ports(3), num_bytes, options.turns, settings)
+            seconds = run_workers(time_turns, 2, *arguments)[0]
+        ratios = [a / b for a, b in zip(seconds["socket"], seconds["fetch"], strict=True)]
+        has_bound = compression == "float32" and not has_key_file
+        name = f"{options.megabytes} MB of {compression}" + ", key file" * has_key_file
+        rates = (num_bytes / MB / statistics.median(seconds[kind]) for kind in ("socket", "fetch"))
+        bound = at_least(statistics.median(ratios), BOUND) if has_bound else "-"
+        rows.append([name, *(f"{rate:.0f}" for rate in rates), spread(ratios), bound])
+        print(f"done: {name}", flush=True)
     print_table(["one fetch", "socket MB/s", "fetch MB/s", "fetch/socket", "bound"], rows)
 
 

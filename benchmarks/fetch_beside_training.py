@@ -6,13 +6,17 @@ thread, in turns:
   alone             nothing else
   fetching          one fetch of 200 MB after the other; the training thread has a core
                     of its own, all else shares the other cores, the peer that serves as well
-  fetching, shared  the same without cores set apart: four busy threads beside the one that trains
+  fetching, shared  the same without cores set apart: three busy threads beside the one that trains
+  at a rate         125 MB/s are fetched, by this worker or from it, without cores set apart, with
+                    and without a key file
   publishing        200 MB are copied for others to read before every step
 
 How to read it: ``/ alone`` is the median of the ratios of a turn to the one without anything next
 to it. A step should take at most 1.10 times as long while fetching on a machine with a free core,
-which is the second row. ``publishing`` has no bound: a worker publishes for at most 5 % of its
-time, however large its model is, and here it does in every step.
+which is the second row; and at a rate of 125 MB/s at most 1 / 0.95 times as long for the worker
+that fetches (1 / 0.90 with a key file) and 1 / 0.97 times for the one that is read from.
+``publishing`` has no bound: a worker publishes for at most 5 % of its time, however large its model
+is, and here it does in every step.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from __future__ import annotations
 import os
 import random
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -35,35 +40,63 @@ from common import (
     run_workers,
     spread,
 )
-from fetch import fetch_once, free_ports, open_node
+from fetch import fetch_once, free_ports, new_key_file, open_node
 
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.demo.model import ByteGPT
 from lightning_loco.peers import PeerNode
 
-BOUND = 1.10
+RATE = 125e6
 BATCH_SIZE = 8  # as in conf/
 STEPS_PER_TURN = 12
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-KINDS = ("alone", "fetching", "fetching, shared", "publishing")
+BOUNDS = {
+    "alone": None,
+    "fetching": 1.10,
+    "fetching, shared": None,
+    "fetching at a rate": 1 / 0.95,
+    "fetching at a rate, key file": 1 / 0.90,
+    "serving at a rate": 1 / 0.97,
+    "serving at a rate, key file": 1 / 0.97,
+    "publishing": None,
+}
+KINDS = tuple(BOUNDS)
 
 
 def time_steps(
-    worker: Worker, ports: list[int], num_bytes: int, turns: int, sizes: dict[str, int]
+    worker: Worker,
+    ports: list[int],
+    key_file: str,
+    num_bytes: int,
+    turns: int,
+    sizes: dict[str, int],
 ) -> dict[str, list[float]]:
-    """Seconds per local step of worker 0 in every turn, by what else it does."""
-    node = open_node(worker, ports, num_bytes // 4, {})
+    """Seconds per local step of worker 0 in every turn, by what else happens."""
+    plain = open_node(worker, ports[:2], num_bytes // 4, {})
+    secured = open_node(worker, ports[2:], num_bytes // 4, {"key_file": key_file})
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     flat = torch.ones(num_bytes // 4)
+    if worker.rank == 0:
+        for node in (plain, secured):
+            node.publish(flat, Tag(1, 1))
     step = make_step(sizes)
     for turn in range(1 + turns):
         for kind in random.Random(turn).sample(KINDS, len(KINDS)):
             set_cores_apart(worker, kind == "fetching")
+            node = secured if kind.endswith("key file") else plain
+            fetcher = 1 if kind.startswith("serving") else 0
+            period_s = num_bytes / RATE if "at a rate" in kind else 0.0
+            is_fetched = kind not in ("alone", "publishing")
             worker.wait_for_all()
+            fetches = Fetches(node, period_s) if is_fetched and worker.rank == fetcher else None
             if worker.rank == 0:
                 seconds[kind].append(step_with(kind, node, flat, step))
             worker.wait_for_all()
-    node.close()
+            if fetches is not None:
+                fetches.end()
+            worker.wait_for_all()
+    plain.close()
+    secured.close()
     return {kind: values[1:] for kind, values in seconds.items()}
 
 
@@ -95,33 +128,33 @@ def make_step(sizes: dict[str, int]) -> Callable[[], None]:
 
 def step_with(kind: str, node: PeerNode, flat: torch.Tensor, step: Callable[[], None]) -> float:
     """Mean seconds of a local step in one turn."""
-    fetches = Fetches(node) if kind.startswith("fetching") else None
     started = time.perf_counter()
     for _ in range(STEPS_PER_TURN):
         if kind == "publishing":
             node.publish(flat, Tag(1, 1))
         step()
-    seconds = (time.perf_counter() - started) / STEPS_PER_TURN
-    if fetches is not None:
-        fetches.end()
-    return seconds
+    return (time.perf_counter() - started) / STEPS_PER_TURN
 
 
 class Fetches(threading.Thread):
-    """Starts a fetch whenever the one before has ended."""
+    """Starts a fetch whenever the one before has ended, or once in a period."""
 
-    def __init__(self, node: PeerNode) -> None:
+    def __init__(self, node: PeerNode, period_s: float) -> None:
         super().__init__()
         self._node = node
-        self._ending = False
+        self._period_s = period_s
+        self._ending = threading.Event()
         self.start()
 
     def run(self) -> None:
-        while not self._ending:
+        due = time.perf_counter()
+        while not self._ending.is_set():
             fetch_once(self._node)
+            due += self._period_s
+            self._ending.wait(max(0.0, due - time.perf_counter()))
 
     def end(self) -> None:
-        self._ending = True
+        self._ending.set()
         self.join()
 
 
@@ -136,11 +169,14 @@ def main() -> None:
         sizes = QUICK_SIZES
     print_machine()
     num_bytes = options.megabytes * 1_000_000
-    seconds = run_workers(time_steps, 2, free_ports(2), num_bytes, options.turns, sizes)[0]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (free_ports(4), new_key_file(folder), num_bytes, options.turns, sizes)
+        seconds = run_workers(time_steps, 2, *arguments)[0]
     rows = []
     for kind, values in seconds.items():
         ratios = [a / b for a, b in zip(values, seconds["alone"], strict=True)]
-        bound = against(statistics.median(ratios), BOUND) if kind == "fetching" else "-"
+        highest = BOUNDS[kind]
+        bound = "-" if highest is None else against(statistics.median(ratios), highest)
         milliseconds = f"{1000 * statistics.median(values):.1f}"
         rows.append([kind, milliseconds, spread(ratios), bound])
     print_table(["one training step", "ms", "/ alone", "bound"], rows)

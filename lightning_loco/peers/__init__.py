@@ -1,12 +1,11 @@
 """Parameters of peers, read one-sidedly: nobody waits for a peer that is slow, late or dead.
 
 Words: a worker's *peers* are the workers that it may read from. A *node* is a worker that serves
-and reads; *nodes* are all workers of a user's list, this one among them. A worker *publishes* its
-parameters, with a *tag* that holds their *clock* (local steps, blended like the parameters; not the
-time) and loss. It *fetches* those of one peer, whole, *chunk* by chunk, and *blends* them in.
+and reads; *nodes* are all workers of a user's list, this one among them. A worker *publishes* a
+*snapshot* of its parameters, with a *tag* that holds their *clock* (local steps, blended like the
+parameters; not the time) and loss. It *fetches* that of one peer, whole, and *blends* it in.
 """
 
-from lightning_loco.peers.counts import PeerStatistics
 from lightning_loco.peers.directory import (
     Directory,
     NodeDirectory,
@@ -15,10 +14,9 @@ from lightning_loco.peers.directory import (
     address_towards,
 )
 from lightning_loco.peers.engine import PairwiseEngine
-from lightning_loco.peers.keys import read_key_file, write_key_file
-from lightning_loco.peers.node import PeerNode
+from lightning_loco.peers.fetcher import Received
+from lightning_loco.peers.node import PeerNode, PeerStatistics
 from lightning_loco.peers.nodes_file import NodeSettings, read_nodes
-from lightning_loco.peers.reader import Received
 
 __all__ = [
     "Directory",
@@ -31,7 +29,5 @@ __all__ = [
     "Received",
     "StoreDirectory",
     "address_towards",
-    "read_key_file",
     "read_nodes",
-    "write_key_file",
 ]

@@ -30,12 +30,6 @@ class Peer(NamedTuple):
     host: str
     port: int
 
-    @property
-    def address(self) -> str:
-        """The address in the words of ZeroMQ."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"tcp://{host}:{self.port}"
-
 
 class Directory(Protocol):
     """Who the other peers are and where they listen; used by one thread at a time."""

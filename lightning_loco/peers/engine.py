@@ -27,13 +27,14 @@ from lightning_loco.comm.devices import device_of
 from lightning_loco.comm.flat import CHUNK_ELEMENTS
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.links import LinkLike, as_links
+from lightning_loco.comm.saved import Saved
 from lightning_loco.comm.waiting import Timed
 from lightning_loco.comm.worker import Worker
 from lightning_loco.peers.blending import Blending, served_layout
-from lightning_loco.peers.gpu import Upload, make_posting
+from lightning_loco.peers.fetcher import Received
 from lightning_loco.peers.nearness import MAX_PEER_DISTANCE
-from lightning_loco.peers.opening import open_node
-from lightning_loco.peers.reader import Received
+from lightning_loco.peers.node import open_node
+from lightning_loco.peers.posting import Upload, make_posting
 from lightning_loco.peers.settings import PairwiseSettings
 
 _KEPT = 1000
@@ -42,10 +43,10 @@ _KEPT = 1000
 class PairwiseEngine:
     """Serve this worker's parameters, and blend in those of random peers.
 
-    Serving and fetching happen in threads of their own, over ZeroMQ: a peer that is slow or dead
-    costs nothing but its own parameters. The model is touched by the training thread only, between
-    local steps. Copying it for others takes at most 5 % of the time, so that of a large model not
-    every local step is published. Floating-point buffers travel with the trainable parameters.
+    Serving and fetching happen in threads of their own: a peer that is slow or dead costs nothing
+    but its own parameters. The model is touched by the training thread only, between local steps.
+    Copying it for others takes at most 5 % of the time, so that of a large model not every local
+    step is published. Floating-point buffers travel with the trainable parameters.
 
     Args:
         model: The module to train.
@@ -56,7 +57,8 @@ class PairwiseEngine:
         fetch_timeout_s: Longest time for a fetch, in seconds.
         compression: How parameters are written on the wire: ``"bf16"``, ``"fp16"``, ``"int8"``, or
             a codec such as ``Int8(block=128)``. Default: as they are.
-        key_file: CURVE keys of the job; see :mod:`lightning_loco.peers.keys`.
+        key_file: Of the job, from ``lightning-loco keys FILE``; see
+            :func:`~lightning_loco.transport.write_certificate`.
         max_peer_distance: How many times as far as usual a peer's parameters may be from one's own,
             more than 1; see :class:`~lightning_loco.peers.nearness.Nearness`. None for no limit.
         seed: For the choice of peers, together with the number of the worker.
@@ -212,6 +214,7 @@ class PairwiseEngine:
         if self._fetching:
             self._fetching = False
             self.node.wait()
+        self.node.withdraw()
         if self._clock > 0:
             self._serve()
         self.worker.group.gather_objects(None, "a new start")
@@ -314,6 +317,37 @@ class PairwiseEngine:
         """Go on from a state of :meth:`state_dict` of the same worker."""
         self.worker.load_state_dict(saved)
         self._clock = saved["clock"]
+
+    @torch.no_grad()
+    def resume_from(self, saved: Saved) -> list[str]:
+        """Go on from what another run has saved, as far as that fits.
+
+        With another algorithm or number of workers all begin at the consensus, with their own
+        clocks.
+
+        Args:
+            saved: What this engine, a new one whose model holds the consensus of that run, is to go
+                on from.
+
+        Returns:
+            What is dropped or begun anew, in words.
+
+        Raises:
+            KeyError: If something is missing in what was saved.
+        """
+        state, replica = saved.state, self.worker.replica
+        is_of_pairs = saved.is_of(self.algorithm)
+        if is_of_pairs and saved.fits(self.worker.group.num_workers):
+            self.load_state_dict(state)
+            return []
+        at_consensus = {
+            **{name: value for name, value in state.items() if name != "others"},
+            "params": replica.layout.set_aside(),
+            "buffers": replica.buffers.set_aside(),
+            "clock": state["clock"] if is_of_pairs else float(state["steps"]),
+        }
+        self.load_state_dict(at_consensus)
+        return ["all workers begin at the consensus"] if is_of_pairs else saved.forgotten()
 
     def close(self) -> None:
         """Stop serving, end the threads and destroy the groups; a second call does nothing."""

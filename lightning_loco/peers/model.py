@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_loco.codecs import Codec, as_compression
 from lightning_loco.comm.checks import schema_checksum
-from lightning_loco.peers.protocol import MAX_CHUNK_BYTES
+from lightning_loco.peers.protocol import Content
 from lightning_loco.values import plain
 
 # Below 32768, the size from which PyTorch starts threads of its own, which would compete with those
@@ -20,8 +20,8 @@ SERIAL_ELEMENTS = 32_640
 class Model(NamedTuple):
     """What two peers must have in common to exchange parameters.
 
-    On the wire they are a number of *rows*, each with the bytes of one *block* of values: chunks
-    are cut between two rows. Without a codec every value is a row of its own.
+    On the wire they are a number of *rows*, each with the bytes of one *block* of values. Without a
+    codec every value is a row of its own.
 
     Attributes:
         checksum: Of the names, shapes and dtypes of all parameters; 64 bits.
@@ -48,6 +48,11 @@ class Model(NamedTuple):
     def wire_format(self) -> int:
         """64 bits that tell how values are written: the codec with its settings, or the dtype."""
         return schema_checksum(str(self.dtype) if self.codec is None else plain(self.codec))
+
+    @property
+    def content(self) -> Content:
+        """What two workers compare before one reads from the other."""
+        return Content(self.checksum, self.wire_format)
 
     @property
     def block(self) -> int:
@@ -104,15 +109,7 @@ def codec_of_peers(compression: Any) -> Codec | None:
 
     Raises:
         TypeError: If it is no compression.
-        ValueError: If its name is unknown, it is too rough or has an error feedback, or one of its
-            blocks does not fit into a chunk.
+        ValueError: If its name is unknown, it is too rough or has an error feedback.
     """
     made = as_compression(compression, "pull", sends_parameters=True)
-    if made is None:
-        return None
-    if made.codec.row_bytes > MAX_CHUNK_BYTES:
-        raise ValueError(
-            f"{made.codec} writes {made.codec.row_bytes} bytes for a block, and a chunk has at most"
-            f" {MAX_CHUNK_BYTES}. Use a smaller block."
-        )
-    return made.codec
+    return None if made is None else made.codec

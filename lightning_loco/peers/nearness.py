@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.peers.model import Model
-from lightning_loco.peers.publications import Publications
+from lightning_loco.peers.snapshots import Snapshots
 
 MAX_PEER_DISTANCE = 10.0
 """The default of ``max_peer_distance``."""
@@ -52,7 +52,7 @@ class Nearness:
 
     Args:
         model: Of which they are, and how it is written on the wire.
-        own: This worker's publications; without any only what is absurd is too far away.
+        own: This worker's snapshots; without any only what is absurd is too far away.
         max_peer_distance: See above, more than 1; None for no limit.
 
     Attributes:
@@ -62,7 +62,7 @@ class Nearness:
     def __init__(
         self,
         model: Model,
-        own: Publications | None = None,
+        own: Snapshots | None = None,
         max_peer_distance: float | None = None,
     ) -> None:
         self._model = model
@@ -83,7 +83,7 @@ class Nearness:
         self._measured_squares = 0.0
         self._num_seen = self._num_measured = 0
         self._skip = secrets.randbelow(self._stride)
-        self._is_relative = self._own is not None and self._own.newest is not None
+        self._is_relative = self._own is not None and self._own.latest is not None
 
     def add(self, start: int, values: Tensor) -> None:
         """Look at values from ``start`` on in the flat vector, where a block of the wire begins."""
@@ -109,7 +109,7 @@ class Nearness:
         assert self._own is not None
         room = self._room[: len(theirs)]
         for _ in range(_MOST_TRIES):
-            own = self._own.newest
+            own = self._own.latest
             assert own is not None
             number = own.number
             values = self._model.read(own.wire, start, room).numpy()
@@ -127,7 +127,7 @@ class Nearness:
     def distance(self) -> float:
         """The distance of what has come, or its norm if there is nothing to compare it with."""
         norm = math.sqrt(self._squares)
-        own = self._own.newest if self._own is not None and self._is_relative else None
+        own = self._own.latest if self._own is not None and self._is_relative else None
         if own is None or not self._num_measured:
             return norm
         distance = math.sqrt(self._measured_squares * (self._num_seen / self._num_measured))
@@ -140,7 +140,7 @@ class Nearness:
         if self._most is None:
             return True
         distance = self.distance
-        own = self._own.newest if self._own is not None and self._is_relative else None
+        own = self._own.latest if self._own is not None and self._is_relative else None
         if own is None:
             return distance <= _ABSURD * self._root
         limit = self._most * max(own.norm, self._root)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import socket
 import time
 import warnings
 from pathlib import Path
@@ -12,27 +14,59 @@ import torch
 from torch import Tensor
 
 from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.comm.checks import schema_checksum
+from lightning_loco.comm.devices import has_streams
+from lightning_loco.comm.flat import FlatLayout
+from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.comm.link_times import LinkTimes
 from lightning_loco.fault_points import reach
-from lightning_loco.peers.counts import PeerStatistics
-from lightning_loco.peers.directory import Directory
-from lightning_loco.peers.fetching import FetchingThread
+from lightning_loco.peers.directory import (
+    Directory,
+    NodeDirectory,
+    Peer,
+    StoreDirectory,
+    address_towards,
+    worker_name,
+)
+from lightning_loco.peers.fetcher import (
+    FetchCounts,
+    Fetcher,
+    FetchingThread,
+    FetchSeconds,
+    Received,
+)
 from lightning_loco.peers.flow import FlowControl
-from lightning_loco.peers.keys import read_key_file
 from lightning_loco.peers.model import Model, codec_of_peers
 from lightning_loco.peers.nearness import MAX_PEER_DISTANCE, Nearness
-from lightning_loco.peers.open_files import make_room
-from lightning_loco.peers.publications import Publications
-from lightning_loco.peers.reader import Reader, Received
-from lightning_loco.peers.serving import ServingThread
-from lightning_loco.peers.slow_reader import FetchSeconds, SlowReader
-from lightning_loco.peers.transfer import CHUNK_BYTES, WINDOW
+from lightning_loco.peers.server import SnapshotServer
+from lightning_loco.peers.settings import PairwiseSettings
+from lightning_loco.peers.snapshots import Snapshots
+from lightning_loco.transport import read_certificate
+
+_ANY_FREE_PORT = 0
+
+
+@dataclasses.dataclass
+class PeerStatistics(FetchCounts):
+    """Counters of a node from its start on; see also :class:`FetchCounts`.
+
+    Attributes:
+        malformed: Messages that were dropped, requests and replies.
+        bytes_sent: Bytes of parameters handed out to peers.
+        wait_s: Seconds spent in :meth:`PeerNode.wait`.
+        scores: Scores of the peers in [10, 1000], by name.
+    """
+
+    bytes_sent: int = 0
+    wait_s: float = 0.0
+    scores: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 class PeerNode:
     """Serve the latest parameters of this worker and read those of random peers.
 
-    Serving and reading happen in two threads; the training thread only copies its parameters into a
-    buffer and waits for a fetch when it wants to. Both threads are daemons: a node that is never
+    Serving and reading happen in threads of their own; the training thread only copies its
+    parameters and waits for a fetch when it wants to. The threads are daemons: a node that is never
     closed does not keep its process alive.
 
     Args:
@@ -48,12 +82,10 @@ class PeerNode:
             more than 1; see :class:`~lightning_loco.peers.nearness.Nearness`. None for no limit.
         seed: Of the choice of peers; give each worker its own.
         pinned: Whether the model is on a GPU, which copies to and from the memory of this node.
-        key_file: Only peers with this file may read; see :mod:`lightning_loco.peers.keys`.
+        key_file: Only peers with this file may read; write one with ``lightning-loco keys FILE``.
         host: Address to listen at. Default: 127.0.0.1 if all peers are there, else 0.0.0.0.
         port: Port to listen at. Default: the one in the directory, or any that is free.
-        chunk_bytes: Length of the chunks in which parameters travel, at most 4 MiB.
-        window: Chunks that are asked for at the same time, 1 to 8.
-        slow: How long a fetch is to take at least, on a link that is emulated.
+        seconds: How long a fetch is to take at least, on a link that is emulated.
 
     Raises:
         TypeError: If ``compression`` is no name and no codec.
@@ -72,6 +104,7 @@ class PeerNode:
         ...     for worker in range(2)
         ... )
         >>> there.publish(torch.tensor([1.0, 2.0, 3.0]), Tag(clock=5, loss=0.5))
+        True
         >>> here.start_fetch()
         >>> received = here.wait()
         >>> received.params, received.tag.clock, received.peer
@@ -95,56 +128,55 @@ class PeerNode:
         key_file: str | Path | None = None,
         host: str | None = None,
         port: int | None = None,
-        chunk_bytes: int = CHUNK_BYTES,
-        window: int = WINDOW,
-        slow: FetchSeconds | None = None,
+        seconds: FetchSeconds | None = None,
     ) -> None:
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}.")
         self.model = model = Model(schema_checksum, numel, dtype, codec_of_peers(compression))
-        keys = None if key_file is None else read_key_file(key_file)
-        if keys is None and not directory.is_local:
+        certificate = None if key_file is None else read_certificate(key_file)
+        if certificate is None and not directory.is_local:
             warnings.warn(
-                "Parameters are served to other machines without keys, so everybody there who "
-                "reaches this port may read them, and may pretend to be a peer. Write a key file "
-                "with `python -m lightning_loco.peers.keys FILE`, copy it to all machines "
-                "and pass key_file=FILE.",
+                "Parameters are served to other machines without a key file, so everybody there "
+                "who reaches this port may read them, and may pretend to be a peer. Write a key "
+                "file with `lightning-loco keys FILE`, copy it to all machines and pass "
+                "key_file=FILE.",
                 stacklevel=2,
             )
         if host is None:
             host = "127.0.0.1" if directory.is_local else "0.0.0.0"
-        _keep_freed_memory()
+        if port is None:
+            port = directory.port or _ANY_FREE_PORT
         self._wait_s = 0.0
         self._counted_bytes = 0
-        self._publications = Publications(model, lease_s=fetch_timeout_s, pinned=pinned)
+        self._snapshots = Snapshots(model, pinned=pinned)
         self._flow = FlowControl(directory.names, seed)
-        reader = Reader(
+        fetcher = Fetcher(
             model,
             directory,
             self._flow,
             fetch_timeout_s=fetch_timeout_s,
-            keys=keys,
-            nearness=Nearness(model, self._publications, max_peer_distance),
+            certificate=certificate,
+            nearness=Nearness(model, self._snapshots, max_peer_distance),
             pinned=pinned,
-            chunk_bytes=chunk_bytes,
-            window=window,
+            seconds=seconds,
         )
-        self._fetching = FetchingThread(reader if slow is None else SlowReader(reader, slow))
+        self._fetching = FetchingThread(fetcher)
         try:
-            self._serving = ServingThread(
+            self._server = SnapshotServer(
                 model,
-                self._publications,
+                self._snapshots,
+                num_peers=len(directory.names),
+                timeout_s=fetch_timeout_s,
                 host=host,
-                port=directory.port if port is None else port,
-                keys=keys,
-                max_clients=make_room(len(directory.names)),
+                port=port,
+                certificate=certificate,
             )
         except BaseException:
             self._fetching.close()
             raise
-        self._serving.start()
+        self._server.start()
         try:
-            directory.announce(self._serving.port)
+            directory.announce(self._server.port)
         except BaseException:
             self.close()
             raise
@@ -153,26 +185,33 @@ class PeerNode:
     @property
     def port(self) -> int:
         """Where this worker listens."""
-        return self._serving.port
+        return self._server.port
 
-    def publish(self, flat: Tensor, tag: Tag) -> None:
+    def publish(self, flat: Tensor, tag: Tag) -> bool:
         """Copy parameters for others to read; never waits for them.
 
         Args:
             flat: Parameters ``(P,)`` on any device.
             tag: Their clock and loss.
 
+        Returns:
+            Whether there was memory for them, which slow readers may hold for a while.
+
         Raises:
             ValueError: If the number of parameters is another one.
         """
-        self._publications.publish(flat, tag)
+        return self._snapshots.publish(flat, tag)
 
-    def draft(self) -> Tensor:
-        """Memory ``(P,)`` to write the next publication into, which saves a copy.
+    def withdraw(self) -> None:
+        """Serve nothing until parameters are published again."""
+        self._snapshots.withdraw()
+
+    def draft(self) -> Tensor | None:
+        """Memory ``(P,)`` to write the next snapshot into, which saves a copy; None if all is read.
 
         Its dtype is that of the parameters. Nobody reads it until :meth:`post`.
         """
-        return self._publications.draft()
+        return self._snapshots.draft()
 
     def post(self, tag: Tag, norm: float) -> None:
         """Let others read what was written into the :meth:`draft`; never waits for them.
@@ -181,15 +220,15 @@ class PeerNode:
             tag: Clock and loss of the parameters.
             norm: Their norm, with which distances of peers are compared.
         """
-        self._publications.post(tag, norm)
+        self._snapshots.post(tag, norm)
 
-    def draft_bytes(self) -> Tensor:
-        """Memory to write the next publication into as bytes, encoded already."""
-        return self._publications.draft_bytes()
+    def draft_bytes(self) -> Tensor | None:
+        """Memory to write the next snapshot into as bytes, encoded already; None if all is read."""
+        return self._snapshots.draft_bytes()
 
     def post_bytes(self, tag: Tag, norm: float) -> None:
         """Let others read what was written into the :meth:`draft_bytes`; else as :meth:`post`."""
-        self._publications.post_bytes(tag, norm)
+        self._snapshots.post_bytes(tag, norm)
 
     def start_fetch(self) -> None:
         """Begin to read from a peer in the background."""
@@ -219,7 +258,7 @@ class PeerNode:
     @property
     def bytes_sent(self) -> int:
         """Bytes of parameters handed out to peers."""
-        return self._serving.bytes_sent
+        return self._server.bytes_sent
 
     def count_sent(self) -> tuple[int, int]:
         """Bytes handed out since the last call, and how many they would be without compression."""
@@ -232,7 +271,7 @@ class PeerNode:
     def statistics(self) -> PeerStatistics:
         """A copy of the counters."""
         counts = dataclasses.asdict(self._fetching.counts)
-        counts["malformed"] += self._serving.malformed
+        counts["malformed"] += self._server.malformed
         return PeerStatistics(
             **counts,
             bytes_sent=self.bytes_sent,
@@ -241,16 +280,72 @@ class PeerNode:
         )
 
     def close(self) -> None:
-        """End both threads and free the port; a second call does nothing."""
+        """End all threads and free the port; a second call does nothing."""
         self._fetching.close()
-        self._serving.close()
+        self._server.close()
 
 
-def _keep_freed_memory() -> None:
-    """Let glibc keep the memory of messages, instead of getting it anew for each of them.
+def open_node(
+    settings: PairwiseSettings, group: WorkerGroup, layout: FlatLayout, seed: int
+) -> PeerNode:
+    """Begin to serve this worker's parameters and to look for its peers.
 
-    Blocks larger than any that was freed so far go back to the system at once, and all pages of
-    the next one are then cleared again, which halves the rate of a fetch.
+    Its peers are the other nodes of the settings or, without any, the other ranks of the job. All
+    of these must call it.
+
+    Args:
+        settings: Checked.
+        group: The ranks of this job.
+        layout: What travels.
+        seed: Of the choice of peers; give each worker its own.
+
+    Raises:
+        RuntimeError: If the port of this node is taken.
     """
-    block = bytearray(16 * 2**20)
-    del block
+    return PeerNode(
+        layout.numel,
+        layout.dtype,
+        open_directory(settings, group),
+        schema_checksum=schema_checksum(layout.schema()),
+        compression=settings.codec,
+        fetch_timeout_s=settings.fetch_timeout_s,
+        max_peer_distance=settings.max_peer_distance,
+        seed=seed,
+        pinned=has_streams(layout.device),
+        key_file=settings.key_file,
+        port=None if settings.name is not None else _ANY_FREE_PORT,
+        seconds=fetch_seconds(settings, group),
+    )
+
+
+def open_directory(settings: PairwiseSettings, group: WorkerGroup) -> Directory:
+    """Where to find the other nodes, the other ranks of the job, or nobody for a worker alone."""
+    if settings.name is not None:
+        return NodeDirectory(settings.peers, settings.name)
+    if group.num_workers > 1:
+        store = group.own_store("peers")
+        return StoreDirectory(store, group.worker, group.num_workers, _own_host(group))
+    return NodeDirectory([Peer("alone", "127.0.0.1", 1)], "alone")
+
+
+def _own_host(group: WorkerGroup) -> str:
+    """Where the other ranks of the job reach this one: loopback if all are on one machine."""
+    names = group.gather_objects(socket.gethostname(), "the search for peers")
+    if len(set(names)) == 1:
+        return "127.0.0.1"
+    return address_towards(os.environ.get("MASTER_ADDR", names[0]))
+
+
+def fetch_seconds(settings: PairwiseSettings, group: WorkerGroup) -> FetchSeconds | None:
+    """How long fetches take on the links of the settings; None if none are emulated."""
+    if settings.link is None:
+        return None
+    names = [peer.name for peer in settings.peers]
+    own = settings.node_number if names else group.worker
+    names = names or [worker_name(worker) for worker in range(group.num_workers)]
+    times = LinkTimes(settings.link, len(names))
+
+    def seconds(peer: str, num_bytes: int, count: int) -> float:
+        return times.fetch(own, names.index(peer), num_bytes, count).seconds
+
+    return seconds

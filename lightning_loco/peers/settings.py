@@ -15,10 +15,10 @@ from lightning_loco.codecs import Codec
 from lightning_loco.comm.flat import Cuts
 from lightning_loco.comm.links import Links
 from lightning_loco.peers.directory import NodeDirectory, Peer, as_peer
-from lightning_loco.peers.keys import read_key_file
 from lightning_loco.peers.model import codec_of_peers
 from lightning_loco.peers.nearness import MAX_PEER_DISTANCE
 from lightning_loco.peers.nodes_file import read_nodes
+from lightning_loco.transport import read_certificate
 from lightning_loco.values import plain
 
 
@@ -34,7 +34,7 @@ class PairwiseSettings:
         fetch_timeout_s: Longest time for a fetch, in seconds.
         compression: How parameters are written on the wire: a codec or its name. Default: as they
             are.
-        key_file: CURVE keys of the job.
+        key_file: Certificate and key of the job.
         max_peer_distance: How many times as far as usual a peer's parameters may be from one's own,
             more than 1; None for no limit.
         link: Links that fetches are to take as long as on. Default: those that there are.
@@ -83,7 +83,7 @@ class PairwiseSettings:
                 raise ValueError("nodes needs name: which of them is this worker?")
             NodeDirectory(self.peers, self.name)
         if self.key_file is not None:
-            read_key_file(self.key_file)
+            read_certificate(self.key_file)
         if not isinstance(self.link, Links | None):
             raise TypeError(f"link must be as_links('wan') or None, got {self.link!r}.")
 

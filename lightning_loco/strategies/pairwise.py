@@ -22,7 +22,6 @@ from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.links import LinkLike, as_links
 from lightning_loco.comm.saved import Saved
 from lightning_loco.peers import Peer, read_nodes
-from lightning_loco.peers.carried_over import carry_over
 from lightning_loco.peers.engine import PairwiseEngine
 from lightning_loco.peers.nearness import MAX_PEER_DISTANCE
 from lightning_loco.peers.settings import PairwiseSettings
@@ -56,8 +55,8 @@ class PairwiseGossipStrategy(EngineStrategy):
             ``{name, host, port}``, or a YAML file in the form of dpwa, of which only the nodes are
             read (:meth:`from_file` reads the settings, too).
         name: Which of the nodes this Trainer is.
-        key_file: Keys of the job, without which nobody can read or serve parameters; write one with
-            ``python -m lightning_loco.peers.keys FILE``.
+        key_file: Of the job, without which nobody can read or serve parameters; write one with
+            ``lightning-loco keys FILE``.
         compression: How parameters are written on the wire: ``"bf16"``, ``"fp16"``, ``"int8"``, or
             a codec such as ``Int8(block=128)``; rough ones are refused. Default: as they are.
         keep_progress: Blend what the parameters were when the fetch began, and keep what was
@@ -159,7 +158,7 @@ class PairwiseGossipStrategy(EngineStrategy):
     def begin_anew(self, saved: Saved | None = None) -> list[str]:
         """Serve what the model holds, or what another run has saved; wait for all to do so."""
         assert isinstance(self._engine, PairwiseEngine)
-        notes = [] if saved is None else carry_over(self._engine, saved)
+        notes = [] if saved is None else self._engine.resume_from(saved)
         self._engine.begin_anew()
         return notes
 

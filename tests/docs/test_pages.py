@@ -25,7 +25,7 @@ import lightning_loco as loco
 import train
 from lightning_loco import codecs, remote, topology
 from lightning_loco.chosen_strategy import build_strategy
-from lightning_loco.peers.keys import write_key_file
+from lightning_loco.transport import write_certificate
 from tests.conftest import ROOT
 from tests.docs.pages import DOCS, LINKING, PAGES, README, Page, doc, overrides_of
 
@@ -96,7 +96,7 @@ def files_of_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (nodes,) = [block for page in PAGES for block in page.blocks("yaml") if "nodes.yaml" in block]
     Path("nodes.yaml").write_text(nodes)
-    write_key_file("job.key")
+    write_certificate("job.pem")
 
 
 @pytest.mark.usefixtures("files_of_the_text")

@@ -16,8 +16,8 @@ import pytest
 from lightning_loco import Link
 from lightning_loco.comm.link_times import LinkTimes
 from lightning_loco.comm.links import Links
-from lightning_loco.peers.keys import write_key_file
 from lightning_loco.topology import Ring
+from lightning_loco.transport import write_certificate
 from tests.networks import Network, wired_together
 
 pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.alone]
@@ -84,8 +84,8 @@ def test_a_round_of_gasloc_takes_as_long_as_foretold(network: Network) -> None:
 def test_a_fetch_of_pairwise_gossip_takes_as_long_as_foretold(
     network: Network, tmp_path: Path
 ) -> None:
-    """Over ZeroMQ, with keys; both fetch from each other at once."""
-    write_key_file(tmp_path / "job.key")
+    """With a key file; both fetch from each other at once."""
+    write_certificate(tmp_path / "job.pem")
     foretold = LinkTimes(Links(RATE), 2).fetch(0, 1, BYTES, 0).seconds
     network.slow_down(f"{MBIT_PER_S}mbit")
-    check(measure(network, "pairwise", keys=tmp_path / "job.key"), foretold)
+    check(measure(network, "pairwise", keys=tmp_path / "job.pem"), foretold)

@@ -9,21 +9,26 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import zmq
 
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.peers import NodeDirectory, Peer, PeerNode, Received
-from lightning_loco.peers.keys import Keys
 from lightning_loco.peers.model import Model
-from lightning_loco.peers.protocol import DATA, Reply, Request, pack_reply, parse_request
-from lightning_loco.peers.publications import Publications
-from lightning_loco.peers.serving import ServingThread
-from tests.limits import SOON_S
+from lightning_loco.peers.protocol import (
+    PARAMETERS,
+    Answer,
+    Content,
+    pack_answer,
+    parse_request,
+)
+from lightning_loco.peers.server import SnapshotServer
+from lightning_loco.peers.snapshots import Snapshots
+from lightning_loco.transport import JobCertificate, Request, Server
+from tests.limits import HARNESS_S, SOON_S
 from tests.programs import free_ports
 
 CHECKSUM = 0x1122334455667788
@@ -91,18 +96,29 @@ def wait_until_ended(node: PeerNode) -> None:
 
 @contextlib.contextmanager
 def serving(
-    peer: Peer, value: float | None = None, model: Model = MODEL, keys: Keys | None = None
-) -> Iterator[tuple[ServingThread, Publications]]:
-    """A thread that serves at the port of a peer: a vector of one value, or nothing yet."""
-    publications = Publications(model)
+    peer: Peer,
+    value: float | None = None,
+    model: Model = MODEL,
+    certificate: JobCertificate | None = None,
+) -> Iterator[tuple[SnapshotServer, Snapshots]]:
+    """Somebody who serves at the port of a peer: a vector of one value, or nothing yet."""
+    snapshots = Snapshots(model)
     if value is not None:
-        publications.publish(torch.full((model.numel,), value), Tag(value, value))
-    thread = ServingThread(model, publications, host=peer.host, port=peer.port, keys=keys)
-    thread.start()
+        snapshots.publish(torch.full((model.numel,), value), Tag(value, value))
+    server = SnapshotServer(
+        model,
+        snapshots,
+        num_peers=1,
+        timeout_s=HARNESS_S,
+        host=peer.host,
+        port=peer.port,
+        certificate=certificate,
+    )
+    server.start()
     try:
-        yield thread, publications
+        yield server, snapshots
     finally:
-        thread.close()
+        server.close()
 
 
 @contextlib.contextmanager
@@ -112,78 +128,35 @@ def silent(peer: Peer) -> Iterator[socket.socket]:
         yield server
 
 
-@contextlib.contextmanager
-def dealer(port: int, identity: bytes = b"") -> Iterator[zmq.Socket[bytes]]:
-    """A bare ZeroMQ socket that is connected to whoever serves at a port."""
-    context = zmq.Context()
-    connection = context.socket(zmq.DEALER)
-    connection.linger = 2000
-    if identity:
-        connection.identity = identity
-    connection.connect(f"tcp://{HOST}:{port}")
-    try:
-        yield connection
-    finally:
-        connection.close()
-        context.term()
-
-
-Answer = Callable[[Request], Iterable[list[bytes]]]
-"""What somebody who is not one of ours sends back when asked: messages, of frames each."""
+Answering = Callable[[Content], tuple[bytes, bytes]]
+"""What somebody who is not one of ours answers when asked: a note and a body."""
 
 
 @contextlib.contextmanager
-def answering(port: int, answer: Answer, keys: Keys | None = None) -> Iterator[None]:
+def answering(port: int, answer: Answering) -> Iterator[None]:
     """Somebody at a port who answers every request with what the test says."""
-    context = zmq.Context()
-    router = context.socket(zmq.ROUTER)
-    router.linger = 0
-    if keys is not None:
-        keys.guard(router)
-    router.bind(f"tcp://{HOST}:{port}")
 
-    def run() -> None:
-        with contextlib.suppress(zmq.ContextTerminated):
-            while True:
-                stranger, frame = router.recv_multipart()
-                for frames in answer(parse_request(frame)):
-                    router.send_multipart([stranger, *frames])
-        router.close()
+    def reply(request: Request) -> None:
+        request.reply(*answer(parse_request(request.note)))
 
-    thread = threading.Thread(target=run, name="answering")
-    thread.start()
+    server = Server(reply, port=port)
+    server.start()
     try:
         yield
     finally:
-        context.term()
-        thread.join()
-
-
-def right_reply(request: Request, total_bytes: int, publication: int = 5, tag: Tag = TAG) -> Reply:
-    """What one of ours would say about a chunk that it has."""
-    return Reply(
-        DATA,
-        request.checksum,
-        request.wire_format,
-        request.request_id,
-        publication,
-        request.offset,
-        request.length,
-        total_bytes,
-        tag,
-    )
+        server.close()
 
 
 def right_answer(
-    request: Request,
-    total_bytes: int,
+    asked: Content,
+    num_bytes: int,
     value: float,
     tag: Tag = TAG,
     dtype: torch.dtype = torch.float32,
-) -> list[bytes]:
-    """The frames of a chunk of one value."""
-    chunk = torch.full((request.length // dtype.itemsize,), value, dtype=dtype).numpy().tobytes()
-    return [pack_reply(right_reply(request, total_bytes, tag=tag)), chunk]
+) -> tuple[bytes, bytes]:
+    """What one of ours would answer that holds one value."""
+    body = torch.full((num_bytes // dtype.itemsize,), value, dtype=dtype).numpy().tobytes()
+    return pack_answer(Answer(PARAMETERS, asked, tag)), body
 
 
 def open_files() -> int:
@@ -193,7 +166,8 @@ def open_files() -> int:
 
 def peer_threads() -> list[str]:
     """Names of the threads of nodes."""
-    return [t.name for t in threading.enumerate() if t.name.startswith("loco-peer")]
+    kinds = ("loco-peer", "loco-server")
+    return [t.name for t in threading.enumerate() if t.name.startswith(kinds)]
 
 
 class NodeProcess:

@@ -13,8 +13,7 @@ from lightning_loco import PairwiseAverage, PairwiseEngine
 from lightning_loco.codecs import BFloat16, Float16, Int8
 from lightning_loco.comm.flat import Cuts, FlatLayout
 from lightning_loco.peers.blending import Blending
-from lightning_loco.peers.gpu import Upload, make_posting, pack_with_numbers
-from lightning_loco.peers.posting import Posting
+from lightning_loco.peers.posting import Posting, Upload, make_posting, pack_with_numbers
 from tests.meta_device import no_checksum, with_streams
 from tests.one_gpu import no_waits_for_the_gpu
 from tests.peers.helpers import make_node, peers

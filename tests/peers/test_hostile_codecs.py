@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ import torch
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.codecs import BFloat16, Codec, Float16, Int8
 from lightning_loco.peers import PeerNode
-from lightning_loco.peers.protocol import Request, pack_reply
-from tests.peers.helpers import Answer, answering, fetch, make_node, peers, right_reply
+from lightning_loco.peers.protocol import PARAMETERS, Answer, Content, pack_answer
+from tests.peers.helpers import TAG, Answering, answering, fetch, make_node, peers
 
 pytestmark = pytest.mark.recovery
 
@@ -42,58 +42,50 @@ def fetch_often(node: PeerNode, own: torch.Tensor) -> int:
     return num_plausible
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("codec", [BFloat16(), Int8()], ids=str)
-def test_ten_thousand_chunks_of_random_bytes_are_not_handed_over(codec: Codec) -> None:
-    numel, num_fetches = 100_000, 30
-    total_bytes = codec.num_bytes(numel)
-    draw, num_chunks = random.Random(0), 0
+def bytes_as_parameters(make: Callable[[], bytes]) -> Answering:
+    """Answers that hold any bytes."""
 
-    def answer(request: Request) -> Iterator[list[bytes]]:
-        nonlocal num_chunks
-        num_chunks += 1
-        yield [pack_reply(right_reply(request, total_bytes)), draw.randbytes(request.length)]
-
-    nodes = peers(2)
-    with answering(nodes[1].port, answer):
-        here = make_node(nodes, 0, numel, compression=codec, chunk_bytes=400)
-        here.publish(torch.randn(numel), Tag(1, 1))
-        for _ in range(num_fetches):
-            assert fetch(here) is None
-        found = here.statistics
-        assert found.not_finite + found.too_far == num_fetches
-        assert num_chunks > 10_000
-        assert (found.malformed, found.errors, found.fetches, found.timeouts) == (0, 0, 0, 0)
-        here.close()
-
-
-def random_bytes(draw: random.Random, total_bytes: int) -> Answer:
-    def answer(request: Request) -> Iterator[list[bytes]]:
-        yield [pack_reply(right_reply(request, total_bytes)), draw.randbytes(request.length)]
+    def answer(asked: Content) -> tuple[bytes, bytes]:
+        return pack_answer(Answer(PARAMETERS, asked, TAG)), make()
 
     return answer
 
 
-def changed_bytes(draw: random.Random, wire: bytes, row_bytes: int) -> Answer:
+@pytest.mark.parametrize("codec", [BFloat16(), Int8()], ids=str)
+def test_megabytes_of_random_bytes_are_not_handed_over(codec: Codec) -> None:
+    numel, num_fetches = 100_000, 30
+    answer = random_bytes(random.Random(0), codec.num_bytes(numel))
+    with reading(codec, torch.randn(numel), answer) as here:
+        for _ in range(num_fetches):
+            assert fetch(here) is None
+        found = here.statistics
+        assert found.not_finite + found.too_far == num_fetches
+        assert (found.malformed, found.errors, found.fetches, found.timeouts) == (0, 0, 0, 0)
+
+
+def random_bytes(draw: random.Random, total_bytes: int) -> Answering:
+    return bytes_as_parameters(lambda: draw.randbytes(total_bytes))
+
+
+def changed_bytes(draw: random.Random, wire: bytes, row_bytes: int) -> Answering:
     """A few bytes of what is right are others; in every other answer those of scales."""
     scales = range(0, len(wire), row_bytes)
     changes = 0
 
-    def answer(request: Request) -> Iterator[list[bytes]]:
+    def change() -> bytes:
         nonlocal changes
         changes += 1
         changed = bytearray(wire)
         for _ in range(draw.randrange(1, 10)):
             place = draw.choice(scales) + draw.randrange(4) if changes % 2 else None
             changed[draw.randrange(len(wire)) if place is None else place] = draw.randrange(256)
-        chunk = bytes(changed[request.offset : request.offset + request.length])
-        yield [pack_reply(right_reply(request, len(wire))), chunk]
+        return bytes(changed)
 
-    return answer
+    return bytes_as_parameters(change)
 
 
 @contextlib.contextmanager
-def reading(codec: Codec, own: torch.Tensor, answer: Answer) -> Iterator[PeerNode]:
+def reading(codec: Codec, own: torch.Tensor, answer: Answering) -> Iterator[PeerNode]:
     """A node with parameters of its own, whose only peer answers like this."""
     nodes = peers(2)
     with (
@@ -124,14 +116,6 @@ def test_parameters_with_changed_bytes_are_finite_and_near_or_not_handed_over(
             assert 0 < fetch_often(here, own) < 300
 
 
-def exact_bytes(data: bytes) -> Answer:
-    def answer(request: Request) -> Iterator[list[bytes]]:
-        chunk = data[request.offset : request.offset + request.length]
-        yield [pack_reply(right_reply(request, len(data))), chunk]
-
-    return answer
-
-
 def test_a_scale_that_no_model_has_makes_a_model_that_is_not_taken(
     subtests: pytest.Subtests,
 ) -> None:
@@ -139,7 +123,7 @@ def test_a_scale_that_no_model_has_makes_a_model_that_is_not_taken(
         own = torch.randn(1000)
         wire = Int8().encode(own)
         wire[260:264].view(torch.float32).fill_(scale)
-        answer = exact_bytes(bytes(wire.tolist()))
+        answer = bytes_as_parameters(lambda wire=wire: bytes(wire.tolist()))
         with subtests.test(scale=scale), reading(Int8(), own, answer) as here:
             assert fetch(here) is None
             found = here.statistics

@@ -12,7 +12,7 @@ import torch
 
 from lightning_loco import PairwiseAverage, PairwiseEngine
 from lightning_loco.algorithms.pairwise import Tag
-from lightning_loco.peers.protocol import Request
+from lightning_loco.peers.protocol import Content
 from tests.peers.helpers import answering, peers, right_answer
 from tests.peers.test_engine import Numbers
 
@@ -26,8 +26,8 @@ NAN, INF = math.nan, math.inf
 def against(value: float, tag: Tag, **settings: object) -> Iterator[tuple[Numbers, PairwiseEngine]]:
     """An engine of ones whose only peer sends one value and a tag, again and again."""
 
-    def answer(request: Request) -> Iterator[list[bytes]]:
-        yield right_answer(request, TOTAL_BYTES, value, tag, torch.float64)
+    def answer(asked: Content) -> tuple[bytes, bytes]:
+        return right_answer(asked, TOTAL_BYTES, value, tag, torch.float64)
 
     nodes = peers(2, "w")
     model = Numbers(1.0)
@@ -83,8 +83,8 @@ def test_parameters_from_too_far_away_are_not_blended_in(subtests: pytest.Subtes
 def test_without_a_limit_they_are() -> None:
     nodes = peers(2, "w")
 
-    def answer(request: Request) -> Iterator[list[bytes]]:
-        yield right_answer(request, TOTAL_BYTES, 1e3, Tag(5, 1), torch.float64)
+    def answer(asked: Content) -> tuple[bytes, bytes]:
+        return right_answer(asked, TOTAL_BYTES, 1e3, Tag(5, 1), torch.float64)
 
     model = Numbers(1.0)
     with answering(nodes[1].port, answer):

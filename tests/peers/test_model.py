@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lightning_loco.codecs import CODECS, BFloat16, Codec, ErrorFeedback, Float16, Int8
 from lightning_loco.peers.model import SERIAL_ELEMENTS, Model, codec_of_peers
-from lightning_loco.peers.protocol import MAX_CHUNK_BYTES
 
 CODECS_OF_PEERS = [BFloat16(), Float16(), Int8(), Int8(block=12), Int8(block=40_000)]
 
@@ -114,13 +113,6 @@ def test_what_peers_cannot_use_is_refused(subtests: pytest.Subtests) -> None:
         ("bfloat16", ValueError, "one of none, bf16, fp16, int8, .* got 'bfloat16'"),
         (torch.bfloat16, TypeError, "a codec such as Int8.*got torch.bfloat16"),
         (ErrorFeedback(Int8()), ValueError, "nobody knows which peer.*codec alone"),
-        (Int8(MAX_CHUNK_BYTES), ValueError, "4194308 bytes for a block.*at most 4194304. Use a sm"),
     ):
         with subtests.test(given=given), pytest.raises(error, match=text):
             codec_of_peers(given)
-
-
-def test_the_longest_block_fits_a_chunk() -> None:
-    codec = Int8(MAX_CHUNK_BYTES - 4)
-    assert codec_of_peers(codec) == codec
-    assert Model(1, 10, torch.float32, codec).row_bytes == MAX_CHUNK_BYTES

@@ -14,7 +14,7 @@ from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.codecs import BFloat16, Codec, Int8
 from lightning_loco.peers.model import SERIAL_ELEMENTS, Model
 from lightning_loco.peers.nearness import Nearness
-from lightning_loco.peers.publications import Publications
+from lightning_loco.peers.snapshots import Snapshots
 
 NUMEL = 2 * SERIAL_ELEMENTS + 100
 
@@ -27,7 +27,7 @@ def make(
     numel: int = NUMEL,
 ) -> Nearness:
     model = Model(1, numel, dtype, codec)
-    publications = Publications(model)
+    publications = Snapshots(model)
     if own is not None:
         publications.publish(own, Tag(1, 1))
     return Nearness(model, publications, most)
@@ -172,7 +172,7 @@ def test_of_a_large_model_random_pieces_and_the_norm_are_measured() -> None:
 
 def test_parameters_that_are_published_meanwhile_do_no_harm() -> None:
     model = Model(1, NUMEL, torch.float32)
-    publications = Publications(model)
+    publications = Snapshots(model)
     publications.publish(torch.zeros(NUMEL), Tag(1, 1))
     nearness = Nearness(model, publications, 10.0)
     is_over = threading.Event()

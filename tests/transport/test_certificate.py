@@ -1,0 +1,146 @@
+"""Certificates: who has the file may ask and answer, others are refused at once."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_loco.transport import read_certificate, write_certificate
+from tests.transport.helpers import asking, new_certificate, serving, wait_until
+
+
+def test_a_file_is_private_and_written_once(tmp_path: Path) -> None:
+    path = new_certificate(tmp_path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    content = path.read_text()
+    assert "PRIVATE KEY" in content
+    assert "BEGIN CERTIFICATE" in content
+    assert new_certificate(tmp_path, "other.pem").read_text() != content
+    with pytest.raises(FileExistsError):
+        write_certificate(path)
+    assert path.read_text() == content
+
+
+def test_without_openssl_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match="no openssl on this machine.*on another machine"):
+        new_certificate(tmp_path)
+    program = tmp_path / "openssl"
+    program.write_text(f"#!{sys.executable}\nraise SystemExit('no entropy')\n")
+    program.chmod(0o700)
+    with pytest.raises(RuntimeError, match="openssl failed: no entropy"):
+        new_certificate(tmp_path)
+    assert list(tmp_path.iterdir()) == [program]
+
+
+def test_a_file_that_others_may_touch_is_refused_with_a_remedy(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    path = new_certificate(tmp_path)
+    for mode in (0o640, 0o604, 0o620, 0o644):
+        with subtests.test(f"{mode:o}"):
+            path.chmod(mode)
+            with pytest.raises(ValueError, match=f"has mode {mode:o}.*chmod 600 {path}"):
+                read_certificate(path)
+
+
+def test_other_files_are_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    path = new_certificate(tmp_path)
+    content = path.read_text()
+    other = new_certificate(tmp_path, "other.pem").read_text()
+    encrypted = subprocess.run(
+        ["openssl", "pkey", "-in", path, "-aes128", "-passout", "pass:word"],
+        capture_output=True,
+        check=True,
+        text=True,
+    ).stdout
+    certificate = content[content.index("-----BEGIN CERTIFICATE") :]
+    for name, damaged in {
+        "empty": "",
+        "no text": "\xff\xfe",
+        "no key": certificate,
+        "no certificate": content.replace(certificate, ""),
+        "the key of another": other[: other.index("-----BEGIN CERTIFICATE")] + certificate,
+        "a key with a password": encrypted + certificate,
+        "cut": content[:-200],
+        "keys of an earlier version": "lightning_loco keys 1\n" + 2 * ("x" * 40 + "\n"),
+    }.items():
+        with subtests.test(name):
+            path.write_text(damaged, encoding="latin-1")
+            with pytest.raises(ValueError, match="is not a key file. Write a new one with: light"):
+                read_certificate(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no key file.*lightning-loco keys"):
+        read_certificate(tmp_path / "keys")
+
+
+def test_who_holds_the_same_file_is_answered_encrypted(tmp_path: Path) -> None:
+    path = new_certificate(tmp_path)
+    server_side, client_side = (read_certificate(path) for _ in range(2))
+    with serving(certificate=server_side) as server, asking(server, client_side) as client:
+        for size in (0, 1, 2**14, 2**14 + 1, 3_000_001):
+            body = bytes(range(256)) * (size // 256) + bytes(size % 256)
+            reply = client.request(b"note", body, timeout_s=20)
+            memory = memoryview(bytearray(size))
+            reply.receive_into(memory, timeout_s=20)
+            assert (reply.note, bytes(memory)) == (b"note", body)
+        assert client._connection is not None
+        secured: Any = client._connection._socket
+        assert secured.version() == "TLSv1.3"
+
+
+def test_others_are_refused_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests
+) -> None:
+    ours, other = (read_certificate(new_certificate(tmp_path, name)) for name in ("a", "b"))
+    anonymous = ours._replace(client=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+    anonymous.client.check_hostname = False
+    anonymous.client.verify_mode = ssl.CERT_NONE
+    old = ours._replace(client=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+    old.client.check_hostname = False
+    old.client.load_cert_chain(tmp_path / "a")
+    old.client.load_verify_locations(tmp_path / "a")
+    old.client.maximum_version = ssl.TLSVersion.TLSv1_2
+    for name, server_side, client_side, is_told in (
+        ("another", ours, other, True),
+        ("a client without", ours, None, True),
+        ("a server without", None, ours, True),
+        ("a client without a certificate", ours, anonymous, True),
+        ("a client of an older version", ours, old, True),
+    ):
+        caplog.clear()
+        asked = []
+        with (
+            subtests.test(name),
+            serving(asked.append, certificate=server_side) as server,
+            asking(server, client_side) as client,
+        ):
+            for _ in range(2):
+                with pytest.raises((ConnectionError, ssl.SSLError)):
+                    client.request(b"note", timeout_s=60)
+            assert not asked
+            wait_until(lambda: server.malformed == 2, "it was not counted")
+            assert len(caplog.records) == is_told
+
+
+@pytest.mark.process
+def test_the_command_writes_a_file_once(tmp_path: Path) -> None:
+    path = tmp_path / "job.pem"
+    command = [sys.executable, "command.py", "keys", str(path)]
+    first, second = (
+        subprocess.run(command, capture_output=True, text=True, env=os.environ) for _ in range(2)
+    )
+    assert (first.returncode, first.stderr) == (0, "")
+    assert f"key_file={path}" in first.stdout
+    assert second.returncode == 1
+    assert f"{path} exists. Name another file, or delete it first." in second.stderr
+    read_certificate(path)
