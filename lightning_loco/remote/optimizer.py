@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -11,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_loco.fault_points import reach
-from lightning_loco.remote.all_servers import AllServers
 from lightning_loco.remote.calls import Call, Clip
-from lightning_loco.remote.exchanged import check_exchanged
+from lightning_loco.remote.channel import Channel
 from lightning_loco.remote.optimizer_state import OptimizerState
+from lightning_loco.remote.plan import model_checksum, share_parameters, trainable_parameters
 from lightning_loco.remote.replica_group import ReplicaGroup
 from lightning_loco.remote.transport import Transport
 
@@ -76,9 +78,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._are_groups_final = True
         ranks = [aggregator_rank] if isinstance(aggregator_rank, int) else list(aggregator_rank)
         self._replica = ReplicaGroup(replica_group)
-        self._servers = AllServers(self.param_groups, ranks, transport or Transport())
-        if self._replica.leads:
-            self._servers.watch_gradients()
+        self._connect(ranks, transport or Transport())
+        self._is_expecting = False
+        self._handles = self._watch_gradients() if self._replica.leads else []
         self._clip: Clip | None = None
         self._stop_reason: str | None = None
         self.wait_s = 0.0
@@ -86,6 +88,38 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self.present: list[int] | None = None
         self.has_left = False
         self.optimizer: torch.optim.Optimizer | None = None
+
+    def _connect(self, ranks: Sequence[int], transport: Transport) -> None:
+        """Make a channel to each server, for its share of the parameters."""
+        run = transport.next_run()  # first: all ranks count as often, whatever error comes
+        trainable, self._frozen = trainable_parameters(self.param_groups)
+        params = [param for _, param in trainable]
+        self._channels: list[Channel] = []
+        self._shares: list[list[tuple[int, Tensor]]] = []
+        for share, rank in zip(share_parameters(params, len(ranks)), ranks, strict=True):
+            shared = [params[index] for index in share]
+            messages = transport.plan(shared)
+            wire = transport.wire(rank, f"the aggregator (rank {rank})", run)
+            checksum = model_checksum(shared, messages)
+            self._channels.append(Channel(shared, self.param_groups, messages, wire, checksum))
+            self._shares.append([trainable[index] for index in share])
+        for channel in self._channels:
+            others = [other.wire for other in self._channels if other is not channel]
+            channel.wire.waiting_too = others
+
+    def _watch_gradients(self) -> list[Any]:
+        """Notice when a parameter gets its gradient."""
+        return [
+            param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                functools.partial(self._on_gradient, channel, place)
+            )
+            for channel, share in zip(self._channels, self._shares, strict=True)
+            for place, (_, param) in enumerate(share)
+        ]
+
+    def _on_gradient(self, channel: Channel, place: int, _: Tensor) -> None:
+        if self._is_expecting:
+            channel.has_gradient(place)
 
     def __getattr__(self, name: str) -> Any:
         """Say why what the optimizer on the other rank can do cannot be asked for here."""
@@ -124,8 +158,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
             ValueError: If one has another model.
             RuntimeError: If one is gone or too late.
         """
-        if self._replica.leads:
-            self._servers.join()
+        for channel in self._channels if self._replica.leads else ():
+            channel.join()
         self._take_over()
 
     def expect_backward(self) -> None:
@@ -135,7 +169,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
         it and :meth:`step`.
         """
         if self._replica.leads:
-            self._servers.expect_gradients()
+            self._is_expecting = True
+            for channel in self._channels:
+                channel.expect_gradients()
 
     def clip_grad_norm_(self, max_norm: float) -> None:
         """Have the mean gradient clipped in the next step, by the norm of all parameters.
@@ -171,16 +207,28 @@ class RemoteOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         reach("local step")
-        check_exchanged(self.param_groups, self._servers.frozen)
+        _check_exchanged(self.param_groups, self._frozen)
         started = time.perf_counter()
         call = Call(clip=self._clip, stop=self._stop_reason)
         self._clip = None
         if self._replica.leads:
-            self.stop_agreed = self._servers.make_step(call) or self.stop_agreed
+            self._make_step(call)
         self._take_over()
         self.stop_agreed = self._replica.share_text(self.stop_agreed)
         self.wait_s += time.perf_counter() - started
         return loss
+
+    def _make_step(self, call: Call) -> None:
+        """Have the step made; :meth:`_take_over` ends it."""
+        self._is_expecting = False
+        for channel in self._channels:
+            reach("asking for a step")
+            channel.ask_for_step(call)
+        reach("after sending")
+        for channel in self._channels:
+            channel.tell_changes()
+        for stop in [channel.finish_step() for channel in self._channels]:
+            self.stop_agreed = stop or self.stop_agreed
 
     def request_stop(self, reason: str) -> None:
         """Ask all workers to stop after a common step; safe to call from a signal handler.
@@ -204,13 +252,16 @@ class RemoteOptimizer(torch.optim.Optimizer):
         """
         behind = False
         if self._replica.leads:
-            meeting = self._servers.meet(purpose, self._stop_reason)
-            self.stop_agreed = meeting.stop or self.stop_agreed
-            present = meeting.present
-            self.present = [rank for rank in self.present or present if rank in present]
-            behind = meeting.behind
+            for channel in self._channels:
+                channel.ask_to_meet(purpose, self._stop_reason)
+            for answer in [channel.meet() for channel in self._channels]:
+                self.stop_agreed = answer["stop"] or self.stop_agreed
+                present = answer["present"]
+                self.present = [rank for rank in self.present or present if rank in present]
+                behind = behind or answer["behind"]
         if self._replica.share_text("behind" if behind else None) is not None:
-            self._servers.catch_up(self._replica.share, self._replica.leads)
+            for channel in self._channels:
+                channel.catch_up(self._replica.share, self._replica.leads)
 
     def are_finite(self, here: bool) -> bool:
         """Whether the gradients of all workers are finite: for gradient scalers.
@@ -218,17 +269,23 @@ class RemoteOptimizer(torch.optim.Optimizer):
         Args:
             here: Whether this worker's are.
         """
-        finite = self._servers.are_finite(here) if self._replica.leads else here
+        finite = here
+        if self._replica.leads:
+            finite = all([channel.are_finite(here) for channel in self._channels])
         return self._replica.share_text("finite" if finite else None) is not None
 
     @property
     def is_changed(self) -> bool:
         """Whether parameters were changed by hand since they came; the next step tells them."""
-        return self._servers.is_changed
+        return any(channel.is_changed for channel in self._channels)
 
     def parameters_in_full(self) -> list[tuple[Tensor, Tensor]]:
         """Each parameter with its value on the server, which has not been rounded for the wire."""
-        return self._servers.parameters()
+        return [
+            (param, value)
+            for channel, share in zip(self._channels, self._shares, strict=True)
+            for (_, param), value in zip(share, channel.parameters(), strict=True)
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the optimizer on the other rank, as its own ``state_dict`` gives it.
@@ -237,7 +294,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         """
         content = super().state_dict()
         if self._replica.leads:
-            state = self._servers.state()
+            state = OptimizerState.join([channel.state() for channel in self._channels])
             content["state"] = state.values
             for group, there in zip(content["param_groups"], state.groups, strict=True):
                 group.update({name: v for name, v in there.items() if name not in group})
@@ -253,7 +310,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
             for group in state_dict["param_groups"]
         ]
         if self._replica.leads:
-            self._servers.load_state(OptimizerState(state_dict["state"], groups))
+            state = OptimizerState(state_dict["state"], groups)
+            for channel, share in zip(self._channels, self._shares, strict=True):
+                channel.load_state(state.share([number for number, _ in share]))
         for present, group in zip(self.param_groups, groups, strict=True):
             present.update(group)
 
@@ -264,14 +323,17 @@ class RemoteOptimizer(torch.optim.Optimizer):
             farewell: What the servers should know at the end; see :func:`aggregator`.
         """
         if self._has_last_word():
-            self._servers.leave(farewell or {})
-            self._servers.let_go()
+            for channel in self._channels:
+                channel.leave(farewell or {})
+            self._let_go_of_servers()
 
     def fail(self, error: BaseException) -> None:
         """Leave because of an error, which the other ranks then name."""
         if self._has_last_word():
-            self._servers.fail(f"{type(error).__name__}: {error}")
-            self._servers.let_go()
+            for channel in self._channels:
+                with suppress(RuntimeError):
+                    channel.fail(f"{type(error).__name__}: {error}")
+            self._let_go_of_servers()
 
     def _has_last_word(self) -> bool:
         """Whether to say it; not the second time."""
@@ -280,40 +342,64 @@ class RemoteOptimizer(torch.optim.Optimizer):
         return self._replica.leads and not has_left
 
     def forget_parameters(self) -> None:
-        """Remove the hooks from the parameters."""
-        self._servers.forget_parameters()
+        """Remove the hooks from the parameters; no more steps can be made."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for channel in self._channels:
+            channel.end()
 
     def let_go(self) -> None:
         """Keep nothing of the connections, without a last word; twice does no harm."""
         self.forget_parameters()
-        self._servers.let_go()
+        self._let_go_of_servers()
         self._replica.let_go()
+
+    def _let_go_of_servers(self) -> None:
+        for channel in self._channels:
+            channel.let_go()
 
     @property
     def bytes_sent(self) -> int:
         """All bytes that have left this rank for the servers."""
-        return self._servers.bytes_sent
+        return sum(channel.wire.bytes_sent for channel in self._channels)
 
     @property
     def bytes_saved(self) -> int:
         """By how much more that would have been without compression."""
-        return self._servers.bytes_saved
+        return sum(channel.bytes_saved for channel in self._channels)
 
     @property
     def bytes_received(self) -> int:
         """All bytes that have come from the servers."""
-        return self._servers.bytes_received
+        return sum(channel.wire.bytes_received for channel in self._channels)
 
     @torch.no_grad()
     def _take_over(self) -> None:
         reach("outer step")
-        if self._replica.leads:
-            self._servers.take_over(self._replica.share)
-        else:
-            self._servers.follow(self._replica.share)
+        for channel in self._channels:
+            take_over = channel.take_over if self._replica.leads else channel.follow
+            take_over(self._replica.share)
 
 
 def _positive(name: str, value: float) -> float:
     if not value > 0:
         raise ValueError(f"{name} must be positive, got {value!r}.")
     return float(value)
+
+
+def _check_exchanged(groups: Sequence[dict[str, Any]], frozen: Iterable[Tensor]) -> None:
+    """Refuse gradients that cannot be sent, and parameters that the servers do not expect."""
+    for group in groups:
+        for param in group["params"]:
+            if param.grad is not None and param.grad.is_sparse:
+                raise ValueError(
+                    "A parameter has a sparse gradient, which cannot be sent. Use "
+                    "Embedding(sparse=False)."
+                )
+    if any(param.requires_grad for param in frozen):
+        raise RuntimeError(
+            "A parameter became trainable after the start, but only parameters that require "
+            "gradients then are exchanged. Unfreeze before fit, or call fit again after "
+            "unfreezing."
+        )
