@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_loco.remote.asking import receive_parameters, send_parameters
-from lightning_loco.remote.backend import Backend
+from lightning_loco.remote.backends import Backend
 from lightning_loco.remote.optimizer_state import OptimizerState
 from lightning_loco.remote.wire import Kind, Note, Wire
 

@@ -13,28 +13,85 @@ from lightning_loco.remote.optimizer_state import OptimizerState
 from lightning_loco.remote.wire import Kind, Lane, Note, Wire
 
 
-def ask_for_weights(wire: Wire, checksum: int) -> dict[str, Any]:
-    """Ask for the parameters of the same model, which follow the answer.
+class ServerClient:
+    """Asks one server for its parameters and the state of its optimizer, or gives it others.
 
-    Raises:
-        ValueError: If the other rank has another model.
-        RuntimeError: If it is gone or too late.
+    Args:
+        wire: To the server.
+        shapes: Tensors of the shapes and dtypes of the parameters that the server has.
+
+    Attributes:
+        wire: As given.
+        shapes: As given.
     """
-    wire.ask(Note(Kind.WEIGHTS, {"checksum": checksum}))
-    answer = check_answer(wire)
-    if "hyperparameters" not in answer:
-        raise ValueError(
-            f"{wire.name} has a model with other parameters. Build the same model on all ranks, "
-            "pass its parameters in the same order, and give all ranks the same Transport."
-        )
-    return answer
 
+    def __init__(self, wire: Wire, shapes: Sequence[Tensor]) -> None:
+        self.wire = wire
+        self.shapes = shapes
 
-def ask_for_parameters(wire: Wire, params: Sequence[Tensor]) -> Iterable[Tensor]:
-    """Ask for all parameters in full precision; yields them one after another."""
-    wire.ask(Note(Kind.PARAMETERS, {}))
-    check_answer(wire)
-    yield from receive_parameters(wire, params)
+    def ask_for_weights(self, checksum: int) -> dict[str, Any]:
+        """Ask for the parameters of the same model, which follow the answer.
+
+        Raises:
+            ValueError: If the other rank has another model.
+            RuntimeError: If it is gone or too late.
+        """
+        self.wire.ask(Note(Kind.WEIGHTS, {"checksum": checksum}))
+        answer = self.answer()
+        if "hyperparameters" not in answer:
+            raise ValueError(
+                f"{self.wire.name} has a model with other parameters. Build the same model on all "
+                "ranks, pass its parameters in the same order, and give all ranks the same "
+                "Transport."
+            )
+        return answer
+
+    def parameters(self) -> Iterable[Tensor]:
+        """Ask for all parameters in full precision; yields them one after another."""
+        self.wire.ask(Note(Kind.PARAMETERS, {}))
+        self.answer()
+        yield from receive_parameters(self.wire, self.shapes)
+
+    def load_parameters(self, values: Iterable[Tensor]) -> None:
+        """Give the optimizer other parameters."""
+        self.wire.ask(Note(Kind.LOAD_PARAMETERS, {}))
+        send_parameters(self.wire, values)
+        self.answer()
+
+    def state(self) -> OptimizerState:
+        """Ask for what the optimizer remembers; TypeError if that cannot be sent."""
+        self.wire.ask(Note(Kind.STATE, {}))
+        answer = self.answer()
+        if "refused" in answer:
+            raise TypeError(answer["refused"])
+        return OptimizerState.receive(self.wire, answer)
+
+    def load_state(self, state: OptimizerState) -> None:
+        """Give the optimizer a state to go on from."""
+        state.send(self.wire, lambda text: self.wire.ask(Note(Kind.LOAD_STATE, text)))
+        self.answer()
+
+    def leave(self, farewell: dict[str, Any]) -> None:
+        """Say that no more requests will come, with a last word."""
+        self.wire.ask(Note(Kind.LEAVE, farewell))
+
+    def answer(self) -> dict[str, Any]:
+        """Wait for the server's answer to the last request.
+
+        Raises:
+            RuntimeError: If the server tells of a failure; it need not listen to this rank any
+                more.
+        """
+        answer = self.wire.answered()
+        while "waiting" in answer:  # it is alive, and waits for another rank
+            for server in self.wire.waiting_too:
+                server.reassure_server()
+            answer = self.wire.answered()
+        if "failure" in answer:
+            with suppress(RuntimeError):
+                self.leave({})
+            raise RuntimeError(f"{self.wire.name}: {answer['failure']}")
+        return answer
 
 
 def receive_parameters(wire: Wire, params: Iterable[Tensor]) -> Iterable[Tensor]:
@@ -52,34 +109,3 @@ def send_parameters(wire: Wire, params: Iterable[Tensor]) -> None:
         if param.numel():
             values = param.detach().cpu().contiguous()
             wire.wait(wire.send(values.view(-1), Lane.STATE), "the parameters")
-
-
-def ask_for_state(wire: Wire) -> OptimizerState:
-    """Ask for what the optimizer remembers.
-
-    Raises:
-        TypeError: If it cannot be sent.
-    """
-    wire.ask(Note(Kind.STATE, {}))
-    answer = check_answer(wire)
-    if "refused" in answer:
-        raise TypeError(answer["refused"])
-    return OptimizerState.receive(wire, answer)
-
-
-def check_answer(wire: Wire) -> dict[str, Any]:
-    """Wait for the server's answer to the last request.
-
-    Raises:
-        RuntimeError: If the server tells of a failure; it need not listen to this rank any more.
-    """
-    answer = wire.answered()
-    while "waiting" in answer:  # it is alive, and waits for another rank
-        for server in wire.waiting_too:
-            server.reassure_server()
-        answer = wire.answered()
-    if "failure" in answer:
-        with suppress(RuntimeError):
-            wire.ask(Note(Kind.LEAVE, {}))
-        raise RuntimeError(f"{wire.name}: {answer['failure']}")
-    return answer

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_loco.comm.devices import has_streams
 from lightning_loco.comm.fingerprint import crc32
 from lightning_loco.remote.asking import receive_parameters
-from lightning_loco.remote.backend import Backend
+from lightning_loco.remote.backends import Backend
 from lightning_loco.remote.clients import Clients
 from lightning_loco.remote.wire import Wire
 

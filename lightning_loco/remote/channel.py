@@ -12,24 +12,17 @@ from torch import Tensor
 
 from lightning_loco.comm.devices import has_streams
 from lightning_loco.fault_points import reach
-from lightning_loco.remote.asking import (
-    ask_for_parameters,
-    ask_for_state,
-    ask_for_weights,
-    check_answer,
-    send_parameters,
-)
+from lightning_loco.remote.asking import ServerClient, send_parameters
 from lightning_loco.remote.calls import Call
 from lightning_loco.remote.changes import ChangeWatch
 from lightning_loco.remote.courier import Courier
 from lightning_loco.remote.hyperparameters import HyperparameterMirror
 from lightning_loco.remote.message import Message
-from lightning_loco.remote.optimizer_state import OptimizerState
 from lightning_loco.remote.slots import Slot
 from lightning_loco.remote.wire import Kind, Lane, Note, Wire
 
 
-class Channel:
+class Channel(ServerClient):
     """Exchanges a share of the parameters with the server that has them.
 
     Args:
@@ -40,7 +33,6 @@ class Channel:
         checksum: Tells the model.
 
     Attributes:
-        wire: As given.
         bytes_saved: By how much more gradients would have taken without compression.
     """
 
@@ -52,9 +44,9 @@ class Channel:
         wire: Wire,
         checksum: int,
     ) -> None:
-        self.wire = wire
-        self.bytes_saved = 0
+        super().__init__(wire, params)
         self._params = params
+        self.bytes_saved = 0
         self._slots = [Slot(message, params) for message in messages]
         self._mirror = HyperparameterMirror(groups)
         self._checksum = checksum
@@ -73,7 +65,7 @@ class Channel:
 
     def join(self) -> None:
         """Ask for the parameters and hyper-parameters; :meth:`take_over` ends it."""
-        self._mirror.take_over(ask_for_weights(self.wire, self._checksum)["hyperparameters"])
+        self._mirror.take_over(self.ask_for_weights(self._checksum)["hyperparameters"])
         self._receive()
 
     def expect_gradients(self) -> None:
@@ -125,7 +117,7 @@ class Channel:
         """Send parameters that were changed by hand, if this worker is the one that should."""
         call = self._asked.result() if isinstance(self._asked, Future) else self._asked
         if call.changed is not None:
-            self._give(check_answer(self.wire))
+            self._give(self.answer())
 
     def finish_step(self) -> str | None:
         """Wait until the step is made; :meth:`take_over` ends it.
@@ -133,7 +125,7 @@ class Channel:
         Returns:
             Why to stop, if all should.
         """
-        answer = check_answer(self.wire)
+        answer = self.answer()
         for sending in self._sending:
             work = sending.result() if isinstance(sending, Future) else sending
             self.wire.wait(work, "the gradients")
@@ -169,7 +161,7 @@ class Channel:
             leads: Whether this rank asks; else ``share`` gives it the values.
         """
         values = (
-            ask_for_parameters(self.wire, self._params)
+            self.parameters()
             if leads
             else (torch.empty(param.shape, dtype=param.dtype) for param in self._params)
         )
@@ -188,7 +180,7 @@ class Channel:
     def are_finite(self, here: bool) -> bool:
         """Whether the gradients of all workers are finite."""
         self.wire.ask(Note(Kind.FINITE, {"finite": here}))
-        return bool(check_answer(self.wire)["finite"])
+        return bool(self.answer()["finite"])
 
     def ask_to_meet(self, purpose: str, stop: str | None) -> None:
         """Say that this worker waits until no worker makes steps; :meth:`meet` waits."""
@@ -197,28 +189,11 @@ class Channel:
 
     def meet(self) -> dict[str, Any]:
         """Wait until no worker makes steps; returns the server's answer."""
-        answer = check_answer(self.wire)
+        answer = self.answer()
         if "give" in answer:
             self._give(answer)
-            answer = check_answer(self.wire)
+            answer = self.answer()
         return answer
-
-    def state(self) -> OptimizerState:
-        """The state of the server's optimizer."""
-        return ask_for_state(self.wire)
-
-    def load_state(self, state: OptimizerState) -> None:
-        """Give the server's optimizer a state to go on from."""
-        state.send(self.wire, lambda text: self.wire.ask(Note(Kind.LOAD_STATE, text)))
-        check_answer(self.wire)
-
-    def parameters(self) -> list[Tensor]:
-        """The parameters of this share as the server has them, in full precision."""
-        return list(ask_for_parameters(self.wire, self._params))
-
-    def leave(self, farewell: dict[str, Any]) -> None:
-        """Tell the server that no more requests will come, with a last word."""
-        self.wire.ask(Note(Kind.LEAVE, farewell))
 
     def fail(self, text: str) -> None:
         """Tell the server that no more requests will come, because of an error."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_loco.fault_points import reach
 from lightning_loco.remote.accumulator import Accumulator
 from lightning_loco.remote.answering import answer_alone
-from lightning_loco.remote.backend import Backend
+from lightning_loco.remote.backends import Backend
 from lightning_loco.remote.calls import Call
 from lightning_loco.remote.changes import adopt_changes
 from lightning_loco.remote.clients import Clients
@@ -85,7 +85,7 @@ class GradientServer:
             raise
         finally:
             self._clients.end()
-        self._backend.end(self._clients.farewell)
+        self._backend.leave(self._clients.farewell)
         return self._clients.farewell
 
     def _answer_all(self) -> None:

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from lightning_loco.remote.backends import RemoteBackend
 from lightning_loco.remote.optimizer import RemoteOptimizer
-from lightning_loco.remote.remote_backend import RemoteBackend
 from lightning_loco.remote.replica_group import new_replica_group
 from lightning_loco.remote.site import Serving, Site
 from lightning_loco.remote.tiers import Role, Tiers

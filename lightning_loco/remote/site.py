@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_loco.remote.accumulator import Accumulator
-from lightning_loco.remote.backend import Backend
+from lightning_loco.remote.backends import Backend, LocalBackend
 from lightning_loco.remote.gradient_server import GradientServer
-from lightning_loco.remote.local_backend import LocalBackend
 from lightning_loco.remote.meanwhile import Meanwhile
 from lightning_loco.remote.message import Message
 from lightning_loco.remote.plan import (

@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import LearningRateFinder
 from torch.optim import Optimizer
 
 from lightning_loco.comm.checks import check_model
-from lightning_loco.remote.supported_optimizers import check_optimizer
+from lightning_loco.remote.backends import check_optimizer
 from lightning_loco.strategies import lightning_private
 
 
