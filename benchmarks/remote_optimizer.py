@@ -39,7 +39,7 @@ from memory import highest_rise
 from torch import Tensor, nn
 
 from lightning_loco.demo.model import ByteGPT
-from lightning_loco.remote import RemoteOptimizer, Tiers, aggregator_optimizer
+from lightning_loco.remote import RemoteOptimizer, Tiers, serve
 
 NUM_WORKERS = 2
 AHEAD_BYTES = 16 * 2**20  # of messages under way on the server, for each worker but the first
@@ -102,7 +102,7 @@ def run_raw(worker: Worker, params: list[Tensor], steps: int) -> float:
 def run_ours(worker: Worker, params: list[Tensor], steps: int) -> float:
     """The package."""
     if worker.rank == SERVER:
-        aggregator_optimizer(torch.optim.SGD(params, lr=1e-6), Tiers(NUM_WORKERS, 2))
+        serve(params, lambda p: torch.optim.SGD(p, lr=1e-6), Tiers(NUM_WORKERS, 2), SERVER)
         return 0.0
     remote = RemoteOptimizer(params, SERVER)
     remote.receive_weights()
@@ -118,7 +118,7 @@ def count(worker: Worker, numel: int, steps: int) -> tuple[float, float, float]:
     with worker.process_group():
         if worker.rank == SERVER:
             optimizer = torch.optim.SGD(params, lr=1e-6, momentum=0.9)
-            return 0.0, 0.0, highest_rise(lambda: aggregator_optimizer(optimizer, tiers))
+            return 0.0, 0.0, highest_rise(lambda: serve(params, lambda _: optimizer, tiers, SERVER))
         for param in params:
             param.grad = torch.ones_like(param)
         remote = RemoteOptimizer(params, SERVER)

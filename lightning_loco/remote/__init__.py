@@ -1,14 +1,7 @@
 """The optimizer on another rank: workers send gradients and receive parameters."""
 
 from lightning_loco.remote.optimizer import RemoteOptimizer
-from lightning_loco.remote.roles import (
-    aggregator,
-    aggregator_optimizer,
-    optimizer,
-    run_role,
-    worker,
-)
-from lightning_loco.remote.site import Serving
+from lightning_loco.remote.roles import Serving, run_role, serve
 from lightning_loco.remote.tiers import Role, Tiers
 from lightning_loco.remote.transport import Transport
 
@@ -18,9 +11,6 @@ __all__ = [
     "Serving",
     "Tiers",
     "Transport",
-    "aggregator",
-    "aggregator_optimizer",
-    "optimizer",
     "run_role",
-    "worker",
+    "serve",
 ]

@@ -36,7 +36,6 @@ class LocalBackend:
         params: In the order of the workers.
         messages: How they are cut.
         accumulator: Where the gradients are. After the step the parameters leave from there.
-        before_step: Called when the mean gradients are in place.
         after_step: Called after each step, to step a schedule for instance.
         share_norms: Exchanges the norms of the parameters' gradients with the optimizers of the
             other servers; returns all of them.
@@ -48,7 +47,6 @@ class LocalBackend:
         params: Sequence[Tensor],
         messages: Sequence[Message],
         accumulator: Accumulator,
-        before_step: Callable[[], object] | None = None,
         after_step: Callable[[], object] | None = None,
         share_norms: Callable[[list[Tensor]], list[Tensor]] | None = None,
     ) -> None:
@@ -60,11 +58,10 @@ class LocalBackend:
             for index, message in enumerate(messages)
         ]
         self._accumulator = accumulator
-        self._before_step = before_step
         self._after_step = after_step
         self._share_norms = share_norms
         self._mirror = HyperparameterMirror(optimizer.param_groups)
-        self._steps_at_once = is_step_per_parameter(optimizer) and before_step is None
+        self._steps_at_once = is_step_per_parameter(optimizer)
         self._early: Call | None = None
         self._next = 0
 
@@ -108,8 +105,6 @@ class LocalBackend:
             everything = range(len(self._params))
             self._set_gradients(everything, call)
             self._clip(call.clip)
-            if self._before_step is not None:
-                self._before_step()
             step_without_closure(self._optimizer)
             self._clear_gradients(everything)
         if self._after_step is not None:

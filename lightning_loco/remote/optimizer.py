@@ -38,8 +38,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
     Args:
         params: The model's parameters or parameter groups, in the same order on all ranks. Those
             that do not require gradients now are left alone.
-        aggregator_rank: The rank that runs :func:`aggregator` or
-            :func:`aggregator_optimizer`; several when they share the parameters.
+        aggregator_rank: The rank that takes in gradients, as :func:`serve` does there; several when
+            they share the parameters.
         transport: How the ranks are connected.
         replica_group: The ranks that are one worker together, with gloo. Their gradients must have
             been reduced, as ``DistributedDataParallel`` does; the first one talks to the aggregator
@@ -320,7 +320,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         """Say that this worker makes no more steps; a second call does nothing.
 
         Args:
-            farewell: What the servers should know at the end; see :func:`aggregator`.
+            farewell: What the servers should know at the end; see :func:`serve`.
         """
         if self._has_last_word():
             for channel in self._channels:

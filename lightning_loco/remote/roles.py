@@ -2,146 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from lightning_loco.remote.backends import RemoteBackend
+from lightning_loco.remote.accumulator import Accumulator
+from lightning_loco.remote.backends import Backend, LocalBackend, RemoteBackend
+from lightning_loco.remote.gradient_server import GradientServer
+from lightning_loco.remote.meanwhile import Meanwhile
+from lightning_loco.remote.message import Message
 from lightning_loco.remote.optimizer import RemoteOptimizer
+from lightning_loco.remote.plan import model_checksum, share_parameters, trainable_parameters
 from lightning_loco.remote.replica_group import new_replica_group
-from lightning_loco.remote.site import Serving, Site
 from lightning_loco.remote.tiers import Role, Tiers
 from lightning_loco.remote.transport import Transport
+from lightning_loco.remote.wire import Lane, Wire
 
 T = TypeVar("T")
 
 
-def worker(
-    train: Callable[[RemoteOptimizer], T],
-    params: Any,
-    tiers: Tiers,
-    *,
-    transport: Transport | None = None,
-    replica_group: dist.ProcessGroup | None = None,
-) -> T:
-    """Train with the parameters of the servers, and leave them when ``train`` has returned.
+class Serving(NamedTuple):
+    """How a service rank serves.
 
-    An error in ``train`` reaches the other ranks, too.
-
-    Args:
-        train: The training loop; gets the :class:`RemoteOptimizer`.
-        params: As for a ``torch.optim`` optimizer.
-        tiers: The roles of all ranks.
-        transport: How the ranks are connected.
-        replica_group: The ranks of this worker, if there are several.
-
-    Returns:
-        What ``train`` has returned.
+    Attributes:
+        after_step: Called where the optimizer is after each step, to step a schedule for instance.
+        min_workers: With how many workers to go on when some fail. Default: all.
+        stop_reason: Says why all should stop after a step, if this rank was asked to.
     """
-    remote = RemoteOptimizer(
-        params, tiers.aggregators, transport=transport, replica_group=replica_group
-    )
-    remote.receive_weights()
-    try:
-        result = train(remote)
-    except Exception as error:
-        remote.fail(error)
-        raise
-    remote.leave()
-    return result
 
-
-def aggregator_optimizer(
-    optimizer: torch.optim.Optimizer,
-    tiers: Tiers,
-    *,
-    transport: Transport | None = None,
-    serving: Serving | None = None,
-) -> dict[str, Any]:
-    """Average the workers' gradients and make the steps, until all workers have left (2 tiers).
-
-    Args:
-        optimizer: Any that needs no closure, of the model's parameters in the workers' order.
-        tiers: The roles of all ranks.
-        transport: How the ranks are connected, as on the workers.
-        serving: What happens around the steps.
-
-    Returns:
-        What the workers said when they left.
-
-    Raises:
-        ValueError: If a worker has another model.
-        RuntimeError: If a worker is gone or too late.
-    """
-    site = Site.of(optimizer.param_groups, tiers, transport)
-    backend = site.local_backend(optimizer, serving or Serving())
-    return site.serve(site.workers(), site.messages, backend, serving or Serving())
-
-
-def aggregator(
-    params: Any,
-    tiers: Tiers,
-    *,
-    transport: Transport | None = None,
-    serving: Serving | None = None,
-) -> dict[str, Any]:
-    """Average the workers' gradients for the optimizer on another rank (3 tiers).
-
-    Args:
-        params: The model's parameters or parameter groups, for their shapes.
-        tiers: The roles of all ranks.
-        transport: How the ranks are connected, as on the workers.
-        serving: With how many workers to go on.
-
-    Returns:
-        What the workers said when they left.
-
-    Raises:
-        ValueError: If a worker or the optimizer has another model.
-        RuntimeError: If one of them is gone or too late.
-    """
-    site = Site.of(torch.optim.Optimizer(params, {}).param_groups, tiers, transport)
-    rank = tiers.optimizers[site.number]
-    wire = site.wire(rank)
-    site.meanwhile.reassure(wire.reassure_server)
-    backend = RemoteBackend(wire, site.params, site.messages, site.accumulator)
-    return site.serve(site.workers(), site.messages, backend, serving or Serving())
-
-
-def optimizer(
-    optimizer: torch.optim.Optimizer,
-    tiers: Tiers,
-    *,
-    transport: Transport | None = None,
-    serving: Serving | None = None,
-) -> dict[str, Any]:
-    """Make the steps with the aggregator's averaged gradients, until it leaves (3 tiers).
-
-    Args:
-        optimizer: Any that needs no closure, of the model's parameters in the workers' order.
-        tiers: The roles of all ranks.
-        transport: How the ranks are connected, as on the workers.
-        serving: What happens around the steps.
-
-    Returns:
-        What the workers said when they left.
-
-    Raises:
-        ValueError: If the aggregator has another model.
-        RuntimeError: If the aggregator is gone or too late.
-    """
-    site = Site.of(optimizer.param_groups, tiers, transport)
-    backend = site.local_backend(optimizer, serving or Serving())
-    rank = tiers.aggregators[site.number]
-    client = site.wire(rank)
-    summed = [
-        message if message.codec is not None else message._replace(dtype=site.accumulator.dtype)
-        for message in site.messages
-    ]
-    alone = (serving or Serving())._replace(min_workers=None)
-    return site.serve([client], summed, backend, alone, are_heard=True)
+    after_step: Callable[[], object] | None = None
+    min_workers: int | None = None
+    stop_reason: Callable[[], str | None] = lambda: None
 
 
 def run_role(
@@ -156,6 +52,9 @@ def run_role(
     serving: Serving | None = None,
 ) -> T | None:
     """Train or serve, as this rank of the process group is meant to: call it on all ranks.
+
+    A worker begins with the parameters of the servers, and leaves them when ``train`` has returned.
+    An error in ``train`` reaches the other ranks, too.
 
     Args:
         train: The workers' training loop; gets the :class:`RemoteOptimizer`.
@@ -181,13 +80,20 @@ def run_role(
     """
     group = (transport or Transport()).group or dist.group.WORLD
     assert group is not None
-    size, rank = group.size(), group.rank()
-    tiers = Tiers.detect(size, num_workers, num_servers, replica_size)
-    replica = new_replica_group(tiers, rank, "gloo") if replica_size > 1 else None
-    if tiers.role(rank) is Role.WORKER:
-        return worker(train, params, tiers, transport=transport, replica_group=replica)
-    serve(params, make_optimizer, tiers, rank, transport=transport, serving=serving)
-    return None
+    tiers = Tiers.detect(group.size(), num_workers, num_servers, replica_size)
+    replica = new_replica_group(tiers, group.rank(), "gloo") if replica_size > 1 else None
+    if tiers.role(group.rank()) is not Role.WORKER:
+        serve(params, make_optimizer, tiers, group.rank(), transport=transport, serving=serving)
+        return None
+    remote = RemoteOptimizer(params, tiers.aggregators, transport=transport, replica_group=replica)
+    remote.receive_weights()
+    try:
+        result = train(remote)
+    except Exception as error:
+        remote.fail(error)
+        raise
+    remote.leave()
+    return result
 
 
 def serve(
@@ -199,11 +105,12 @@ def serve(
     transport: Transport | None = None,
     serving: Serving | None = None,
 ) -> dict[str, Any]:
-    """Serve as a rank that does not train is meant to.
+    """Serve as a rank that does not train is meant to, until all workers have left.
 
     Args:
         params: As for a ``torch.optim`` optimizer, the same on all ranks.
-        make_optimizer: Makes the optimizer of ``params``, if it is this rank's.
+        make_optimizer: Makes the optimizer of ``params``, if it is this rank's: any that needs no
+            closure.
         tiers: The roles of all ranks.
         rank: This one.
         transport: How the ranks are connected, as on the workers.
@@ -216,8 +123,128 @@ def serve(
         ValueError: If a worker has another model.
         RuntimeError: If another rank is gone or too late.
     """
-    role = tiers.role(rank)
-    if role is Role.AGGREGATOR:
-        return aggregator(params, tiers, transport=transport, serving=serving)
-    step = optimizer if role is Role.OPTIMIZER else aggregator_optimizer
-    return step(make_optimizer(params), tiers, transport=transport, serving=serving)
+    transport, serving = transport or Transport(), serving or Serving()
+    if tiers.role(rank) is Role.AGGREGATOR:
+        groups = torch.optim.Optimizer(params, {}).param_groups
+        return _Site(groups, tiers, rank, transport).average(serving)
+    optimizer = make_optimizer(params)
+    return _Site(optimizer.param_groups, tiers, rank, transport).make_steps(optimizer, serving)
+
+
+class _Site:
+    """A service rank's share of the parameters, with memory for it, and its connections.
+
+    Args:
+        groups: Parameter groups, in the workers' order.
+        tiers: The roles of all ranks.
+        rank: This one.
+        transport: How the ranks are connected.
+    """
+
+    def __init__(
+        self, groups: Sequence[dict[str, Any]], tiers: Tiers, rank: int, transport: Transport
+    ) -> None:
+        self._run = transport.next_run()  # first: all ranks count as often, whatever error comes
+        trainable, _ = trainable_parameters(groups)
+        self._number = tiers.server(rank)
+        self._shares = share_parameters([param for _, param in trainable], tiers.num_servers)
+        self._params = [trainable[index][1] for index in self._shares[self._number]]
+        self._tiers = tiers
+        self._rank = rank
+        self._transport = transport
+        self._messages = transport.plan(self._params)
+        self._accumulator = Accumulator(self._params, self._messages)
+        self._meanwhile = Meanwhile(transport.timeout_s, transport.look_around)
+        self._wires: list[Wire] = []
+
+    def average(self, serving: Serving) -> dict[str, Any]:
+        """Average the workers' gradients for the optimizer on another rank (3 tiers)."""
+        wire = self._wire(self._tiers.optimizers[self._number], self._transport)
+        self._meanwhile.reassure(wire.reassure_server)
+        backend = RemoteBackend(wire, self._params, self._messages, self._accumulator)
+        return self._serve(self._tiers.leaders, self._messages, backend, serving)
+
+    def make_steps(self, optimizer: torch.optim.Optimizer, serving: Serving) -> dict[str, Any]:
+        """Make the steps, with gradients of the workers (2 tiers) or of the aggregator (3)."""
+        share_norms = None
+        if self._tiers.num_servers > 1:
+            share_norms = functools.partial(self._share_norms, self._other_optimizers())
+        backend = LocalBackend(
+            optimizer,
+            self._params,
+            self._messages,
+            self._accumulator,
+            serving.after_step,
+            share_norms,
+        )
+        if self._tiers.role(self._rank) is Role.AGGREGATOR_OPTIMIZER:
+            return self._serve(self._tiers.leaders, self._messages, backend, serving)
+        dtype, alone = self._accumulator.dtype, serving._replace(min_workers=None)
+        summed = [m if m.codec is not None else m._replace(dtype=dtype) for m in self._messages]
+        aggregator = self._tiers.aggregators[self._number]
+        return self._serve([aggregator], summed, backend, alone, are_heard=True)
+
+    def _serve(
+        self,
+        ranks: Sequence[int],
+        messages: Sequence[Message],
+        backend: Backend,
+        serving: Serving,
+        are_heard: bool = False,
+    ) -> dict[str, Any]:
+        """Serve until all clients have left; returns what they said then.
+
+        Args:
+            ranks: Those of the clients.
+            messages: How their gradients are cut.
+            backend: What makes the steps.
+            serving: What happens around the steps.
+            are_heard: Whether the clients are servers, which ask for patience whenever they wait.
+        """
+        server = GradientServer(
+            [self._wire(rank, self._transport) for rank in ranks],
+            messages,
+            self._accumulator,
+            backend,
+            model_checksum(self._params, self._messages),
+            self._meanwhile,
+            min_workers=serving.min_workers,
+            are_heard=are_heard,
+            stop_reason=serving.stop_reason,
+        )
+        try:
+            return server.serve()
+        finally:
+            for wire in self._wires:
+                wire.end()
+            self._meanwhile.end()
+
+    def _wire(self, rank: int, transport: Transport) -> Wire:
+        """A connection to another rank; who waits for this one is reassured meanwhile."""
+        wire = transport.wire(rank, self._tiers.name(rank), self._run, self._meanwhile)
+        self._wires.append(wire)
+        return wire
+
+    def _other_optimizers(self) -> dict[int, Wire]:
+        """Connections to the optimizers of the other shares, by share.
+
+        Nobody reassures these ranks while another one loses its workers, one after another.
+        """
+        timeout_s, num_workers = self._transport.timeout_s, self._tiers.num_workers
+        longest_s = None if timeout_s is None else (1 + num_workers) * timeout_s
+        patient = dataclasses.replace(self._transport, timeout_s=longest_s)
+        ranks = enumerate(self._tiers.optimizers)
+        return {share: self._wire(rank, patient) for share, rank in ranks if share != self._number}
+
+    def _share_norms(self, others: Mapping[int, Wire], norms: list[Tensor]) -> list[Tensor]:
+        """Exchange norms of gradients with the other servers' optimizers; returns all, in order."""
+        own = torch.stack(norms).double()
+        sending = [(wire, wire.send(own, Lane.STATE)) for wire in others.values()]
+        norm_of = dict(zip(self._shares[self._number], own, strict=True))
+        for number, wire in others.items():
+            theirs = torch.zeros(len(self._shares[number]), dtype=torch.float64)
+            wire.wait(wire.receive(theirs, Lane.STATE), "the norms of gradients")
+            norm_of.update(zip(self._shares[number], theirs, strict=True))
+        for wire, work in sending:
+            wire.wait(work, "the norms of gradients")
+        return [norm_of[index].to(norms[0].dtype) for index in sorted(norm_of)]

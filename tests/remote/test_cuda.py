@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import HashStore, ProcessGroupGloo
 
 from lightning_loco.codecs import BFloat16, Codec, Int8
-from lightning_loco.remote import RemoteOptimizer, Tiers, Transport, aggregator_optimizer
+from lightning_loco.remote import RemoteOptimizer, Tiers, Transport, serve
 from lightning_loco.remote.courier import Courier
 from lightning_loco.remote.plan import plan_messages
 from lightning_loco.remote.slots import Slot
@@ -32,8 +32,8 @@ def test_a_worker_reads_nothing_back(pool: Pool, compression: str | None) -> Non
 def train(rank: int, world: int, overlap: bool, compression: str | None) -> None:
     transport = Transport(bucket_bytes=100, compression=compression)
     if rank == world - 1:
-        optimizer = torch.optim.SGD(make_model("cpu").parameters(), lr=0.1)
-        aggregator_optimizer(optimizer, Tiers.detect(world, world - 1), transport=transport)
+        tiers, params = Tiers.detect(world, world - 1), make_model("cpu").parameters()
+        serve(params, lambda p: torch.optim.SGD(p, lr=0.1), tiers, rank, transport=transport)
         return
     with with_streams():
         model = make_model("meta")

@@ -18,8 +18,8 @@ from lightning_loco.remote import (
     Serving,
     Tiers,
     Transport,
-    aggregator_optimizer,
     run_role,
+    serve,
 )
 from tests.pool import Pool, PoolError
 
@@ -220,7 +220,7 @@ def die(rank: int, world: int, victim: int) -> str:
     tiers = Tiers.detect(world, 2)
     try:
         if rank == world - 1:
-            aggregator_optimizer(torch.optim.SGD(net.parameters(), lr=1.0), tiers)
+            serve(net.parameters(), lambda p: torch.optim.SGD(p, lr=1.0), tiers, rank)
         else:
             remote = RemoteOptimizer(net.parameters(), world - 1)
             remote.receive_weights()
