@@ -13,13 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_loco.remote.accumulator import Accumulator
 from lightning_loco.remote.asking import ServerClient
-from lightning_loco.remote.calls import Call, Clip
-from lightning_loco.remote.hyperparameters import HyperparameterMirror
-from lightning_loco.remote.message import Message
 from lightning_loco.remote.optimizer_state import OptimizerState
+from lightning_loco.remote.plan import Accumulator, Message
 from lightning_loco.remote.slots import Slot
+from lightning_loco.remote.step_request import Call, Clip, HyperparameterMirror
 from lightning_loco.remote.wire import Kind, Lane, Note, Sending, Wire
 
 LAG = 2

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
+import queue
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -13,12 +15,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_loco.background import BackgroundThread
 from lightning_loco.comm.watchdog import WorkerFailure
-from lightning_loco.remote.calls import Call
-from lightning_loco.remote.meanwhile import Meanwhile
-from lightning_loco.remote.requests import Requests
+from lightning_loco.remote.keep_alive import PARTING_S, Meanwhile
+from lightning_loco.remote.step_request import Call
 from lightning_loco.remote.unreachable import Unreachable
-from lightning_loco.remote.wire import Kind, Lane, Note, Sending, Wire
+from lightning_loco.remote.wire import LAST_WORDS, Kind, Lane, Note, Sending, Wire
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,73 @@ _REPORTED_FAILURE_S = 0.5
 _NO_STEP = "step {:g} s after another worker's"
 _NO_MEETING = "meeting {:g} s after another worker's"
 _NO_SIGN = "sign of life for {:g} s"
+
+
+class Requests:
+    """The clients' requests in the order of their arrival.
+
+    Threads wait, so that the server's main thread can be interrupted and learns at once of a client
+    that is gone, or that is alive and waits itself.
+
+    Args:
+        clients: Who may ask.
+        meanwhile: What to do while nothing comes.
+    """
+
+    def __init__(self, clients: Sequence[Wire], meanwhile: Meanwhile) -> None:
+        self._arrived: queue.Queue[tuple[Wire, Note | Exception]] = queue.Queue()
+        self._meanwhile = meanwhile
+        self._threads: list[BackgroundThread] = []
+        for client in clients:
+            listen = functools.partial(self._listen, client)
+            thread = BackgroundThread(f"loco-requests-{client.name}", listen)
+            thread.start()
+            self._threads.append(thread)
+
+    def _listen(self, client: Wire) -> None:
+        kind = None
+        while kind not in LAST_WORDS:
+            try:
+                note = client.next_request()
+            except Exception as error:
+                self._arrived.put((client, error))
+                return
+            kind = note.kind
+            if kind == Kind.WAITING:
+                client.last_sign_s = time.monotonic()
+            else:
+                self._arrived.put((client, note))
+
+    def end(self) -> None:
+        """Wait for the threads, but not long for those that listen to a rank that is lost."""
+        deadline = time.monotonic() + PARTING_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def waiting(self) -> list[Wire]:
+        """Clients with a request that has arrived and that nobody has looked at yet."""
+        with self._arrived.mutex:
+            arrived = list(self._arrived.queue)
+        return [c for c, note in arrived if isinstance(note, Note) and note.kind not in LAST_WORDS]
+
+    def next(
+        self, timeout_s: float | None, last_sign: Callable[[], float]
+    ) -> tuple[Wire, Note | Exception] | None:
+        """Wait for the next request, or for the news that a client is gone.
+
+        Args:
+            timeout_s: Longest wait, in seconds; None to wait on.
+            last_sign: When a client has last asked for patience.
+
+        Returns:
+            Who, and what or why it is gone; None when the time is over.
+        """
+        for pause_s in self._meanwhile.pauses(timeout_s, last_sign):
+            try:
+                return self._arrived.get(timeout=pause_s)
+            except queue.Empty:
+                continue
+        return None
 
 
 class Clients:

@@ -10,15 +10,14 @@ import torch
 import torch.distributed as dist
 
 from lightning_loco.fault_points import reach
-from lightning_loco.remote.accumulator import Accumulator
 from lightning_loco.remote.answering import answer_alone
 from lightning_loco.remote.backends import Backend
-from lightning_loco.remote.calls import Call
 from lightning_loco.remote.changes import adopt_changes
 from lightning_loco.remote.clients import Clients
+from lightning_loco.remote.keep_alive import Meanwhile
 from lightning_loco.remote.mean_gradient import MeanGradient
-from lightning_loco.remote.meanwhile import Meanwhile
-from lightning_loco.remote.message import Message
+from lightning_loco.remote.plan import Accumulator, Message
+from lightning_loco.remote.step_request import Call
 from lightning_loco.remote.wire import Kind, Lane, Note, Wire
 
 

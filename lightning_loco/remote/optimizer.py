@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_loco.fault_points import reach
-from lightning_loco.remote.calls import Call, Clip
 from lightning_loco.remote.channel import Channel
 from lightning_loco.remote.optimizer_state import OptimizerState
 from lightning_loco.remote.plan import model_checksum, share_parameters, trainable_parameters
-from lightning_loco.remote.replica_group import ReplicaGroup
+from lightning_loco.remote.step_request import Call, Clip
+from lightning_loco.remote.tiers import ReplicaGroup
 from lightning_loco.remote.transport import Transport
 
 

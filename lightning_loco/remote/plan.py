@@ -3,18 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_loco.codecs import BFloat16, Codec, Float16
+from lightning_loco.codecs.sums import add_written
 from lightning_loco.comm.checks import schema_checksum
-from lightning_loco.remote.message import Message, Span
 
 BUCKET_BYTES = 4 * 2**20
 NARROW = (BFloat16, Float16)
 """Codecs that need no writing: values travel in a narrower dtype."""
+
+
+class Span(NamedTuple):
+    """The elements ``start`` to ``stop`` of a parameter, seen as one line."""
+
+    param: int
+    start: int
+    stop: int
+
+
+class Message(NamedTuple):
+    """Parts of some parameters, or of their gradients.
+
+    Attributes:
+        spans: Side by side.
+        numel: Elements of all spans.
+        dtype: Of the values: as they travel, or as the codec takes them.
+        codec: Writes the values; None if they travel as they are, in ``dtype``.
+
+    Example:
+        >>> from lightning_loco.codecs import Int8
+        >>> message = Message((Span(0, 0, 300),), 300, torch.float32, Int8())
+        >>> message.wire_dtype, message.num_bytes
+        (torch.uint8, 520)
+    """
+
+    spans: tuple[Span, ...]
+    numel: int
+    dtype: torch.dtype
+    codec: Codec | None = None
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """Of what travels."""
+        return self.dtype if self.codec is None else torch.uint8
+
+    @property
+    def wire_numel(self) -> int:
+        """Elements of what travels."""
+        return self.numel if self.codec is None else self.codec.num_bytes(self.numel)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what travels."""
+        return self.wire_numel * self.wire_dtype.itemsize
+
+    def write(self, values: Tensor, wire: Tensor) -> Tensor:
+        """Put values where they travel from; returns that, or the values if they can travel."""
+        return values if self.codec is None else self.codec.encode(values, wire)
+
+    def read(self, wire: Tensor, values: Tensor) -> Tensor:
+        """Have in ``values`` what has travelled."""
+        return values.copy_(wire) if self.codec is None else self.codec.decode(wire, values)
+
+    def add(self, wire: Tensor, total: Tensor) -> Tensor:
+        """Add to ``total`` what has travelled."""
+        return total.add_(wire) if self.codec is None else add_written(self.codec, wire, total)
 
 
 def plan_messages(
@@ -113,3 +170,36 @@ def model_checksum(params: Iterable[Tensor], messages: Sequence[Message]) -> int
     shapes = [(tuple(param.shape), str(param.dtype)) for param in params]
     cuts = [(m.spans, str(m.dtype), repr(m.codec)) for m in messages]
     return schema_checksum([shapes, cuts]) >> 1
+
+
+class Accumulator:
+    """One number per parameter element, side by side in the order of the messages.
+
+    Args:
+        params: The shapes and dtypes.
+        messages: How they are cut.
+
+    Attributes:
+        dtype: float32, or float64 if any parameter is.
+        slices: The memory of each message.
+        parts: The memory of each parameter, in its shape.
+    """
+
+    def __init__(self, params: Sequence[Tensor], messages: Sequence[Message]) -> None:
+        wide = any(param.dtype == torch.float64 for param in params)
+        self.dtype = torch.float64 if wide else torch.float32
+        self._flat = torch.zeros(sum(param.numel() for param in params), dtype=self.dtype)
+        self.slices = torch.split(self._flat, [message.numel for message in messages])
+        self.parts: list[Tensor] = [self._flat] * len(params)
+        position = 0
+        for message in messages:
+            for index, start, stop in message.spans:
+                if start == 0:
+                    shape = params[index].shape
+                    self.parts[index] = self._flat[position : position + shape.numel()].view(shape)
+                position += stop - start
+
+    def lend(self, index: int, dtype: torch.dtype) -> Tensor:
+        """A message's memory, to hold its parameters in their dtype once its sum is not needed."""
+        memory: Tensor = self.slices[index]
+        return memory.view(dtype)[: memory.numel()]

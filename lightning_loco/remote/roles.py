@@ -11,15 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_loco.remote.accumulator import Accumulator
 from lightning_loco.remote.backends import Backend, LocalBackend, RemoteBackend
 from lightning_loco.remote.gradient_server import GradientServer
-from lightning_loco.remote.meanwhile import Meanwhile
-from lightning_loco.remote.message import Message
+from lightning_loco.remote.keep_alive import Meanwhile
 from lightning_loco.remote.optimizer import RemoteOptimizer
-from lightning_loco.remote.plan import model_checksum, share_parameters, trainable_parameters
-from lightning_loco.remote.replica_group import new_replica_group
-from lightning_loco.remote.tiers import Role, Tiers
+from lightning_loco.remote.plan import (
+    Accumulator,
+    Message,
+    model_checksum,
+    share_parameters,
+    trainable_parameters,
+)
+from lightning_loco.remote.tiers import Role, Tiers, new_replica_group
 from lightning_loco.remote.transport import Transport
 from lightning_loco.remote.wire import Lane, Wire
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_loco.comm.devices import has_streams
 from lightning_loco.comm.flat import Window
-from lightning_loco.remote.message import Message
+from lightning_loco.remote.plan import Message
 
 Tensors = Sequence[Tensor] | Mapping[int, Tensor | None]
 """Tensors by their number; None where there is none."""

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from lightning_loco.comm.messages import LONGEST_BYTES, read
 from lightning_loco.comm.watchdog import Watchdog
-from lightning_loco.remote.meanwhile import Meanwhile
+from lightning_loco.remote.keep_alive import Meanwhile, Outcome, Waiter
 from lightning_loco.remote.unreachable import Explained, Unreachable, late
-from lightning_loco.remote.waiter import Outcome, Waiter
 
 FRAME_BYTES = 512
 _FOREVER_S = 10 * 365 * 24 * 3600.0

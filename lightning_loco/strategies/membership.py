@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_loco.elastic.sharing import MembersSampler
-from lightning_loco.remote.hyperparameters import read_hyperparameters, write_hyperparameters
+from lightning_loco.remote.step_request import read_hyperparameters, write_hyperparameters
 from lightning_loco.rounds.membership import Share
 from lightning_loco.strategies import lightning_private
 

@@ -23,8 +23,8 @@ from lightning_loco.comm.places import Places
 from lightning_loco.comm.watchdog import WorkerFailure
 from lightning_loco.remote import RemoteOptimizer, Tiers
 from lightning_loco.remote.all_ranks import AllRanks
-from lightning_loco.remote.replica_group import new_replica_group
 from lightning_loco.remote.service_group import ServiceGroup
+from lightning_loco.remote.tiers import new_replica_group
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.added_hooks import add_hooks
 from lightning_loco.strategies.averaged_models import averaged_models, share_complete_averages

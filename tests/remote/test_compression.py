@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from lightning_loco.codecs import E3M0, BFloat16, Codec, ErrorFeedback, Float16, Int8, Sparse
 from lightning_loco.remote import RemoteOptimizer, Transport, run_role
-from lightning_loco.remote.compression import as_codec
-from lightning_loco.remote.message import Message
-from lightning_loco.remote.plan import plan_messages
+from lightning_loco.remote.plan import Message, plan_messages
 from lightning_loco.remote.slots import Slot
+from lightning_loco.remote.transport import as_codec
 from tests.conftest import cover
 from tests.pool import Pool, PoolError
 

@@ -13,7 +13,7 @@ from torch.distributed import HashStore, ProcessGroupGloo
 
 from lightning_loco.codecs import BFloat16, Codec, Int8
 from lightning_loco.remote import RemoteOptimizer, Tiers, Transport, serve
-from lightning_loco.remote.courier import Courier
+from lightning_loco.remote.channel import Courier
 from lightning_loco.remote.plan import plan_messages
 from lightning_loco.remote.slots import Slot
 from lightning_loco.remote.wire import Lane, Wire

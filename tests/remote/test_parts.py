@@ -11,14 +11,11 @@ from torch import Tensor, nn
 
 from lightning_loco.codecs import BFloat16, Codec, Float16, Int8
 from lightning_loco.remote import RemoteOptimizer, Serving, Tiers, Transport, run_role
-from lightning_loco.remote.accumulator import Accumulator
 from lightning_loco.remote.backends import check_optimizer, is_step_per_parameter
-from lightning_loco.remote.calls import Call, Clip
-from lightning_loco.remote.hyperparameters import HyperparameterMirror
-from lightning_loco.remote.message import Message
 from lightning_loco.remote.optimizer_state import OptimizerState
-from lightning_loco.remote.plan import plan_messages, share_parameters
+from lightning_loco.remote.plan import Accumulator, Message, plan_messages, share_parameters
 from lightning_loco.remote.slots import Slot
+from lightning_loco.remote.step_request import Call, Clip, HyperparameterMirror
 from lightning_loco.remote.unreachable import Explained, Unreachable
 from tests.comm.workers import make_watchdogs, start
 from tests.manual_clock import SkippingClock

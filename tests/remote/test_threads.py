@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_loco.remote import RemoteOptimizer, Transport, run_role
-from lightning_loco.remote.meanwhile import Meanwhile
-from lightning_loco.remote.requests import Requests
-from lightning_loco.remote.waiter import PARTING_S, Waiter
+from lightning_loco.remote.clients import Requests
+from lightning_loco.remote.keep_alive import PARTING_S, Meanwhile, Waiter
 from lightning_loco.remote.wire import Kind, Note, Wire
 from tests.pool import Pool
 
