@@ -1,18 +1,14 @@
-"""Parameters that somebody else than the optimizer has written: noticed, compared, adopted."""
+"""Noticing that somebody else than the optimizer has written parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_loco.comm.devices import has_streams
 from lightning_loco.comm.fingerprint import crc32
-from lightning_loco.remote.asking import receive_parameters
-from lightning_loco.remote.backends import Backend
-from lightning_loco.remote.clients import Clients
-from lightning_loco.remote.wire import Wire
 
 _PLACES = 32
 _SAMPLE = torch.Size([_PLACES, 16])
@@ -110,40 +106,3 @@ def _sample(param: Tensor) -> Tensor:
     if not values.is_contiguous():
         return values[:: size // _SAMPLE.numel()]
     return values.as_strided(_SAMPLE, (size // _PLACES, 1))
-
-
-def adopt_changes(clients: Clients, digests: Mapping[Wire, str | None], backend: Backend) -> None:
-    """Take over the parameters that all workers have changed alike; does nothing without changes.
-
-    Args:
-        clients: To answer; each that has changed something waits to hear whether to send it.
-        digests: By client, the checksum of its changed parameters, or None.
-        backend: Gets the parameters.
-
-    Raises:
-        RuntimeError: If not all have made the same change.
-    """
-    if not any(digests.values()):
-        return
-    if len(set(digests.values())) > 1:
-        changed = [client.name for client, digest in digests.items() if digest is not None]
-        if len(changed) < len(digests):
-            others = [client.name for client in digests if client.name not in changed]
-            how = f"on {_names(changed)} but not on {_names(others)}"
-        else:
-            how = f"on {_names(changed)}, but not to the same values"
-        raise RuntimeError(
-            f"Parameters were changed outside of the optimizer {how}. Change them alike on all "
-            "workers, with the same random numbers, or not at all."
-        )
-    given = False
-    for client in digests:
-        clients.answer(client, {"give": not given})
-        if not given and client in clients.left:
-            with clients.losing(client):
-                backend.load_parameters(receive_parameters(client, backend.shapes))
-                given = True
-
-
-def _names(names: Sequence[str]) -> str:
-    return ", ".join(name[0].lower() + name[1:] for name in names)

@@ -19,8 +19,7 @@ from lightning_loco.background import BackgroundThread
 from lightning_loco.comm.watchdog import WorkerFailure
 from lightning_loco.remote.keep_alive import PARTING_S, Meanwhile
 from lightning_loco.remote.step_request import Call
-from lightning_loco.remote.unreachable import Unreachable
-from lightning_loco.remote.wire import LAST_WORDS, Kind, Lane, Note, Sending, Wire
+from lightning_loco.remote.wire import LAST_WORDS, Kind, Lane, Note, Sending, Unreachable, Wire
 
 log = logging.getLogger(__name__)
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_loco.fault_points import reach
-from lightning_loco.remote.answering import answer_alone
+from lightning_loco.remote.asking import receive_parameters, send_parameters
 from lightning_loco.remote.backends import Backend
-from lightning_loco.remote.changes import adopt_changes
 from lightning_loco.remote.clients import Clients
 from lightning_loco.remote.keep_alive import Meanwhile
 from lightning_loco.remote.mean_gradient import MeanGradient
+from lightning_loco.remote.optimizer_state import OptimizerState
 from lightning_loco.remote.plan import Accumulator, Message
 from lightning_loco.remote.step_request import Call
 from lightning_loco.remote.wire import Kind, Lane, Note, Wire
@@ -53,7 +53,7 @@ class GradientServer:
         are_heard: bool = False,
         stop_reason: Callable[[], str | None] = lambda: None,
     ) -> None:
-        answers = functools.partial(answer_alone, backend=backend)
+        answers = functools.partial(_answer_alone, backend)  # no circle, which would keep the group
         self._clients = Clients(
             clients, answers, meanwhile, min_left=min_workers, are_heard=are_heard
         )
@@ -129,7 +129,7 @@ class GradientServer:
         stops = [note.content.get("stop") for note in wanted.values()]
         if self._behind:
             changed = {c: n.content["changed"] for c, n in wanted.items() if c not in self._behind}
-            adopt_changes(self._clients, changed, self._backend)
+            self._adopt_changes(changed)
         self._release(next(filter(None, [*stops, self._stop_reason()]), None))
 
     def _release(self, stop: str | None) -> None:
@@ -172,7 +172,7 @@ class GradientServer:
         calls |= self._clients.hear_calls(streaming)
         calls = {client: calls[client] for client in wanted if client in calls}
         changes = {client: call.changed for client, call in calls.items()}
-        adopt_changes(self._clients, changes, self._backend)
+        self._adopt_changes(changes)
         call = Call.merge(list(calls.values()))
         reach("server step")
         answer = self._backend.finish(call)
@@ -202,3 +202,66 @@ class GradientServer:
             for index in indices
             for begun in self._clients.send(clients, self._backend.weights(index), Lane.WEIGHTS)
         ]
+
+    def _adopt_changes(self, digests: Mapping[Wire, str | None]) -> None:
+        """Take over the parameters that all workers have changed alike.
+
+        Each that has changed something waits to hear whether to send it.
+
+        Args:
+            digests: By client, the checksum of its changed parameters, or None.
+
+        Raises:
+            RuntimeError: If not all have made the same change.
+        """
+        if not any(digests.values()):
+            return
+        if len(set(digests.values())) > 1:
+            changed = [client.name for client, digest in digests.items() if digest is not None]
+            if len(changed) < len(digests):
+                others = [client.name for client in digests if client.name not in changed]
+                how = f"on {_names(changed)} but not on {_names(others)}"
+            else:
+                how = f"on {_names(changed)}, but not to the same values"
+            raise RuntimeError(
+                f"Parameters were changed outside of the optimizer {how}. Change them alike on all "
+                "workers, with the same random numbers, or not at all."
+            )
+        given = False
+        for client in digests:
+            self._clients.answer(client, {"give": not given})
+            if not given and client in self._clients.left:
+                with self._clients.losing(client):
+                    values = receive_parameters(client, self._backend.shapes)
+                    self._backend.load_parameters(values)
+                    given = True
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(name[0].lower() + name[1:] for name in names)
+
+
+def _answer_alone(backend: Backend, client: Wire, note: Note) -> bool:
+    """Answer a request that concerns its client alone; whether it was one.
+
+    These are about the optimizer's state and all parameters in full precision.
+    """
+    if note.kind == Kind.STATE:
+        try:
+            state = backend.state()
+        except TypeError as error:  # of use to the client only
+            client.answer({"refused": str(error)})
+        else:
+            state.send(client, client.answer)
+    elif note.kind == Kind.LOAD_STATE:
+        backend.load_state(OptimizerState.receive(client, note.content))
+        client.answer({})
+    elif note.kind == Kind.PARAMETERS:
+        client.answer({})
+        send_parameters(client, backend.parameters())
+    elif note.kind == Kind.LOAD_PARAMETERS:
+        backend.load_parameters(receive_parameters(client, backend.shapes))
+        client.answer({})
+    else:
+        return False
+    return True

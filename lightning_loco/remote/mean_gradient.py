@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lightning_loco.remote.clients import Clients
 from lightning_loco.remote.plan import Accumulator, Message
-from lightning_loco.remote.unreachable import Unreachable
-from lightning_loco.remote.wire import Lane, Wire
+from lightning_loco.remote.wire import Lane, Unreachable, Wire
 
 AHEAD_BYTES = 16 * 2**20
 _ALIGNED = 8

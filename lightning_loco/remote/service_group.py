@@ -20,7 +20,7 @@ from lightning_loco.comm.messages import read
 from lightning_loco.comm.store import PromptStore, in_time
 from lightning_loco.comm.watchdog import Watchdog, WorkerFailure
 from lightning_loco.fault_points import reach
-from lightning_loco.remote.unreachable import Unreachable
+from lightning_loco.remote.wire import Unreachable
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,10 @@ import functools
 import json
 import math
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -20,7 +21,6 @@ from torch import Tensor
 from lightning_loco.comm.messages import LONGEST_BYTES, read
 from lightning_loco.comm.watchdog import Watchdog
 from lightning_loco.remote.keep_alive import Meanwhile, Outcome, Waiter
-from lightning_loco.remote.unreachable import Explained, Unreachable, late
 
 FRAME_BYTES = 512
 _FOREVER_S = 10 * 365 * 24 * 3600.0
@@ -69,6 +69,18 @@ class Note(NamedTuple):
 
     kind: Kind
     content: dict[str, Any]
+
+
+class Unreachable(RuntimeError):
+    """Another rank is gone or too late.
+
+    Attributes:
+        rank: Which.
+    """
+
+    def __init__(self, text: str, rank: int) -> None:
+        super().__init__(text)
+        self.rank = rank
 
 
 Sending = tuple[dist.Work, Tensor]
@@ -159,7 +171,7 @@ class Wire:
             waiter.wait(outcome, self._timeout_s, lambda: self.last_sign_s)
         except TimeoutError as error:
             self._is_given_up = True
-            raise Unreachable(late(self.name, what), self.rank) from error
+            raise Unreachable(_late(self.name, what), self.rank) from error
 
     def ask(self, note: Note) -> None:
         """Send a request to a server, and wait until it has it if nothing follows."""
@@ -266,8 +278,38 @@ class Wire:
         with self._explained(what, timeout_s):
             work.wait() if timeout_s is None else work.wait(timedelta(seconds=timeout_s))
 
-    def _explained(self, what: str, timeout_s: float | None = None) -> Explained:
-        return Explained(self.name, self.rank, what, self._watchdog, timeout_s)
+    def _explained(self, what: str, timeout_s: float | None = None) -> AbstractContextManager[None]:
+        return explained(self.name, self.rank, what, self._watchdog, timeout_s)
+
+
+@contextmanager
+def explained(
+    name: str, rank: int, what: str, watchdog: Watchdog | None, timeout_s: float | None = None
+) -> Iterator[None]:
+    """Turn a backend's error into one that names the other rank, or whoever has failed.
+
+    Args:
+        name: Who the other rank is.
+        rank: Which.
+        what: What is exchanged.
+        watchdog: Knows who has failed, which is then the error.
+        timeout_s: Longest wait inside, in seconds: after it the reports of others have come.
+    """
+    began, failure = time.monotonic(), None
+    try:
+        yield
+    except RuntimeError as error:
+        if watchdog is not None:
+            is_late = timeout_s is not None and time.monotonic() - began >= timeout_s
+            failure = watchdog.failure if is_late else watchdog.wait_for_failure()
+        raise Unreachable(failure or _late(name, what), rank) from error
+
+
+def _late(name: str, what: str) -> str:
+    return (
+        f"{name}: {what} could not be exchanged. It has ended, or is later than the timeout. Look "
+        "into its output first."
+    )
 
 
 def _as_note(text: bytes, sender: str) -> Note:

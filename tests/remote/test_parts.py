@@ -16,7 +16,7 @@ from lightning_loco.remote.optimizer_state import OptimizerState
 from lightning_loco.remote.plan import Accumulator, Message, plan_messages, share_parameters
 from lightning_loco.remote.slots import Slot
 from lightning_loco.remote.step_request import Call, Clip, HyperparameterMirror
-from lightning_loco.remote.unreachable import Explained, Unreachable
+from lightning_loco.remote.wire import Unreachable, explained
 from tests.comm.workers import make_watchdogs, start
 from tests.manual_clock import SkippingClock
 from tests.pool import Pool, PoolError
@@ -327,7 +327,7 @@ def test_a_wait_that_is_too_late_does_not_wait_for_reports_as_well() -> None:
         start(watchdogs[0])
         for timeout_s, waits in ((0.0, False), (60.0, True)):
             before_s = clock.now()
-            explained = Explained("Worker 1", 1, "the gradients", watchdogs[0], timeout_s)
-            with pytest.raises(Unreachable, match="Worker 1: the gradients could not"), explained:
+            names_it = explained("Worker 1", 1, "the gradients", watchdogs[0], timeout_s)
+            with pytest.raises(Unreachable, match="Worker 1: the gradients could not"), names_it:
                 raise RuntimeError("the backend's own words")
             assert (clock.now() > before_s) == waits
