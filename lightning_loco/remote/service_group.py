@@ -1,47 +1,149 @@
-"""All ranks of a job, connected: they agree on errors, and know who has failed."""
+"""All ranks of a job, those that train and those that serve: connected, they agree on errors."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroupGloo, Store
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from lightning_loco.comm.arrivals import lost_store
-from lightning_loco.comm.messages import read
-from lightning_loco.comm.store import PromptStore, in_time
+from lightning_loco.comm.job import Job
+from lightning_loco.comm.messages import read, read_error, write_error
+from lightning_loco.comm.store import in_time, publish
 from lightning_loco.comm.watchdog import Watchdog, WorkerFailure
 from lightning_loco.fault_points import reach
 from lightning_loco.remote.wire import Unreachable
 
 log = logging.getLogger(__name__)
 
-_ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, OSError)}
+_groups_made: Counter[Store] = Counter()
+_files_written: Counter[Store] = Counter()
+_ENDED = "lightning_loco/rank 0 has ended"
 _PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.1
+
+_to_be_told: set[Store] = set()
+"""Stores in which rank 0 leaves a note when it ends, for torchrun's are there for longer."""
+
+
+class AllRanks:
+    """Where the ranks of a job find each other before any process group exists.
+
+    The default process group can then hold exactly the ranks that train, so that metrics, samplers
+    and collectives of users know nothing of the others.
+
+    Args:
+        job: Of all these ranks; :meth:`close` closes it.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._is_awaited = True
+        if job.rank == 0 and job.raw_store not in _to_be_told:
+            _to_be_told.add(job.raw_store)
+            atexit.register(_say_ended, job.raw_store)
+
+    def init_default_group(self, ranks: Sequence[int], backend: str, device: torch.device) -> None:
+        """Make the default process group of some ranks, as :meth:`Job.init_default_group`."""
+        self._job.init_default_group(ranks, backend, device)
+
+    def new_group(self, *, is_patient: bool = False) -> ServiceGroup:
+        """Connect all ranks; call it on every one, as often.
+
+        Args:
+            is_patient: Whether this rank waits for those that come late, as :class:`ServiceGroup`.
+        """
+        return ServiceGroup(self._job, self._next_group_keys(), is_patient)
+
+    def report(self, error: BaseException) -> None:
+        """Tell the ranks that wait in :meth:`new_group` why this one does not come.
+
+        Does nothing if this rank has come already.
+        """
+        if self._is_awaited:
+            notes = self._job.store.under(f"{self._next_group_keys()}/watchdog")
+            watchdog = Watchdog(notes, self._job.rank, len(self._job.names), self._job.names)
+            watchdog.report("".join(traceback.format_exception(error)))
+
+    def say_written(self, error: BaseException | None) -> None:
+        """Let those go on that wait in :meth:`wait_until_written`; for rank 0, as often as they.
+
+        Args:
+            error: Why it could not be written, or None.
+        """
+        with suppress(RuntimeError):
+            publish(self._job.store, self._next_file_key(), json.dumps(write_error(error)))
+
+    def wait_until_written(self) -> None:
+        """Wait until rank 0 has written the file that all ranks have asked for, however late.
+
+        Raises:
+            WorkerFailure: If rank 0 ends without, or the job's key-value store does not answer.
+            Exception: Its error, if it could not write the file.
+        """
+        key, store, host = self._next_file_key(), self._job.store, self._job.names[0]
+        warn_at = time.monotonic() + self._job.timeout_s
+        try:
+            while not store.check([key], self._job.timeout_s):
+                if store.check([_ENDED], self._job.timeout_s) and not store.check([key]):
+                    raise WorkerFailure(
+                        f"{host} has ended without a checkpoint that this rank waits for. Call "
+                        "trainer.save_checkpoint on all ranks, or on none."
+                    )
+                if time.monotonic() > warn_at:
+                    warn_at = math.inf
+                    log.warning("Still waiting for %s to save a checkpoint.", host)
+                time.sleep(_PAUSE_S)
+            told = store.get(key)
+        except WorkerFailure:
+            raise
+        except RuntimeError as error:
+            text = f"No checkpoint was saved by {lost_store(host, error)}."
+            raise WorkerFailure(text) from error
+        found = read_error(read(told, host), host[0].upper() + host[1:])
+        if found is not None:
+            raise found
+
+    def close(self) -> None:
+        """Let go of this connection to the job's key-value store; twice does no harm."""
+        self._job.close()
+
+    def _next_file_key(self) -> str:
+        _files_written[self._job.raw_store] += 1
+        return f"lightning_loco/file{_files_written[self._job.raw_store]}"
+
+    def _next_group_keys(self) -> str:
+        self._is_awaited = False
+        _groups_made[self._job.raw_store] += 1
+        return f"lightning_loco/group{_groups_made[self._job.raw_store]}"
+
+
+def _say_ended(store: Store) -> None:
+    with suppress(RuntimeError):
+        store.set(_ENDED, "")
 
 
 class ServiceGroup:
     """All ranks, connected pair by pair, with a thread that tells who has failed.
 
     Args:
-        store: Key-value store with keys of its own; the caller closes it.
-        for_gloo: The same, used by nothing but the set-up of gloo.
-        rank: This rank.
-        names: What to call the ranks in messages.
-        timeout_s: Longest wait for an agreement, and longest silence of a rank or the store, in
-            seconds.
+        job: Of these ranks; the caller closes it. Its ``timeout_s`` is the longest wait for an
+            agreement, and the longest silence of a rank or the store.
+        keys: Of this group in the job's key-value store.
         is_patient: Whether this rank waits for an agreement as long as no other one has failed or
             fallen silent, however late they come: for ranks that serve those who come.
-        look: Called again and again during an agreement; it may raise why to end that.
 
     Attributes:
         group: gloo, for messages between two ranks.
@@ -52,30 +154,21 @@ class ServiceGroup:
         Exception: If one has reported an error instead.
     """
 
-    def __init__(
-        self,
-        store: PromptStore,
-        for_gloo: Store,
-        rank: int,
-        names: Sequence[str],
-        timeout_s: float,
-        is_patient: bool = False,
-        look: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._store = store
-        self._look = look
-        self._rank = rank
-        self._names = names
-        self._timeout_s = timeout_s
-        self._patience_s = math.inf if is_patient else timeout_s
+    def __init__(self, job: Job, keys: str, is_patient: bool = False) -> None:
+        self._store = job.store.under(keys)
+        self._look = job.raise_if_refused
+        self._rank = job.rank
+        self._names = names = job.names
+        self._timeout_s = job.timeout_s
+        self._patience_s = math.inf if is_patient else job.timeout_s
         self._agreements = 0
         self.group: dist.ProcessGroup | None = None
-        notes = store.under("watchdog")
-        self.watchdog = Watchdog(notes, rank, len(names), names, timeout_s, follows=True)
+        notes = self._store.under("watchdog")
+        self.watchdog = Watchdog(notes, job.rank, len(names), names, job.timeout_s, follows=True)
         self.watchdog.start()
         try:
             self.raise_together(None)  # says who is missing, unlike gloo
-            self.group = self._connected_by_gloo(for_gloo)
+            self.group = self._connected_by_gloo(PrefixStore(f"{keys}/gloo", job.raw_store))
         except BaseException as error:
             self.report_failure(error)
             self.close()
@@ -107,21 +200,15 @@ class ServiceGroup:
             WorkerFailure: If a rank does not come; the message says which.
             Exception: This rank's error, or else the first other one's type and text.
         """
-        kind = None if error is None else type(error).__name__
         try:
-            found = self.gather([kind, str(error)])
+            found = self.gather(write_error(error))
         except RuntimeError as missing:
             raise (error or missing) from missing
         if error is not None:
             raise error
         for name, told in zip(self._names, found, strict=True):
-            match told:
-                case [None, _]:
-                    continue
-                case [str(kind), text]:
-                    raise _ERRORS.get(kind, RuntimeError)(f"{name[0].upper()}{name[1:]}: {text}")
-                case _:
-                    raise RuntimeError(f"{name} has told something else than what it has found.")
+            if (other := read_error(told, f"{name[0].upper()}{name[1:]}")) is not None:
+                raise other
 
     def gather(self, value: Any) -> list[Any]:
         """Collect a value from every rank, in order.

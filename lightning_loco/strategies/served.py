@@ -22,8 +22,7 @@ from lightning_loco.comm.parting import abandon, abandon_default_group
 from lightning_loco.comm.places import Places
 from lightning_loco.comm.watchdog import WorkerFailure
 from lightning_loco.remote import RemoteOptimizer, Tiers
-from lightning_loco.remote.all_ranks import AllRanks
-from lightning_loco.remote.service_group import ServiceGroup
+from lightning_loco.remote.service_group import AllRanks, ServiceGroup
 from lightning_loco.remote.tiers import new_replica_group
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.added_hooks import add_hooks

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_loco.comm import job as comm_job
-from lightning_loco.remote.all_ranks import AllRanks
+from lightning_loco.remote.service_group import AllRanks
 from tests.faults.failing import failing_at
 from tests.forked_jobs import Job, freeze
 from tests.limits import HARNESS_S
