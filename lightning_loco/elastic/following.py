@@ -8,8 +8,8 @@ from lightning_loco.elastic.carried import Carried, rows_of
 from lightning_loco.elastic.flight import Flight
 from lightning_loco.elastic.state import adopt_state, lane_of
 from lightning_loco.rounds.engine import Engine
-from lightning_loco.rounds.flight import Flight as LaneFlight
 from lightning_loco.rounds.membership import Host
+from lightning_loco.rounds.rounds import Flight as LaneFlight
 from lightning_loco.rounds.rounds import Rounds
 
 

@@ -7,7 +7,6 @@ import torch
 from lightning_loco.algorithms import Mix
 from lightning_loco.elastic.flight import Flight
 from lightning_loco.rounds.engine import Engine
-from lightning_loco.rounds.late import land_late
 
 
 @torch.no_grad()
@@ -26,7 +25,7 @@ def land_saved_rounds(engine: Engine) -> None:
         flight = {**own["flight"], "received": shared["received"], "departure": own["departure"]}
         for handle in rounds.give_up():
             handle.release()
-        land_late(rounds.lane, engine.settings.algorithm, flight)
+        rounds.land_saved(flight)
 
 
 def is_ahead(engine: Engine, flight: Flight) -> bool:

@@ -1,6 +1,5 @@
 """Rounds by a schedule: how messages move, and what is done with results."""
 
-from lightning_loco.rounds.anew import begin_anew
 from lightning_loco.rounds.carried_over import carry_over
 from lightning_loco.rounds.clock_engine import ClockEngine
 from lightning_loco.rounds.engine import Engine
@@ -12,6 +11,5 @@ __all__ = [
     "Engine",
     "RoundSettings",
     "StepEngine",
-    "begin_anew",
     "carry_over",
 ]

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from lightning_loco.algorithms import Algorithm, State
 from lightning_loco.comm.saved import Saved, mean_of_saved
-from lightning_loco.rounds.anew import begin_anew
 from lightning_loco.rounds.engine import Engine
-from lightning_loco.rounds.late import land_late
 
 
 @torch.no_grad()
@@ -55,7 +53,7 @@ def carry_over(engine: Engine, saved: Saved) -> list[str]:
     )
     for rounds, lane in zip(engine.lanes, lanes, strict=True):
         if lane.late is not None:
-            land_late(rounds.lane, engine.settings.algorithm, lane.late)
+            rounds.land_saved(lane.late)
     return list(dict.fromkeys(notes))
 
 
@@ -63,7 +61,7 @@ def _begin_at_consensus(engine: Engine, saved: Saved) -> list[str]:
     worker, algorithm = engine.worker, engine.settings.algorithm
     worker.go_on_counting(saved.state)
     worker.round_index = worker.steps_since_round = 0
-    begin_anew(engine)
+    engine.reset()
     notes = saved.forgotten()
     state = engine.lanes[0].lane.state
     start = algorithm.restart(state)

@@ -15,7 +15,7 @@ from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Explained, Timed, Works
 from lightning_loco.rounds.compressed_sum import CompressedSum, simulate_sum
-from lightning_loco.rounds.parcels import Parcel
+from lightning_loco.rounds.parcels import Arrived, Parcel
 
 _LONGEST_JOIN_S = 5.0
 
@@ -47,11 +47,12 @@ class CompressedMean:
         self._spare: list[Tensor] = []
         self._last: Future[Tensor] | None = None  # of the parcel that was sent last
 
-    def start(self, parcel: Parcel, round_index: int) -> CompressedHandle | Alone:
+    def start(self, parcel: Parcel, round_index: int) -> CompressedHandle | Arrived:
         """Write the message; a worker of weight 0 must send zeros."""
         group, message = self._group, parcel.wire
         if group.num_workers == 1:
-            return Alone(message, self._compression.has_feedback)
+            lost = torch.zeros_like(message) if self._compression.has_feedback else None
+            return Arrived(message, lost)
         memory = self._take(message) if self._compression.has_feedback else None
         under_way = CompressedSum(
             self._compression, message, group.worker, group.num_workers, memory
@@ -176,27 +177,3 @@ class CompressedHandle:
         if self._coming is not None:
             wait([self._coming], _LONGEST_JOIN_S)
         self._give_back()
-
-
-class Alone:
-    """The message of a single worker, which nobody has to write or read.
-
-    Args:
-        message: What :meth:`wait` returns.
-        has_feedback: Whether somebody asks what is lost: nothing.
-    """
-
-    def __init__(self, message: Tensor, has_feedback: bool) -> None:
-        self._message = message
-        self.lost = torch.zeros_like(message) if has_feedback else None
-
-    def has_arrived(self) -> bool:
-        """Yes."""
-        return True
-
-    def wait(self) -> Tensor:
-        """The message."""
-        return self._message
-
-    def release(self) -> None:
-        """The memory belongs to the caller."""

@@ -13,12 +13,15 @@ from typing_extensions import Self
 
 from lightning_loco.comm.devices import device_of
 from lightning_loco.comm.groups import WorkerGroup
-from lightning_loco.comm.rows import ROUND, PendingRows, Row
-from lightning_loco.rounds.broken import go_back
-from lightning_loco.rounds.engine_state import load_state, state_of
-from lightning_loco.rounds.flight import Flight
+from lightning_loco.comm.rows import ROUND, PendingRows, Row, RowCarrier, TravellingRows
+from lightning_loco.comm.worker import Worker
+from lightning_loco.rounds.exchange import Exchange, make_exchange
+from lightning_loco.rounds.lane import Lane
+from lightning_loco.rounds.link_emulator import LinkEmulator
+from lightning_loco.rounds.mean_exchange import RidingRows
+from lightning_loco.rounds.membership import Link
+from lightning_loco.rounds.rounds import Flight, Rounds
 from lightning_loco.rounds.settings import RoundSettings
-from lightning_loco.rounds.setup import set_up
 from lightning_loco.schedules import Now
 
 
@@ -54,8 +57,13 @@ class Engine:
         optimized: Iterable[Tensor] | None = None,
     ) -> None:
         group = group if group is not None else WorkerGroup.create(device=device_of(model))
-        made = set_up(model, make_settings, group, optimized)
-        self.worker, self.settings, self.lanes, self._carriers, exchange, self.link = made
+        try:
+            self.worker, self.settings = Worker.join(model, make_settings, group, optimized)
+            made = make_lanes(self.worker, self.settings)
+        except BaseException as error:
+            group.close(error)
+            raise
+        self.lanes, self._carriers, exchange, self.link = made
         self.statistics = self.worker.statistics
         self.paused = self.measure_outer_gradient = False
         self.consensus_every, self.consensus_elements = 0, 8192
@@ -190,7 +198,9 @@ class Engine:
         moved = worker.steps > lane.fresh_at or self._sync_every is None
         self._takes_part = finite and moved
         if not finite:
-            go_back([rounds for rounds in self.lanes if rounds is not lane])
+            for rounds in self.lanes:
+                if rounds is not lane:
+                    rounds.go_back()
         spread = math.nan if lane.gradient_norm is None else lane.gradient_norm**2
         return self._row(place)._replace(weight=self._takes_part, finite=finite, spread=spread)
 
@@ -310,11 +320,51 @@ class Engine:
         What stands under ``"shared"`` is equal on all workers if the algorithm is replicated.
         """
         self._settle()
-        return state_of(self)
+        shared, own = zip(*(lane.state_dict() for lane in self.lanes), strict=True)
+        return {
+            **self.worker.state_dict(),
+            "buffers_at_start": self.buffers_at_start,
+            "began_at": [lane.began_at for lane in self.lanes],
+            "shared": list(shared),
+            "lanes": list(own),
+        }
 
+    @torch.no_grad()
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on from a state of :meth:`state_dict` of the same worker."""
-        load_state(self, saved)
+        self.worker.load_state_dict(saved)
+        self.buffers_at_start = saved["buffers_at_start"]
+        states = zip(saved["shared"], saved["lanes"], saved["began_at"], strict=True)
+        for lane, (shared, own, began_at) in zip(self.lanes, states, strict=True):
+            lane.load_state_dict(shared, own)
+            lane.began_at = lane.fresh_at = began_at
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Make what the model holds now the start of the rounds, as if there had been none before.
+
+        Outer parameters are the present ones and momentum is zero; what a flight under way brings
+        is dropped, and the next round is a whole one. All workers must call it at the same place,
+        and hold the same parameters. A member of a run whose workers come and go calls it alone,
+        and keeps in step with the others.
+        """
+        worker, settings = self.worker, self.settings
+        start = worker.replica.layout.new_flat()
+        own = {"flight": None, "residual": settings.init_residual(start), "departure": start}
+        self.load_state_dict(
+            {
+                **worker.state_dict(),
+                "steps_since_round": 0 if self.link is None else worker.steps_since_round,
+                "running": {},
+                "buffers_at_start": worker.replica.buffers.new_flat(),
+                "began_at": [worker.steps for _ in self.lanes],
+                "shared": [
+                    {"state": settings.algorithm.init(start.clone()), "received": None}
+                    for _ in self.lanes
+                ],
+                "lanes": [own for _ in self.lanes],
+            }
+        )
 
     def close(self) -> None:
         """Destroy the process groups and stop all threads; a second call does nothing."""
@@ -326,3 +376,46 @@ class Engine:
         self.worker.group.close()
         for handle in handles:
             handle.release()
+
+
+def make_lanes(
+    worker: Worker, settings: RoundSettings
+) -> tuple[list[Rounds], list[RowCarrier], Exchange, Link | None]:
+    """The lanes of an engine, how rows travel with each, the exchange of all, and the link if any.
+
+    Rows ride with a round's first parcel where the exchange can carry them and somebody attends to
+    the round until it ends: those at a meeting must be called when it is late.
+    """
+    group, layout, algorithm = worker.group, worker.replica.layout, settings.algorithm
+    membership = settings.membership
+    link = None if membership is None else membership.connect(settings, group)
+    exchange = link or make_exchange(
+        algorithm,
+        group,
+        worker.statistics,
+        settings.topology,
+        settings.compression,
+        settings.stays,
+    )
+    if settings.link is not None and group.num_workers > 1:
+        slow = settings.link, group, worker.statistics, settings.topology
+        exchange = LinkEmulator(exchange, *slow)
+    is_attended = not settings.stays or settings.schedule.lands_at_meetings
+    rides = exchange.can_carry_rows and is_attended
+    width = Row.width(algorithm.num_scalars)
+    rows_elements = group.num_workers * width if rides else 0
+    longest = settings.parcel_elements(layout.numel, layout.dtype.itemsize)
+    start = layout.new_flat()
+    residual = settings.init_residual(start)
+    state = algorithm.init(start)
+    lanes: list[Rounds] = []
+    carriers: list[RowCarrier] = []
+    for stretches in settings.schedule.lanes(layout.sizes):
+        departure = lanes[0].lane.departure if lanes else None
+        lane = Lane(layout, stretches, settings, state, residual, longest, rows_elements, departure)
+        rounds = Rounds(lane, settings, exchange)
+        lanes.append(rounds)
+        table = lane.rows_memory.view(-1, width)
+        rider = RidingRows(group, table, rounds.send_first, settings.stays) if rides else None
+        carriers.append(link or rider or TravellingRows(group))
+    return lanes, carriers, exchange, link

@@ -19,25 +19,8 @@ from lightning_loco.fault_points import reach
 from lightning_loco.rounds.compressed_mean import CompressedMean
 from lightning_loco.rounds.mean_exchange import MeanExchange
 from lightning_loco.rounds.neighbor_exchange import NeighborExchange
-from lightning_loco.rounds.parcels import Parcel
+from lightning_loco.rounds.parcels import Handle, Parcel
 from lightning_loco.topology import Topology
-
-
-class Handle(Protocol):
-    """A parcel under way."""
-
-    @property
-    def lost(self) -> Tensor | None:
-        """Once it is here, what was lost of the own message, in its place; None if nobody asks."""
-
-    def has_arrived(self) -> bool:
-        """Whether :meth:`wait` would return at once; never waits."""
-
-    def wait(self) -> Tensor:
-        """Return what was received, perhaps in the message's memory; called once."""
-
-    def release(self) -> None:
-        """What was received has been used, and its memory may serve again."""
 
 
 class Exchange(Protocol):

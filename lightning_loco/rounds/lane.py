@@ -139,6 +139,11 @@ class Lane:
             [self.layout.empty(0).cpu(), *(r[: len(parcel)].cpu() for parcel, r in pairs)]
         )
 
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """The share of each part of what :meth:`gather` has put together, in memory of its own."""
+        shares = torch.split_with_sizes(flat, [len(part) for part in self.parts])
+        return [share.to(self.layout.device, copy=True) for share in shares]
+
     def messages(self) -> list[Tensor]:
         """Where the messages are, parcel by parcel."""
         return [parcel.wire[: len(parcel)] for parcel in self.parcels]

@@ -8,6 +8,7 @@ views of many small tensors takes longer than copying them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -177,6 +178,41 @@ class Parcel:
         shares = torch.split_with_sizes(received[: self._length], self._lengths)
         for part, share in zip(self.parts, shares, strict=True):
             yield part, share if weight == 1 else share.div_(weight)
+
+
+class Handle(Protocol):
+    """A parcel under way."""
+
+    @property
+    def lost(self) -> Tensor | None:
+        """Once it is here, what was lost of the own message, in its place; None if nobody asks."""
+
+    def has_arrived(self) -> bool:
+        """Whether :meth:`wait` would return at once; never waits."""
+
+    def wait(self) -> Tensor:
+        """Return what was received, perhaps in the message's memory; called once."""
+
+    def release(self) -> None:
+        """What was received has been used, and its memory may serve again."""
+
+
+class Arrived(NamedTuple):
+    """A handle whose wait is over."""
+
+    received: Tensor
+    lost: Tensor | None = None
+
+    def has_arrived(self) -> bool:
+        """Yes."""
+        return True
+
+    def wait(self) -> Tensor:
+        """What was received."""
+        return self.received
+
+    def release(self) -> None:
+        """The memory belongs to someone else."""
 
 
 def group_chunks(chunks: list[Chunk], longest: int) -> list[list[Chunk]]:

@@ -6,8 +6,10 @@ leaves one under way, after the one before has landed or while it does, :meth:`R
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,13 +17,68 @@ from torch import Tensor
 
 from lightning_loco.algorithms import Restart
 from lightning_loco.comm.flat import are_finite
+from lightning_loco.comm.rows import PendingRows, Row
 from lightning_loco.comm.waiting import labelled
 from lightning_loco.fault_points import reach
-from lightning_loco.rounds.exchange import Exchange, Handle, send, wait_for
-from lightning_loco.rounds.flight import Flight
+from lightning_loco.rounds.exchange import Exchange, send, wait_for
 from lightning_loco.rounds.lane import Lane
-from lightning_loco.rounds.parcels import Parcel, Part
+from lightning_loco.rounds.parcels import Arrived, Handle, Parcel, Part
 from lightning_loco.rounds.settings import PARCELS_UNDER_WAY, RoundSettings
+
+
+@dataclasses.dataclass
+class Flight:
+    """Messages of one lane under way, and what their landing needs to know.
+
+    Attributes:
+        index: Number of the round.
+        rows: What the workers tell with it.
+        valid: Whether this worker's message is one of its own progress, with weight in a mean.
+        finite: Whether its parameters were finite when it began.
+        began_at: Local steps of this worker when it began.
+        handles: The parcels under way, in order.
+        received: What they have brought; None before it is here.
+        stayed: Whether local steps were made while it was under way.
+        told: The algorithm's own numbers of all workers; None before they are known.
+        is_divided: Whether what has arrived is divided by the total weight already, and what was
+            lost on the wire is taken care of.
+    """
+
+    index: int
+    rows: PendingRows
+    valid: bool
+    began_at: int
+    handles: list[Handle] = dataclasses.field(default_factory=list)
+    received: list[Tensor] | None = None
+    stayed: bool = False
+    told: list[tuple[float, ...]] | None = None
+    is_divided: bool = False
+    finite: bool = True
+
+    def has_arrived(self) -> bool:
+        """Whether everything is here; never waits, and calls others who may not know of it."""
+        are_rows_here = self.rows.has_arrived()  # whatever the handles say: this is the call
+        return all(handle.has_arrived() for handle in self.handles) and are_rows_here
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to know of it besides what it brings."""
+        return {
+            name: getattr(self, name) for name in ("index", "valid", "began_at", "told", "finite")
+        }
+
+    @classmethod
+    def arrived(cls, saved: dict[str, Any], received: Sequence[Tensor]) -> Flight:
+        """A flight of which only the landing is left, as from a checkpoint.
+
+        ``received`` has arrived, parcel by parcel, and is divided by the total weight.
+        """
+        rows = PendingRows(lambda: torch.zeros(0, Row.width(0)), f"round {saved['index']}")
+        told = saved["told"] and [tuple(numbers) for numbers in saved["told"]]
+        flight = cls(saved["index"], rows, saved["valid"], saved["began_at"], told=told)
+        flight.finite = saved["finite"]
+        flight.handles = [Arrived(tensor) for tensor in received]
+        flight.stayed = flight.is_divided = True
+        return flight
 
 
 class Rounds:
@@ -84,8 +141,26 @@ class Rounds:
         layout = self.lane.layout
         if layout.before_write is not None:
             layout.before_write()
-        if layout.chunks() is not self.lane.tied_to:
+        self._tie()
+
+    def _tie(self) -> None:
+        if self.lane.layout.chunks() is not self.lane.tied_to:
             self.lane.tie()
+
+    def go_back(self) -> None:
+        """Go on from where the last round began, if the parameters hold NaN or infinity.
+
+        For lanes that have no round now: one local step spreads NaN over all parameters, so that a
+        lane alone cannot get rid of it. Of a flight under way the result is taken as it is.
+        """
+        self._tie()
+        if are_finite([part.chunk for part in self.lane.parts]):
+            return
+        for part in self.lane.parts:
+            if (start := part.start()) is not None:
+                part.unpack(start)
+        if self.flight is not None:
+            self.flight.finite = False
 
     def _propose_local(self, part: Part, into: Tensor, total: Tensor | None = None) -> None:
         part.read_local(into)
@@ -289,6 +364,35 @@ class Rounds:
                 part.make_absolute(share)
         flight.is_divided = True
         return self.lane.gather(received)
+
+    @torch.no_grad()
+    def land_saved(self, flight: dict[str, Any]) -> None:
+        """Apply a round that another run had left under way, where nothing stays under way.
+
+        The parameters move by as much as the result moves the start. So the local steps made
+        meanwhile stay, and are in the message of the next round.
+
+        Args:
+            flight: What to know of it; its ``"received"``, the own ``"messages"`` if the algorithm
+                needs them, and the parameters at the ``"departure"``, flat, or None.
+        """
+        lane, algorithm = self.lane, self._algorithm
+        received, departure = lane.split(flight["received"]), flight["departure"]
+        messages = lane.split(flight["messages"]) if "messages" in flight else received
+        for part, share, message in zip(lane.parts, received, messages, strict=True):
+            local = torch.empty_like(share)
+            part.read_local(local)
+            before = part.start()
+            if departure is not None:
+                before = departure[part.chunk.start : part.chunk.stop].to(local)
+            moved = None if before is None else local - before
+            if flight["told"] is not None:
+                algorithm.hear([tuple(numbers) for numbers in flight["told"]], part.state)
+            result = algorithm.update(message, share, part.state)
+            is_sound = moved is not None and bool(torch.isfinite(moved).all())
+            part.unpack(moved.add_(result) if moved is not None and is_sound else result)
+        if lane.has_uncut_state:
+            lane.take_back_state()
 
     def give_up(self) -> list[Handle]:
         """Forget the flight under way; its handles are still to be released."""

@@ -16,9 +16,8 @@ from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.rows import ROUND, PendingRows, Row
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.rounds.exchange import make_exchange
-from lightning_loco.rounds.flight import Flight
 from lightning_loco.rounds.lane import Lane
-from lightning_loco.rounds.rounds import Rounds
+from lightning_loco.rounds.rounds import Flight, Rounds
 from lightning_loco.rounds.settings import RoundSettings
 from lightning_loco.schedules import Now, SyncEvery, by_steps
 from lightning_loco.simulation.hub import Hub

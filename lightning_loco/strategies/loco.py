@@ -15,7 +15,7 @@ from lightning_loco.codecs import Codec, Compensated, ErrorFeedback
 from lightning_loco.comm import WorkerGroup
 from lightning_loco.comm.links import LinkLike, as_links
 from lightning_loco.comm.saved import Saved
-from lightning_loco.rounds import Engine, RoundSettings, begin_anew, carry_over
+from lightning_loco.rounds import Engine, RoundSettings, carry_over
 from lightning_loco.rounds.membership import Link, Membership
 from lightning_loco.rounds.settings import BUCKET_BYTES
 from lightning_loco.schedules import Schedule, SyncEvery, by_steps
@@ -212,5 +212,5 @@ class LocoStrategy(EngineStrategy):
         assert isinstance(self._engine, Engine)
         if saved is not None:
             return carry_over(self._engine, saved)
-        begin_anew(self._engine)
+        self._engine.reset()
         return []

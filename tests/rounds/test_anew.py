@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.comm import WorkerGroup
-from lightning_loco.rounds import Engine, begin_anew
+from lightning_loco.rounds import Engine
 from tests.cases import CASES, Case
 from tests.pool import Pool
 from tests.rounds.toys import run_each
@@ -28,7 +28,7 @@ def train(rank: int, world: int, case: Case) -> tuple[Tensor, Tensor]:
         if has_past:
             engine.worker.meet("the second model")
             model.load_state_dict(make_model(seed=1).state_dict())
-            begin_anew(engine)
+            engine.reset()
         for step in range(6):
             train_step(model, optimizer, worker_batch(rank, step))
             engine.step()

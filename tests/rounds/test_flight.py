@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lightning_loco.comm.rows import PendingRows
-from lightning_loco.rounds.flight import Arrived, Flight
+from lightning_loco.rounds.parcels import Arrived
+from lightning_loco.rounds.rounds import Flight
 from tests.rounds.toys import saved_and_loaded
 
 

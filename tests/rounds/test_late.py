@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC
 from lightning_loco.rounds import Engine, RoundSettings
-from lightning_loco.rounds.late import land_late
 from lightning_loco.schedules import EverySteps
 from tests.algorithms.toys import Point, randn
 from tests.rounds.toys import LARGE, SMALL_BUCKET, Counting, flat
@@ -30,7 +29,7 @@ def landed(
     model.value.data.copy_(params)
     lane = engine.lanes[0].lane
     before = copy.deepcopy(lane.state)
-    land_late(lane, engine.settings.algorithm, flight)
+    engine.lanes[0].land_saved(flight)
     after = copy.deepcopy(lane.state)
     engine.close()
     return flat(model), before, after

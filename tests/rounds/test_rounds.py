@@ -18,9 +18,8 @@ from lightning_loco.comm.rows import PendingRows, Row
 from lightning_loco.fault_points import on_reach
 from lightning_loco.rounds import Engine, RoundSettings
 from lightning_loco.rounds.exchange import make_exchange
-from lightning_loco.rounds.flight import Flight
 from lightning_loco.rounds.lane import Lane
-from lightning_loco.rounds.rounds import Rounds
+from lightning_loco.rounds.rounds import Flight, Rounds
 from lightning_loco.schedules import EveryInterval, EverySteps, Schedule
 from tests.algorithms.toys import Point, randn
 from tests.pool import Pool

@@ -12,9 +12,9 @@ from lightning_loco.algorithms import Algorithm
 from lightning_loco.comm import Worker, WorkerGroup
 from lightning_loco.comm.rows import Row, TravellingRows
 from lightning_loco.rounds import RoundSettings
+from lightning_loco.rounds.engine import make_lanes
 from lightning_loco.rounds.mean_exchange import MeanExchange, RidingRows
 from lightning_loco.rounds.neighbor_exchange import NeighborExchange
-from lightning_loco.rounds.setup import make_lanes
 from lightning_loco.schedules import EveryInterval, EverySteps, Schedule
 
 
