@@ -13,7 +13,6 @@ from lightning_loco.elastic.handover import Handover, receive, send
 from lightning_loco.elastic.plan import UNKNOWING, Plan
 from lightning_loco.elastic.state import copy_state, longest_state
 from lightning_loco.fault_points import reach
-from lightning_loco.rounds.compressed_mixing import mix_compressed
 from lightning_loco.rounds.engine import Engine
 from lightning_loco.rounds.mixing import Mix
 from lightning_loco.topology import Topology
@@ -64,9 +63,7 @@ class Mixing:
         )
         flight.bytes_sent = len(receivers) * written.nbytes
         flight.bytes_saved = len(receivers) * message.nbytes - flight.bytes_sent
-        if self._codec is None:
-            return mix.apply(message, inbox)
-        return mix_compressed(self._codec, mix, message, written, inbox)
+        return mix.apply(message, written, inbox, self._codec)
 
     def settle(self, flight: Flight, received: Tensor) -> Tensor:
         """What was received: algorithms land with their message beside it."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.comm.groups import WorkerGroup
-from lightning_loco.comm.rows import ROUND, PendingRows, Row, note_place, start_rows, write_row
+from lightning_loco.comm.rows import ROUND, PendingRows, Row, start_rows, write_row
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Explained, Sum, Timed
 from lightning_loco.rounds.parcels import Parcel
@@ -44,13 +44,8 @@ class MeanExchange:
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
         """Sum in the order of the workers, then divide."""
-        return mean_for_all(messages)
-
-
-def mean_for_all(messages: Sequence[Tensor]) -> list[Tensor]:
-    """The mean of the messages, a copy for each worker."""
-    mean = torch.stack(list(messages)).sum(0).div_(len(messages))
-    return [mean.clone() for _ in messages]
+        mean = torch.stack(list(messages)).sum(0).div_(len(messages))
+        return [mean.clone() for _ in messages]
 
 
 class RidingRows:
@@ -81,7 +76,7 @@ class RidingRows:
         if board is None or watchdog is None:
             return start_rows(group, statistics, row, place)
         board.exchange += 1
-        note_place(group, place)
+        group.come_to(place)
         with Timed(statistics, group.clock), Explained(group, place):
             found = board.meet(row.numbers, watchdog, place, group.timeout_s)
         self._is_known = found is None
@@ -94,7 +89,7 @@ class RidingRows:
         """Send the row with the first parcel; invite those at a meeting when it is late."""
         group, is_known = self._group, self._is_known or row.place != ROUND
         if not self._is_known:
-            note_place(group, place)
+            group.come_to(place)
             if group.board is not None:
                 group.board.exchange += 1
         self._is_known = False

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_loco.background import BackgroundThread
+from lightning_loco.background import begin
 from lightning_loco.codecs import Codec
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Explained, Timed, Works
-from lightning_loco.rounds.compressed_mixing import mix_all_compressed, mix_compressed
 from lightning_loco.rounds.mixing import Mix, mix_all
 from lightning_loco.rounds.parcels import Parcel
 from lightning_loco.topology import Topology
@@ -22,10 +23,7 @@ _LONGEST_JOIN_S = 5.0
 
 
 class NeighborExchange:
-    r"""Send the message to the neighbours of a topology and mix: :math:`\sum_j W_{ij} m_j`.
-
-    With a codec, :func:`~lightning_loco.rounds.compressed_mixing.mix_compressed` mixes.
-    """
+    """Send the message to the neighbours of a topology and mix, as in :class:`Mix`."""
 
     is_weighted = False
     can_carry_rows = False
@@ -68,19 +66,15 @@ class NeighborExchange:
 
         def mix() -> Tensor:
             found = {peer: m.to(message.device) for peer, m in inbox.items()}
-            if self._codec is None:
-                return row.apply(message, found)
-            return mix_compressed(self._codec, row, message, written, found)
+            return row.apply(message, written, found, self._codec)
 
-        arrival = _Arrival(works) if group.host_waits else works
         timed = Timed(self._statistics, group.clock)
-        return NeighborHandle(arrival, mix, timed, lambda: self._spare.extend(memory))
+        give_back = functools.partial(self._spare.extend, memory)
+        return NeighborHandle(works, group.host_waits, mix, timed, give_back)
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
         """Apply the rows of the mixing matrix of this round."""
-        if self._codec is not None:
-            return mix_all_compressed(self._codec, self._topology, messages, round_index)
-        return mix_all(self._topology, messages, round_index)
+        return mix_all(self._topology, messages, round_index, self._codec)
 
     def _take(self, message: Tensor) -> Tensor:
         for index, spare in enumerate(self._spare):
@@ -96,82 +90,59 @@ class NeighborExchange:
         return self._group.host_waits and message.device.type != "cpu"
 
 
-class _Arrival:
-    """Works between two processes, which gloo can only wait for: a thread does, if asked to look.
-
-    The thread touches no tensor. It begins with the first question.
-    """
-
-    def __init__(self, works: Works) -> None:
-        self._works = works
-        self._thread: BackgroundThread | None = None
-        self._error: RuntimeError | None = None
-
-    def have_ended(self) -> bool:
-        """Whether :meth:`wait` would return or raise at once; never waits."""
-        if self._thread is None:
-            self._thread = BackgroundThread("loco-arrival", self._run)
-            self._thread.start()
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        try:
-            self._works.wait()
-        except RuntimeError as error:
-            self._error = error
-
-    def wait(self) -> None:
-        """Wait for their end; raises RuntimeError if one has failed."""
-        if self._thread is None:
-            self._works.wait()
-            return
-        self._thread.join()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def end(self) -> None:
-        """Give the thread a moment to end, once its works have failed or ended."""
-        if self._thread is not None:
-            self._thread.join(_LONGEST_JOIN_S)
-
-
 class NeighborHandle:
     """The messages of the neighbours, under way.
 
-    ``works`` bring them, ``mix`` mixes them, in the thread that calls :meth:`wait`, which ``timed``
-    counts, and ``give_back`` gives the memory of what was received back.
+    Gloo can only wait for works between two processes: a thread does it, if asked to look. It
+    touches no tensor.
+
+    Args:
+        works: Bring the messages.
+        host_waits: Whether the backend is gloo.
+        mix: Mixes them, in the thread that calls :meth:`wait`.
+        timed: Counts the seconds of the wait.
+        give_back: Gives the memory of what was received back.
     """
 
     lost = None
 
     def __init__(
         self,
-        works: Works | _Arrival,
+        works: Works,
+        host_waits: bool,
         mix: Callable[[], Tensor],
         timed: Timed,
         give_back: Callable[[], None],
     ) -> None:
         self._works = works
+        self._host_waits = host_waits
+        self._coming: Future[None] | None = None
         self._mix: Callable[[], Tensor] | None = mix
         self._timed = timed
         self._give_back = give_back
 
     def has_arrived(self) -> bool:
-        """Whether the messages are there; never waits."""
-        return self._works.have_ended()
+        """Whether :meth:`wait` would return or raise at once; never waits."""
+        if not self._host_waits:
+            return self._works.have_ended()
+        if self._coming is None:
+            self._coming = begin(self._works.wait)
+        return self._coming.done()
 
     def wait(self) -> Tensor:
         """Return the mix, or the message itself for a worker without neighbours."""
         with self._timed:
-            self._works.wait()
+            if self._coming is None:
+                self._works.wait()
+            else:
+                self._coming.result()
         mix, self._mix = self._mix, None
         assert mix is not None
         return mix()
 
     def release(self) -> None:
-        """Give the inbox back; its messages have failed or arrived."""
-        if isinstance(self._works, _Arrival):
-            self._works.end()
+        """Give the inbox back; a thread gets a moment to end once its works have failed."""
+        if self._coming is not None:
+            wait([self._coming], _LONGEST_JOIN_S)
         self._give_back()
         self._mix = None

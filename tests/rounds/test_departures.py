@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from lightning_loco.comm import WorkerGroup
-from lightning_loco.rounds import departures
-from lightning_loco.rounds.departures import Departures
+from lightning_loco.rounds import link_emulator
+from lightning_loco.rounds.link_emulator import Departures
 from tests.pool import Pool
 
 
@@ -22,7 +22,7 @@ def note_and_read(rank: int, world: int) -> list[float]:
     found += [told.latest(5, others, own=100.0 + rank), told.latest(5, [], own=7.5)]
     found += [told.latest(5, others, own=1000.0), told.latest(5, others[:1], own=7.5)]
     dist.barrier()
-    later = 5 + departures._SLOTS
+    later = 5 + link_emulator._SLOTS
     told.note(later, 200.5 + rank)
     dist.barrier()
     found += [told.latest(5, others, own=7.5), told.latest(later, others, own=7.5)]

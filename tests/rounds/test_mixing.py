@@ -24,4 +24,4 @@ def test_all_mixes_are_the_product_with_the_matrix(subtests: pytest.Subtests) ->
 
 def test_without_neighbours_the_message_is_the_result() -> None:
     message = torch.ones(2)
-    assert Mix.of(Ring(), 0, 1, 0).apply(message, {}) is message
+    assert Mix.of(Ring(), 0, 1, 0).apply(message, message, {}) is message
