@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from lightning_loco.elastic.flight import Flight
 from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.handover import Handover, receive, send
 from lightning_loco.elastic.plan import Plan
-from lightning_loco.elastic.state import copy_state, lane_of, longest_state
+from lightning_loco.elastic.recovery import copy_state, lane_of, longest_state
 from lightning_loco.fault_points import reach
 from lightning_loco.rounds.compressed_mean import CompressedSum
 from lightning_loco.rounds.engine import Engine
@@ -20,33 +19,11 @@ from lightning_loco.rounds.engine import Engine
 log = logging.getLogger(__name__)
 
 
-class Carrier(Protocol):
-    """One way of moving messages and states; every call belongs to a plan whose group is open.
-
-    All raise RuntimeError if a connection breaks, but :meth:`bring`.
-    """
-
-    def exchange(self, flight: Flight, plan: Plan) -> Tensor | None:
-        """What this worker receives of a round; None if it comes with the state of the run."""
-
-    def settle(self, flight: Flight, received: Tensor) -> Tensor:
-        """Where the landing finds what was received; the exchange is not repeated any more."""
-
-    def copy(self, flight: Flight, plan: Plan) -> Handover | None:
-        """What newcomers need of this worker, copied before its flight ends; None if nothing."""
-
-    def bring(self, state: Handover, plan: Plan) -> None:
-        """Send to the newcomers what :meth:`copy` has given, beside the local steps.
-
-        Who is lost meanwhile asks again.
-        """
-
-    def fetch(self, plan: Plan) -> tuple[Handover, Tensor | None]:
-        """The state of the run for a newcomer, and what it receives of the round if that is new."""
-
-
 class Summing:
     """Messages are added up over all members; the donor brings its state to newcomers.
+
+    Every call belongs to a plan whose group is open. All but :meth:`bring` raise RuntimeError if a
+    connection breaks.
 
     Args:
         groups: The open group.
@@ -97,14 +74,17 @@ class Summing:
         return flight.message.copy_(received)
 
     def copy(self, flight: Flight, plan: Plan) -> Handover | None:
-        """The state of the donor."""
+        """What newcomers need of this worker, copied before its flight ends: of the donor only."""
         if plan.own != plan.donor or not plan.newcomers:
             return None
         flight.is_sent.wait()
         return copy_state(self._engine, flight)
 
     def bring(self, state: Handover, plan: Plan) -> None:
-        """Send it to one newcomer after the other."""
+        """Send it to one newcomer after the other, beside the local steps.
+
+        Who is lost meanwhile asks again.
+        """
         reach("before the state is sent")
         for newcomer in plan.newcomers:
             try:
@@ -115,7 +95,7 @@ class Summing:
                 return
 
     def fetch(self, plan: Plan) -> tuple[Handover, None]:
-        """What the donor sends."""
+        """The state of the run, which the donor sends."""
         return receive(self._groups, plan.donor, longest_state(self._engine)), None
 
 

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import logging
+import os
 import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from lightning_loco.algorithms import Algorithm
+from lightning_loco.algorithms import Algorithm, Mix
 from lightning_loco.comm.groups import WorkerGroup
-from lightning_loco.elastic.any_number import prepare_for_any_number
-from lightning_loco.elastic.one_at_a_time import check_schedule
-from lightning_loco.elastic.quiet import quiet_torchft
 from lightning_loco.elastic.stores import is_address
 from lightning_loco.rounds.membership import Link
 from lightning_loco.rounds.settings import RoundSettings
-from lightning_loco.topology import Topology
+from lightning_loco.schedules import EverySteps, Staggered
+from lightning_loco.topology import TOPOLOGIES, Topology, get_topology
+
+TYPICAL = 8
+"""The number of workers that ``"auto"`` settings are chosen for, unless others need less."""
+
+LARGEST = 32
+"""Up to so many workers are checked; there may be more."""
+
+_LOGGERS = ("torchft", "torchft_quorums", "torchft_commits", "torchft_errors")
+_OF_RUST = "RUST_LOG"
 
 _NAME = re.compile(r"[\w.-]{1,100}")
 _ADDRESS = re.compile(r"(http://)?[^/\s]+:\d{1,5}")
@@ -122,3 +134,119 @@ class Elastic:
             from lightning_loco.elastic.link import ElasticLink
 
         return ElasticLink(self, settings)
+
+
+def prepare_for_any_number(algorithm: Algorithm, topology: Topology) -> Algorithm:
+    """Check an algorithm for 1 to 32 workers; ``"auto"`` becomes what suits 8 of them.
+
+    If gossip then diverges with another number of workers, it becomes what suits that number.
+
+    Args:
+        algorithm: One that exchanges with neighbours.
+        topology: Built anew whenever the number of members changes.
+
+    Raises:
+        ValueError: If the topology does not exist for one of these numbers, with those that do, or
+            if the algorithm does not work with one of them.
+    """
+    if (missing := _why_not_always(topology)) is not None:
+        raise ValueError(
+            "Where workers come and go, the topology must exist for any number of them. "
+            f"{missing} Those that do: {', '.join(for_any_number())}."
+        ) from missing
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ready = algorithm.prepare(TYPICAL, topology)
+        numbers = range(1, LARGEST + 1)
+        if diverging := next((n for n in numbers if not _works(ready, n, topology)), None):
+            ready = algorithm.prepare(diverging, topology)
+        for count in numbers:
+            ready.prepare(count, topology)
+    if said:
+        warnings.warn(said[0].message, stacklevel=2)
+    return ready
+
+
+def _works(ready: Algorithm, num_workers: int, topology: Topology) -> bool:
+    try:
+        ready.prepare(num_workers, topology)
+    except ValueError:
+        return False
+    return True
+
+
+def for_any_number() -> list[str]:
+    """The names of the topologies that exist for any number of workers."""
+    return [name for name in TOPOLOGIES if _why_not_always(get_topology(name)) is None]
+
+
+def _why_not_always(topology: Topology) -> ValueError | None:
+    """What is wrong with the first number of workers that a topology does not exist for."""
+    try:
+        for count in range(1, LARGEST + 1):
+            topology.check_num_workers(count)
+    except ValueError as error:
+        return error
+    return None
+
+
+def check_schedule(settings: RoundSettings) -> None:
+    """Refuse schedules that members cannot keep, such as several rounds under way at a time.
+
+    With one at a time the state of the run is known when a round begins, and a newcomer can take
+    part in that round.
+
+    Args:
+        settings: Prepared.
+
+    Raises:
+        ValueError: If rounds do not come after a fixed number of local steps, if several may be
+            under way at once, or if local parameters are kept and nothing is equal on all members.
+    """
+    schedule, algorithm = settings.schedule, settings.algorithm
+    if not isinstance(schedule, (EverySteps, Staggered)):
+        raise ValueError(
+            f"membership=Elastic(...) cannot make {schedule}: rounds must come after a fixed "
+            "number of local steps. Use one number for sync_every."
+        )
+    is_partial = isinstance(schedule, Staggered) or isinstance(settings.landing, Mix)
+    if is_partial and not algorithm.replicated:
+        raise ValueError(
+            "With membership=Elastic(...) fragments, delay and mix need outer parameters that are "
+            f"equal on all members, got {type(algorithm).__name__}. Use Streaming or Async DiLoCo, "
+            "or leave them out."
+        )
+    if isinstance(schedule, Staggered):
+        _check_delay(schedule.of_worker(0))
+
+
+def _check_delay(schedule: Staggered) -> None:
+    longest = schedule.shortest_gap
+    if schedule.delay > longest:
+        raise ValueError(
+            "With membership=Elastic(...) a result must land before the next round begins: delay "
+            f"must be at most sync_every // fragments = {schedule.sync_every} // "
+            f"{schedule.fragments} = {longest}, got {schedule.delay}. Use delay={longest}, fewer "
+            "fragments or a larger sync_every."
+        )
+
+
+@contextmanager
+def quiet_torchft() -> Iterator[None]:
+    """Import torchft inside: only then does its part in Rust read how much it is to say.
+
+    Warnings are still shown, and what the user has set stays: the level of a logger, or the
+    variable ``RUST_LOG``.
+    """
+    for name in _LOGGERS:
+        logger = logging.getLogger(name)
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.WARNING)
+    if _OF_RUST in os.environ:
+        yield
+        return
+    os.environ[_OF_RUST] = "warn"
+    try:
+        yield
+    finally:
+        del os.environ[_OF_RUST]

@@ -22,14 +22,22 @@ from torch import Tensor
 
 from lightning_loco.background import BackgroundThread, begin
 from lightning_loco.elastic.asking import Asking
-from lightning_loco.elastic.carriers import Carrier
+from lightning_loco.elastic.carriers import Summing
 from lightning_loco.elastic.consistency import Consistency
 from lightning_loco.elastic.flight import Flight
+from lightning_loco.elastic.gossip import Mixing
 from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.handover import Handover
 from lightning_loco.elastic.lighthouse import Lighthouse
-from lightning_loco.elastic.plan import UNKNOWING, OtherRun, Plan, Told, difference, make_plan
-from lightning_loco.elastic.receipt import Receipt
+from lightning_loco.elastic.plan import (
+    UNKNOWING,
+    OtherRun,
+    Plan,
+    Receipt,
+    Told,
+    difference,
+    make_plan,
+)
 from lightning_loco.elastic.sharing import DataShare
 
 log = logging.getLogger(__name__)
@@ -73,7 +81,7 @@ class Flights(BackgroundThread):
         lighthouse: Lighthouse,
         is_stopping: Callable[[], bool],
         groups: Groups,
-        carrier: Carrier,
+        carrier: Summing | Mixing,
         run: dict[str, Any],
         *,
         share: DataShare,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import secrets
+import socket
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -11,20 +15,31 @@ from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.rows import ROUND, PendingRows, Row
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.waiting import Timed
-from lightning_loco.elastic.carried import Carried, rows_of
+from lightning_loco.elastic.carriers import Summing
+from lightning_loco.elastic.consistency import Consistency, fingerprint
 from lightning_loco.elastic.elastic import Elastic
-from lightning_loco.elastic.flight import Flight
+from lightning_loco.elastic.flight import Carried, Flight, rows_of
 from lightning_loco.elastic.flights import Flights
-from lightning_loco.elastic.following import follow, position_of, take_part
+from lightning_loco.elastic.gossip import Mixing
+from lightning_loco.elastic.groups import Groups
+from lightning_loco.elastic.lighthouse import Lighthouse, address_towards
 from lightning_loco.elastic.plan import UNKNOWING, resumed
-from lightning_loco.elastic.resumed import is_ahead, land_saved_rounds
-from lightning_loco.elastic.setup import begin_flights
+from lightning_loco.elastic.recovery import (
+    follow,
+    is_ahead,
+    land_saved_rounds,
+    outer_state,
+    position_of,
+    take_part,
+)
 from lightning_loco.elastic.sharing import DataShare
 from lightning_loco.rounds.engine import Engine
 from lightning_loco.rounds.exchange import make_exchange
 from lightning_loco.rounds.membership import Host
 from lightning_loco.rounds.parcels import Parcel
 from lightning_loco.rounds.settings import RoundSettings
+
+_OWN_AFFAIRS = ("sync_every", "bucket_bytes")
 
 
 class ElasticLink:
@@ -126,7 +141,7 @@ class ElasticLink:
         worker that knows a later round from a checkpoint begins with that one instead.
         """
         self._engine, self._has_finished = engine, False
-        self._flights = begin_flights(self._asked, engine, self.share)
+        self._flights = _begin_flights(self._asked, engine, self.share)
         worker = engine.worker
         land_saved_rounds(engine)
         told = resumed(worker.round_index) if worker.steps else UNKNOWING
@@ -201,3 +216,36 @@ class ElasticLink:
         elif self._flights is not None:
             self._flights.close()
             self._flights = None
+
+
+def _begin_flights(asked: Elastic, engine: Engine, share: DataShare) -> Flights:
+    """Begin to carry flights; the lighthouse need not be there before the first one."""
+    name = f"{asked.name or socket.gethostname()}-{secrets.token_hex(4)}"
+    lighthouse = Lighthouse(asked.lighthouse, name)
+    groups = Groups(asked.host or address_towards(asked.lighthouse), asked.timeout_s)
+    sums = engine.settings.algorithm.exchange == "mean"
+    carrier = Summing(groups, engine) if sums else Mixing(groups, engine)
+    flights = Flights(
+        lighthouse,
+        lambda: engine.worker.stop.requested is not None,
+        groups,
+        carrier,
+        {**_describe(engine), "check_every": asked.check_every or 0, "num_samples": share.sizes},
+        share=share,
+        min_workers=asked.min_workers,
+        timeout_s=asked.timeout_s,
+        consistency=Consistency(
+            engine.settings.algorithm.replicated and asked.check_every or 0,
+            lambda: fingerprint(outer_state(engine)),
+        ),
+    )
+    flights.start()
+    return flights
+
+
+def _describe(engine: Engine) -> dict[str, Any]:
+    """What must be equal on all workers, as plain values."""
+    settings = engine.settings.describe()
+    told = {key: value for key, value in settings.items() if key not in _OWN_AFFAIRS}
+    told["parameters"] = engine.worker.replica.layout.schema()
+    return cast(dict[str, Any], json.loads(json.dumps(told, default=str)))

@@ -6,10 +6,12 @@ Every member makes its plan of the same words of all members, and so all make th
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from lightning_loco.elastic.lighthouse import Member, Quorum
-from lightning_loco.elastic.receipt import counting
 from lightning_loco.elastic.stores import is_address
 
 UNKNOWING = -1
@@ -89,6 +91,25 @@ class Plan(NamedTuple):
     counted: tuple[int, ...] = ()
     missing: tuple[str, ...] = ()
     strangers: tuple[str, ...] = ()
+
+
+class Receipt(NamedTuple):
+    """What this worker has received, before it knows that all have.
+
+    Attributes:
+        plan: Of the exchange.
+        received: What the messages have come to; None if this worker needs the state as well.
+        rows: Of all members.
+    """
+
+    plan: Plan
+    received: Tensor | None
+    rows: Tensor
+
+    @property
+    def words(self) -> list[str]:
+        """The group and its members, as this worker tells them."""
+        return [self.plan.group, *self.plan.names]
 
 
 class OtherRun(Exception):
@@ -172,6 +193,38 @@ def make_plan(quorum: Quorum, own_name: str) -> Plan:
         missing=tuple(sorted(missing)),
         strangers=tuple(name for name, one in said.items() if one is None),
     )
+
+
+def counting(told: Mapping[str, Told]) -> set[str]:
+    """Names of those for whom an exchange counts that has failed for them.
+
+    An exchange ends as a three-phase commit does. Each member receives what the messages have come
+    to, and all rows; it says so to the others; and once all have said so, it lands. If one is lost
+    meanwhile, some may have landed without the others' knowing. These ask again who takes part, and
+    tell what they have received. If all who were members and are there now have received it, it
+    counts for them, whatever the lost one has done. If one of them has not, nobody can have landed:
+    it is repeated.
+
+    Args:
+        told: What all who are there now have told.
+    """
+    return {name for name, one in told.items() if one.received and _counts(one, told)}
+
+
+def _counts(one: Told, told: Mapping[str, Told]) -> bool:
+    group, *members = one.received
+    return all(
+        _agrees(other, one.round_index, group, name in members) for name, other in told.items()
+    )
+
+
+def _agrees(other: Told, round_index: int, group: str, is_member: bool) -> bool:
+    """Whether a worker has made or received a round in a group, or has no say in it."""
+    if other.round_index > round_index:
+        return other.round_index == round_index + 1 and other.made == group
+    if other.round_index == round_index and is_member:
+        return other.received[:1] == [group]
+    return True
 
 
 def is_group_of(group: str, count: int) -> bool:

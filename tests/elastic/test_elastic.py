@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_loco.elastic.uptime import HEARD_S
+from lightning_loco.elastic.lighthouse import HEARD_S
 from tests.elastic.cluster import HEARTBEAT_TIMEOUT_S, Cluster, cluster, until
 
 pytestmark = pytest.mark.process

@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-from lightning_loco.elastic.plan import UNKNOWING, Told
-from lightning_loco.elastic.receipt import counting
+from lightning_loco.elastic.plan import UNKNOWING, Told, counting
 
 MEMBERS = ("a", "b", "c", "d")
 GROUP = "7.5/4"

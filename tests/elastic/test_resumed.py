@@ -11,7 +11,7 @@ from lightning_loco.comm.rows import ROUND, Row
 from lightning_loco.elastic.flight import Flight
 from lightning_loco.elastic.handover import Handover
 from lightning_loco.elastic.plan import resumed
-from lightning_loco.elastic.resumed import is_ahead, land_saved_rounds
+from lightning_loco.elastic.recovery import is_ahead, land_saved_rounds
 from lightning_loco.rounds import StepEngine
 
 

@@ -10,7 +10,7 @@ from lightning_loco.algorithms import DiLoCo
 from lightning_loco.comm.rows import ROUND, Row
 from lightning_loco.elastic.flight import Flight
 from lightning_loco.elastic.plan import UNKNOWING
-from lightning_loco.elastic.state import adopt_state, copy_state
+from lightning_loco.elastic.recovery import adopt_state, copy_state
 from lightning_loco.rounds import StepEngine
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_loco.elastic import uptime as module
-from lightning_loco.elastic.uptime import HEARD_S, Uptime
+from lightning_loco.elastic import lighthouse as module
+from lightning_loco.elastic.lighthouse import HEARD_S, Uptime
 from tests.comm.workers import sleeps
 from tests.elastic.cluster import Lighthouse
 
