@@ -202,8 +202,9 @@ def _check_tiers(given: Mapping[str, Any], world_size: int | None) -> None:
     if given.keys() >= set(inspect.signature(check_ranks).parameters):
         check_ranks(**_arguments_of(check_ranks, given))
         if world_size is not None:
-            counts = (given["num_workers"], given["num_servers"], given["replica_size"])
-            Tiers.of_all(world_size, counts)
+            Tiers.detect(
+                world_size, given["num_workers"], given["num_servers"], given["replica_size"]
+            )
 
 
 def _targets(node: Any) -> Iterator[str]:

@@ -47,15 +47,21 @@ class Tiers(NamedTuple):
 
     @classmethod
     def detect(
-        cls, world_size: int, num_workers: int, num_servers: int = 1, replica_size: int = 1
+        cls,
+        world_size: int,
+        num_workers: int | None,
+        num_servers: int = 1,
+        replica_size: int = 1,
     ) -> Tiers:
-        """Tell the tiers from the number of ranks.
+        """Tell the tiers from the number of ranks; no number of workers means 2 tiers.
 
         Raises:
             TypeError: If a number is not an integer.
             ValueError: If there are too few or too many ranks for it.
         """
-        check_counts(num_workers, num_servers, replica_size)
+        check_ranks(num_workers, num_servers, replica_size)
+        if num_workers is None:
+            num_workers = max((world_size - num_servers) // replica_size, 1)
         training = num_workers * replica_size
         if world_size not in (training + num_servers, training + 2 * num_servers):
             raise ValueError(
@@ -70,22 +76,6 @@ class Tiers(NamedTuple):
         return cls(
             num_workers, (world_size - training) // num_servers + 1, num_servers, replica_size
         )
-
-    @classmethod
-    def of_all(cls, world_size: int, counts: tuple[int | None, int, int]) -> Tiers:
-        """Tell the roles from the number of ranks.
-
-        Args:
-            world_size: All ranks.
-            counts: Workers (None: all but the servers, in 2 tiers), servers, ranks of one worker.
-
-        Raises:
-            ValueError: If they do not fit.
-        """
-        num_workers, num_servers, replica_size = counts
-        if num_workers is None:
-            num_workers = max((world_size - num_servers) // replica_size, 1)
-        return cls.detect(world_size, num_workers, num_servers, replica_size)
 
     @property
     def num_training(self) -> int:
@@ -140,26 +130,8 @@ class Tiers(NamedTuple):
         )
 
 
-def check_counts(num_workers: int, num_servers: int, replica_size: int) -> None:
-    """Refuse numbers that no world size fits.
-
-    Raises:
-        TypeError: If a number is not an integer.
-        ValueError: If it is below 1.
-    """
-    for name, value in (
-        ("num_workers", num_workers),
-        ("num_servers", num_servers),
-        ("replica_size", replica_size),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an integer, got {value!r}.")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}. Use 1 or more.")
-
-
 def check_ranks(
-    num_workers: int | None, num_servers: int, replica_size: int, min_workers: int | None
+    num_workers: int | None, num_servers: int, replica_size: int, min_workers: int | None = None
 ) -> None:
     """Refuse numbers that no job can have.
 
@@ -167,7 +139,15 @@ def check_ranks(
         TypeError: If a number is not an integer.
         ValueError: If one is out of range.
     """
-    check_counts(1 if num_workers is None else num_workers, num_servers, replica_size)
+    for name, value in (
+        ("num_workers", 1 if num_workers is None else num_workers),
+        ("num_servers", num_servers),
+        ("replica_size", replica_size),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an integer, got {value!r}.")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}. Use 1 or more.")
     if min_workers is not None and not 1 <= min_workers <= (num_workers or min_workers):
         raise ValueError(
             f"min_workers must be 1 to num_workers={num_workers}, got {min_workers!r}."

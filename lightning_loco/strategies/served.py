@@ -71,7 +71,7 @@ class ServedStrategy(MeetingStrategy):
         Raises:
             ValueError: If it does not fit.
         """
-        return Tiers.of_all(self.num_nodes * self.num_processes, self.counts)
+        return Tiers.detect(self.num_nodes * self.num_processes, *self.counts)
 
     @property
     def serves(self) -> bool:
