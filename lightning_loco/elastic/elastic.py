@@ -8,8 +8,6 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from lightning_loco.algorithms import Algorithm, Mix
 from lightning_loco.comm.groups import WorkerGroup
@@ -26,7 +24,6 @@ LARGEST = 32
 """Up to so many workers are checked; there may be more."""
 
 _LOGGERS = ("torchft", "torchft_quorums", "torchft_commits", "torchft_errors")
-_OF_RUST = "RUST_LOG"
 
 _NAME = re.compile(r"[\w.-]{1,100}")
 _ADDRESS = re.compile(r"(http://)?[^/\s]+:\d{1,5}")
@@ -130,8 +127,8 @@ class Elastic:
             raise ValueError(
                 "membership=Elastic(...) needs torchft: pip install 'lightning-loco[elastic]'."
             )
-        with quiet_torchft():
-            from lightning_loco.elastic.link import ElasticLink
+        _quiet_torchft()
+        from lightning_loco.elastic.link import ElasticLink
 
         return ElasticLink(self, settings)
 
@@ -231,22 +228,13 @@ def _check_delay(schedule: Staggered) -> None:
         )
 
 
-@contextmanager
-def quiet_torchft() -> Iterator[None]:
-    """Import torchft inside: only then does its part in Rust read how much it is to say.
+def _quiet_torchft() -> None:
+    """Let torchft say warnings only; its part in Rust reads that when it is imported.
 
-    Warnings are still shown, and what the user has set stays: the level of a logger, or the
-    variable ``RUST_LOG``.
+    What the user has set stays: the level of a logger, or the variable ``RUST_LOG``.
     """
     for name in _LOGGERS:
         logger = logging.getLogger(name)
         if logger.level == logging.NOTSET:
             logger.setLevel(logging.WARNING)
-    if _OF_RUST in os.environ:
-        yield
-        return
-    os.environ[_OF_RUST] = "warn"
-    try:
-        yield
-    finally:
-        del os.environ[_OF_RUST]
+    os.environ.setdefault("RUST_LOG", "warn")

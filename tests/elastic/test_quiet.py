@@ -44,5 +44,5 @@ def test_lines_of_torchft(tmp_path: Path, given: str | None, is_loud: bool) -> N
     finally:
         lighthouse.stop()
     assert status == 0, output
-    assert f"levels 30 10 variable {given} 1" in output
+    assert f"levels 30 10 variable {given or 'warn'} 1" in output
     assert ("[INFO]" in output) == is_loud, output
