@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from lightning_loco.comm.rows import ROUND, Row
-from lightning_loco.elastic import asking as module
-from lightning_loco.elastic.asking import Asking
+from lightning_loco.elastic import flights as module
 from lightning_loco.elastic.flight import Flight
+from lightning_loco.elastic.flights import Asking
 from lightning_loco.elastic.lighthouse import Lighthouse
 from lightning_loco.elastic.plan import UNKNOWING, Told, make_plan
 from tests.elastic import cluster

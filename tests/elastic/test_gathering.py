@@ -12,8 +12,7 @@ from contextlib import suppress
 
 import pytest
 
-from lightning_loco.elastic.gathering import Gathering
-from lightning_loco.elastic.groups import Groups
+from lightning_loco.elastic.groups import Gathering, Groups
 from lightning_loco.elastic.plan import Plan
 from lightning_loco.elastic.stores import connected
 from tests.limits import SOON_S
