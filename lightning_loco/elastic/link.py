@@ -32,10 +32,9 @@ from lightning_loco.elastic.recovery import (
     position_of,
     take_part,
 )
-from lightning_loco.elastic.sharing import DataShare
 from lightning_loco.rounds.engine import Engine
 from lightning_loco.rounds.exchange import make_exchange
-from lightning_loco.rounds.membership import Host
+from lightning_loco.rounds.membership import DataShare, Host
 from lightning_loco.rounds.parcels import Parcel
 from lightning_loco.rounds.settings import RoundSettings
 

@@ -1,66 +1,13 @@
-"""Which samples belong to a member: an endless stream, dealt out anew when the members change."""
+"""Samples of an endless stream, which is dealt out anew when the members change."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sized
 
 import torch
 from torch.utils.data import Sampler
 
-from lightning_loco.rounds.membership import Share
-
-
-class DataShare:
-    """This member's positions in the stream of samples that all members share.
-
-    Member i of N takes the positions ``base + k N + i``. When the members change, all begin at a
-    new base beyond everything that anyone may have taken until then, so that no two members ever
-    take the same position.
-
-    Attributes:
-        sizes: How many samples the data have that are read so; equal on all members.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.sizes: list[int] = []
-        self._base, self._place, self._count = 0, 0, 1
-        self._taken = self._taken_before = self._taken_in_round = 0
-
-    def add_data(self, size: int) -> None:
-        """The stream is one of so many samples, epoch after epoch."""
-        if size not in self.sizes:
-            self.sizes.append(size)
-
-    def take(self) -> int:
-        """The next position of this member."""
-        with self._lock:
-            position = self._base + self._taken * self._count + self._place
-            self._taken += 1
-            return position
-
-    def begin_round(self) -> None:
-        """Learn from the round before how much is taken in one."""
-        with self._lock:
-            self._taken_in_round = max(self._taken - self._taken_before, self._taken_in_round)
-            self._taken_before = self._taken
-
-    @property
-    def reach(self) -> int:
-        """The first position that nobody reaches before the next round."""
-        with self._lock:
-            return self._base + self._count * (self._taken + self._taken_in_round + 1)
-
-    def begin_at(self, position: int) -> None:
-        """Go on from a position, when a run is resumed."""
-        self.deal(position, 0, 1)
-
-    def deal(self, base: int, place: int, count: int) -> None:
-        """Go on from a new base, as one of so many members."""
-        with self._lock:
-            self._base, self._place, self._count = base, place, count
-            self._taken = self._taken_before = 0
+from lightning_loco.rounds.membership import DataShare
 
 
 class MembersSampler(Sampler[int]):
@@ -83,7 +30,7 @@ class MembersSampler(Sampler[int]):
     """
 
     def __init__(
-        self, data: Sized, share: Share, parts: int = 1, *, shuffle: bool = True, seed: int = 0
+        self, data: Sized, share: DataShare, parts: int = 1, *, shuffle: bool = True, seed: int = 0
     ) -> None:
         if not len(data):
             raise ValueError("The data are empty.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from lightning_loco.algorithms import Algorithm
@@ -39,21 +40,56 @@ class Host(Protocol):
         """Count as many local steps as the engine."""
 
 
-class Share(Protocol):
-    """This member's part of an endless stream of samples."""
+class DataShare:
+    """This member's positions in the stream of samples that all members share.
+
+    Member i of N takes the positions ``base + k N + i``. When the members change, all begin at a
+    new base beyond everything that anyone may have taken until then, so that no two members ever
+    take the same position.
+
+    Attributes:
+        sizes: How many samples the data have that are read so; equal on all members.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.sizes: list[int] = []
+        self._base, self._place, self._count = 0, 0, 1
+        self._taken = self._taken_before = self._taken_in_round = 0
 
     def add_data(self, size: int) -> None:
         """The stream is one of so many samples, epoch after epoch."""
+        if size not in self.sizes:
+            self.sizes.append(size)
 
     def take(self) -> int:
-        """The next position of this member; no other one gets it."""
+        """The next position of this member."""
+        with self._lock:
+            position = self._base + self._taken * self._count + self._place
+            self._taken += 1
+            return position
+
+    def begin_round(self) -> None:
+        """Learn from the round before how much is taken in one."""
+        with self._lock:
+            self._taken_in_round = max(self._taken - self._taken_before, self._taken_in_round)
+            self._taken_before = self._taken
 
     @property
     def reach(self) -> int:
         """The first position that nobody reaches before the next round."""
+        with self._lock:
+            return self._base + self._count * (self._taken + self._taken_in_round + 1)
 
     def begin_at(self, position: int) -> None:
         """Go on from a position, when a run is resumed."""
+        self.deal(position, 0, 1)
+
+    def deal(self, base: int, place: int, count: int) -> None:
+        """Go on from a new base, as one of so many members."""
+        with self._lock:
+            self._base, self._place, self._count = base, place, count
+            self._taken = self._taken_before = 0
 
 
 class Link(RowCarrier, Exchange, Protocol):
@@ -61,13 +97,11 @@ class Link(RowCarrier, Exchange, Protocol):
 
     Attributes:
         host: Whose position newcomers get; None if there is none.
+        share: This member's part of the data.
     """
 
     host: Host | None
-
-    @property
-    def share(self) -> Share:
-        """This member's part of the data."""
+    share: DataShare
 
     @property
     def has_joined(self) -> bool:

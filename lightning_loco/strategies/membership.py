@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_loco.elastic.sharing import MembersSampler
 from lightning_loco.remote.step_request import read_hyperparameters, write_hyperparameters
-from lightning_loco.rounds.membership import Share
+from lightning_loco.rounds.membership import DataShare
 from lightning_loco.strategies import lightning_private
 
 
@@ -40,7 +40,7 @@ class JoiningLoader:
 
 
 def share_among_members(
-    dataloader: object, share: Share, parts: int, join: Callable[[], None]
+    dataloader: object, share: DataShare, parts: int, join: Callable[[], None]
 ) -> object:
     """Give a job its part of the training data, whoever the other members are.
 

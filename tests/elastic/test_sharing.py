@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_loco.elastic.sharing import DataShare, MembersSampler
+from lightning_loco.elastic.sharing import MembersSampler
+from lightning_loco.rounds.membership import DataShare
 
 
 def dealt(base: int, count: int) -> list[DataShare]:
