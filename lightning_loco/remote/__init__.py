@@ -3,7 +3,7 @@
 from lightning_loco.remote.optimizer import RemoteOptimizer
 from lightning_loco.remote.roles import Serving, run_role, serve
 from lightning_loco.remote.tiers import Role, Tiers
-from lightning_loco.remote.transport import Transport
+from lightning_loco.remote.wire import Transport
 
 __all__ = [
     "RemoteOptimizer",

@@ -18,7 +18,7 @@ from lightning_loco.remote.optimizer_state import OptimizerState
 from lightning_loco.remote.plan import model_checksum, share_parameters, trainable_parameters
 from lightning_loco.remote.step_request import Call, Clip
 from lightning_loco.remote.tiers import ReplicaGroup
-from lightning_loco.remote.transport import Transport
+from lightning_loco.remote.wire import Transport
 
 
 class RemoteOptimizer(torch.optim.Optimizer):

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_loco.remote.backends import Backend, LocalBackend, RemoteBackend
@@ -23,8 +22,7 @@ from lightning_loco.remote.plan import (
     trainable_parameters,
 )
 from lightning_loco.remote.tiers import Role, Tiers, new_replica_group
-from lightning_loco.remote.transport import Transport
-from lightning_loco.remote.wire import Lane, Wire
+from lightning_loco.remote.wire import Lane, Transport, Wire
 
 T = TypeVar("T")
 
@@ -81,8 +79,7 @@ def run_role(
 
         run_role(train, model.parameters(), torch.optim.AdamW, num_workers=4)  # on 5 or 6 ranks
     """
-    group = (transport or Transport()).group or dist.group.WORLD
-    assert group is not None
+    group = (transport or Transport()).process_group
     tiers = Tiers.detect(group.size(), num_workers, num_servers, replica_size)
     replica = new_replica_group(tiers, group.rank(), "gloo") if replica_size > 1 else None
     if tiers.role(group.rank()) is not Role.WORKER:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import json
@@ -9,22 +10,30 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_loco.codecs import CODECS, Codec, check_compression
 from lightning_loco.comm.messages import LONGEST_BYTES, read
 from lightning_loco.comm.watchdog import Watchdog
 from lightning_loco.remote.keep_alive import Meanwhile, Outcome, Waiter
+from lightning_loco.remote.plan import BUCKET_BYTES, Message, plan_messages
 
 FRAME_BYTES = 512
 _FOREVER_S = 10 * 365 * 24 * 3600.0
 _POSTED = 64
+
+Sending = tuple[dist.Work, Tensor]
+"""What was begun, and the memory that it needs until it is done."""
+
+_runs: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class Lane(enum.IntEnum):
@@ -83,22 +92,16 @@ class Unreachable(RuntimeError):
         self.rank = rank
 
 
-Sending = tuple[dist.Work, Tensor]
-"""What was begun, and the memory that it needs until it is done."""
-
-
 class Wire:
     """Messages to and from one other rank.
 
     Args:
-        rank: The other one, in ``group``.
+        transport: How the ranks are connected.
+        rank: The other one.
         name: Who that is, for error messages.
-        group: Default: the default process group.
-        timeout_s: Longest wait, in seconds. Default: that of the group.
-        watchdog: Knows who has failed.
+        run: Number of the run in this group; messages of an earlier one never come into it.
         meanwhile: What a server does while it waits; the connections to other ranks then outlive a
             wait that is too late.
-        run: Number of the run in this group; messages of an earlier one never come into it.
 
     Attributes:
         bytes_sent: All that has left for the other rank.
@@ -109,22 +112,18 @@ class Wire:
 
     def __init__(
         self,
+        transport: Transport,
         rank: int,
         name: str,
-        group: dist.ProcessGroup | None = None,
-        timeout_s: float | None = None,
-        watchdog: Watchdog | None = None,
-        meanwhile: Meanwhile | None = None,
         run: int = 0,
+        meanwhile: Meanwhile | None = None,
     ) -> None:
         self.name = name
         self.rank = rank
-        chosen = group if group is not None else dist.group.WORLD
-        assert chosen is not None
-        self._chosen_group: dist.ProcessGroup | None = chosen
-        self._timeout_s = timeout_s
+        self._chosen_group: dist.ProcessGroup | None = transport.process_group
+        self._timeout_s = transport.timeout_s
         self._first_tag = run * (max(Lane) + 1)
-        self._watchdog = watchdog
+        self._watchdog = transport.watchdog
         self._waiter = None if meanwhile is None else Waiter(name, meanwhile)
         self._is_given_up = False
         self._posting = threading.Lock()
@@ -326,3 +325,101 @@ def _frames(note: Note) -> list[bytes]:
     size = len(text).to_bytes(8, "little")
     frames = [(size + text)[:FRAME_BYTES].ljust(FRAME_BYTES), text[FRAME_BYTES - 8 :]]
     return [frame for frame in frames if frame]
+
+
+@dataclasses.dataclass(frozen=True)
+class Transport:
+    """How this rank reaches the others; all but ``watchdog`` must be alike on all ranks.
+
+    Args:
+        group: All ranks, with gloo. Default: the default process group.
+        bucket_bytes: Longest message; smaller parameters travel together.
+        compression: How gradients and parameters are written on the wire: ``"bf16"``, ``"fp16"``,
+            ``"int8"``, or a codec such as ``Int8(block=128)``; sums and steps keep their precision.
+            Default: as they are.
+        timeout_s: Longest wait for another rank, in seconds. Default: the group's.
+        watchdog: Knows which rank has failed, and why.
+
+    Raises:
+        TypeError: If ``compression`` is nothing of the kind.
+        ValueError: If it cannot be used here; see :func:`as_codec`.
+    """
+
+    group: dist.ProcessGroup | None = None
+    bucket_bytes: int = BUCKET_BYTES
+    compression: str | Codec | None = None
+    timeout_s: float | None = None
+    watchdog: Watchdog | None = None
+
+    def __post_init__(self) -> None:
+        """Check the compression."""
+        as_codec(self.compression)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """``group``, or the default process group."""
+        group = self.group if self.group is not None else dist.group.WORLD
+        assert group is not None
+        return group
+
+    def plan(self, params: Sequence[Tensor]) -> list[Message]:
+        """How parameters, and their gradients, are cut into messages."""
+        return plan_messages(params, self.bucket_bytes, as_codec(self.compression))
+
+    def next_run(self) -> int:
+        """The number of a run, from 0 on; every rank of the group must ask for it once in each."""
+        group = self.process_group
+        _runs[group] = _runs.get(group, -1) + 1
+        return _runs[group]
+
+    def wire(self, rank: int, name: str, run: int = 0, meanwhile: Meanwhile | None = None) -> Wire:
+        """A connection to another rank; a server says what to do while it waits for that."""
+        return Wire(self, rank, name[0].upper() + name[1:], run, meanwhile)
+
+    def look_around(self) -> None:
+        """Raise what another rank has reported before it ended.
+
+        Raises:
+            RuntimeError: If one has failed.
+        """
+        if self.watchdog is not None:
+            self.watchdog.raise_if_failed()
+
+
+def as_codec(given: Any) -> Codec | None:
+    """The codec of gradients and parameters.
+
+    Parameters travel too, and a worker may have no part in a step: nothing is remembered from one
+    message to the next, and what a codec loses must be small.
+
+    Args:
+        given: None or ``"none"``, the name of a codec, or a codec.
+
+    Returns:
+        The codec; None if all travels as it is.
+
+    Raises:
+        TypeError: If it is none of these.
+        ValueError: If the name is unknown, the codec is rough, or an error feedback is asked for.
+
+    Example:
+        >>> as_codec("int8")
+        Int8(block=256)
+    """
+    check_compression(given)
+    if given is None or given == "none":
+        return None
+    named = CODECS[given]() if isinstance(given, str) else given
+    codec: Codec = named if isinstance(named, Codec) else named.codec
+    if codec.is_rough:
+        raise ValueError(
+            f"{codec} writes too roughly for a remote optimizer, where parameters travel in every "
+            'step. Use compression="int8", "bf16" or "fp16", or an algorithm with rounds.'
+        )
+    if named is not codec:
+        raise ValueError(
+            f"{named} has nothing to feed back to: under a remote optimizer a worker may miss "
+            "messages, so nothing is remembered from one to the next. Give the codec alone: "
+            f"compression={codec}."
+        )
+    return codec

@@ -21,7 +21,7 @@ from lightning_loco.comm.stats import Statistics
 from lightning_loco.remote import RemoteOptimizer, Serving, Transport
 from lightning_loco.remote.plan import BUCKET_BYTES
 from lightning_loco.remote.tiers import check_ranks
-from lightning_loco.remote.transport import as_codec
+from lightning_loco.remote.wire import as_codec
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.driven import bytes_of_ddp, summarize
 from lightning_loco.strategies.gradient_hooks import sees_gradients

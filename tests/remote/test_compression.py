@@ -13,7 +13,7 @@ from lightning_loco.codecs import E3M0, BFloat16, Codec, ErrorFeedback, Float16,
 from lightning_loco.remote import RemoteOptimizer, Transport, run_role
 from lightning_loco.remote.plan import Message, plan_messages
 from lightning_loco.remote.slots import Slot
-from lightning_loco.remote.transport import as_codec
+from lightning_loco.remote.wire import as_codec
 from tests.conftest import cover
 from tests.pool import Pool, PoolError
 

@@ -16,7 +16,7 @@ from lightning_loco.remote import RemoteOptimizer, Tiers, Transport, serve
 from lightning_loco.remote.channel import Courier
 from lightning_loco.remote.plan import plan_messages
 from lightning_loco.remote.slots import Slot
-from lightning_loco.remote.wire import Lane, Wire
+from lightning_loco.remote.wire import Lane
 from tests.meta_device import DEVICE, with_streams
 from tests.one_gpu import no_waits_for_the_gpu
 from tests.pool import Pool
@@ -82,7 +82,9 @@ def send_there_and_back(codec: Codec | None, bucket_bytes: int) -> None:
 def send_and_receive(groups: dict[int, ProcessGroupGloo], size: int) -> None:
     here = [torch.randn(size, device="cuda") for _ in range(2)]
     there = [torch.zeros(size) for _ in range(2)]
-    sender, receiver = (Wire(other, f"rank {other}", groups[1 - other]) for other in (1, 0))
+    sender, receiver = (
+        Transport(groups[1 - other]).wire(other, f"rank {other}") for other in (1, 0)
+    )
     courier = Courier(sender, here[0].device)
     messages = plan_messages(here, 4 * size)
     slots = [Slot(message, here) for message in messages]

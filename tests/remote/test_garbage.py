@@ -11,9 +11,10 @@ import torch
 
 from lightning_loco.comm.job import Job
 from lightning_loco.comm.store import PromptStore
+from lightning_loco.remote import Transport
 from lightning_loco.remote.optimizer_state import OptimizerState
 from lightning_loco.remote.service_group import ServiceGroup
-from lightning_loco.remote.wire import FRAME_BYTES, Kind, Lane, Wire
+from lightning_loco.remote.wire import FRAME_BYTES, Kind, Lane
 from tests.forked_jobs import Start
 from tests.pool import Pool
 from tests.programs import free_ports
@@ -36,7 +37,7 @@ NOTES = [
 
 def send_notes(rank: int, world: int) -> list[str]:
     """Rank 0 sends them, and a length that no memory has; rank 1 says what it makes of each."""
-    wire = Wire(1 - rank, f"Worker {1 - rank}")
+    wire = Transport().wire(1 - rank, f"worker {1 - rank}")
     frames = [len(text).to_bytes(8, "little") + text for text in NOTES]
     frames += [(2**62).to_bytes(8, "little"), (4).to_bytes(8, "little") + b"null"]
     found = []
@@ -70,7 +71,7 @@ NO_TENSORS: list[dict[str, Any]] = [
 
 def receive_states(rank: int, world: int) -> list[str]:
     """What is raised about each of ``NO_TENSORS``."""
-    wire = Wire(1 - rank, "The aggregator")
+    wire = Transport().wire(1 - rank, "the aggregator")
     found = []
     for described in NO_TENSORS:
         description = {"entries": [[0, "momentum_buffer", described]], "groups": []}

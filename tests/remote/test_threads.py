@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning_loco.remote import RemoteOptimizer, Transport, run_role
 from lightning_loco.remote.clients import Requests
 from lightning_loco.remote.keep_alive import PARTING_S, Meanwhile, Waiter
-from lightning_loco.remote.wire import Kind, Note, Wire
+from lightning_loco.remote.wire import Kind, Note
 from tests.pool import Pool
 
 
@@ -80,7 +80,7 @@ def test_the_thread_that_waits_for_a_lost_rank_is_left_behind(blocked: threading
 
 def serve_one(rank: int, world: int) -> int:
     """Hear the last words of a client; how many threads are left then."""
-    wire = Wire(1 - rank, f"rank {1 - rank}", timeout_s=20)
+    wire = Transport(timeout_s=20).wire(1 - rank, f"rank {1 - rank}")
     if rank == 1:
         wire.ask(Note(Kind.LEAVE, {}))
         return 0
