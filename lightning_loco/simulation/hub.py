@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,79 +32,61 @@ class Hub:
         parcel_elements: int,
         has_feedback: bool = False,
     ) -> None:
-        self._exchange = exchange
-        self._num_workers = num_workers
-        self._parcel_elements = parcel_elements
+        self.exchange = exchange
+        self.num_workers = num_workers
         self.has_feedback = has_feedback
+        self._parcel_elements = parcel_elements
         self._rounds: dict[tuple[int, int], HubRound] = {}
 
     def of_worker(self, worker: int) -> HubExchange:
         """The exchange as one worker sees it."""
         return HubExchange(self, worker)
 
-    def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
-        """Return what each worker receives, given all messages in order of the workers."""
-        return self._exchange.simulate(messages, round_index)
-
     def round_of(self, parcel: Parcel, index: int) -> HubRound:
         """Where this parcel's messages of a round are; earlier rounds are forgotten."""
         key = (index, parcel.slices[0].start)
         if key not in self._rounds:
+            groups = group_chunks([part.chunk for part in parcel.parts], self._parcel_elements)
+            lengths = [sum(map(len, group)) for group in groups]
             self._rounds = {k: r for k, r in self._rounds.items() if k[0] == index}
-            self._rounds[key] = HubRound(self, self._num_workers, index, self._lengths(parcel))
+            self._rounds[key] = HubRound(self, index, lengths)
         return self._rounds[key]
 
-    def _lengths(self, parcel: Parcel) -> list[int]:
-        groups = group_chunks([part.chunk for part in parcel.parts], self._parcel_elements)
-        return [sum(map(len, group)) for group in groups]
 
-
+@dataclasses.dataclass
 class HubRound:
     """The messages of one parcel in one round.
 
-    Args:
-        hub: Says what each worker receives.
-        num_workers: How many messages to wait for.
+    Attributes:
+        hub: Where they meet.
         index: Number of the round.
         lengths: Of the parcels that processes would send.
+        messages: By worker.
+        received: What each worker receives, once it was asked for.
     """
 
-    def __init__(self, hub: Hub, num_workers: int, index: int, lengths: Sequence[int]) -> None:
-        self._hub = hub
-        self._num_workers = num_workers
-        self._index = index
-        self._lengths = list(lengths)
-        self._messages: dict[int, Tensor] = {}
-        self._received: list[Tensor] = []
+    hub: Hub
+    index: int
+    lengths: list[int]
+    messages: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    received: list[Tensor] = dataclasses.field(default_factory=list)
 
     @property
     def is_complete(self) -> bool:
         """Whether the messages of all workers are here."""
-        return len(self._messages) == self._num_workers
-
-    def put(self, worker: int, message: Tensor) -> None:
-        """Take a copy of one worker's message."""
-        self._messages[worker] = message.clone()
+        return len(self.messages) == self.hub.num_workers
 
     def get(self, worker: int) -> Tensor:
-        """What one worker receives.
-
-        Raises:
-            RuntimeError: If a message is missing.
-        """
+        """What one worker receives; RuntimeError if a message is missing."""
         if not self.is_complete:
             raise RuntimeError("A simulated round ends before all workers have begun it.")
-        if not self._received:
-            workers, lengths = range(self._num_workers), self._lengths
-            messages = [torch.split_with_sizes(self._messages[w], lengths) for w in workers]
+        if not self.received:
+            workers, exchange = range(self.hub.num_workers), self.hub.exchange
+            messages = [torch.split_with_sizes(self.messages[w], self.lengths) for w in workers]
             parcels = zip(*messages, strict=True)
-            received = [self._hub.simulate(parcel, self._index) for parcel in parcels]
-            self._received = [torch.cat(parts) for parts in zip(*received, strict=True)]
-        return self._received[worker]
-
-    def lost(self, worker: int) -> Tensor | None:
-        """What is lost of a worker's message, if it is fed back."""
-        return self._messages[worker] if self._hub.has_feedback else None
+            received = [exchange.simulate(parcel, self.index) for parcel in parcels]
+            self.received = [torch.cat(parts) for parts in zip(*received, strict=True)]
+        return self.received[worker]
 
 
 class HubExchange:
@@ -121,40 +105,34 @@ class HubExchange:
         self._worker = worker
 
     def start(self, parcel: Parcel, round_index: int) -> HubHandle:
-        """Leave a worker's message at the hub."""
+        """Leave a copy of a worker's message at the hub."""
         hub_round = self._hub.round_of(parcel, round_index)
-        hub_round.put(self._worker, parcel.wire)
+        hub_round.messages[self._worker] = parcel.wire.clone()
         return HubHandle(hub_round, self._worker)
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
         """Return what each worker receives, given all messages in order of the workers."""
-        return self._hub.simulate(messages, round_index)
+        return self._hub.exchange.simulate(messages, round_index)
 
 
-class HubHandle:
-    """A parcel that has been left at the hub.
+class HubHandle(NamedTuple):
+    """A parcel that a worker has left at the hub, in the round that it belongs to."""
 
-    Args:
-        hub_round: The round that it belongs to.
-        worker: Number of the worker that has left it.
-    """
-
-    def __init__(self, hub_round: HubRound, worker: int) -> None:
-        self._round = hub_round
-        self._worker = worker
+    hub_round: HubRound
+    worker: int
 
     @property
     def lost(self) -> Tensor | None:
-        """What is lost of the worker's message."""
-        return self._round.lost(self._worker)
+        """What is lost of the worker's message, if it is fed back."""
+        return self.hub_round.messages[self.worker] if self.hub_round.hub.has_feedback else None
 
     def has_arrived(self) -> bool:
         """Whether all workers have left their messages."""
-        return self._round.is_complete
+        return self.hub_round.is_complete
 
     def wait(self) -> Tensor:
         """What this worker receives."""
-        return self._round.get(self._worker)
+        return self.hub_round.get(self.worker)
 
     def release(self) -> None:
         """Do nothing: the hub's memory is not used again."""
