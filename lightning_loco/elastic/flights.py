@@ -321,18 +321,15 @@ class Flights(BackgroundThread):
         while True:
             is_last = self.are_last or self._asking.is_stopping()
             enough = 1 if is_last else self._min_workers - self._groups.finished
-            open_group, store = self._groups.name, self._groups.address  # finished may change them
-            reach, run = self._share.reach, self._fingerprint
-            received = [] if flight.receipt is None else flight.receipt.words
             told = Told(
                 flight.round_index,
-                open_group,
-                store,
-                reach,
-                run,
+                self._groups.name,
+                self._groups.address,
+                self._share.reach,
+                self._fingerprint,
                 enough,
                 self.made,
-                received,
+                received=[] if flight.receipt is None else flight.receipt.words,
                 awaited=[],
             )
             left_s = began + self._timeout_s - time.monotonic()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +41,6 @@ _END, _CAME = 2**20, 2**20 + 1  # tags of single bytes
 CONNECT_S = 20.0
 """Longest wait for the members of a new group: one of them may have died meanwhile."""
 
-log = logging.getLogger(__name__)
 
 _RUN, _FINISHED = "run", "finished"
 _GOODBYE_S, _OWN_S = 6.0, 3.0
@@ -251,22 +248,15 @@ class Groups:
     def __init__(self, host: str, timeout_s: float) -> None:
         self.name = ""
         self._timeout = timedelta(seconds=timeout_s)
-        self._host = host
-        self._run = ""
-        self._finished_before = self._finished = 0
-        self._serve()
+        self._store = serve(host)
+        self.address = f"{host}:{self._store.port}"
+        self._own_words = PromptStore(self._store)
         self._group: ProcessGroupGloo | None = None
         self._gathering: Gathering | None = None
         self._plan: Plan | None = None
 
-    def _serve(self) -> None:
-        self._store = serve(self._host)
-        self.address = f"{self._host}:{self._store.port}"
-        self._own_words = PromptStore(self._store)
-
     def describe(self, run: str) -> None:
         """Keep what this worker's run is, for those who want to know why theirs is another."""
-        self._run = run
         self._own_words.set(_RUN, run)
 
     def ask(self, store: str, who: str) -> str:
@@ -278,31 +268,11 @@ class Groups:
     def finished(self) -> int:
         """How many of those who took part with this worker have finished since."""
         try:
-            found = self._own_words.add(_FINISHED, 0)
-        except RuntimeError:
-            found = self._finished_over_another_line()
-        self._finished = self._finished_before + found
-        return self._finished
-
-    def _finished_over_another_line(self) -> int:
-        """Something has cut the connection to this worker's own store, or has broken the store.
-
-        In its place another one is served then, at an address that the others hear next time.
-        """
-        self._own_words.close()
-        try:
-            self._own_words = PromptStore(connected(self.address, "This worker", _OWN_S))
+            return self._own_words.add(_FINISHED, 0)
+        except RuntimeError:  # something has cut the connection to this worker's own store
+            self._own_words.close()
+            self._own_words = PromptStore(connected(self.address, "This worker's store", _OWN_S))
             return self._own_words.add(_FINISHED, 0, _OWN_S)
-        except RuntimeError:
-            log.warning("The key-value store that this worker serves is broken: it serves another.")
-        self._own_words.close()
-        self.drop()
-        keep = ctypes.py_object(self._store)
-        ctypes.pythonapi.Py_IncRef(keep)  # its end would wait for ever for what is broken
-        self._serve()
-        self.describe(self._run)
-        self._finished_before = self._finished
-        return 0
 
     def living(self) -> list[str]:
         """Those who took part last with this worker, and have not ended as far as it can see."""

@@ -14,7 +14,6 @@ import pytest
 
 from lightning_loco.elastic.groups import Gathering, Groups
 from lightning_loco.elastic.plan import Plan
-from lightning_loco.elastic.stores import connected
 from tests.limits import SOON_S
 
 PATIENCE_S = 60.0
@@ -86,13 +85,6 @@ def cut_connections_to(port: int) -> int:
     return count
 
 
-def stop_serving(port: int) -> None:
-    """End the connections of a server of this process, and take no more."""
-    for found in sockets():
-        if found.getsockname()[1] == port:
-            found.shutdown(socket.SHUT_RDWR)
-
-
 def test_members_that_have_finished_are_counted_over_a_cut_connection() -> None:
     groups, other = Groups("127.0.0.1", PATIENCE_S), Groups("127.0.0.1", PATIENCE_S)
     with ThreadPoolExecutor(2) as pool:
@@ -104,15 +96,3 @@ def test_members_that_have_finished_are_counted_over_a_cut_connection() -> None:
     assert groups.finished == 1
     groups.close()
     other.close()
-
-
-def test_a_store_of_ones_own_that_is_broken_is_replaced() -> None:
-    groups = Groups("127.0.0.1", PATIENCE_S)
-    groups.describe("a run")
-    before = groups.address
-    stop_serving(int(before.rpartition(":")[2]))
-    assert groups.finished == 0
-    assert groups.address != before
-    assert connected(groups.address, "m0", PATIENCE_S).get("run") == b"a run"
-    assert groups.finished == 0
-    groups.close()
