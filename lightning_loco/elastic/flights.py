@@ -110,13 +110,13 @@ class Asking:
             return self._alone(told)
 
         def tell() -> dict[str, Any]:
-            awaited = self._living() if waits and self._lighthouse.is_new(SILENT_S) else []
+            awaited = self._living() if waits and self._lighthouse.uptime.is_new(SILENT_S) else []
             return told._replace(awaited=awaited)._asdict()
 
         asking = begin(lambda: self._lighthouse.quorum(tell, wait_s), parting_s=0.0)
         try:
             while not wait([asking], _LOOK_S).done:
-                if self._lighthouse.is_closed:
+                if self._lighthouse.uptime.is_closed:
                     raise RuntimeError("This worker takes part no longer.")
                 if self._gives_up():
                     self.has_left = True

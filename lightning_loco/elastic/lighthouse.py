@@ -170,6 +170,7 @@ class Lighthouse:
 
     Attributes:
         trouble: Why the lighthouse cannot be reached at present; empty if it can.
+        uptime: A connection that tells for how long the lighthouse has been up.
     """
 
     def __init__(self, address: str, name: str) -> None:
@@ -179,16 +180,7 @@ class Lighthouse:
         self._url = f"http://{self.address}"
         self._client: LighthouseClient | None = None
         self._heart: ManagerServer | None = None
-        self._uptime = Uptime(address)
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether this worker takes part no longer."""
-        return self._uptime.is_closed
-
-    def is_new(self, known_s: float) -> bool:
-        """Whether it was lost since it was first reached, and came back less than so long ago."""
-        return self._uptime.is_new(known_s)
+        self.uptime = Uptime(address)
 
     def quorum(self, tell: Callable[[], dict[str, Any]], wait_s: float) -> Quorum | None:
         """Ask to take part, and wait for the others; not before the lighthouse has heard of all.
@@ -208,14 +200,14 @@ class Lighthouse:
         while True:
             try:
                 client = self._connected(deadline)
-                self._uptime.wait(deadline)
+                self.uptime.wait(deadline)
                 left = timedelta(seconds=max(_PAUSE_S, deadline - time.monotonic()))
                 found = client.quorum(self.name, left, data=tell())
             except TimeoutError:
                 return None
             except (RuntimeError, ConnectionError) as error:
                 self._client, self.trouble = None, str(error)
-                if self._uptime.is_closed or time.monotonic() + _PAUSE_S > deadline:
+                if self.uptime.is_closed or time.monotonic() + _PAUSE_S > deadline:
                     raise self._unreachable(error, wait_s) from error
                 time.sleep(_PAUSE_S)
                 continue
@@ -224,7 +216,7 @@ class Lighthouse:
 
     def _connected(self, deadline: float) -> LighthouseClient:
         """Reach the lighthouse and begin with the signs of life, if that is still to be done."""
-        self._uptime.connect(deadline)
+        self.uptime.connect(deadline)
         longest = timedelta(seconds=max(_PAUSE_S, deadline - time.monotonic()))
         if self._heart is None:
             self._heart = ManagerServer(
@@ -240,7 +232,7 @@ class Lighthouse:
             )
         if self._client is None:
             self._client = LighthouseClient(self._url, longest)
-        if self.is_closed:  # meanwhile
+        if self.uptime.is_closed:  # meanwhile
             self._heart.shutdown()
             raise ConnectionAbortedError("This worker takes part no longer.")
         self.trouble = ""
@@ -268,7 +260,7 @@ class Lighthouse:
 
     def close(self) -> None:
         """Stop the signs of life; the others go on without this worker."""
-        self._uptime.close()
+        self.uptime.close()
         if self._heart is not None:
             self._heart.shutdown()
         self._client = None
