@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from lightning_loco.topology.base import Topology
-from lightning_loco.topology.custom import CustomTopology, FromGraph, FromMatrix
-from lightning_loco.topology.draw import draw
-from lightning_loco.topology.edge_list import FromFile
+from lightning_loco.topology.custom import CustomTopology, FromFile, FromGraph, FromMatrix
 from lightning_loco.topology.exponential import Exponential, OnePeerExponential
 from lightning_loco.topology.matchings import (
     Matching,
@@ -49,7 +47,6 @@ __all__ = [
     "as_topology",
     "chi",
     "consensus_rate",
-    "draw",
     "get_topology",
     "gossip_radius",
     "lambda_max",

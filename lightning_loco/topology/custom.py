@@ -1,12 +1,12 @@
-"""A user's own topology: from a mixing matrix or a networkx graph.
+"""A user's own topology: from a mixing matrix, a networkx graph or a file of edges.
 
-Both check what they were given at construction, so that a mistake shows before any process
-starts.
+All check what they were given at construction, so that a mistake shows before any process starts.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import reprlib
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
@@ -147,8 +147,63 @@ class FromGraph(CustomTopology):
             raise ValueError(
                 f"weighting must be 'metropolis', 'uniform' or 'edges', got {self.weighting!r}."
             )
-        check_graph(graph)
-        self._set_rows(graph_rows(graph, self.weighting))
+        _check_graph(graph)
+        self._set_rows(_graph_rows(graph, self.weighting))
+
+
+@dataclass(frozen=True)
+class FromFile(CustomTopology):
+    """A graph read from an edge-list file with one edge ``i j`` or ``i j weight`` per line.
+
+    Workers are numbered from 0; ``#`` begins a comment. The file is read as ``networkx`` reads what
+    its ``write_edgelist`` and ``write_weighted_edgelist`` write. If the edges have weights, all of
+    them must, and the weights are the entries ``W[i, j] = W[j, i]`` of the mixing matrix; otherwise
+    Metropolis weights are taken.
+
+    Args:
+        path: the file; it is read at construction.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a line that is no edge, or a graph that `FromGraph` refuses.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "path.edges")
+        ...     nx.write_edgelist(nx.path_graph(3), path)
+        ...     FromFile(path).receivers(1, 3)
+        [0, 2]
+    """
+
+    name: ClassVar[str] = "file"
+
+    path: str | os.PathLike[str]
+
+    def __post_init__(self) -> None:
+        path = os.fspath(self.path)
+        object.__setattr__(self, "path", path)
+        try:
+            graph = _read_edges(path)
+            _check_graph(graph)
+            is_weighted = bool(nx.get_edge_attributes(graph, "weight"))
+            self._set_rows(_graph_rows(graph, "edges" if is_weighted else "metropolis"))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def _read_edges(path: str) -> nx.Graph:
+    try:
+        return nx.read_edgelist(path, nodetype=int)
+    except TypeError:  # not what write_edgelist writes
+        pass
+    try:
+        return nx.read_weighted_edgelist(path, nodetype=int)
+    except (TypeError, IndexError) as error:
+        raise ValueError(
+            "Write one edge 'i j' or 'i j weight' per line, with whole numbers for the workers: "
+            f"{error}"
+        ) from error
 
 
 def _check_symmetric(dense: Tensor) -> None:
@@ -176,7 +231,7 @@ def _check_converges(what: str, dense: Tensor) -> None:
         )
 
 
-def check_graph(graph: nx.Graph) -> None:
+def _check_graph(graph: nx.Graph) -> None:
     """Raises unless the graph is a connected one of workers 0..N-1, without loops and doubles."""
     if not isinstance(graph, nx.Graph):
         raise TypeError(
@@ -203,7 +258,7 @@ def check_graph(graph: nx.Graph) -> None:
     check_connected("The graph", num_workers, graph.edges)
 
 
-def graph_rows(graph: nx.Graph, weighting: EdgeWeighting) -> list[Row]:
+def _graph_rows(graph: nx.Graph, weighting: EdgeWeighting) -> list[Row]:
     """Sparse rows of the mixing matrix; an edge (j, i) of a directed graph fills ``W[i, j]``."""
     senders = graph.pred if graph.is_directed() else graph.adj
     degrees = [len(senders[worker]) for worker in range(len(graph))]

@@ -11,8 +11,7 @@ from typing import Any
 import networkx as nx  # type: ignore[import-untyped]
 
 from lightning_loco.topology.base import Topology
-from lightning_loco.topology.custom import FromGraph, FromMatrix
-from lightning_loco.topology.edge_list import FromFile
+from lightning_loco.topology.custom import FromFile, FromGraph, FromMatrix
 from lightning_loco.topology.exponential import Exponential, OnePeerExponential
 from lightning_loco.topology.matchings import RandomMatching, RandomTwoPeer, Xor
 from lightning_loco.topology.static import Complete, Grid, Hypercube, Ring, Star, Torus
