@@ -38,8 +38,6 @@ COLLECTIVES = (
 
 PICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 OBJECTS = {*COLLECTIVES, "send_pyobj", "recv_pyobj", "allow_pickle"}
-WRITES_ONE = "lightning_loco.values"
-"""It tells values apart by their pickles, which nobody reads."""
 
 GIVES_TO_LIGHTNING = {
     "lightning_loco.callbacks.worker_logs",
@@ -52,28 +50,25 @@ GIVES_TO_LIGHTNING = {
 def findings(module: str, source: str) -> Iterator[str]:
     """What reads a pickle, or may, and in which line."""
     for node in ast.walk(ast.parse(source)):
-        if any(is_one(module, node) for is_one in (_imports, _reads, _loads, _gives)):
+        if any((_imports(node), _reads(node), _loads(node), _gives(module, node))):
             yield f"{module}:{node.lineno}: {ast.unparse(node)}"  # type: ignore[attr-defined]
 
 
-def _imports(module: str, node: ast.AST) -> bool:
+def _imports(node: ast.AST) -> bool:
     if isinstance(node, ast.ImportFrom):
         names = {node.module or "", *(alias.name for alias in node.names)}
         return bool(names & (PICKLERS | OBJECTS))
     roots = {a.name.partition(".")[0] for a in node.names} if isinstance(node, ast.Import) else ()
-    return bool(PICKLERS.intersection(roots)) and module != WRITES_ONE
+    return bool(PICKLERS.intersection(roots))
 
 
-def _reads(module: str, node: ast.AST) -> bool:
+def _reads(node: ast.AST) -> bool:
     if isinstance(node, ast.keyword):
         return node.arg in OBJECTS
-    if not isinstance(node, ast.Attribute):
-        return False
-    of_pickle = isinstance(node.value, ast.Name) and node.value.id in PICKLERS
-    return node.attr in OBJECTS or (of_pickle and node.attr != "dumps")
+    return isinstance(node, ast.Attribute) and node.attr in OBJECTS
 
 
-def _loads(module: str, node: ast.AST) -> bool:
+def _loads(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call) or ast.unparse(node.func) != "torch.load":
         return False
     given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
@@ -93,7 +88,6 @@ def test_nothing_in_the_source_reads_a_pickle() -> None:
 
 def test_allowances_are_still_needed() -> None:
     texts = sources()
-    assert "pickle.dumps" in texts[WRITES_ONE]
     for module in GIVES_TO_LIGHTNING:
         assert list(findings("elsewhere", texts[module]))
 
@@ -116,9 +110,7 @@ def test_a_way_to_read_one_is_found(subtests: pytest.Subtests) -> None:
             assert list(findings("lightning_loco.comm.groups", line))
 
 
-def test_a_pickle_that_is_only_written_is_none() -> None:
-    assert not list(findings(WRITES_ONE, "import pickle\npickle.dumps(value)"))
-    assert list(findings(WRITES_ONE, "import pickle\npickle.loads(value)"))
+def test_tensors_and_weights_are_none() -> None:
     assert not list(findings("elsewhere", "dist.broadcast(x, 0)\ntorch.load(f, weights_only=True)"))
 
 

@@ -126,6 +126,25 @@ def test_counters_and_shared_vectors_are_exact(
             assert kept is None or torch.equal(kept, received)
 
 
+def halved(round_index: int) -> float:
+    """An outer learning rate."""
+    return 0.5**round_index
+
+
+def test_a_setting_that_was_described_in_other_words_changes_nothing(pool: Pool) -> None:
+    settings = settings_of(DiLoCo(outer_lr=halved), EverySteps(2))
+    written = pool.run(write, settings, world=2)
+    states, described = [state for state, _ in written], written[0][1]
+    assert described["outer_lr"].endswith(".halved")
+    described["outer_lr"] = ["<lambda>", "97007c00", ["halved"], [], None, []]
+    found = pool.run(go_on, settings, states, described, world=2)
+    for (notes, taken, _), state in zip(found, states, strict=True):
+        assert notes == []
+        assert torch.equal(taken["params"], state["params"])
+        for name in ("shared", "lanes", "began_at"):
+            torch.testing.assert_close(taken[name], state[name], rtol=0, atol=0, msg=name)
+
+
 def test_what_compression_had_left_over_becomes_the_mean(pool: Pool) -> None:
     settings = settings_of(DiLoCo(), EverySteps(2), compression=rounding(DiLoCo()))
     states, found = carried(pool, settings, settings, (3, 2))
