@@ -42,8 +42,8 @@ def test_jobs_that_come_before_the_lighthouse_wait_and_can_be_stopped(tmp_path: 
 @pytest.mark.parametrize(
     ("least", "line"),
     [
-        (1, "waits for more workers: 1 of at least 2 are there (w0"),
-        (2, "has all together: it says: New quorum not ready, only have 1 participants"),
+        (1, "waits for more workers. 1 of at least 2 are there (w0"),
+        (2, "New quorum not ready, only have 1 participants"),
     ],
     ids=["too few members", "too few for the lighthouse"],
 )
