@@ -167,7 +167,7 @@ def start_rows(group: WorkerGroup, statistics: Statistics, row: Row, place: str)
     if group.control is None:
         return PendingRows(lambda: own[None], place)
     table = own.new_empty(group.num_workers, len(own))
-    note_place(group, place)
+    group.come_to(place)
     with Explained(group, place):
         work = dist.all_gather(list(table), own, group=group.control, async_op=True)
 
@@ -177,10 +177,3 @@ def start_rows(group: WorkerGroup, statistics: Statistics, row: Row, place: str)
         return table
 
     return PendingRows(receive, place, work.is_completed)
-
-
-def note_place(group: WorkerGroup, place: str) -> None:
-    """What :meth:`WorkerGroup.come_to` does, without a file more on the way of a round."""
-    if group.watchdog is not None:
-        group.watchdog.place = place
-        group.watchdog.meetings += 1

@@ -20,19 +20,24 @@ from lightning_loco.comm.checks import (
     share_from_worker_0,
 )
 from lightning_loco.comm.companions import Companions
-from lightning_loco.comm.consensus import measure_consensus, no_consensus, show_consensus
 from lightning_loco.comm.devices import CPU, device_of
-from lightning_loco.comm.flat import Cuts, longest_chunk
+from lightning_loco.comm.flat import Cuts, are_finite, longest_chunk
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.links import Links
-from lightning_loco.comm.replica import Replica
+from lightning_loco.comm.replica import Replica, average
 from lightning_loco.comm.rows import PendingRows, Row, meeting_number, start_rows
 from lightning_loco.comm.stats import Statistics
 from lightning_loco.comm.stopping import StopAgreed, StopAgreement
+from lightning_loco.comm.waiting import Sum
 from lightning_loco.fault_points import reach
 from lightning_loco.values import plain
 
 log = logging.getLogger(__name__)
+
+_NO_CONSENSUS = (
+    "The parameters hold NaN or infinity on every worker, so there is no consensus. Lower the "
+    "learning rate, or go back to the last checkpoint."
+)
 
 
 class Settings(Protocol):
@@ -241,7 +246,7 @@ class Worker:
         self.statistics.losses = [row.loss for row in rows]
         broken = [worker for worker, row in enumerate(rows) if row.finite == 0]
         if len(broken) == len(rows):
-            raise no_consensus()
+            raise RuntimeError(_NO_CONSENSUS)
         if broken and self.group.worker == 0:
             log.warning(
                 "NaN or infinity in the parameters of worker %s at round %d: left out of the "
@@ -262,7 +267,28 @@ class Worker:
         Raises:
             RuntimeError: If no worker's parameters are finite, or as in :meth:`meet`.
         """
-        show_consensus(self, purpose)
+        replica, group, statistics = self.replica, self.group, self.statistics
+        if replica.shows_consensus:
+            return
+        self.meet(purpose)
+        valid = are_finite(replica.layout.chunks())
+        row = self.row(meeting_number(purpose))
+        row = row._replace(finite=float(valid), scalars=self.companions.look())
+        rows = self.tell(row, purpose).wait()
+        num_valid = round(sum(row.finite for row in rows))
+        if num_valid == 0:
+            raise RuntimeError(_NO_CONSENSUS)
+        replica.keep_local()
+        replica.running.leave_since_round()
+        others, buffers = replica.find_differing(group)
+        outer = self.engine.outer() if self.engine is not None and self.shows_outer else None
+        if outer is not None:
+            replica.layout.write(outer)
+        else:
+            average(replica.layout, group, statistics, valid, num_valid)
+        average(buffers, group, statistics, valid, num_valid)
+        average(others, group, statistics, valid, num_valid)
+        self.companions.agree(rows, group, statistics)
 
     @torch.no_grad()
     def show_local(self) -> None:
@@ -271,7 +297,12 @@ class Worker:
 
     def measure_consensus(self, max_elements: int) -> float:
         """Root mean square distance to the mean, from a sample of elements, the same everywhere."""
-        return measure_consensus(self, max_elements)
+        sample = self.replica.sample(max_elements, self.round_index)
+        n = self.group.num_workers
+        sums = torch.cat([sample, sample.square().sum().view(1)])
+        Sum(self.group, self.statistics, sums, "the consensus distance").wait()
+        variance = (sums[-1] / n - (sums[:-1] / n).square().sum()).clamp_(min=0)
+        return math.sqrt(float(variance) * self.replica.layout.numel / max(sample.numel(), 1))
 
     def state_dict(self) -> dict[str, Any]:
         """Where this worker is, and its local parameters and buffers."""
