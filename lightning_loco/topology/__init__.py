@@ -15,7 +15,6 @@ from lightning_loco.topology.matchings import (
 from lightning_loco.topology.momentum import (
     OptimalGossip,
     gossip_radius,
-    matching_radius,
     optimal_gossip,
 )
 from lightning_loco.topology.registry import TOPOLOGIES, as_topology, get_topology
@@ -50,7 +49,6 @@ __all__ = [
     "get_topology",
     "gossip_radius",
     "lambda_max",
-    "matching_radius",
     "optimal_gossip",
     "spectral_gap",
 ]

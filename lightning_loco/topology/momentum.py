@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.topology.base import Topology
-from lightning_loco.topology.matchings import RandomMatching, RandomTopology
+from lightning_loco.topology.matchings import RandomTopology
 from lightning_loco.topology.spectral import cycle_length, extreme_modes, laplacian_modes
 
 MomentumOn = Literal["local", "gossiped"]
@@ -106,35 +106,6 @@ def gossip_radius(
             @ product
         )
     return math.pow(float(torch.linalg.eigvals(product).abs().max()), 1 / period)
-
-
-def matching_radius(
-    num_workers: int, gossip_step: float, momentum: float, momentum_on: MomentumOn = "local"
-) -> float:
-    """Factor per round of the expected *square* of the consensus distance on random matchings.
-
-    Stable below 1. It is the spectral radius of the recursion of the second moments ``E|x_t|^2``,
-    ``E<x_t, y_t>``, ``E|y_t|^2``, where y is the previous x (``local``) or the previous z
-    (``gossiped``); see `gossip_radius` for the two forms. Its root is the factor of the distance.
-    Without momentum it is least at ``gossip_step`` 0.5: ``(N - 2) / (2 (N - 1))`` for even N and
-    1/2 for odd N.
-
-    Args:
-        num_workers: number of workers ``N``.
-        gossip_step: alpha; 0.5 averages the pairs.
-        momentum: gamma, in [0, 1).
-        momentum_on: ``"local"`` or ``"gossiped"``.
-
-    Raises:
-        ValueError: unknown ``momentum_on``.
-
-    Example:
-        >>> round(matching_radius(8, 0.5, 0.0), 4)
-        0.4286
-        >>> matching_radius(8, 0.5, 0.9) > 1
-        True
-    """
-    return gossip_radius(RandomMatching(), num_workers, gossip_step, momentum, momentum_on) ** 2
 
 
 def _largest_root(factor: complex, momentum: float, momentum_on: MomentumOn) -> float:

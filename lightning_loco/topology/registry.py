@@ -43,7 +43,7 @@ def get_topology(name: str) -> Topology:
 
     Example:
         >>> get_topology("ring")
-        Ring(weighting='metropolis')
+        Ring()
     """
     if name not in TOPOLOGIES:
         raise ValueError(_unknown(name, "Use"))

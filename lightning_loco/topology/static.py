@@ -9,39 +9,22 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar
 
 from lightning_loco.topology.base import Topology, check_count, check_power_of_two
-
-Weighting = Literal["metropolis", "uniform"]
 
 
 @dataclass(frozen=True)
 class FixedGraph(Topology):
-    """A graph that stays the same in every round, with symmetric weights.
+    """A graph that stays the same in every round, with Metropolis weights.
 
-    ``metropolis``: ``W[i, j] = 1 / (1 + max(degree_i, degree_j))``. ``uniform``: ``W[i, j] = 1 / (1
-    + max_degree)``. The rest of each row stays with the worker itself, so ``W`` is symmetric,
-    doubly stochastic and has a positive diagonal. A subclass defines ``neighbors``; where counting
-    them is slow it also defines ``degree``, and ``max_degree`` unless all degrees are equal.
+    ``W[i, j] = 1 / (1 + max(degree_i, degree_j))``. The rest of each row stays with the worker
+    itself, so ``W`` is symmetric, doubly stochastic and has a positive diagonal. A subclass defines
+    ``neighbors``, and ``degree`` where counting them is slow.
 
-    Args:
-        weighting: how edges are weighted; both agree where all degrees are equal.
-
-    Raises:
-        ValueError: unknown weighting.
-
-    Source: Metropolis weights of Xiao, Boyd and Kim (2007), "Distributed average consensus with
-        least-mean-square deviation".
+    Source: Xiao, Boyd and Kim (2007), "Distributed average consensus with least-mean-square
+        deviation".
     """
-
-    weighting: Weighting = "metropolis"
-
-    def __post_init__(self) -> None:
-        if self.weighting not in get_args(Weighting):
-            raise ValueError(
-                f"weighting must be 'metropolis' or 'uniform', got {self.weighting!r}."
-            )
 
     @abstractmethod
     def neighbors(self, worker: int, num_workers: int) -> list[int]:
@@ -51,18 +34,11 @@ class FixedGraph(Topology):
         """Number of neighbours of ``worker``."""
         return len(self.neighbors(worker, num_workers))
 
-    def max_degree(self, num_workers: int) -> int:
-        """Largest number of neighbours that a worker has."""
-        return self.degree(0, num_workers)
-
     def weights(self, worker: int, num_workers: int, round_index: int = 0) -> dict[int, float]:
         self.require(worker, num_workers, round_index)
         peers = self.neighbors(worker, num_workers)
-        if self.weighting == "uniform":
-            row = dict.fromkeys(peers, 1 / (1 + self.max_degree(num_workers)))
-        else:
-            own = self.degree(worker, num_workers)
-            row = {j: 1 / (1 + max(own, self.degree(j, num_workers))) for j in peers}
+        own = self.degree(worker, num_workers)
+        row = {j: 1 / (1 + max(own, self.degree(j, num_workers))) for j in peers}
         row[worker] = 1 - math.fsum(row.values())
         return dict(sorted(row.items()))
 
@@ -134,7 +110,6 @@ class Grid(FixedGraph):
     """Workers on a rectangle, numbered row by row, mix with those above, below, left and right.
 
     Args:
-        weighting: how edges are weighted, see `FixedGraph`.
         rows: height of the rectangle; it must divide the number of workers. None takes the squarest
             one (a prime number of workers lies in a single row).
 
@@ -147,7 +122,6 @@ class Grid(FixedGraph):
     rows: int | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.rows is not None:
             check_count(self.rows, "rows")
 
@@ -174,9 +148,6 @@ class Grid(FixedGraph):
         around = ((row - 1, column), (row, column - 1), (row, column + 1), (row + 1, column))
         return [r * columns + c for r, c in around if 0 <= r < rows and 0 <= c < columns]
 
-    def max_degree(self, num_workers: int) -> int:
-        return sum(min(side - 1, 2) for side in self.shape(num_workers))
-
 
 @dataclass(frozen=True)
 class Torus(Grid):
@@ -186,7 +157,6 @@ class Torus(Grid):
     in that direction, a side of 1 none.
 
     Args:
-        weighting: how edges are weighted, see `FixedGraph`.
         rows: height of the rectangle, see `Grid`.
 
     Example:

@@ -13,12 +13,10 @@ import torch
 
 from lightning_loco.topology import (
     TOPOLOGIES,
-    Complete,
     Exponential,
     FromFile,
     FromGraph,
     FromMatrix,
-    Grid,
     Hypercube,
     OnePeerExponential,
     RandomMatching,
@@ -26,7 +24,6 @@ from lightning_loco.topology import (
     Ring,
     Star,
     Topology,
-    Torus,
     Xor,
     get_topology,
 )
@@ -46,7 +43,6 @@ def always(topology: Topology) -> tuple[Make, Sequence[int]]:
 
 SHIPPED = (
     *(kind() for kind in TOPOLOGIES.values()),
-    *(kind(weighting="uniform") for kind in (Ring, Complete, Star, Grid, Torus, Hypercube)),
     RandomMatching(seed=7),
     RandomTwoPeer(seed=-3),
 )

@@ -21,7 +21,6 @@ from lightning_loco.topology import (
     Torus,
     Xor,
     gossip_radius,
-    matching_radius,
     optimal_gossip,
 )
 
@@ -154,4 +153,4 @@ def test_unknown_form_of_momentum() -> None:
     with pytest.raises(ValueError, match="momentum_on must be 'local' or 'gossiped', got 'global'"):
         gossip_radius(Ring(), 8, 1.0, 0.5, "global")
     with pytest.raises(ValueError, match="momentum_on must be"):
-        matching_radius(8, 0.5, 0.5, "global")
+        gossip_radius(RandomMatching(), 8, 0.5, 0.5, "global")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import math
 import re
 
@@ -65,20 +63,17 @@ def test_neighbors_are_those_of_networkx(pairs: list[Pair], subtests: pytest.Sub
             for worker in graph:
                 assert topology.neighbors(worker, num_workers) == sorted(graph[worker])
                 assert topology.degree(worker, num_workers) == len(graph[worker])
-            assert topology.max_degree(num_workers) == max(dict(graph.degree).values())
 
 
 @each_family
 def test_weights_follow_from_the_degrees(pairs: list[Pair], subtests: pytest.Subtests) -> None:
-    for (topology, graph), weighting in itertools.product(pairs, ["metropolis", "uniform"]):
-        topology = dataclasses.replace(topology, weighting=weighting)
+    for topology, graph in pairs:
         graph = numbered(graph)
         with subtests.test(str(topology), num_workers=len(graph)):
             degrees = dict(graph.degree)
             expected = torch.zeros(len(graph), len(graph), dtype=torch.float64)
             for i, j in graph.edges:
-                ends = degrees.values() if weighting == "uniform" else (degrees[i], degrees[j])
-                expected[i, j] = expected[j, i] = 1 / (1 + max(ends))
+                expected[i, j] = expected[j, i] = 1 / (1 + max(degrees[i], degrees[j]))
             expected += torch.diag(1 - expected.sum(dim=1))
             matrix = topology.mixing_matrix(len(graph))
             torch.testing.assert_close(matrix, expected, rtol=0, atol=1e-15)
@@ -152,10 +147,3 @@ def test_rows_that_do_not_divide() -> None:
         Torus(rows=4).check(6)
     with pytest.raises(ValueError, match="rows must be at least 1, got 0"):
         Grid(rows=0)
-
-
-def test_unknown_weighting() -> None:
-    with pytest.raises(
-        ValueError, match="weighting must be 'metropolis' or 'uniform', got 'equal'"
-    ):
-        Ring(weighting="equal")
