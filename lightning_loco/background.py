@@ -76,7 +76,11 @@ def _end_all() -> None:
 
 
 def _have_threads_sleep() -> None:
-    """Let C++ stop a thread where it would abort the process, if its library can be told so."""
+    """Let C++ stop a thread where it would abort the process, if its library can be told so.
+
+    Longer joins would not do: of two processes that end together, each with a thread that waits in
+    gloo for the other, one is gone first, and the thread of the other comes back while that ends.
+    """
     with suppress(OSError, AttributeError):
         set_terminate = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
         set_terminate(ctypes.CDLL(None).pause)
