@@ -19,7 +19,6 @@ LONGEST_BYTES = 64 * 2**20
 
 _FRAME_BYTES = 512
 _SIZE_BYTES = 8
-_LONGEST_NUMBER = 400
 _LONGEST_ERROR = 20_000
 
 
@@ -39,18 +38,12 @@ def read(message: bytes, sender: str) -> Any:
         RuntimeError: If it is not one of :func:`write`.
     """
     try:
-        return json.loads(message.decode(), parse_int=_whole_number)
+        return json.loads(message.decode())
     except (ValueError, RecursionError) as error:
         raise RuntimeError(
             f"{sender} has sent something that is no message of this program ({error}). Is another "
             "program using the port of this job, or another version?"
         ) from error
-
-
-def _whole_number(digits: str) -> int:
-    if len(digits) > _LONGEST_NUMBER:
-        raise ValueError(f"a number of {len(digits)} digits")
-    return int(digits)
 
 
 def write_error(error: BaseException | None) -> list[str] | None:

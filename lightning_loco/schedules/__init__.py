@@ -1,9 +1,8 @@
 """When rounds begin and end: settings and numbers only, asked after every local step."""
 
 from lightning_loco.schedules.base import Now, Schedule
-from lightning_loco.schedules.by_speed import steps_by_speed
 from lightning_loco.schedules.every_interval import EveryInterval
-from lightning_loco.schedules.every_steps import EverySteps
+from lightning_loco.schedules.every_steps import EverySteps, steps_by_speed
 from lightning_loco.schedules.hidden_rounds import hidden_rounds, streaming_rounds
 from lightning_loco.schedules.staggered import Staggered
 from lightning_loco.schedules.varying_steps import SyncEvery, VaryingSteps, by_steps
