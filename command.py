@@ -94,11 +94,11 @@ def main() -> int:
     doctor = commands.add_parser(
         "doctor",
         help="find out within seconds whether this machine, or several together, can train",
-        description="Run this on each machine at the same time. Each checks names, interfaces, "
-        "ports, clock and versions against the others, and says what to mend. Without arguments it "
-        "checks this machine alone. Exit status: 0 if all is well, 1 if not.",
+        description="Run this on each machine at the same time. Each connects to all others, "
+        "compares versions, and says what is wrong and what to do. Without arguments it shows this "
+        "machine alone. Exit status: 0 if all is well, 1 if not.",
     )
-    room("doctor.place").add_arguments(doctor)
+    room("doctor.run").add_arguments(doctor)
     lighthouse = commands.add_parser(
         "lighthouse",
         help="let the workers of a run come and go (membership=elastic)",

@@ -1,4 +1,4 @@
-"""A machine whose doors a test chooses: it takes part in the meeting, and is reached or is not."""
+"""A machine whose address a test chooses: it comes to the rendezvous, and is reached or is not."""
 
 from __future__ import annotations
 
@@ -7,91 +7,79 @@ import threading
 import time
 from typing import Any
 
-from lightning_loco.doctor.messages import (
-    PROTOCOL,
-    Door,
-    Facts,
-    Hello,
-    Refusal,
-    Results,
-    Roster,
-    Summary,
-    Welcome,
-)
-from lightning_loco.doctor.records import read, write
+from lightning_loco.doctor.connectivity import Contact, Results
+from lightning_loco.doctor.facts import Facts
+from lightning_loco.doctor.messages import decode, encode
+from lightning_loco.doctor.rendezvous import Hello, Refusal, Report, Roster
 
 LIMIT_S = 30.0
 
 
-def facts_of(rank: int, world: int, *doors: Door, **others: Any) -> Facts:
+def facts_of(rank: int, world: int, **others: Any) -> Facts:
     """Facts of a machine with which nothing is wrong."""
     values: dict[str, Any] = {
         "rank": rank,
         "world": world,
         "name": f"node-{rank}",
-        "host": f"host-{rank}",
         "name_address": f"10.0.0.{rank + 1}",
-        "name_s": 0.0,
-        "doors": doors,
+        "address": f"10.0.0.{rank + 1}",
+        "interface": "eth0",
         "faults": (),
-        "road_interface": "eth0",
-        "road_address": f"10.0.0.{rank + 1}",
+        "port": 40000 + rank,
+        "route_address": f"10.0.0.{rank + 1}",
+        "route_interface": "eth0",
         "versions": {"torch": "2.13.0"},
+        "hardware": "cores: 8, NVIDIA GPUs: 1",
+        "environment": "",
         "open_files": 65536,
         "ports": "32768-60999",
+        "free_bytes": 2**40,
     }
     return Facts(**{**values, **others})
 
 
 class FakeMachine(threading.Thread):
-    """Comes to a meeting on this machine and finds nothing out.
+    """Comes to a rendezvous on this machine and says that it reaches all others.
 
     Args:
-        port: Of the meeting.
+        port: Of the rendezvous.
         facts: What it tells.
-        protocol: Which version of the doctor it claims to be.
-        leaves: Whether it goes as soon as it is welcome.
+        leaves: Whether it goes as soon as it has come.
         hangs: Whether it says nothing more from then on.
 
     Attributes:
-        is_in: Set when it is welcome.
+        has_come: Set when it has told its facts.
         has_begun: Set when it has heard who is there.
-        answer: The last record that it was sent, or None.
+        answer: The last message that it was sent, or None.
     """
 
-    def __init__(
-        self,
-        port: int,
-        facts: Facts,
-        protocol: int = PROTOCOL,
-        leaves: bool = False,
-        hangs: bool = False,
-    ) -> None:
+    def __init__(self, port: int, facts: Facts, leaves: bool = False, hangs: bool = False) -> None:
         super().__init__(name="fake-machine")
         self._port = port
+        self._facts = facts
         self._leaves = leaves
         self._hangs = hangs
-        self._hello = Hello(protocol, facts, LIMIT_S)
-        self.is_in = threading.Event()
+        self.has_come = threading.Event()
         self.has_begun = threading.Event()
-        self.answer: Summary | Refusal | None = None
+        self.answer: Report | Refusal | None = None
         self.start()
 
     def run(self) -> None:
         with self._connect() as connection, connection.makefile("rb") as lines:
-            connection.sendall(write(self._hello))
-            answer = read(lines.readline(), Welcome, Refusal)
-            if isinstance(answer, Refusal):
-                self.answer = answer
-                return
-            self.is_in.set()
+            connection.sendall(encode(Hello(self._facts, LIMIT_S)))
+            self.has_come.set()
             if self._leaves:
                 return
-            read(lines.readline(), Roster)
+            roster = decode(lines.readline(), Roster, Refusal)
+            if isinstance(roster, Refusal):
+                self.answer = roster
+                return
             self.has_begun.set()
             if not self._hangs:
-                connection.sendall(write(Results((), (), 0.0, 0.0)))
-            self.answer = read(lines.readline(), Summary)
+                ranks = [facts.rank for facts in roster.present if facts.rank != self._facts.rank]
+                contacts = tuple(Contact(rank, "", 0.001) for rank in ranks)
+                connection.sendall(encode(Results(self._facts.rank, contacts, ())))
+            self.answer = decode(lines.readline(), Report)
 
     def _connect(self) -> socket.socket:
         deadline = time.monotonic() + LIMIT_S

@@ -41,9 +41,9 @@ def examine(network: Network, **environ: str) -> list[Said]:
 def test_all_well(network: Network) -> None:
     for rank, one in enumerate(examine(network)):
         assert one.status == 0, one.text
-        assert one.rows("host names") == [("ok", f"node-{rank} is {address(rank)}")]
-        assert one.rows("interfaces") == [("ok", f"gloo at {address(rank)} (eth0)")]
-        assert one.rows("connections") == [("ok", "all 6 are open")]
+        here = address(rank)
+        assert one.rows("interfaces") == [("ok", f"gloo at {here} (eth0); node-{rank} is {here}")]
+        assert one.rows("connections")[0][1].startswith("all 6 are open; ")
 
 
 def test_a_host_name_that_leads_to_loopback(network: Network) -> None:
@@ -51,11 +51,12 @@ def test_a_host_name_that_leads_to_loopback(network: Network) -> None:
     for one in examine(network):
         assert one.status == 1
         ((check, text),) = one.faults()
-        assert check == "host names"
-        assert text.startswith(
-            "machine 2 (node-2): its host name leads to 127.0.1.1, so that gloo listens at "
-        )
-        assert f"set GLOO_SOCKET_IFNAME=eth0 there, or write {address(2)} into its" in text
+        assert check == "connections"
+        sources = "machine 0 (node-0), machine 1 (node-1)"
+        assert text.startswith(f"{sources} cannot reach machine 2 (node-2) at 127.0.1.1:")
+        assert "only that machine itself reaches this address, to which its host name" in text
+        assert "et GLOO_SOCKET_IFNAME=eth0 on machine 2, by which it reaches machine 0" in text
+        assert text.endswith(f"or write {address(2)} into its /etc/hosts")
 
 
 def test_the_mend_for_it(network: Network) -> None:
@@ -86,20 +87,17 @@ def test_the_masters_port_is_closed_to_one(network: Network) -> None:
         ((_, text),) = one.faults()
         assert text.startswith("machine 2 has not come")
     ((check, text),) = third.faults()
-    assert check == "master port"
+    assert check == "machines"
     assert f"machine 2 (node-2) cannot reach machine 0 at {address(0)}:{PORT}: no answer" in text
     assert f"Open TCP port {PORT} of machine 0" in text
 
 
 @pytest.mark.soak
-def test_slow_links_are_measured_and_not_taken_for_broken_ones(network: Network) -> None:
+def test_slow_links_are_not_taken_for_broken_ones(network: Network) -> None:
     network.slow_down("1mbit")
     for one in examine(network):
         assert one.status == 0, one.text
         assert one.seconds < 15
-        rates = [line.split()[-2] for line in one.text.splitlines() if " -> " in line]
-        assert rates
-        assert all(0.02 < float(rate) < 0.5 for rate in rates)
 
 
 def test_a_link_that_loses_large_packets(network: Network) -> None:
@@ -126,16 +124,6 @@ def test_a_name_server_that_does_not_answer(network: Network) -> None:
         ((status, text),) = one.rows("name server")
         assert status == "warning"
         assert text.startswith(f"machine 2 (node-2): no name for ::ffff:{address(0)} within half")
-
-
-def test_doors_of_gloo_and_of_nccl(network: Network) -> None:
-    """NCCL's rules lead to the network where the host name leads to loopback."""
-    network.hosts(1, "127.0.1.1")
-    for one in examine(network, NCCL_SOCKET_IFNAME="^lo"):
-        ((check, text),) = one.faults()
-        assert (check, text.startswith("machine 1 (node-1)")) == ("host names", True)
-        ways = [line for line in one.text.splitlines() if " -> " in line]
-        assert len(ways) == 6
 
 
 @pytest.mark.soak

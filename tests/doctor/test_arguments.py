@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import socket
 
 import pytest
 
-from lightning_loco.doctor.place import Place, add_arguments, find_place
+from lightning_loco.doctor.rendezvous import Job
+from lightning_loco.doctor.run import add_arguments, find_job, is_first
 
 TORCHRUN = {
     "GROUP_RANK": "1",
@@ -27,13 +27,19 @@ SLURM = {
 }
 
 
-def place(words: str, **environ: str) -> Place:
+def found(words: str, **environ: str) -> Job | None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return find_place(parser.parse_args(words.split()), environ)
+    return find_job(parser.parse_args(words.split()), environ)
 
 
-def where(found: Place) -> tuple[int, int, str, int]:
+def job(words: str, **environ: str) -> Job:
+    there = found(words, **environ)
+    assert there is not None
+    return there
+
+
+def where(found: Job) -> tuple[int, int, str, int]:
     return found.rank, found.world, found.host, found.port
 
 
@@ -48,38 +54,36 @@ def test_arguments(subtests: pytest.Subtests) -> None:
     }
     for master, (host, port) in masters.items():
         with subtests.test(master=master):
-            assert where(place(f"--master {master} --rank 1 --world 3")) == (1, 3, host, port)
+            assert where(job(f"--master {master} --rank 1 --world 3")) == (1, 3, host, port)
 
 
-def test_with_nothing_said_a_machine_meets_itself() -> None:
-    found = place("")
-    assert (found.rank, found.world, found.host, found.is_first) == (0, 1, "127.0.0.1", True)
-    with socket.create_server((found.host, found.port)):
-        assert place("").port != found.port
+def test_with_nothing_said_a_machine_is_alone() -> None:
+    assert found("") is None
+    assert found("--timeout 5") is None
 
 
 def test_variables_as_torchrun_sets_them_by_hand() -> None:
     environ = {"MASTER_ADDR": "a", "MASTER_PORT": "5", "RANK": "1", "WORLD_SIZE": "2"}
-    assert where(place("", **environ)) == (1, 2, "a", 5)
-    assert where(place("--rank 0 --master b:6", **environ)) == (0, 2, "b", 6)
+    assert where(job("", **environ)) == (1, 2, "a", 5)
+    assert where(job("--rank 0 --master b:6", **environ)) == (0, 2, "b", 6)
 
 
 def test_under_torchrun_each_machine_is_examined_once() -> None:
-    found = place("", **TORCHRUN)
-    assert (*where(found), found.is_first) == (1, 2, "node-a", 29400, True)
-    assert not place("", **{**TORCHRUN, "LOCAL_RANK": "3"}).is_first
+    assert where(job("", **TORCHRUN)) == (1, 2, "node-a", 29400)
+    assert is_first(TORCHRUN)
+    assert not is_first({**TORCHRUN, "LOCAL_RANK": "3"})
+    assert is_first({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})
+    assert not is_first({**SLURM, "SLURM_LOCALID": "1"})
 
 
 def test_the_port_after_that_of_torchruns_own_store() -> None:
-    assert place("", **TORCHRUN, TORCHELASTIC_USE_AGENT_STORE="True").port == 29401
-    assert place("", **TORCHRUN, TORCHELASTIC_USE_AGENT_STORE="False").port == 29400
+    assert job("", **TORCHRUN, TORCHELASTIC_USE_AGENT_STORE="True").port == 29401
+    assert job("", **TORCHRUN, TORCHELASTIC_USE_AGENT_STORE="False").port == 29400
 
 
 def test_under_slurm_where_lightning_would_meet() -> None:
-    found = place("", **SLURM)
-    assert (*where(found), found.is_first) == (3, 4, "node07", 18456, True)
-    assert not place("", **{**SLURM, "SLURM_LOCALID": "1"}).is_first
-    assert place("", **SLURM, MASTER_ADDR="x", MASTER_PORT="7").host == "x"
+    assert where(job("", **SLURM)) == (3, 4, "node07", 18456)
+    assert job("", **SLURM, MASTER_ADDR="x", MASTER_PORT="7").host == "x"
 
 
 def test_lightning_finds_the_same_place_under_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,18 +94,8 @@ def test_lightning_finds_the_same_place_under_slurm(monkeypatch: pytest.MonkeyPa
     for name, value in {**SLURM, "SLURM_NODELIST": SLURM["SLURM_JOB_NODELIST"]}.items():
         monkeypatch.setenv(name, value)
     environment = SLURMEnvironment()
-    found = place("", **SLURM)
+    found = job("", **SLURM)
     assert (found.host, found.port) == (environment.main_address, environment.main_port)
-
-
-def test_interfaces() -> None:
-    words = "--master a --rank 0 --world 1"
-    both = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "^lo"}
-    assert place(words).gloo_interface == ""
-    found = place(words, **both)
-    assert (found.gloo_interface, found.nccl_interface) == ("eth0", "^lo")
-    found = place(f"{words} --interface wg0", **both)
-    assert (found.gloo_interface, found.nccl_interface) == ("wg0", "wg0")
 
 
 def test_what_cannot_be(subtests: pytest.Subtests) -> None:
@@ -116,9 +110,9 @@ def test_what_cannot_be(subtests: pytest.Subtests) -> None:
     }
     for words, message in messages.items():
         with subtests.test(words), pytest.raises(ValueError, match=message):
-            place(words)
+            job(words)
 
 
 def test_a_variable_that_is_no_number_is_named() -> None:
     with pytest.raises(ValueError, match="RANK must be a number, got 'one'"):
-        place("", RANK="one", WORLD_SIZE="2")
+        job("", RANK="one", WORLD_SIZE="2")
