@@ -115,6 +115,7 @@ async def _answer(line: bytes, reader: asyncio.StreamReader, writer: asyncio.Str
         writer.write(line)
         while await reader.read(1):
             writer.write(b".")
+            await writer.drain()
 
     with contextlib.suppress(OSError, EOFError, asyncio.TimeoutError, asyncio.CancelledError):
         await asyncio.wait_for(serve(), _VISIT_S)
@@ -158,9 +159,8 @@ async def _contact(there: Facts, checks_s: float) -> Contact:
         if await receive(reader, left_s, Answer) == Answer(there.rank, there.name):
             failure = "stalled"
             left_s = began + LARGE_SHARE * checks_s - time.monotonic()
-            return Contact(
-                there.rank, "", await asyncio.wait_for(_exchange(reader, writer), left_s)
-            )
+            round_trip_s = await asyncio.wait_for(_exchange(reader, writer), left_s)
+            return Contact(there.rank, "", round_trip_s)
     except (BadMessageError, OSError, EOFError, asyncio.TimeoutError):
         pass
     finally:
