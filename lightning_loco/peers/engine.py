@@ -206,7 +206,7 @@ class PairwiseEngine:
         self._buffers = buffers
 
     @torch.no_grad()
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Serve nothing older than what the model holds now; all ranks of the job must call it.
 
         A fetch under way is waited for and dropped.

@@ -159,7 +159,7 @@ class PairwiseGossipStrategy(EngineStrategy):
         """Serve what the model holds, or what another run has saved; wait for all to do so."""
         assert isinstance(self._engine, PairwiseEngine)
         notes = [] if saved is None else self._engine.resume_from(saved)
-        self._engine.begin_anew()
+        self._engine.reset()
         return notes
 
     @contextmanager
