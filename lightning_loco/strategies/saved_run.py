@@ -14,8 +14,6 @@ from lightning_loco.strategies.main_file import NEW_RUN, content_of, read_entry
 from lightning_loco.strategies.positions import Position
 from lightning_loco.strategies.side_files import SideFiles
 
-_NEEDED = (("engine", ()), ("lightning", ("loops",)), ("position", Position._fields))
-
 
 class SavedRun:
     """A main file's entry and the side files that it names.
@@ -118,12 +116,7 @@ class SavedRun:
             own, shared = self._files.load(
                 entry.stamp, worker, entry.has_shared, self._weights_only
             )
-        file = self._files.name_of(entry.stamp, worker)
-        with content_of(file):
-            for key, entries in _NEEDED:
-                for name in ("", *entries):
-                    if key not in own or (name and name not in own[key]):
-                        raise ValueError(f"{file} has no {name or key!r}. {NEW_RUN}")
+        with content_of(self._files.name_of(entry.stamp, worker)):
             own["engine"].update(shared)
         return own
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.chosen_save import choose_save, path_on_own_disk
 from lightning_loco.strategies.interrupted import save_where_stopped
-from lightning_loco.strategies.main_file import KEY, NEW_RUN, content_of, entry_of, new_stamp
+from lightning_loco.strategies.main_file import KEY, content_of, entry_of, new_stamp
 from lightning_loco.strategies.moved_once import moved_once
 from lightning_loco.strategies.other_checkpoint import other_one_named, read_main
 from lightning_loco.strategies.positions import Position
@@ -32,9 +32,6 @@ from lightning_loco.values import check_choice
 if TYPE_CHECKING:
     from lightning_loco.strategies.driven import Engine
     from lightning_loco.strategies.engine_strategy import EngineStrategy
-
-S = TypeVar("S")
-T = TypeVar("T")
 
 _CPU = torch.device("cpu")
 _OF_LIGHTNING = ("loops", "optimizer_states", "lr_schedulers", "MixedPrecision", "HalfPrecision")
@@ -209,9 +206,9 @@ class WorkerCheckpoints:
         with content_of(path):
             before = run.shares()
         with content_of(run.name):
-            loaded.update(run.own["lightning"])
             place = ResumedPlace(run.position(), before, shares, strategy.worker)
-            place.enter(loaded["loops"])
+            place.enter(run.own["lightning"]["loops"])
+            loaded.update(run.own["lightning"])
         self._resumed = run, place
 
     def _shares(self) -> list[int]:
@@ -242,10 +239,11 @@ class WorkerCheckpoints:
         engine, notes = self._engine, []
         assert engine is not None
         if run.equals(engine):
-            with engine.worker.group.errors_shared("the start of training"):
-                self._load(run, engine.load_state_dict, run.own["engine"])
+            with engine.worker.group.errors_shared("the start of training"), content_of(run.name):
+                engine.load_state_dict(run.own["engine"])
         else:
-            notes += self._load(run, self._strategy.begin_anew, run.saved())
+            with content_of(run.name):
+                notes += self._strategy.begin_anew(run.saved())
         link = link_of(engine)
         notes += place.restore(trainer, deals=link is None)
         notes += [] if link is None else go_on_in_stream(link, run.own.get("stream"))
@@ -256,14 +254,6 @@ class WorkerCheckpoints:
                 f"The checkpoint was written by {before} with {run.algorithm}, and {now} with "
                 f"{type(engine.settings.algorithm).__name__} go on from it: {'; '.join(notes)}."
             )
-
-    def _load(self, run: SavedRun, load: Callable[[S], T], state: S) -> T:
-        with content_of(run.name):
-            try:
-                return load(state)
-            except KeyError as missing:
-                text = f"{run.name} has no {missing} of the engine. {NEW_RUN}"
-                raise ValueError(text) from missing
 
     def save_interrupted(self, trainer: pl.Trainer, reason: str) -> None:
         """Save once more after an agreed stop, unless that is done; all workers must call it."""
