@@ -1,12 +1,12 @@
 """Lightning strategies: hooks, process groups, checkpoints."""
 
 from lightning_loco.strategies.async_average import AsyncModelAverageStrategy
-from lightning_loco.strategies.eager_diloco import EagerDiLoCoStrategy
 from lightning_loco.strategies.loco import LocoStrategy
 from lightning_loco.strategies.methods import MADE, METHODS, register_strategies
 from lightning_loco.strategies.named import (
     AsyncDiLoCoStrategy,
     DiLoCoStrategy,
+    EagerDiLoCoStrategy,
     GASLoCStrategy,
     LocalSGDStrategy,
     StreamingDiLoCoStrategy,

@@ -19,7 +19,7 @@ from lightning_loco.rounds import Engine, RoundSettings, carry_over
 from lightning_loco.rounds.membership import Link, Membership
 from lightning_loco.rounds.settings import BUCKET_BYTES
 from lightning_loco.schedules import Schedule, SyncEvery, by_steps
-from lightning_loco.strategies.arguments import CommonArguments, spelled_out
+from lightning_loco.strategies.arguments import CommonArguments, RoundArguments, spelled_out
 from lightning_loco.strategies.driven import tell_of_link
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.strategies.membership import TrainerPosition, share_among_members
@@ -90,33 +90,6 @@ class LocoStrategy(EngineStrategy):
     engine: Engine | None
 
     @spelled_out(EngineStrategy._init_with)  # noqa: SLF001
-    def __init__(
-        self,
-        algorithm: Algorithm,
-        *,
-        sync_every: SyncEvery = 100,
-        overlap: bool = False,
-        warm_start: bool = True,
-        topology: Any | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
-        compression: Codec | ErrorFeedback | Compensated | str | None = None,
-        membership: Membership | None = None,
-        link: LinkLike | None = None,
-        outer_device: Literal["cpu"] | None = None,
-        **common: Unpack[CommonArguments],
-    ) -> None:
-        self._init_rounds(
-            algorithm,
-            by_steps(sync_every, overlap, warm_start),
-            topology=topology,
-            bucket_bytes=bucket_bytes,
-            compression=compression,
-            membership=membership,
-            link=link,
-            outer_device=outer_device,
-            **common,
-        )
-
     def _init_rounds(
         self,
         algorithm: Algorithm,
@@ -144,6 +117,20 @@ class LocoStrategy(EngineStrategy):
             outer_device=outer_device,
         )
         self._init_with(settings, **common)
+
+    @spelled_out(_init_rounds)
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        *,
+        sync_every: SyncEvery = 100,
+        overlap: bool = False,
+        warm_start: bool = True,
+        topology: Any | None = None,
+        **common: Unpack[RoundArguments],
+    ) -> None:
+        schedule = by_steps(sync_every, overlap, warm_start)
+        self._init_rounds(algorithm, schedule, topology=topology, **common)
 
     @property
     def schedule(self) -> Schedule:

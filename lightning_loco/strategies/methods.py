@@ -5,10 +5,10 @@ from __future__ import annotations
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 from lightning_loco.strategies.async_average import AsyncModelAverageStrategy
-from lightning_loco.strategies.eager_diloco import EagerDiLoCoStrategy
 from lightning_loco.strategies.named import (
     AsyncDiLoCoStrategy,
     DiLoCoStrategy,
+    EagerDiLoCoStrategy,
     GASLoCStrategy,
     LocalSGDStrategy,
     StreamingDiLoCoStrategy,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-import re
-from collections.abc import Sequence
 from typing import Any, ClassVar, get_type_hints
 
 from lightning_loco.algorithms import Algorithm
@@ -22,21 +20,9 @@ PACKAGE = "lightning_loco.strategies"  # where pickle finds the classes by their
 
 _DOCSTRING = """{summary}
 
-See :class:`~{algorithm}` for the formula and :class:`LocoStrategy` for the arguments that all
-strategies share.
-
-Args:
-{arguments}
-    evaluate: As in :class:`LocoStrategy`, like all arguments that follow.
-
-Raises:
-    ValueError: If a value is out of range, at construction or before training starts.
-    TypeError: If a value has the wrong type or an argument is unknown.
+See :class:`~{algorithm}` for the formula and its arguments, and :class:`LocoStrategy` for
+``topology``, ``sync_every`` and the arguments that all strategies share.
 """
-_TOPOLOGY = """\
-    topology: Who exchanges with whom, as in :class:`LocoStrategy`. Default: the algorithm's own."""
-_SYNC_EVERY = """\
-    sync_every: Local steps between rounds, or one number per worker, or as it changes."""
 
 
 class AlgorithmStrategy(LocoStrategy):
@@ -78,18 +64,11 @@ def of_algorithm(module: str, name: str) -> type[AlgorithmStrategy]:
         LocoStrategy.__init__(self, algorithm(**values), **given)
 
     __init__.__qualname__ = f"{name}Strategy.__init__"
-    summary, described = _describe(algorithm)
-    arguments = [
-        *([_TOPOLOGY] if has_topology else []),
-        _SYNC_EVERY,
-        *(described[field.name] for field in fields if field.name in described),
-    ]
+    summary = (algorithm.__doc__ or name).partition("\n")[0]
     namespace = {
         "__init__": with_signature(parameters)(__init__),
         "__module__": PACKAGE,
-        "__doc__": _DOCSTRING.format(
-            summary=summary, algorithm=f"{module}.{name}", arguments="\n".join(arguments)
-        ),
+        "__doc__": _DOCSTRING.format(summary=summary, algorithm=f"{module}.{name}"),
         "algorithm_type": algorithm,
     }
     return type(f"{name}Strategy", (AlgorithmStrategy,), namespace)
@@ -113,24 +92,3 @@ def _fields(algorithm: type[Algorithm]) -> list[inspect.Parameter]:
                 "Trainer(strategy='...') makes the strategy without arguments."
             )
     return parameters
-
-
-def _describe(algorithm: type[Algorithm]) -> tuple[str, dict[str, str]]:
-    """The first line of the docstring, and the entries of its section ``Args`` by their names."""
-    summary, *lines = inspect.cleandoc(algorithm.__doc__ or "").splitlines() or [algorithm.__name__]
-    entries: dict[str, str] = {}
-    name = ""
-    for line in _section(lines, "Args:"):
-        begins = re.match(r" {4}(\w+):", line)
-        name = begins.group(1) if begins else name
-        entries[name] = f"{entries[name]}\n{line}" if name in entries else line
-    return summary, entries
-
-
-def _section(lines: Sequence[str], title: str) -> list[str]:
-    """The indented lines below a title."""
-    if title not in lines:
-        return []
-    start = lines.index(title) + 1
-    end = next((i for i in range(start, len(lines)) if not lines[i].startswith(" ")), len(lines))
-    return list(lines[start:end])
