@@ -99,37 +99,26 @@ class ByteGPT(LightningModule):
     ) -> None:
         super().__init__()
         check_optimizer(optimizer)
-        for name, count in {
-            "num_layers": num_layers,
-            "num_heads": num_heads,
-            "width": width,
-            "context": context,
-        }.items():
-            if count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}.")
+        for name, value, lowest in (
+            ("num_layers", num_layers, 1),
+            ("num_heads", num_heads, 1),
+            ("width", width, 1),
+            ("context", context, 1),
+            ("warmup_steps", warmup_steps, 0),
+            ("weight_decay", weight_decay, 0),
+            ("total_steps", total_steps, 1),
+        ):
+            if value is not None and value < lowest:
+                raise ValueError(f"{name} must be at least {lowest}, got {value}.")
         if width % num_heads:
             raise ValueError(
                 f"width must be a multiple of num_heads, got width={width} and"
                 f" num_heads={num_heads}."
             )
         if not 0 <= dropout < 1:
-            raise ValueError(f"dropout is a probability and must lie in [0, 1), got {dropout}.")
+            raise ValueError(f"dropout must lie in [0, 1), got {dropout}.")
         if not lr > 0:
-            raise ValueError(
-                f"lr is the peak learning rate and must be positive, got {lr}. Try lr=0.003."
-            )
-        if warmup_steps < 0:
-            raise ValueError(
-                f"warmup_steps must be at least 0, got {warmup_steps}. Use 0 for no warm-up."
-            )
-        if weight_decay < 0:
-            raise ValueError(
-                f"weight_decay must be at least 0, got {weight_decay}. Use 0 for none."
-            )
-        if total_steps is not None and total_steps < 1:
-            raise ValueError(
-                f"total_steps must be at least 1, got {total_steps}. Use None to ask the Trainer."
-            )
+            raise ValueError(f"lr must be positive, got {lr}.")
         self.save_hyperparameters()
         self.embedding = nn.Embedding(NUM_BYTES, width)
         self.position = nn.Embedding(context, width)

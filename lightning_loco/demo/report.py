@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lightning_loco.demo.data import ByteTextData
 from lightning_loco.strategies import LocoStrategy, RemoteOptimizerStrategy
-from lightning_loco.strategies.driven import bytes_of_ddp, scaled
+from lightning_loco.strategies.driven import bytes_of_ddp, in_units, on_the_link
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.topology import as_topology
 
@@ -73,10 +73,7 @@ class Report:
             "consensus distance": _number(self.consensus_distance, ".3e"),
         }
         if self.emulated_s is not None and self.hidden_s is not None:
-            lines["on the link"] = (
-                f"{self.emulated_s:.1f} s: {self.hidden_s:.1f} s hidden, "
-                f"{self.emulated_s - self.hidden_s:.1f} s waited"
-            )
+            lines["on the link"] = on_the_link(self.emulated_s, self.emulated_s - self.hidden_s)
         width = max(map(len, lines))
         return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
 
@@ -84,10 +81,10 @@ class Report:
         if self.bytes_sent is None:
             return "-"
         if not self.bytes_saved:
-            return _bytes(self.bytes_sent)
+            return in_units(self.bytes_sent)
         whole = self.bytes_sent + self.bytes_saved
         part = self.bytes_sent / whole
-        return f"{_bytes(self.bytes_sent)}, {part:.1%} of {_bytes(whole)} without compression"
+        return f"{in_units(self.bytes_sent)}, {part:.1%} of {in_units(whole)} without compression"
 
     def write(self, folder: Path) -> None:
         """Write ``report.txt`` (the table) and ``report.json`` (the plain figures)."""
@@ -96,19 +93,6 @@ class Report:
         (folder / "report.json").write_text(
             json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8"
         )
-
-
-def gradient_bytes(num_elements: int, num_steps: int, num_workers: int) -> int:
-    """Bytes that a worker sends when float32 gradients are averaged in every step.
-
-    A ring all-reduce takes ``2 (N - 1) / N * 4 * num_elements`` bytes; this is the yardstick for
-    the rounds of the other algorithms.
-
-    Example:
-        >>> gradient_bytes(num_elements=1000, num_steps=10, num_workers=4)
-        60000
-    """
-    return bytes_of_ddp(num_workers, 4 * num_elements, num_steps)
 
 
 def read_curve(file: Path, column: str) -> Curve:
@@ -151,12 +135,12 @@ def measure(
     if isinstance(data, ByteTextData):
         step_bytes = data.batch_size * data.context * trainer.accumulate_grad_batches
     if not isinstance(strategy, EngineStrategy | RemoteOptimizerStrategy):
-        num_elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        num_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         return replace(
             report,
             tokens=step_bytes and steps * trainer.world_size * step_bytes,
             rounds=steps,
-            bytes_sent=gradient_bytes(num_elements, steps, trainer.world_size),
+            bytes_sent=bytes_of_ddp(trainer.world_size, num_bytes, steps),
             train_s=train_s,
             consensus_distance=0.0,
         )
@@ -188,52 +172,33 @@ def measure(
     )
 
 
-def draw_run(report: Report, folder: Path, loggers: Sequence[Logger]) -> bool:
+def draw_run(report: Report, folder: Path, loggers: Sequence[Logger]) -> None:
     """Draw ``loss.png`` from the CSV logger's file, and the workers' own files where they exist.
-
-    Returns:
-        Whether there was anything to draw.
-    """
-    metrics = [Path(one.log_dir) / "metrics.csv" for one in loggers if isinstance(one, CSVLogger)]
-    if not metrics:
-        return False
-    files = sorted((folder / "workers").glob("worker_*.csv"))
-    train = {f"worker {int(file.stem[-5:])}": read_worker_curve(file) for file in files}
-    train = train or {"worker 0": read_curve(metrics[0], "train/loss")}
-    title = f"{report.algorithm}, {report.num_workers} workers"
-    return draw_losses(train, read_curve(metrics[0], "val/loss"), title, folder / "loss.png")
-
-
-def draw_losses(train: Mapping[str, Curve], val: Curve, title: str, file: Path) -> bool:
-    """Draw training curves, one line each, and the validation loss on top, as a PNG.
-
-    Returns:
-        Whether there was anything to draw.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
     from matplotlib.figure import Figure
 
-    train = {label: curve for label, curve in train.items() if curve}
-    if not train and not val:
-        return False
+    metrics = [Path(one.log_dir) / "metrics.csv" for one in loggers if isinstance(one, CSVLogger)]
+    if not metrics:
+        return
+    files = sorted((folder / "workers").glob("worker_*.csv"))
+    train = {f"worker {int(file.stem[-5:])}": read_worker_curve(file) for file in files}
+    train = train or {"worker 0": read_curve(metrics[0], "train/loss")}
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    for label, curve in train.items():
-        axes.plot(*zip(*curve, strict=True), linewidth=0.8, alpha=0.6, label=f"training, {label}")
-    if val:
-        axes.plot(
-            *zip(*val, strict=True),
-            color="black",
-            marker="o",
-            label="validation, consensus",
-        )
+    for name, curve in train.items():
+        label = f"training, {name}"
+        axes.plot(*zip(*curve, strict=True), linewidth=0.8, alpha=0.6, label=label)
+    if val := read_curve(metrics[0], "val/loss"):
+        label = "validation, consensus"
+        axes.plot(*zip(*val, strict=True), color="black", marker="o", label=label)
+    title = f"{report.algorithm}, {report.num_workers} workers"
     axes.set(title=title, xlabel="local step", ylabel="loss (nats per byte)")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(file, dpi=120)
-    return True
+    figure.savefig(folder / "loss.png", dpi=120)
 
 
 def _number(value: float | None, spec: str) -> str:
@@ -242,8 +207,3 @@ def _number(value: float | None, spec: str) -> str:
 
 def _nats(loss: float) -> str:
     return f"{loss:.4f} nats per byte ({loss / math.log(2):.3f} bits)"
-
-
-def _bytes(num_bytes: int) -> str:
-    value, unit = scaled(num_bytes)
-    return f"{value:.4g} {unit}"

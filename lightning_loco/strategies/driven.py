@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-
 from lightning_loco.comm import Statistics, Worker
 from lightning_loco.schedules import Schedule
 
@@ -66,42 +64,28 @@ def summarize(
         "sent": f"{sent} (DDP: {in_units(of_ddp)})" if of_ddp else sent,
         "waited": f"{statistics.wait_s:.1f} s",
     }
+    if statistics.emulated_s is not None:
+        rows["on the link"] = on_the_link(statistics.emulated_s, statistics.emulated_wait_s)
     if distance is not None:
         rows["consensus distance"] = f"{distance:.3g}"
     lines = [f"  {name:<20}{value}" for name, value in rows.items()]
     return "\n".join(["Training is over. On worker 0:", *lines])
 
 
-def scaled(num_bytes: int) -> tuple[float, str]:
-    """Bytes as a short number and its unit."""
+def in_units(num_bytes: int) -> str:
+    """Bytes as people read them: 12.3 MB."""
     value, unit = float(num_bytes), "B"
     for larger in ("kB", "MB", "GB", "TB"):
         if value < 1000:
             break
         value, unit = value / 1000, larger
-    return value, unit
-
-
-def in_units(num_bytes: int) -> str:
-    """Bytes as people read them: 12.3 MB."""
-    value, unit = scaled(num_bytes)
     return f"{value:,.{0 if unit == 'B' else 1}f} {unit}"
 
 
-def tell_of_link(engine: Engine) -> None:
-    """One line about what an emulated link has cost this worker; nothing if there is none."""
-    statistics, worker = engine.statistics, engine.worker
-    if (under_way_s := statistics.emulated_s) is None:
-        return
-    waited_s, num_bytes = statistics.emulated_wait_s, statistics.emulated_bytes
-    text = (
-        f"On the link that is emulated {num_bytes:,} bytes were under way for {under_way_s:.1f} s: "
-        f"{waited_s:.1f} s were waited for, {under_way_s - waited_s:.1f} s were hidden."
-    )
-    layout, num_workers = worker.replica.layout, worker.group.num_workers
-    if of_ddp := bytes_of_ddp(num_workers, layout.num_bytes, worker.steps):
-        text += f" DDP would have sent {of_ddp:,} bytes in {worker.steps} steps."
-    rank_zero_info(text)
+def on_the_link(under_way_s: float, waited_s: float) -> str:
+    """What became of the seconds that messages were under way on a link that is emulated."""
+    hidden_s = under_way_s - waited_s
+    return f"{under_way_s:.1f} s: {hidden_s:.1f} s hidden, {waited_s:.1f} s waited"
 
 
 def describe(engine: Engine, schedule: Schedule | None) -> str:

@@ -20,7 +20,6 @@ from lightning_loco.rounds.membership import Link, Membership
 from lightning_loco.rounds.settings import BUCKET_BYTES
 from lightning_loco.schedules import Schedule, SyncEvery, by_steps
 from lightning_loco.strategies.arguments import CommonArguments, RoundArguments, spelled_out
-from lightning_loco.strategies.driven import tell_of_link
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.strategies.membership import TrainerPosition, share_among_members
 from lightning_loco.strategies.user_optimizers import optimized_by
@@ -185,7 +184,6 @@ class LocoStrategy(EngineStrategy):
         with super()._end_training():
             if self._link is not None:
                 self._link.leave()  # the hooks that follow may take long
-            tell_of_link(self._engine)
             yield
 
     def on_exception(self, exception: BaseException) -> None:

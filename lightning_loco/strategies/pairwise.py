@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +25,6 @@ from lightning_loco.peers.engine import PairwiseEngine
 from lightning_loco.peers.nearness import MAX_PEER_DISTANCE
 from lightning_loco.peers.settings import PairwiseSettings
 from lightning_loco.strategies.arguments import CommonArguments, spelled_out
-from lightning_loco.strategies.driven import tell_of_link
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.strategies.user_optimizers import optimized_by
 
@@ -161,12 +159,6 @@ class PairwiseGossipStrategy(EngineStrategy):
         notes = [] if saved is None else self._engine.resume_from(saved)
         self._engine.reset()
         return notes
-
-    @contextmanager
-    def _end_training(self) -> Iterator[None]:
-        with super()._end_training():
-            tell_of_link(self._engine)
-            yield
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step; refuse one that tells no loss if the factor may depend on it."""

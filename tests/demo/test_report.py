@@ -7,15 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.loggers import CSVLogger
 
-from lightning_loco.demo.report import (
-    Report,
-    draw_losses,
-    draw_run,
-    gradient_bytes,
-    read_curve,
-    read_worker_curve,
-)
+from lightning_loco.demo.report import Report, draw_run, read_curve, read_worker_curve
 
 REPORT = Report(
     algorithm="GASLoC",
@@ -58,10 +52,6 @@ def test_files(tmp_path: Path) -> None:
     assert Report(**figures) == REPORT
 
 
-def test_gradient_bytes() -> None:
-    assert [gradient_bytes(100, 1, num_workers) for num_workers in (1, 2, 4)] == [0, 400, 600]
-
-
 def test_curves_skip_lines_without_the_value(tmp_path: Path) -> None:
     file = tmp_path / "metrics.csv"
     file.write_text("epoch,step,train/loss,val/loss\n0,9,5.5,\n0,9,,5.25\n,19,,\n0,29,4.5,\n")
@@ -73,12 +63,12 @@ def test_curves_skip_lines_without_the_value(tmp_path: Path) -> None:
 
 def test_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    train = {"worker 0": [(0, 5.0), (10, 4.0)], "worker 1": [(0, 5.0), (10, 4.5)], "none": []}
-    file = tmp_path / "loss.png"
-    assert draw_losses(train, [(10, 4.2)], "GASLoC, 2 workers", file)
-    assert file.read_bytes().startswith(b"\x89PNG")
-    assert not draw_losses({}, [], "nothing", tmp_path / "none.png")
-    assert not (tmp_path / "none.png").exists()
+    logger = CSVLogger(tmp_path)
+    metrics = Path(logger.log_dir) / "metrics.csv"
+    metrics.parent.mkdir(parents=True)
+    metrics.write_text("step,train/loss,val/loss\n0,5.0,\n10,4.0,\n10,,4.2\n")
+    draw_run(REPORT, tmp_path, [logger])
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_curves_of_the_workers(tmp_path: Path) -> None:
@@ -88,4 +78,5 @@ def test_curves_of_the_workers(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_csv_logger_has_no_picture(tmp_path: Path) -> None:
-    assert not draw_run(REPORT, tmp_path, [])
+    draw_run(REPORT, tmp_path, [])
+    assert not list(tmp_path.iterdir())

@@ -13,17 +13,14 @@ from lightning_loco import CommunicationMonitor, Link
 from lightning_loco.strategies import METHODS
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from tests.pool import Pool, make_trainer
-from tests.small_model import TinyModule, flat, make_loader
+from tests.small_model import TinyModule, make_loader
 from tests.strategies.heard import RANK_ZERO, heard
 
 WITH_WORKERS = [name for name, kind in METHODS.items() if issubclass(kind, EngineStrategy)]
 LINK = Link(1000, 0.01)
 STEPS = 13
 OPTIONS = {"sync_every": 6, "fragments": 2}
-TOLD = (
-    r"On the link that is emulated ([\d,]+) bytes were under way for ([\d.]+) s: ([\d.]+) s were "
-    r"waited for, ([\d.]+) s were hidden\. DDP would have sent ([\d,]+) bytes in 13 steps\."
-)
+ROW = r"  on the link {9}([\d.]+) s: ([\d.]+) s hidden, ([\d.]+) s waited"
 
 
 class Slowly(Callback):
@@ -46,7 +43,7 @@ def fit(
     trainer = make_trainer(strategy, callbacks=[Slowly()], **settings)
     with heard(RANK_ZERO) as texts:
         trainer.fit(TinyModule(), make_loader(rank, STEPS))
-    told = [text for text in texts if "On the link" in text]
+    told = [line for text in texts for line in text.splitlines() if "on the link" in line]
     is_logged = "loco/emulated_s" in monitor.figures(strategy)
     return told, strategy.statistics.emulated_s, is_logged
 
@@ -54,21 +51,15 @@ def fit(
 def test_every_strategy_of_workers_takes_a_link(pool: Pool, subtests: pytest.Subtests) -> None:
     for name in WITH_WORKERS:
         with subtests.test(name):
-            check_link(name, *pool.run(fit, name, LINK, world=2))
+            check_link(*pool.run(fit, name, LINK, world=2))
 
 
-def check_link(name: str, first: Any, second: Any) -> None:
+def check_link(first: Any, second: Any) -> None:
     (told,) = first[0]
-    found = re.fullmatch(TOLD, told)
+    found = re.fullmatch(ROW, told)
     assert found
     assert second[0] == []
-    sent, *seconds, of_ddp = found.groups()
-    under_way_s, waited_s, hidden_s = map(float, seconds)
-    assert int(of_ddp.replace(",", "")) == STEPS * flat(TinyModule()).nbytes  # two workers
-    if name in ("diloco", "local_sgd"):  # two rounds in the steps, and the workers' rows
-        assert 2 <= STEPS * int(sent.replace(",", "")) / int(of_ddp.replace(",", "")) <= 4
-    else:
-        assert sent != "0"
+    under_way_s, hidden_s, waited_s = map(float, found.groups())
     assert under_way_s == pytest.approx(waited_s + hidden_s, abs=0.11)  # rounded
     for _, emulated_s, is_logged in (first, second):
         assert emulated_s is not None
