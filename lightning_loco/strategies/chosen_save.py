@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +11,6 @@ from lightning.fabric.plugins import CheckpointIO
 
 from lightning_loco.comm import WorkerGroup
 from lightning_loco.strategies.main_file import NEW_RUN, steps_of
-from lightning_loco.strategies.other_checkpoint import other_one_named
 from lightning_loco.strategies.side_files import SideFiles
 from lightning_loco.strategies.whole_files import damage_of, local_path
 
@@ -97,8 +95,7 @@ def choose_save(group: WorkerGroup, io: CheckpointIO, path: str | Path | None) -
     stamp = max(common, key=lambda one: (ranks[one], steps_of(one), one), default=_PLAIN)
     if not ranks.get(stamp):
         words = [_words(everyone, named[0]), *sum(group.gather_objects(damaged, _PLACE), [])]
-        with other_one_named(io, own or named[0], group.worker) if damaged else nullcontext():
-            raise ValueError(" ".join(words))
+        raise ValueError(" ".join(words))
     with group.errors_shared(_PLACE):
         where[stamp].put_main(stamp)
     return ChosenSave(where[stamp].path, [one[stamp] for one in everyone])

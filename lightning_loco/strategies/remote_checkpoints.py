@@ -13,11 +13,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_loco.remote import RemoteOptimizer
 from lightning_loco.strategies.interrupted import save_where_stopped
 from lightning_loco.strategies.main_file import content_of, new_stamp
-from lightning_loco.strategies.other_checkpoint import other_one_named, read_main
 from lightning_loco.strategies.positions import Position
 from lightning_loco.strategies.resumed_place import ResumedPlace
 from lightning_loco.strategies.save import Save
 from lightning_loco.strategies.side_files import SideFiles
+from lightning_loco.strategies.whole_files import read_main
 
 if TYPE_CHECKING:
     from lightning_loco.strategies.remote import RemoteOptimizerStrategy
@@ -152,10 +152,9 @@ class RemoteCheckpoints:
         strategy = self._strategy
         if not strategy.is_fitting:
             return read_main(read, path)
-        with other_one_named(strategy.checkpoint_io, path):
-            loaded = read_main(read, path)
-            if not strategy.serves:
-                self._resumed = self._entered(loaded, path) if _KEY in loaded else None
+        loaded = read_main(read, path)
+        if not strategy.serves:
+            self._resumed = self._entered(loaded, path) if _KEY in loaded else None
         return loaded
 
     def _entered(self, loaded: dict[str, Any], path: str | Path) -> ResumedPlace:

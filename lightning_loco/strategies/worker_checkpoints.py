@@ -20,13 +20,13 @@ from lightning_loco.strategies.chosen_save import choose_save, path_on_own_disk
 from lightning_loco.strategies.interrupted import save_where_stopped
 from lightning_loco.strategies.main_file import KEY, content_of, entry_of, new_stamp
 from lightning_loco.strategies.moved_once import moved_once
-from lightning_loco.strategies.other_checkpoint import other_one_named, read_main
 from lightning_loco.strategies.positions import Position
 from lightning_loco.strategies.resumed_place import ResumedPlace
 from lightning_loco.strategies.save import Save, save_apart, save_together
 from lightning_loco.strategies.saved_run import SavedRun
 from lightning_loco.strategies.side_files import SideFiles
 from lightning_loco.strategies.stream import go_on_in_stream, link_of, stream_position
+from lightning_loco.strategies.whole_files import read_main
 from lightning_loco.values import check_choice
 
 if TYPE_CHECKING:
@@ -177,15 +177,12 @@ class WorkerCheckpoints:
         self._resumed = None
         if not self._strategy.is_fitting:
             return read_main(read, path)
-        group, io = self._strategy.group, self._strategy.checkpoint_io
-        assert group is not None
-        own = self._strategy.worker if self._is_private else None
-        with group.errors_shared("reading the checkpoint"):
+        assert self._strategy.group is not None
+        with self._strategy.group.errors_shared("reading the checkpoint"):
             shares = self._shares()
-            with other_one_named(io, path, own):
-                loaded = read_main(read, path)
-                if KEY in loaded:
-                    self._complete(loaded, path, weights_only, shares)
+            loaded = read_main(read, path)
+            if KEY in loaded:
+                self._complete(loaded, path, weights_only, shares)
         if KEY not in loaded:
             rank_zero_info(
                 f"{path} was not written by lightning_loco: its model and optimizer are "
