@@ -38,10 +38,14 @@ def new_stamp(steps: int) -> str:
     return f"step{steps}-{secrets.token_hex(4)}"
 
 
+def is_stamp(name: str) -> bool:
+    """Whether :func:`new_stamp` gives such names."""
+    return _STAMP.fullmatch(name.encode()) is not None
+
+
 def steps_of(stamp: str) -> int:
     """The local steps that a stamp tells; 0 if it is none."""
-    is_stamp = _STAMP.fullmatch(stamp.encode()) is not None
-    return int(stamp[4:].partition("-")[0]) if is_stamp else 0
+    return int(stamp[4:].partition("-")[0]) if is_stamp(stamp) else 0
 
 
 class Entry(NamedTuple):

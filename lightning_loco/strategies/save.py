@@ -34,7 +34,7 @@ class Save(NamedTuple):
         if self.shared is not None:
             self.files.save(self.stamp, None, self.shared)
         if waits:
-            self.files.write_waiting_main(self.stamp, self.write_main)
+            self.write_main(self.files.waiting_main(self.stamp))
 
     def complete(self, waits: bool, before: list[str], workers: list[int]) -> None:
         """Put the main file into its place, and delete what it does not need any more.
@@ -75,7 +75,6 @@ def save_together(group: WorkerGroup, save: Save) -> bool:
 
     Raises:
         OSError: On every worker, if one cannot write its files; the save before is complete.
-        ValueError: On every worker, if the side folder is a symbolic link.
     """
     is_first, files = group.worker == 0, save.files
     before: list[str] = []

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 
 from lightning_loco.fault_points import reach
 from lightning_loco.strategies import lightning_private
-from lightning_loco.strategies.main_file import stamps_in, steps_of
+from lightning_loco.strategies.main_file import is_stamp, stamps_in, steps_of
 from lightning_loco.strategies.sealed import seal, unseal
 from lightning_loco.strategies.whole_files import (
     WholeFileIO,
@@ -60,11 +59,9 @@ class SideFiles:
 
         Raises:
             OSError: If the file cannot be written.
-            ValueError: If the folder is a symbolic link.
         """
-        folder = f"{self._folder}/{stamp}"
-        _refuse_links(folder)
-        self._io.save_checkpoint(seal(content, stamp, worker), f"{folder}/{_file_of(worker)}")
+        path = f"{self._folder}/{stamp}/{_file_of(worker)}"
+        self._io.save_checkpoint(seal(content, stamp, worker), path)
 
     def load(
         self, stamp: str, worker: int, has_shared: bool, weights_only: bool | None = None
@@ -82,8 +79,7 @@ class SideFiles:
 
         Raises:
             FileNotFoundError: Naming the first file that does not exist.
-            ValueError: Naming the first file that is damaged, another worker's or of another save,
-                or behind a symbolic link.
+            ValueError: Naming the first file that is damaged, another worker's or of another save.
         """
         own = self._read(stamp, worker, weights_only)
         return own, self._read(stamp, None, weights_only) if has_shared else {}
@@ -101,10 +97,8 @@ class SideFiles:
 
         Raises:
             FileNotFoundError: If it does not exist.
-            ValueError: If it is behind a symbolic link.
         """
         name = self.name_of(stamp, worker)
-        _refuse_links(os.path.dirname(name))
         if not get_filesystem(name).exists(name):
             raise FileNotFoundError(
                 f"The checkpoint {self.path} needs {name}, which does not exist. "
@@ -123,11 +117,6 @@ class SideFiles:
     def waiting_main(self, stamp: str) -> str:
         """Where the main file of a save waits until the save is complete."""
         return f"{self._folder}/{stamp}/{_MAIN}"
-
-    def write_waiting_main(self, stamp: str, write: Callable[[str], None]) -> None:
-        """Write the main file of a save where it waits; ``write`` is called with the path."""
-        _refuse_links(f"{self._folder}/{stamp}")
-        write(self.waiting_main(stamp))
 
     def put_main(self, stamp: str) -> bool:
         """Put the waiting main file of a save into its place; returns whether there was one."""
@@ -203,7 +192,7 @@ class SideFiles:
         """The saves that are there, complete or not."""
         files = get_filesystem(self._folder)
         entries = files.ls(self._folder, detail=False) if files.exists(self._folder) else []
-        return [Path(entry).name for entry in entries]
+        return list(filter(is_stamp, (Path(entry).name for entry in entries)))
 
     def _remove_empty_folder(self) -> None:
         if (local := local_path(self._folder)) is not None:
@@ -230,17 +219,6 @@ class SideFiles:
             local.unlink()  # not what it leads to
         else:
             self._io.remove_checkpoint(path)
-
-
-def _refuse_links(folder: str) -> None:
-    """Raise ValueError if the folder of a save, or that of all saves, is a symbolic link."""
-    local = local_path(folder)
-    for one in () if local is None else (local.parent, local):
-        if one.is_symlink():
-            raise ValueError(
-                f"{one} is a symbolic link; side files are written and read in real folders only. "
-                "Put the whole folder of checkpoints elsewhere, or resume from there."
-            )
 
 
 def _file_of(worker: int | None) -> str:

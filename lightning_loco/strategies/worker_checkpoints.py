@@ -136,7 +136,6 @@ class WorkerCheckpoints:
         Raises:
             OSError: On every worker, if one cannot write its files; the checkpoint that was there
                 is still complete.
-            ValueError: On every worker, if the side folder is a symbolic link.
         """
         io, engine = self._strategy.checkpoint_io, self._engine
         write_main = partial(io.save_checkpoint, checkpoint, storage_options=storage_options)
