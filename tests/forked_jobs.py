@@ -30,7 +30,6 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 from tests.guards import check_may_start_processes
-from tests.measure import counted
 from tests.pool import PRELOADED
 from tests.programs import free_ports
 
@@ -68,7 +67,7 @@ class Start:
         for rank in range(world):
             ours, theirs = _processes.Pipe()
             target = (theirs, rank, world, fn, args)
-            process = _processes.Process(target=counted(_run), args=target, name=f"job-rank{rank}")
+            process = _processes.Process(target=_run, args=target, name=f"job-rank{rank}")
             process.start()
             theirs.close()
             self.workers.append((process, ours))

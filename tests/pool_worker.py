@@ -89,10 +89,6 @@ def _work(connection: Connection, store: dist.TCPStore, job: Job) -> None:
     sys.path[:] = job.sys_path
     os.chdir(job.folder)
     restore_environ(job.environ)
-    if "LOCO_TEST" in os.environ:  # see tests/measure.py
-        from tests.measure import follow
-
-        follow()
     before = Surroundings.now()
     thread_errors = _collect_thread_errors()
     try:

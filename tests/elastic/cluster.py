@@ -18,7 +18,6 @@ from torchft.coordination import LighthouseServer
 
 from tests.elastic import worker
 from tests.frozen import is_frozen
-from tests.measure import counted
 from tests.pool import PRELOADED
 from tests.programs import free_ports
 
@@ -118,7 +117,7 @@ class Cluster:
         errors = str(self._folder / f"{index}.err")
         _processes.set_forkserver_preload(PRELOADED)
         self.processes[index] = _processes.Process(
-            target=counted(work), args=(self._program, arguments, errors)
+            target=work, args=(self._program, arguments, errors)
         )
         self.processes[index].start()
 
