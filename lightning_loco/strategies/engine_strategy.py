@@ -26,11 +26,10 @@ from lightning_loco.strategies.added_hooks import add_hooks
 from lightning_loco.strategies.advice import NO_METRICS, advice
 from lightning_loco.strategies.averaged_models import averaged_models, finish_with_averages
 from lightning_loco.strategies.driven import Engine, bytes_of_ddp, describe, summarize
-from lightning_loco.strategies.local_model import LocalModel, check_batch_norm
+from lightning_loco.strategies.local_model import LocalModel, check_batch_norm, leave_shared_memory
 from lightning_loco.strategies.local_steps import LocalSteps, loss_in
 from lightning_loco.strategies.meeting import MeetingStrategy
 from lightning_loco.strategies.pace import Pace, share_data
-from lightning_loco.strategies.shared_memory import leave_shared_memory
 from lightning_loco.strategies.stream import link_of
 from lightning_loco.strategies.user_optimizers import check_left_out, clear_non_finite
 from lightning_loco.strategies.worker_checkpoints import WorkerCheckpoints

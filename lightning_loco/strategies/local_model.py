@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_loco.strategies import lightning_private
 
@@ -58,3 +59,10 @@ def check_batch_norm(strategy: DDPStrategy) -> None:
             "training avoids. Use Trainer(sync_batchnorm=False); statistics of BatchNorm are "
             "averaged for validation and checkpoints."
         )
+
+
+def leave_shared_memory(model: nn.Module) -> None:
+    """Give this rank parameters of its own: forkserver hands all ranks the same memory."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.device.type == "cpu" and not is_lazy(tensor) and tensor.is_shared():
+            tensor.data = tensor.data.clone()

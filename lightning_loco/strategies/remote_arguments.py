@@ -1,4 +1,4 @@
-"""What a user may give RemoteOptimizerStrategy, with messages that say what to do instead."""
+"""What a user gives RemoteOptimizerStrategy: what is refused, and what must not be streamed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from torch.optim import Optimizer
 from lightning_loco.comm.checks import check_model
 from lightning_loco.remote.backends import check_optimizer
 from lightning_loco.strategies import lightning_private
+
+_GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
 
 def check_before_setup(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -47,3 +49,20 @@ def check_optimizers(optimizers: list[Optimizer], module: pl.LightningModule) ->
             "optimizer, in several parameter groups if need be."
         )
     check_optimizer(optimizers[0])
+
+
+def sees_gradients(module: pl.LightningModule, callbacks: list[pl.Callback]) -> bool:
+    """Whether the module or a callback may look at gradients before the optimizer's step.
+
+    With manual optimization the module may do so at any point of its ``training_step``.
+    """
+    return (
+        not module.automatic_optimization
+        or any(_overrides(module, pl.LightningModule, hook) for hook in _GRADIENT_HOOKS)
+        or any(_overrides(one, pl.Callback, hook) for one in callbacks for hook in _GRADIENT_HOOKS)
+        or _overrides(module, pl.LightningModule, "configure_gradient_clipping")
+    )
+
+
+def _overrides(owner: object, base: type, hook: str) -> bool:
+    return getattr(getattr(owner, hook), "__func__", None) is not getattr(base, hook)
