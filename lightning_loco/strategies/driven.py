@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from lightning_loco.comm import Statistics, Worker
+from lightning_loco.rounds import Engine as RoundEngine
+from lightning_loco.rounds.membership import Link
 from lightning_loco.schedules import Schedule
 
 
@@ -36,6 +38,11 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Let go of process groups and threads."""
+
+
+def link_of(engine: Engine | None) -> Link | None:
+    """The connection with members that come and go; None if the workers stay."""
+    return engine.link if isinstance(engine, RoundEngine) else None
 
 
 def bytes_of_ddp(num_workers: int, num_bytes: int, steps: int) -> int:

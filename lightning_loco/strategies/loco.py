@@ -20,6 +20,7 @@ from lightning_loco.rounds.membership import Link, Membership
 from lightning_loco.rounds.settings import BUCKET_BYTES
 from lightning_loco.schedules import Schedule, SyncEvery, by_steps
 from lightning_loco.strategies.arguments import CommonArguments, RoundArguments, spelled_out
+from lightning_loco.strategies.driven import link_of
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.strategies.membership import TrainerPosition, share_among_members
 from lightning_loco.strategies.user_optimizers import optimized_by
@@ -153,7 +154,7 @@ class LocoStrategy(EngineStrategy):
 
     @property
     def _link(self) -> Link | None:
-        return self.engine.link if isinstance(self.engine, Engine) else None
+        return link_of(self.engine)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """End soon when another worker has failed; make no step if the run that it joins is over.

@@ -24,8 +24,8 @@ from lightning_loco.comm.job import init_workers
 from lightning_loco.comm.stopping import StopAgreed
 from lightning_loco.comm.waiting import Explained
 from lightning_loco.strategies import lightning_private
-from lightning_loco.strategies.interrupted import complete_one
-from lightning_loco.strategies.whole_files import WholeFileIO
+from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO
+from lightning_loco.strategies.checkpoint.reader import complete_one
 
 _BROADCAST = "a broadcast (Timer and max_time make one after every batch)"
 

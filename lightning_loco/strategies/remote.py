@@ -23,6 +23,7 @@ from lightning_loco.remote.plan import BUCKET_BYTES
 from lightning_loco.remote.tiers import check_ranks
 from lightning_loco.remote.wire import as_codec
 from lightning_loco.strategies import lightning_private
+from lightning_loco.strategies.checkpoint.remote import RemoteCheckpoints
 from lightning_loco.strategies.driven import bytes_of_ddp, summarize
 from lightning_loco.strategies.local_model import leave_shared_memory
 from lightning_loco.strategies.local_steps import LocalSteps
@@ -31,7 +32,6 @@ from lightning_loco.strategies.remote_arguments import (
     check_optimizers,
     sees_gradients,
 )
-from lightning_loco.strategies.remote_checkpoints import RemoteCheckpoints
 from lightning_loco.strategies.remote_precision import RemotePrecision
 from lightning_loco.strategies.served import ServedStrategy
 from lightning_loco.strategies.service_rank import farewell_of, serve_fit

@@ -18,8 +18,8 @@ from lightning_loco.comm.fingerprint import fingerprints
 from lightning_loco.strategies import lightning_private
 
 if TYPE_CHECKING:
+    from lightning_loco.strategies.checkpoint.workers import WorkerCheckpoints
     from lightning_loco.strategies.engine_strategy import EngineStrategy
-    from lightning_loco.strategies.worker_checkpoints import WorkerCheckpoints
 
 _PLACE = "a new start from weights that a hook has set on this worker"
 

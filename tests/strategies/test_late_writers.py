@@ -16,10 +16,10 @@ import torch
 from lightning_loco.comm import WorkerGroup
 from lightning_loco.comm.watchdog import WorkerFailure
 from lightning_loco.fault_points import on_reach
-from lightning_loco.strategies.main_file import KEY, new_stamp
-from lightning_loco.strategies.save import Save, save_apart, save_together
-from lightning_loco.strategies.side_files import SideFiles
-from lightning_loco.strategies.whole_files import WholeFileIO
+from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO
+from lightning_loco.strategies.checkpoint.manifest import KEY, new_stamp
+from lightning_loco.strategies.checkpoint.side_files import SideFiles
+from lightning_loco.strategies.checkpoint.writer import Save, save_apart, save_together
 
 pytestmark = pytest.mark.recovery
 OLDER, NEWER = 10, 20

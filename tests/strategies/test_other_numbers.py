@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lightning_loco as loco
 from lightning_loco import DiLoCo, EagerDiLoCo, GASLoC
-from lightning_loco.strategies.random_states import random_states
+from lightning_loco.strategies.checkpoint.position import random_states
 from tests.cases import CASES, Case, without_variants
 from tests.conftest import cover
 from tests.pool import Pool, make_trainer
@@ -305,7 +305,7 @@ def test_a_worker_that_is_not_finite_is_left_out_of_the_mean(pool: Pool, tmp_pat
 
 def spoil(file: Path) -> None:
     """Make the parameters of a worker NaN."""
-    from lightning_loco.strategies.sealed import seal
+    from lightning_loco.strategies.checkpoint.side_files import seal
 
     content = torch.load(file)
     made = content.pop("seal")

@@ -20,7 +20,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_loco import DiLoCo, GASLoC, LocalSGD
 from lightning_loco.fault_points import on_reach
-from lightning_loco.strategies.whole_files import WholeFileIO
+from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO
 from tests.cases import CASES, Case
 from tests.conftest import cover
 from tests.pool import Pool, PoolError

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_loco.strategies.random_states import random_states, set_random_states
+from lightning_loco.strategies.checkpoint.position import random_states, set_random_states
 
 
 def draw() -> tuple[float, float, float]:

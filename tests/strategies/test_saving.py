@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_loco import DiLoCo, LocalSGD, LocoStrategy
-from lightning_loco.strategies.whole_files import WholeFileIO
+from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO
 from tests.pool import Pool, PoolError, make_trainer
 from tests.strategies.kill_before_write import Death
 

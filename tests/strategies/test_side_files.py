@@ -15,11 +15,10 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_loco import LocoStrategy, PairwiseGossipStrategy
-from lightning_loco.strategies.main_file import KEY, new_stamp, steps_of
-from lightning_loco.strategies.random_states import random_states
-from lightning_loco.strategies.sealed import checksum, seal
-from lightning_loco.strategies.side_files import SideFiles
-from lightning_loco.strategies.whole_files import WholeFileIO
+from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO
+from lightning_loco.strategies.checkpoint.manifest import KEY, new_stamp, steps_of
+from lightning_loco.strategies.checkpoint.position import random_states
+from lightning_loco.strategies.checkpoint.side_files import SideFiles, checksum, seal
 from tests.cases import CASES, without_variants
 from tests.pool import Pool, PoolError, make_trainer
 from tests.small_model import TinyModule, make_loader

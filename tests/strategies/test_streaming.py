@@ -22,7 +22,7 @@ from lightning_loco import (
 )
 from lightning_loco.algorithms import Mix
 from lightning_loco.schedules import EverySteps, Staggered
-from lightning_loco.strategies.moved_once import moved_once
+from lightning_loco.strategies.checkpoint.workers import moved_once
 from tests.algorithms.toys import assert_close
 from tests.pool import Pool, PoolError, make_trainer
 from tests.small_model import (

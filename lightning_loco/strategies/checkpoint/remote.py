@@ -11,13 +11,11 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_loco.remote import RemoteOptimizer
-from lightning_loco.strategies.interrupted import save_where_stopped
-from lightning_loco.strategies.main_file import content_of, new_stamp
-from lightning_loco.strategies.positions import Position
-from lightning_loco.strategies.resumed_place import ResumedPlace
-from lightning_loco.strategies.save import Save
-from lightning_loco.strategies.side_files import SideFiles
-from lightning_loco.strategies.whole_files import read_main
+from lightning_loco.strategies.checkpoint.atomic_io import read_main
+from lightning_loco.strategies.checkpoint.manifest import content_of, new_stamp
+from lightning_loco.strategies.checkpoint.position import Position, ResumedPlace
+from lightning_loco.strategies.checkpoint.side_files import SideFiles
+from lightning_loco.strategies.checkpoint.writer import Save, save_where_stopped
 
 if TYPE_CHECKING:
     from lightning_loco.strategies.remote import RemoteOptimizerStrategy

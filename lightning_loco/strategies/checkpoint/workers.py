@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.utils.data import DistributedSampler
 
+from lightning_loco.rounds.membership import Link
 from lightning_loco.strategies import lightning_private
-from lightning_loco.strategies.chosen_save import choose_save, path_on_own_disk
-from lightning_loco.strategies.interrupted import save_where_stopped
-from lightning_loco.strategies.main_file import KEY, content_of, entry_of, new_stamp
-from lightning_loco.strategies.moved_once import moved_once
-from lightning_loco.strategies.positions import Position
-from lightning_loco.strategies.resumed_place import ResumedPlace
-from lightning_loco.strategies.save import Save, save_apart, save_together
-from lightning_loco.strategies.saved_run import SavedRun
-from lightning_loco.strategies.side_files import SideFiles
-from lightning_loco.strategies.stream import go_on_in_stream, link_of, stream_position
-from lightning_loco.strategies.whole_files import read_main
+from lightning_loco.strategies.checkpoint.atomic_io import read_main
+from lightning_loco.strategies.checkpoint.manifest import KEY, content_of, entry_of, new_stamp
+from lightning_loco.strategies.checkpoint.position import (
+    Place,
+    Position,
+    ResumedPlace,
+    deals_out,
+    train_loaders,
+)
+from lightning_loco.strategies.checkpoint.reader import SavedRun, choose_save, path_on_own_disk
+from lightning_loco.strategies.checkpoint.side_files import SideFiles
+from lightning_loco.strategies.checkpoint.writer import (
+    Save,
+    save_apart,
+    save_together,
+    save_where_stopped,
+)
+from lightning_loco.strategies.driven import link_of
 from lightning_loco.values import check_choice
 
 if TYPE_CHECKING:
@@ -272,7 +281,7 @@ class WorkerCheckpoints:
         """What goes into this worker's own file, and what is the same on all workers."""
         module = self._strategy.lightning_module
         assert module is not None
-        state, shared = moved_once(engine.state_dict(), _CPU), None
+        state, shared = engine.state_dict(), None
         if engine.settings.algorithm.replicated:
             shared = {"shared": state.pop("shared")}
         position = Position.of(module.trainer)
@@ -282,4 +291,57 @@ class WorkerCheckpoints:
             "stream": stream_position(engine, module.trainer, position.place, self._shares()),
             "lightning": {key: checkpoint[key] for key in _OF_LIGHTNING if key in checkpoint},
         }
-        return move_data_to_device(own, _CPU), shared
+        return moved_once((own, shared), _CPU)
+
+
+def moved_once(data: Any, device: torch.device) -> Any:
+    """A collection with all tensors on a device, where one that it holds twice stays one.
+
+    Fragments of a model share vectors of its whole length, and a file has them once then.
+    """
+    moved: dict[int, Tensor] = {}
+
+    def move(tensor: Tensor) -> Tensor:
+        if id(tensor) not in moved:
+            moved[id(tensor)] = tensor.to(device)
+        return moved[id(tensor)]
+
+    return apply_to_collection(data, Tensor, move)
+
+
+def stream_position(
+    engine: Engine, trainer: pl.Trainer, place: Place, shares: list[int]
+) -> int | None:
+    """The first sample that no worker has taken; None if there is no such stream.
+
+    Args:
+        engine: Of this worker.
+        trainer: Within ``fit``.
+        place: Where its loops are.
+        shares: In what proportion the workers share the data, one number each.
+    """
+    if (link := link_of(engine)) is not None:
+        return link.share.reach
+    loaders = train_loaders(trainer)
+    if len(loaders) != 1 or not deals_out(trainer):
+        return None
+    (loader,) = loaders
+    sampler = lightning_private.sampler_of(loader)
+    batch_size = getattr(loader.batch_sampler, "batch_size", None)
+    assert isinstance(sampler, DistributedSampler)
+    if batch_size is None:
+        return None
+    size, loop = len(cast(Sized, sampler.dataset)), trainer.fit_loop
+    batches = 0 if place == "next epoch" else loop.epoch_loop.batch_progress.current.ready
+    own = shares[engine.worker.group.worker]
+    taken = min(batches * batch_size * sum(shares) // own, size)
+    epochs: Any = loop.epoch_progress.current
+    return int(epochs.processed) * size + taken
+
+
+def go_on_in_stream(link: Link, position: int | None) -> list[str]:
+    """Let a member go on from a position, and say what it cannot go on from."""
+    if position is None:
+        return ["the members begin at the first of the data"]
+    link.share.begin_at(position)
+    return []
