@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +73,7 @@ class SavedRun:
         self.name = files.name_of(self._entry.stamp, number)
         self.own = self._read(number)
         if readers is None:
-            self._find(self.num_workers - 1)
+            files.find(self._entry.stamp, self.num_workers - 1)
 
     def position(self) -> Position:
         """Where the worker goes on; a new one with its own random numbers."""
@@ -121,27 +120,12 @@ class SavedRun:
         names = ", ".join(map(str, self._lost))
         return [f"what worker {names} had, which is on no disk, is left out"] if names else []
 
-    def _find(self, worker: int) -> None:
-        with _advised():
-            self._files.find(self._entry.stamp, worker)
-
     def _read(self, worker: int) -> dict[str, Any]:
         entry = self._entry
-        with _advised():
-            own, shared = self._files.load(
-                entry.stamp, worker, entry.has_shared, self._weights_only
-            )
+        own, shared = self._files.load(entry.stamp, worker, entry.has_shared, self._weights_only)
         with content_of(self._files.name_of(entry.stamp, worker)):
             own["engine"].update(shared)
         return own
-
-
-@contextmanager
-def _advised() -> Iterator[None]:
-    try:
-        yield
-    except (FileNotFoundError, ValueError) as error:
-        raise ValueError(f"{error} {NEW_RUN}") from error
 
 
 class ChosenSave(NamedTuple):

@@ -32,7 +32,7 @@ from lightning_loco.strategies.checkpoint.atomic_io import (
     local_path,
     move_file,
 )
-from lightning_loco.strategies.checkpoint.manifest import is_stamp, stamps_in, steps_of
+from lightning_loco.strategies.checkpoint.manifest import NEW_RUN, is_stamp, stamps_in, steps_of
 
 _MAIN, _FILE = "main.ckpt", re.compile(r"worker_(\d{5})\.pt")
 _SEAL = "seal"
@@ -84,8 +84,8 @@ class SideFiles:
             The worker's own part, and the shared one: empty if there is none.
 
         Raises:
-            FileNotFoundError: Naming the first file that does not exist.
-            ValueError: Naming the first file that is damaged, another worker's or of another save.
+            ValueError: Naming the first file that is not there, is damaged, or is another worker's
+                or of another save.
         """
         own = self._read(stamp, worker, weights_only)
         return own, self._read(stamp, None, weights_only) if has_shared else {}
@@ -102,14 +102,14 @@ class SideFiles:
         """As :meth:`name_of`, for a file that is to be read.
 
         Raises:
-            FileNotFoundError: If it does not exist.
+            ValueError: If it does not exist.
         """
         name = self.name_of(stamp, worker)
         if not get_filesystem(name).exists(name):
-            raise FileNotFoundError(
+            raise ValueError(
                 f"The checkpoint {self.path} needs {name}, which does not exist. "
                 f"Keep the folder {Path(name).parents[1].name} beside the checkpoint, on a file "
-                "system that all machines share."
+                f"system that all machines share. {NEW_RUN}"
             )
         return name
 
@@ -213,11 +213,11 @@ class SideFiles:
             if isinstance(error, OSError) and error.filename is not None:
                 raise
             text = damage_of(name) or error
-            raise ValueError(f"{name} is damaged and cannot be read: {text}.") from error
+            raise ValueError(f"{name} is damaged and cannot be read: {text}. {NEW_RUN}") from error
         try:
             return unseal(sealed, stamp, worker)
         except ValueError as error:
-            raise ValueError(f"{name} {error}.") from error
+            raise ValueError(f"{name} {error}. {NEW_RUN}") from error
 
     def _remove(self, path: str) -> None:
         local = local_path(path)
