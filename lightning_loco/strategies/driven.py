@@ -1,43 +1,15 @@
-"""What a strategy asks of the engine that drives its worker, and says of it."""
+"""The engines that drive the workers of a strategy, and what is said of them."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
-from lightning_loco.comm import Statistics, Worker
+from lightning_loco.comm import Statistics
+from lightning_loco.peers import PairwiseEngine
 from lightning_loco.rounds import Engine as RoundEngine
 from lightning_loco.rounds.membership import Link
 from lightning_loco.schedules import Schedule
 
-
-class Engine(Protocol):
-    """What drives one worker: counts its local steps and makes exchanges when they are due."""
-
-    worker: Worker
-    settings: Any
-    statistics: Statistics
-
-    @property
-    def is_due(self) -> bool:
-        """Whether there is something to do after the step that was counted last."""
-
-    def count_step(self) -> None:
-        """Count one local step."""
-
-    def make_round(self) -> None:
-        """Do what is due."""
-
-    def finish(self) -> None:
-        """Leave the consensus in the model, on all workers."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything this worker needs to go on exactly."""
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from a state of :meth:`state_dict`."""
-
-    def close(self) -> None:
-        """Let go of process groups and threads."""
+Engine = RoundEngine | PairwiseEngine
+"""What drives one worker: counts its local steps and makes exchanges when they are due."""
 
 
 def link_of(engine: Engine | None) -> Link | None:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_loco.comm import Statistics, Worker, WorkerGroup
 from lightning_loco.comm.devices import device_of_messages
 from lightning_loco.comm.saved import Saved
+from lightning_loco.rounds import RoundSettings
 from lightning_loco.schedules import Schedule
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.added_hooks import add_hooks
@@ -222,10 +223,11 @@ class EngineStrategy(MeetingStrategy):
 
     def _advice(self) -> Iterator[str]:
         engine, shown = self._engine, self.evaluate
+        settings, layout = engine.settings, engine.worker.replica.layout
+        assert isinstance(settings, RoundSettings)
         if link_of(engine) is not None:  # such a worker cannot average with the others
-            shown = "local" if engine.settings.consensus_key is None else "outer"
-        layout = engine.worker.replica.layout
-        return advice(self._trainer, engine.settings, self.worker, layout, shown)
+            shown = "local" if settings.consensus_key is None else "outer"
+        return advice(self._trainer, settings, self.worker, layout, shown)
 
     def _go_on(self) -> None:
         self._finished = False  # a search for the learning rate may have trained before

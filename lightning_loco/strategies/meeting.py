@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -19,44 +18,25 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
+from lightning_loco.comm import Worker
 from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.job import init_workers
 from lightning_loco.comm.stopping import StopAgreed
 from lightning_loco.comm.waiting import Explained
+from lightning_loco.remote import RemoteOptimizer
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO
 from lightning_loco.strategies.checkpoint.reader import complete_one
 
+if TYPE_CHECKING:
+    from lightning_loco.strategies.checkpoint.remote import RemoteCheckpoints
+    from lightning_loco.strategies.checkpoint.workers import WorkerCheckpoints
+
 _BROADCAST = "a broadcast (Timer and max_time make one after every batch)"
 
 
-class MeetingPlace(Protocol):
-    """What brings all workers to the same place of the program."""
-
-    @property
-    def stop_agreed(self) -> str | None:
-        """Why all workers stop at this step; None if they go on."""
-
-    def meet(self, purpose: str) -> object:
-        """Wait until all workers have come; may raise ``StopAgreed``."""
-
-
-class Checkpoints(Protocol):
-    """What is written into checkpoints and beside them, and how a run goes on from there."""
-
-    def model_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The model's state for a checkpoint; ``read`` reads what the module holds."""
-
-    def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
-        """Write what Lightning has collected on this rank, and all that belongs to it."""
-
-    def load(
-        self, read: Callable[[], dict[str, Any]], path: str | Path, weights_only: bool | None
-    ) -> dict[str, Any]:
-        """Complete what Lightning reads with ``read``, as safely as it does (``weights_only``)."""
-
-    def remove(self, path: str | Path) -> None:
-        """Delete a checkpoint with all that belongs to it."""
+MeetingPlace = Worker | RemoteOptimizer
+"""What brings all workers to the same place of the program."""
 
 
 class MeetingStrategy(DDPStrategy):
@@ -72,7 +52,7 @@ class MeetingStrategy(DDPStrategy):
         group: Workers that watch over each other, so that errors name one of them; or None.
     """
 
-    checkpoints: Checkpoints
+    checkpoints: WorkerCheckpoints | RemoteCheckpoints
     timeout_s: float
     group: WorkerGroup | None = None
     _finished = False
