@@ -97,7 +97,7 @@ class MeetingStrategy(DDPStrategy):
 
     @property
     def _is_alone(self) -> bool:
-        """Whether this worker has failed by itself, so that nobody else will come."""
+        """Whether nobody else comes to this rank's collectives: it has failed by itself."""
         module = self.lightning_module
         trainer = None if module is None else lightning_private.trainer_of(module)
         interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -288,22 +287,12 @@ class ServedStrategy(MeetingStrategy):
         name = args[0] if args else kwargs.get("name")
         if self.service is not None and name == lightning_private.BEFORE_SETUP:
             self.service.wait_for_all()
-        if not self.serves:
-            super().barrier(*args, **kwargs)
+        super().barrier(*args, **kwargs)
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Send an object from one rank to all that train."""
-        return obj if self.serves else super().broadcast(obj, src)
-
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over the ranks that train."""
-        return tensor if self.serves else super().reduce(tensor, group, reduce_op)
-
-    def all_gather(
-        self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False
-    ) -> torch.Tensor:
-        """Collect a tensor from the ranks that train."""
-        return tensor if self.serves else super().all_gather(tensor, group, sync_grads)
+    @property
+    def _is_alone(self) -> bool:
+        """Whether nobody else comes to this rank's collectives: it serves, or has failed."""
+        return self.serves or super()._is_alone
 
     def waiting_in(self, place: str) -> AbstractContextManager[object]:
         """Let an error inside name the rank that has not come to this place."""
