@@ -13,8 +13,8 @@ from lightning_loco.comm.groups import WorkerGroup
 from lightning_loco.comm.links import LinkLike
 from lightning_loco.rounds.clock_engine import ClockEngine, clock_settings
 from lightning_loco.strategies.arguments import CommonArguments, spelled_out
+from lightning_loco.strategies.local_steps import optimized_by
 from lightning_loco.strategies.loco import LocoStrategy
-from lightning_loco.strategies.user_optimizers import optimized_by
 
 
 class AsyncModelAverageStrategy(LocoStrategy):

@@ -25,15 +25,22 @@ from lightning_loco.schedules import Schedule
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.added_hooks import add_hooks
 from lightning_loco.strategies.advice import NO_METRICS, advice
-from lightning_loco.strategies.averaged_models import averaged_models, finish_with_averages
 from lightning_loco.strategies.checkpoint.workers import WorkerCheckpoints
 from lightning_loco.strategies.driven import Engine, bytes_of_ddp, describe, link_of, summarize
+from lightning_loco.strategies.external_updates import (
+    WrittenWeights,
+    averaged_models,
+    finish_with_averages,
+)
 from lightning_loco.strategies.local_model import LocalModel, check_batch_norm, leave_shared_memory
-from lightning_loco.strategies.local_steps import LocalSteps, loss_in
+from lightning_loco.strategies.local_steps import (
+    LocalSteps,
+    check_left_out,
+    clear_non_finite,
+    loss_in,
+)
 from lightning_loco.strategies.meeting import MeetingStrategy
 from lightning_loco.strategies.pace import Pace, share_data
-from lightning_loco.strategies.user_optimizers import check_left_out, clear_non_finite
-from lightning_loco.strategies.written_weights import WrittenWeights
 from lightning_loco.values import check_choice, check_common_arguments
 
 SAMPLED = 8192

@@ -26,7 +26,7 @@ from lightning_loco.peers.nearness import MAX_PEER_DISTANCE
 from lightning_loco.peers.settings import PairwiseSettings
 from lightning_loco.strategies.arguments import CommonArguments, spelled_out
 from lightning_loco.strategies.engine_strategy import EngineStrategy
-from lightning_loco.strategies.user_optimizers import optimized_by
+from lightning_loco.strategies.local_steps import optimized_by
 
 
 class PairwiseGossipStrategy(EngineStrategy):

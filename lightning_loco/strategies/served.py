@@ -25,7 +25,7 @@ from lightning_loco.remote.service_group import AllRanks, ServiceGroup
 from lightning_loco.remote.tiers import new_replica_group
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.added_hooks import add_hooks
-from lightning_loco.strategies.averaged_models import averaged_models, share_complete_averages
+from lightning_loco.strategies.external_updates import averaged_models, share_complete_averages
 from lightning_loco.strategies.local_model import LocalModel
 from lightning_loco.strategies.meeting import MeetingStrategy, launched_as
 
