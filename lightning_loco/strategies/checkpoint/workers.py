@@ -50,7 +50,8 @@ class WorkerCheckpoints:
     """Writes and reads the checkpoints of workers that move independently.
 
     The main file is an ordinary one of the consensus; its entry ``"lightning_loco"`` ties it to the
-    :class:`~lightning_loco.strategies.side_files.SideFiles`, from which a run resumes exactly.
+    :class:`~lightning_loco.strategies.checkpoint.side_files.SideFiles`, from which a run resumes
+    exactly.
 
     Args:
         strategy: Whose checkpoints they are; its engine, workers and files are used.
