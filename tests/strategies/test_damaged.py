@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged are refused on all ranks."""
+"""Checkpoints that are damaged are refused on all ranks; another one that is whole is named."""
 
 from __future__ import annotations
 
@@ -95,12 +95,13 @@ def flip_in_tensors(path: Path) -> None:
     path.write_bytes(whole)
 
 
-def test_damaged_file_is_named(
+def test_damaged_file_is_named_and_so_is_one_that_is_whole(
     pool: Pool, saved: tuple[str, Path], tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     kind, folder = saved
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    path = tmp_path / "4.ckpt"
+    path, older = tmp_path / "4.ckpt", tmp_path / "2.ckpt"
+    names_older = f"Go on from {older}, the newest other checkpoint in its folder that is whole."
     whole = path.read_bytes()
     for words, content in (
         ("it is empty", b""),
@@ -117,7 +118,10 @@ def test_damaged_file_is_named(
             message = refusal(pool, kind, path)
             assert str(path) in message
             assert words in message
-            assert "Go on from another checkpoint." in message
+            assert names_older in message
+    with subtests.test("the other is damaged, too"):
+        flip_in_tensors(older)
+        assert f"No other checkpoint in {tmp_path} is whole." in refusal(pool, kind, path)
     path.write_bytes(whole)
     assert pool.run(fit, kind, str(path), True, world=WORLD)[: WORLD - 1] == [6] * (WORLD - 1)
 
@@ -128,10 +132,15 @@ def test_side_file_that_was_cut_short_is_named(
 ) -> None:
     kind, folder = saved
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    file = next(Path(f"{tmp_path}/4.ckpt.loco").glob("*/worker_00001.pt"))
-    file.write_bytes(file.read_bytes()[:-1])
-    message = refusal(pool, kind, tmp_path / "4.ckpt")
-    assert f"{file} is damaged and cannot be read: it was cut short" in message
+    newest, older = (
+        next(Path(f"{tmp_path}/{step}.ckpt.loco").glob("*/worker_00001.pt")) for step in (4, 2)
+    )
+    for file in (newest, older):
+        file.write_bytes(file.read_bytes()[:-1])
+        message = refusal(pool, kind, tmp_path / "4.ckpt")
+        assert f"{newest} is damaged and cannot be read: it was cut short" in message
+        is_whole = f"Go on from {tmp_path}/2.ckpt" in message
+        assert is_whole == (file == newest)
 
 
 @pytest.mark.parametrize("saved", ["diloco"], indirect=True)
@@ -144,6 +153,7 @@ def test_last_is_refused_as_well(pool: Pool, saved: tuple[str, Path], tmp_path: 
         pool.run(fit_last, kind, str(tmp_path), world=WORLD)
     for failure in error.value.failures.values():
         assert f"The checkpoint {path} cannot be read" in failure.message
+        assert f"Go on from {path.with_name('4.ckpt')}" in failure.message
 
 
 def fit_last(rank: int, world: int, kind: str, folder: str) -> None:

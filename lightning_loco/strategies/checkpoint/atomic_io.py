@@ -8,7 +8,7 @@ import hashlib
 import os
 import secrets
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from io import BufferedWriter
 from pathlib import Path
@@ -22,7 +22,6 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning_loco.fault_points import reach
 
 _ARCHIVE = b"PK\x03\x04"
-_OTHER = "Go on from another checkpoint."
 
 
 class WholeFileIO(TorchCheckpointIO):
@@ -76,13 +75,14 @@ def is_archive(path: str | Path) -> bool:
         return file.read(len(_ARCHIVE)) == _ARCHIVE
 
 
-def damage_of(path: str | Path) -> str | None:
+def damage_of(path: str | Path, reads_all: bool = True) -> str | None:
     """What is wrong with a file that ``torch.save`` has written, in words.
 
     ``torch.load`` does not compare the checksums that are in it. This reads the file once more.
 
     Args:
         path: Of the file.
+        reads_all: Whether to compare the checksums too, and not only to look at the file's end.
 
     Returns:
         None if nothing is wrong, and for files elsewhere or of another format.
@@ -96,37 +96,10 @@ def damage_of(path: str | Path) -> str | None:
         with zipfile.ZipFile(local) as archive:
             # torch.serialization.set_crc32_options(False) leaves them out.
             has_checksums = any(part.CRC for part in archive.infolist())
-            changed = archive.testzip() if has_checksums else None
+            changed = archive.testzip() if reads_all and has_checksums else None
     except Exception as error:  # damaged archives fail in many ways
         return f"it was cut short or has changed since it was written ({error})"
     return changed and f"its part {changed!r} has changed since it was written"
-
-
-def read_main(read: Callable[[], dict[str, Any]], path: str | Path) -> dict[str, Any]:
-    """Read a main file, and refuse one that is damaged.
-
-    Args:
-        read: Reads it, as Lightning does.
-        path: Of the file.
-
-    Raises:
-        ValueError: Naming the file and what is wrong with it.
-    """
-    try:
-        loaded = read()
-    except Exception as error:  # damaged files fail in many ways
-        if isinstance(error, FileNotFoundError) or getattr(error, "filename", None) is not None:
-            raise
-        local = local_path(path)
-        is_local = local is not None and local.is_file()
-        if (found := damage_of(path)) is None and (is_archive(path) or not is_local):
-            raise
-        raise ValueError(
-            f"The checkpoint {path} cannot be read: {found or error}. {_OTHER}"
-        ) from error
-    if (found := damage_of(path)) is not None:
-        raise ValueError(f"The checkpoint {path} is damaged: {found}. {_OTHER}")
-    return loaded
 
 
 def _replace(target: Path, content: Any) -> None:

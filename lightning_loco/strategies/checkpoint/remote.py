@@ -11,8 +11,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_loco.remote import RemoteOptimizer
-from lightning_loco.strategies.checkpoint.atomic_io import read_main
 from lightning_loco.strategies.checkpoint.manifest import content_of, new_stamp
+from lightning_loco.strategies.checkpoint.other_checkpoint import other_one_named, read_main
 from lightning_loco.strategies.checkpoint.position import Position, ResumedPlace
 from lightning_loco.strategies.checkpoint.side_files import SideFiles
 from lightning_loco.strategies.checkpoint.writer import Save, save_where_stopped
@@ -150,9 +150,10 @@ class RemoteCheckpoints:
         strategy = self._strategy
         if not strategy.is_fitting:
             return read_main(read, path)
-        loaded = read_main(read, path)
-        if not strategy.serves:
-            self._resumed = self._entered(loaded, path) if _KEY in loaded else None
+        with other_one_named(strategy.checkpoint_io, path):
+            loaded = read_main(read, path)
+            if not strategy.serves:
+                self._resumed = self._entered(loaded, path) if _KEY in loaded else None
         return loaded
 
     def _entered(self, loaded: dict[str, Any], path: str | Path) -> ResumedPlace:

@@ -18,8 +18,8 @@ from torch.utils.data import DistributedSampler
 
 from lightning_loco.rounds.membership import Link
 from lightning_loco.strategies import lightning_private
-from lightning_loco.strategies.checkpoint.atomic_io import read_main
 from lightning_loco.strategies.checkpoint.manifest import KEY, content_of, entry_of, new_stamp
+from lightning_loco.strategies.checkpoint.other_checkpoint import other_one_named, read_main
 from lightning_loco.strategies.checkpoint.position import (
     Place,
     Position,
@@ -186,12 +186,15 @@ class WorkerCheckpoints:
         self._resumed = None
         if not self._strategy.is_fitting:
             return read_main(read, path)
-        assert self._strategy.group is not None
-        with self._strategy.group.errors_shared("reading the checkpoint"):
+        group, io = self._strategy.group, self._strategy.checkpoint_io
+        assert group is not None
+        own = self._strategy.worker if self._is_private else None
+        with group.errors_shared("reading the checkpoint"):
             shares = self._shares()
-            loaded = read_main(read, path)
-            if KEY in loaded:
-                self._complete(loaded, path, weights_only, shares)
+            with other_one_named(io, path, own):
+                loaded = read_main(read, path)
+                if KEY in loaded:
+                    self._complete(loaded, path, weights_only, shares)
         if KEY not in loaded:
             rank_zero_info(
                 f"{path} was not written by lightning_loco: its model and optimizer are "
