@@ -469,7 +469,7 @@ def test_a_position_that_is_missing_is_named(pool: Pool, tmp_path: Path, entry: 
     content = torch.load(path, weights_only=True)
     del content["lightning_loco_positions"][1][entry]
     torch.save(content, path)
-    with pytest.raises(PoolError, match="holds what lightning_loco does not write") as error:
+    with pytest.raises(PoolError, match="does not say where its workers were") as error:
         pool.run(cut, str(tmp_path), "second", 2, world=3)
     assert sorted(error.value.failures) == [0, 1, 2]
     assert str(path) in error.value.failures[1].message

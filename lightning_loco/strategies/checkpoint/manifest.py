@@ -25,6 +25,9 @@ NEW_RUN = (
 )
 """What remains when side files cannot be used."""
 
+MOST_WORKERS = 99_999
+"""Their numbers have five digits in the names of side files."""
+
 _FORMAT = 4
 _STAMP = re.compile(rb"step\d+-[0-9a-f]{8}")
 
@@ -38,9 +41,9 @@ def new_stamp(steps: int) -> str:
     return f"step{steps}-{secrets.token_hex(4)}"
 
 
-def is_stamp(name: str) -> bool:
-    """Whether :func:`new_stamp` gives such names."""
-    return _STAMP.fullmatch(name.encode()) is not None
+def is_stamp(value: Any) -> bool:
+    """Whether this can be a name of :func:`new_stamp`, and so is no path to elsewhere."""
+    return isinstance(value, str) and _STAMP.fullmatch(value.encode()) is not None
 
 
 def steps_of(stamp: str) -> int:
@@ -68,6 +71,14 @@ class Entry(NamedTuple):
     consensus_key: str | None
 
 
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "algorithm": str,
+    "settings": dict,
+    "has_shared": bool,
+    "consensus_key": (str, type(None)),
+}
+
+
 def entry_of(engine: Engine, stamp: str) -> dict[str, Any]:
     """The entry of the main file that ties it to its side files: plain values only."""
     algorithm = engine.settings.algorithm
@@ -84,18 +95,35 @@ def entry_of(engine: Engine, stamp: str) -> dict[str, Any]:
 
 
 def read_entry(entry: Any, path: str | Path) -> Entry:
-    """Refuse the entry of another format.
+    """Refuse the entry of another format, and what is none.
 
     Raises:
         ValueError: Naming the file.
     """
-    with content_of(path):
-        if entry["format"] != _FORMAT:
+    for name in ("format", *Entry._fields):
+        if not isinstance(entry, dict) or name not in entry:
+            raise ValueError(f"The entry {KEY!r} of {path} has no {name!r}. {NEW_RUN}")
+        if name == "format" and entry["format"] != _FORMAT:
             raise ValueError(
                 f"The side files of {path} have format {entry['format']}, and this version of "
                 f"lightning_loco reads format {_FORMAT} only. {NEW_RUN}"
             )
-        return Entry(*(entry[name] for name in Entry._fields))
+    found = Entry(*(entry[name] for name in Entry._fields))
+    if not is_stamp(found.stamp):
+        raise ValueError(
+            f"The checkpoint {path} names its side files {found.stamp!r}, which is no name that "
+            f"lightning_loco gives. {NEW_RUN}"
+        )
+    number = found.num_workers
+    if not isinstance(number, int) or not 1 <= number <= MOST_WORKERS:
+        raise ValueError(f"The checkpoint {path} says that {number!r} workers wrote it. {NEW_RUN}")
+    for name, kinds in _KINDS.items():
+        if not isinstance(value := getattr(found, name), kinds):
+            raise ValueError(
+                f"The checkpoint {path} says {name}={value!r}, which lightning_loco does not "
+                f"write. {NEW_RUN}"
+            )
+    return found
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,12 +17,14 @@ from lightning_loco.comm.saved import Saved
 from lightning_loco.schedules.base import proportion
 from lightning_loco.strategies.checkpoint.atomic_io import damage_of, local_path
 from lightning_loco.strategies.checkpoint.manifest import NEW_RUN, content_of, read_entry, steps_of
+from lightning_loco.strategies.checkpoint.other_checkpoint import other_one_named
 from lightning_loco.strategies.checkpoint.position import Position
 from lightning_loco.strategies.checkpoint.side_files import SideFiles
 from lightning_loco.strategies.driven import Engine
 
 _REQUEUED = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
 _PLACE = "the choice of a checkpoint"
+_NEEDED = (("engine", ()), ("lightning", ("loops",)), ("position", Position._fields))
 _PLAIN = ""
 """In place of a stamp: a main file without side files."""
 
@@ -123,7 +126,12 @@ class SavedRun:
     def _read(self, worker: int) -> dict[str, Any]:
         entry = self._entry
         own, shared = self._files.load(entry.stamp, worker, entry.has_shared, self._weights_only)
-        with content_of(self._files.name_of(entry.stamp, worker)):
+        file = self._files.name_of(entry.stamp, worker)
+        with content_of(file):
+            for key, entries in _NEEDED:
+                for name in ("", *entries):
+                    if key not in own or (name and name not in own[key]):
+                        raise ValueError(f"{file} has no {name or key!r}. {NEW_RUN}")
             own["engine"].update(shared)
         return own
 
@@ -201,7 +209,8 @@ def choose_save(group: WorkerGroup, io: CheckpointIO, path: str | Path | None) -
     stamp = max(common, key=lambda one: (ranks[one], steps_of(one), one), default=_PLAIN)
     if not ranks.get(stamp):
         words = [_words(everyone, named[0]), *sum(group.gather_objects(damaged, _PLACE), [])]
-        raise ValueError(" ".join(words))
+        with other_one_named(io, own or named[0], group.worker) if damaged else nullcontext():
+            raise ValueError(" ".join(words))
     with group.errors_shared(_PLACE):
         where[stamp].put_main(stamp)
     return ChosenSave(where[stamp].path, [one[stamp] for one in everyone])

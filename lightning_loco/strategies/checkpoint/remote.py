@@ -161,7 +161,11 @@ class RemoteCheckpoints:
         with content_of(path):
             is_new = worker >= len(positions)
             own = positions[0 if is_new else worker]
-            loaded["loops"], position = own["loops"], Position(**own["position"])
+            try:
+                loaded["loops"], position = own["loops"], Position(**own["position"])
+            except (KeyError, TypeError) as missing:
+                text = f"{path} does not say where its workers were: {missing}."
+                raise ValueError(text) from missing
             if is_new:
                 position = position._replace(random=None)
             shares = [1] * len(positions), [1] * self._strategy.world_size

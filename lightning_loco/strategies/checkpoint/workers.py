@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import lightning.pytorch as pl
 import torch
@@ -18,7 +18,13 @@ from torch.utils.data import DistributedSampler
 
 from lightning_loco.rounds.membership import Link
 from lightning_loco.strategies import lightning_private
-from lightning_loco.strategies.checkpoint.manifest import KEY, content_of, entry_of, new_stamp
+from lightning_loco.strategies.checkpoint.manifest import (
+    KEY,
+    NEW_RUN,
+    content_of,
+    entry_of,
+    new_stamp,
+)
 from lightning_loco.strategies.checkpoint.other_checkpoint import other_one_named, read_main
 from lightning_loco.strategies.checkpoint.position import (
     Place,
@@ -41,6 +47,9 @@ from lightning_loco.values import check_choice
 if TYPE_CHECKING:
     from lightning_loco.strategies.driven import Engine
     from lightning_loco.strategies.engine_strategy import EngineStrategy
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 _CPU = torch.device("cpu")
 _OF_LIGHTNING = ("loops", "optimizer_states", "lr_schedulers", "MixedPrecision", "HalfPrecision")
@@ -215,9 +224,9 @@ class WorkerCheckpoints:
         with content_of(path):
             before = run.shares()
         with content_of(run.name):
-            place = ResumedPlace(run.position(), before, shares, strategy.worker)
-            place.enter(run.own["lightning"]["loops"])
             loaded.update(run.own["lightning"])
+            place = ResumedPlace(run.position(), before, shares, strategy.worker)
+            place.enter(loaded["loops"])
         self._resumed = run, place
 
     def _shares(self) -> list[int]:
@@ -248,11 +257,10 @@ class WorkerCheckpoints:
         engine, notes = self._engine, []
         assert engine is not None
         if run.equals(engine):
-            with engine.worker.group.errors_shared("the start of training"), content_of(run.name):
-                engine.load_state_dict(run.own["engine"])
+            with engine.worker.group.errors_shared("the start of training"):
+                self._load(run, engine.load_state_dict, run.own["engine"])
         else:
-            with content_of(run.name):
-                notes += self._strategy.begin_anew(run.saved())
+            notes += self._load(run, self._strategy.begin_anew, run.saved())
         link = link_of(engine)
         notes += place.restore(trainer, deals=link is None)
         notes += [] if link is None else go_on_in_stream(link, run.own.get("stream"))
@@ -263,6 +271,14 @@ class WorkerCheckpoints:
                 f"The checkpoint was written by {before} with {run.algorithm}, and {now} with "
                 f"{type(engine.settings.algorithm).__name__} go on from it: {'; '.join(notes)}."
             )
+
+    def _load(self, run: SavedRun, load: Callable[[S], T], state: S) -> T:
+        with content_of(run.name):
+            try:
+                return load(state)
+            except KeyError as missing:
+                text = f"{run.name} has no {missing} of the engine. {NEW_RUN}"
+                raise ValueError(text) from missing
 
     def save_interrupted(self, trainer: pl.Trainer, reason: str) -> None:
         """Save once more after an agreed stop, unless that is done; all workers must call it."""
