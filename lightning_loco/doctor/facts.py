@@ -9,7 +9,6 @@ import platform
 import resource
 import shutil
 import socket
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -86,6 +85,7 @@ async def gather_facts(rank: int, world: int, environ: Mapping[str, str]) -> Fac
     leads_to = await addresses_of(name)
     chosen = environ.get("GLOO_SOCKET_IFNAME", "")
     address = interfaces.get(chosen.split(",")[0], "") if chosen else address_of_gloo(leads_to)
+    names = list(interfaces) or [name for _, name in socket.if_nameindex()]
     shown = [
         f"{key}={value}" for key, value in sorted(environ.items()) if key.startswith(VARIABLES)
     ]
@@ -96,7 +96,7 @@ async def gather_facts(rank: int, world: int, environ: Mapping[str, str]) -> Fac
         name_address=leads_to[0] if leads_to else "",
         address=address,
         interface=name_of_interface(address, interfaces),
-        faults=faults_of_variables(environ, [name for _, name in socket.if_nameindex()]),
+        faults=faults_of_variables(environ, names),
         port=0,
         route_address="",
         route_interface="",
@@ -124,11 +124,11 @@ async def in_thread(limit_s: float, call: Callable[[], T]) -> T:
         raise TimeoutError(f"no answer within {limit_s:g} s") from error
 
 
-async def addresses_of(name: str, limit_s: float = NAME_LIMIT_S) -> list[str]:
+async def addresses_of(name: str) -> list[str]:
     """Of a host, in the system's order; none if they are not known in time."""
     ask = partial(socket.getaddrinfo, name, None, type=socket.SOCK_STREAM)
     try:
-        found = await in_thread(limit_s, ask)
+        found = await in_thread(NAME_LIMIT_S, ask)
     except (OSError, UnicodeError):
         return []
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
@@ -163,14 +163,16 @@ def addresses_of_interfaces() -> dict[str, str]:
     """The first address of each network interface, where Linux tells it to this user.
 
     A UDP socket that is bound to an interface gets its address when it connects; nothing is sent.
+    An interface without an IPv4 address, which has no routes either, would get that of another one.
     """
     found: dict[str, str] = {}
-    if sys.platform != "linux":
+    try:
+        routes = Path("/proc/net/route").read_text().splitlines()[1:]
+    except OSError:
         return found
+    with_ipv4 = {"lo", *(route.split()[0] for route in routes)}
     for _, name in socket.if_nameindex():
-        if Path(f"/sys/class/net/{name}/master").exists():
-            continue  # a part of a bridge or bond, which has the address
-        for target in ("2001:db8::1", "127.0.0.1"):
+        for target in ("2001:db8::1", *["127.0.0.1"] * (name in with_ipv4)):
             with suppress(OSError), socket.socket(family_of(target), socket.SOCK_DGRAM) as asked:
                 asked.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, name.encode())
                 asked.connect((target, 9))
@@ -195,7 +197,8 @@ def faults_of_variables(environ: Mapping[str, str], names: list[str]) -> tuple[s
     """
     gloo, nccl = environ.get("GLOO_SOCKET_IFNAME", ""), environ.get("NCCL_SOCKET_IFNAME", "")
     wrong = [name for name in gloo.split(",") if name and name not in names]
-    faults = [f"GLOO_SOCKET_IFNAME={gloo}: there is no interface {name} here" for name in wrong]
+    text = "here that is up and has an address"
+    faults = [f"GLOO_SOCKET_IFNAME={gloo}: there is no interface {name} {text}" for name in wrong]
     # For NCCL: prefixes; after ^ those that it does not take; after = whole names.
     rule = nccl.removeprefix("^").removeprefix("=").split(",")
     is_not, is_exact = nccl.startswith("^"), nccl.removeprefix("^").startswith("=")

@@ -66,7 +66,8 @@ def test_variables_that_fit_no_interface(subtests: pytest.Subtests) -> None:
             text = f"NCCL_SOCKET_IFNAME={nccl} fits no interface here; set it to one of "
             assert faults == (() if fits else (f"{text}eth0, docker0, wg0",))
     (fault,) = faults_of_variables({"GLOO_SOCKET_IFNAME": "eth0,eth7"}, list(INTERFACES))
-    assert fault.startswith("GLOO_SOCKET_IFNAME=eth0,eth7: there is no interface eth7 here; set")
+    text = "GLOO_SOCKET_IFNAME=eth0,eth7: there is no interface eth7 here that is up and has an "
+    assert fault == f"{text}address; set it to one of eth0, docker0, wg0"
 
 
 def test_gloo_takes_the_first_address_of_the_name_that_is_here() -> None:

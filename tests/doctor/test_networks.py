@@ -10,7 +10,7 @@ import pytest
 
 from tests.doctor.gloo_itself import gloo_listens_at
 from tests.doctor.machines import COMMAND, LIMIT_S, Said
-from tests.networks import Network, address, wired_together
+from tests.networks import Network, address, ip, wired_together
 from tests.programs import Program
 
 PORT = 29500
@@ -63,6 +63,19 @@ def test_the_mend_for_it(network: Network) -> None:
     network.hosts(2, "127.0.1.1")
     for one in examine(network, GLOO_SOCKET_IFNAME="eth0"):
         assert one.status == 0, one.text
+
+
+def test_an_interface_without_an_address(network: Network) -> None:
+    ip("-n", network.spaces[1], "link", "add", "name", "br1", "type", "bridge")
+    ip("-n", network.spaces[1], "link", "set", "br1", "up")
+    programs = [start(network, rank, GLOO_SOCKET_IFNAME="eth0") for rank in (0, 2)]
+    programs.append(start(network, 1, GLOO_SOCKET_IFNAME="br1"))
+    for program in programs:
+        status, text = program.finish(LIMIT_S)
+        assert status == 1
+        fault = "machine 1 (node-1): GLOO_SOCKET_IFNAME=br1: there is no interface br1 here"
+        assert f"{fault} that is up and has an address; set it to one of eth0\n" in text
+        assert "all 6 are open" in text  # at the address by which it reaches machine 0
 
 
 def test_ports_that_a_firewall_closes(network: Network) -> None:
