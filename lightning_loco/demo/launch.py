@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from typing import TYPE_CHECKING
 
 import torch
 from hydra.core.hydra_config import HydraConfig
-from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 log = logging.getLogger(__name__)
 
