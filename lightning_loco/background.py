@@ -79,7 +79,8 @@ def _have_threads_sleep() -> None:
     """Let C++ stop a thread where it would abort the process, if its library can be told so.
 
     Longer joins would not do: of two processes that end together, each with a thread that waits in
-    gloo for the other, one is gone first, and the thread of the other comes back while that ends.
+    gloo for the other, a thread comes back while its process ends. Without this most of them hang,
+    and some are aborted.
     """
     with suppress(OSError, AttributeError):
         set_terminate = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
