@@ -29,7 +29,7 @@ is the ratio of the medians of one repetition, and should be at most 0.5 to torc
 DiLoCo and at most 0.2 to its DiLoCo with one all-reduce per parameter, on the loopback. On the
 shaped link the bytes decide. Use an idle machine with as many cores as workers.
 
-  python benchmarks/peers.py
+  python benchmarks/peers.py --png peers.png
   python benchmarks/peers.py --workers 2 4 --models 0.8M 5M --dpwa ../dpwa
 """
 
@@ -46,6 +46,7 @@ from pathlib import Path
 from common import QUICK_SIZES, make_parser, print_machine, print_table
 from libraries.library import Job
 from libraries.links import Link, Unavailable, loopback, shaped
+from libraries.picture import draw
 from libraries.running import Failed, run
 from libraries.summary import HEADER, Runs, row, summarise
 from libraries.table import ALONE, ENTRIES, found
@@ -157,6 +158,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rate", default="100mbit", help="of the shaped link, as tc writes it")
     parser.add_argument("--deadline", type=float, default=300.0, help="seconds for one run")
     parser.add_argument("--dpwa", help="a checkout of dpwa, which has no package")
+    parser.add_argument("--png", type=Path, help="draw the last model and number of workers")
     options = parser.parse_args()
     if options.quick:
         options.models, options.workers, options.links = ["tiny"], [2], ["loopback"]
@@ -179,6 +181,7 @@ def main() -> None:
     present = [key for key in keys if versions[key] is not None]
     for size in options.models:
         for workers in options.workers:
+            tables: dict[str, Runs] = {}
             for name in options.links:
                 with tempfile.TemporaryDirectory(prefix="loco-bench-") as folder:
                     try:
@@ -186,10 +189,14 @@ def main() -> None:
                             runs, failed = measure(
                                 link, size, workers, Path(folder), present, options
                             )
+                            tables[link.name] = runs
                             title = f"{link.name}, {size}, {workers} workers"
                             print_rows(title, runs, failed, keys, name == "loopback")
                     except Unavailable as error:
                         print(f"{name}: skipped: {error}")
+            if options.png and tables:
+                draw(tables, options.png)
+                print(f"The picture is in {options.png}")
 
 
 if __name__ == "__main__":

@@ -132,8 +132,9 @@ def test_compression_prints_bytes_and_times_of_each_codec() -> None:
 
 @pytest.mark.soak
 @pytest.mark.process
-def test_peers_prints_a_row_for_each_library() -> None:
-    output = run("peers", "--quick")
+def test_peers_prints_a_row_for_each_library(tmp_path: Path) -> None:
+    picture = tmp_path / "peers.png"
+    output = run("peers", "--quick", "--png", str(picture))
     header = next(line for line in output.splitlines() if line.startswith("library "))
     columns = re.split(r"\s{2,}", header)
     losses = {}
@@ -142,6 +143,7 @@ def test_peers_prints_a_row_for_each_library() -> None:
         assert 0 < float(found["sent MB a round"]) < 10, output
         losses[row] = float(found["val loss"].split()[0])
     assert cells(output, "dpwa gossip")[1] == "absent"
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
     pytest.importorskip("torchft")
     for row, bound in (("bucketised", "<= 0.50"), ("per parameter", "<= 0.20")):
