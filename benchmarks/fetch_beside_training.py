@@ -21,6 +21,7 @@ is, and here it does in every step.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import statistics
@@ -107,7 +108,8 @@ def set_cores_apart(worker: Worker, apart: bool) -> None:
     for thread in map(int, os.listdir("/proc/self/task")):
         trains = worker.rank == 0 and thread == os.getpid()
         own = CORES[:1] if trains else CORES[1:]
-        os.sched_setaffinity(thread, own if apart else CORES)
+        with contextlib.suppress(ProcessLookupError):  # a thread that has ended
+            os.sched_setaffinity(thread, own if apart else CORES)
 
 
 def make_step(sizes: dict[str, int]) -> Callable[[], None]:
