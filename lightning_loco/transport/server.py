@@ -120,7 +120,7 @@ class Server(BackgroundThread):
         super().__init__("loco-server")
         self.malformed = 0
         self._answer = answer
-        self._context = None if certificate is None else certificate.server
+        self._tls = None if certificate is None else certificate.server
         self._max_connections = max_connections
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
@@ -159,7 +159,7 @@ class Server(BackgroundThread):
         while len(self._serving) >= self._max_connections and self._evict():
             pass
         try:
-            connection = Connection(accepted, self._context, server_side=True)
+            connection = Connection(accepted, self._tls, server_side=True)
         except OSError:  # it has gone already
             accepted.close()
             return
@@ -220,7 +220,7 @@ class Server(BackgroundThread):
 
     def close(self) -> None:
         """Close all connections, free the port and end all threads; a second call does nothing."""
-        self._stop()
+        self._tell_to_end()
         if self.is_alive():
             self.join()
         self._listener.close()
@@ -233,14 +233,14 @@ class Server(BackgroundThread):
         self._alarm.close()
         self._alarmed.close()
 
-    def _stop(self) -> None:
+    def _tell_to_end(self) -> None:
         self._is_closing = True
         with suppress(OSError):
             self._alarm.send(b"!")
 
     def end_with_process(self) -> float:
         """Accept nobody any more."""
-        self._stop()
+        self._tell_to_end()
         return super().end_with_process()
 
 
