@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import logging
-import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -29,7 +28,13 @@ from lightning_loco.peers.protocol import (
     pack_request,
     parse_answer,
 )
-from lightning_loco.transport import Client, JobCertificate, MalformedMessage, Reply
+from lightning_loco.transport import (
+    CertificateRefused,
+    Client,
+    JobCertificate,
+    MalformedMessage,
+    Reply,
+)
 
 log = logging.getLogger(__name__)
 
@@ -162,6 +167,7 @@ class Fetcher:
             self._params = self._wire.view(model.dtype)
         else:
             self._params = torch.empty(model.numel, dtype=model.dtype, pin_memory=pinned)
+        self._tag = Tag(0.0, 0.0)
         self._nearness = nearness or Nearness(model)
         self._directory = directory
         self._flow = flow
@@ -192,30 +198,29 @@ class Fetcher:
             if name is None:
                 break
             tried.add(name)
-            outcome, tag = self._ask(name, deadline)
+            outcome = self._ask(name, deadline)
             if outcome is _Outcome.DONE:
                 fetch_s = self._clock.now() - started
-                received = Received(self._params, tag, name, fetch_s, self._total_bytes)
+                received = Received(self._params, self._tag, name, fetch_s, self._total_bytes)
                 return received if self._seconds is None else self._delay(received, deadline)
             if outcome in (_Outcome.NOT_FINITE, _Outcome.TOO_FAR):
                 break
         return None
 
-    def _ask(self, name: str, deadline: float) -> tuple[_Outcome, Tag]:
+    def _ask(self, name: str, deadline: float) -> _Outcome:
         """Read from one peer, and remember how that went."""
-        tag = Tag(0.0, 0.0)
         try:
-            outcome, tag = self._read(name, deadline)
+            outcome = self._read(name, deadline)
         except TimeoutError:
             outcome = _Outcome.SILENT
         except MalformedMessage as error:
             self.counts.malformed += 1
             self._log_once(name, "malformed", str(error))
             outcome = _Outcome.REFUSED
-        except OSError as error:
-            if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
-                text = f"it holds another key file, or none ({error.reason or error})"
-                self._log_once(name, "key file", text)
+        except CertificateRefused as error:
+            self._log_once(name, "key file", f"it holds another key file, or none ({error})")
+            outcome = _Outcome.REFUSED
+        except OSError:
             outcome = _Outcome.REFUSED
         except Exception as error:
             kind = type(error).__name__
@@ -226,7 +231,7 @@ class Fetcher:
         self._note_outcome(name, outcome)
         if outcome in (_Outcome.SILENT, _Outcome.REFUSED, _Outcome.ERROR):
             self._drop(name)
-        return outcome, tag
+        return outcome
 
     def _note_outcome(self, name: str, outcome: _Outcome) -> None:
         counts = self.counts
@@ -242,24 +247,25 @@ class Fetcher:
         elif outcome is not _Outcome.EMPTY:
             self._flow.failed(name)
 
-    def _read(self, name: str, deadline: float) -> tuple[_Outcome, Tag]:
-        """Ask a peer and receive its parameters."""
+    def _read(self, name: str, deadline: float) -> _Outcome:
+        """Ask a peer and receive its parameters and their tag."""
         now = self._clock.now
         patience_s = self.fetch_timeout_s / (1 if len(self._flow.scores) == 1 else 2)
         client = self._client(name)
         if client is None:
-            return _Outcome.REFUSED, Tag(0.0, 0.0)
+            return _Outcome.REFUSED
         left_s = min(deadline - now(), patience_s)
         reply = client.request(pack_request(self._content), timeout_s=left_s)
         answer = self._parse(reply)
         if answer.kind == OTHER_MODEL:
             self._explain_refusal(name, answer)
-            return _Outcome.REFUSED, answer.tag
+            return _Outcome.REFUSED
         if answer.kind == NOTHING_YET:
-            return _Outcome.EMPTY, answer.tag
+            return _Outcome.EMPTY
         if not answer.tag.is_plausible:
             self._log_once(name, "not finite", f"nonsense in its {answer.tag}")
-            return _Outcome.NOT_FINITE, answer.tag
+            return _Outcome.NOT_FINITE
+        self._tag = answer.tag
         self._nearness.clear()
         for start in range(0, self._total_bytes, self._piece_bytes):
             piece = self._memory[start : start + self._piece_bytes]
@@ -273,7 +279,7 @@ class Fetcher:
             part = self._model.elements(start, len(piece))
             values = self._model.read(self._wire, part.start, self._params[part])
             self._nearness.add(part.start, values)
-        return self._judge(name), answer.tag
+        return self._judge(name)
 
     def _parse(self, reply: Reply) -> Answer:
         """What a peer answers, if it fits to what was asked for."""

@@ -11,11 +11,16 @@ from lightning_loco.transport.certificate import (
     write_certificate,
 )
 from lightning_loco.transport.client import Client, Reply
-from lightning_loco.transport.connection import MAX_NOTE_BYTES, MalformedMessage
+from lightning_loco.transport.connection import (
+    MAX_NOTE_BYTES,
+    CertificateRefused,
+    MalformedMessage,
+)
 from lightning_loco.transport.server import Request, Server
 
 __all__ = [
     "MAX_NOTE_BYTES",
+    "CertificateRefused",
     "Client",
     "JobCertificate",
     "MalformedMessage",

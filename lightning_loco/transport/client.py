@@ -78,8 +78,9 @@ class Client:
 
         Raises:
             MalformedMessage: If no reply comes but something else.
+            CertificateRefused: If the server holds another certificate, or none.
             TimeoutError: If it takes longer.
-            OSError: If there is no connection, it breaks, or the server does not accept it.
+            OSError: If there is no connection, or it breaks.
         """
         deadline = self._clock.now() + timeout_s
         connection = self._connect(deadline)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import select
 import socket
 import ssl
@@ -25,6 +26,10 @@ Body = memoryview | bytes | bytearray
 
 class MalformedMessage(ConnectionError):
     """What has come is no message of this protocol, so that the connection is of no use."""
+
+
+class CertificateRefused(ConnectionError):
+    """One side holds another certificate than the other, or none; the text is TLS's reason."""
 
 
 class Connection:
@@ -70,7 +75,8 @@ class Connection:
 
         Raises:
             TimeoutError: If it takes longer.
-            OSError: If the other side holds another certificate, or none.
+            CertificateRefused: If the other side holds another certificate, or none.
+            OSError: If the connection breaks.
         """
         if isinstance(self._socket, ssl.SSLSocket):
             self._socket.settimeout(_TICK_S)
@@ -111,16 +117,13 @@ class Connection:
             OSError: If the connection breaks.
         """
         head = memoryview(bytearray(_HEAD.size))
-        deadline = self._clock.now() + timeout_s
+        count = 0
         if idle:
             self._socket.settimeout(None)
-            first = self._receive(head, float("inf"))
-            deadline = self._clock.now() + timeout_s
-            self._socket.settimeout(_TICK_S)
-        else:
-            self._socket.settimeout(_TICK_S)
-            first = self._receive(head, deadline)
-        self._fill(head[first:], deadline)
+            count = self._receive(head, math.inf)
+        self._socket.settimeout(_TICK_S)
+        deadline = self._clock.now() + timeout_s
+        self._fill(head[count:], deadline)
         magic, note_bytes, body_bytes = _HEAD.unpack(head)
         if magic != _MAGIC:
             raise MalformedMessage("it does not begin like a message of this version")
@@ -173,8 +176,10 @@ class Connection:
             except TimeoutError as error:
                 if error.errno is not None:  # the operating system's, which has given up
                     raise ConnectionResetError("the other side does not answer") from None
-            except OSError:
+            except OSError as error:
                 if not self._is_aborted:
+                    if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+                        raise CertificateRefused(error.reason or str(error)) from None
                     raise
 
     @property

@@ -7,7 +7,6 @@ import itertools
 import logging
 import select
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +14,12 @@ from contextlib import suppress
 
 from lightning_loco.background import BackgroundThread
 from lightning_loco.transport.certificate import JobCertificate
-from lightning_loco.transport.connection import Body, Connection, MalformedMessage
+from lightning_loco.transport.connection import (
+    Body,
+    CertificateRefused,
+    Connection,
+    MalformedMessage,
+)
 
 log = logging.getLogger(__name__)
 
@@ -194,9 +198,10 @@ class Server(BackgroundThread):
                     raise MalformedMessage("there is no answer to it")
         except MalformedMessage as error:
             self._note_malformed(serving.address, str(error))
-        except OSError as error:
-            if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
-                self._note_malformed(serving.address, f"no key file of this job ({error.reason})")
+        except CertificateRefused as error:
+            self._note_malformed(serving.address, f"no key file of this job ({error})")
+        except OSError:
+            pass
         except Exception:
             log.exception("A request from %s could not be answered.", serving.address)
         finally:

@@ -110,12 +110,12 @@ def test_others_are_refused_at_once(
     old.client.load_cert_chain(tmp_path / "a")
     old.client.load_verify_locations(tmp_path / "a")
     old.client.maximum_version = ssl.TLSVersion.TLSv1_2
-    for name, server_side, client_side, is_told in (
-        ("another", ours, other, True),
-        ("a client without", ours, None, True),
-        ("a server without", None, ours, True),
-        ("a client without a certificate", ours, anonymous, True),
-        ("a client of an older version", ours, old, True),
+    for name, server_side, client_side in (
+        ("another", ours, other),
+        ("a client without", ours, None),
+        ("a server without", None, ours),
+        ("a client without a certificate", ours, anonymous),
+        ("a client of an older version", ours, old),
     ):
         caplog.clear()
         asked = []
@@ -129,7 +129,7 @@ def test_others_are_refused_at_once(
                     client.request(b"note", timeout_s=60)
             assert not asked
             wait_until(lambda: server.malformed == 2, "it was not counted")
-            assert len(caplog.records) == is_told
+            assert len(caplog.records) == 1
 
 
 @pytest.mark.process
