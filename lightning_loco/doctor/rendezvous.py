@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lightning_loco.doctor.connectivity import (
@@ -153,6 +154,7 @@ class Rendezvous:
         self._present: dict[int, Facts] = {}
         self._results: dict[int, Results | None] = {}
         self._refused: list[str] = []
+        self._report = b""
         self._tasks: list[asyncio.Task[None]] = []
         self._has_begun = asyncio.Event()
         self._has_ended = asyncio.Event()
@@ -233,18 +235,23 @@ class Rendezvous:
         is_sound = results is not None and results.are_of(rank, self._present)
         self._results[rank] = results if is_sound else None
         if len(self._results) == len(present):
+            self._report = self._judge(present)
             self._has_ended.set()
         await self._has_ended.wait()
-        told = [one for _, one in sorted(self._results.items()) if one is not None]
-        findings = judge(self._job.world, present, told, self._refused)
-        writer.write(encode(Report(tuple(findings), tuple(matrix(present, told)))))
+        writer.write(self._report)
+
+    def _judge(self, present: Sequence[Facts]) -> bytes:
+        """The last message to all, once all results are there."""
+        received = [one for _, one in sorted(self._results.items()) if one is not None]
+        findings = judge(self._job.world, present, received, self._refused)
+        return encode(Report(tuple(findings), tuple(matrix(present, received))))
 
 
 # ------------------------------------------------------------- what every machine does
 
 
 async def take_part(job: Job, facts: Facts) -> tuple[Facts, Report]:
-    """Connect to machine 0, then to all others, and hear what all have found.
+    """Connect to machine 0, then to all others, and receive what all have found.
 
     Args:
         job: Which machine this is.

@@ -65,7 +65,7 @@ def judge_facts(present: Sequence[Facts]) -> list[Finding]:
             )
             found.append(Finding("open files", WARNING, text))
         if facts.free_bytes < LEAST_DISK_BYTES:
-            text = f"{who}: {_free(facts)}: checkpoints may not fit; make room"
+            text = f"{who}: {_free(facts)}: checkpoints may not fit; delete something"
             found.append(Finding("disk", WARNING, text))
     return found
 
@@ -88,7 +88,7 @@ def _judge_machines(
     for facts in present:
         if facts.rank not in {one.rank for one in results}:
             text = (
-                f"{_who(facts)} came, and has told no results: its process has ended, or its "
+                f"{_who(facts)} came, and has sent no results: its process has ended, or its "
                 "connection to machine 0 has stalled"
             )
             yield Finding("machines", FAILED, text)

@@ -220,7 +220,7 @@ class TestStrangers:
         for one in said.values():
             assert one.status == 1
             assert one.seconds < BOUND_S + START_S
-            assert "machine 1 (node-1) came, and has told no results" in one.faults()[0][1]
+            assert "machine 1 (node-1) came, and has sent no results" in one.faults()[0][1]
 
 
 class TestCommand:

@@ -87,7 +87,7 @@ def test_who_is_missing() -> None:
 def test_who_has_gone() -> None:
     told = [results()[rank] for rank in (0, 2)]
     text = only(faults(told=told), "machines", FAILED)
-    assert text.startswith("machine 1 (node-1) came, and has told no results")
+    assert text.startswith("machine 1 (node-1) came, and has sent no results")
 
 
 def test_who_was_refused() -> None:
