@@ -17,6 +17,7 @@ import torch
 
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.peers import NodeDirectory, Peer, PeerNode, Received
+from lightning_loco.peers.fetcher import FetchingThread
 from lightning_loco.peers.model import Model
 from lightning_loco.peers.protocol import (
     PARAMETERS,
@@ -28,11 +29,11 @@ from lightning_loco.peers.protocol import (
 from lightning_loco.peers.server import SnapshotServer
 from lightning_loco.peers.snapshots import Snapshots
 from lightning_loco.transport import JobCertificate, Request, Server
-from tests.limits import HARNESS_S, SOON_S
+from tests.limits import HARNESS_S
 from tests.programs import free_ports
+from tests.transport.helpers import HOST, wait_until
 
 CHECKSUM = 0x1122334455667788
-HOST = "127.0.0.1"
 TAG = Tag(1, 1)
 MODEL = Model(CHECKSUM, 1000, torch.float32)
 
@@ -86,12 +87,9 @@ def fetch_until(
         time.sleep(0.01)
 
 
-def wait_until_ended(node: PeerNode) -> None:
+def wait_until_ended(node: PeerNode | FetchingThread) -> None:
     """Until the counts tell of the last fetch: a wait may end before it does."""
-    deadline = time.monotonic() + SOON_S
-    while not node.has_ended:
-        assert time.monotonic() < deadline, "the fetch has not ended"
-        time.sleep(0.001)
+    wait_until(lambda: node.has_ended, "the fetch has not ended")
 
 
 @contextlib.contextmanager
@@ -157,11 +155,6 @@ def right_answer(
     """What one of ours would answer that holds one value."""
     body = torch.full((num_bytes // dtype.itemsize,), value, dtype=dtype).numpy().tobytes()
     return pack_answer(Answer(PARAMETERS, asked, tag)), body
-
-
-def open_files() -> int:
-    """Open file descriptors of this process: sockets, pipes, files."""
-    return len(os.listdir("/proc/self/fd"))
 
 
 def peer_threads() -> list[str]:

@@ -43,16 +43,16 @@ from tests.peers.helpers import (
     answering,
     fetch,
     make_node,
-    open_files,
     peer_threads,
     peers,
     right_answer,
     serving,
     silent,
     two_nodes,
+    wait_until_ended,
 )
 from tests.pool import Pool
-from tests.transport.helpers import saying
+from tests.transport.helpers import message, open_files, saying, wait_until
 
 NUMEL = 250_000
 SLOW = Link(mbit_per_s=16, latency_s=0.05)
@@ -221,16 +221,13 @@ def test_a_peer_that_is_too_slow_is_named_once_with_a_remedy(
     monkeypatch.setattr(fetcher_module, "PIECE_BYTES", 400)
     nodes, clock = peers(2), ManualClock()
     note, body = right_answer(MODEL.content, MODEL.total_bytes, 1.0)
-    words = b"LOCO\0\0\0\2" + len(note).to_bytes(4, "little") + len(body).to_bytes(8, "little")
     with (
-        saying(nodes[1].port, words + note + body[:1000]),
+        saying(nodes[1].port, message(note, body)[:-3000]),
         fetching(nodes, fetch_timeout_s=0.25, clock=clock) as (fetcher, _),
     ):
         for count in (800, 1600):
             future = begin(lambda: fetcher.fetch(clock.now() + 0.25))
-            deadline = time.monotonic() + HARNESS_S
-            while fetcher.counts.bytes_received < count and time.monotonic() < deadline:
-                time.sleep(0.001)
+            wait_until(lambda c=count: fetcher.counts.bytes_received >= c, "nothing has come")
             clock.advance(0.3)
             assert future.result(HARNESS_S) is None
         assert fetcher.counts.timeouts == 2
@@ -278,13 +275,6 @@ def running(nodes: list[Peer], fetch_timeout_s: float = HARNESS_S) -> Iterator[F
         thread.close()
 
 
-def wait_for_end(thread: FetchingThread) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not thread.has_ended:
-        assert time.monotonic() < deadline, "the fetch has not ended"
-        time.sleep(0.001)
-
-
 def test_what_a_fetch_brought_is_handed_over_once() -> None:
     nodes = peers(2)
     with serving(nodes[1], 3.0), running(nodes) as thread:
@@ -303,7 +293,7 @@ def test_what_nobody_has_taken_is_gone_when_the_next_fetch_starts() -> None:
     nodes = peers(2)
     with serving(nodes[1], 1.0) as (_, snapshots), running(nodes) as thread:
         thread.start_fetch()
-        wait_for_end(thread)
+        wait_until_ended(thread)
         snapshots.publish(torch.full((1000,), 2.0), Tag(2, 2))
         thread.start_fetch()
         received = thread.wait()
@@ -339,7 +329,7 @@ def test_a_wait_for_a_silent_peer_ends_with_the_timeout() -> None:
         assert thread.wait(0.02) is None
         assert thread.wait() is None
         assert 0.19 < time.monotonic() - started < SOON_S
-        wait_for_end(thread)
+        wait_until_ended(thread)
         assert thread.counts.timeouts == 1
 
 

@@ -38,7 +38,6 @@ from tests.peers.helpers import (
     fetch,
     fetch_until,
     make_node,
-    open_files,
     peer_threads,
     peers,
     two_nodes,
@@ -46,7 +45,7 @@ from tests.peers.helpers import (
 )
 from tests.pool import Pool
 from tests.programs import free_ports
-from tests.transport.helpers import wait_until
+from tests.transport.helpers import open_files, wait_until
 
 
 def test_two_nodes_read_from_each_other_exactly(subtests: pytest.Subtests) -> None:
@@ -152,10 +151,7 @@ def test_a_fetch_is_handed_over_once_and_waits_can_be_short() -> None:
         assert here.wait() is None  # none was started
         there.publish(torch.ones(1000), Tag(0, 0))
         here.start_fetch()
-        deadline = time.monotonic() + 5
-        while not here.has_ended and time.monotonic() < deadline:
-            time.sleep(0.001)
-        assert here.has_ended
+        wait_until_ended(here)
         assert here.wait(0.0) is not None
         assert here.wait() is None
         here.start_fetch()

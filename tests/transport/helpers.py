@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,11 +13,9 @@ from typing import Any
 
 from lightning_loco.transport import Client, Request, Server, write_certificate
 from tests.limits import SOON_S
+from tests.transport.flooder import HEAD, HOST, MAGIC
 
-HOST = "127.0.0.1"
 MB = 2**20
-HEAD = struct.Struct("<8sIQ")
-MAGIC = b"LOCO\0\0\0\2"
 
 
 def echo(request: Request) -> None:

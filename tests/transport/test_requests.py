@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,16 @@ def test_a_name_that_nobody_knows_is_an_error_at_once() -> None:
         Client("no-such-host.invalid", 1).request(b"note", timeout_s=LONG_S)
 
 
+def give_up(client: Client, clock: ManualClock, asked: Future[object], is_aborted: bool) -> None:
+    """Abort a request under way, or let its time pass; it fails as it should."""
+    if is_aborted:
+        client.abort()
+    else:
+        clock.advance(11)
+    with pytest.raises(ConnectionAbortedError if is_aborted else TimeoutError):
+        asked.result(HARNESS_S)
+
+
 @pytest.mark.parametrize("has_certificate", [False, True])
 @pytest.mark.parametrize("words", [b"", message(b"note")[:10], message(b"note", b"body")[:-2]])
 def test_a_server_that_says_nothing_more_costs_the_timeout_or_the_time_until_abort(
@@ -158,12 +169,7 @@ def test_a_server_that_says_nothing_more_costs_the_timeout_or_the_time_until_abo
             asked = begin(ask)
             clock.wait_until_read()
             assert not asked.done()
-            if is_aborted:
-                client.abort()
-            else:
-                clock.advance(11)
-            with pytest.raises(ConnectionAbortedError if is_aborted else TimeoutError):
-                asked.result(HARNESS_S)
+            give_up(client, clock, asked, is_aborted)
             if is_aborted:
                 with pytest.raises(ConnectionAbortedError):
                     client.request(b"note", timeout_s=5)
@@ -184,12 +190,7 @@ def test_an_abort_ends_a_connection_that_is_being_made() -> None:
             client = Client(HOST, listener.getsockname()[1], clock=clock)
             asked = begin(lambda client=client: client.request(b"note", timeout_s=5))
             clock.wait_until_read()
-            if is_aborted:
-                client.abort()
-            else:
-                clock.advance(6)
-            with pytest.raises(ConnectionAbortedError if is_aborted else TimeoutError):
-                asked.result(HARNESS_S)
+            give_up(client, clock, asked, is_aborted)
 
 
 def test_what_was_not_asked_for_costs_the_connection() -> None:
