@@ -76,7 +76,7 @@ def _end_all() -> None:
 
 
 def _have_threads_sleep() -> None:
-    """Let C++ stop a thread where it would abort the process, if its library can be told so.
+    """Have C++ suspend a thread where it would abort the process, where its library allows that.
 
     Longer joins would not do: of two processes that end together, each with a thread that waits in
     gloo for the other, a thread comes back while its process ends. Without this most of them hang,

@@ -27,7 +27,7 @@ def abandon(groups: list[dist.ProcessGroup]) -> None:
     and that of the default group does not either.
     """
     if any(map(_is_nccl, groups)):
-        list(map(keep_for_ever, filter(_is_nccl, groups)))
+        list(map(_keep_for_ever, filter(_is_nccl, groups)))
         atexit.register(_abandon_nccl_at_the_end)
     list(map(_abort, groups))  # no name here may hold a group
     thread = threading.Thread(target=groups.clear, name="loco-abandoned")
@@ -38,7 +38,7 @@ def abandon(groups: list[dist.ProcessGroup]) -> None:
 def abandon_default_group() -> None:
     """Destroy the default group, from which a rank has gone; NCCL's is aborted and kept."""
     if _is_nccl(dist.group.WORLD):
-        keep_for_ever(dist.group.WORLD)
+        _keep_for_ever(dist.group.WORLD)
         _abort()
     else:
         dist.destroy_process_group()
@@ -53,6 +53,6 @@ def _is_nccl(group: dist.ProcessGroup | None) -> bool:
     return "nccl" in dist.get_backend_config(group)
 
 
-def keep_for_ever(thing: object) -> None:
+def _keep_for_ever(thing: object) -> None:
     """Never let the last reference go; a list would be emptied when Python ends."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

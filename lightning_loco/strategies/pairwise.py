@@ -53,7 +53,7 @@ class PairwiseGossipStrategy(EngineStrategy):
             ``{name, host, port}``, or a YAML file in the form of dpwa, of which only the nodes are
             read (:meth:`from_file` reads the settings, too).
         name: Which of the nodes this Trainer is.
-        key_file: Of the job, without which nobody can read or serve parameters; write one with
+        key_file: Of the job: only peers that hold it can read or serve parameters; write one with
             ``lightning-loco keys FILE``.
         compression: How parameters are written on the wire: ``"bf16"``, ``"fp16"``, ``"int8"``, or
             a codec such as ``Int8(block=128)``; rough ones are refused. Default: as they are.

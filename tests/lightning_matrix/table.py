@@ -113,7 +113,7 @@ SERVED_BEFORE = Apart(
     "a peer may blend in what was served before the first step; clip before training, too",
     {"training_step": 8},
 )
-LANDED_AFTER = Apart(
+APPLIED_AFTER = Apart(
     "a result may move the weights once more after the last step, on one worker alone",
     {"training_step": 8},
 )
@@ -280,12 +280,12 @@ TABLE: dict[str, list[Row]] = {
         Row(
             "weights clipped by hand",
             foreign.clipped_weights,
-            but={"pairwise_gossip": SERVED_BEFORE, "async_model_average": LANDED_AFTER},
+            but={"pairwise_gossip": SERVED_BEFORE, "async_model_average": APPLIED_AFTER},
         ),
         Row(
             "weights clipped by hand, also before training",
             foreign.always_clipped_weights,
-            but={"async_model_average": LANDED_AFTER},
+            but={"async_model_average": APPLIED_AFTER},
         ),
     ],
     "Callbacks": [
