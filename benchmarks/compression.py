@@ -30,7 +30,7 @@ from libraries.summary import MB, Runs
 from libraries.table import ALONE, OURS
 from peers import SIZES, measure, open_link
 
-from lightning_loco.codecs import CODECS
+from lightning_loco.compression import CODECS
 
 SENT = {"int8": 0.27, "e3m0": 0.145, "sparse": 0.02}
 """Most bytes of a round, of float32's; that of sparse for two workers."""

@@ -23,7 +23,7 @@ from lightning_loco.algorithms import (
 )
 from lightning_loco.demo.data import ByteTextData
 from lightning_loco.demo.model import ByteGPT
-from lightning_loco.rounds.settings import RoundSettings
+from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.schedules import EverySteps, Schedule
 
 BATCH, CONTEXT = 8, 64

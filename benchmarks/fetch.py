@@ -36,8 +36,8 @@ from common import (
 )
 
 from lightning_loco.algorithms.pairwise import Tag
-from lightning_loco.codecs import CODECS
-from lightning_loco.peers import NodeDirectory, Peer, PeerNode
+from lightning_loco.compression import CODECS
+from lightning_loco.gossip import NodeDirectory, Peer, PeerNode
 from lightning_loco.transport import write_certificate
 
 BOUND = 0.80

@@ -45,7 +45,7 @@ from fetch import fetch_once, free_ports, new_key_file, open_node
 
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.demo.model import ByteGPT
-from lightning_loco.peers import PeerNode
+from lightning_loco.gossip import PeerNode
 
 RATE = 125e6
 BATCH_SIZE = 8  # as in conf/

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_loco import Algorithm, DiLoCo, GASLoC, LocalSGD, StepEngine
-from lightning_loco.comm import WorkerGroup
+from lightning_loco.distributed import WorkerGroup
 
 MB = 1e6
 BUCKET_BYTES = 16 * 2**20

@@ -39,7 +39,7 @@ from memory import highest_rise
 from torch import Tensor, nn
 
 from lightning_loco.demo.model import ByteGPT
-from lightning_loco.remote import RemoteOptimizer, Tiers, serve
+from lightning_loco.parameter_server import RemoteOptimizer, Tiers, serve
 
 NUM_WORKERS = 2
 AHEAD_BYTES = 16 * 2**20  # of messages under way on the server, for each worker but the first

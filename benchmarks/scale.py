@@ -47,7 +47,7 @@ from common import HOST, against, make_parser, print_machine, print_table
 from torch import nn
 
 from lightning_loco import DiLoCo, GASLoC, StepEngine
-from lightning_loco.comm.rows import Row
+from lightning_loco.distributed.worker_status import Row
 
 SIZES = [2, 4, 8, 16, 32, 64]
 WIDTH = 100

@@ -33,7 +33,7 @@ from local_phase import make_model
 from peers import open_link
 
 from lightning_loco.algorithms import DiLoCo, Mix
-from lightning_loco.rounds import Engine, RoundSettings
+from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.schedules import EverySteps, Schedule, Staggered
 
 BOUND = 0.95

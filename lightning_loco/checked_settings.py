@@ -19,14 +19,14 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_loco import algorithms
 from lightning_loco.algorithms import PairwiseAverage
-from lightning_loco.codecs import Codec, Compensated, ErrorFeedback
-from lightning_loco.comm.links import as_links
+from lightning_loco.compression import Codec, Compensated, ErrorFeedback
 from lightning_loco.demo.launch import follow_launcher
-from lightning_loco.peers.settings import PairwiseSettings
-from lightning_loco.remote.tiers import Tiers, check_ranks
-from lightning_loco.rounds.clock_engine import clock_settings
-from lightning_loco.rounds.hidden import HiddenRounds, async_diloco, streaming_diloco
-from lightning_loco.rounds.settings import RoundSettings
+from lightning_loco.engine.clock_engine import clock_settings
+from lightning_loco.engine.hidden_rounds import HiddenRounds, async_diloco, streaming_diloco
+from lightning_loco.engine.settings import RoundSettings
+from lightning_loco.gossip.settings import PairwiseSettings
+from lightning_loco.links.links import as_links
+from lightning_loco.parameter_server.tiers import Tiers, check_ranks
 from lightning_loco.schedules import by_steps
 from lightning_loco.topology import Topology
 from lightning_loco.values import check_common_arguments

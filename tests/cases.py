@@ -33,13 +33,13 @@ from lightning_loco import (
     StreamingDiLoCoStrategy,
 )
 from lightning_loco.algorithms import Algorithm, Cosine, Linear, Piecewise
-from lightning_loco.codecs import Compensated, Sparse
-from lightning_loco.rounds import RoundSettings
+from lightning_loco.compression import Compensated, Sparse
+from lightning_loco.engine import RoundSettings
 from lightning_loco.strategies import METHODS
 from lightning_loco.topology import Topology, get_topology
 
 BY_CLOCK = "its rounds fall by the clock, so that no two runs are equal"
-BY_FRAGMENTS = "its schedule is tests/rounds/test_staggered.py's, and its algorithm has a row"
+BY_FRAGMENTS = "its schedule is tests/engine/test_staggered.py's, and its algorithm has a row"
 DECAYS = "the decay of the weights moves them by itself"
 SLOW = (
     "same numbers",

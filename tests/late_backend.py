@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_loco.comm import WorkerGroup
-from lightning_loco.comm.devices import CPU
+from lightning_loco.distributed import WorkerGroup
+from lightning_loco.distributed.devices import CPU
 
 NAME = "late"
 DELAY_S = 0.01

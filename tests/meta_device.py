@@ -16,8 +16,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_loco.comm import devices
-from lightning_loco.comm import worker as worker_module
+from lightning_loco import worker as worker_module
+from lightning_loco.distributed import devices
 
 DEVICE = torch.device("meta")
 

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 import torch.distributed as dist
 
 from lightning_loco.clock import REAL_CLOCK, Clock
-from lightning_loco.comm.store import PromptStore
+from lightning_loco.distributed.store import PromptStore
 from tests.pool import PRELOADED
 
 

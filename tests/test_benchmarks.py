@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_loco.codecs import CODECS
+from lightning_loco.compression import CODECS
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"

@@ -17,9 +17,16 @@ from lightning_loco import Elastic
 from lightning_loco.algorithms import Cosine
 from lightning_loco.checked_settings import SettingsError, early_settings
 from lightning_loco.chosen_strategy import build_strategy
-from lightning_loco.codecs import CODECS, Compensated, ErrorFeedback, Int8, Sparse, as_compression
-from lightning_loco.comm.link import LINKS
-from lightning_loco.comm.links import Links
+from lightning_loco.compression import (
+    CODECS,
+    Compensated,
+    ErrorFeedback,
+    Int8,
+    Sparse,
+    as_compression,
+)
+from lightning_loco.links.link import LINKS
+from lightning_loco.links.links import Links
 from lightning_loco.schedules import VaryingSteps
 from lightning_loco.strategies import METHODS
 from lightning_loco.topology import TOPOLOGIES, Topology

@@ -106,7 +106,7 @@ def test_a_way_to_read_one_is_found(subtests: pytest.Subtests) -> None:
         "trainer.strategy.broadcast(value)",
     ]:
         with subtests.test(line):
-            assert list(findings("lightning_loco.comm.groups", line))
+            assert list(findings("lightning_loco.distributed.worker_group", line))
 
 
 def test_tensors_and_weights_are_none() -> None:
@@ -229,7 +229,7 @@ def call_from(rank: int, world: int, file: str) -> list[Call]:
 
 
 def test_a_pickle_of_ours_would_be_seen(pool: Pool) -> None:
-    ours, theirs = str(PACKAGE / "comm" / "new.py"), "/elsewhere/lightning_loco.py"
+    ours, theirs = str(PACKAGE / "engine" / "new.py"), "/elsewhere/lightning_loco.py"
     names = ["all_gather_object", "broadcast_object_list", "loads", "Unpickler"]
     for file in (ours, theirs):
         for calls in pool.run(call_from, file, world=2):

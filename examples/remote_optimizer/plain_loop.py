@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_loco.remote import RemoteOptimizer, Tiers, run_role
+from lightning_loco.parameter_server import RemoteOptimizer, Tiers, run_role
 
 STEPS = 300
 

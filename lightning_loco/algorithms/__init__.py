@@ -9,8 +9,8 @@ from lightning_loco.algorithms.delayed_nesterov import DelayedNesterov
 from lightning_loco.algorithms.diloco import DiLoCo
 from lightning_loco.algorithms.eager_diloco import EagerDiLoCo
 from lightning_loco.algorithms.gasloc import GASLoC
-from lightning_loco.algorithms.landing import KeepProgress, Landing, Mix, Restart
 from lightning_loco.algorithms.local_sgd import LocalSGD
+from lightning_loco.algorithms.merge import KeepProgress, Landing, Mix, Restart
 from lightning_loco.algorithms.model_average import ModelAverage, NeighborAverage
 from lightning_loco.algorithms.outer_lr import Cosine, Linear, Piecewise
 from lightning_loco.algorithms.pairwise import PairwiseAverage, Tag

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 
-from lightning_loco.algorithms.landing import Landing
+from lightning_loco.algorithms.merge import Landing
 
 if TYPE_CHECKING:
     from lightning_loco.topology import Topology

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_loco.algorithms.base import Algorithm, State
 from lightning_loco.algorithms.diloco import check_outer_sgd, step_outer_sgd
-from lightning_loco.algorithms.landing import Restart
+from lightning_loco.algorithms.merge import Restart
 from lightning_loco.algorithms.outer_lr import (
     ROUNDS,
     OuterLR,

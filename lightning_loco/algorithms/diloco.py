@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from lightning_loco.algorithms.base import Algorithm, State
-from lightning_loco.algorithms.landing import Restart
+from lightning_loco.algorithms.merge import Restart
 from lightning_loco.algorithms.outer import check_outer_optimizer, step_outer_optimizer
 from lightning_loco.algorithms.outer_lr import (
     OuterLR,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.algorithms.base import Algorithm, State
-from lightning_loco.algorithms.landing import KeepProgress
+from lightning_loco.algorithms.merge import KeepProgress
 from lightning_loco.algorithms.outer_lr import (
     ROUNDS,
     OuterLR,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from torch import Tensor
 
 from lightning_loco.algorithms.base import Algorithm, State
-from lightning_loco.algorithms.landing import KeepProgress
+from lightning_loco.algorithms.merge import KeepProgress
 from lightning_loco.topology import Ring
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import math
 import lightning.pytorch as pl
 
 from lightning_loco.callbacks.monitor import RoundMonitor
-from lightning_loco.rounds import Engine
+from lightning_loco.engine import Engine
 from lightning_loco.strategies import RemoteOptimizerStrategy
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import lightning.pytorch as pl
 
 from lightning_loco.callbacks.monitor import RoundMonitor
-from lightning_loco.rounds import Engine
+from lightning_loco.engine import Engine
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 from lightning_loco.callbacks.monitor import RoundMonitor
-from lightning_loco.peers import PairwiseEngine
+from lightning_loco.gossip import PairwiseEngine
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 
 

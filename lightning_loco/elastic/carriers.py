@@ -12,9 +12,9 @@ from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.handover import Handover, receive, send
 from lightning_loco.elastic.plan import Plan
 from lightning_loco.elastic.recovery import copy_state, lane_of, longest_state
+from lightning_loco.engine.engine import Engine
+from lightning_loco.engine.exchanges.compressed import CompressedSum
 from lightning_loco.fault_points import reach
-from lightning_loco.rounds.compressed_mean import CompressedSum
-from lightning_loco.rounds.engine import Engine
 
 log = logging.getLogger(__name__)
 

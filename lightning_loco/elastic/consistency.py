@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_loco.comm.fingerprint import pieces
 from lightning_loco.elastic.plan import UNKNOWING, Plan
+from lightning_loco.parameters.fingerprint import pieces
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ import re
 import warnings
 
 from lightning_loco.algorithms import Algorithm, Mix
-from lightning_loco.comm.groups import WorkerGroup
+from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.elastic.stores import is_address
-from lightning_loco.rounds.membership import Link
-from lightning_loco.rounds.settings import RoundSettings
+from lightning_loco.engine.membership import Link
+from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.schedules import EverySteps, Staggered
 from lightning_loco.topology import TOPOLOGIES, Topology, get_topology
 
@@ -97,7 +97,7 @@ class Elastic:
             )
 
     def prepare(self, algorithm: Algorithm, topology: Topology | None) -> Algorithm:
-        """Fill in ``"auto"``; see :class:`lightning_loco.rounds.membership.Membership`."""
+        """Fill in ``"auto"``; see :class:`lightning_loco.engine.membership.Membership`."""
         if algorithm.exchange == "neighbors" and topology is not None:
             return prepare_for_any_number(algorithm, topology)
         ready = algorithm.prepare(1, topology)
@@ -109,7 +109,7 @@ class Elastic:
         return ready
 
     def connect(self, settings: RoundSettings, group: WorkerGroup) -> Link:
-        """Connect an engine; see :class:`lightning_loco.rounds.membership.Membership`."""
+        """Connect an engine; see :class:`lightning_loco.engine.membership.Membership`."""
         algorithm = settings.algorithm
         if algorithm.exchange not in ("mean", "neighbors") or algorithm.num_scalars:
             raise ValueError(

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_loco.comm.rows import PendingRows, Row
-from lightning_loco.comm.waiting import Timed
+from lightning_loco.distributed.work import Timed
+from lightning_loco.distributed.worker_status import PendingRows, Row
 from lightning_loco.elastic.handover import Handover
 from lightning_loco.elastic.plan import Plan, Receipt
-from lightning_loco.rounds.engine import Engine
+from lightning_loco.engine.engine import Engine
 
 
 class Flight:

@@ -38,7 +38,7 @@ from lightning_loco.elastic.plan import (
     difference,
     make_plan,
 )
-from lightning_loco.rounds.membership import DataShare
+from lightning_loco.engine.membership import DataShare
 
 SAY_S = 10.0
 """Time between two lines that say what is waited for."""

@@ -12,9 +12,9 @@ from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.handover import Handover, receive, send
 from lightning_loco.elastic.plan import UNKNOWING, Plan
 from lightning_loco.elastic.recovery import copy_state, longest_state
+from lightning_loco.engine.engine import Engine
+from lightning_loco.engine.exchanges.mixing import Mix
 from lightning_loco.fault_points import reach
-from lightning_loco.rounds.engine import Engine
-from lightning_loco.rounds.mixing import Mix
 from lightning_loco.topology import Topology
 
 _MESSAGE = "message"

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOption
 from torchft.process_group import ProcessGroupGloo
 
 from lightning_loco.background import BackgroundThread, begin
-from lightning_loco.comm.store import PromptStore, StoreSilent, in_time
+from lightning_loco.distributed.store import PromptStore, StoreSilent, in_time
 from lightning_loco.elastic.plan import Plan
 from lightning_loco.elastic.stores import check_alive, connected, serve
 from lightning_loco.fault_points import reach

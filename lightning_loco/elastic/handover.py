@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_loco.comm import messages
+from lightning_loco.distributed import notes
 from lightning_loco.elastic.groups import Groups
 from lightning_loco.fault_points import reach
 
@@ -56,7 +56,7 @@ def send(
     """
     kept = {name: tensor.contiguous() for name, tensor in handover.tensors.items()}
     kinds = {name: [str(t.dtype), list(t.shape)] for name, t in kept.items()}
-    text = messages.write({"tensors": kinds, "values": handover.values})
+    text = notes.write({"tensors": kinds, "values": handover.values})
     head = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     sent = [tensor.reshape(-1) for tensor in kept.values() if travels(tensor)]
     groups.send([torch.tensor([len(text)])], to)
@@ -88,7 +88,7 @@ def receive(
         raise RuntimeError(f"The state of the run begins with {int(length)} bytes of description.")
     head = torch.empty(int(length), dtype=torch.uint8)
     groups.receive([head], source)
-    described = messages.read(head.numpy().tobytes(), "The member that brings the state")
+    described = notes.read(head.numpy().tobytes(), "The member that brings the state")
     tensors = {
         name: torch.zeros(shape, dtype=_DTYPES[dtype])
         for name, (dtype, shape) in _checked(described, longest_bytes).items()

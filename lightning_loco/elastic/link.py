@@ -11,10 +11,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lightning_loco.comm.groups import WorkerGroup
-from lightning_loco.comm.rows import ROUND, PendingRows, Row
-from lightning_loco.comm.stats import Statistics
-from lightning_loco.comm.waiting import Timed
+from lightning_loco.distributed.statistics import Statistics
+from lightning_loco.distributed.work import Timed
+from lightning_loco.distributed.worker_group import WorkerGroup
+from lightning_loco.distributed.worker_status import ROUND, PendingRows, Row
 from lightning_loco.elastic.carriers import Summing
 from lightning_loco.elastic.consistency import Consistency, fingerprint
 from lightning_loco.elastic.elastic import Elastic
@@ -32,17 +32,17 @@ from lightning_loco.elastic.recovery import (
     position_of,
     take_part,
 )
-from lightning_loco.rounds.engine import Engine
-from lightning_loco.rounds.exchange import make_exchange
-from lightning_loco.rounds.membership import DataShare, Host
-from lightning_loco.rounds.parcels import Parcel
-from lightning_loco.rounds.settings import RoundSettings
+from lightning_loco.engine.buckets import Parcel
+from lightning_loco.engine.engine import Engine
+from lightning_loco.engine.exchanges.base import make_exchange
+from lightning_loco.engine.membership import DataShare, Host
+from lightning_loco.engine.settings import RoundSettings
 
 _OWN_AFFAIRS = ("sync_every", "bucket_bytes")
 
 
 class ElasticLink:
-    """Connects one engine; see :class:`lightning_loco.rounds.membership.Link`.
+    """Connects one engine; see :class:`lightning_loco.engine.membership.Link`.
 
     Args:
         asked: What the user says.

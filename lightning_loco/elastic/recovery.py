@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from lightning_loco.algorithms import Mix
-from lightning_loco.codecs import shared_part
+from lightning_loco.compression import shared_part
 from lightning_loco.elastic.flight import Carried, Flight, rows_of
 from lightning_loco.elastic.handover import Handover
-from lightning_loco.rounds.engine import Engine
-from lightning_loco.rounds.membership import Host
-from lightning_loco.rounds.rounds import Flight as LaneFlight
-from lightning_loco.rounds.rounds import Rounds
+from lightning_loco.engine.engine import Engine
+from lightning_loco.engine.fragment_sync import Flight as LaneFlight
+from lightning_loco.engine.fragment_sync import Rounds
+from lightning_loco.engine.membership import Host
 
 STATES = 8
 """The most vectors of the length of a message that a state is made of."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sized
 import torch
 from torch.utils.data import Sampler
 
-from lightning_loco.rounds.membership import DataShare
+from lightning_loco.engine.membership import DataShare
 
 
 class MembersSampler(Sampler[int]):

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_loco.rounds.exchange import Exchange
-from lightning_loco.rounds.parcels import Parcel, group_chunks
+from lightning_loco.engine.buckets import Parcel, group_chunks
+from lightning_loco.engine.exchanges.base import Exchange
 
 
 class Hub:

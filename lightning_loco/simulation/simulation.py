@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco.algorithms import Algorithm, State
-from lightning_loco.comm.checks import check_model, first_difference
-from lightning_loco.comm.flat import FlatLayout
-from lightning_loco.comm.groups import WorkerGroup
-from lightning_loco.comm.rows import ROUND, PendingRows, Row
-from lightning_loco.comm.stats import Statistics
-from lightning_loco.rounds.exchange import make_exchange
-from lightning_loco.rounds.lane import Lane
-from lightning_loco.rounds.rounds import Flight, Rounds
-from lightning_loco.rounds.settings import RoundSettings
+from lightning_loco.distributed.statistics import Statistics
+from lightning_loco.distributed.worker_group import WorkerGroup
+from lightning_loco.distributed.worker_status import ROUND, PendingRows, Row
+from lightning_loco.engine.exchanges.base import make_exchange
+from lightning_loco.engine.fragment import Lane
+from lightning_loco.engine.fragment_sync import Flight, Rounds
+from lightning_loco.engine.settings import RoundSettings
+from lightning_loco.parameters.flat import FlatLayout
+from lightning_loco.parameters.schema import check_model, first_difference
 from lightning_loco.schedules import Now, SyncEvery, by_steps
 from lightning_loco.simulation.hub import Hub
 

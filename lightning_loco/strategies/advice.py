@@ -8,8 +8,8 @@ from typing import Literal
 
 import lightning.pytorch as pl
 
-from lightning_loco.comm.flat import FlatLayout
-from lightning_loco.rounds import RoundSettings
+from lightning_loco.engine import RoundSettings
+from lightning_loco.parameters.flat import FlatLayout
 from lightning_loco.schedules import Staggered
 
 FEWEST_ROUNDS = 10

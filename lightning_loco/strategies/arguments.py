@@ -13,9 +13,9 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from typing_extensions import get_type_hints
 
-from lightning_loco.codecs import Codec, Compensated, ErrorFeedback
-from lightning_loco.comm.links import LinkLike
-from lightning_loco.rounds.membership import Membership
+from lightning_loco.compression import Codec, Compensated, ErrorFeedback
+from lightning_loco.engine.membership import Membership
+from lightning_loco.links.links import LinkLike
 
 _Constructor = TypeVar("_Constructor", bound=Callable[..., None])
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lightning_loco.comm import Statistics
-from lightning_loco.peers import PairwiseEngine
-from lightning_loco.rounds import Engine as RoundEngine
-from lightning_loco.rounds.membership import Link
+from lightning_loco.distributed import Statistics
+from lightning_loco.engine import Engine as RoundEngine
+from lightning_loco.engine.membership import Link
+from lightning_loco.gossip import PairwiseEngine
 from lightning_loco.schedules import Schedule
 
 Engine = RoundEngine | PairwiseEngine

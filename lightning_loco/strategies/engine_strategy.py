@@ -17,10 +17,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
-from lightning_loco.comm import Statistics, Worker, WorkerGroup
-from lightning_loco.comm.devices import device_of_messages
-from lightning_loco.comm.saved import Saved
-from lightning_loco.rounds import RoundSettings
+from lightning_loco.distributed import Statistics, WorkerGroup
+from lightning_loco.distributed.devices import device_of_messages
+from lightning_loco.earlier_run import Saved
+from lightning_loco.engine import RoundSettings
 from lightning_loco.schedules import Schedule
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.added_hooks import add_hooks
@@ -42,6 +42,7 @@ from lightning_loco.strategies.local_steps import (
 from lightning_loco.strategies.meeting import MeetingStrategy
 from lightning_loco.strategies.pace import Pace, share_data
 from lightning_loco.values import check_choice, check_common_arguments
+from lightning_loco.worker import Worker
 
 SAMPLED = 8192
 """Elements from which the consensus distance at the end is estimated."""

@@ -15,11 +15,12 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_loco.comm import Worker, WorkerGroup
-from lightning_loco.comm.checks import share_from_worker_0
-from lightning_loco.comm.fingerprint import fingerprints
+from lightning_loco.distributed import WorkerGroup
+from lightning_loco.parameters.fingerprint import fingerprints
+from lightning_loco.parameters.schema import share_from_worker_0
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.driven import Engine
+from lightning_loco.worker import Worker
 
 if TYPE_CHECKING:
     from lightning_loco.strategies.checkpoint.workers import WorkerCheckpoints

@@ -11,13 +11,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import Unpack
 
 from lightning_loco.algorithms import Algorithm, Landing
-from lightning_loco.codecs import Codec, Compensated, ErrorFeedback
-from lightning_loco.comm import WorkerGroup
-from lightning_loco.comm.links import LinkLike, as_links
-from lightning_loco.comm.saved import Saved
-from lightning_loco.rounds import Engine, RoundSettings, carry_over
-from lightning_loco.rounds.membership import Link, Membership
-from lightning_loco.rounds.settings import BUCKET_BYTES
+from lightning_loco.compression import Codec, Compensated, ErrorFeedback
+from lightning_loco.distributed import WorkerGroup
+from lightning_loco.earlier_run import Saved
+from lightning_loco.engine import Engine, RoundSettings, carry_over
+from lightning_loco.engine.membership import Link, Membership
+from lightning_loco.engine.settings import BUCKET_BYTES
+from lightning_loco.links.links import LinkLike, as_links
 from lightning_loco.schedules import Schedule, SyncEvery, by_steps
 from lightning_loco.strategies.arguments import CommonArguments, RoundArguments, spelled_out
 from lightning_loco.strategies.driven import link_of

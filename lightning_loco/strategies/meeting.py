@@ -18,15 +18,15 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from lightning_loco.comm import Worker
-from lightning_loco.comm.groups import WorkerGroup
-from lightning_loco.comm.job import init_workers
-from lightning_loco.comm.stopping import StopAgreed
-from lightning_loco.comm.waiting import Explained
-from lightning_loco.remote import RemoteOptimizer
+from lightning_loco.distributed.graceful_stop import StopAgreed
+from lightning_loco.distributed.job import init_workers
+from lightning_loco.distributed.work import Explained
+from lightning_loco.distributed.worker_group import WorkerGroup
+from lightning_loco.parameter_server import RemoteOptimizer
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO
 from lightning_loco.strategies.checkpoint.reader import complete_one
+from lightning_loco.worker import Worker
 
 if TYPE_CHECKING:
     from lightning_loco.strategies.checkpoint.remote import RemoteCheckpoints

@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 from lightning_loco.algorithms import DiLoCo, EagerDiLoCo, GASLoC, LocalSGD
 from lightning_loco.algorithms.diloco import OuterOptimizer
 from lightning_loco.algorithms.outer_lr import OuterLR
-from lightning_loco.rounds.hidden import async_diloco, streaming_diloco
+from lightning_loco.engine.hidden_rounds import async_diloco, streaming_diloco
 from lightning_loco.schedules import SyncEvery
 from lightning_loco.strategies.arguments import RoundArguments, spelled_out
 from lightning_loco.strategies.loco import LocoStrategy

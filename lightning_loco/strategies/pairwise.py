@@ -16,14 +16,14 @@ from typing_extensions import Unpack
 
 from lightning_loco.algorithms import PairwiseAverage
 from lightning_loco.algorithms.pairwise import Interpolation
-from lightning_loco.codecs import Codec
-from lightning_loco.comm.groups import WorkerGroup
-from lightning_loco.comm.links import LinkLike, as_links
-from lightning_loco.comm.saved import Saved
-from lightning_loco.peers import Peer, read_nodes
-from lightning_loco.peers.engine import PairwiseEngine
-from lightning_loco.peers.nearness import MAX_PEER_DISTANCE
-from lightning_loco.peers.settings import PairwiseSettings
+from lightning_loco.compression import Codec
+from lightning_loco.distributed.worker_group import WorkerGroup
+from lightning_loco.earlier_run import Saved
+from lightning_loco.gossip import Peer, read_nodes
+from lightning_loco.gossip.engine import PairwiseEngine
+from lightning_loco.gossip.nearness import MAX_PEER_DISTANCE
+from lightning_loco.gossip.settings import PairwiseSettings
+from lightning_loco.links.links import LinkLike, as_links
 from lightning_loco.strategies.arguments import CommonArguments, spelled_out
 from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.strategies.local_steps import optimized_by

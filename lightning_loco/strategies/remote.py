@@ -15,13 +15,13 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
-from lightning_loco.codecs import Codec, ErrorFeedback
-from lightning_loco.comm.checks import share_from_worker_0
-from lightning_loco.comm.stats import Statistics
-from lightning_loco.remote import RemoteOptimizer, Serving, Transport
-from lightning_loco.remote.plan import BUCKET_BYTES
-from lightning_loco.remote.tiers import check_ranks
-from lightning_loco.remote.wire import as_codec
+from lightning_loco.compression import Codec, ErrorFeedback
+from lightning_loco.distributed.statistics import Statistics
+from lightning_loco.parameter_server import RemoteOptimizer, Serving, Transport
+from lightning_loco.parameter_server.plan import BUCKET_BYTES
+from lightning_loco.parameter_server.tiers import check_ranks
+from lightning_loco.parameter_server.wire import as_codec
+from lightning_loco.parameters.schema import share_from_worker_0
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.checkpoint.remote import RemoteCheckpoints
 from lightning_loco.strategies.driven import bytes_of_ddp, summarize

@@ -6,8 +6,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import LearningRateFinder
 from torch.optim import Optimizer
 
-from lightning_loco.comm.checks import check_model
-from lightning_loco.remote.backends import check_optimizer
+from lightning_loco.parameter_server.backends import check_optimizer
+from lightning_loco.parameters.schema import check_model
 from lightning_loco.strategies import lightning_private
 
 _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_loco.remote import RemoteOptimizer
+from lightning_loco.parameter_server import RemoteOptimizer
 from lightning_loco.strategies import lightning_private
 
 

@@ -14,15 +14,15 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_loco.comm.checks import check_same_tensors
-from lightning_loco.comm.groups import WorkerGroup
-from lightning_loco.comm.job import Job
-from lightning_loco.comm.parting import abandon, abandon_default_group
-from lightning_loco.comm.places import Places
-from lightning_loco.comm.watchdog import WorkerFailure
-from lightning_loco.remote import RemoteOptimizer, Tiers
-from lightning_loco.remote.service_group import AllRanks, ServiceGroup
-from lightning_loco.remote.tiers import new_replica_group
+from lightning_loco.distributed.abandon import abandon, abandon_default_group
+from lightning_loco.distributed.job import Job
+from lightning_loco.distributed.watchdog import WorkerFailure
+from lightning_loco.distributed.worker_group import WorkerGroup
+from lightning_loco.parameter_server import RemoteOptimizer, Tiers
+from lightning_loco.parameter_server.service_group import AllRanks, ServiceGroup
+from lightning_loco.parameter_server.tiers import new_replica_group
+from lightning_loco.parameters.owners import Places
+from lightning_loco.parameters.schema import check_same_tensors
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.added_hooks import add_hooks
 from lightning_loco.strategies.external_updates import averaged_models, share_complete_averages

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_loco.remote import Serving, Tiers, Transport, serve
+from lightning_loco.parameter_server import Serving, Tiers, Transport, serve
 from lightning_loco.strategies import lightning_private
 
 _PATHS = ("best_model_path", "last_model_path", "kth_best_model_path", "dirpath")

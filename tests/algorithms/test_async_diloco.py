@@ -23,8 +23,8 @@ from tests.algorithms.toys import (
     simulate,
     train_step,
 )
+from tests.engine.toys import run_each
 from tests.pool import Pool
-from tests.rounds.toys import run_each
 from tests.small_model import flat, make_model, worker_batch
 
 TORCH_SGD = partial(torch.optim.SGD, lr=0.7, momentum=0.3, nesterov=True)

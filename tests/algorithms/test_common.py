@@ -21,8 +21,8 @@ from lightning_loco import (
     StepEngine,
 )
 from lightning_loco.algorithms import Algorithm, State
-from lightning_loco.rounds import RoundSettings
-from lightning_loco.rounds.parcels import slice_state
+from lightning_loco.engine import RoundSettings
+from lightning_loco.engine.buckets import slice_state
 from lightning_loco.topology import FromMatrix
 from tests.algorithms.toys import Point, assert_close, flat_rounds, move_to, randn
 from tests.cases import CASES, Case, rows, without_variants

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_loco import DiLoCo, EagerDiLoCo, EagerDiLoCoStrategy, Simulation
 from lightning_loco.algorithms import KeepProgress, Linear, largest_stable_contraction
 from lightning_loco.algorithms.outer_lr import OuterLR, rate_at
-from lightning_loco.rounds import RoundSettings
+from lightning_loco.engine import RoundSettings
 from lightning_loco.schedules import EverySteps
 from lightning_loco.topology import Complete
 from tests.algorithms.toys import (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco import DiLoCo, LocalSGD, LocoStrategy, Simulation, StepEngine
-from lightning_loco.rounds import RoundSettings
+from lightning_loco.engine import RoundSettings
 from lightning_loco.schedules import EverySteps
 from lightning_loco.topology import Ring
 from tests.algorithms.toys import (

@@ -21,8 +21,8 @@ from tests.algorithms.toys import (
     simulate,
     train_ddp,
 )
+from tests.engine.toys import run_each
 from tests.pool import Pool
-from tests.rounds.toys import run_each
 
 UNIT_STEP = partial(SGD, lr=1.0)
 """With it the pseudo-gradient of one local step is the gradient."""

@@ -28,8 +28,8 @@ from lightning_loco import (
     WorkerLogs,
 )
 from lightning_loco.callbacks import straggler
-from lightning_loco.comm.rows import Row
-from tests.comm.workers import sleeps
+from lightning_loco.distributed.worker_status import Row
+from tests.distributed.workers import sleeps
 from tests.pool import Pool, make_trainer
 from tests.small_model import TinyModule, ValidatedModule, flat, make_loader, quiet_trainer
 

@@ -23,7 +23,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lightning_loco as loco
 import train
-from lightning_loco import codecs, remote, topology
+from lightning_loco import compression, parameter_server, topology
 from lightning_loco.chosen_strategy import build_strategy
 from lightning_loco.transport import write_certificate
 from tests.conftest import ROOT
@@ -226,7 +226,7 @@ def known_arguments() -> set[str]:
     """Of what pages speak of: this package, its command line, and Lightning."""
     kinds = [getattr(loco, name) for name in loco.__all__]
     kinds += [
-        getattr(module, name) for module in (remote, topology, codecs) for name in module.__all__
+        getattr(module, name) for module in (parameter_server, topology, compression) for name in module.__all__
     ]
     kinds += [Trainer, Trainer.fit, ModelCheckpoint, LightningModule.log, StatefulDataLoader]
     known = {"strategy", *(folder.name for folder in (ROOT / "conf").iterdir() if folder.is_dir())}

@@ -11,8 +11,8 @@ from torch import nn
 
 import lightning_loco as loco
 from lightning_loco.algorithms.outer_lr import Linear
-from lightning_loco.comm import Statistics
-from lightning_loco.rounds import StepEngine
+from lightning_loco.distributed import Statistics
+from lightning_loco.engine import StepEngine
 from lightning_loco.strategies import METHODS
 from lightning_loco.topology import TOPOLOGIES, consensus_rate
 from tests.conftest import ROOT

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_loco.comm.rows import ROUND, Row
+from lightning_loco.distributed.worker_status import ROUND, Row
 from lightning_loco.elastic import flights as module
 from lightning_loco.elastic.flight import Flight
 from lightning_loco.elastic.flights import Asking

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_loco.rounds import Engine
+from lightning_loco.engine import Engine
 from tests.elastic.cluster import HEARTBEAT_TIMEOUT_S, Cluster, Line, cluster
 from tests.elastic.test_elastic import first_members, weight_of
 from tests.elastic.test_faults import longest_wait

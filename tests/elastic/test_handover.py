@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_loco.comm import messages
+from lightning_loco.distributed import notes
 from lightning_loco.elastic import handover
 from lightning_loco.elastic.groups import Groups
 from lightning_loco.elastic.handover import Handover
@@ -80,12 +80,12 @@ def refusal(rank: int, garbage: bytes) -> str:
 def test_what_is_no_state_is_refused(pool: Pool, subtests: pytest.Subtests) -> None:
     garbage = [
         b"\x80\x04no JSON",
-        messages.write([]),
-        messages.write({"tensors": {"a": ["float99", [3]]}, "values": {}}),
-        messages.write({"tensors": {"a": ["torch.float32", [-3]]}, "values": {}}),
-        messages.write({"tensors": {"a": ["torch.float32", [2.5]]}, "values": {}}),
-        messages.write({"tensors": {"a": ["torch.float32", [251]]}, "values": {}}),
-        messages.write({"tensors": {"a": ["torch.float32", [3]]}, "values": 5}),
+        notes.write([]),
+        notes.write({"tensors": {"a": ["float99", [3]]}, "values": {}}),
+        notes.write({"tensors": {"a": ["torch.float32", [-3]]}, "values": {}}),
+        notes.write({"tensors": {"a": ["torch.float32", [2.5]]}, "values": {}}),
+        notes.write({"tensors": {"a": ["torch.float32", [251]]}, "values": {}}),
+        notes.write({"tensors": {"a": ["torch.float32", [3]]}, "values": 5}),
     ]
     _, refused = pool.run(refusals, garbage, world=2)
     for sent, told in zip(garbage, refused, strict=True):

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from lightning_loco.algorithms import DiLoCo
-from lightning_loco.comm.rows import ROUND, Row
+from lightning_loco.distributed.worker_status import ROUND, Row
 from lightning_loco.elastic.flight import Flight
 from lightning_loco.elastic.handover import Handover
 from lightning_loco.elastic.plan import resumed
 from lightning_loco.elastic.recovery import is_ahead, land_saved_rounds
-from lightning_loco.rounds import StepEngine
+from lightning_loco.engine import StepEngine
 
 
 def trained(steps: int) -> StepEngine:

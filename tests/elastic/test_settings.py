@@ -20,13 +20,13 @@ from lightning_loco.algorithms import (
     PairwiseAverage,
 )
 from lightning_loco.elastic.elastic import for_any_number, prepare_for_any_number
-from lightning_loco.rounds import Engine, RoundSettings
+from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.schedules import Staggered
 from lightning_loco.topology import Torus, get_topology
 from lightning_loco.values import plain
 from tests.conftest import cover
+from tests.engine.fragments import Layers
 from tests.pool import Pool
-from tests.rounds.fragments import Layers
 
 HERE = "127.0.0.1:29510"
 

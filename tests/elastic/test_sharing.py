@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_loco.elastic.sharing import MembersSampler
-from lightning_loco.rounds.membership import DataShare
+from lightning_loco.engine.membership import DataShare
 
 
 def dealt(base: int, count: int) -> list[DataShare]:

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from lightning_loco.algorithms import DiLoCo
-from lightning_loco.comm.rows import ROUND, Row
+from lightning_loco.distributed.worker_status import ROUND, Row
 from lightning_loco.elastic.flight import Flight
 from lightning_loco.elastic.plan import UNKNOWING
 from lightning_loco.elastic.recovery import adopt_state, copy_state
-from lightning_loco.rounds import StepEngine
+from lightning_loco.engine import StepEngine
 
 
 def test_a_state_of_another_size_changes_nothing(subtests: pytest.Subtests) -> None:

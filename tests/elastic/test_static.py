@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_loco.rounds import StepEngine
+from lightning_loco.engine import StepEngine
 from tests.elastic.cluster import cluster
 from tests.elastic.worker import PULL, TOPOLOGIES, algorithm_of, checksum
 from tests.pool import Pool

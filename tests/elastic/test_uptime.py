@@ -10,7 +10,7 @@ import pytest
 
 from lightning_loco.elastic import lighthouse as module
 from lightning_loco.elastic.lighthouse import HEARD_S, Uptime
-from tests.comm.workers import sleeps
+from tests.distributed.workers import sleeps
 from tests.elastic.cluster import Lighthouse
 
 pytestmark = pytest.mark.recovery

@@ -24,8 +24,8 @@ from lightning_loco.algorithms import (
     NeighborAverage,
     NoLoCo,
 )
-from lightning_loco.rounds import Engine, RoundSettings, StepEngine
-from lightning_loco.rounds.membership import Membership
+from lightning_loco.engine import Engine, RoundSettings, StepEngine
+from lightning_loco.engine.membership import Membership
 from lightning_loco.schedules import Staggered
 from tests.algorithms.toys import Point
 from tests.elastic.arguments import elastic_of, make_parser

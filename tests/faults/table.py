@@ -1,10 +1,11 @@
 """One table of faults: under which method who fails how, in which phase, and what the others do.
 
 A new method is in it by itself. What the table cannot say has a test of its own: losses
-before training in tests/remote/test_all_ranks.py, patience in tests/remote/test_patience.py,
-workers that others go on without in tests/strategies/test_remote_faults.py, other points of a round
-and those who come back in tests/elastic/test_faults.py, peers in tests/peers/test_faults.py, and
-launchers in tests/strategies/test_faults.py.
+before training in tests/parameter_server/test_all_ranks.py, patience in
+tests/parameter_server/test_patience.py, workers that others go on without in
+tests/strategies/test_remote_faults.py, other points of a round and those who come back in
+tests/elastic/test_faults.py, peers in tests/gossip/test_faults.py, and launchers in
+tests/strategies/test_faults.py.
 """
 
 from __future__ import annotations

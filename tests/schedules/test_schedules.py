@@ -12,11 +12,10 @@ from torch import Tensor
 
 from lightning_loco import Simulation
 from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC, LocalSGD, ModelAverage
-from lightning_loco.rounds import Engine, RoundSettings
+from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.schedules import EveryInterval, EverySteps, Now
 from tests.algorithms.toys import Point, assert_close, randn
-from tests.pool import Pool
-from tests.rounds.toys import (
+from tests.engine.toys import (
     LARGE,
     SMALL_BUCKET,
     Counting,
@@ -29,6 +28,7 @@ from tests.rounds.toys import (
     train,
     zeros,
 )
+from tests.pool import Pool
 
 ROUNDS = 5
 MIDDLE = LARGE // 2

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from lightning_loco import CommunicationMonitor, DiLoCo, DiLoCoStrategy, LocoStrategy, StepEngine
 from lightning_loco.algorithms import Algorithm, GASLoC
-from lightning_loco.rounds import RoundSettings
+from lightning_loco.engine import RoundSettings
 from lightning_loco.schedules import EverySteps, Now, VaryingSteps, by_steps
 from tests.algorithms.toys import assert_close
+from tests.engine.toys import approach, flat, run_each, simulate, train, zeros
 from tests.pool import Pool, make_trainer
-from tests.rounds.toys import approach, flat, run_each, simulate, train, zeros
 from tests.small_model import TinyModule, make_loader
 
 VARYING = {0: 2, 5: 4, 14: 1}

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from lightning_loco.algorithms import GASLoC, LocalSGD
-from lightning_loco.comm import Statistics, WorkerGroup
-from lightning_loco.comm.flat import Chunk
-from lightning_loco.rounds.exchange import make_exchange
-from lightning_loco.rounds.parcels import Parcel, Part
+from lightning_loco.distributed import Statistics, WorkerGroup
+from lightning_loco.engine.buckets import Parcel, Part
+from lightning_loco.engine.exchanges.base import make_exchange
+from lightning_loco.parameters.flat import Chunk
 from lightning_loco.simulation.hub import Hub
 from lightning_loco.topology import Ring, Topology
 

@@ -25,8 +25,8 @@ from lightning_loco import (
     LocoStrategy,
     PairwiseGossipStrategy,
 )
-from lightning_loco.comm.link import LINKS
-from lightning_loco.comm.links import Links
+from lightning_loco.links.link import LINKS
+from lightning_loco.links.links import Links
 from lightning_loco.strategies import METHODS
 from lightning_loco.strategies.arguments import CommonArguments, RoundArguments
 from lightning_loco.strategies.engine_strategy import EngineStrategy

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_loco.comm import WorkerGroup
-from lightning_loco.comm.watchdog import WorkerFailure
+from lightning_loco.distributed import WorkerGroup
+from lightning_loco.distributed.watchdog import WorkerFailure
 from lightning_loco.fault_points import on_reach
 from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO
 from lightning_loco.strategies.checkpoint.manifest import KEY, new_stamp

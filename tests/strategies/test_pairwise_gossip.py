@@ -26,9 +26,9 @@ from lightning_loco import (
     PairwiseGossipStrategy,
     PeerMonitor,
 )
-from lightning_loco.codecs import Codec, ErrorFeedback, Int8, Sparse
+from lightning_loco.compression import Codec, ErrorFeedback, Int8, Sparse
 from tests.conftest import ROOT
-from tests.peers.helpers import peers
+from tests.gossip.helpers import peers
 from tests.pool import Pool, PoolError, make_trainer
 from tests.programs import python_path
 from tests.small_model import (

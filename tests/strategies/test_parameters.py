@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_loco.comm.rows import Row
+from lightning_loco.distributed.worker_status import Row
 from tests.pool import Pool, PoolEnvironment
 from tests.small_model import TinyModule, flat, loss_of, make_model, worker_batch
 from tests.strategies.plain_runs import LR, assert_all_close, fit, simulate

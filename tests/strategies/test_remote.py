@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_loco import RemoteOptimizerStrategy
-from lightning_loco.codecs import BFloat16
-from lightning_loco.remote import Tiers
+from lightning_loco.compression import BFloat16
+from lightning_loco.parameter_server import Tiers
 from tests.conftest import cover
 from tests.pool import Pool, make_trainer
 from tests.small_model import ValidatedModule, flat, make_loader, quiet_trainer

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_loco import RemoteOptimizerStrategy
-from lightning_loco.codecs import Int8
+from lightning_loco.compression import Int8
 from tests.conftest import cover
 from tests.pool import Pool
 from tests.small_model import TinyModule, ValidatedModule, WorkerData, flat, make_loader

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from lightning_loco import RemoteOptimizerStrategy
-from lightning_loco.codecs import ErrorFeedback, Int8
-from lightning_loco.codecs import Sparse as SparseCodec
+from lightning_loco.compression import ErrorFeedback, Int8
+from lightning_loco.compression import Sparse as SparseCodec
 from tests.conftest import cover
 from tests.pool import Pool, PoolError
 from tests.programs import LIMIT_S, Program, one_per_rank, python_script

@@ -15,7 +15,7 @@ from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 
 from lightning_loco import RemoteOptimizerStrategy
-from lightning_loco.remote import Tiers
+from lightning_loco.parameter_server import Tiers
 from tests.conftest import cover
 from tests.pool import Pool, PoolError, make_trainer
 from tests.small_model import TinyModule, ValidatedModule, flat, make_loader

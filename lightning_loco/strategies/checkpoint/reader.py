@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_loco.comm import WorkerGroup
-from lightning_loco.comm.saved import Saved
+from lightning_loco.distributed import WorkerGroup
+from lightning_loco.earlier_run import Saved
 from lightning_loco.schedules.base import proportion
 from lightning_loco.strategies.checkpoint.atomic_io import damage_of, local_path
 from lightning_loco.strategies.checkpoint.manifest import NEW_RUN, content_of, read_entry, steps_of

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_loco.remote import RemoteOptimizer
+from lightning_loco.parameter_server import RemoteOptimizer
 from lightning_loco.strategies.checkpoint.manifest import content_of, new_stamp
 from lightning_loco.strategies.checkpoint.other_checkpoint import other_one_named, read_main
 from lightning_loco.strategies.checkpoint.position import Position, ResumedPlace

@@ -23,8 +23,8 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch import Tensor
 
-from lightning_loco.comm.fingerprint import crc32
 from lightning_loco.fault_points import reach
+from lightning_loco.parameters.fingerprint import crc32
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.checkpoint.atomic_io import (
     WholeFileIO,

@@ -16,7 +16,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from lightning_loco.rounds.membership import Link
+from lightning_loco.engine.membership import Link
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.checkpoint.manifest import (
     KEY,

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_loco.comm import WorkerGroup
-from lightning_loco.comm.watchdog import WorkerFailure
+from lightning_loco.distributed import WorkerGroup
+from lightning_loco.distributed.watchdog import WorkerFailure
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.checkpoint.side_files import SideFiles
 

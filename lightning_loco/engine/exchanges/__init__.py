@@ -1,0 +1,1 @@
+"""How messages move between workers: all-reduce, neighbours, compressed."""

@@ -1,0 +1,233 @@
+"""What a user says about rounds, checked before any process or tensor exists."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch import Tensor
+
+from lightning_loco.algorithms import Algorithm, Landing, Restart, State
+from lightning_loco.compression import Compression, as_compression, check_compression
+from lightning_loco.engine.membership import Membership
+from lightning_loco.links.links import Links
+from lightning_loco.parameters.flat import CHUNK_ELEMENTS, Cuts
+from lightning_loco.schedules import EverySteps, Schedule
+from lightning_loco.topology import as_topology
+from lightning_loco.values import check_bytes, plain
+
+PARCELS_UNDER_WAY = 2
+BUCKET_BYTES = 64 * 2**20
+_FEWEST_ELEMENTS = 1024
+WHOLE_MODEL_BYTES = 2**40
+"""A bucket that holds any model: one parcel, one thing to wait for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundSettings:
+    """How a run makes its rounds.
+
+    Args:
+        algorithm: What a round computes.
+        schedule: When rounds begin and end.
+        topology: Who exchanges with whom. Default: the algorithm's own.
+        compression: How messages are written on the wire: a codec, its name, an
+            ``ErrorFeedback`` or ``Compensated``. Default: as they are.
+        landing: What becomes of late results. Default: what the algorithm names.
+        bucket_bytes: Memory for messages under way, in bytes. Rounds that stay under way have as
+            much as they need.
+        num_workers: Set by :meth:`prepare`.
+        membership: Who takes part. Default: all ranks, from begin to end.
+        link: Links that exchanges are to take as long as on. Default: those that there are.
+        outer_device: ``"cpu"`` to keep the state of rounds and all messages in the host's memory.
+            Default: where the parameters are.
+
+    Raises:
+        TypeError: If a value has the wrong type.
+        ValueError: If a value is out of range.
+    """
+
+    algorithm: Algorithm
+    schedule: Schedule = EverySteps()
+    topology: Any | None = None
+    compression: Any | None = None
+    landing: Landing | None = None
+    bucket_bytes: int = BUCKET_BYTES
+    num_workers: int = 1
+    membership: Membership | None = None
+    link: Links | None = None
+    outer_device: Literal["cpu"] | None = None
+
+    def __post_init__(self) -> None:
+        """Check types and ranges."""
+        for name, kind, example in (
+            ("algorithm", Algorithm, "DiLoCo()"),
+            ("schedule", Schedule, "EverySteps(100)"),
+        ):
+            if not isinstance(value := getattr(self, name), kind):
+                article = "an" if kind is Algorithm else "a"
+                raise TypeError(
+                    f"{name} must be {article} {kind.__name__} such as {example}, got {value!r}."
+                )
+        if not isinstance(self.compression, Compression):
+            check_compression(self.compression)
+        check_bytes("bucket_bytes", self.bucket_bytes)
+        if not isinstance(self.membership, Membership | None):
+            raise TypeError(f"membership must be Elastic(...) or None, got {self.membership!r}.")
+        if not isinstance(self.link, Links | None):
+            raise TypeError(f"link must be as_links('wan') or None, got {self.link!r}.")
+        if self.outer_device not in (None, "cpu"):
+            raise ValueError(
+                "outer_device must be 'cpu' for the host's memory, or None for that of the "
+                f"parameters' device, got {self.outer_device!r}."
+            )
+        if self.link is not None and self.membership is not None:
+            raise ValueError(
+                "link=... delays the exchanges of workers that are there from begin to end, and "
+                "not those of members that come and go. Drop link or membership."
+            )
+        if self.stays:
+            self.algorithm.check_overlap()
+
+    @property
+    def stays(self) -> bool:
+        """Whether rounds are under way while local steps go on, after the first ones at least."""
+        return self.schedule.stays(2**31)
+
+    def prepare(self, num_workers: int, seed: int = 0) -> RoundSettings:
+        """Check everything against the number of workers and resolve ``"auto"`` settings.
+
+        Args:
+            num_workers: Number of workers N.
+            seed: Of the run, equal on all workers: for a topology that is drawn by default. Workers
+                that come and go have seeds of their own, and take 0.
+
+        Raises:
+            ValueError: If something does not fit; before training starts.
+        """
+        topology = None if self.topology is None else as_topology(self.topology)
+        if topology is None:
+            topology = self.algorithm.default_topology(seed if self.membership is None else 0)
+        self.schedule.check(num_workers)
+        if self.link is not None:
+            self.link.check(num_workers)
+        if self.membership is None:
+            algorithm = self.algorithm.prepare(num_workers, topology)
+        else:
+            algorithm = self.membership.prepare(self.algorithm, topology)
+        if algorithm.granularity is None and self.schedule.num_lanes > 1:
+            raise ValueError(
+                f"{type(algorithm).__name__} needs the whole vector of parameters at once and "
+                f"cannot be exchanged in {self.schedule.num_lanes} parts. Use fragments=1, or "
+                "DiLoCo with its own outer optimizer."
+            )
+        landing = self.landing or algorithm.late_landing or Restart()
+        if not isinstance(landing, Landing):
+            raise TypeError(f"A landing is an object such as KeepProgress(), got {landing!r}.")
+        says_where = type(algorithm).depart is not Algorithm.depart
+        if self.stays and landing.keeps_progress and says_where:
+            raise ValueError(
+                f"{type(algorithm).__name__} says itself where local steps begin again, and takes "
+                f"no other landing than Restart(), got {landing!r}. Leave it out, or use DiLoCo."
+            )
+        if self.stays and isinstance(landing, Restart):
+            algorithm.warn_overlap()
+        return dataclasses.replace(
+            self,
+            algorithm=algorithm,
+            topology=topology,
+            compression=self._prepared_compression(),
+            landing=landing,
+            num_workers=num_workers,
+        )
+
+    def _prepared_compression(self) -> Compression | None:
+        if isinstance(self.compression, Compression):
+            return self.compression
+        algorithm = self.algorithm
+        made = as_compression(self.compression, algorithm.exchange, algorithm.sends_parameters)
+        if made is not None and made.stays_in_model and (self.stays or self.membership is not None):
+            reason = "members that come and go know nothing of it"
+            if self.stays:
+                reason = "results that come late would overwrite it"
+            raise ValueError(
+                f"{self.compression} leaves what is lost in the worker's model, and {reason}. Use "
+                f"compression=ErrorFeedback({made.codec}), or blocking rounds of workers that are "
+                "there from begin to end."
+            )
+        return made
+
+    @property
+    def consensus_key(self) -> str | None:
+        """The entry of the algorithm's state that is the consensus; None for the workers' mean."""
+        is_mean = self.compression is not None and self.compression.stays_in_model
+        return None if is_mean else self.algorithm.consensus_key
+
+    def init_residual(self, params: Tensor) -> State:
+        """What a worker remembers because of compression; ``params`` ``(P,)`` are equal on all."""
+        return {} if self.compression is None else self.compression.init(params)
+
+    def describe(self) -> dict[str, Any]:
+        """What is computed, as plain values, for a comparison of workers and for checkpoints."""
+        fields = dataclasses.fields(self.algorithm)
+        return {
+            "algorithm": type(self.algorithm).__name__,
+            **{field.name: plain(getattr(self.algorithm, field.name)) for field in fields},
+            "schedule": type(self.schedule).__name__,
+            **self.schedule.describe(),
+            "topology": plain(self.topology),
+            "compression": plain(self.compression),
+            "landing": plain(self.landing),
+            "bucket_bytes": self.bucket_bytes,
+        }
+
+    @property
+    def granularity(self) -> int | None:
+        """What the length of a slice must be a multiple of; None for the whole vector."""
+        own = self.algorithm.granularity
+        if own is None or self.compression is None:
+            return own
+        return math.lcm(own, self.compression.codec.block)
+
+    def parcel_elements(self, numel: int, itemsize: int) -> int:
+        """Longest parcel, out of ``numel``, such that all parcels under way fit into the bucket."""
+        if self.granularity is None or self.membership is not None:
+            return max(1, numel)
+        topology, copies = self.topology, 1
+        if topology is not None:
+            workers = range(self.num_workers)
+            copies = max(len(topology.weights(w, self.num_workers, 0)) for w in workers)
+        if not self.stays:
+            copies *= self.schedule.num_lanes  # each has places of its own
+        return max(_FEWEST_ELEMENTS, self.bucket_bytes // (PARCELS_UNDER_WAY * copies * itemsize))
+
+    def cuts(self, sizes: Mapping[str, int], itemsize: int, longest: int = CHUNK_ELEMENTS) -> Cuts:
+        """Where to cut parameters of these sizes: small chunks, none of them short if possible.
+
+        ``longest``: about the elements of a chunk.
+        """
+        numel = sum(sizes.values())
+        if self.granularity is None:
+            return Cuts()
+        parcel = self.parcel_elements(numel, itemsize)
+        chunk = min(parcel, longest)
+        if numel <= parcel:
+            chunk = math.ceil(numel / max(1, round(numel / longest)))
+        return Cuts(chunk, self.granularity, self._borders(sizes))
+
+    def _borders(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Where lanes begin; they must cover everything and cut nothing that belongs together."""
+        lanes = self.schedule.lanes(sizes)
+        stretches = sorted((part.start, part.stop) for lane in lanes for part in lane if part)
+        starts, ends = [s for s, _ in stretches], [e for _, e in stretches]
+        if [0, *ends] != [*starts, sum(sizes.values())] or not all(any(lane) for lane in lanes):
+            raise ValueError(f"The lanes of {self.schedule} do not cover each parameter once.")
+        granularity = self.algorithm.granularity or 1
+        if any(start % granularity for start in starts):
+            raise ValueError(
+                f"The lanes of {self.schedule} must begin at multiples of {granularity}, "
+                f"which {type(self.algorithm).__name__} is made of, and begin at {starts}."
+            )
+        return tuple(starts[1:])

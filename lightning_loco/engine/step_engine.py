@@ -1,0 +1,93 @@
+"""Rounds after every H local steps, whose results are applied at once or one round late."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import nn
+
+from lightning_loco.algorithms import Algorithm
+from lightning_loco.distributed.devices import CPU
+from lightning_loco.distributed.worker_group import WorkerGroup
+from lightning_loco.engine.engine import Engine
+from lightning_loco.engine.membership import Membership
+from lightning_loco.engine.settings import BUCKET_BYTES, RoundSettings
+from lightning_loco.links.links import LinkLike, as_links
+from lightning_loco.schedules import SyncEvery, by_steps
+
+
+class StepEngine(Engine):
+    """Count local steps and make the rounds of one worker, in a plain loop or under Lightning.
+
+    Call :meth:`step` after every step of the optimizer, on every rank, and in the end
+    :meth:`finish`, which leaves the consensus in the model, and :meth:`close`.
+
+    Args:
+        model: The module to train; its trainable parameters are exchanged.
+        algorithm: What a round computes.
+        sync_every: Local steps between rounds, at least 1; or a list with one entry per worker; or
+            as it changes, ``{0: 10, 1000: 50}``.
+        overlap: Apply a round's result one round later, and hide its communication.
+        warm_start: With overlap, make the first round a blocking one.
+        topology: Who is whose neighbour. Default: the algorithm's own.
+        bucket_bytes: Memory for messages under way, in bytes.
+        compression: How messages are written on the wire: ``"int8"``, another name of
+            :data:`~lightning_loco.compression.CODECS`, a codec, an ``ErrorFeedback`` or
+            ``Compensated``. Default: as they are.
+        group: The workers. Default: all ranks of the default process group, with groups of its own.
+        membership: Who takes part, if workers come and go: ``Elastic(...)``. This job is then one
+            worker; call :meth:`join` before the first step.
+        link: Links that rounds are to take as long as on, as in
+            :func:`~lightning_loco.links.links.as_links`. Default: those that there are.
+        outer_device: ``"cpu"`` to keep the state of rounds and all messages in the host's memory,
+            and send them by gloo. Default: where the parameters are.
+
+    Raises:
+        ValueError: On every worker, if the model or the settings do not fit.
+
+    Example:
+        >>> import torch
+        >>> from lightning_loco.algorithms import DiLoCo
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> engine = StepEngine(model, DiLoCo(outer_lr=0.5, outer_momentum=0.0), sync_every=2)
+        >>> start = model.weight.item()
+        >>> for _ in range(2):  # stands for two optimizer steps
+        ...     _ = model.weight.data.add_(1.0)
+        ...     _ = engine.step()
+        >>> round(model.weight.item() - start, 6)  # one worker: half of the drift
+        1.0
+        >>> engine.close()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        algorithm: Algorithm,
+        *,
+        sync_every: SyncEvery = 100,
+        overlap: bool = False,
+        warm_start: bool = True,
+        topology: Any | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        compression: Any | None = None,
+        group: WorkerGroup | None = None,
+        membership: Membership | None = None,
+        link: LinkLike | None = None,
+        outer_device: Literal["cpu"] | None = None,
+    ) -> None:
+        def make_settings() -> RoundSettings:
+            schedule = by_steps(sync_every, overlap, warm_start)
+            return RoundSettings(
+                algorithm,
+                schedule,
+                topology,
+                compression,
+                bucket_bytes=bucket_bytes,
+                membership=membership,
+                link=as_links(link),
+                outer_device=outer_device,
+            )
+
+        if group is None and outer_device is not None:
+            group = WorkerGroup.create(device=CPU)
+        super().__init__(model, make_settings, group)

@@ -1,0 +1,1 @@
+"""Network links between workers, as they are emulated: bandwidth, latency and jitter."""

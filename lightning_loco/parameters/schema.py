@@ -1,0 +1,143 @@
+"""What must be true of a model before its training starts, on every worker."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lightning_loco.distributed.work import Works
+from lightning_loco.distributed.worker_group import WorkerGroup
+from lightning_loco.parameters.fingerprint import crc32
+from lightning_loco.parameters.flat import FlatLayout
+
+Gather = Callable[[Any, str], list[Any]]
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise ValueError for a model without trainable parameters, or with lazy or sparse ones."""
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(
+                f"Parameter {name!r} is not initialised yet (lazy module). Run one forward pass, "
+                "for example in LightningModule.configure_model, before training starts."
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ValueError(
+                f"Module {name!r} makes sparse gradients, which are not supported. "
+                "Build it with sparse=False."
+            )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            "The model has no trainable parameters, so there is nothing to exchange. "
+            "Set requires_grad=True on at least one parameter before fit."
+        )
+
+
+def check_same_schema(layout: FlatLayout, group: WorkerGroup) -> None:
+    """Raise ValueError on every worker if their parameters differ, naming the first difference."""
+    _compare(layout.schema(), "trainable parameters", group.gather_objects)
+
+
+def check_same_tensors(model: nn.Module, gather: Gather) -> None:
+    """Raise ValueError on every worker if any parameters or buffers differ in name, shape or dtype.
+
+    Args:
+        model: Of this worker.
+        gather: Collects a value of plain numbers and texts from every worker, in order; gets the
+            name of the place as well.
+    """
+    named = [*model.named_parameters(), *model.named_buffers()]
+    schema = [(name, tuple(t.shape), str(t.dtype), "") for name, t in named]
+    _compare(schema, "parameters and buffers", gather)
+
+
+def _compare(schema: Sequence[Sequence[object]], what: str, gather: Gather) -> None:
+    place = "the comparison of the models"
+    if len(set(gather(zlib.crc32(repr(schema).encode()), place))) == 1:
+        return
+    schemas = gather([[str(part) for part in entry] for entry in schema], place)
+    for worker, other in enumerate(schemas):
+        if other != schemas[0]:
+            raise ValueError(
+                f"Worker {worker} holds a different model than worker 0: "
+                f"{first_difference(other, schemas[0], what)}. Build the same model on every rank."
+            )
+
+
+def check_carries(group: WorkerGroup, outer_device: Literal["cpu"] | None) -> None:
+    """Raise ValueError if messages cannot travel in a group from where the user wants them."""
+    if outer_device is not None and not group.host_waits:
+        raise ValueError(
+            "outer_device='cpu' sends messages from the host's memory, which this group's backend "
+            "cannot. Make the group with WorkerGroup.create(backend='gloo')."
+        )
+
+
+def check_same_settings(settings: dict[str, Any], group: WorkerGroup) -> None:
+    """Raise ValueError on every worker if they are set differently, naming the first difference."""
+    everyone = group.gather_objects(settings, "the comparison of the settings")
+    for worker, other in enumerate(everyone):
+        for key, value in everyone[0].items():
+            if other.get(key) != value:
+                raise ValueError(
+                    f"Worker {worker} has {key}={other.get(key)!r} and worker 0 has "
+                    f"{key}={value!r}. Start all workers with the same settings."
+                )
+
+
+def first_difference(
+    there: Sequence[Sequence[object]],
+    here: Sequence[Sequence[object]],
+    what_all: str = "trainable parameters",
+) -> str:
+    """Say in words where the schema of another worker differs from that of worker 0."""
+    for (name, *spec), (name_0, *spec_0) in zip(there, here, strict=False):
+        if name != name_0:
+            return f"parameter {name!r} there stands where worker 0 has {name_0!r}"
+        for what, value, value_0 in zip(("shape", "dtype", "strides"), spec, spec_0, strict=True):
+            if value != value_0:
+                return f"{name!r} has {what} {value} there and {value_0} on worker 0"
+    longer = there if len(there) > len(here) else here
+    extra = longer[min(len(there), len(here))][0]
+    return (
+        f"{len(there)} {what_all} there and {len(here)} on worker 0; the first one more "
+        f"is {extra!r} on {'that worker' if longer is there else 'worker 0'}"
+    )
+
+
+def schema_checksum(schema: object) -> int:
+    """64 bits that tell apart different lists, tuples, strings and numbers.
+
+    Example:
+        >>> schema_checksum([("weight", (2, 3))]) == schema_checksum([("weight", (3, 2))])
+        False
+    """
+    digest = hashlib.blake2b(repr(schema).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+@torch.no_grad()
+def share_from_worker_0(model: nn.Module, group: WorkerGroup) -> int:
+    """Give every worker the parameters and buffers of worker 0; return their CRC-32 checksum."""
+    checksum = 0
+    group.come_to("the start from worker 0's parameters")
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if not tensor.numel():
+            continue
+        data = tensor.detach().contiguous().reshape(-1)
+        if group.data is not None:
+            raw = data.view(torch.uint8)
+            work = dist.broadcast(raw, src=0, group=group.data, async_op=True)
+            Works(group, "the start from worker 0's parameters", [work]).wait()
+            if data.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(data.view(tensor.shape))
+        checksum = crc32(data, checksum)
+    return checksum

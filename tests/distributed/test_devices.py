@@ -1,0 +1,85 @@
+"""Devices: which backend serves one, and workers of one job that are on different kinds of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_loco import DiLoCoStrategy
+from lightning_loco.distributed import WorkerGroup
+from lightning_loco.distributed.devices import CPU, backend_on, check_same_kind, device_of
+from lightning_loco.parameters.flat import CHUNK_ELEMENTS, longest_chunk
+from tests.limits import LONG_S, SOON_S
+from tests.pool import Pool, PoolEnvironment, PoolError
+from tests.small_model import TinyModule, quiet_trainer
+
+CUDA = torch.device("cuda:1")
+
+
+def test_the_backend_of_a_device(subtests: pytest.Subtests) -> None:
+    rows = [
+        (CPU, "gloo", "gloo"),
+        (CUDA, "gloo", "gloo"),
+        (CUDA, "nccl", "nccl"),
+        (CPU, "cpu:gloo,cuda:nccl", "gloo"),
+        (CUDA, "cpu:gloo,cuda:nccl", "nccl"),
+        (torch.device("xpu"), "cpu:gloo,cuda:nccl", ""),
+    ]
+    for device, backend, name in rows:
+        with subtests.test(device=str(device), backend=backend):
+            assert backend_on(device, backend) == name
+
+
+def default_backend(rank: int, world: int) -> tuple[str, str]:
+    return backend_on(CPU), backend_on(CUDA)
+
+
+def test_without_a_name_it_is_that_of_the_default_group(pool: Pool) -> None:
+    assert pool.run(default_backend, world=1) == [("gloo", "gloo")]
+
+
+def test_a_model_is_where_its_parameters_are() -> None:
+    assert device_of(nn.Linear(2, 2, device="meta")).type == "meta"
+    assert device_of(nn.ReLU()) == CPU
+
+
+def test_chunks_are_longer_where_each_operation_is_a_launch() -> None:
+    assert longest_chunk(CPU) == CHUNK_ELEMENTS
+    assert longest_chunk(CUDA) > 4 * CHUNK_ELEMENTS
+
+
+def test_different_kinds_are_named() -> None:
+    check_same_kind(["cuda", "cuda"])
+    with pytest.raises(ValueError, match="Worker 2 is on a device of kind 'cpu' and worker 0 on"):
+        check_same_kind(["cuda", "cuda", "cpu"])
+
+
+def make_group(rank: int, world: int) -> None:
+    device = CUDA if rank == 1 else CPU
+    WorkerGroup.create(timeout_s=LONG_S, device=device)
+
+
+def set_up(rank: int, world: int) -> None:
+    """Again and again in the same job: what was told before does not count."""
+    strategy = DiLoCoStrategy(timeout_s=LONG_S)
+    module = TinyModule()
+    module.trainer = quiet_trainer(strategy=strategy, devices=world, plugins=[PoolEnvironment()])
+    strategy.connect(module)
+    strategy.setup_environment()
+    strategy.setup_environment()
+    if rank == 1:
+        strategy.parallel_devices = [CUDA] * world
+        strategy.setup_distributed()
+    else:
+        strategy.setup_environment()
+
+
+@pytest.mark.parametrize("start", [make_group, set_up])
+def test_workers_on_different_kinds_of_devices_are_refused_on_all(pool: Pool, start: str) -> None:
+    with pytest.raises(PoolError) as raised:
+        pool.run(start, world=3, timeout_s=SOON_S)
+    assert sorted(raised.value.failures) == [0, 1, 2]
+    for failure in raised.value.failures.values():
+        assert failure.type_name == "ValueError", failure.message
+        assert "Worker 1 is on a device of kind 'cuda' and worker 0 on 'cpu'" in failure.message

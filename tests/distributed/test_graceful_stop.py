@@ -1,0 +1,164 @@
+"""Stopping together, over real watchdogs: all workers stop at one step and none is left waiting."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from fractions import Fraction
+
+import pytest
+
+from lightning_loco.distributed import watchdog
+from lightning_loco.distributed.graceful_stop import StopAgreement
+from lightning_loco.distributed.worker_group import WorkerGroup
+from tests.distributed.workers import (
+    TIMEOUT_S,
+    group_of,
+    hurry,
+    make_watchdogs,
+    on_every_worker,
+    start,
+    wait_until,
+)
+from tests.manual_clock import ManualClock
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch)
+
+
+def after_step(
+    stop: StopAgreement, group: WorkerGroup, rounds: int, steps: int, sync_every: int | None
+) -> None:
+    """What an engine does after each local step."""
+    if group.watchdog is not None:
+        group.watchdog.position = (rounds, steps, sync_every or 1)
+    stop.note(rounds, steps, sync_every)
+
+
+def stop_together(
+    sync_every: list[int], who: set[int]
+) -> tuple[list[tuple[Fraction, str]], Fraction]:
+    """Where each worker has stopped and why, and the point that all have agreed on.
+
+    Each counts steps and meets the others after its `sync_every`, as an engine does.
+    """
+    rounds_meet = threading.Barrier(3)
+
+    with make_watchdogs(3) as watchdogs:
+        start(*watchdogs)
+
+        def train(worker: int) -> tuple[Fraction, str]:
+            group = group_of(watchdogs[worker], worker, 3)
+            stop = StopAgreement(group)
+            rounds = steps = 0
+            for step in range(100_000):
+                steps += 1
+                time.sleep(0.001 * (1 + worker))
+                if step == 20 and worker in who:
+                    stop.request("SIGTERM")
+                after_step(stop, group, rounds, steps, sync_every[worker])
+                if steps == sync_every[worker]:
+                    rounds_meet.wait(TIMEOUT_S)
+                    rounds, steps = rounds + 1, 0
+                if stop.agreed is not None:
+                    return rounds + Fraction(steps, sync_every[worker]), stop.agreed
+            raise AssertionError("nobody has stopped")
+
+        ends = on_every_worker(3, train)
+        stop_at, _ = watchdogs[0].stop_at
+    return ends, stop_at
+
+
+def test_all_stop_at_one_point_and_every_due_round_is_made_by_all(
+    subtests: pytest.Subtests,
+) -> None:
+    rows = itertools.product(([5, 5, 5], [6, 2, 3], [1, 1, 1], [50, 50, 50]), ({1}, {0, 2}))
+    for sync_every, who in rows:
+        with subtests.test(sync_every=sync_every, who=who):
+            ends, stop_at = stop_together(sync_every, who)
+            assert {reason for _, reason in ends} == {"SIGTERM"}
+            for (point, _), steps in zip(ends, sync_every, strict=True):
+                # The last step of its own that is not beyond the common point.
+                assert point <= stop_at < point + Fraction(1, steps)
+            if len(set(sync_every)) == 1:
+                assert len(set(ends)) == 1
+
+
+def test_without_a_request_nobody_stops() -> None:
+    with make_watchdogs(2) as watchdogs:
+        start(*watchdogs)
+        group = group_of(watchdogs[0], 0, 2)
+        stop = StopAgreement(group)
+        for step in range(5):
+            after_step(stop, group, 0, step, 10)
+            time.sleep(0.05)
+        assert stop.agreed is None
+        assert not stop.catch_up()
+
+
+def test_a_worker_alone_stops_after_the_step_under_way() -> None:
+    group = WorkerGroup(0, 1)
+    stop = StopAgreement(group)
+    after_step(stop, group, 0, 1, 10)
+    assert stop.agreed is None
+    stop.request("SIGTERM")
+    assert stop.agreed is None
+    after_step(stop, group, 0, 2, 10)
+    assert stop.agreed == "SIGTERM"
+
+
+def test_anywhere_is_the_first_step_after_all_have_heard_of_it() -> None:
+    with make_watchdogs(2) as watchdogs:
+        start(*watchdogs)
+        groups = [group_of(watchdog, worker, 2) for worker, watchdog in enumerate(watchdogs)]
+        stops = [StopAgreement(group) for group in groups]
+        after_step(stops[0], groups[0], 0, 1, None)
+        assert stops[0].agreed is None
+        stops[1].request("SIGUSR1")
+        wait_until(lambda: all(watchdog.stop_seen for watchdog in watchdogs))
+        for stop, group in zip(stops, groups, strict=True):
+            after_step(stop, group, 0, 2, None)
+            assert stop.agreed == "SIGUSR1"
+
+
+def test_anywhere_of_a_worker_alone() -> None:
+    group = WorkerGroup(0, 1)
+    stop = StopAgreement(group)
+    stop.request("SIGUSR1")
+    after_step(stop, group, 0, 1, None)
+    assert stop.agreed == "SIGUSR1"
+
+
+def test_who_has_no_more_data_stops_where_it_is() -> None:
+    with make_watchdogs(2) as watchdogs:
+        watchdogs[1].position = (3, 1, 4)
+        start(*watchdogs)
+        group = group_of(watchdogs[0], 0, 2)
+        ended = StopAgreement(group)
+        after_step(ended, group, 2, 0, 4)
+        StopAgreement(group_of(watchdogs[1], 1, 2)).request("SIGTERM")
+        wait_until(lambda: watchdogs[0].stop_at)
+        after_step(ended, group, 2, 1, 4)
+        assert ended.agreed is None  # the others are further
+        assert ended.catch_up()
+        assert ended.agreed == "SIGTERM"
+
+
+def test_a_worker_that_does_not_answer_is_named_to_the_others_too() -> None:
+    """Worker 0 hosts the store, so the others learn of it before it ends."""
+    clock = ManualClock()
+    with make_watchdogs(3, clock=clock) as watchdogs:
+        start(*watchdogs[:2])
+        group = group_of(watchdogs[0], 0, 3)
+        group.timeout_s = 0.2
+        stop = StopAgreement(group)
+        stop.request("SIGTERM")
+        clock.wait_until_waiting(2)
+        clock.advance(watchdog._INTERVAL_S)
+        wait_until(lambda: watchdogs[0].stop_seen)
+        with pytest.raises(RuntimeError, match="the agreement to stop after 0 s from worker 2"):
+            clock.pass_during(lambda: after_step(stop, group, 0, 1, 4), others=2)
+        assert "from worker 2" in str(watchdogs[1].failure)

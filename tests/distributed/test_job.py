@@ -1,0 +1,137 @@
+"""Workers that find each other before any process group exists, or say who does not come."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_loco.distributed.job import init_workers
+from tests.conftest import cover
+from tests.forked_jobs import Outcome, Start, freeze
+from tests.limits import HARNESS_S
+from tests.programs import free_ports, start_together
+
+pytestmark = pytest.mark.process
+
+TIMEOUT_S = 3.0
+PROMPT_S = TIMEOUT_S + 6
+
+
+def find_each_other(rank: int, world: int, port: int, timeout_s: float, kind: str = "cpu") -> None:
+    device = torch.device(kind)
+    init_workers(lambda: ("127.0.0.1", port), (rank, world), "gloo", device, timeout_s)
+
+
+def find_each_other_twice(rank: int, world: int, port: int) -> float:
+    """A second group in the same processes, at the same place."""
+    total = torch.ones(1)
+    for _ in range(2):
+        find_each_other(rank, world, port, 30.0)
+        dist.all_reduce(total)
+        find_each_other(rank, world, port, 30.0)  # there is one, and it fits
+        dist.barrier()
+        dist.destroy_process_group()
+    return float(total)
+
+
+def come_with_another_device(rank: int, world: int, port: int) -> str:
+    try:
+        find_each_other(rank, world, port, 60.0, "cuda" if rank == 1 else "cpu")
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def come_as(
+    rank: int, world: int, port: int, folder: Path, jobs: list[tuple[int, int, str]]
+) -> str:
+    """Come as a rank of a job with so many ranks and this name; what has been said, or a sum."""
+    number, num_workers, launched = jobs[rank]
+    place, cpu = ("127.0.0.1", port), torch.device("cpu")
+    start_together(folder, rank, world)
+    try:
+        init_workers(lambda: place, (number, num_workers), "gloo", cpu, 30.0, launched)
+    except (ValueError, RuntimeError) as error:
+        (folder / "refused").touch()
+        return str(error)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    deadline = time.monotonic() + HARNESS_S
+    while not (folder / "refused").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)  # rank 0 hosts the store
+    dist.barrier()
+    return str(total.item())
+
+
+def do_not_come(rank: int, world: int, port: int, victim: int, how: str) -> tuple[str, float]:
+    began = time.monotonic()
+    if rank == victim:
+        freeze() if how == "frozen" else os._exit(0)
+    try:
+        find_each_other(rank, world, port, TIMEOUT_S)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - began
+    return "nothing", 0.0
+
+
+def outcomes(
+    fn: Callable[..., Any], *args: Any, ranks: tuple[int, ...] = (0, 1, 2)
+) -> list[Outcome]:
+    (port,) = free_ports()
+    with Start(fn, port, *args, world=3) as job:
+        return job.outcomes(ranks, HARNESS_S)
+
+
+def test_workers_find_each_other_again_and_again() -> None:
+    assert [outcome.result for outcome in outcomes(find_each_other_twice)] == [9.0, 9.0, 9.0]
+
+
+def test_other_devices_are_refused_before_a_group_waits_for_them() -> None:
+    began = time.monotonic()
+    found = outcomes(come_with_another_device)
+    assert time.monotonic() - began < 30  # processes start meanwhile; the group would wait for 60 s
+    for outcome in found:
+        assert "Worker 1 is on a device of kind 'cuda' and worker 0 on 'cpu'" in outcome.result
+
+
+def test_a_rank_of_another_job_is_refused_and_the_right_one_goes_on(tmp_path: Path) -> None:
+    jobs = [(0, 2, "SLURM job 17"), (1, 2, "SLURM job 40017"), (1, 2, "SLURM job 17")]
+    first, stranger, second = (one.result for one in outcomes(come_as, tmp_path, jobs))
+    assert first == second == "2.0"
+    assert "belongs to SLURM job 40017, but rank 0 at 127.0.0.1:" in stranger
+    assert "to SLURM job 17, which goes on without it. Give each job a MASTER_PORT" in stranger
+
+
+@pytest.mark.parametrize("counts", [(3, 3, 2), (2, 3, 3)])
+def test_ranks_that_count_differently_all_say_so(
+    counts: tuple[int, int, int], tmp_path: Path
+) -> None:
+    jobs = [(min(rank, count - 1), count, "") for rank, count in enumerate(counts)]
+    for outcome in outcomes(come_as, tmp_path, jobs):
+        assert "ranks in all, and rank 0" in outcome.result
+        assert "Trainer(devices=..., num_nodes=...)" in outcome.result
+
+
+@pytest.mark.parametrize(
+    ("victim", "how", "longest_s"),
+    [
+        *cover((0, 1, 2), ("frozen", "ended"), (HARNESS_S,), strength=1),
+        *(
+            pytest.param(victim, "frozen", PROMPT_S, marks=pytest.mark.soak) for victim in (0, 1)
+        ),  # the host of the store, and another one
+    ],
+)
+def test_who_does_not_come_is_named_in_time(victim: int, how: str, longest_s: float) -> None:
+    others = tuple(rank for rank in range(3) if rank != victim)
+    for outcome in outcomes(do_not_come, victim, how, ranks=others):
+        assert outcome.error is None, outcome.error
+        text, seconds = outcome.result
+        assert f"worker {victim}" in text
+        assert seconds < longest_s

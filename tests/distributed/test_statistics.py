@@ -1,0 +1,60 @@
+"""The counters of a worker, and what of them goes into a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+import pytest
+import torch
+
+from lightning_loco.distributed.statistics import Statistics
+
+
+def test_counting_goes_on_from_a_checkpoint() -> None:
+    old = Statistics(rounds=7, bytes_sent=10**12, wait_s=1.5, staleness=1, outer_grad_norm=2.0)
+    file = io.BytesIO()
+    torch.save(old.state_dict(), file)
+    file.seek(0)
+    new = Statistics()
+    new.load_state_dict(torch.load(file, weights_only=True))
+    assert new == Statistics(rounds=7, bytes_sent=10**12, wait_s=1.5)
+
+
+def test_counters_that_came_as_tensors_are_numbers_again() -> None:
+    statistics = Statistics()
+    statistics.load_state_dict(
+        {"rounds": torch.tensor(3), "bytes_sent": torch.tensor(4.0), "wait_s": torch.tensor(0.5)}
+    )
+    assert [type(v) for v in statistics.state_dict().values()] == [int, int, float]
+
+
+def test_an_incomplete_checkpoint_is_an_error() -> None:
+    with pytest.raises(KeyError, match="wait_s"):
+        Statistics().load_state_dict({"rounds": 1, "bytes_sent": 1})
+
+
+def test_what_links_took_is_counted_where_links_are_emulated() -> None:
+    old = Statistics(emulated_s=4.0, emulated_wait_s=1.0)
+    old.count_emulated(2.0, 0.5, 100)
+    old.count_emulated(1.0, 3.0)  # a wait that began before
+    state = old.state_dict()
+    counted = [state[f"emulated_{name}"] for name in ("s", "wait_s", "bytes")]
+    assert counted == [7.0, 2.5, 100]
+    new = Statistics()
+    new.load_state_dict(state)  # resumed without a link
+    assert new.emulated_s is None
+    assert "emulated_s" not in new.state_dict()
+    new.begin_emulation()
+    assert new.emulated_s == 0.0
+    new.load_state_dict(state)
+    assert (new.emulated_s, new.emulated_wait_s, new.emulated_bytes) == (7.0, 2.5, 100)
+    new.load_state_dict(Statistics().state_dict())  # of a run without a link
+    assert (new.emulated_s, new.emulated_wait_s, new.emulated_bytes) == (0.0, 0.0, 0)
+
+
+def test_two_workers_share_nothing() -> None:
+    first, second = Statistics(), Statistics()
+    first.losses.append(1.0)
+    assert second.losses == []
+    assert dataclasses.asdict(second) == dataclasses.asdict(Statistics())

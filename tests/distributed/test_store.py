@@ -1,0 +1,206 @@
+"""A store whose calls end in time, whatever its server does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_loco.background import begin
+from lightning_loco.distributed import store as module
+from lightning_loco.distributed.store import PromptStore, StoreSilent, in_time
+from tests.distributed.workers import threads_named, wait_until
+from tests.frozen import freeze_process
+from tests.limits import HARNESS_S, LONG_S
+from tests.manual_clock import ManualClock
+from tests.programs import Program
+from tests.store_server import server_in_a_process
+
+
+@pytest.fixture
+def store() -> Iterator[PromptStore]:
+    store = PromptStore(dist.HashStore())
+    yield store
+    store.close()
+
+
+def test_it_does_what_a_store_does(store: PromptStore) -> None:
+    assert not store.check(["a"])
+    store.set("a", "1")
+    store.compare_set("a", "", "2")
+    assert store.check(["a"])
+    assert store.get("a") == b"1"
+    assert [store.add("count", 2), store.add("count", 3)] == [2, 5]
+    store.set("b", "3")
+    assert store.get_all(["a", "b"]) == [b"1", b"3"]
+    assert store.delete_key("a")
+    assert not store.check(["a"])
+    assert store.silent_s == 0
+
+
+def test_parts_have_keys_of_their_own(store: PromptStore) -> None:
+    one, two = store.under("one"), store.under("two")
+    one.set("key", "1")
+    assert not two.check(["key"])
+    assert store.check(["one/key"])
+
+
+def test_many_threads_may_use_it(store: PromptStore) -> None:
+    threads = [
+        threading.Thread(target=lambda: [store.add("n", 1) for _ in range(50)]) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert store.add("n", 0) == 400
+
+
+def test_what_the_store_raises_arrives(store: PromptStore) -> None:
+    store.set("text", "no number")
+    with pytest.raises(Exception, match="."):
+        store.add("text", 1)
+    assert store.get("text") == b"no number"
+
+
+def test_a_frozen_server_is_noticed_in_time_and_forgiven() -> None:
+    clock = ManualClock()
+    with server_in_a_process(clock) as (store, pid):
+        store.set("a", "1")
+        assert store.get("a") == b"1"
+        freeze_process(pid)
+        asking = [begin(lambda: store.check(["a"], patience_s=0.25)) for _ in range(2)]
+        clock.wait_until_waiting(2)
+        wait_until(lambda: store._line._calls.qsize() == 1 and store._line.asked_at is not None)
+        assert clock.asked[-2:] == [0.25, 0.25]
+        clock.advance(0.25)
+        for one in asking:
+            with pytest.raises(StoreSilent, match="has not answered"):
+                one.result(HARNESS_S)
+        assert store.silent_s == 0.25
+        os.kill(pid, signal.SIGCONT)
+        assert store.get("a", patience_s=LONG_S) == b"1"
+        assert store.silent_s == 0
+
+
+def test_closing_does_not_wait_for_a_frozen_server() -> None:
+    clock = ManualClock()
+    with server_in_a_process(clock) as (store, pid):
+        freeze_process(pid)
+        asking = [begin(lambda: store.check(["a"])) for _ in range(3)]  # two stand in line
+        clock.wait_until_waiting(3)
+        wait_until(lambda: store._line._calls.qsize() == 2)
+        store.close()
+        for one in asking:
+            with pytest.raises(StoreSilent):
+                one.result(HARNESS_S)
+
+
+def test_the_end_of_the_server_is_another_error() -> None:
+    with server_in_a_process() as (store, pid):
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(dist.DistNetworkError):
+            ask_for_a_while(store)
+
+
+def ask_for_a_while(store: PromptStore) -> None:
+    for _ in range(100):
+        store.check(["a"], patience_s=60.0)  # PyTorch takes its time to name the frames
+        time.sleep(0.02)
+
+
+def test_other_work_is_done_in_time_too() -> None:
+    assert in_time(lambda: 7, 5.0) == 7
+    with pytest.raises(LookupError, match="no such thing"):
+        in_time(lambda: fail(LookupError("no such thing")), 5.0)
+    thawed = threading.Event()
+    with pytest.raises(StoreSilent):
+        in_time(thawed.wait, 0.1)
+    thawed.set()
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def test_a_closed_store_answers_nobody() -> None:
+    store = PromptStore(dist.HashStore())
+    store.close()
+    store.close()
+    with pytest.raises(StoreSilent):
+        store.check(["a"])
+    assert not threads_named("loco-store")
+
+
+class LateStore(dist.HashStore):
+    """Answers once its connection is being closed, later than one that hangs is waited for."""
+
+    line: Any
+
+    def check(self, keys: list[str]) -> bool:
+        wait_until(lambda: self.line._has_ended)
+        time.sleep(1.5 * module._FAREWELL_S)
+        return super().check(keys)
+
+
+def test_closing_waits_for_a_call_that_has_just_begun() -> None:
+    late, clock = LateStore(), ManualClock()
+    store = PromptStore(late, clock=clock)
+    late.line = store._line
+    asking = begin(lambda: store.check(["key"]))
+    wait_until(lambda: store._line.asked_at is not None)
+    store.close()
+    assert not threads_named("loco-store")
+    assert asking.result(HARNESS_S) is False
+
+
+# Ends with a call under way to a server that goes on a second later. Python takes two to end.
+ENDING = """
+import os, signal, subprocess, sys, time
+
+import torch.distributed as dist
+
+from lightning_loco.background import begin
+from lightning_loco.distributed import store as module
+from lightning_loco.distributed.store import PromptStore, StoreSilent
+
+host = "import sys, torch.distributed as dist; "
+host += "server = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); "
+host += "print(server.port, flush=True); sys.stdin.read()"
+pipe = subprocess.PIPE
+server = subprocess.Popen([sys.executable, "-c", host], stdin=pipe, stdout=pipe, text=True)
+port = int(server.stdout.readline())
+client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+store = PromptStore.beside(client, 10.0)
+store.set("key", "value")
+os.kill(server.pid, signal.SIGSTOP)
+try:
+    store.check(["key"], patience_s=0.1)
+except StoreSilent:
+    print("silent")
+store.close()
+subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {server.pid}"])
+
+
+class Late:
+    def __del__(self):
+        time.sleep(2)
+        server.kill()
+
+
+late = Late()
+"""
+
+
+@pytest.mark.process
+@pytest.mark.soak
+def test_an_answer_that_comes_while_python_ends_does_no_harm(tmp_path: Path) -> None:
+    assert "silent" in Program([sys.executable, "-c", ENDING], tmp_path).succeed()

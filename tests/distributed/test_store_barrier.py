@@ -1,0 +1,225 @@
+"""The notice board on one store: those at a meeting learn whether anybody makes a round."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+import torch.distributed as dist
+
+from lightning_loco.distributed.store import PromptStore
+from lightning_loco.distributed.store_barrier import Board
+from lightning_loco.distributed.watchdog import Watchdog
+from tests.distributed.workers import (
+    TIMEOUT_S,
+    hurry,
+    make_watchdogs,
+    on_every_worker,
+    start,
+    wait_until,
+)
+from tests.limits import LONG_S, SOON_S
+from tests.manual_clock import ManualClock
+
+
+class CountingStore(dist.HashStore):
+    """Counts what it is asked to read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[int] = []
+
+    def get(self, key: str) -> bytes:
+        self.reads.append(1)
+        return super().get(key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.reads.append(len(keys))
+        return super().multi_get(keys)
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch)
+
+
+@pytest.fixture
+def store() -> Iterator[PromptStore]:
+    store = PromptStore(dist.HashStore())
+    yield store
+    store.close()
+
+
+def boards(store: PromptStore, num_workers: int) -> list[Board]:
+    return [Board(store, worker, num_workers) for worker in range(num_workers)]
+
+
+def comes_with_a_round(board: Board) -> None:
+    """A worker begins the next exchange with a round to make, and its all-reduce is late."""
+    board.exchange += 1
+    board.call_to_round(TIMEOUT_S)
+
+
+def comes_to_a_meeting(board: Board, watchdog: Watchdog, timeout_s: float = TIMEOUT_S) -> bool:
+    """A worker begins the next exchange at a meeting; whether it is to take part in a round."""
+    board.exchange += 1
+    return board.meet([float(board.exchange)], watchdog, "validation", timeout_s) is None
+
+
+def test_if_all_are_at_a_meeting_nobody_makes_a_round(store: PromptStore) -> None:
+    with make_watchdogs(3) as watchdogs:
+        all_boards = boards(store, 3)
+        answers = on_every_worker(3, lambda w: comes_to_a_meeting(all_boards[w], watchdogs[w]))
+    assert answers == [False] * 3
+
+
+@pytest.mark.parametrize("with_round", [{0}, {2}, {0, 1}], ids=str)
+def test_one_worker_with_a_round_is_enough(store: PromptStore, with_round: set[int]) -> None:
+    with make_watchdogs(3) as watchdogs:
+        all_boards = boards(store, 3)
+
+        def come(worker: int) -> bool:
+            if worker in with_round:
+                comes_with_a_round(all_boards[worker])
+                return True
+            return comes_to_a_meeting(all_boards[worker], watchdogs[worker])
+
+        assert on_every_worker(3, come) == [True] * 3
+
+
+def test_those_who_come_early_wait(store: PromptStore) -> None:
+    with make_watchdogs(2) as watchdogs:
+        first, second = boards(store, 2)
+
+        has_come = threading.Event()
+
+        def come(worker: int) -> tuple[bool, bool]:
+            if worker == 1:
+                wait_until(lambda: store.check(["1/notices"]))  # that of the first
+                time.sleep(0.1)
+                has_come.set()
+                comes_with_a_round(second)
+                return True, True
+            return comes_to_a_meeting(first, watchdogs[0]), has_come.is_set()
+
+        assert on_every_worker(2, come) == [(True, True)] * 2
+
+
+def test_a_notice_counts_for_its_own_exchange_only(store: PromptStore) -> None:
+    with make_watchdogs(2) as watchdogs:
+        first, second = boards(store, 2)
+        comes_with_a_round(second)
+        assert comes_to_a_meeting(first, watchdogs[0])
+        with pytest.raises(RuntimeError, match="No message in validation"):
+            comes_to_a_meeting(first, watchdogs[0], timeout_s=0.2)
+
+
+def test_many_exchanges_at_different_speeds(store: PromptStore) -> None:
+    """What workers do is decided by chance; after each exchange all come together, as in a sum."""
+    num_workers, num_exchanges = 4, 60
+    plans = [
+        [random.Random(100 * worker + t).random() < 0.2 for t in range(num_exchanges)]
+        for worker in range(num_workers)
+    ]
+    together = threading.Barrier(num_workers)
+    with make_watchdogs(num_workers) as watchdogs:
+        all_boards = boards(store, num_workers)
+
+        def come(worker: int) -> list[bool]:
+            answers = []
+            for makes_round in plans[worker]:
+                time.sleep(0.002 * random.random())
+                if makes_round:
+                    comes_with_a_round(all_boards[worker])
+                    answers.append(True)
+                else:
+                    answers.append(comes_to_a_meeting(all_boards[worker], watchdogs[worker]))
+                together.wait(TIMEOUT_S)
+            return answers
+
+        answers = on_every_worker(num_workers, come)
+    expected = [any(plan[t] for plan in plans) for t in range(num_exchanges)]
+    assert {True, False} == set(expected)
+    assert answers == [expected] * num_workers
+
+
+def test_who_does_not_come_is_named_to_the_others_too(store: PromptStore) -> None:
+    """Worker 0 hosts the store, so the others learn of it before it ends."""
+    clock = ManualClock()
+    with make_watchdogs(3, clock=clock) as watchdogs:
+        start(*watchdogs[:2])
+        first, second, _ = boards(store, 3)
+        comes_with_a_round(second)
+
+        def come() -> None:
+            comes_to_a_meeting(first, watchdogs[0], timeout_s=0.2)
+
+        with pytest.raises(RuntimeError, match="No message in validation .* from worker 2"):
+            clock.pass_during(come, others=2)
+        assert "from worker 2" in str(watchdogs[1].failure)
+
+
+def test_a_failure_ends_the_wait(store: PromptStore) -> None:
+    with make_watchdogs(2) as watchdogs:
+        start(*watchdogs)
+        first, _ = boards(store, 2)
+        watchdogs[1].report("no more power")
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="Worker 1 failed:\nno more power"):
+            comes_to_a_meeting(first, watchdogs[0], timeout_s=LONG_S)
+        assert time.monotonic() - began < SOON_S
+
+
+def test_notices_of_old_exchanges_are_taken_down(store: PromptStore) -> None:
+    with make_watchdogs(2) as watchdogs:
+        both = boards(store, 2)
+        for _ in range(5):
+            answers = on_every_worker(2, lambda w: comes_to_a_meeting(both[w], watchdogs[w]))
+            assert answers == [False, False]
+    kept = [n for n in range(1, 6) if store.check([f"{n}/notices"]) or store.check([f"{n}/all"])]
+    assert kept == [4, 5]
+
+
+def test_numbers_arrive_as_they_are(store: PromptStore) -> None:
+    told = [[0.1 + 0.2, -0.0, 5e-324], [1.7976931348623157e308, math.nan, -math.inf]]
+    with make_watchdogs(2) as watchdogs:
+        both = boards(store, 2)
+        for _ in range(2):
+            for board in both:
+                board.exchange += 1
+            found = on_every_worker(
+                2, lambda w: both[w].meet(told[w], watchdogs[w], "here", TIMEOUT_S)
+            )
+            assert [repr(table) for table in found] == [repr(told)] * 2
+            told.reverse()
+
+
+@pytest.mark.parametrize("num_workers", [2, 8, 16])
+def test_the_numbers_of_all_workers_are_one_question_to_the_store(num_workers: int) -> None:
+    counting = CountingStore()
+    with closing(PromptStore(counting)) as store, make_watchdogs(num_workers) as watchdogs:
+        all_boards = boards(store, num_workers)
+        for _ in range(3):
+            counting.reads.clear()
+            on_every_worker(num_workers, lambda w: comes_to_a_meeting(all_boards[w], watchdogs[w]))
+            # Who comes last reads what all have said; all others, and it, too, what it makes of it.
+            assert sorted(counting.reads) == [1] * num_workers + [num_workers]
+
+
+def test_garbage_on_the_board_is_an_error(subtests: pytest.Subtests) -> None:
+    rows = ("no rows", "null", "{}", "[1, 2]", "[[1.0]]", '[["a"], [1.0]]', "[[true], [1.0]]")
+    for garbage in rows:
+        with (
+            subtests.test(garbage),
+            closing(PromptStore(dist.HashStore())) as store,
+            make_watchdogs(2) as watchdogs,
+        ):
+            board, _ = boards(store, 2)
+            store.set("1/all", garbage)
+            with pytest.raises(RuntimeError, match="he notice board has"):
+                comes_to_a_meeting(board, watchdogs[0])

@@ -1,0 +1,229 @@
+"""Waiting is timed, and an error of the backend names the worker that is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_loco.distributed.statistics import Statistics
+from lightning_loco.distributed.watchdog import Watchdog, WorkerFailure
+from lightning_loco.distributed.work import Explained, Sum, Timed, Works
+from lightning_loco.distributed.worker_group import WorkerGroup
+from tests.distributed.workers import group_of, hurry, make_watchdogs, start
+from tests.late_backend import late_group
+from tests.limits import HARNESS_S, LONG_S
+from tests.manual_clock import ManualClock, SkippingClock
+from tests.pool import Pool
+
+
+def test_seconds_add_up() -> None:
+    statistics, clock = Statistics(wait_s=1.0), ManualClock()
+    for seconds in (0.5, 0.25):
+        with Timed(statistics, clock):
+            clock.advance(seconds)
+        clock.advance(100.0)
+    assert statistics.wait_s == 1.75
+
+
+def test_seconds_count_when_the_wait_fails() -> None:
+    statistics, clock = Statistics(), ManualClock()
+
+    def fail() -> None:
+        with Timed(statistics, clock):
+            clock.advance(0.5)
+            raise RuntimeError("closed")
+
+    with pytest.raises(RuntimeError, match="closed"):
+        fail()
+    assert statistics.wait_s == 0.5
+
+
+def fail(watchdog: Watchdog, num_workers: int, error: Exception) -> None:
+    """An error of the backend in round 4, at worker 0."""
+    with Explained(group_of(watchdog, 0, num_workers), "round 4"):
+        raise error
+
+
+def test_an_error_names_the_missing_worker_and_keeps_its_cause() -> None:
+    cause, clock = RuntimeError("Connection closed by peer"), ManualClock()
+    with make_watchdogs(3, clock=clock) as watchdogs:
+        watchdogs[1].place = "round 3"
+        start(*watchdogs)
+        watchdogs[1].end()
+        with pytest.raises(RuntimeError) as raised:
+            clock.pass_during(lambda: fail(watchdogs[0], 3, cause), others=2)
+    assert "No message in round 4 after 0 s from worker 1" in str(raised.value)
+    assert raised.value.__cause__ is cause
+
+
+def test_an_error_becomes_the_failure_that_another_worker_has_reported() -> None:
+    cause, clock = RuntimeError("Connection closed by peer"), ManualClock()
+    with make_watchdogs(2, clock=clock) as watchdogs:
+        start(*watchdogs)
+        watchdogs[1].report("IndexError: 7")
+        with pytest.raises(RuntimeError, match="^Worker 1 failed:\nIndexError: 7$"):
+            clock.pass_during(lambda: fail(watchdogs[0], 2, cause), others=2)
+
+
+def test_what_is_explained_is_not_explained_again() -> None:
+    with make_watchdogs(2) as watchdogs:
+        group = group_of(watchdogs[0], 0, 2)
+        error = WorkerFailure("worker 1 is gone")
+        with (
+            pytest.raises(WorkerFailure, match="^worker 1 is gone$") as raised,
+            Explained(group, "round 4"),
+            Explained(group, "a part of it"),
+        ):
+            raise error
+        assert raised.value is error
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()], ids=repr)
+def test_errors_that_are_not_the_backends_pass(error: BaseException) -> None:
+    with (
+        make_watchdogs(2) as watchdogs,
+        pytest.raises(type(error)) as raised,
+        Explained(group_of(watchdogs[0], 0, 2), "round 4"),
+    ):
+        raise error
+    assert raised.value is error
+
+
+class Killing(Dataset[int]):
+    """Whose reading process is killed, as by the kernel when there is no memory."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+def wait_beside(loader: DataLoader[int]) -> None:
+    batches = iter(loader)
+    time.sleep(10 * HARNESS_S)
+    del batches
+
+
+@pytest.mark.process
+def test_the_death_of_a_data_loaders_process_is_no_fault_of_the_network() -> None:
+    """PyTorch tells of it in a signal handler, wherever this process is waiting."""
+    with make_watchdogs(2) as watchdogs:
+        start(*watchdogs)
+        group = group_of(watchdogs[0], 0, 2)
+        loader = DataLoader(Killing(), num_workers=1, multiprocessing_context="spawn")
+        with (
+            pytest.raises(RuntimeError, match="DataLoader worker .* is killed by signal: Killed"),
+            Explained(group, "round 4"),
+        ):
+            wait_beside(loader)
+
+
+def test_a_worker_alone_has_nothing_to_explain() -> None:
+    with pytest.raises(RuntimeError, match="^as it is$"), Explained(WorkerGroup(0, 1), "round 4"):
+        raise RuntimeError("as it is")
+
+
+def test_without_an_error_nothing_happens() -> None:
+    with Explained(WorkerGroup(0, 1), "round 4"):
+        pass
+
+
+def test_the_sum_of_a_worker_alone_is_its_own() -> None:
+    statistics, flat = Statistics(), torch.ones(3)
+    total = Sum(WorkerGroup(0, 1), statistics, flat, "the test")
+    assert total.has_arrived()
+    assert total.arrives_within(0.0)
+    assert total.wait().tolist() == [1.0, 1.0, 1.0]
+    assert statistics == Statistics()
+
+
+def sum_up(rank: int, world: int) -> tuple[list[float], int]:
+    group, statistics = WorkerGroup.create(timeout_s=20), Statistics()
+    flat = torch.arange(6.0) * (rank + 1)
+    total = Sum(group, statistics, flat, "the test").wait()
+    group.close()
+    assert total is flat
+    return flat.tolist(), statistics.bytes_sent
+
+
+def test_a_sum_is_counted_as_a_ring_all_reduce(pool: Pool) -> None:
+    for flat, num_bytes in pool.run(sum_up, world=3):
+        assert flat == [0.0, 6.0, 12.0, 18.0, 24.0, 30.0]
+        assert num_bytes == 2 * 2 * 24 // 3
+
+
+def sum_up_late(rank: int, world: int) -> dict[str, Any]:
+    """Worker 1 comes once the others have looked."""
+    group, statistics, clock = late_group(timeout_s=1e6), Statistics(), SkippingClock()
+    group.clock, store = clock, group.own_store("test")
+    flat = torch.arange(6.0) * (rank + 1)
+    while rank == 1 and not store.check(["looked/0", "looked/2"]):
+        time.sleep(0.001)
+    total = Sum(group, statistics, flat, "the test")
+    looks = (0.0, 0.05) if rank != 1 else ()
+    arrived = total.has_arrived(), *map(total.arrives_within, looks)
+    store.set(f"looked/{rank}", "")
+    found = {"arrived": arrived, "sum": total.wait().tolist(), "wait_s": statistics.wait_s}
+    found["slept_s"] = clock.now()
+    found["then"] = total.has_arrived(), total.arrives_within(0.0)
+    group.close()
+    return found
+
+
+def test_where_the_host_does_not_wait_it_looks_until_the_sum_is_here(pool: Pool) -> None:
+    found = pool.run(sum_up_late, world=3)
+    assert [one["sum"] for one in found] == [[0.0, 6.0, 12.0, 18.0, 24.0, 30.0]] * 3
+    assert all(one["then"] == (True, True) for one in found)
+    for one in (found[0], found[2]):
+        assert one["arrived"] == (False, False, False)
+        assert one["wait_s"] > 0.05
+    for one in found:
+        assert one["wait_s"] == pytest.approx(one["slept_s"])
+
+
+class Stuck(dist.Work):
+    """Never ends, and does not let the host wait."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return True
+
+
+def test_what_began_too_long_ago_is_given_up() -> None:
+    clock = SkippingClock()
+    group = WorkerGroup(0, 2, timeout_s=0.5, host_waits=False, clock=clock)
+    works = Works(group, "round 4", [Stuck()])
+    assert not works.have_ended()
+    with pytest.raises(RuntimeError, match="^No message in round 4 after 0.5 s"):
+        works.wait()
+    waited_s = clock.now()
+    assert waited_s == pytest.approx(0.5, abs=0.002)
+    assert works.have_ended()  # the wait would raise at once
+    assert not works.end_within(LONG_S)
+    assert clock.now() == waited_s
+    assert group.failed
+
+
+def test_a_failure_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch)
+    with make_watchdogs(2) as watchdogs:
+        start(*watchdogs)
+        group = dataclasses.replace(group_of(watchdogs[0], 0, 2), host_waits=False)
+        works = Works(group, "round 4", [Stuck()])
+        assert not works.end_within(0.05)
+        watchdogs[1].report("IndexError: 7")
+        with pytest.raises(RuntimeError, match="^Worker 1 failed:\nIndexError: 7$"):
+            works.wait()

@@ -1,0 +1,216 @@
+"""Groups of an engine's own: beside the default one and beside each other, and gone at the end."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_loco.distributed import watchdog
+from lightning_loco.distributed.worker_group import WorkerGroup
+from tests.distributed.workers import threads_named
+from tests.forked_jobs import Job
+from tests.limits import HARNESS_S, LONG_S, SOON_S
+from tests.pool import Pool, PoolError
+
+
+def describe(rank: int, world: int) -> dict[str, Any]:
+    group = WorkerGroup.create(timeout_s=20)
+    found = {
+        "place": (group.worker, group.num_workers),
+        "sizes": [dist.get_world_size(own) for own in (group.data, group.control)],
+        "are_own": group.data not in (None, dist.group.WORLD, group.control),
+        "beats": group.watchdog.is_alive(),
+        "gathered": group.gather_objects({"rank": rank}),
+    }
+    group.close()
+    group.close()
+    found["left"] = threads_named("loco")
+    found["closed"] = (group.data, group.control, group.watchdog)
+    found["default group works"] = sum_over_the_default_group(rank)
+    return found
+
+
+def sum_over_the_default_group(rank: int) -> float:
+    value = torch.tensor(float(rank))
+    dist.all_reduce(value)
+    return value.item()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_worker_finds_its_place(pool: Pool, world: int) -> None:
+    for rank, found in enumerate(pool.run(describe, world=world)):
+        assert found == {
+            "place": (rank, world),
+            "sizes": [world, world],
+            "are_own": True,
+            "beats": True,
+            "gathered": [{"rank": other} for other in range(world)],
+            "left": [],
+            "closed": (None, None, None),
+            "default group works": sum(range(world)),
+        }
+
+
+def test_a_worker_alone_needs_no_group() -> None:
+    group = WorkerGroup.create()
+    assert group == WorkerGroup(worker=0, num_workers=1)
+    assert group.gather_objects("mine") == ["mine"]
+    group.raise_together(None)
+    with pytest.raises(KeyError, match="mine"):
+        group.raise_together(KeyError("mine"))
+    group.close()
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0])
+def test_a_timeout_is_positive(timeout_s: float) -> None:
+    with pytest.raises(ValueError, match="timeout_s is in seconds and must be positive"):
+        WorkerGroup.create(timeout_s=timeout_s)
+
+
+def write_and_read(rank: int, world: int) -> list[str]:
+    groups = [WorkerGroup.create(timeout_s=20) for _ in range(2)]
+    stores = [group.own_store(name) for group in groups for name in ("a", "b")]
+    for number, store in enumerate(stores):
+        if rank == 0:
+            store.set("key", f"value {number}")
+    read = [store.get("key").decode() for store in stores]
+    for group in groups:
+        group.close()
+    return read
+
+
+def test_stores_of_two_engines_and_of_two_names_are_apart(pool: Pool) -> None:
+    for read in pool.run(write_and_read, world=2):
+        assert read == ["value 0", "value 1", "value 2", "value 3"]
+
+
+def raise_some(rank: int, world: int, broken: tuple[int, ...]) -> str:
+    group = WorkerGroup.create(timeout_s=20)
+    try:
+        group.raise_together(ValueError(f"bad luck of {rank}") if rank in broken else None)
+    finally:
+        group.close()
+    return "fine"
+
+
+def test_an_error_of_one_is_an_error_of_all(pool: Pool) -> None:
+    with pytest.raises(PoolError) as caught:
+        pool.run(raise_some, (1, 2), world=3)
+    failures = caught.value.failures
+    assert {failure.type_name for failure in failures.values()} == {"ValueError"}
+    texts = [failures[rank].message for rank in range(3)]
+    assert texts == ["Worker 1: bad luck of 1", "bad luck of 1", "bad luck of 2"]
+
+
+class Odd(Exception):
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one + two)
+
+
+def raise_any(rank: int, world: int) -> None:
+    group = WorkerGroup.create(timeout_s=20)
+    errors = [None, Odd("a", "b"), ZeroDivisionError("division by zero")]
+    try:
+        with group.errors_shared("the test"):
+            error = errors[rank]
+            if error is not None:
+                raise error
+    finally:
+        group.close()
+
+
+def test_any_error_is_shared_and_is_itself_at_home(pool: Pool) -> None:
+    with pytest.raises(PoolError) as caught:
+        pool.run(raise_any, world=3)
+    found = {r: (f.type_name, f.message) for r, f in caught.value.failures.items()}
+    assert found == {
+        0: ("RuntimeError", "Worker 1: Odd: ab"),
+        1: ("Odd", "ab"),
+        2: ("ZeroDivisionError", "division by zero"),
+    }
+
+
+def come_late_or_not(rank: int, world: int) -> float:
+    group = WorkerGroup.create(timeout_s=3)
+    group.come_to("the beginning")
+    began = time.monotonic()
+    if rank == 1:
+        time.sleep(HARNESS_S)
+    try:
+        group.gather_objects(rank, "the gathering")
+    finally:
+        took_s = time.monotonic() - began
+        group.close()
+        assert took_s < 3 + 6
+    return took_s
+
+
+@pytest.mark.soak
+@pytest.mark.process
+def test_a_gathering_names_who_does_not_come() -> None:
+    with Job(come_late_or_not, world=3) as job:
+        for outcome in job.outcomes([0, 2], HARNESS_S):
+            assert outcome.error is not None
+            assert "from worker 1 (alive, last exchange: the beginning)" in outcome.error
+
+
+def look_for_long(rank: int, world: int) -> None:
+    group = WorkerGroup.create(timeout_s=2)
+    group.come_to("the beginning")
+    if rank == 1:
+        time.sleep(HARNESS_S)
+    if rank == 2:
+        watchdog._SETTLE_S = 5.0
+    group.gather_objects(rank, "the gathering")
+
+
+@pytest.mark.process
+def test_worker_0_does_not_end_before_the_others_know_why() -> None:
+    with Job(look_for_long, world=3) as job:
+        for outcome in job.outcomes([0, 2], HARNESS_S):
+            assert outcome.error is not None
+            assert "from worker 1 (alive, last exchange: the beginning)" in outcome.error
+
+
+def begin_or_not(rank: int, world: int) -> None:
+    if rank == 1:
+        time.sleep(HARNESS_S)
+    WorkerGroup.create(timeout_s=5)
+
+
+@pytest.mark.process
+def test_who_does_not_come_to_the_set_up_is_named() -> None:
+    with Job(begin_or_not, world=3) as job:
+        for outcome in job.outcomes([0, 2], HARNESS_S):
+            assert outcome.error is not None
+            assert "No message in the set-up within 5 s from worker 1. Check" in outcome.error
+
+
+def test_without_an_error_all_go_on(pool: Pool) -> None:
+    assert pool.run(raise_some, (), world=3) == ["fine"] * 3
+
+
+def close_in_the_middle(rank: int, world: int) -> float:
+    group = WorkerGroup.create(timeout_s=LONG_S)
+    dist.barrier()
+    if rank != 1:  # worker 1 takes no part
+        work = dist.all_reduce(torch.ones(10), group=group.data, async_op=True)
+        assert work is not None
+        del work
+        group.tell(RuntimeError("a bad day"))
+    began = time.monotonic()
+    if rank != 1:
+        group.close()
+    took = time.monotonic() - began
+    dist.barrier()
+    group.close()
+    return took
+
+
+@pytest.mark.process
+def test_after_a_failure_closing_does_not_wait_for_what_is_under_way(pool: Pool) -> None:
+    assert max(pool.run(close_in_the_middle, world=3)) < SOON_S

@@ -1,0 +1,148 @@
+"""A model of several layers, streaming DiLoCo by a plain loop, and drivers of both."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_loco import Simulation
+from lightning_loco.algorithms import DiLoCo, Mix
+from lightning_loco.engine import Engine, RoundSettings
+from lightning_loco.schedules import Staggered
+from tests.algorithms.toys import Point, randn
+from tests.engine.toys import SMALL_BUCKET, approach, flat, saved_and_loaded
+from tests.late_backend import late_group
+
+SIZES = (1500, 700, 40, 5, 900)
+"""Elements of the layers, 3145 in all: three strided fragments of 1505, 1600 and 40."""
+
+
+class Layers(nn.Module):
+    """Numbered blocks, each a vector."""
+
+    def __init__(self, sizes: tuple[int, ...] = SIZES, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Point(torch.zeros(size, dtype=dtype)) for size in sizes)
+
+
+class Run(NamedTuple):
+    """The workers' parameters after each local step, ``(T, N, P)``, and their mean at the end."""
+
+    history: Tensor
+    consensus: Tensor
+
+
+def slices_of(settings: RoundSettings) -> list[list[slice]]:
+    """The fragments of the model."""
+    lanes = settings.schedule.lanes({f"blocks.{i}.value": n for i, n in enumerate(SIZES)})
+    return [[slice(part.start, part.stop) for part in lane] for lane in lanes]
+
+
+def stream(settings: RoundSettings, workers: int, steps: int) -> Run:
+    """Streaming DiLoCo of workers with targets of their own, step by step, element by element."""
+    algorithm, schedule, landing = settings.algorithm, settings.schedule, settings.landing
+    assert isinstance(algorithm, DiLoCo)
+    assert isinstance(schedule, Staggered)
+    assert isinstance(landing, Mix)
+    every, delay, mix = schedule.sync_every, schedule.delay, landing.mix
+    assert isinstance(every, int)
+    sizes = torch.tensor(SIZES)
+    targets = torch.stack(
+        [
+            torch.cat([randn(int(n), seed=10 * worker + i) for i, n in enumerate(sizes)])
+            for worker in range(workers)
+        ]
+    )
+    local, outer = torch.zeros_like(targets), torch.zeros_like(targets[0])
+    momentum = torch.zeros_like(outer)
+    fragments = slices_of(settings)
+    flights: dict[int, tuple[int, list[Tensor]]] = {}
+    history: list[Tensor] = []
+
+    def begin(p: int, step: int) -> None:
+        flights[p] = (step, [(outer[s] - local[:, s]).mean(0) for s in fragments[p]])
+
+    def land(p: int, share: float) -> None:
+        _, gradients = flights.pop(p)
+        for s, gradient in zip(fragments[p], gradients, strict=True):
+            momentum[s] = algorithm.outer_momentum * momentum[s] + gradient
+            ahead = gradient + algorithm.outer_momentum * momentum[s]
+            outer[s] -= algorithm.outer_lr * (ahead if algorithm.nesterov else momentum[s])
+            local[:, s] = share * local[:, s] + (1 - share) * outer[s]
+
+    for step in range(1, steps + 1):
+        local += 0.1 * (targets - local)
+        for p in [p for p, (began, _) in flights.items() if step - began == delay]:
+            land(p, mix)
+        for p in range(len(fragments)):
+            if (step - (p + 1) * every // len(fragments)) % every == 0:
+                begin(p, step)
+                if delay == 0:
+                    land(p, 0.0)
+        history.append(local.clone())
+    return Run(torch.stack(history), local.mean(0))
+
+
+def train(
+    rank: int,
+    world: int,
+    settings: RoundSettings,
+    steps: int,
+    cuts: Sequence[int] = (),
+    meets: bool = False,
+    late: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The same by an engine: this worker's parameters after each step, and at the end.
+
+    Args:
+        rank: Number of this worker.
+        world: Number of workers.
+        settings: Of the rounds.
+        steps: Local steps to make.
+        cuts: Save after so many of them, and go on with a new engine.
+        meets: Whether to show the consensus after each step, as a validation does.
+        late: Whether data come late, as with NCCL, and not while the host waits.
+    """
+    settings = dataclasses.replace(settings, bucket_bytes=SMALL_BUCKET)
+    model: nn.Module = Layers()
+    engine = Engine.from_settings(model, settings, late_group() if late else None)
+    history: list[Tensor] = []
+    for step in range(1, steps + 1):
+        approach(rank, model)
+        engine.step()
+        history.append(flat(model))
+        if meets:
+            engine.worker.meet("a validation")
+            engine.worker.show_consensus()
+            engine.worker.show_local()
+        if step in cuts:
+            engine.worker.meet("a checkpoint")
+            saved = saved_and_loaded(engine.state_dict())
+            engine.close()
+            model = Layers()
+            engine = Engine.from_settings(model, settings)
+            engine.load_state_dict(saved)
+    engine.finish()
+    engine.close()
+    return torch.stack(history), flat(model)
+
+
+def simulate(settings: RoundSettings, workers: int, steps: int) -> Run:
+    """The same in a simulation, up to the last begin of a round."""
+    models = [Layers() for _ in range(workers)]
+    simulation = Simulation.from_settings(models, settings)
+    history: list[list[Tensor]] = [[] for _ in range(workers)]
+
+    def local_step(worker: int) -> None:
+        history[worker].append(flat(models[worker]))  # as the turn after the step before left it
+        approach(worker, models[worker])
+
+    while len(history[0]) < steps:
+        simulation.run(local_step, 1)
+    pairs = zip(history, models, strict=True)
+    after = [torch.stack([*before[1:], flat(model)]) for before, model in pairs]
+    return Run(torch.stack(after, dim=1), simulation.consensus())

@@ -1,0 +1,48 @@
+"""A worker with NaN goes on from the outer parameters in all fragments, whichever has a round."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_loco.algorithms import DiLoCo, Mix
+from lightning_loco.engine import Engine, RoundSettings
+from lightning_loco.schedules import Staggered
+from tests.conftest import cover
+from tests.engine.fragments import Layers
+from tests.engine.toys import approach, flat
+from tests.pool import Pool
+
+pytestmark = pytest.mark.recovery
+
+
+def with_nan(rank: int, world: int, delay: int, at: int) -> tuple[Tensor, Tensor]:
+    """Worker 1 has NaN in one layer, and its next local step has it everywhere."""
+    model = Layers()
+    settings = RoundSettings(DiLoCo(0.4), Staggered(6, 3, delay), landing=Mix(0.5))
+    engine = Engine.from_settings(model, settings)
+    history = []
+    for step in range(1, 19):
+        approach(rank, model)
+        if not torch.isfinite(flat(model)).all():
+            for p in model.parameters():
+                p.data.fill_(math.nan)
+        if step == at and rank == 1:
+            model.blocks[0].value.data[3] = math.nan  # type: ignore[union-attr,operator]
+        engine.step()
+        history.append(flat(model))
+    engine.finish()
+    engine.close()
+    return torch.stack(history), flat(model)
+
+
+@pytest.mark.parametrize(("delay", "at"), cover((0, 2, 5, 6), (7, 8, 9), strength=1))
+def test_a_worker_with_nan_goes_back_in_all_fragments(pool: Pool, delay: int, at: int) -> None:
+    (healthy, end), (broken, same) = pool.run(with_nan, delay, at, world=2)
+    assert torch.isfinite(healthy).all()
+    assert torch.isfinite(end).all()
+    assert torch.equal(end, same)
+    assert torch.isfinite(broken[at + 6 :]).all()

@@ -1,0 +1,58 @@
+"""Parts and parcels: exact copies, whatever memory the values are in."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_loco.algorithms import DiLoCo, LocalSGD
+from lightning_loco.engine.buckets import Parcel, Part, group_chunks
+from lightning_loco.parameters.flat import Cuts, FlatLayout
+
+
+def layout_of(*sizes: int, chunk_elements: int | None = None) -> FlatLayout:
+    tensors = [torch.randn(size) for size in sizes]
+    return FlatLayout(((f"p{i}", t) for i, t in enumerate(tensors)), Cuts(chunk_elements))
+
+
+def test_a_part_unpacks_values_from_the_bucket_from_the_state_and_from_anywhere() -> None:
+    layout = layout_of(3, 2)
+    (chunk,) = layout.chunks()
+    algorithm = DiLoCo()
+    state = algorithm.init(layout.new_flat())
+    part = Part(chunk, torch.empty(5), algorithm, state)
+    elsewhere = torch.arange(5.0)
+    for values in (part.message, part.state["outer"], elsewhere):
+        values.copy_(torch.randn(5))
+        part.unpack(values)
+        assert torch.equal(torch.cat(layout.tensors), values)
+
+
+def test_a_state_entry_that_is_replaced_is_not_confused_with_the_old_one() -> None:
+    layout = layout_of(4)
+    algorithm = DiLoCo()
+    state = algorithm.init(layout.new_flat())
+    part = Part(layout.chunks()[0], torch.empty(4), algorithm, state)
+    for value in range(50):  # new tensors would take over the identity of a forgotten one
+        part.state["outer"] = torch.full((4,), float(value))
+        part.unpack(part.state["outer"])
+        assert torch.equal(layout.tensors[0], part.state["outer"])
+
+
+def test_a_parcel_splits_what_was_received_and_ignores_what_rides_behind() -> None:
+    layout = layout_of(3, 3, 1, chunk_elements=3)
+    message = torch.empty(7)
+    parts = [Part(c, message[c.start : c.stop], LocalSGD(), {}) for c in layout.chunks()]
+    parcel = Parcel(message, parts)
+    shares = [share.tolist() for _, share in parcel.split(torch.arange(9.0))]
+    assert shares == [[0, 1, 2], [3, 4, 5], [6]]
+    means = [share.tolist() for _, share in parcel.split(torch.arange(9.0), weight=2.0)]
+    assert means == [[0, 0.5, 1], [1.5, 2, 2.5], [3]]
+    assert len(parcel) == 7
+
+
+def test_chunks_are_grouped_up_to_the_longest_parcel() -> None:
+    chunks = layout_of(3, 3, 3, 3, 2, chunk_elements=3).chunks()
+    lengths = [[len(c) for c in group] for group in group_chunks(chunks, 7)]
+    assert lengths == [[3, 3], [3, 3], [2]]
+    assert [len(group) for group in group_chunks(chunks, 1)] == [1] * 5
+    assert group_chunks([], 7) == []

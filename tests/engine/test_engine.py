@@ -1,0 +1,294 @@
+"""The engine: it counts steps and makes the rounds that are due, and meetings cost nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_loco import DiLoCo, GASLoC, LocalSGD, StepEngine
+from lightning_loco.algorithms import Algorithm
+from lightning_loco.engine import Engine, RoundSettings
+from lightning_loco.engine import fragment_sync as rounds_module
+from lightning_loco.parameters import flat as flat_module
+from lightning_loco.parameters.flat import Chunk, Window
+from lightning_loco.schedules import EverySteps
+from tests.algorithms.toys import Point, assert_close, randn
+from tests.engine.toys import (
+    Talking,
+    TalkingGossip,
+    approach,
+    flat,
+    run_each,
+    simulate,
+    train,
+    zeros,
+)
+from tests.pool import Pool, PoolError
+
+# ------------------------------------------------------------------------------- own numbers
+
+ROUNDS = 4
+TALKS: dict[str, tuple[Algorithm, bool]] = {
+    "riding": (Talking(), False),
+    "travelling": (Talking(), True),
+    "neighbours": (TalkingGossip(), False),
+    "late neighbours": (TalkingGossip(), True),
+}
+
+
+def test_own_numbers_of_all_workers_are_heard(pool: Pool, subtests: pytest.Subtests) -> None:
+    """In every kind of round, in the simulation, and after a resume with a flight under way."""
+    settings_of = {
+        name: RoundSettings(one, EverySteps(2, late)) for name, (one, late) in TALKS.items()
+    }
+    rows = {
+        (name, after): (settings, ROUNDS, zeros, after, True)
+        for name, settings in settings_of.items()
+        for after in (None, 2)
+    }
+    results = run_each(pool, train, rows, world=3)
+    for name, settings in settings_of.items():
+        with subtests.test(name):
+            expected = simulate(settings, 3, ROUNDS, own=True)
+            unbroken, resumed = (torch.stack(results[name, after], dim=1) for after in (None, 2))
+            assert_close(unbroken, expected)
+            assert torch.equal(resumed, unbroken)
+            silent = simulate(settings, 3, ROUNDS)
+            assert (silent - expected).abs().max() > 0.01
+
+
+def hear(rank: int, world: int, algorithm: Algorithm, overlap: bool) -> tuple[float, int]:
+    model = zeros()
+    engine = StepEngine(model, algorithm, sync_every=1, overlap=overlap)
+    state = engine.lanes[0].lane.state
+    state["own"].fill_(rank + 1.0)
+    for _ in range(3):
+        approach(rank, model)
+        engine.step()
+    engine.drain()
+    engine.finish()
+    engine.close()
+    return state["heard"], state["rounds"]
+
+
+def test_numbers_are_in_the_order_of_the_workers_and_heard_once_a_round(
+    pool: Pool, subtests: pytest.Subtests
+) -> None:
+    for name, results in run_each(pool, hear, TALKS, world=3).items():
+        with subtests.test(name):
+            _, overlap = TALKS[name]
+            told = 1 if overlap else 2  # rounds that had landed when the last message was made
+            assert results == [(1 + 4 + 9 + 3 * told, 3)] * 3
+
+
+# ---------------------------------------------------------------------------- light meetings
+
+
+class Passes:
+    """Counts what goes over all of the model's memory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        for owner, names in ((Chunk, ("pack", "unpack")), (Window, ("pack", "unpack"))):
+            for name in names:
+                monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))
+        counted = self._counted(flat_module.are_finite)
+        monkeypatch.setattr(rounds_module, "are_finite", counted)
+
+    def _counted(self, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            self.count += 1
+            return function(*args)
+
+        return call
+
+
+def adamw(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.1)
+
+
+MEETINGS: dict[str, tuple[Algorithm, bool]] = {
+    "riding": (DiLoCo(), False),
+    "riding whole": (DiLoCo(outer_optimizer=adamw), False),
+    "travelling": (DiLoCo(0.7, 0.0), True),
+    "neighbours": (GASLoC(), False),
+    "late neighbours": (GASLoC(), True),
+}
+
+
+def meet(
+    rank: int, world: int, algorithm: Algorithm, overlap: bool, steps: int, broken: bool
+) -> dict[str, Any]:
+    """Worker 1 makes some steps more than worker 0 before they meet, by twos."""
+    model = Point(torch.zeros(50, dtype=torch.float64))
+    engine = StepEngine(model, algorithm, sync_every=2, overlap=overlap)
+    for _ in range(2 + steps * rank):
+        approach(rank, model)
+        engine.step()
+    if broken and rank == 0:
+        model.value.data[3] = math.nan
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        passes = Passes(monkeypatch)
+        rows = engine.worker.meet("a barrier")
+        at_meeting = passes.count
+    rounds, finite = engine.statistics.rounds, engine.worker.was_finite
+    engine.finish()
+    result = flat(model)
+    engine.close()
+    return {
+        "passes": at_meeting,
+        "steps": [row.steps for row in rows],
+        "rounds": rounds,
+        "finite": finite,
+        "model": result,
+    }
+
+
+def every_meeting(pool: Pool, steps: int, broken: bool) -> Iterable[tuple[str, list[Any]]]:
+    """The results of both workers for each kind of meeting."""
+    rows = {name: (*meeting, steps, broken) for name, meeting in MEETINGS.items()}
+    return run_each(pool, meet, rows, world=2).items()
+
+
+def test_a_meeting_without_a_round_makes_no_pass_over_the_model(
+    pool: Pool, subtests: pytest.Subtests
+) -> None:
+    for steps in (0, 1):
+        for name, results in every_meeting(pool, steps, broken=False):
+            with subtests.test(name, steps=steps):
+                for result in results:
+                    assert result["passes"] == 0
+                    assert result["rounds"] == 1
+                    assert result["steps"] == [0, steps]
+
+
+def test_those_at_a_meeting_take_part_in_the_rounds_of_others(
+    pool: Pool, subtests: pytest.Subtests
+) -> None:
+    for name, (first, second) in every_meeting(pool, 5, broken=False):
+        with subtests.test(name):
+            for result in (first, second):
+                assert result["rounds"] == 3
+                assert result["steps"] == [0, 1]
+                assert torch.equal(result["model"], first["model"])
+            assert first["passes"] > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*NaN")
+def test_a_worker_with_nan_at_a_meeting_has_no_weight(
+    pool: Pool, subtests: pytest.Subtests
+) -> None:
+    """It learns of its state only when another worker makes a round, and then says so."""
+    for name, (first, second) in every_meeting(pool, 5, broken=True):
+        with subtests.test(name):
+            assert (first["finite"], second["finite"]) == (True, True)  # again, after two rounds
+            assert torch.equal(first["model"], second["model"])
+            assert torch.isfinite(first["model"]).all()
+            algorithm, overlap = MEETINGS[name]
+            if algorithm.exchange == "mean" and not overlap:
+                expected = meet_alone(algorithm)
+                assert_close(first["model"], expected)
+
+
+def meet_alone(algorithm: Algorithm) -> Tensor:
+    """What comes of it by hand: two workers in the first round, worker 1 alone from then on.
+
+    Worker 0 ends with what the last round has left, worker 1 a local step further.
+    """
+    outer = torch.zeros(50, dtype=torch.float64)
+    state = algorithm.init(outer.clone())
+    models = [Point(outer) for _ in range(2)]
+    for steps, movers in ((2, (0, 1)), (2, (1,)), (2, (1,))):
+        messages = []
+        for worker in movers:
+            for _ in range(steps):
+                approach(worker, models[worker])
+            messages.append(algorithm.propose(flat(models[worker]), state))
+        params = flat(models[1])
+        algorithm.apply(params, torch.stack(messages).mean(0), state)
+        for model in models:
+            model.value.data.copy_(params)
+    approach(1, models[1])
+    return (flat(models[0]) + flat(models[1])) / 2
+
+
+# ------------------------------------------------------------------------------------ steps
+
+
+def test_rounds_are_due_by_the_schedule_and_not_while_paused() -> None:
+    model = zeros()
+    engine = StepEngine(model, LocalSGD(), sync_every=3)
+    assert [engine.step() for _ in range(7)] == [False, False, True] * 2 + [False]
+    engine.paused = True
+    assert not any(engine.step() for _ in range(7))
+    engine.paused = False
+    assert engine.step()
+    assert (engine.worker.steps, engine.statistics.rounds, engine.worker.round_index) == (15, 3, 3)
+    engine.close()
+
+
+def test_an_engine_of_settings_is_that_of_keywords() -> None:
+    settings = RoundSettings(DiLoCo(), EverySteps(3), bucket_bytes=12345)
+    first = Engine.from_settings(zeros(), settings)
+    second = StepEngine(zeros(), DiLoCo(), sync_every=3, bucket_bytes=12345)
+    assert first.settings == second.settings
+    first.close()
+    second.close()
+    first.close()
+
+
+def finish_early(rank: int, world: int) -> Tensor:
+    model = Point(torch.zeros(4, dtype=torch.float64))
+    engine = StepEngine(model, LocalSGD(), sync_every=100)
+    for _ in range(1 + rank):
+        model.value.data.add_(1.0)
+        engine.step()
+    engine.finish()
+    engine.close()
+    return flat(model)
+
+
+def test_what_is_not_shared_yet_is_shared_at_the_end(pool: Pool) -> None:
+    for values in pool.run(finish_early, world=3):
+        assert values.tolist() == [2.0] * 4
+
+
+def steal_a_parameter(rank: int, world: int) -> None:
+    model = torch.nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    engine = StepEngine(model, LocalSGD(), sync_every=1)
+    model.bias.requires_grad_(True)
+    try:
+        engine.step()
+    finally:
+        engine.close()
+
+
+def test_a_parameter_that_became_trainable_is_refused(pool: Pool) -> None:
+    with pytest.raises(PoolError, match="Parameter 'bias' became trainable during fit"):
+        pool.run(steal_a_parameter, world=2)
+
+
+def measured(rank: int, world: int) -> tuple[float | None, float | None]:
+    model = Point(torch.zeros(1000, dtype=torch.float64))
+    engine = StepEngine(model, DiLoCo(1.0, 0.0), sync_every=1)
+    engine.consensus_every, engine.consensus_elements = 1, 10**6
+    engine.measure_outer_gradient = True
+    assert engine.measure_outer_gradient
+    model.value.data.copy_(randn(1000, seed=rank))
+    engine.step()
+    engine.close()
+    return engine.statistics.consensus_distance, engine.statistics.outer_grad_norm
+
+
+def test_figures_are_measured_on_request(pool: Pool) -> None:
+    values = torch.stack([randn(1000, seed=rank) for rank in range(3)])
+    away = float((values - values.mean(0)).square().sum(1).mean().sqrt())
+    for distance, norm in pool.run(measured, world=3):
+        assert distance == pytest.approx(away, rel=1e-9)
+        assert norm == pytest.approx(float(values.mean(0).norm()), rel=1e-9)

@@ -1,0 +1,70 @@
+"""A round that another run had left under way, against the formula on whole vectors."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC
+from lightning_loco.engine import Engine, RoundSettings
+from lightning_loco.schedules import EverySteps
+from tests.algorithms.toys import Point, randn
+from tests.engine.toys import LARGE, SMALL_BUCKET, Counting, flat
+
+ALGORITHMS = [DiLoCo(0.7, 0.3), DiLoCo(outer_optimizer=torch.optim.Adam), Counting(), GASLoC()]
+
+
+def landed(
+    algorithm: Algorithm, flight: dict[str, Any], params: Tensor
+) -> tuple[Tensor, dict[str, Any], dict[str, Any]]:
+    """The parameters, and the state before and after, of one worker alone."""
+    model = Point(randn(LARGE, seed=1))
+    settings = RoundSettings(algorithm, EverySteps(2), bucket_bytes=SMALL_BUCKET)
+    engine = Engine.from_settings(model, settings)
+    model.value.data.copy_(params)
+    lane = engine.lanes[0].lane
+    before = copy.deepcopy(lane.state)
+    engine.lanes[0].land_saved(flight)
+    after = copy.deepcopy(lane.state)
+    engine.close()
+    return flat(model), before, after
+
+
+def test_parameters_move_by_the_result(subtests: pytest.Subtests) -> None:
+    for algorithm, has_departure in itertools.product(ALGORITHMS, (False, True)):
+        with subtests.test(str(algorithm), has_departure=has_departure):
+            received, message, left = (randn(LARGE, seed=seed) for seed in (2, 3, 4))
+            params = randn(LARGE, seed=5)
+            departure = left if has_departure else None
+            flight = {
+                "received": received,
+                "messages": message,
+                "departure": departure,
+                "told": None,
+            }
+            found, before, after = landed(algorithm, flight, params)
+            prepared = RoundSettings(algorithm).prepare(1).algorithm
+            start = left if has_departure else prepared.restart(before)
+            assert start is not None
+            start = start.clone()
+            result = prepared.update(message.clone(), received.clone(), before).clone()
+            torch.testing.assert_close(found, result + (params - start), rtol=0, atol=1e-13)
+            assert before.keys() == after.keys()
+            for name, value in before.items():
+                torch.testing.assert_close(
+                    torch.as_tensor(after[name]), torch.as_tensor(value), rtol=0, atol=1e-13
+                )
+
+
+def test_parameters_that_are_not_finite_become_the_result() -> None:
+    params = randn(LARGE, seed=5)
+    params[7] = float("nan")
+    flight = {"received": randn(LARGE, seed=2), "departure": None, "told": None}
+    found, _, after = landed(Counting(), flight, params)
+    assert torch.isfinite(found).all()
+    assert torch.equal(found[7], after["outer"][7])

@@ -1,0 +1,520 @@
+"""Exchanges on slower links: as late as foretold, hidden by local steps, not a bit different."""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_loco import (
+    ClockEngine,
+    DiLoCo,
+    Elastic,
+    GASLoC,
+    Link,
+    LocalSGD,
+    LocoStrategy,
+    ModelAverage,
+    NeighborAverage,
+    StepEngine,
+)
+from lightning_loco.algorithms import Algorithm
+from lightning_loco.distributed import Statistics, WorkerGroup
+from lightning_loco.distributed.work import Sum
+from lightning_loco.engine import RoundSettings
+from lightning_loco.engine.buckets import Parcel
+from lightning_loco.engine.exchanges.all_reduce import MeanExchange
+from lightning_loco.engine.link_emulator import LinkEmulator
+from lightning_loco.links.link_times import LinkTimes
+from lightning_loco.links.links import Links, as_links
+from lightning_loco.schedules import EverySteps
+from lightning_loco.topology import Ring
+from tests.algorithms.toys import Point
+from tests.distributed.workers import wait_until
+from tests.engine.toys import approach, flat, run_each, train
+from tests.limits import HARNESS_S, LONG_S
+from tests.manual_clock import SkippingClock
+from tests.pool import Pool, PoolError, make_trainer
+from tests.small_model import TinyModule, WorkerData
+
+NUMEL = 250_000
+MEGABYTE = 4 * NUMEL
+SLOW = Link(mbit_per_s=16, latency_s=0.05)
+"""A megabyte takes half a second."""
+
+
+def model(rank: int) -> Point:
+    return Point(torch.full((NUMEL,), float(rank)))
+
+
+def skipping_group() -> tuple[WorkerGroup, SkippingClock]:
+    """The workers, and the clock that this one waits for the others by."""
+    group, clock = WorkerGroup.create(timeout_s=60), SkippingClock()
+    group.clock = clock
+    return group, clock
+
+
+# ------------------------------------------------------------------------------- how long
+
+
+@dataclasses.dataclass(frozen=True)
+class Took:
+    """What rounds have cost a worker, one after the other.
+
+    Attributes:
+        seconds: From begin to end.
+        statistics: In the end.
+        naps: How often it has slept.
+    """
+
+    seconds: list[float]
+    statistics: Statistics
+    naps: int
+
+
+def make_rounds(
+    rank: int, world: int, algorithm: Algorithm, link: Any, rounds: int, settings: dict[str, Any]
+) -> Took:
+    """Blocking rounds."""
+    group, clock = skipping_group()
+    engine = StepEngine(model(rank), algorithm, sync_every=1, link=link, group=group, **settings)
+    seconds = []
+    for _ in range(rounds):
+        began = clock.now()
+        engine.step()
+        seconds.append(clock.now() - began)
+    took = Took(seconds, dataclasses.replace(engine.statistics), len(clock.asked))
+    engine.close()
+    return took
+
+
+def check_seconds(seconds: list[float], foretold: float) -> None:
+    """Each round takes as long as foretold; the few bytes beside the parameters count, too."""
+    assert seconds == pytest.approx([foretold] * len(seconds), rel=1e-3)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_blocking_mean_takes_as_long_as_its_bytes_and_hops(pool: Pool, world: int) -> None:
+    foretold = 2 * (world - 1) / world * MEGABYTE * 8 / 16e6 + 2 * (world - 1) * 0.05
+    for took in pool.run(make_rounds, LocalSGD(), SLOW, 3, {}, world=world):
+        check_seconds(took.seconds, foretold)
+        total_s = pytest.approx(sum(took.seconds))
+        assert took.statistics.emulated_s == total_s
+        assert took.statistics.emulated_wait_s == total_s
+        assert took.statistics.wait_s == total_s
+        assert took.naps < sum(took.seconds) / 0.2 + 2 * 3
+
+
+def make_real_rounds(rank: int, world: int) -> tuple[list[float], float]:
+    """The seconds of two rounds, after one that brings the workers together; the processor's."""
+    engine = StepEngine(model(rank), LocalSGD(), sync_every=1, link=SLOW)
+    engine.step()
+    used, seconds = resource.getrusage(resource.RUSAGE_SELF), []
+    for _ in range(2):
+        began = time.monotonic()
+        engine.step()
+        seconds.append(time.monotonic() - began)
+    now = resource.getrusage(resource.RUSAGE_SELF)
+    engine.close()
+    return seconds, now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
+
+
+@pytest.mark.soak
+@pytest.mark.alone
+def test_a_blocking_mean_takes_as_long_by_the_real_clock(pool: Pool) -> None:
+    foretold = 0.5 + 2 * 0.05
+    for seconds, processor_s in pool.run(make_real_rounds, world=2):
+        for took in seconds:
+            assert foretold - 0.01 <= took <= 1.5 * foretold + 0.1
+        assert processor_s < 0.5 * sum(seconds)
+
+
+def test_messages_to_neighbours_share_a_workers_link(pool: Pool) -> None:
+    """Two of a megabyte on a ring of four, and but one on a link of its own at worker 0."""
+    settings: dict[str, Any] = {"topology": "ring"}
+    for took in pool.run(make_rounds, GASLoC(), SLOW, 2, settings):
+        check_seconds(took.seconds, 2 * 0.5 + 0.05)
+    fast = {"default": Link(160), "pairs": {"0->1": SLOW}}
+    took = pool.run(make_rounds, GASLoC(), fast, 1, settings)
+    check_seconds(took[0].seconds, 0.5)
+    check_seconds(took[1].seconds, 0.5 + 0.05)
+    check_seconds(took[2].seconds + took[3].seconds, 2 * 0.05)
+
+
+@pytest.mark.parametrize(("codec", "most"), [("int8", 0.27), ("e3m0", 0.145)])
+def test_fewer_bytes_take_less_time(pool: Pool, codec: str, most: float) -> None:
+    for took in pool.run(make_rounds, DiLoCo(), SLOW, 3, {"compression": codec}, world=2):
+        sent = took.statistics.emulated_bytes / 3
+        assert 0.1 * MEGABYTE < sent < most * MEGABYTE
+        check_seconds(took.seconds, sent * 8 / 16e6 + 2 * 0.05)
+
+
+def test_the_slowest_worker_keeps_a_mean_waiting(pool: Pool) -> None:
+    links = [Link(1000), Link(1000), Link(32, 0.02)]
+    foretold = LinkTimes(as_links(links), 3).mean(4 / 3 * MEGABYTE, 4, 0).seconds
+    assert foretold == pytest.approx(4 / 3 * 0.25 + 4 * 0.02)
+    for took in pool.run(make_rounds, DiLoCo(), links, 2, {}, world=3):
+        check_seconds(took.seconds, foretold)
+
+
+def test_parcels_follow_each_other_on_the_link(pool: Pool) -> None:
+    """Eight parcels in pieces of two: the next one leaves when the last but one is here."""
+    settings = {"bucket_bytes": MEGABYTE // 4}
+    for took in pool.run(make_rounds, LocalSGD(), SLOW, 1, settings, world=2):
+        check_seconds(took.seconds, 4 * (0.5 / 8 + 2 * 0.05) + 0.5 / 8)
+
+
+def make_late_round(rank: int, world: int) -> tuple[float, float]:
+    """Worker 1 begins its round half a second after the others: when it was begun, and ended."""
+    group, clock = skipping_group()
+    engine = StepEngine(model(rank), LocalSGD(), sync_every=1, link=SLOW, group=group)
+    if rank == 1:
+        clock.advance(0.5)
+    began = clock.now()
+    engine.step()
+    ended = clock.now()
+    engine.close()
+    return began, ended
+
+
+def test_nothing_arrives_before_the_last_worker_has_sent_it(pool: Pool) -> None:
+    times = pool.run(make_late_round, world=3)
+    assert [began for began, _ in times] == [0.0, 0.5, 0.0]
+    check_seconds([ended for _, ended in times], 0.5 + 4 / 3 * 0.5 + 4 * 0.05)
+
+
+# ---------------------------------------------------------------------------------- hidden
+
+
+def overlap(
+    rank: int, world: int, algorithm: Algorithm, topology: Any, compression: Any = None
+) -> Statistics:
+    """What rounds cost whose local steps take longer than the link."""
+    group, clock = skipping_group()
+    engine = StepEngine(
+        model(rank),
+        algorithm,
+        sync_every=2,
+        overlap=True,
+        warm_start=False,
+        topology=topology,
+        compression=compression,
+        link=Link(32, 0.02),
+        group=group,
+    )
+    for _ in range(6):
+        clock.advance(0.4)
+        engine.step()
+    statistics = dataclasses.replace(engine.statistics)
+    engine.finish()
+    engine.close()
+    return statistics
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "topology", "foretold"),
+    [(DiLoCo(outer_momentum=0.0), None, 0.25 + 2 * 0.02), (GASLoC(momentum=0.0), "ring", 0.27)],
+    ids=["mean", "neighbours"],
+)
+def test_overlapped_rounds_hide_the_link(
+    pool: Pool, algorithm: Algorithm, topology: Any, foretold: float
+) -> None:
+    for statistics in pool.run(overlap, algorithm, topology, world=2):
+        assert statistics.wait_s == statistics.emulated_wait_s == 0.0
+        assert statistics.emulated_s == pytest.approx(2 * foretold, rel=1e-3)  # one is under way
+
+
+def test_compressed_rounds_in_a_thread_hide_the_link(pool: Pool) -> None:
+    algorithm = DiLoCo(outer_momentum=0.0)
+    for statistics in pool.run(overlap, algorithm, None, "int8", world=2):
+        assert statistics.wait_s == statistics.emulated_wait_s == 0.0
+        foretold = statistics.emulated_bytes / 3 * 8 / 32e6 + 2 * 0.02
+        assert statistics.emulated_s == pytest.approx(2 * foretold, rel=1e-3)
+
+
+def look(rank: int, world: int) -> tuple[list[bool], float]:
+    """Whether a round by the clock is over when its messages are here, but would not have come."""
+    group, clock = skipping_group()
+    engine = ClockEngine(model(rank), interval_s=0, link=SLOW, group=group)
+    engine.step()
+    flight = engine.lanes[0].flight
+    assert flight is not None
+    assert all(handle.arrives_within(HARNESS_S) for handle in flight.handles)
+    clock.advance(0.5 + 2 * 0.05 - 0.01)
+    early = [engine.step() for _ in range(5)]
+    clock.advance(0.02)
+    wait_until(engine.step)
+    waited_s = engine.statistics.wait_s
+    engine.finish()
+    engine.close()
+    return early, waited_s
+
+
+def test_rounds_by_the_clock_are_not_over_before(pool: Pool) -> None:
+    for early, waited_s in pool.run(look, world=2):
+        assert early == [False] * 5
+        assert waited_s == 0.0
+
+
+# ------------------------------------------------------------------------------- the same
+
+QUICK = Links(Link(20, 0.002, 0.004))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {
+            "diloco": RoundSettings(DiLoCo(), EverySteps(2)),
+            "late average": RoundSettings(ModelAverage(), EverySteps(2, True)),
+            "gasloc": RoundSettings(GASLoC(), EverySteps(2), "ring"),
+            "late gasloc": RoundSettings(GASLoC(), EverySteps(2, True), "random_matching"),
+        },
+        pytest.param(
+            {
+                "local sgd": RoundSettings(LocalSGD(), EverySteps(2)),
+                "late diloco": RoundSettings(DiLoCo(outer_momentum=0.0), EverySteps(2, True)),
+                "late neighbours": RoundSettings(NeighborAverage(), EverySteps(2, True), Ring()),
+            },
+            marks=pytest.mark.soak,
+        ),
+    ],
+    ids=["each kind of round", "others"],
+)
+def test_a_link_changes_no_bit(
+    pool: Pool, settings: dict[str, RoundSettings], subtests: pytest.Subtests
+) -> None:
+    without, slow = (
+        run_each(
+            pool,
+            train,
+            {name: (dataclasses.replace(one, link=link), 4) for name, one in settings.items()},
+        )
+        for link in (None, QUICK)
+    )
+    for name in settings:
+        with subtests.test(name):
+            for expected, found in zip(without[name], slow[name], strict=True):
+                assert torch.equal(expected, found)
+
+
+def average_by_the_clock(rank: int, world: int, link: Any) -> Tensor:
+    """The parameters after one round by the clock, with a local step meanwhile."""
+    point, (group, clock) = model(0), skipping_group()
+    engine = ClockEngine(point, interval_s=0, link=link, group=group)
+    point.value.data.fill_(0.1 + rank)
+    engine.step()
+    approach(rank, point)
+    clock.advance(LONG_S)
+    wait_until(engine.step)
+    parameters = flat(point)
+    engine.close()
+    return parameters
+
+
+def test_a_link_changes_no_bit_of_rounds_by_the_clock(pool: Pool) -> None:
+    without = pool.run(average_by_the_clock, None, world=3)
+    for expected, found in zip(without, pool.run(average_by_the_clock, SLOW, world=3), strict=True):
+        assert torch.equal(expected, found)
+    assert not torch.equal(without[0], without[1])
+
+
+class SaveInFlight(Callback):
+    """Saves in the middle of an overlapped round."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 7:
+            trainer.save_checkpoint(self._path)
+
+
+def fit(
+    rank: int, world: int, link: Any, steps: int, save: str | None = None, resume: str | None = None
+) -> tuple[Tensor, float | None]:
+    """The parameters after so many steps, and the seconds on the link."""
+    strategy = LocoStrategy(
+        DiLoCo(outer_momentum=0.0), sync_every=3, overlap=True, link=link, finalize="keep"
+    )
+    callbacks = [SaveInFlight(save)] if save else []
+    settings = {"max_steps": steps, "use_distributed_sampler": False, "callbacks": callbacks}
+    module = TinyModule()
+    loader = StatefulDataLoader(WorkerData(rank, 20), batch_size=None)
+    make_trainer(strategy, **settings).fit(module, loader, ckpt_path=resume)
+    return flat(module), strategy.statistics.emulated_s
+
+
+@pytest.mark.recovery
+@pytest.mark.parametrize("links", [(None, "lan"), ("lan", None), ("lan", "dsl")])
+def test_a_run_goes_on_exactly_with_and_without_a_link(
+    pool: Pool, tmp_path: Path, links: tuple[Any, Any]
+) -> None:
+    """Warnings are errors: nothing is said of other settings."""
+    path = str(tmp_path / "saved.ckpt")
+    unbroken = pool.run(fit, None, 14, world=2)
+    pool.run(fit, links[0], 9, path, world=2)
+    resumed = pool.run(fit, links[1], 14, None, path, world=2)
+    for (expected, nothing), (found, emulated_s) in zip(unbroken, resumed, strict=True):
+        assert torch.equal(expected, found)
+        assert nothing is None
+        assert (emulated_s is None) == (links[1] is None)
+
+
+# ------------------------------------------------------------------------- more is sent later
+
+
+class TwiceHandle:
+    """Adds up a second time, what is here, once somebody waits for it."""
+
+    def __init__(self, group: WorkerGroup, statistics: Statistics, wire: Tensor) -> None:
+        self._send = lambda: Sum(group, statistics, wire, "round 0")
+        self._first = self._send()
+
+    def has_arrived(self) -> bool:
+        return False
+
+    def wait(self) -> Tensor:
+        self._first.wait()
+        return self._send().wait()
+
+    def release(self) -> None:
+        pass
+
+
+class Twice(MeanExchange):
+    """An exchange in two parts; the second one leaves when the first is here."""
+
+    def start(self, parcel: Parcel, round_index: int) -> Any:
+        return TwiceHandle(self._group, self._statistics, parcel.wire)
+
+
+def exchange_twice(rank: int, world: int) -> tuple[float, float, int, float]:
+    (group, clock), statistics = skipping_group(), Statistics()
+    links = Links(Link(32, 0.01))
+    exchange = LinkEmulator(Twice(group, statistics), links, group, statistics)
+    simulated = exchange.simulate([torch.tensor([1.0]), torch.tensor([4.0])], 0)
+    assert [tensor.item() for tensor in simulated] == [2.5, 2.5]
+    handle = exchange.start(Parcel(torch.ones(NUMEL), []), 0)
+    assert not handle.has_arrived()
+    clock.advance(0.3)
+    received = handle.wait()
+    seconds = clock.now()
+    assert handle.has_arrived()
+    assert handle.wait() is received
+    value = received[0].item()
+    handle.release()
+    group.close()
+    return seconds, value, statistics.bytes_sent, statistics.wait_s
+
+
+def test_what_is_sent_while_waiting_takes_its_time_too(pool: Pool) -> None:
+    """The first part is hidden by 0.3 s, in which nobody looks; the second one is not."""
+    for seconds, value, sent, waited_s in pool.run(exchange_twice, world=2):
+        assert (value, sent) == (4.0, 2 * MEGABYTE)
+        check_seconds([seconds], 0.3 + 0.25 + 2 * 0.01)
+        assert waited_s == pytest.approx(0.25 + 2 * 0.01, rel=1e-3)
+
+
+# ------------------------------------------------------------------------------- refusals
+
+
+class AwaitingFailure(SkippingClock):
+    """Who sleeps by it for the first time says so, until another worker is known to have failed."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        super().__init__()
+        self._group = group
+
+    def sleep(self, seconds: float) -> None:
+        if not self.asked:
+            self._group.own_store("test").set("asleep", "")
+            wait_until(lambda: self._group.watchdog.failure)
+        super().sleep(seconds)
+
+
+def fail_while_another_sleeps(rank: int, world: int) -> list[float]:
+    """For how long worker 0 slept on its link before it heard of worker 1."""
+    group = WorkerGroup.create(timeout_s=60)
+    group.clock = clock = AwaitingFailure(group)
+    engine = StepEngine(model(rank), LocalSGD(), sync_every=1, group=group, link=Link(0.5))
+    if rank == 1:
+        engine.count_step()
+        engine.lanes[0].look()
+        engine.lanes[0].send_first(0, True)
+        wait_until(lambda: group.own_store("test").check(["asleep"]))
+        group.tell(ValueError("broken"))
+    else:
+        with pytest.raises(RuntimeError, match="broken"):
+            engine.step()
+    engine.close()
+    return clock.asked
+
+
+def test_a_worker_that_sleeps_hears_of_a_failure(pool: Pool) -> None:
+    slept_s, _ = pool.run(fail_while_another_sleeps, world=2)
+    assert slept_s == [0.2]
+
+
+def exceed(rank: int, world: int) -> None:
+    group = WorkerGroup.create(timeout_s=5)
+    engine = StepEngine(model(rank), LocalSGD(), sync_every=1, group=group, link=Link(0.1))
+    try:
+        engine.step()
+    finally:
+        engine.close()
+
+
+def test_what_would_take_longer_than_the_timeout_is_an_error(pool: Pool) -> None:
+    text = r"round 0 would take 80.0 s on the link that is emulated, longer than timeout_s=5\."
+    with pytest.raises(PoolError, match=text) as caught:
+        pool.run(exceed, world=2)
+    assert sorted(caught.value.failures) == [0, 1]
+
+
+def start_with(rank: int, world: int, links: list[Any]) -> None:
+    StepEngine(Point(torch.zeros(3)), LocalSGD(), link=links[rank]).close()
+
+
+def test_links_that_do_not_fit_are_refused_on_all_workers(
+    pool: Pool, subtests: pytest.Subtests
+) -> None:
+    rows: list[tuple[list[Any], str]] = [
+        (["wan", "dsl"], "Worker 1 has link=.* Start all workers with the same settings"),
+        (["wan", None], "Worker 1 has link=None and worker 0 has link="),
+        ([["wan"] * 3] * 2, "link has 3 entries, one for each worker, but there are 2 workers"),
+        ([["wan", "moon"]] * 2, r"link\[1\] must be one of wan, dsl"),
+        (["nowhere.yaml"] * 2, "There is no file of links 'nowhere.yaml'"),
+    ]
+    for links, text in rows:
+        with subtests.test(str(links)):
+            with pytest.raises(PoolError, match=text) as caught:
+                pool.run(start_with, links, world=2)
+            assert sorted(caught.value.failures) == [0, 1]
+
+
+def test_a_worker_alone_has_no_link() -> None:
+    engine = StepEngine(model(0), LocalSGD(), sync_every=1, link=Link(0.001))
+    engine.step()  # over the link it would take hours, and be refused
+    assert engine.statistics.emulated_s is None
+    engine.close()
+
+
+def test_members_that_come_and_go_have_no_link() -> None:
+    with pytest.raises(ValueError, match="not those of members that come and go. Drop link or"):
+        StepEngine(Point(torch.zeros(3)), LocalSGD(), membership=Elastic("a:1"), link="wan")
+    with pytest.raises(TypeError, match=r"link must be as_links\('wan'\) or None, got 'wan'"):
+        RoundSettings(LocalSGD(), link="wan")  # type: ignore[arg-type]
+
+
+def test_a_link_is_no_part_of_what_a_checkpoint_compares() -> None:
+    settings = RoundSettings(LocalSGD())
+    assert dataclasses.replace(settings, link=QUICK).describe() == settings.describe()

@@ -1,0 +1,289 @@
+"""Late results land under the progress made meanwhile, or make local steps begin again."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_loco import DiLoCo, GASLoC, LocalSGD, LocoStrategy, ModelAverage, StepEngine
+from lightning_loco.algorithms import (
+    Algorithm,
+    KeepProgress,
+    Landing,
+    Mix,
+    NeighborAverage,
+    Restart,
+    State,
+)
+from lightning_loco.engine import RoundSettings
+from lightning_loco.schedules import EverySteps
+from lightning_loco.topology import get_topology
+from tests.algorithms.toys import Point, assert_close, randn
+from tests.engine.toys import LARGE, approach, flat, run_each, simulate, train, zeros
+from tests.pool import Pool, make_trainer
+from tests.small_model import TinyModule, make_loader
+
+ROUNDS = 4
+WORLD = 3
+SYNC_EVERY = 2
+
+
+def test_restarting_takes_the_result() -> None:
+    result, local = torch.tensor([7.0, 8.0]), torch.tensor([1.0, 2.0])
+    assert Restart().land(result, local, None) is result
+
+
+def test_progress_made_meanwhile_is_kept() -> None:
+    result, local = torch.tensor([7.0, 8.0]), torch.tensor([1.0, 2.0])
+    departure = torch.tensor([0.5, 0.0])
+    landed = KeepProgress().land(result, local, departure)
+    assert landed is departure  # what was written, exactly, is kept
+    assert landed.tolist() == [7.5, 10.0]
+
+
+def test_results_are_mixed_with_what_is_local_now() -> None:
+    result, local = torch.tensor([7.0, 8.0]), torch.tensor([1.0, 2.0])
+    assert Mix(0.25).land(result, local.clone(), None).tolist() == [5.5, 6.5]
+    assert torch.equal(Mix(1.0).land(result, local.clone(), None), local)
+    assert Mix(0.0).land(result, local * math.nan, None) is result
+    assert result.tolist() == [7.0, 8.0]
+    kept = [landing.keeps_what_left(True) for landing in (Restart(), KeepProgress(), Mix(0.5))]
+    assert kept == [False, True, True]
+    kept = [landing.keeps_what_left(False) for landing in (Restart(), KeepProgress(), Mix(0.5))]
+    assert kept == [False, True, False]
+
+
+def begin(rank: int, world: int, algorithm: Algorithm, broken: bool) -> list[float]:
+    """The parameters with which local steps go on while a first round is under way."""
+    model = Point(torch.zeros(2))
+    engine = StepEngine(model, algorithm, sync_every=1, overlap=True, warm_start=False)
+    model.value.data.copy_(torch.tensor([1.0, math.nan if broken and rank else 2.0]))
+    engine.step()
+    values: list[float] = model.value.tolist()
+    engine.close()
+    return values
+
+
+def test_where_local_steps_go_on(pool: Pool, subtests: pytest.Subtests) -> None:
+    rows: list[tuple[Algorithm, bool, list[float]]] = [
+        (DiLoCo(0.5, 0.0), False, [0.0, 0.0]),
+        (GASLoC(), False, [1.0, 2.0]),
+        (GASLoC(), True, [0.0, 0.0]),
+        (ModelAverage(), False, [1.0, 2.0]),
+        (ModelAverage(), True, [1.0, math.nan]),  # nothing remembers the start
+    ]
+    calls = {(algorithm, broken): (algorithm, broken) for algorithm, broken, _ in rows}
+    results = run_each(pool, begin, calls, world=2)
+    for algorithm, broken, expected in rows:
+        with subtests.test(str(algorithm), broken=broken):
+            whole, last = results[algorithm, broken]
+            assert_close(torch.tensor(last), torch.tensor(expected), equal_nan=True)
+            if broken:
+                assert whole == [1.0, 2.0]
+
+
+def test_algorithms_get_the_landing_they_name(subtests: pytest.Subtests) -> None:
+    rows: list[tuple[Algorithm, Landing]] = [
+        (DiLoCo(), Restart()),
+        (LocalSGD(), Restart()),
+        (GASLoC(), KeepProgress()),
+        (ModelAverage(), KeepProgress()),
+        (NeighborAverage(), KeepProgress()),
+    ]
+    for algorithm, landing in rows:
+        with subtests.test(str(algorithm)):
+            assert RoundSettings(algorithm).prepare(num_workers=2).landing == landing
+
+
+def test_a_landing_must_be_one() -> None:
+    with pytest.raises(TypeError, match=r"such as KeepProgress\(\), got 'restart'"):
+        RoundSettings(DiLoCo(), landing="restart").prepare(2)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------ plain loops
+
+
+def approached(params: Tensor, targets: Tensor) -> Tensor:
+    for _ in range(SYNC_EVERY):
+        params = params + 0.1 * (targets - params)
+    return params
+
+
+def averaged_late(warm_start: bool) -> Tensor:
+    """theta <- mean(s) + (theta - s) one round late: ``(ROUNDS + 1, N, P)``."""
+    targets = torch.stack([randn(LARGE, seed=10 * worker) for worker in range(WORLD)])
+    params = torch.zeros_like(targets)
+    snapshot: Tensor | None = None
+    history = []
+    for t in range(ROUNDS):
+        params = approached(params, targets)
+        if snapshot is not None:
+            params = snapshot.mean(0) + (params - snapshot)
+        snapshot = params.clone()
+        if t == 0 and warm_start:
+            params, snapshot = params.mean(0).expand(WORLD, -1), None
+        history.append(params)
+    assert snapshot is not None
+    params = snapshot.mean(0) + (params - snapshot)
+    return torch.stack([*history, params.mean(0).expand(WORLD, -1)])
+
+
+def gossiped_late(algorithm: GASLoC, warm_start: bool) -> Tensor:
+    """Each round of gossip lands when the next message leaves: ``(ROUNDS + 1, N, P)``."""
+    matrix = get_topology("ring").mixing_matrix(WORLD)
+    targets = torch.stack([randn(LARGE, seed=10 * worker) for worker in range(WORLD)])
+    start = torch.zeros_like(targets)
+    local, before = start, start  # u_{-1} = theta_0
+    flight: tuple[Tensor, Tensor] | None = None
+
+    def land(u: Tensor, before: Tensor) -> Tensor:
+        return u + algorithm.gossip_step * (matrix @ u - u) + algorithm.momentum * (u - before)
+
+    history = []
+    for t in range(ROUNDS):
+        local = approached(local, targets)
+        if flight is not None:
+            u, departed = flight
+            start, progress = land(u, before), local - departed
+            local, before = start + progress, u
+        u = start + algorithm.outer_lr * (local - start)
+        flight = u, local
+        if t == 0 and warm_start:
+            start, before, flight = land(u, before), u, None
+            local = start
+        history.append(local)
+    assert flight is not None
+    u, departed = flight
+    local = land(u, before) + (local - departed)
+    return torch.stack([*history, local.mean(0).expand(WORLD, -1)])
+
+
+@pytest.mark.parametrize("warm_start", [True, False])
+def test_overlapped_averaging_is_its_formula_one_round_late(pool: Pool, warm_start: bool) -> None:
+    settings = RoundSettings(ModelAverage(), EverySteps(SYNC_EVERY, True, warm_start))
+    expected = averaged_late(warm_start)
+    assert_close(simulate(settings, WORLD, ROUNDS), expected)
+    assert_close(torch.stack(pool.run(train, settings, ROUNDS, world=WORLD), dim=1), expected)
+
+
+@pytest.mark.parametrize("warm_start", [True, False])
+def test_overlapped_gossip_is_its_formula_one_round_late(pool: Pool, warm_start: bool) -> None:
+    algorithm = GASLoC(0.7, 0.8, 0.3)
+    schedule = EverySteps(SYNC_EVERY, True, warm_start)
+    settings = RoundSettings(algorithm, schedule, "ring")
+    expected = gossiped_late(algorithm, warm_start)
+    assert_close(simulate(settings, WORLD, ROUNDS), expected)
+    assert_close(torch.stack(pool.run(train, settings, ROUNDS, world=WORLD), dim=1), expected)
+
+
+def gossip_still(rank: int, world: int, overlap: bool) -> Tensor:
+    """Rounds in which no worker moves by itself, from starts that differ."""
+    model = Point(torch.zeros(4, dtype=torch.float64))
+    engine = StepEngine(
+        model, GASLoC(1.0), sync_every=1, overlap=overlap, warm_start=False, topology="ring"
+    )
+    model.value.data.copy_(randn(4, seed=rank))
+    engine.step()
+    if overlap:
+        engine.lanes[0].land()
+    history = [flat(model)]
+    for _ in range(4):
+        engine.step()
+        if overlap:  # at once, so that results are as early as without overlap
+            engine.lanes[0].land()
+        history.append(flat(model))
+    engine.close()
+    return torch.stack(history)
+
+
+def test_overlapped_gossip_without_progress_is_plain_gossip(pool: Pool) -> None:
+    plain = pool.run(gossip_still, False, world=WORLD)
+    for late, expected in zip(pool.run(gossip_still, True, world=WORLD), plain, strict=True):
+        assert_close(late, expected)
+
+
+# ------------------------------------------------------------------------------ strategies
+
+
+def fit(rank: int, world: int, algorithm: Algorithm) -> Tensor:
+    strategy = LocoStrategy(algorithm, sync_every=3)
+    trainer = make_trainer(strategy, max_steps=11, use_distributed_sampler=False)
+    module = TinyModule()
+    trainer.fit(module, make_loader(rank, 11))
+    return flat(module)
+
+
+def test_averaging_that_ends_at_once_is_local_sgd_bit_for_bit(pool: Pool) -> None:
+    local_sgd = pool.run(fit, LocalSGD(), world=2)
+    for result, expected in zip(pool.run(fit, ModelAverage(), world=2), local_sgd, strict=True):
+        assert torch.equal(result, expected)
+
+
+def serve_others_and_go_on(rank: int, world: int) -> float:
+    """Worker 0 is done early with its first epoch and takes part in the others' rounds."""
+    model = Point(torch.zeros(1, dtype=torch.float64))
+    engine = StepEngine(model, NeighborAverage(), sync_every=2, overlap=True, topology="complete")
+    for epoch_steps in (2 + 4 * rank, 4):
+        for _ in range(epoch_steps):
+            model.value.data.add_(rank + 1.0)
+            engine.step()
+        engine.worker.meet("the end of an epoch")
+    engine.finish()
+    engine.close()
+    return model.value.item()
+
+
+def test_steps_made_while_a_round_without_own_progress_travels_are_kept(pool: Pool) -> None:
+    """Gossip keeps the mean, so that the consensus is the mean of all that was added."""
+    total = sum((rank + 1.0) * (2 + 4 * rank + 4) for rank in range(3))
+    for result in pool.run(serve_others_and_go_on, world=3):
+        assert result == pytest.approx(total / 3, abs=1e-12)
+
+
+@dataclasses.dataclass(frozen=True)
+class Impatient(Algorithm):
+    """Takes its own progress when it leaves, and the last mean as often as messages have left."""
+
+    exchange = "mean"
+    late_landing = Restart()
+
+    def init(self, params: Tensor) -> State:
+        return {"outer": params, "departures": 0}
+
+    def propose(self, params: Tensor, state: State) -> Tensor:
+        return torch.sub(state["outer"], params, out=params)
+
+    def depart(self, message: Tensor, ended: tuple[Tensor, Tensor] | None, state: State) -> Tensor:
+        assert (ended is None) == (state["departures"] == 0)
+        state["departures"] += 1
+        return state["outer"].sub_(message)
+
+    def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
+        return state["outer"].sub_(received, alpha=state["departures"])
+
+    def restart(self, state: State) -> Tensor:
+        return state["outer"]
+
+
+def test_an_algorithm_says_where_steps_go_on_when_a_message_leaves(pool: Pool) -> None:
+    """In processes and in the simulation, in several parcels, and after a resume."""
+    settings = RoundSettings(Impatient(), EverySteps(SYNC_EVERY, overlap=True, warm_start=False))
+    models = [zeros() for _ in range(WORLD)]
+    rows = []
+    for _ in range(ROUNDS):
+        for worker, model in enumerate(models):
+            for _ in range(SYNC_EVERY):
+                approach(worker, model)
+        rows.append(torch.stack([flat(model) for model in models]))
+    last = rows[-1] - rows[-2]
+    end = (rows[-1] + ROUNDS * last.mean(0)).mean(0)
+    expected = torch.stack([*rows, end.expand_as(last)])
+    assert_close(simulate(settings, WORLD, ROUNDS), expected)
+    rows = {after: (settings, ROUNDS, zeros, after) for after in (None, 1, 3)}
+    unbroken, *others = run_each(pool, train, rows, world=WORLD).values()
+    assert_close(torch.stack(unbroken, dim=1), expected)
+    assert all(torch.equal(torch.stack(one), torch.stack(unbroken)) for one in others)

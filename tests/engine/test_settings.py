@@ -1,0 +1,205 @@
+"""Settings: neighbours by default, equal on all workers by their values, memory for messages."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_loco import DiLoCo, GASLoC, LocalSGD, LocoStrategy, Simulation, StepEngine
+from lightning_loco.algorithms import Algorithm
+from lightning_loco.engine import RoundSettings
+from lightning_loco.engine.settings import CHUNK_ELEMENTS, PARCELS_UNDER_WAY
+from lightning_loco.schedules import EverySteps
+from lightning_loco.topology import RandomMatching, Ring
+from tests.algorithms.toys import Point, assert_close, randn
+from tests.engine.toys import Counting, Halves, Lonely, RandomPairs, SignBlocks, flat
+from tests.pool import Pool, PoolError, make_trainer
+from tests.small_model import TinyModule, make_loader
+
+ROUNDS = 5
+SEED = 7
+
+# ------------------------------------------------------------------------- default topology
+
+
+def seeded_engine(rank: int, world: int, algorithm: Algorithm, topology: Any = None) -> Tensor:
+    torch.manual_seed(SEED + rank)
+    model = Point(torch.zeros(3, dtype=torch.float64))
+    engine = StepEngine(model, algorithm, sync_every=1, topology=topology)
+    for _ in range(ROUNDS):
+        model.value.data.add_(randn(3, seed=rank))
+        engine.step()
+    engine.close()
+    return flat(model)
+
+
+def seeded_simulation(algorithm: Algorithm, topology: Any = None) -> Tensor:
+    torch.manual_seed(SEED)
+    models = [Point(torch.zeros(3, dtype=torch.float64)) for _ in range(4)]
+    simulation = Simulation(models, algorithm, topology=topology)
+    simulation.run(lambda worker: models[worker].value.data.add_(randn(3, seed=worker)), ROUNDS)
+    return torch.stack(simulation.params())
+
+
+def seeded_trainer(rank: int, world: int, algorithm: Algorithm, topology: Any = None) -> Tensor:
+    strategy = LocoStrategy(algorithm, sync_every=1, topology=topology, finalize="keep")
+    trainer = make_trainer(strategy, max_steps=ROUNDS, use_distributed_sampler=False)
+    module = TinyModule()
+    torch.manual_seed(SEED + rank)
+    trainer.fit(module, make_loader(rank, ROUNDS))
+    return flat(module)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "topology"),
+    [(GASLoC(), Ring()), (RandomPairs(), RandomMatching(SEED))],
+    ids=["gasloc", "random_pairs"],
+)
+def test_the_default_topology_is_the_algorithms_own_with_the_runs_seed(
+    pool: Pool, algorithm: Algorithm, topology: Any
+) -> None:
+    """In the engine, the simulation and the Trainer."""
+    expected = seeded_simulation(algorithm, topology)
+    assert torch.equal(seeded_simulation(algorithm), expected)
+    assert_close(torch.stack(pool.run(seeded_engine, algorithm)), expected)
+    assert (seeded_simulation(algorithm, RandomMatching(SEED + 1)) - expected).abs().max() > 0.1
+    named = pool.run(seeded_trainer, algorithm, topology)
+    for result, other in zip(pool.run(seeded_trainer, algorithm), named, strict=True):
+        assert torch.equal(result, other)
+    assert not torch.equal(named[0], named[1])
+
+
+@pytest.mark.parametrize("drive", [StepEngine, Simulation])
+def test_neighbours_nobody_names_are_an_error_and_not_a_mean(drive: Any) -> None:
+    model = Point(torch.zeros(3))
+    with pytest.raises(ValueError, match="Lonely exchanges with neighbours and has no default"):
+        drive([model] if drive is Simulation else model, Lonely())
+
+
+# --------------------------------------------------------------------- equal on all workers
+
+adamw = torch.optim.AdamW
+
+
+class Adam:
+    """It makes optimizers, and has no text of its own."""
+
+    def __init__(self, lr: float) -> None:
+        self.lr = lr
+
+    def __call__(self, params: Any) -> torch.optim.Optimizer:
+        return adamw(params, lr=self.lr)
+
+
+def other_optimizer(kind: str, lr: float) -> Any:
+    if kind == "partial":
+        return functools.partial(adamw, lr=lr)
+    return Adam(lr) if kind == "object" else lambda params: adamw(params, lr=lr)
+
+
+def start_with(rank: int, world: int, kind: str, same: bool) -> None:
+    lr = 0.1 if same or rank == 0 else 0.2
+    StepEngine(Point(torch.zeros(3)), DiLoCo(outer_optimizer=other_optimizer(kind, lr))).close()
+
+
+def test_settings_that_differ_by_value_are_refused_on_every_worker(
+    pool: Pool, subtests: pytest.Subtests
+) -> None:
+    for kind in ("partial", "object"):
+        with subtests.test(kind):
+            with pytest.raises(PoolError, match="Worker 1 has outer_optimizer=") as error:
+                pool.run(start_with, kind, False, world=2)
+            assert sorted(error.value.failures) == [0, 1]
+
+
+def start_with_all(rank: int, world: int) -> None:
+    for kind in ("partial", "object"):
+        start_with(rank, world, kind, same=True)
+    start_with(rank, world, "function, which is told by its name", same=False)
+
+
+def test_settings_of_equal_value_are_accepted(pool: Pool) -> None:
+    pool.run(start_with_all, world=2)
+
+
+# -------------------------------------------------------------------------------- refusals
+
+
+def test_settings_that_cannot_work_are_refused_at_once(subtests: pytest.Subtests) -> None:
+    rows = [
+        ({"algorithm": "diloco"}, TypeError, "algorithm must be an Algorithm such as DiLoCo"),
+        ({"schedule": 100}, TypeError, "schedule must be a Schedule such as EverySteps"),
+        ({"compression": "zip"}, ValueError, "compression must be one of none, bf16"),
+        ({"compression": 8}, TypeError, "compression must be a name, a codec such as Int8"),
+        ({"bucket_bytes": 1.5}, TypeError, "bucket_bytes must be an integer, got 1.5"),
+        ({"bucket_bytes": True}, TypeError, "bucket_bytes must be an integer"),
+        ({"bucket_bytes": 0}, ValueError, "bucket_bytes must be positive"),
+        ({"schedule": EverySteps(1, overlap=True)}, ValueError, "got LocalSGD"),
+    ]
+    for settings, error, text in rows:
+        with subtests.test(str(settings)), pytest.raises(error, match=text):
+            RoundSettings(**{"algorithm": LocalSGD(), **settings})
+
+
+def test_an_algorithm_of_the_whole_vector_cannot_be_exchanged_in_parts() -> None:
+    with pytest.raises(ValueError, match="Counting needs the whole vector .* in 2 parts"):
+        RoundSettings(Counting(whole=True), Halves(2)).prepare(2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gappy(Halves):
+    """Forgets the last parameter."""
+
+    def lanes(self, sizes: Any) -> list[list[range]]:
+        return super().lanes({**sizes, "last": sizes["last"] - 1})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "text"),
+    [
+        (Gappy(2), "do not cover each parameter once"),
+        (Halves(2, granularity=1), "must begin at multiples of 4, which SignBlocks is made of"),
+    ],
+)
+def test_lanes_that_do_not_fit_are_refused(schedule: Halves, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        RoundSettings(SignBlocks(), schedule).prepare(2).cuts({"first": 7, "last": 6}, 4)
+
+
+# ---------------------------------------------------------------------------------- memory
+
+
+def test_all_parcels_under_way_fit_into_the_bucket() -> None:
+    megabyte = 2**20
+    mean = RoundSettings(LocalSGD(), bucket_bytes=megabyte).prepare(4)
+    assert PARCELS_UNDER_WAY * 4 * mean.parcel_elements(10**7, 4) == megabyte
+    ring = RoundSettings(GASLoC(), bucket_bytes=megabyte).prepare(4)  # its own and two of others
+    assert 3 * PARCELS_UNDER_WAY * 4 * ring.parcel_elements(10**7, 4) <= megabyte
+    halves = RoundSettings(LocalSGD(), Halves(2), bucket_bytes=megabyte).prepare(4)
+    assert 2 * PARCELS_UNDER_WAY * 4 * halves.parcel_elements(10**7, 4) == megabyte
+    whole = RoundSettings(Counting(whole=True), bucket_bytes=1).prepare(4)
+    assert whole.parcel_elements(10**7, 4) == 10**7
+
+
+def test_chunks_are_for_the_cache_and_end_where_lanes_do() -> None:
+    sizes = {"first": 3 * CHUNK_ELEMENTS, "last": 1001}
+    cuts = RoundSettings(SignBlocks(), Halves(2)).prepare(2).cuts(sizes, 4)
+    assert cuts.granularity == 4
+    assert cuts.boundaries == (sum(sizes.values()) // 2 // 4 * 4,)
+    assert cuts.chunk_elements is not None
+    assert abs(cuts.chunk_elements - CHUNK_ELEMENTS) < 1000
+    assert RoundSettings(Counting(whole=True)).prepare(2).cuts(sizes, 4).chunk_elements is None
+
+
+def test_what_is_described_tells_codecs_and_schedules_apart() -> None:
+    plain = RoundSettings(LocalSGD(), EverySteps(2)).describe()
+    with_codec = RoundSettings(LocalSGD(), compression="int8").describe()
+    assert plain["compression"] != with_codec["compression"]
+    halves = RoundSettings(LocalSGD(), Halves(2)).describe()
+    assert (plain["schedule"], halves["schedule"]) == ("EverySteps", "Halves")
+    assert halves["granularity"] == 4

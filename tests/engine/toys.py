@@ -1,0 +1,351 @@
+"""Algorithms, a codec, a schedule and drivers that the tests of rounds share."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_loco import NeighborAverage, Simulation
+from lightning_loco.algorithms import Algorithm, KeepProgress, Landing, Restart, State
+from lightning_loco.compression import Codec, ErrorFeedback, Int4, Int8
+from lightning_loco.engine import Engine, RoundSettings
+from lightning_loco.schedules import EverySteps, Now
+from lightning_loco.topology import RandomMatching, Ring, Topology
+from tests.algorithms.toys import Point, randn
+from tests.pool import Pool
+
+LARGE = 5000
+"""Elements of a model that takes five parcels in the smallest bucket."""
+SMALL_BUCKET = 4096
+
+Move = Callable[[nn.Module, int], None]
+Key = TypeVar("Key")
+
+
+# ------------------------------------------------------------------------------ algorithms
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting(Algorithm):
+    """Steps to the mean that become shorter, as three counters of different kinds say.
+
+    Args:
+        whole: Whether it wants the whole vector at once.
+    """
+
+    whole: bool = False
+
+    exchange = "mean"
+    consensus_key = "outer"
+    replicated = True
+    late_landing = Restart()
+
+    @property
+    def granularity(self) -> int | None:
+        return None if self.whole else 1
+
+    def init(self, params: Tensor) -> State:
+        return {
+            "outer": params,
+            "rounds": 0,
+            "scale": torch.ones((), dtype=torch.float64),
+            "matrix": torch.eye(2, dtype=torch.float64),
+        }
+
+    def propose(self, params: Tensor, state: State) -> Tensor:
+        return torch.sub(state["outer"], params, out=params)
+
+    def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
+        state["rounds"] += 1
+        state["scale"].mul_(0.9)
+        state["matrix"] = state["matrix"] @ torch.tensor([[1.0, 1.0], [0.0, 1.0]]).double()
+        rate = float(state["scale"]) / (state["rounds"] + float(state["matrix"][0, 1]))
+        outer: Tensor = state["outer"]
+        return outer.sub_(received, alpha=rate)
+
+    def restart(self, state: State) -> Tensor:
+        outer: Tensor = state["outer"]
+        return outer
+
+
+class Forgetful(Counting):
+    """Makes an entry that nothing has announced."""
+
+    def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
+        state["surprise"] = 1.0
+        return super().update(params, received, state)
+
+
+@dataclasses.dataclass(frozen=True)
+class SignBlocks(Algorithm):
+    """Blocks of four share the sign of their sum.
+
+    Args:
+        whole: Whether it wants the whole vector at once.
+    """
+
+    whole: bool = False
+
+    exchange = "mean"
+    consensus_key = "outer"
+    seen: ClassVar[list[int]] = []
+
+    @property
+    def granularity(self) -> int | None:
+        return None if self.whole else 4
+
+    def init(self, params: Tensor) -> State:
+        return {"outer": params}
+
+    def propose(self, params: Tensor, state: State) -> Tensor:
+        self.seen.append(len(params))
+        drift = params - state["outer"]
+        blocks = nn.functional.pad(drift, (0, -len(drift) % 4)).view(-1, 4)
+        signs = blocks.sum(1, keepdim=True).sign()
+        return (blocks.abs() * signs).flatten()[: len(params)]
+
+    def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
+        self.seen.append(len(received))
+        outer: Tensor = state["outer"]
+        return outer.add_(received, alpha=0.5)
+
+    def restart(self, state: State) -> Tensor:
+        outer: Tensor = state["outer"]
+        return outer
+
+
+@dataclasses.dataclass(frozen=True)
+class Talking(Algorithm):
+    """Outer steps whose length depends on what all workers have told.
+
+    Each tells its ``"own"`` number, which a test fills in, and how many rounds it has made.
+    """
+
+    exchange: ClassVar[Literal["mean", "neighbors"]] = "mean"
+    late_landing: ClassVar[Landing | None] = Restart()
+    num_scalars = 2
+
+    def init(self, params: Tensor) -> State:
+        return {"outer": params, "own": torch.zeros_like(params), "rounds": 0, "heard": 0.0}
+
+    def propose(self, params: Tensor, state: State) -> Tensor:
+        return params
+
+    def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
+        outer: Tensor = state["outer"]
+        return outer.lerp_(received, 1.0 / (1.0 + state["heard"]))
+
+    def restart(self, state: State) -> Tensor:
+        outer: Tensor = state["outer"]
+        return outer
+
+    def scalars(self, state: State) -> Sequence[float]:
+        return float(state["own"][0]), state["rounds"]
+
+    def hear(self, told: Sequence[Sequence[float]], state: State) -> None:
+        assert len({rounds for _, rounds in told}) == 1
+        state["heard"] = sum((i + 1) * own + rounds for i, (own, rounds) in enumerate(told))
+        state["rounds"] += 1
+
+
+class TalkingGossip(Talking):
+    """The same between neighbours."""
+
+    exchange = "neighbors"
+    late_landing = KeepProgress()
+
+    def default_topology(self, seed: int) -> Topology:
+        return Ring()
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomPairs(NeighborAverage):
+    """Averages with a partner that is drawn, if the user does not say otherwise."""
+
+    def default_topology(self, seed: int) -> Topology:
+        return RandomMatching(seed)
+
+
+class Lonely(NeighborAverage):
+    """Has neighbours and does not know which."""
+
+    def default_topology(self, seed: int) -> None:
+        return None
+
+
+# ------------------------------------------------------------------------ codec and schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Exact(Codec):
+    """All of a float64: nothing is lost."""
+
+    block: int = 8
+
+    @property
+    def row_bytes(self) -> int:
+        return 8 * self.block
+
+    def encode_blocks(self, values: Tensor, rows: Tensor) -> None:
+        rows.view(torch.float64).copy_(values)
+
+    def decode_blocks(self, rows: Tensor, values: Tensor) -> None:
+        values.copy_(rows.view(torch.float64))
+
+
+def rounding(algorithm: Algorithm) -> Codec | ErrorFeedback:
+    """A rough codec with an error feedback, where the algorithm averages over all workers."""
+    return ErrorFeedback(Int4(8)) if algorithm.exchange == "mean" else Int8(8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves(EverySteps):
+    """The parameters in two halves, which take turns.
+
+    Args:
+        granularity: Where the second half may begin.
+    """
+
+    granularity: int = 4
+
+    @property
+    def num_lanes(self) -> int:
+        return 2
+
+    def lanes(self, sizes: Mapping[str, int]) -> list[list[range]]:
+        total = sum(sizes.values())
+        middle = total // 2
+        middle -= middle % self.granularity
+        return [[range(middle)], [range(middle, total)]]
+
+    def due(self, now: Now) -> tuple[bool, bool]:
+        due, _ = super().due(now)
+        due = due and now.round_index % 2 == now.lane
+        return due, due and now.flight is not None
+
+
+# ------------------------------------------------------------------------------ drivers
+
+
+def run_each(
+    pool: Pool, fn: Callable[..., Any], rows: Mapping[Key, Sequence[Any]], **options: Any
+) -> dict[Key, list[Any]]:
+    """What ``fn(rank, world, *row)`` returns on every rank for each row, in one call of the pool.
+
+    Args:
+        pool: The processes.
+        fn: A module-level function, for which the generator of torch is seeded with its rank.
+        rows: Its other arguments, by name.
+        options: Of ``pool.run``; all rows together have three minutes, if they do not say so.
+    """
+    results = pool.run(_call_each, fn, dict(rows), **{"timeout_s": 180.0, **options})
+    return {name: [found[name] for found in results] for name in rows}
+
+
+def _call_each(
+    rank: int, world: int, fn: Callable[..., Any], rows: dict[Key, Sequence[Any]]
+) -> dict[Key, Any]:
+    found = {}
+    for name, row in rows.items():
+        torch.manual_seed(rank)
+        try:
+            found[name] = fn(rank, world, *row)
+        except Exception as error:
+            raise RuntimeError(f"The row {name!r} failed: {error}") from error
+    return found
+
+
+def approach(worker: int, model: nn.Module) -> None:
+    """A local step: a tenth of the way to the worker's own target."""
+    for index, value in enumerate(model.parameters()):
+        target = randn(*value.shape, seed=10 * worker + index).to(value.dtype)
+        value.data.add_(target - value.data, alpha=0.1)
+
+
+def zeros() -> nn.Module:
+    """A model that takes several parcels."""
+    return Point(torch.zeros(LARGE, dtype=torch.float64))
+
+
+def saved_and_loaded(state: Any) -> Any:
+    """Through a file, without running code."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def train(
+    rank: int,
+    world: int,
+    settings: RoundSettings,
+    rounds: int,
+    make: Callable[[], nn.Module] = zeros,
+    resume_after: int | None = None,
+    own: bool = False,
+) -> Tensor:
+    """Train by an engine: the parameters after each round and those at the end.
+
+    Args:
+        rank: Number of this worker.
+        world: Number of workers.
+        settings: Of the rounds, which go by steps.
+        rounds: How many to make.
+        make: Makes the model.
+        resume_after: Save after so many rounds and a local step more, and go on with a new engine.
+        own: Whether to give the state's entry ``"own"`` a number of this worker.
+    """
+    settings = dataclasses.replace(settings, bucket_bytes=SMALL_BUCKET)
+    model = make()
+    engine = Engine.from_settings(model, settings)
+    if own:
+        engine.lanes[0].lane.state["own"].fill_(rank + 1.0)
+    history: list[Tensor] = []
+    saves_at = None
+    while len(history) < rounds:
+        approach(rank, model)
+        if engine.step():
+            history.append(flat(model))
+            saves_at = engine.worker.steps + 1 if len(history) == resume_after else saves_at
+        if engine.worker.steps == saves_at:
+            engine.worker.meet("a checkpoint")
+            saved = saved_and_loaded(engine.state_dict())
+            engine.close()
+            model = make()
+            engine = Engine.from_settings(model, settings)
+            engine.load_state_dict(saved)
+            saves_at = None
+    engine.drain()
+    engine.finish()
+    engine.close()
+    return torch.stack([*history, flat(model)])
+
+
+def simulate(
+    settings: RoundSettings,
+    world: int,
+    rounds: int,
+    make: Callable[[], nn.Module] = zeros,
+    own: bool = False,
+) -> Tensor:
+    """What :func:`train` does, in one process: ``(rounds + 1, N, P)``."""
+    models = [make() for _ in range(world)]
+    simulation = Simulation.from_settings(models, settings)
+    for worker, state in enumerate(simulation.states if own else []):
+        state["own"].fill_(worker + 1.0)
+    history = []
+    for _ in range(rounds):
+        simulation.run(lambda worker: approach(worker, models[worker]), 1)
+        history.append(torch.stack(simulation.params()))
+    simulation.drain()
+    history.append(simulation.consensus().expand(world, -1))
+    return torch.stack(history)

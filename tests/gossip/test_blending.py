@@ -1,0 +1,115 @@
+"""Blending: which numbers travel, and that a model moves to a peer's exactly as it should."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_loco.algorithms.pairwise import PairwiseAverage
+from lightning_loco.gossip.blending import Blending, served_layout
+from lightning_loco.parameters.flat import Cuts, FlatLayout
+
+SHAPES = ((3, 4), (5,), (2, 2, 2))
+NUMEL = 25
+
+
+def make(
+    algorithm: PairwiseAverage | None = None,
+    dtype: torch.dtype = torch.float64,
+    chunk_elements: int | None = None,
+) -> tuple[Blending, list[Tensor]]:
+    """A blending of three tensors that hold 0, 1, 2, ..."""
+    values = torch.arange(NUMEL, dtype=dtype).split([math.prod(shape) for shape in SHAPES])
+    tensors = [part.clone().view(shape) for part, shape in zip(values, SHAPES, strict=True)]
+    layout = FlatLayout(zip("abc", tensors, strict=True), Cuts(chunk_elements))
+    return Blending(layout, algorithm or PairwiseAverage()), tensors
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+START = torch.arange(NUMEL, dtype=torch.float64)
+THEIRS = torch.linspace(-3, 40, NUMEL, dtype=torch.float64)
+
+
+def test_parameters_and_floating_point_buffers_travel() -> None:
+    model = nn.BatchNorm1d(3)
+    params = FlatLayout(model.named_parameters())
+    buffers = FlatLayout((n, b) for n, b in model.named_buffers() if b.is_floating_point())
+    layout = served_layout(params, buffers, 4)
+    assert layout.names == ["weight", "bias", "buffer running_mean", "buffer running_var"]
+    assert layout.numel == 12
+    assert [len(chunk) for chunk in layout.chunks()] == [4, 4, 4]
+    assert layout.new_flat().tolist() == [1.0] * 3 + [0.0] * 6 + [1.0] * 3
+
+
+@pytest.mark.parametrize("chunk_elements", [None, 7, 1])
+def test_packing_copies_the_model(chunk_elements: int | None) -> None:
+    blending, tensors = make(chunk_elements=chunk_elements)
+    packed = torch.empty(NUMEL, dtype=torch.float64)
+    blending.pack(packed)
+    assert torch.equal(packed, START)
+    packed.zero_()
+    assert torch.equal(flat(tensors), START)
+
+
+def test_a_model_moves_to_the_peers_by_the_factor(subtests: pytest.Subtests) -> None:
+    for factor, chunk_elements in itertools.product((0.0, 0.25, 0.5, 1.0), (None, 7, 1)):
+        with subtests.test(factor=factor, chunk_elements=chunk_elements):
+            blending, tensors = make(chunk_elements=chunk_elements)
+            theirs = THEIRS.clone()
+            blending.blend(theirs, factor, was_finite=True)
+            expected = factor * THEIRS + (1 - factor) * START
+            torch.testing.assert_close(flat(tensors), expected, rtol=0, atol=1e-14)
+            if factor in (0, 1):
+                assert torch.equal(flat(tensors), THEIRS if factor else START)
+            assert torch.equal(theirs, THEIRS)
+
+
+def test_narrow_parameters_are_blended_in_float32_and_rounded_once() -> None:
+    blending, tensors = make(dtype=torch.bfloat16, chunk_elements=7)
+    start, theirs = flat(tensors).float(), THEIRS.float()
+    blending.blend(theirs, 0.3, was_finite=True)
+    assert torch.equal(flat(tensors), start.lerp(theirs, 0.3).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_progress_made_during_the_fetch_is_kept_on_request(dtype: torch.dtype) -> None:
+    blending, tensors = make(PairwiseAverage(keep_progress=True), dtype, chunk_elements=7)
+    for _ in range(2):  # each fetch has a start of its own
+        start = flat(tensors)
+        blending.note_fetch()
+        for tensor in tensors:
+            tensor.add_(8)
+        blending.blend(torch.zeros(NUMEL, dtype=blending.layout.dtype), 0.5, was_finite=True)
+        torch.testing.assert_close(flat(tensors), start / 2 + 8)
+
+
+def test_without_keep_progress_the_present_model_is_blended() -> None:
+    blending, tensors = make()
+    blending.note_fetch()
+    for tensor in tensors:
+        tensor.add_(8)
+    blending.blend(torch.zeros(NUMEL, dtype=torch.float64), 0.5, was_finite=True)
+    torch.testing.assert_close(flat(tensors), (START + 8) / 2)
+
+
+@pytest.mark.parametrize("keep_progress", [False, True])
+def test_a_model_that_was_not_finite_becomes_the_peers(keep_progress: bool) -> None:
+    blending, tensors = make(PairwiseAverage(keep_progress=keep_progress))
+    tensors[1][2] = math.nan
+    blending.note_fetch()
+    blending.blend(THEIRS, 1.0, was_finite=False)
+    assert torch.equal(flat(tensors), THEIRS)
+
+
+def test_parameters_whose_memory_has_moved_are_found() -> None:
+    blending, tensors = make()
+    tensors[0].data = tensors[0] + 1
+    blending.blend(THEIRS, 1.0, was_finite=True)
+    assert torch.equal(flat(tensors), THEIRS)

@@ -1,0 +1,341 @@
+"""Pulling from peers: exact blends, nobody waits, whoever comes back takes part again."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import socket
+import threading
+import time
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_loco import PairwiseAverage, PairwiseEngine
+from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.compression import BFloat16, Codec, Float16, Int8
+from tests.gossip.helpers import peers, silent
+from tests.limits import LONG_S
+from tests.pool import Pool
+from tests.small_model import flat, make_model
+
+
+class Numbers(nn.Module):
+    """A vector, a buffer, and an integer buffer that stays each worker's own."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.full((5,), value, dtype=torch.float64))
+        self.register_buffer("mean", torch.full((3,), value, dtype=torch.float64))
+        self.register_buffer("count", torch.tensor(int(value)))
+
+
+def pair(
+    *values: float, fetch_timeout_s: float = 5, **settings: Any
+) -> list[tuple[Numbers, PairwiseEngine]]:
+    """Two engines in one process, each a worker of its own."""
+    nodes = peers(len(values), "w")
+    found = []
+    for node, value in zip(nodes, values, strict=True):
+        model = Numbers(value)
+        engine = PairwiseEngine(
+            model,
+            PairwiseAverage(**settings),
+            nodes=nodes,
+            name=node.name,
+            fetch_timeout_s=fetch_timeout_s,
+        )
+        found.append((model, engine))
+    return found
+
+
+def close(workers: list[tuple[Numbers, PairwiseEngine]]) -> None:
+    for _, engine in workers:
+        engine.close()
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("loco")]
+
+
+def test_who_pulls_is_blended_and_the_other_is_not_changed() -> None:
+    (here, puller), (there, served) = workers = pair(0.0, 8.0, factor=0.25)
+    served._clock = 40.0
+    served.update_send(loss=1.0)
+    puller.update_send(loss=1.0)
+    assert puller.update_wait(loss=1.0) == 0.25
+    assert here.values.tolist() == [2.0] * 5
+    assert here.mean.tolist() == [2.0] * 3
+    assert here.count == 0
+    assert there.values.tolist() == [8.0] * 5
+    assert puller._clock == 0.25 * 41 + 0.75 * 1
+    assert puller.statistics.rounds == 1
+    close(workers)
+
+
+def test_both_at_once_with_one_half_keep_the_mean() -> None:
+    workers = pair(1.0, 5.0)
+    for _, engine in workers:
+        engine._clock = 3.0
+        engine.node.publish(engine._blending.layout.new_flat(), Tag(engine._clock, 1.0))
+    for _, engine in workers:
+        engine._posting._next = math.inf
+        engine.update_send(1.0)
+    for _, engine in workers:
+        assert engine.update_wait(1.0) == 0.5
+    assert [float(model.values.detach().mean()) for model, _ in workers] == [3.0, 3.0]
+    close(workers)
+
+
+def test_the_interpolation_decides(subtests: pytest.Subtests) -> None:
+    rows: list[tuple[dict[str, Any], float]] = [
+        ({"interpolation": "loss"}, 0.75),
+        ({"interpolation": "clock"}, 0.5),
+        ({"interpolation": lambda clock, peer_clock, loss, peer_loss: 1.0}, 1.0),
+        ({"divergence_threshold": 6.0}, 0.25),
+        ({"factor": 0.0}, 0.0),
+    ]
+    for settings, expected in rows:
+        with subtests.test(settings=settings):
+            (here, puller), (_, served) = workers = pair(0.0, 4.0, **settings)
+            try:
+                served.update_send(loss=1.0)
+                puller.update_send(loss=3.0)
+                assert puller.update_wait(loss=3.0) == expected
+                assert here.values.tolist() == [4 * expected] * 5
+            finally:
+                close(workers)
+
+
+@pytest.mark.parametrize(("interpolation", "expected"), [("constant", 0.5), ("loss", 0.0)])
+def test_without_a_loss_only_rules_that_need_none_blend(
+    interpolation: str, expected: float
+) -> None:
+    (here, puller), (_, served) = workers = pair(0.0, 4.0, interpolation=interpolation)
+    served.update_send()
+    puller.update_send()
+    assert puller.update_wait() == expected
+    assert here.values.tolist() == [4 * expected] * 5
+    served.update_send(loss=torch.tensor(2.0))  # from now on it has one
+    served._posting.send(served._clock)
+    puller.update_send(loss=2.0)
+    assert puller.update_wait() == 0.5
+    close(workers)
+
+
+def test_unfreezing_is_refused() -> None:
+    model = Numbers(1.0)
+    model.other = nn.Parameter(torch.zeros(2), requires_grad=False)
+    engine = PairwiseEngine(model, nodes=peers(1), name="p0")
+    engine.update_send(1.0)
+    model.other.requires_grad_(True)
+    engine._posting._next = 0.0  # it is looked at when the parameters are served
+    with pytest.raises(RuntimeError, match="'other' became trainable"):
+        engine.update_send(1.0)
+    with pytest.raises(RuntimeError, match="'other' became trainable"):
+        engine.finish()
+    engine.close()
+
+
+def test_without_a_peer_nothing_changes() -> None:
+    (here, engine), (_, other) = workers = pair(3.0, 4.0)
+    other.close()
+    for _ in range(3):
+        engine.update_send(1.0)
+        assert engine.update_wait(1.0) == 0.0
+    assert here.values.tolist() == [3.0] * 5
+    assert (engine.node.statistics.refused, engine.node.statistics.timeouts) == (3, 0)
+    assert engine.statistics.rounds == 0
+    close(workers)
+
+
+def test_a_worker_with_nan_takes_the_parameters_of_its_peer() -> None:
+    (here, engine), (_, other) = workers = pair(1.0, 4.0)
+    other.update_send(1.0)
+    here.values.data[2] = math.nan
+    engine.update_send(1.0)
+    assert not engine.worker.was_finite
+    assert engine.update_wait(1.0) == 1.0
+    assert here.values.tolist() == [4.0] * 5
+    close(workers)
+
+
+def test_steps_never_wait_for_a_fetch() -> None:
+    (_, engine), (_, other) = workers = pair(1.0, 4.0, fetch_timeout_s=LONG_S)
+    (peer,) = engine.settings.peers[1:]
+    other.close()
+    with silent(peer):
+        for _ in range(20):
+            engine.update_send(1.0)
+            assert not engine.step()
+        assert not engine.node.has_ended
+        assert engine.statistics.wait_s == 0.0
+        close(workers)
+
+
+def test_one_worker_alone_is_left_as_it_is() -> None:
+    model = make_model()
+    before = flat(model)
+    engine = PairwiseEngine(model)
+    for _ in range(3):
+        engine.update_send(1.0)
+        engine.step()
+    engine.finish()
+    engine.close()
+    assert torch.equal(flat(model), before)
+
+
+class Spread(nn.Module):
+    """Parameters of all magnitudes, which a codec rounds."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        for name, numel in (("long", 100_000), ("short", 3)):
+            values = torch.randn(numel, generator=generator).pow(3)
+            self.register_parameter(name, nn.Parameter(values))
+        self.register_buffer("mean", torch.randn(5, generator=generator))
+
+
+def test_a_blend_is_that_with_what_the_codec_makes_of_the_peer(subtests: pytest.Subtests) -> None:
+    for codec, keep_progress in itertools.product(
+        (BFloat16(), Float16(), Int8(), Int8(block=12)), (False, True)
+    ):
+        with subtests.test(codec=codec, keep_progress=keep_progress):
+            blend_what_a_codec_has_written(codec, keep_progress)
+
+
+def blend_what_a_codec_has_written(codec: Codec, keep_progress: bool) -> None:
+    nodes, average = peers(2, "w"), PairwiseAverage(factor=0.25, keep_progress=keep_progress)
+    models = [Spread(seed) for seed in range(2)]
+    puller, served = (
+        PairwiseEngine(model, average, nodes=nodes, name=node.name, compression=codec)
+        for model, node in zip(models, nodes, strict=True)
+    )
+    with closing(puller), closing(served):
+        before, theirs = (engine._blending.layout.new_flat() for engine in (puller, served))
+        written = codec.decode(codec.encode(theirs), torch.empty_like(theirs))
+        served.update_send(1.0)
+        puller.update_send(1.0)
+        assert puller.update_wait(1.0) == 0.25
+        expected = before.clone()
+        average.blend(expected, written, 0.25)
+        assert torch.equal(puller._blending.layout.new_flat(), expected)
+        assert torch.equal(served._blending.layout.new_flat(), theirs)
+        num_bytes = codec.num_bytes(len(theirs))
+        assert served.node.bytes_sent == puller.node.statistics.bytes_received == num_bytes
+        served._note_blend(0.5, 0.0)  # what was handed out is counted with the next blend
+        assert served.statistics.bytes_sent == num_bytes
+        assert served.statistics.bytes_saved == theirs.nbytes - num_bytes
+
+
+def test_bytes_go_on_from_those_of_a_resumed_run() -> None:
+    (_, engine), (_, other) = workers = pair(1.0, 4.0)
+    engine.statistics.bytes_sent = 1000
+    engine.update_send(1.0)
+    other.update_send(1.0)
+    assert other.update_wait(1.0) == 0.5
+    engine._note_blend(0.5, 0.0)
+    assert engine.statistics.bytes_sent == 1000 + 64
+    assert engine.statistics.bytes_saved == 0
+    close(workers)
+
+
+# ------------------------------------------------------------------------- ranks of one job
+
+
+def ranks_gossip(rank: int, world: int) -> tuple[Tensor, int, Tensor]:
+    model = Numbers(0.0)
+    engine = PairwiseEngine(model, fetch_timeout_s=10)
+    model.values.data.fill_(float(rank))
+    for _ in range(150):
+        engine.update_send(1.0)
+        time.sleep(0.002)
+        engine.step()
+    local = model.values.detach().clone()
+    engine.finish("the end")
+    engine.close()
+    return local, engine.statistics.rounds, model.values.detach().clone()
+
+
+def test_ranks_of_one_job_find_each_other_and_come_together(pool: Pool) -> None:
+    results = pool.run(ranks_gossip, world=4)
+    for local, blends, final in results:
+        assert blends > 5
+        assert 0 <= float(local.min()) <= float(local.max()) <= 3
+        assert torch.equal(final, results[0][2])
+    spread = max(float(local[0]) for local, _, _ in results) - min(
+        float(local[0]) for local, _, _ in results
+    )
+    assert spread < 1.0
+
+
+def different_models(rank: int, world: int) -> str:
+    try:
+        PairwiseEngine(nn.Linear(2, 2 + rank)).close()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_different_models_are_refused_on_every_rank(pool: Pool) -> None:
+    for text in pool.run(different_models, world=2):
+        assert "weight" in text
+
+
+# ------------------------------------------------------------------------- bad input
+
+
+NODES = [{"name": "a", "host": "127.0.0.1", "port": 45671}]
+
+
+def test_bad_settings_are_named(subtests: pytest.Subtests) -> None:
+    rows: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"nodes": NODES}, ValueError, "name"),
+        ({"nodes": NODES, "name": "b"}, ValueError, "no node 'b'"),
+        ({"name": "a"}, ValueError, "nodes"),
+        ({"nodes": [{"name": "a", "host": "x"}], "name": "a"}, ValueError, "port"),
+        ({"nodes": "there/is/none.yaml", "name": "a"}, FileNotFoundError, "none.yaml"),
+        ({"fetch_timeout_s": 0}, ValueError, "fetch_timeout_s"),
+        ({"fetch_timeout_s": "1"}, TypeError, "fetch_timeout_s"),
+        ({"compression": "zip"}, ValueError, "compression must be one of"),
+        ({"compression": "int4"}, ValueError, "too roughly"),
+        ({"key_file": "there/is/none.key"}, FileNotFoundError, "none.key"),
+    ]
+    for settings, error, text in rows:
+        with subtests.test(settings=settings), pytest.raises(error, match=text):
+            PairwiseEngine(make_model(), **settings)
+
+
+def test_a_taken_port_is_named() -> None:
+    (node,) = peers(1)
+    with socket.socket() as taken:
+        taken.bind((node.host, node.port))
+        taken.listen()
+        with pytest.raises(RuntimeError, match=str(node.port)):
+            PairwiseEngine(make_model(), nodes=[node], name=node.name)
+
+
+def test_a_state_goes_on_with_its_clock() -> None:
+    (_, engine), (_, other) = workers = pair(1.0, 4.0)
+    for _ in range(3):
+        engine.update_send(1.0)
+        engine.step()
+    saved = engine.state_dict()
+    (model, again), (_, third) = others = pair(2.0, 4.0)
+    again.load_state_dict(saved)
+    assert again._clock == engine._clock
+    assert again.worker.steps == 3
+    assert torch.equal(model.values, workers[0][0].values)
+    close(workers + others)
+
+
+def test_progress_made_during_a_fetch_is_kept_on_request() -> None:
+    for keep_progress, expected in ((False, 0.5 * 8 + 0.5 * 3), (True, 0.5 * 8 + 0.5 * 0 + 3)):
+        (here, engine), (_, other) = workers = pair(0.0, 8.0, keep_progress=keep_progress)
+        other.update_send(1.0)
+        engine.update_send(1.0)
+        here.values.data.add_(3.0)  # local steps while the parameters of the peer travel
+        assert engine.update_wait(1.0) == 0.5
+        assert here.values.tolist() == [expected] * 5
+        close(workers)

@@ -1,0 +1,133 @@
+"""Peers in other processes that are killed, stopped, late or restarted: nobody waits for them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.gossip import Received
+from tests.gossip.helpers import NodeProcess, fetch, fetch_until, make_node, peers, wait_until_ended
+from tests.limits import HARNESS_S, LONG_S, SOON_S
+from tests.programs import LIMIT_S
+
+TIMEOUT_S = 0.8
+PROMPT_S = TIMEOUT_S + 0.3  # the machine is shared
+NUMEL = 100_000
+
+
+def is_value(value: float) -> Callable[[Received | None], bool]:
+    def check(received: Received | None) -> bool:
+        return received is not None and received.params.unique().tolist() == [value]
+
+    return check
+
+
+def is_nothing(received: Received | None) -> bool:
+    return received is None
+
+
+@pytest.mark.process
+def test_a_peer_is_late_killed_and_started_again_at_the_same_port() -> None:
+    nodes = peers(2)
+    here = make_node(nodes, 0, NUMEL, fetch_timeout_s=LONG_S)
+    waits = [*fetch_until(here, is_nothing), *fetch_until(here, is_nothing)]
+    for value in (1.0, 2.0):
+        there = NodeProcess(nodes, 1, value, NUMEL)
+        waits += fetch_until(here, is_value(value))
+        here.start_fetch()  # on its way while the peer dies
+        there.end()
+        here.wait()
+        waits += fetch_until(here, is_nothing)
+        for _ in range(20):
+            waits += fetch_until(here, is_nothing)
+    here.close()
+    assert max(waits) < SOON_S
+    assert here.statistics.timeouts == 0  # a dead peer refuses; nobody waits for it
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "longest_s", [HARNESS_S, pytest.param(PROMPT_S, marks=pytest.mark.soak, id="prompt")]
+)
+def test_a_stopped_peer_costs_at_most_the_timeout_and_takes_part_again(longest_s: float) -> None:
+    nodes = peers(2)
+    here = make_node(nodes, 0, NUMEL, fetch_timeout_s=TIMEOUT_S)
+    there = NodeProcess(nodes, 1, 1.0, NUMEL)
+    fetch_until(here, is_value(1.0))
+    there.signal(signal.SIGSTOP)
+    waits = []
+    for _ in range(4):
+        waits += fetch_until(here, is_nothing)
+    wait_until_ended(here)
+    assert here.statistics.timeouts >= 4
+    assert here.statistics.scores["p1"] <= 700
+    there.signal(signal.SIGCONT)
+    waits += fetch_until(here, is_value(1.0))
+    there.end()
+    here.close()
+    assert max(waits) < longest_s
+
+
+@pytest.mark.process
+def test_with_a_dead_and_a_stopped_peer_the_third_is_read_from() -> None:
+    nodes = peers(4)
+    here = make_node(nodes, 0, NUMEL, fetch_timeout_s=TIMEOUT_S)
+    others = [NodeProcess(nodes, index, float(index), NUMEL) for index in (1, 2)]
+    third = make_node(nodes, 3, NUMEL)
+    third.publish(torch.full((NUMEL,), 3.0), Tag(0, 0))
+    others[0].end()
+    others[1].signal(signal.SIGSTOP)
+    waits, peers_seen = [], []
+    for _ in range(60):
+        started = time.monotonic()
+        received = fetch(here)
+        waits.append(time.monotonic() - started)
+        peers_seen.append(None if received is None else received.peer)
+    others[1].end()
+    here.close()
+    third.close()
+    assert set(peers_seen) <= {"p3", None}
+    assert peers_seen.count("p3") >= 55
+    assert max(waits) < HARNESS_S
+    # Each costs half of TIMEOUT_S. The more they fail the less often they are tried.
+    assert here.statistics.timeouts < 30
+
+
+FORGOTTEN = """
+import torch
+from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.gossip import NodeDirectory, Peer, PeerNode
+nodes = [Peer("a", "127.0.0.1", {}), Peer("b", "127.0.0.1", {})]
+made = [PeerNode(9, torch.float32, NodeDirectory(nodes, n), schema_checksum=1) for n in "ab"]
+made[0].publish(torch.ones(9), Tag(1, 1))
+made[1].start_fetch()
+assert made[1].wait() is not None
+made[1].start_fetch()
+{}
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.process
+@pytest.mark.parametrize("ending", ["", "raise RuntimeError('end')"])
+def test_a_node_that_is_never_closed_does_not_keep_its_process_alive(ending: str) -> None:
+    first, second = peers(2)
+    script = FORGOTTEN.format(first.port, second.port, ending)
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=os.environ,
+    )
+    assert ended.returncode == (1 if ending else 0), ended.stderr
+    assert ("RuntimeError: end" in ended.stderr) == bool(ending)
+    assert "Fatal" not in ended.stderr

@@ -1,0 +1,543 @@
+"""A fetch: who is asked, for how long, what comes of it, and that it is handed over once."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_loco import Link, PairwiseAverage, PairwiseEngine
+from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.background import begin
+from lightning_loco.distributed import WorkerGroup
+from lightning_loco.gossip import NodeDirectory, Peer, Received, StoreDirectory
+from lightning_loco.gossip import fetcher as fetcher_module
+from lightning_loco.gossip.directory import Directory
+from lightning_loco.gossip.fetcher import Fetcher, FetcherStopped, FetchingThread
+from lightning_loco.gossip.flow import FlowControl
+from lightning_loco.gossip.node import fetch_seconds
+from lightning_loco.gossip.protocol import (
+    NOTHING_YET,
+    OTHER_MODEL,
+    PARAMETERS,
+    Answer,
+    Content,
+    pack_answer,
+)
+from lightning_loco.gossip.settings import PairwiseSettings
+from lightning_loco.links.links import as_links
+from tests.algorithms.toys import Point
+from tests.gossip.helpers import (
+    MODEL,
+    TAG,
+    answering,
+    fetch,
+    make_node,
+    peer_threads,
+    peers,
+    right_answer,
+    serving,
+    silent,
+    two_nodes,
+    wait_until_ended,
+)
+from tests.limits import HARNESS_S, LONG_S, SOON_S
+from tests.manual_clock import ManualClock
+from tests.pool import Pool
+from tests.transport.helpers import message, open_files, saying, wait_until
+
+NUMEL = 250_000
+SLOW = Link(mbit_per_s=16, latency_s=0.05)
+FORETOLD = 0.5 + 2 * 0.05
+
+
+@contextlib.contextmanager
+def fetching(nodes: list[Peer], **settings: Any) -> Iterator[tuple[Fetcher, FlowControl]]:
+    """A fetcher in this thread, for the first of the nodes."""
+    directory = NodeDirectory(nodes, nodes[0].name)
+    flow = FlowControl(directory.names, seed=0)
+    fetcher = Fetcher(MODEL, directory, flow, **settings)
+    try:
+        yield fetcher, flow
+    finally:
+        fetcher.stop()
+        fetcher.close()
+
+
+@contextlib.contextmanager
+def asked(server: socket.socket) -> Iterator[None]:
+    """From when somebody has sent something to one who is silent."""
+    server.settimeout(HARNESS_S)
+    connection, _ = server.accept()
+    with connection:
+        connection.settimeout(HARNESS_S)
+        assert connection.recv(1)
+        yield
+
+
+def fetch_now(fetcher: Fetcher, patience_s: float = HARNESS_S) -> Received | None:
+    return fetcher.fetch(time.monotonic() + patience_s)
+
+
+def test_what_a_peer_has_published_is_read_again_and_again() -> None:
+    nodes = peers(2)
+    with serving(nodes[1]) as (_, snapshots), fetching(nodes) as (fetcher, flow):
+        flow.failed("p1")
+        for count in range(1, 4):
+            flat = torch.randn(1000)
+            snapshots.publish(flat, Tag(count, 0.5))
+            received = fetch_now(fetcher)
+            assert received is not None
+            assert torch.equal(received.params, flat)
+            assert (received.tag, received.peer) == (Tag(count, 0.5), "p1")
+            assert received.received_bytes == 4000
+            assert (fetcher.counts.fetches, fetcher.counts.bytes_received) == (count, 4000 * count)
+            assert flow.scores == {"p1": 900 + 10 * count}
+
+
+def test_a_peer_without_parameters_keeps_its_score() -> None:
+    nodes = peers(2)
+    with serving(nodes[1]), fetching(nodes) as (fetcher, flow):
+        assert fetch_now(fetcher) is None
+        assert fetcher.counts.empty == 1
+        assert flow.scores == {"p1": 1000}
+
+
+@pytest.mark.parametrize(("patience_s", "fetch_timeout_s"), [(0.2, LONG_S), (LONG_S, 0.2)])
+def test_a_silent_peer_is_left_at_the_deadline_or_after_the_timeout(
+    patience_s: float, fetch_timeout_s: float
+) -> None:
+    nodes, clock = peers(2), ManualClock()
+    settings = {"fetch_timeout_s": fetch_timeout_s, "clock": clock}
+    with silent(nodes[1]) as server, fetching(nodes, **settings) as (fetcher, flow):
+        future = begin(lambda: fetcher.fetch(patience_s))
+        with asked(server):
+            clock.advance(0.19)
+            clock.wait_until_read()
+            assert not future.done()
+            clock.advance(0.02)
+            assert future.result(HARNESS_S) is None
+        assert fetcher.counts.timeouts == 1
+        assert flow.scores == {"p1": 900}
+
+
+def test_of_two_peers_a_silent_one_is_left_after_half_of_the_time() -> None:
+    nodes, clock = peers(3), ManualClock()
+    with (
+        silent(nodes[1]) as server,
+        serving(nodes[2], 2.0),
+        fetching(nodes, fetch_timeout_s=0.8, clock=clock) as (fetcher, flow),
+    ):
+        for _ in range(3):
+            flow.failed("p2")  # so that the silent one is asked first
+        future = begin(lambda: fetcher.fetch(0.8))
+        with asked(server):
+            clock.advance(0.39)
+            clock.wait_until_read()
+            assert not future.done()
+            clock.advance(0.02)
+            received = future.result(HARNESS_S)
+        assert received is not None
+        assert received.peer == "p2"
+        assert received.fetch_s == pytest.approx(0.41)
+        assert fetcher.counts.timeouts == 1
+
+
+def test_at_most_three_peers_are_asked_in_one_fetch() -> None:
+    with fetching(peers(6)) as (fetcher, flow):
+        assert fetch_now(fetcher) is None
+        assert fetcher.counts.refused == 3
+        assert sorted(flow.scores.values()) == [900, 900, 900, 1000, 1000]
+
+
+def test_after_the_deadline_nobody_is_asked() -> None:
+    nodes = peers(2)
+    with serving(nodes[1], 1.0) as (server, _), fetching(nodes) as (fetcher, flow):
+        assert fetch_now(fetcher, -1.0) is None
+        assert server.bytes_sent == 0
+        assert flow.scores == {"p1": 1000}
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "score"), [(NOTHING_YET, "empty", 1000), (OTHER_MODEL, "refused", 900)]
+)
+def test_an_answer_without_parameters_ends_the_fetch_at_once(
+    kind: bytes, count: str, score: int
+) -> None:
+    nodes = peers(2)
+    with (
+        answering(nodes[1].port, lambda asked: (pack_answer(Answer(kind, asked)), b"")),
+        fetching(nodes, fetch_timeout_s=LONG_S, clock=ManualClock()) as (fetcher, flow),
+    ):
+        future = begin(lambda: fetcher.fetch(LONG_S))
+        assert future.result(HARNESS_S) is None  # the clock stands still
+        assert fetcher.counts.timeouts == 0
+        assert getattr(fetcher.counts, count) == 1
+        assert flow.scores == {"p1": score}
+
+
+def test_what_was_not_asked_for_is_not_handed_over(
+    caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests
+) -> None:
+    ones = bytes(torch.ones(1000).numpy().tobytes())
+    content = MODEL.content
+    rows = {
+        "no answer": (b"nonsense", ones),
+        "another model": (pack_answer(Answer(PARAMETERS, content._replace(checksum=1))), ones),
+        "another format": (pack_answer(Answer(PARAMETERS, content._replace(wire_format=1))), ones),
+        "too few": (pack_answer(Answer(PARAMETERS, content)), ones[:-4]),
+        "too many": (pack_answer(Answer(PARAMETERS, content)), ones + bytes(4)),
+        "none": (pack_answer(Answer(PARAMETERS, content)), b""),
+        "a body of nothing": (pack_answer(Answer(NOTHING_YET, content)), ones),
+        "a body of another": (pack_answer(Answer(OTHER_MODEL, content)), ones),
+    }
+    for name, answer in rows.items():
+        caplog.clear()
+        nodes = peers(2)
+        with (
+            subtests.test(name),
+            answering(nodes[1].port, lambda asked, answer=answer: answer),
+            fetching(nodes) as (fetcher, flow),
+        ):
+            for count in (1, 2, 3):
+                assert fetch_now(fetcher) is None
+                assert (fetcher.counts.malformed, fetcher.counts.refused) == (count, count)
+            assert flow.scores == {"p1": 700}
+            (record,) = caplog.records
+            assert record.getMessage().startswith("Reading from peer p1 failed: ")
+
+
+def test_a_peer_that_is_too_slow_is_named_once_with_a_remedy(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetcher_module, "PIECE_BYTES", 400)
+    nodes, clock = peers(2), ManualClock()
+    note, body = right_answer(MODEL.content, MODEL.total_bytes, 1.0)
+    with (
+        saying(nodes[1].port, message(note, body)[:-3000]),
+        fetching(nodes, fetch_timeout_s=0.25, clock=clock) as (fetcher, _),
+    ):
+        for count in (800, 1600):
+            future = begin(lambda: fetcher.fetch(clock.now() + 0.25))
+            wait_until(lambda c=count: fetcher.counts.bytes_received >= c, "nothing has come")
+            clock.advance(0.3)
+            assert future.result(HARNESS_S) is None
+        assert fetcher.counts.timeouts == 2
+    (record,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "only 800 of 4000 bytes came in fetch_timeout_s=0.25. Raise it" in record.getMessage()
+
+
+def test_a_fetch_can_be_stopped_from_another_thread() -> None:
+    nodes, settings = peers(2), {"fetch_timeout_s": LONG_S, "clock": ManualClock()}
+    with silent(nodes[1]) as server, fetching(nodes, **settings) as (fetcher, _):
+        future = begin(lambda: fetcher.fetch(LONG_S))
+        with asked(server):
+            fetcher.stop()
+            with pytest.raises(FetcherStopped):
+                future.result(HARNESS_S)
+        with pytest.raises(FetcherStopped):
+            fetcher.fetch(LONG_S)
+        assert (fetcher.counts.errors, fetcher.counts.timeouts) == (0, 0)
+
+
+@pytest.mark.parametrize("fetch_timeout_s", [0, -1.0, float("nan")])
+def test_a_timeout_that_is_none_is_refused(fetch_timeout_s: float) -> None:
+    with (
+        pytest.raises(ValueError, match="fetch_timeout_s must be positive"),
+        fetching(peers(2), fetch_timeout_s=fetch_timeout_s),
+    ):
+        pass
+
+
+# The thread.
+
+
+def make_thread(directory: Directory, fetch_timeout_s: float = HARNESS_S) -> FetchingThread:
+    flow = FlowControl(directory.names, seed=0)
+    return FetchingThread(Fetcher(MODEL, directory, flow, fetch_timeout_s=fetch_timeout_s))
+
+
+@contextlib.contextmanager
+def running(nodes: list[Peer], fetch_timeout_s: float = HARNESS_S) -> Iterator[FetchingThread]:
+    thread = make_thread(NodeDirectory(nodes, nodes[0].name), fetch_timeout_s)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        thread.close()
+
+
+def test_what_a_fetch_brought_is_handed_over_once() -> None:
+    nodes = peers(2)
+    with serving(nodes[1], 3.0), running(nodes) as thread:
+        assert thread.has_ended
+        assert thread.wait() is None
+        thread.start_fetch()
+        received = thread.wait()
+        assert received is not None
+        assert received.params.tolist() == [3.0] * 1000
+        assert thread.has_ended
+        assert thread.wait() is None
+        assert thread.counts.fetches == 1
+
+
+def test_what_nobody_has_taken_is_gone_when_the_next_fetch_starts() -> None:
+    nodes = peers(2)
+    with serving(nodes[1], 1.0) as (_, snapshots), running(nodes) as thread:
+        thread.start_fetch()
+        wait_until_ended(thread)
+        snapshots.publish(torch.full((1000,), 2.0), Tag(2, 2))
+        thread.start_fetch()
+        received = thread.wait()
+        assert received is not None
+        assert received.tag.clock == 2
+        assert thread.wait() is None
+
+
+def test_a_short_wait_leaves_the_fetch_to_be_waited_for_again() -> None:
+    released = threading.Event()
+
+    def answer(asked: Content) -> tuple[bytes, bytes]:
+        released.wait(LONG_S)
+        return right_answer(asked, MODEL.total_bytes, 3.0)
+
+    nodes = peers(2)
+    with answering(nodes[1].port, answer), running(nodes, fetch_timeout_s=LONG_S) as thread:
+        thread.start_fetch()
+        for _ in range(3):
+            assert thread.wait(0.02) is None
+            assert not thread.has_ended
+        released.set()
+        received = thread.wait()
+        assert received is not None
+        assert received.params.tolist() == [3.0] * 1000
+
+
+def test_a_wait_for_a_silent_peer_ends_with_the_timeout() -> None:
+    nodes = peers(2)
+    with silent(nodes[1]), running(nodes, fetch_timeout_s=0.2) as thread:
+        started = time.monotonic()
+        thread.start_fetch()
+        assert thread.wait(0.02) is None
+        assert thread.wait() is None
+        assert 0.19 < time.monotonic() - started < SOON_S
+        wait_until_ended(thread)
+        assert thread.counts.timeouts == 1
+
+
+def test_a_wait_ends_with_the_timeout_even_if_the_directory_hangs() -> None:
+    released = threading.Event()
+
+    class Slow(StoreDirectory):
+        def find(self, name: str) -> Peer | None:
+            released.wait(LONG_S)
+            return super().find(name)
+
+    thread = make_thread(Slow(torch.distributed.HashStore(), 0, 2), fetch_timeout_s=0.2)
+    thread.start()
+    thread.start_fetch()
+    started = time.monotonic()
+    assert thread.wait() is None
+    assert time.monotonic() - started < SOON_S
+    assert not thread.has_ended
+    released.set()
+    thread.close()
+
+
+def test_a_broken_flow_ends_the_thread_with_a_line_and_waits_end_in_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Broken(FlowControl):
+        def choose(self, without: object = ()) -> str | None:
+            raise ArithmeticError("no dice")
+
+    directory = NodeDirectory(peers(2), "p0")
+    flow = Broken(directory.names, seed=0)
+    thread = FetchingThread(Fetcher(MODEL, directory, flow, fetch_timeout_s=0.2))
+    thread.start()
+    thread.start_fetch()
+    assert thread.wait() is None
+    thread.join(5)
+    assert not thread.is_alive()
+    assert "no longer read from peers" in caplog.text
+    assert "no dice" in caplog.text
+    thread.close()
+
+
+def test_close_gives_up_the_fetch_under_way_and_ends_a_wait() -> None:
+    nodes = peers(2)
+    with silent(nodes[1]):
+        started = time.monotonic()
+        with running(nodes, fetch_timeout_s=LONG_S) as thread:
+            thread.start_fetch()
+            assert thread.wait(0.1) is None
+        assert not thread.is_alive()
+        assert thread.wait() is None
+        assert time.monotonic() - started < SOON_S
+        assert not thread.has_ended
+        assert thread.counts.timeouts == 0
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_after_close_no_thread_and_no_file_is_left(runs: bool) -> None:
+    nodes = peers(2)
+    for _ in range(2):  # the first may load what stays
+        before = open_files()
+        thread = make_thread(NodeDirectory(nodes, "p0"))
+        if runs:
+            thread.start()
+        thread.close()
+        thread.close()
+        assert peer_threads() == []
+    assert open_files() <= before
+
+
+# Links that are emulated.
+
+
+def after(seconds: float) -> Any:
+    return lambda peer, num_bytes, count: seconds
+
+
+@contextlib.contextmanager
+def fetching_later(seconds: float, **settings: Any) -> Iterator[tuple[Fetcher, ManualClock]]:
+    """A fetcher whose only peer has published, on a link on which fetches take so long."""
+    nodes, clock = peers(2), ManualClock()
+    with (
+        serving(nodes[1], 3.0),
+        fetching(nodes, clock=clock, seconds=after(seconds), **settings) as (fetcher, _),
+    ):
+        yield fetcher, clock
+
+
+def test_a_fetch_ends_when_it_would_there() -> None:
+    with fetching_later(0.5, fetch_timeout_s=LONG_S) as (fetcher, clock):
+        future = begin(lambda: fetcher.fetch(LONG_S))
+        clock.wait_until_waiting()
+        assert clock.asked == [0.5]
+        clock.advance(0.5)
+        received = future.result(HARNESS_S)
+        assert received is not None
+        assert received.params.tolist() == [3.0] * 1000
+        assert (received.emulated_s, received.fetch_s) == (0.5, 0.5)
+        assert fetcher.counts.fetches == 1
+
+
+def test_a_node_reads_later() -> None:
+    with two_nodes(seconds=after(0.4), fetch_timeout_s=LONG_S) as (here, there):
+        there.publish(torch.full((1000,), 3.0), Tag(1, 1))
+        received = fetch(here)
+        assert received is not None
+        assert received.params.tolist() == [3.0] * 1000
+        assert received.emulated_s == 0.4
+        assert received.fetch_s >= 0.4
+        assert here.statistics.wait_s >= 0.39
+        assert here.statistics.fetches == 1
+
+
+def test_seconds_depend_on_peer_bytes_and_number() -> None:
+    seen = []
+
+    def note(peer: str, num_bytes: int, count: int) -> float:
+        seen.append((peer, num_bytes, count))
+        return 0.0
+
+    nodes = peers(2)
+    here, there = make_node(nodes, 0, seconds=note), make_node(nodes, 1)
+    there.publish(torch.ones(1000), TAG)
+    assert fetch(here) is not None
+    assert fetch(here) is not None
+    assert seen == [("p1", 4000, 0), ("p1", 4000, 1)]
+    here.close()
+    there.close()
+
+
+def test_what_would_take_longer_than_the_timeout_is_one() -> None:
+    with fetching_later(LONG_S, fetch_timeout_s=0.5) as (fetcher, clock):
+        future = begin(lambda: fetcher.fetch(0.5))
+        clock.wait_until_waiting()
+        assert clock.asked == [0.5]
+        clock.advance(0.5)
+        assert future.result(HARNESS_S) is None
+        assert (fetcher.counts.fetches, fetcher.counts.timeouts) == (0, 1)
+
+
+def test_neither_a_short_wait_nor_closing_waits_for_the_link(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with fetching_later(LONG_S, fetch_timeout_s=2 * LONG_S) as (fetcher, clock):
+        thread = FetchingThread(fetcher)
+        thread.start()
+        thread.start_fetch()
+        clock.wait_until_waiting()
+        assert thread.wait(timeout_s=0.1) is None
+        assert not thread.has_ended
+        thread.close()  # the clock stands still
+    assert not caplog.records
+    assert peer_threads() == []
+
+
+def test_peers_have_the_links_of_their_numbers() -> None:
+    links = as_links([Link(8), Link(80), Link(800, 0.5)])
+    nodes = [{"name": name, "host": "127.0.0.1", "port": 45000 + i} for i, name in enumerate("abc")]
+    settings = PairwiseSettings(PairwiseAverage(), nodes, "b", link=links).prepare(1)
+    seconds = fetch_seconds(settings, WorkerGroup(0, 1))
+    assert seconds is not None
+    assert seconds("a", 10**6, 0) == pytest.approx(1.0)
+    assert seconds("c", 10**6, 0) == pytest.approx(0.1 + 2 * 0.5)
+    ranks = fetch_seconds(PairwiseSettings(PairwiseAverage(), link=links), WorkerGroup(2, 3))
+    assert ranks is not None
+    assert ranks("worker0", 10**6, 0) == pytest.approx(1.0 + 2 * 0.5)
+    assert fetch_seconds(PairwiseSettings(PairwiseAverage()), WorkerGroup(2, 3)) is None
+
+
+def test_links_that_do_not_fit() -> None:
+    settings = PairwiseSettings(PairwiseAverage(), link=as_links(["wan"] * 3))
+    with pytest.raises(ValueError, match="link has 3 entries, .* there are 2 workers"):
+        settings.prepare(2)
+    assert settings.prepare(3).describe() == PairwiseSettings(PairwiseAverage()).describe()
+    with pytest.raises(TypeError, match=r"link must be as_links\('wan'\) or None, got 'wan'"):
+        PairwiseSettings(PairwiseAverage(), link="wan")  # type: ignore[arg-type]
+
+
+def gossip(rank: int, world: int, waits: bool) -> tuple[Tensor, list[float], float, float]:
+    """One blend; after how long it was there, and what was waited for."""
+    model = Point(torch.full((NUMEL,), float(rank)))
+    engine = PairwiseEngine(model, PairwiseAverage(factor=0.25), link=SLOW, fetch_timeout_s=LONG_S)
+    model.value.data.fill_(rank)
+    group = engine.worker.group
+    engine._clock = 1.0
+    engine._serve()
+    group.gather_objects(None)
+    began, steps = time.monotonic(), []
+    engine.update_send()
+    if waits:
+        assert engine.update_wait() == 0.25
+    else:
+        while not engine.step():
+            time.sleep(0.02)
+            steps.append(time.monotonic() - began)
+    seconds = time.monotonic() - began
+    statistics = engine.statistics
+    assert statistics.emulated_s == pytest.approx(FORETOLD)
+    group.gather_objects(None)
+    engine.close()
+    return model.value.data[:1].clone(), steps, seconds, statistics.emulated_wait_s
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_gossip_of_ranks_is_late_and_only_those_wait_who_want_to(pool: Pool, waits: bool) -> None:
+    for rank, found in enumerate(pool.run(gossip, waits, world=2)):
+        value, steps, seconds, waited_s = found
+        assert value.item() == [0.25, 0.75][rank]
+        assert FORETOLD - 0.01 <= seconds < SOON_S
+        assert (waited_s > FORETOLD / 2) == waits
+        assert waits or len(steps) > 5

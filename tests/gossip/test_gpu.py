@@ -1,0 +1,167 @@
+"""A model on a GPU: local steps and blends read nothing back, and the numbers are the same."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_loco import PairwiseAverage, PairwiseEngine
+from lightning_loco.compression import BFloat16, Float16, Int8
+from lightning_loco.gossip.blending import Blending
+from lightning_loco.gossip.posting import Posting, Upload, make_posting, pack_with_numbers
+from lightning_loco.parameters.flat import Cuts, FlatLayout
+from tests.gossip.helpers import make_node, peers
+from tests.meta_device import no_checksum, with_streams
+from tests.one_gpu import no_waits_for_the_gpu
+
+__all__ = ["no_checksum"]
+
+NUMEL = 25
+
+
+def make(device: str, dtype: torch.dtype, **settings: object) -> tuple[Blending, list[Tensor]]:
+    tensors = [torch.ones(shape, dtype=dtype, device=device) for shape in ((3, 4), (5,), (2, 4))]
+    layout = FlatLayout(zip("abc", tensors, strict=True), Cuts(7))
+    return Blending(layout, PairwiseAverage(**settings)), tensors
+
+
+# The device "meta" holds no values, so that whoever reads one fails.
+
+
+def test_packing_with_norm_and_loss_reads_nothing_back(subtests: pytest.Subtests) -> None:
+    losses = {"none": None, "a number": 2.0, "a tensor": torch.ones(1, device="meta")}
+    codecs = (None, BFloat16(), Float16(), Int8(), Int8(block=12))
+    for codec, (kind, loss) in itertools.product(codecs, losses.items()):
+        with subtests.test(codec=codec, loss=kind):
+            blending, _ = make("meta", torch.float32)
+            flat = torch.empty(NUMEL, device="meta")
+            numbers = torch.zeros(2, dtype=torch.float64, device="meta")
+            pack_with_numbers(blending, flat, numbers, loss)
+            if codec is not None:
+                assert codec.encode(flat).is_meta
+            with pytest.raises(RuntimeError, match="item"):
+                numbers[0].item()
+
+
+def test_blending_reads_nothing_back(subtests: pytest.Subtests) -> None:
+    for dtype, keep_progress in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+        with subtests.test(dtype=dtype, keep_progress=keep_progress):
+            blending, tensors = make("meta", dtype, keep_progress=keep_progress)
+            blending.note_fetch()
+            for was_finite in (True, False):
+                blending.blend(torch.zeros(NUMEL), 0.5, was_finite=was_finite)
+            assert all(tensor.device.type == "meta" for tensor in tensors)
+
+
+@pytest.mark.parametrize("loss", [None, 2.0, torch.tensor([3.0])])
+def test_numbers_that_are_packed_are_those_of_the_parameters(loss: float | Tensor | None) -> None:
+    blending, tensors = make("cpu", torch.float64)
+    flat, numbers = torch.empty(NUMEL, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    pack_with_numbers(blending, flat, numbers, loss)
+    assert numbers.tolist() == [5.0, float(loss or 0.0)]
+    assert torch.equal(flat, torch.ones(NUMEL, dtype=torch.float64))
+    tensors[1][2] = torch.nan
+    pack_with_numbers(blending, flat, numbers, loss)
+    assert not torch.isfinite(numbers[0])
+
+
+def test_on_a_processor_nothing_is_posted_later() -> None:
+    blending, _ = make("cpu", torch.float32)
+    node = make_node(peers(1), 0, NUMEL)
+    assert isinstance(make_posting(node, blending), Posting)
+    upload = Upload(torch.device("cpu"))
+    upload.note()
+    assert upload.is_done
+    node.close()
+
+
+def pair(
+    *values: float,
+    device: str = "cuda",
+    compression: str | None = None,
+    **settings: object,
+) -> list[tuple[nn.Linear, PairwiseEngine]]:
+    nodes = peers(len(values), "w")
+    found = []
+    for node, value in zip(nodes, values, strict=True):
+        model = nn.Linear(300, 300, device=device)
+        for parameter in model.parameters():
+            parameter.data.fill_(value)
+        engine = PairwiseEngine(
+            model,
+            PairwiseAverage(**settings),
+            nodes=nodes,
+            name=node.name,
+            fetch_timeout_s=5,
+            compression=compression,
+        )
+        found.append((model, engine))
+    return found
+
+
+@pytest.mark.usefixtures("no_checksum")
+@pytest.mark.parametrize(
+    ("interpolation", "compression"),
+    [("constant", None), ("clock", None), ("loss", None), ("loss", "int8"), ("clock", "bf16")],
+)
+def test_a_local_step_reads_nothing_back(
+    interpolation: str, compression: str | None, subtests: pytest.Subtests
+) -> None:
+    """By the copies that nobody waits for, all parameters and losses are 0."""
+    for keep_progress in (False, True):
+        with subtests.test(keep_progress=keep_progress), with_streams():
+            workers = pair(
+                0.0,
+                4.0,
+                device="meta",
+                compression=compression,
+                interpolation=interpolation,
+                keep_progress=keep_progress,
+            )
+            deadline = time.monotonic() + 20
+            factors: list[float] = []
+            while len(factors) < 5 and time.monotonic() < deadline:
+                for model, engine in workers:
+                    loss = model(torch.ones(2, 300, device="meta")).sum()
+                    engine.update_send(loss)
+                    engine.worker.last_loss = loss.detach()
+                    engine.step()
+                factors = workers[0][1].factors
+            assert len(factors) >= 5
+            assert workers[0][0].weight.is_meta
+            for _, engine in workers:
+                engine.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("interpolation", "compression"), [("constant", None), ("loss", None), ("constant", "int8")]
+)
+def test_models_on_a_gpu_gossip_without_a_wait(
+    interpolation: str, compression: str | None, subtests: pytest.Subtests
+) -> None:
+    loss = torch.ones((), device="cuda")
+    for keep_progress in (False, True):
+        with subtests.test(keep_progress=keep_progress):
+            (here, puller), (_, served) = workers = pair(
+                0.0,
+                4.0,
+                compression=compression,
+                interpolation=interpolation,
+                keep_progress=keep_progress,
+            )
+            with no_waits_for_the_gpu():
+                deadline = time.monotonic() + 20
+                factor = 0.0
+                while factor == 0.0 and time.monotonic() < deadline:
+                    served.update_send(loss)
+                    puller.update_send(loss)
+                    factor = puller.update_wait(loss)
+            assert factor == 0.5
+            assert here.weight.unique().tolist() == pytest.approx([2.0], rel=1e-6)
+            for _, engine in workers:
+                engine.close()

@@ -1,0 +1,95 @@
+"""Peers that follow the protocol and send nonsense: nobody's training ends, nothing is blended."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lightning_loco import PairwiseAverage, PairwiseEngine
+from lightning_loco.algorithms.pairwise import Tag
+from lightning_loco.gossip.protocol import Content
+from tests.gossip.helpers import answering, peers, right_answer
+from tests.gossip.test_engine import Numbers
+
+pytestmark = pytest.mark.recovery
+
+TOTAL_BYTES = 8 * 8
+NAN, INF = math.nan, math.inf
+
+
+@contextlib.contextmanager
+def against(value: float, tag: Tag, **settings: object) -> Iterator[tuple[Numbers, PairwiseEngine]]:
+    """An engine of ones whose only peer sends one value and a tag, again and again."""
+
+    def answer(asked: Content) -> tuple[bytes, bytes]:
+        return right_answer(asked, TOTAL_BYTES, value, tag, torch.float64)
+
+    nodes = peers(2, "w")
+    model = Numbers(1.0)
+    with answering(nodes[1].port, answer):
+        engine = PairwiseEngine(
+            model, PairwiseAverage(**settings), nodes=nodes, name="w0", fetch_timeout_s=5
+        )
+        try:
+            yield model, engine
+        finally:
+            engine.close()
+
+
+@pytest.mark.parametrize("interpolation", ["constant", "clock", "loss"])
+def test_a_clock_or_loss_that_no_worker_has_changes_nothing(
+    interpolation: str, subtests: pytest.Subtests
+) -> None:
+    for tag in (
+        *(Tag(value, 1.0) for value in (NAN, INF, -INF, 1e300, -1e300, -1.0, 1e15)),
+        *(Tag(5.0, value) for value in (NAN, INF, -INF, 1e300, -1e300)),
+    ):
+        with (
+            subtests.test(clock=tag.clock, loss=tag.loss),
+            against(2.0, tag, interpolation=interpolation) as (model, engine),
+        ):
+            for step in range(1, 4):
+                engine.update_send(1.0)
+                assert engine.update_wait(1.0) == 0.0
+                assert engine.state_dict()["clock"] == step
+            assert model.values.tolist() == [1.0] * 5
+            assert engine.node.statistics.not_finite == 3
+            assert engine.statistics.rounds == 0
+
+
+def test_parameters_from_too_far_away_are_not_blended_in(subtests: pytest.Subtests) -> None:
+    for value, was_finite in itertools.product((3e38, -3e38, 1e12, 1e3), (True, False)):
+        with (
+            subtests.test(value=value, was_finite=was_finite),
+            against(value, Tag(5, 1)) as (model, engine),
+        ):
+            engine.update_send(1.0)
+            assert engine.update_wait(1.0) == 0.0
+            if not was_finite:
+                model.values.data.fill_(NAN)
+                engine._posting._next = 0.0
+            for _ in range(30):
+                engine.update_send(1.0)
+                assert engine.update_wait(1.0) == 0.0
+            assert engine.node.statistics.too_far == 31
+            assert model.mean.tolist() == [1.0] * 3
+
+
+def test_without_a_limit_they_are() -> None:
+    nodes = peers(2, "w")
+
+    def answer(asked: Content) -> tuple[bytes, bytes]:
+        return right_answer(asked, TOTAL_BYTES, 1e3, Tag(5, 1), torch.float64)
+
+    model = Numbers(1.0)
+    with answering(nodes[1].port, answer):
+        engine = PairwiseEngine(model, nodes=nodes, name="w0", max_peer_distance=None)
+        engine.update_send(1.0)
+        assert engine.update_wait(1.0) == 0.5
+        engine.close()
+    assert model.values.tolist() == [500.5] * 5

@@ -1,0 +1,454 @@
+"""Nodes: what one publishes another receives, and nothing is left after close."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import socket
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_loco.algorithms.pairwise import PairwiseAverage, Tag
+from lightning_loco.compression import BFloat16, Codec, ErrorFeedback, Float16, Int8
+from lightning_loco.distributed.worker_group import WorkerGroup
+from lightning_loco.gossip import (
+    NodeDirectory,
+    Peer,
+    PeerNode,
+    PeerStatistics,
+    StoreDirectory,
+    fetcher,
+)
+from lightning_loco.gossip.node import open_directory, open_node
+from lightning_loco.gossip.settings import PairwiseSettings
+from lightning_loco.parameters.flat import FlatLayout
+from lightning_loco.transport import Client, write_certificate
+from tests.gossip.helpers import (
+    HOST,
+    NodeProcess,
+    answering,
+    fetch,
+    fetch_until,
+    make_node,
+    peer_threads,
+    peers,
+    two_nodes,
+    wait_until_ended,
+)
+from tests.limits import LONG_S, SOON_S
+from tests.pool import Pool
+from tests.programs import free_ports
+from tests.transport.helpers import open_files, wait_until
+
+
+def test_two_nodes_read_from_each_other_exactly(subtests: pytest.Subtests) -> None:
+    for numel in (1, 7, 16_384, 100_003, 1_000_000):
+        with subtests.test(numel=numel):
+            exchange(numel)
+
+
+def exchange(numel: int) -> None:
+    with two_nodes(numel) as nodes:
+        flats = torch.randn(2, numel)
+        for index, node in enumerate(nodes):
+            node.publish(flats[index], Tag(index, index / 10))
+        for index, node in enumerate(nodes):
+            received = fetch(node)
+            assert received is not None
+            assert torch.equal(received.params, flats[1 - index])
+            assert received.tag == Tag(1 - index, (1 - index) / 10)
+            assert received.peer == f"p{1 - index}"
+            assert received.received_bytes == 4 * numel
+            assert 0 < received.fetch_s < 5
+            statistics = node.statistics
+            assert (statistics.fetches, statistics.bytes_received) == (1, 4 * numel)
+            assert statistics.scores == {f"p{1 - index}": 1000}
+        assert [node.statistics.bytes_sent for node in nodes] == [4 * numel] * 2
+
+
+@pytest.mark.parametrize(
+    ("codec", "dtype"),
+    [
+        (BFloat16(), torch.float64),
+        (Float16(), torch.float32),
+        (Int8(), torch.float32),
+        (Int8(block=12), torch.float64),
+    ],
+    ids=str,
+)
+def test_values_travel_as_a_codec_writes_them(
+    codec: Codec, dtype: torch.dtype, subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for numel, piece_bytes in itertools.product((1, 257, 100_001), (8, 4096, 2**20)):
+        with subtests.test(numel=numel, piece_bytes=piece_bytes):
+            monkeypatch.setattr(fetcher, "PIECE_BYTES", piece_bytes)
+            is_long = codec.num_bytes(numel) // piece_bytes > 3000
+            pull_twice(codec, dtype, 3001 if is_long else numel)
+
+
+def pull_twice(codec: Codec, dtype: torch.dtype, numel: int) -> None:
+    nodes = peers(2)
+    settings: Any = {"schema_checksum": 1, "compression": codec}
+    with (
+        closing(PeerNode(numel, dtype, NodeDirectory(nodes, "p0"), **settings)) as here,
+        closing(PeerNode(numel, dtype, NodeDirectory(nodes, "p1"), **settings)) as there,
+    ):
+        for count in range(1, 3):
+            flat = torch.randn(numel, dtype=dtype)
+            there.publish(flat, Tag(count, 1))
+            received = fetch(here)
+            assert received is not None
+            expected = codec.decode(codec.encode(flat), torch.empty_like(flat))
+            assert received.params.dtype == dtype
+            assert torch.equal(received.params, expected)
+            assert (received.tag.clock, received.received_bytes) == (count, codec.num_bytes(numel))
+        num_bytes = 2 * codec.num_bytes(numel)
+        assert there.bytes_sent == here.statistics.bytes_received == num_bytes
+        assert there.count_sent() == (num_bytes, 2 * numel * dtype.itemsize)
+        assert there.count_sent() == (0, 0)
+
+
+def test_encoded_parameters_travel_with_keys_too(tmp_path: Path) -> None:
+    write_certificate(tmp_path / "job.pem")
+    settings = {"compression": "int8", "key_file": tmp_path / "job.pem"}
+    with two_nodes(100_001, **settings) as (here, there):
+        flat = torch.randn(100_001)
+        there.publish(flat, Tag(1, 1))
+        received = fetch(here)
+        assert received is not None
+        assert torch.equal(received.params, Int8().decode(Int8().encode(flat), flat.clone()))
+
+
+def test_a_block_may_be_longer_than_a_piece() -> None:
+    block = 2 * fetcher.PIECE_BYTES
+    with two_nodes(100_001, compression=Int8(block=block)) as (here, there):
+        there.publish(torch.ones(100_001), Tag(1, 1))
+        received = fetch(here)
+        assert received is not None
+        assert received.received_bytes == block + 4
+
+
+def test_the_latest_is_received_and_stays_until_the_next_fetch() -> None:
+    with two_nodes() as (here, there):
+        for value in range(1, 20):
+            there.publish(torch.full((1000,), float(value)), Tag(value, 0))
+            received = fetch(here)
+            assert received is not None
+            there.publish(torch.full((1000,), -1.0), Tag(0, 0))
+            assert received.params.unique().tolist() == [value]
+            assert received.tag.clock == value
+
+
+def test_a_fetch_is_handed_over_once_and_waits_can_be_short() -> None:
+    with two_nodes() as (here, there):
+        assert here.wait() is None  # none was started
+        there.publish(torch.ones(1000), Tag(0, 0))
+        here.start_fetch()
+        wait_until_ended(here)
+        assert here.wait(0.0) is not None
+        assert here.wait() is None
+        here.start_fetch()
+        here.start_fetch()  # replaces the first
+        assert here.wait() is not None
+        assert here.wait() is None
+
+
+def test_a_single_node_has_nobody_to_read_from() -> None:
+    node = make_node(peers(1), 0)
+    node.publish(torch.ones(1000), Tag(0, 0))
+    assert fetch(node) is None
+    node.close()
+
+
+def test_a_clock_and_a_loss_that_are_not_finite_are_refused() -> None:
+    with two_nodes() as (here, there):
+        there.publish(torch.ones(1000), Tag(math.nan, math.inf))
+        assert fetch(here) is None
+        there.publish(torch.ones(1000), Tag(2.0, 1.0))
+        received = fetch(here)
+        assert received is not None
+        assert received.tag == Tag(2.0, 1.0)
+
+
+def test_a_fast_publisher_and_a_slow_reader() -> None:
+    """Thousands of publications, each of one value: what is read is always of one value."""
+    numel = 200_000
+    with two_nodes(numel) as (here, there):
+        stop = threading.Event()
+        longest = [0.0]
+
+        def publish() -> None:
+            flat = torch.empty(numel)
+            value = 0
+            while not stop.is_set() or value < 2000:
+                value += 1
+                flat.fill_(value)
+                started = time.perf_counter()
+                there.publish(flat, Tag(value, value))
+                longest[0] = max(longest[0], time.perf_counter() - started)
+
+        there.publish(torch.zeros(numel), Tag(0, 0))  # what is fetched before is nothing
+        thread = threading.Thread(target=publish)
+        thread.start()
+        clocks = []
+        for _ in range(50):
+            received = fetch(here)
+            if received is not None:
+                assert received.params.unique().tolist() == [received.tag.clock]
+                clocks.append(received.tag.clock)
+        stop.set()
+        thread.join()
+        assert len(clocks) > 40
+        assert clocks == sorted(clocks)
+        assert longest[0] < 1.0
+
+
+def test_after_close_no_thread_no_file_and_no_port_is_left() -> None:
+    nodes = peers(2)
+    for _ in range(5):
+        made = [make_node(nodes, index) for index in range(2)]
+        made[1].publish(torch.ones(1000), Tag(0, 0))
+        assert fetch(made[0]) is not None
+        assert len(peer_threads()) == 5  # and the one of the connection
+        made[0].start_fetch()  # is never waited for
+        for node in made:
+            node.close()
+            node.close()
+        assert peer_threads() == []
+    before = open_files()
+    node = make_node(nodes, 0)
+    node.close()
+    assert open_files() <= before
+    for peer in nodes:
+        socket.create_server((HOST, peer.port)).close()
+
+
+def test_close_does_not_wait_for_a_silent_peer() -> None:
+    nodes = peers(2)
+    with socket.create_server((HOST, nodes[1].port)) as server:
+        server.settimeout(SOON_S)
+        here = make_node(nodes, 0, fetch_timeout_s=LONG_S)
+        here.start_fetch()
+        with server.accept()[0]:  # so the fetch is under way
+            started = time.monotonic()
+            here.close()
+            assert time.monotonic() - started < SOON_S
+        assert not here.has_ended
+        assert (here.statistics.timeouts, here.statistics.refused) == (0, 0)
+
+
+def test_a_taken_port_is_named_with_a_mend_and_leaves_nothing() -> None:
+    nodes = peers(2)
+    with socket.create_server((HOST, nodes[0].port)):
+        before = open_files()
+        with pytest.raises(RuntimeError, match=f"Port {nodes[0].port} of {HOST} is taken.*End"):
+            make_node(nodes, 0)
+        assert peer_threads() == []
+        assert open_files() <= before
+    with pytest.raises(RuntimeError, match=r"Cannot listen on port .*host='0.0.0.0'"):
+        make_node(nodes, 0, host="192.0.2.1")
+
+
+def test_port_and_host_can_be_chosen() -> None:
+    nodes = peers(2)
+    (port,) = free_ports(1)
+    node = make_node(nodes, 0, port=port, host="0.0.0.0")
+    assert node.port == port
+    node.close()
+    node = make_node(nodes, 0)
+    assert node.port == nodes[0].port
+    node.close()
+
+
+def test_without_keys_there_is_one_warning_for_other_machines() -> None:
+    nodes = [*peers(1), Peer("far", "192.0.2.1", 4000)]
+    with pytest.warns(UserWarning, match="without a key file.*key_file=FILE") as caught:
+        make_node(nodes, 0).close()
+    assert len(caught) == 1
+
+
+def test_bad_settings_are_named_and_leave_nothing(subtests: pytest.Subtests) -> None:
+    rows: list[tuple[dict[str, Any], str]] = [
+        ({"fetch_timeout_s": 0}, "must be positive, got 0"),
+        ({"compression": "zip"}, "one of none, bf16, fp16, int8, int4, e3m0, sparse"),
+        ({"compression": "int4"}, "too roughly"),
+        ({"compression": "sparse"}, "too roughly"),
+        ({"compression": ErrorFeedback(Int8())}, "Pulls take no error feedback"),
+        ({"numel": 0}, "no parameters"),
+    ]
+    for settings, message in rows:
+        with subtests.test(settings=settings):
+            before = open_files()
+            with pytest.raises(ValueError, match=message):
+                make_node(peers(2), 0, **settings)
+            assert open_files() <= before
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int32])
+def test_another_dtype_is_refused(dtype: torch.dtype) -> None:
+    directory = NodeDirectory(peers(2), "p0")
+    with pytest.raises(ValueError, match=f"float32 or torch.float64, got {dtype}"):
+        PeerNode(10, dtype, directory, schema_checksum=1)
+
+
+def test_before_the_first_fetch_all_counters_are_zero() -> None:
+    with two_nodes() as (here, _):
+        assert here.statistics == PeerStatistics(scores={"p1": 1000})
+
+
+def test_a_copy_of_the_counters_stays_as_it_was() -> None:
+    with two_nodes() as (here, there):
+        there.publish(torch.ones(1000), Tag(0, 0))
+        copies = []
+        for _ in range(3):
+            assert fetch(here) is not None
+            copies.append(here.statistics)
+        assert [copy.fetches for copy in copies] == [1, 2, 3]
+        assert [copy.bytes_received for copy in copies] == [4000, 8000, 12000]
+        assert 0 < copies[0].wait_s < copies[1].wait_s < copies[2].wait_s
+        copies[0].scores["p1"] = 5
+        assert here.statistics.scores == {"p1": 1000}
+        assert there.statistics.bytes_sent == 12000
+        assert here.statistics.bytes_sent == there.statistics.fetches == 0
+
+
+def test_malformed_requests_and_answers_are_counted_together() -> None:
+    nodes = peers(2)
+    with (
+        answering(nodes[1].port, lambda asked: (b"nonsense", b"")),
+        closing(make_node(nodes, 0)) as here,
+    ):
+        assert fetch(here) is None
+        assert here.statistics.malformed == 1
+        for count in (2, 3):
+            with closing(Client(HOST, here.port)) as stranger, pytest.raises(ConnectionError):
+                stranger.request(b"nonsense", timeout_s=LONG_S)
+            wait_until(lambda c=count: here.statistics.malformed == c, "it was not counted")
+
+
+@pytest.mark.soak
+@pytest.mark.process
+def test_no_reply_is_lost_among_thousands() -> None:
+    nodes = peers(2)
+    numel = 100_000
+    here = make_node(nodes, 0, numel, fetch_timeout_s=5.0)
+    there = NodeProcess(nodes, 1, 1.0, numel)
+    fetch_until(here, lambda received: received is not None)
+    for _ in range(200):
+        assert fetch(here) is not None
+    assert here.statistics.timeouts == 0
+    there.end()
+    here.close()
+
+
+# From settings to a node: for the nodes of a list, the ranks of a job, and a worker alone.
+
+ALONE = WorkerGroup(worker=0, num_workers=1)
+
+
+def settings(**given: Any) -> PairwiseSettings:
+    return PairwiseSettings(PairwiseAverage(), **{"fetch_timeout_s": 5.0, **given})
+
+
+def layout(size: int = 3) -> FlatLayout:
+    return FlatLayout(nn.Linear(size, 1).named_parameters())
+
+
+def test_nodes_listen_at_their_ports_and_read_from_each_other() -> None:
+    nodes = peers(2)
+    made = [
+        open_node(settings(nodes=nodes, name=node.name), ALONE, layout(), seed)
+        for seed, node in enumerate(nodes)
+    ]
+    assert [node.port for node in made] == [node.port for node in nodes]
+    made[1].publish(torch.arange(4.0), Tag(3, 0.5))
+    received = fetch(made[0])
+    assert received is not None
+    assert (received.params.tolist(), received.peer) == ([0.0, 1.0, 2.0, 3.0], "p1")
+    for node in made:
+        node.close()
+
+
+def test_a_node_with_another_model_is_refused() -> None:
+    nodes = peers(2)
+    made = [
+        open_node(settings(nodes=nodes, name=node.name), ALONE, layout(size), 0)
+        for node, size in zip(nodes, (3, 4), strict=True)
+    ]
+    made[1].publish(torch.zeros(5), Tag(0, 0))
+    assert fetch(made[0]) is None
+    assert made[0].statistics.refused == 1
+    for node in made:
+        node.close()
+
+
+def test_what_the_user_has_set_reaches_the_node(tmp_path: Path) -> None:
+    write_certificate(tmp_path / "job.pem")
+    nodes = peers(2)
+    chosen = {"compression": "bf16", "key_file": tmp_path / "job.pem"}
+    made = [
+        open_node(settings(nodes=nodes, name="p0", **chosen), ALONE, layout(), 0),
+        open_node(settings(nodes=nodes, name="p1", **chosen), ALONE, layout(), 1),
+    ]
+    made[1].publish(torch.full((4,), 1.001), Tag(0, 0))
+    received = fetch(made[0])
+    assert received is not None
+    assert received.params.tolist() == [1.0] * 4
+    assert received.received_bytes == BFloat16().row_bytes
+    for node in made:
+        node.close()
+    with socket.create_server((nodes[1].host, nodes[1].port)):
+        impatient = settings(nodes=nodes, name="p0", fetch_timeout_s=0.1)
+        node = open_node(impatient, ALONE, layout(), 0)
+        assert fetch(node) is None
+        wait_until_ended(node)
+        assert node.statistics.timeouts == 1
+        assert node._fetching._fetcher.fetch_timeout_s == 0.1
+        node.close()
+
+
+def test_a_worker_alone_has_no_peers() -> None:
+    directory = open_directory(settings(), ALONE)
+    assert isinstance(directory, NodeDirectory)
+    assert directory.names == []
+    assert directory.is_local
+    node = open_node(settings(), ALONE, layout(), 0)
+    assert fetch(node) is None
+    node.close()
+
+
+def test_a_taken_port_leaves_nothing() -> None:
+    (peer,) = peers(1)
+    with socket.create_server((peer.host, peer.port)):
+        before = open_files()
+        with pytest.raises(RuntimeError, match=f"Port {peer.port} of {peer.host} is taken"):
+            open_node(settings(nodes=[peer], name="p0"), ALONE, layout(), 0)
+        assert peer_threads() == []
+        assert open_files() <= before
+
+
+def ranks_read(rank: int, world: int) -> tuple[str, bool, list[str], float]:
+    group = WorkerGroup.create(timeout_s=30)
+    directory = open_directory(settings(), group)
+    node = open_node(settings(), group, layout(), rank)
+    node.publish(torch.full((4,), float(rank)), Tag(rank, 0))
+    seen = []
+    fetch_until(node, lambda r: r is not None and seen.append(r) is None)
+    group.gather_objects(None)  # serve until all have read
+    node.close()
+    group.close()
+    kind = type(directory).__name__
+    return kind, directory.is_local, directory.names, float(seen[0].params[0])
+
+
+def test_ranks_of_one_job_on_one_machine_find_each_other_at_its_loopback(pool: Pool) -> None:
+    results = pool.run(ranks_read, world=2)
+    assert results[0] == (StoreDirectory.__name__, True, ["worker1"], 1.0)
+    assert results[1] == (StoreDirectory.__name__, True, ["worker0"], 0.0)

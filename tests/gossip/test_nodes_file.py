@@ -1,0 +1,74 @@
+"""Files of nodes in the form of dpwa: all is understood, and mistakes are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_loco.gossip import Peer, read_nodes
+
+LIST = """
+- nodes:
+    - {name: a, host: 10.0.0.1, port: 45000}
+    - {name: b, host: 10.0.0.2, port: 45001}
+- fetch_probability: 0.5
+- timeout_ms: 2500
+- interpolation: loss
+- divergence_threshold: 0.2
+- constant: {value: 0.4}
+"""
+MAP = """
+nodes: [{name: a, host: h, port: 1}]
+timeout_ms: 100
+"""
+
+
+def read(folder: Path, text: str) -> Any:
+    file = folder / "nodes.yaml"
+    file.write_text(text, encoding="utf-8")
+    return read_nodes(file)
+
+
+def test_a_file_with_a_list_and_one_with_a_map(tmp_path: Path) -> None:
+    nodes, settings = read(tmp_path, LIST)
+    assert nodes == [Peer("a", "10.0.0.1", 45000), Peer("b", "10.0.0.2", 45001)]
+    assert settings == {
+        "fetch_probability": 0.5,
+        "fetch_timeout_s": 2.5,
+        "interpolation": "loss",
+        "divergence_threshold": 0.2,
+        "factor": 0.4,
+    }
+    assert read(tmp_path, MAP) == ([Peer("a", "h", 1)], {"fetch_timeout_s": 0.1})
+
+
+def test_bad_files_are_named(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for text, message in (
+        ("", "Expected a map"),
+        ("3", "Expected a map"),
+        ("- nodes", "Expected a map"),
+        ("nodes: 3", "'nodes' must be a list"),
+        ("timeout_ms: 3", "'nodes' must be a list"),
+        ("nodes: []", "'nodes' must be a list"),
+        (MAP + "timeout: 3", "Unknown key 'timeout'"),
+        (LIST + "- timeout_ms: 3", "'timeout_ms' is there twice"),
+        (MAP + "constant: 0.5", "{value: 0.5}"),
+        (MAP + "constant: {value: half}", "'value' must be a number, got 'half'"),
+        (MAP + "fetch_probability: .nan", "must be a number"),
+        (MAP + "interpolation: 3", "must be a name"),
+        ("nodes: [{name: a, host: h}]", "port in 1 to 65535"),
+        ("nodes: [{name: a, host: h, port: 1}, {name: a, host: h, port: 2}]", "Doubled names: a"),
+        ("nodes: [", "is not YAML"),
+        ("nodes: !!python/object/apply:os.getpid []", "is not YAML"),
+    ):
+        with subtests.test(message, end=text[-40:]):
+            with pytest.raises(ValueError, match=message) as caught:
+                read(tmp_path, text)
+            assert "nodes.yaml" in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no nodes file"):
+        read_nodes(tmp_path / "nodes.yaml")

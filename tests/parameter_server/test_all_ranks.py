@@ -1,0 +1,172 @@
+"""A rank that freezes before training ends the others in time, and they name it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_loco.distributed import job as comm_job
+from lightning_loco.parameter_server.service_group import AllRanks
+from tests.faults.failing import failing_at
+from tests.forked_jobs import Job, freeze
+from tests.limits import HARNESS_S
+from tests.programs import free_ports
+
+TIMEOUT_S = 3.0
+LONGEST_S = TIMEOUT_S + 6
+CPU = torch.device("cpu")
+NAMES = ("worker 0", "worker 1", "the aggregator-optimizer (rank 2)")
+
+
+@contextmanager
+def all_ranks(rank: int, port: int, timeout_s: float) -> Iterator[AllRanks]:
+    """In the place of the default group that a job begins with."""
+    dist.barrier()
+    dist.destroy_process_group()
+    ranks = AllRanks(comm_job.Job("127.0.0.1", port, rank, NAMES, timeout_s))
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+def agree_and_fail(rank: int, world: int, port: int) -> str:
+    with all_ranks(rank, port, 20.0) as ranks:
+        if rank < 2:
+            ranks.init_default_group([0, 1], "gloo", CPU)
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            assert total == 2
+        group = ranks.new_group()
+        assert group.group is not None
+        assert group.group.size() == 3
+        group.raise_together(None)
+        try:
+            group.raise_together(ValueError("two many") if rank == 1 else None)
+        except ValueError as error:
+            return str(error)
+        finally:
+            group.close()
+    return "nothing"
+
+
+@pytest.mark.process
+def test_ranks_find_each_other_and_agree_on_errors() -> None:
+    (port,) = free_ports()
+    with Job(agree_and_fail, port, world=3) as job:
+        outcomes = job.outcomes([0, 1, 2], 60)
+    assert [outcome.result for outcome in outcomes] == [
+        "Worker 1: two many",
+        "two many",
+        "Worker 1: two many",
+    ]
+
+
+def freeze_in(rank: int, world: int, port: int, phase: str, victim: int) -> tuple[str, float]:
+    """What a rank raises when another one freezes, and after how many seconds."""
+    is_victim = rank == victim
+    began = time.monotonic()
+    try:
+        with all_ranks(rank, port, TIMEOUT_S) as ranks:
+            began = time.monotonic()
+            if phase == "default group":
+                freeze() if is_victim else ranks.init_default_group([0, 1, 2], "gloo", CPU)
+            if phase == "arrival" and is_victim:
+                freeze()
+            is_now = phase == "connection" and is_victim
+            with failing_at("connecting the ranks", lambda: is_now, freeze):
+                group = ranks.new_group()
+            try:
+                began = time.monotonic()
+                freeze() if is_victim else group.raise_together(None)
+            finally:
+                group.close()
+    except RuntimeError as error:  # on a busy machine already while it finds the others
+        return str(error), time.monotonic() - began
+    return "nothing", 0.0
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("phase", "longest_s"),
+    [
+        ("arrival", HARNESS_S),
+        *(
+            pytest.param(phase, LONGEST_S, marks=pytest.mark.soak)
+            for phase in ("default group", "arrival", "connection", "agreement")
+        ),
+    ],
+)
+def test_a_frozen_rank_is_named_in_time(
+    phase: str, longest_s: float, subtests: pytest.Subtests
+) -> None:
+    for victim in range(3):
+        with subtests.test(victim=NAMES[victim]):
+            (port,) = free_ports()
+            others = [rank for rank in range(3) if rank != victim]
+            with Job(freeze_in, port, phase, victim, world=3) as job:
+                for outcome in job.outcomes(others, 60):
+                    assert outcome.error is None, outcome.error
+                    text, seconds = outcome.result
+                    assert NAMES[victim] in text
+                    assert seconds < longest_s
+
+
+def miss_a_worker(rank: int, world: int, port: int) -> str:
+    """What a rank raises when worker 1 never comes, and one that serves waits with patience."""
+    try:
+        with all_ranks(rank, port, TIMEOUT_S) as ranks:
+            if rank == 1:
+                time.sleep(HARNESS_S)
+            try:
+                if rank == 0:
+                    ranks.init_default_group([0, 1], "gloo", CPU)
+                ranks.new_group(is_patient=True)
+            except RuntimeError as error:
+                ranks.report(error)
+                raise
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.process
+def test_who_waits_with_patience_learns_of_a_worker_that_never_comes() -> None:
+    (port,) = free_ports()
+    with Job(miss_a_worker, port, world=3) as job:
+        for outcome in job.outcomes([0, 2], HARNESS_S):
+            assert outcome.error is None, outcome.error
+            assert "from worker 1. Check that" in outcome.result
+
+
+def end_without_saving(rank: int, world: int, port: int) -> str:
+    """What a rank that serves raises when rank 0 saves nothing, with a store that stays."""
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    dist.barrier()
+    dist.destroy_process_group()
+    job = comm_job.Job("127.0.0.1", port, rank, NAMES[:2], HARNESS_S)
+    with closing(AllRanks(job)) as ranks:
+        if rank == 0:
+            atexit._run_exitfuncs()  # which a forked process does not do
+            return "nothing"
+        try:
+            ranks.wait_until_written()
+        except RuntimeError as error:
+            return str(error)
+    return "nothing"
+
+
+@pytest.mark.process
+def test_who_waits_for_a_checkpoint_learns_that_rank_0_has_ended_without_one() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with Job(end_without_saving, store.port, world=2) as job:
+        (outcome,) = job.outcomes([1], HARNESS_S)
+    assert outcome.error is None, outcome.error
+    assert outcome.result.startswith("worker 0 has ended without a checkpoint that this rank waits")

@@ -1,0 +1,100 @@
+"""Parameters that are changed by hand are noticed, however that is done."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_loco.parameter_server.changes import ChangeWatch
+from tests.meta_device import with_streams
+
+
+def large(size: int = 100_003) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(0))
+
+
+TENSORS: dict[str, Callable[[], Tensor]] = {
+    "scalar": lambda: torch.tensor(1.0),
+    "small": lambda: torch.arange(1.0, 7.0).view(2, 3),
+    "large": large,
+    "transposed": lambda: large(6_000).view(100, 60).T,
+    "part of another": lambda: large(6_000).view(100, 60)[:, 3:50],
+    "every other": lambda: large(6_000)[::2],
+    "second half": lambda: large(6_000)[3_000:],
+    "double": lambda: large().double(),
+    "bfloat16": lambda: large().bfloat16(),
+}
+
+
+def nothing(param: Tensor) -> None:
+    pass
+
+
+def tracked(param: Tensor) -> None:
+    with torch.no_grad():
+        param.view(-1)[-1:].add_(1) if param.is_contiguous() else param[-1].add_(1)
+
+
+def clip(param: Tensor) -> None:
+    param.data.clamp_(-0.5, 0.5)
+
+
+def load(param: Tensor) -> None:
+    param.data = param.data.clone()
+    param.data.add_(1)
+
+
+def test_changes_are_noticed_without_a_wait(subtests: pytest.Subtests) -> None:
+    for (kind, make), change in itertools.product(TENSORS.items(), (nothing, tracked, clip, load)):
+        with subtests.test(kind, change=change.__name__), with_streams():
+            params = [nn.Parameter(TENSORS["small"]()), nn.Parameter(make())]
+            watch = ChangeWatch(params)
+            watch.note()
+            change(params[1])
+            assert watch.begin_digest(torch.cuda.Stream())() == watch.digest()
+
+
+def test_changes_are_noticed(subtests: pytest.Subtests) -> None:
+    for (kind, make), change in itertools.product(TENSORS.items(), (tracked, clip, load)):
+        with subtests.test(kind, change=change.__name__):
+            params = [nn.Parameter(TENSORS["small"]()), nn.Parameter(make())]
+            watch = ChangeWatch(params)
+            watch.note()
+            assert watch.digest() is None
+            change(params[1])
+            digest = watch.digest()
+            assert digest is not None
+            assert ChangeWatch([param.detach().clone() for param in params]).digest() == digest
+            watch.note()
+            assert watch.digest() is None
+            clip(params[1])
+            params[0].data.mul_(2)
+            assert watch.digest() not in (None, digest)
+
+
+@pytest.mark.parametrize("kind", ["part of another", "every other", "second half"])
+def test_what_belongs_to_others_is_no_change(kind: str) -> None:
+    param = TENSORS[kind]()
+    others = torch.ones(6_000, dtype=torch.bool)
+    others.as_strided(param.shape, param.stride(), param.storage_offset()).fill_(False)
+    watch = ChangeWatch([param])
+    watch.note()
+    whole = torch.empty(0).set_(param.untyped_storage(), 0, (6_000,), (1,))
+    whole[others] += 1
+    assert watch.digest() is None
+    whole[~others] += 1
+    assert watch.digest() is not None
+
+
+def test_gradients_and_forward_passes_are_no_change() -> None:
+    layer = nn.Linear(3, 2)
+    watch = ChangeWatch(list(layer.parameters()))
+    watch.note()
+    layer(torch.ones(1, 3)).sum().backward()
+    layer.zero_grad()
+    layer.train(False).requires_grad_(False)
+    assert watch.digest() is None

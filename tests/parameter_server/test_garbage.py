@@ -1,0 +1,134 @@
+"""What is no message of this program is an error that names its sender, and takes no memory."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_loco.distributed.job import Job
+from lightning_loco.distributed.store import PromptStore
+from lightning_loco.parameter_server import Transport
+from lightning_loco.parameter_server.optimizer_state import OptimizerState
+from lightning_loco.parameter_server.service_group import ServiceGroup
+from lightning_loco.parameter_server.wire import FRAME_BYTES, Kind, Lane
+from tests.forked_jobs import Start
+from tests.pool import Pool
+from tests.programs import free_ports
+
+NOTES = [
+    b"",
+    b"\xff\xfe",
+    b"[2",
+    b"[]",
+    b"{}",
+    b'"STEP"',
+    b"[99, {}]",
+    b"[true, {}]",
+    b'["2", {}]',
+    b"[2, []]",
+    b"[2, {}, 1]",
+    b"[" + b"1" * 450 + b", {}]",
+]
+
+
+def send_notes(rank: int, world: int) -> list[str]:
+    """Rank 0 sends them, and a length that no memory has; rank 1 says what it makes of each."""
+    wire = Transport().wire(1 - rank, f"worker {1 - rank}")
+    frames = [len(text).to_bytes(8, "little") + text for text in NOTES]
+    frames += [(2**62).to_bytes(8, "little"), (4).to_bytes(8, "little") + b"null"]
+    found = []
+    for frame in frames:
+        if rank == 0:
+            memory = torch.frombuffer(bytearray(frame.ljust(FRAME_BYTES)), dtype=torch.uint8)
+            wire.wait(wire.send(memory, Lane.REQUESTS), "a note")
+            continue
+        with pytest.raises(RuntimeError) as raised:
+            wire.next_request()
+        found.append(str(raised.value))
+    return found
+
+
+def test_notes(pool: Pool) -> None:
+    _, found = pool.run(send_notes, world=2)
+    assert len(found) == len(NOTES) + 2
+    assert all(text.startswith("Worker 0 has ") for text in found), found
+
+
+NO_TENSORS: list[dict[str, Any]] = [
+    {},
+    {"shape": [2], "dtype": "nn"},
+    {"shape": [2], "dtype": "no_such_dtype"},
+    {"shape": [2.5], "dtype": "float32"},
+    {"shape": [True], "dtype": "float32"},
+    {"shape": "2", "dtype": "float32"},
+    {"shape": [2], "dtype": 4},
+]
+
+
+def receive_states(rank: int, world: int) -> list[str]:
+    """What is raised about each of ``NO_TENSORS``."""
+    wire = Transport().wire(1 - rank, "the aggregator")
+    found = []
+    for described in NO_TENSORS:
+        description = {"entries": [[0, "momentum_buffer", described]], "groups": []}
+        try:
+            OptimizerState.receive(wire, description)
+            found.append("nothing is raised")
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+def test_descriptions_of_a_state(pool: Pool, subtests: pytest.Subtests) -> None:
+    for described, *texts in zip(NO_TENSORS, *pool.run(receive_states, world=2), strict=True):
+        with subtests.test(described=described):
+            assert len(texts) == 2
+            for text in texts:
+                assert "The aggregator has described no tensor" in text
+
+
+def wait_for(store: PromptStore, key: str) -> None:
+    while not store.check([key]):
+        time.sleep(0.01)
+
+
+def agree_with_garbage(rank: int, world: int, port: int, garbage: str) -> str:
+    names = ["worker 0", "worker 1"]
+    job = Job("127.0.0.1", port, rank, names, 30.0)
+    group = ServiceGroup(job, "group")
+    try:
+        if rank == 1:
+            store: PromptStore = job.store.under("group")
+            store.set("agreement2/1", garbage)
+            return "sent"
+        group.raise_together(None)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        # Worker 0's process hosts the store, so it leaves last.
+        if rank == 0:
+            job.store.set("seen", "")
+            wait_for(job.store, "left")
+            group.close()
+        else:
+            wait_for(job.store, "seen")
+            group.close()
+            job.store.set("left", "")
+        job.close()
+    return "nothing"
+
+
+@pytest.mark.process
+def test_agreements(subtests: pytest.Subtests) -> None:
+    for garbage in ("[", "[]", "3", json.dumps([int(Kind.STEP), ""]), "\u00e9"):
+        with subtests.test(garbage=garbage):
+            (port,) = free_ports()
+            with Start(agree_with_garbage, port, garbage, world=2) as job:
+                first, second = job.outcomes([0, 1], 60)
+            assert first.error is None, first.error
+            assert second.result == "sent"
+            assert first.result.lower().startswith("worker 1 has ")

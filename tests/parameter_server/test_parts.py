@@ -1,0 +1,338 @@
+"""The parts of a remote optimizer: cutting, packing, notes, states and wishes."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_loco.compression import BFloat16, Codec, Float16, Int8
+from lightning_loco.parameter_server import RemoteOptimizer, Serving, Tiers, Transport, run_role
+from lightning_loco.parameter_server.backends import check_optimizer, is_step_per_parameter
+from lightning_loco.parameter_server.optimizer_state import OptimizerState
+from lightning_loco.parameter_server.plan import (
+    Accumulator,
+    Message,
+    plan_messages,
+    share_parameters,
+)
+from lightning_loco.parameter_server.slots import Slot
+from lightning_loco.parameter_server.step_request import Call, Clip, HyperparameterMirror
+from lightning_loco.parameter_server.wire import Unreachable, explained
+from tests.distributed.workers import make_watchdogs, start
+from tests.manual_clock import SkippingClock
+from tests.pool import Pool, PoolError
+
+
+@pytest.mark.parametrize("codec", [None, BFloat16(), Float16(), Int8(4)], ids=str)
+def test_every_element_travels_once(codec: Codec | None, subtests: pytest.Subtests) -> None:
+    for sizes in (*itertools.product([1, 3, 11], repeat=3), (0, 5, 0), (7,), (0,)):
+        for bucket_bytes in (4, 12, 40, 1000):
+            with subtests.test(sizes=sizes, bucket_bytes=bucket_bytes):
+                params = [torch.randn(size) for size in sizes]
+                messages = plan_messages(params, bucket_bytes, codec)
+                assert_each_element_is_in_one_message(params, messages)
+                assert_what_arrives_is_what_the_sender_rounds_to(params, messages, codec)
+
+
+def assert_each_element_is_in_one_message(params: list[Tensor], messages: list[Message]) -> None:
+    covered = [torch.zeros_like(param) for param in params]
+    for message in messages:
+        assert message.numel == sum(stop - start for _, start, stop in message.spans)
+        for index, first, stop in message.spans:
+            covered[index][first:stop] += 1
+    assert all((count == 1).all() for count in covered)
+
+
+def assert_what_arrives_is_what_the_sender_rounds_to(
+    params: list[Tensor], messages: list[Message], codec: Codec | None
+) -> None:
+    slots = [Slot(message, params) for message in messages]
+    copies = [torch.zeros_like(param) for param in params]
+    received = [Slot(message, copies) for message in messages]
+    for slot, other in zip(slots, received, strict=True):
+        sent = slot.outgoing(params)
+        assert sent.nbytes == slot.message.num_bytes == 4 * slot.message.numel - slot.saved_bytes
+        other.incoming(copies).copy_(sent)
+        other.unpack(copies)
+    rounded = [param.clone() for param in params]
+    for message in messages:
+        Slot(message, rounded).round(rounded)
+    for param, copy, alike in zip(params, copies, rounded, strict=True):
+        assert torch.equal(copy, alike)
+        if isinstance(codec, Int8):
+            torch.testing.assert_close(copy, param, rtol=0, atol=5 / 254)
+        else:
+            assert torch.equal(copy, param if codec is None else as_read(codec, param))
+
+
+def as_read(codec: Codec, values: Tensor) -> Tensor:
+    return codec.decode(codec.encode(values), torch.empty_like(values))
+
+
+def test_memory_of_another_order_travels_whole() -> None:
+    param = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    (message,) = plan_messages([param], bucket_bytes=8)
+    other = torch.zeros(2, 3, 4, 4)
+    Slot(message, [other]).incoming([other]).copy_(Slot(message, [param]).outgoing([param]))
+    assert torch.equal(other.view(-1), torch.zeros(96)) or torch.equal(other, param)
+    again = torch.zeros_like(param)
+    slot = Slot(message, [again])
+    slot.incoming([again]).copy_(Slot(message, [param]).outgoing([param]))
+    slot.unpack([again])
+    assert torch.equal(again, param)
+
+
+def test_the_accumulator_has_each_parameter_in_one_piece() -> None:
+    params = [torch.zeros(2, 3), torch.zeros(7), torch.zeros(1), torch.zeros(20)]
+    messages = plan_messages(params, bucket_bytes=32)
+    accumulator = Accumulator(params, messages)
+    for number, part in enumerate(accumulator.parts):
+        assert part.shape == params[number].shape
+        part.fill_(number)
+    for message, memory in zip(messages, accumulator.slices, strict=True):
+        expected = [[index] * (stop - start) for index, start, stop in message.spans]
+        assert memory.tolist() == list(itertools.chain(*expected))
+
+
+@pytest.mark.parametrize("num_servers", [1, 2, 3])
+def test_shares_are_even_and_complete(num_servers: int) -> None:
+    params = [torch.zeros(size) for size in (5, 1, 4, 4, 3, 1)]
+    shares = share_parameters(params, num_servers)
+    assert sorted(itertools.chain(*shares)) == list(range(6))
+    loads = [sum(params[i].numel() for i in share) for share in shares]
+    assert max(loads) <= 4 / 3 * sum(loads) / num_servers
+
+
+def test_more_servers_than_parameters() -> None:
+    with pytest.raises(ValueError, match="num_servers=2 is more than the model's 1 parameters"):
+        share_parameters([torch.zeros(3)], 2)
+
+
+def test_calls_of_several_workers_are_joined() -> None:
+    first = Call((0, 2), [{"lr": 0.1}], Clip("norm", 1.0))
+    second = Call((2, 3), [{"lr": 0.2}], None, "SIGTERM")
+    joined = Call.merge([first, second])
+    assert joined == Call((2,), [{"lr": 0.1}], Clip("norm", 1.0), "SIGTERM")
+    assert Call.read(joined.content()) == joined
+    assert Call.read(Call().content()) == Call()
+
+
+def test_hyperparameters_tell_each_other_what_changes() -> None:
+    here = [{"params": [], "lr": 0.1, "betas": (0.9, 0.99), "fused": None}]
+    there: list[dict[str, Any]] = [{"params": [], "lr": torch.tensor(0.0)}]
+    sender, receiver = HyperparameterMirror(here), HyperparameterMirror(there)
+    receiver.take_over(sender.changes())
+    assert there[0]["lr"].item() == pytest.approx(0.1)
+    assert there[0]["betas"] == (0.9, 0.99)
+    assert sender.changes() is None
+    here[0]["lr"] = 0.2
+    assert sender.changes() == [{"lr": 0.2, "betas": [0.9, 0.99]}]
+
+
+def test_steps_one_by_one_are_a_step_of_all(subtests: pytest.Subtests) -> None:
+    for kind in ("Adam", "SGD", "Adagrad", "RMSprop", "Adadelta", "NAdam"):
+        with subtests.test(kind):
+            torch.manual_seed(0)
+            here, there = (
+                [nn.Parameter(torch.arange(1.0, 1 + size)) for size in (3, 5, 2)] for _ in range(2)
+            )
+            all_at_once, one_by_one = (
+                getattr(torch.optim, kind)(params, lr=0.1) for params in (here, there)
+            )
+            for _ in range(5):
+                for param, other in zip(here, there, strict=True):
+                    param.grad = torch.randn_like(param)
+                    other.grad = param.grad.clone()
+                    one_by_one.step()
+                    other.grad = None
+                all_at_once.step()
+            assert is_step_per_parameter(all_at_once)
+            assert all(map(torch.equal, here, there))
+
+
+def test_an_unknown_optimizer_steps_all_at_once() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    assert not is_step_per_parameter(Own([torch.zeros(1)], lr=0.1))
+
+
+def test_a_state_that_is_more_than_tensors_is_refused() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    optimizer.state[optimizer.param_groups[0]["params"][0]] = {"history": [1, 2]}
+    with pytest.raises(TypeError, match="keeps a list as 'history' of parameter 0"):
+        OptimizerState.of(optimizer)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    class Needs(torch.optim.SGD):
+        def step(self, closure: Any) -> Any:  # type: ignore[override]
+            return closure()
+
+    with pytest.raises(ValueError, match="Needs needs a closure"):
+        check_optimizer(Needs([torch.zeros(1)], lr=0.1))
+
+
+def test_ranks_with_servers_and_replicas() -> None:
+    tiers = Tiers.detect(10, 3, num_servers=2, replica_size=2)
+    assert tiers.num_tiers == 3
+    assert tiers.leaders == [0, 2, 4]
+    assert (tiers.aggregators, tiers.optimizers) == ([6, 7], [8, 9])
+    assert [tiers.server(rank) for rank in range(6, 10)] == [0, 1, 0, 1]
+    assert tiers.name(3) == "worker 1 (rank 3)"
+    assert tiers.name(7) == "the aggregator (rank 7)"
+    assert tiers.world_size == 10
+    with pytest.raises(ValueError, match=r"need 8 ranks .* or 10 .* num_workers=2 or 1\."):
+        Tiers.detect(6, 3, num_servers=2, replica_size=2)
+
+
+def talk(rank: int, world: int, num_servers: int) -> Any:
+    """A scheduler on the worker, one on the server, a state that goes back and forth."""
+    torch.manual_seed(0)
+    net = nn.Linear(3, 2)
+
+    def work(remote: RemoteOptimizer) -> Any:
+        assert remote.param_groups[0]["lr"] == 0.5
+        schedule = torch.optim.lr_scheduler.ExponentialLR(remote, 0.5)
+        rates = []
+        for _ in range(3):
+            net(torch.ones(1, 3)).sum().backward()
+            remote.step()
+            schedule.step()
+            rates.append((remote.param_groups[0]["lr"], remote.param_groups[0]["weight_decay"]))
+            remote.zero_grad()
+        state = remote.state_dict()
+        local = torch.optim.Adam(net.parameters(), lr=0.1)
+        local.load_state_dict(state)
+        state["state"][0]["exp_avg"].fill_(7.0)
+        remote.load_state_dict(state)
+        again = remote.state_dict()
+        with pytest.raises(ValueError, match="max_norm must be positive"):
+            remote.clip_grad_norm_(0.0)
+        return rates, local.state_dict(), again
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        made.append(torch.optim.Adam(params, lr=0.5))
+        return made[0]
+
+    def decay() -> None:
+        made[0].param_groups[0]["weight_decay"] += 0.25
+
+    made: list[Any] = []
+    return run_role(
+        work, net.parameters(), make, 1, num_servers=num_servers, serving=Serving(after_step=decay)
+    )
+
+
+@pytest.mark.parametrize(("world", "num_servers"), [(2, 1), (3, 1), (3, 2)])
+def test_settings_and_state_travel_both_ways(pool: Pool, world: int, num_servers: int) -> None:
+    rates, local, again = pool.run(talk, num_servers, world=world)[0]
+    assert [decay for _, decay in rates] == [0.25, 0.5, 0.75]
+    assert [rate for rate, _ in rates] == [0.25, 0.125, 0.0625]
+    assert local["param_groups"][0]["lr"] == 0.0625
+    assert local["param_groups"][0]["betas"] == (0.9, 0.999)
+    assert local["state"][0]["step"] == 3
+    assert set(again["state"]) == {0, 1}
+    assert (again["state"][0]["exp_avg"] == 7.0).all()
+    assert torch.equal(again["state"][1]["exp_avg"], local["state"][1]["exp_avg"])
+
+
+def step_with(rank: int, world: int, what: str) -> None:
+    params = [nn.Parameter(torch.zeros(4, 2))]
+    frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+
+    def work(remote: RemoteOptimizer) -> None:
+        if what == "sparse":
+            nn.functional.embedding(torch.tensor([1]), params[0], sparse=True).sum().backward()
+        elif what == "frozen":
+            frozen.requires_grad_(True)
+        else:
+            remote.expect_backward()
+            for _ in range(2):
+                params[0].sum().backward()
+        remote.step()
+
+    run_role(work, [*params, frozen], lambda p: torch.optim.SGD(p, lr=1.0), 1)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("sparse", "sparse gradient"),
+        ("frozen", "became trainable"),
+        ("twice", "got its gradient twice"),
+    ],
+)
+def test_gradients_that_cannot_be_sent(pool: Pool, what: str, text: str) -> None:
+    with pytest.raises(PoolError) as caught:
+        pool.run(step_with, what, world=2)
+    assert text in caught.value.failures[0].message
+    if what != "twice":  # then the server waits for the rest of the gradients, and is ended
+        assert "Worker 0 failed: " in caught.value.failures[1].message
+
+
+def train_rounded(rank: int, world: int, compression: str | None) -> Tensor:
+    torch.manual_seed(0)
+    net = nn.Linear(3, 2)
+
+    def work(remote: RemoteOptimizer) -> None:
+        before = remote.bytes_sent, remote.bytes_received
+        for step in range(4):
+            remote.zero_grad()
+            inputs = torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * rank + step))
+            net(inputs).square().mean().backward()
+            remote.step()
+        assert remote.bytes_sent - before[0] < 4 * (8 * 4 + 600)
+        assert remote.bytes_received - before[1] < 4 * (8 * 4 + 600)
+
+    transport = Transport(compression=compression, bucket_bytes=8)
+    run_role(work, net.parameters(), lambda p: torch.optim.SGD(p, lr=0.1), 2, transport=transport)
+    return torch.cat([param.detach().reshape(-1) for param in net.parameters()])
+
+
+def test_rounding_on_the_wire_is_the_same_in_all_tiers(pool: Pool) -> None:
+    two, three = (pool.run(train_rounded, "bf16", world=world) for world in (3, 4))
+    exact = pool.run(train_rounded, None, world=3)
+    assert torch.equal(two[2], three[3])
+    for weights in (*two[:2], *three[:2]):
+        assert torch.equal(weights, two[2].bfloat16().float())
+    torch.testing.assert_close(two[2], exact[2], rtol=0.02, atol=0.02)
+
+
+def train_in_pieces(rank: int, world: int, bucket_bytes: int) -> Tensor:
+    """A parameter that is cut into many messages, sent after the backward pass."""
+    torch.manual_seed(0)
+    net = nn.Linear(5, 7)
+
+    def work(remote: RemoteOptimizer) -> None:
+        for step in range(3):
+            remote.zero_grad()
+            net(torch.full((1, 5), 1.0 + rank + step)).square().sum().backward()
+            remote.step()
+
+    transport = Transport(bucket_bytes=bucket_bytes)
+    run_role(work, net.parameters(), lambda p: torch.optim.SGD(p, lr=1e-3), 1, transport=transport)
+    return torch.cat([param.detach().reshape(-1) for param in net.parameters()])
+
+
+@pytest.mark.parametrize("num_tiers", [2, 3])
+def test_a_parameter_of_many_messages(pool: Pool, num_tiers: int) -> None:
+    found = pool.run(train_in_pieces, 8, world=num_tiers)
+    expected = pool.run(train_in_pieces, 10_000, world=2)
+    assert all(torch.equal(weights, expected[0]) for weights in (found[0], found[-1]))
+
+
+def test_a_wait_that_is_too_late_does_not_wait_for_reports_as_well() -> None:
+    clock = SkippingClock()
+    with make_watchdogs(2, clock=clock) as watchdogs:
+        start(watchdogs[0])
+        for timeout_s, waits in ((0.0, False), (60.0, True)):
+            before_s = clock.now()
+            names_it = explained("Worker 1", 1, "the gradients", watchdogs[0], timeout_s)
+            with pytest.raises(Unreachable, match="Worker 1: the gradients could not"), names_it:
+                raise RuntimeError("the backend's own words")
+            assert (clock.now() > before_s) == waits

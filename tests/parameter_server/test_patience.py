@@ -1,0 +1,182 @@
+"""Who waits for a server that waits itself goes on waiting, and one deadline names who is late."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_loco.parameter_server import (
+    RemoteOptimizer,
+    Serving,
+    Tiers,
+    Transport,
+    run_role,
+)
+from tests.faults.failing import failing_at
+from tests.forked_jobs import Job, Outcome, freeze
+from tests.limits import HARNESS_S
+
+pytestmark = pytest.mark.process
+
+TIMEOUT_S = 2.0
+PROMPT_S = TIMEOUT_S + 6
+STEPS = 5
+MOMENT = 3
+"""In which step something happens."""
+
+
+class Run(NamedTuple):
+    """What happens in the third step.
+
+    Attributes:
+        num_workers: How many train; the ranks after them serve.
+        min_workers: With how many to go on.
+        in_backward: What the last ones of the workers do when half of their gradients have left.
+        between_servers: What they do when the first server has got all of them, the second nothing.
+        num_troubled: How many these are.
+        frozen_later: Ranks that are frozen when all gradients have arrived.
+        noted: Where the time of that is written.
+        num_servers: Shares of the parameters; gradients are clipped by their common norm.
+        width: Of the model.
+    """
+
+    num_workers: int
+    min_workers: int | None = None
+    in_backward: Callable[[], None] | None = None
+    between_servers: Callable[[], None] | None = None
+    num_troubled: int = 1
+    frozen_later: tuple[int, ...] = ()
+    noted: Path = Path(os.devnull)
+    num_servers: int = 1
+    width: int = 5
+
+
+def go(rank: int, world: int, run: Run) -> Any:
+    """Train or serve; what a worker returns is the number of its steps."""
+    torch.manual_seed(0)
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"pid{rank}", str(os.getpid()))
+    pids = [int(store.get(f"pid{other}")) for other in range(world)]
+    width = run.width
+    model = nn.Sequential(nn.Linear(3, width), nn.Linear(width, width), nn.Linear(width, 1))
+    is_troubled = run.num_workers - run.num_troubled <= rank < run.num_workers
+    served: list[int] = []
+    made = [0]
+
+    def in_backward(_: Any) -> None:
+        if run.in_backward is not None and is_troubled and made[0] == MOMENT:
+            run.in_backward()
+
+    for layer in model[:2]:
+        layer.weight.register_hook(in_backward)
+
+    def after_step() -> None:
+        served.append(1)
+        if len(served) == MOMENT and run.frozen_later:
+            run.noted.write_text(str(time.time()))
+            for victim in run.frozen_later:
+                os.kill(pids[victim], signal.SIGSTOP)
+
+    def train(remote: RemoteOptimizer) -> int:
+        for _ in range(STEPS):
+            made[0] += 1
+            remote.zero_grad()
+            if run.between_servers is None:
+                remote.expect_backward()
+            model(torch.ones(2, 3)).square().mean().backward()
+            if run.num_servers > 1:
+                remote.clip_grad_norm_(1.0)
+            remote.step()
+        return made[0]
+
+    failing: AbstractContextManager[None] = nullcontext()
+    if run.between_servers is not None and is_troubled:
+        asked = itertools.count(1)
+        failing = failing_at(
+            "asking for a step", lambda: next(asked) == 2 * MOMENT, run.between_servers
+        )
+    with failing:
+        return run_role(
+            train,
+            model.parameters(),
+            lambda params: torch.optim.SGD(params, lr=0.01),
+            run.num_workers,
+            num_servers=run.num_servers,
+            transport=Transport(timeout_s=TIMEOUT_S, bucket_bytes=8 * run.width),
+            serving=Serving(after_step=after_step, min_workers=run.min_workers),
+        )
+
+
+def outcomes(run: Run, num_tiers: int, lost: tuple[int, ...]) -> dict[int, Outcome]:
+    """How the ranks end that are not lost."""
+    world = run.num_workers + (num_tiers - 1) * run.num_servers
+    others = [rank for rank in range(world) if rank not in lost]
+    with Job(go, run, world=world) as job:
+        return dict(zip(others, job.outcomes(others, HARNESS_S), strict=True))
+
+
+def nap() -> None:
+    """Be late for a message, twice as late in all as may be for one."""
+    time.sleep(0.7 * TIMEOUT_S)
+
+
+@pytest.mark.parametrize("num_tiers", [pytest.param(2, marks=pytest.mark.soak), 3])
+def test_a_worker_waits_longer_for_a_step_than_another_one_may_be_late_for_a_message(
+    num_tiers: int,
+) -> None:
+    ended = outcomes(Run(2, in_backward=nap), num_tiers, lost=())
+    for rank, outcome in ended.items():
+        assert outcome.error is None, outcome.error
+        assert outcome.result == (STEPS if rank < 2 else None)
+
+
+FROZEN = (2, 3)
+PLACES = {
+    "backward": Run(4, 2, freeze, num_troubled=2),
+    "answer": Run(4, 2, frozen_later=FROZEN, width=2000),  # more than fits into sockets
+}
+
+
+@pytest.mark.parametrize("num_tiers", [pytest.param(2, marks=pytest.mark.soak), 3])
+@pytest.mark.parametrize("place", ["backward", pytest.param("answer", marks=pytest.mark.soak)])
+def test_two_frozen_workers_one_after_the_other_are_waited_for(place: str, num_tiers: int) -> None:
+    ended = outcomes(PLACES[place], num_tiers, lost=FROZEN)
+    for rank, outcome in ended.items():
+        assert outcome.error is None, outcome.error
+        assert outcome.result == (STEPS if rank < 2 else None)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("num_tiers", [2, 3])
+def test_a_server_waits_for_the_norms_of_one_that_loses_workers(num_tiers: int) -> None:
+    run = Run(4, 2, between_servers=freeze, num_troubled=2, num_servers=2)
+    ended = outcomes(run, num_tiers, lost=FROZEN)
+    for rank, outcome in ended.items():
+        assert outcome.error is None, outcome.error
+        assert outcome.result == (STEPS if rank < 2 else None)
+
+
+@pytest.mark.parametrize(
+    ("victim", "longest_s"), [(2, HARNESS_S), pytest.param(3, PROMPT_S, marks=pytest.mark.soak)]
+)
+def test_a_frozen_server_ends_all_in_time_and_is_named(
+    victim: int, longest_s: float, tmp_path: Path
+) -> None:
+    name = Tiers.detect(4, 2).name(victim)
+    run = Run(2, frozen_later=(victim,), noted=tmp_path / "frozen_at")
+    ended = outcomes(run, 3, lost=(victim,))
+    for outcome in ended.values():
+        assert outcome.error is not None
+        assert name in outcome.error.lower().rpartition("error: ")[2]
+        assert outcome.ended_at - float(run.noted.read_text()) < longest_s

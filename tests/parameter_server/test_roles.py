@@ -1,0 +1,274 @@
+"""The three roles in a plain loop, against DDP and against each other."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_loco.parameter_server import (
+    RemoteOptimizer,
+    Role,
+    Serving,
+    Tiers,
+    Transport,
+    run_role,
+    serve,
+)
+from tests.pool import Pool, PoolError
+
+STEPS = 200
+TRANSPORT = Transport(bucket_bytes=100)  # several messages, which cut parameters in two
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),
+}
+
+
+class Net(nn.Module):
+    """Has a parameter that only some workers use, and one that nobody uses."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.sometimes = nn.Parameter(torch.randn(2))
+        self.never = nn.Parameter(torch.randn(5))
+
+    def forward(self, inputs: Tensor, use_all: bool) -> Tensor:
+        outputs: Tensor = self.layers(inputs)
+        return outputs * self.sometimes if use_all else outputs
+
+
+def backward(net: Any, rank: int, step: int, use_all: bool) -> None:
+    """The gradient of one batch of a worker."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    inputs = torch.randn(4, 3, generator=generator)
+    net(inputs, use_all).square().mean().backward()
+
+
+def train(
+    rank: int, world: int, num_workers: int, name: str, clip: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """Play the role of a rank; returns the last parameters and those after each step."""
+    net = Net(seed=rank)
+    history: list[Tensor] = []
+
+    def note() -> None:
+        history.append(torch.cat([p.detach().reshape(-1) for p in net.parameters()]))
+
+    def work(remote: RemoteOptimizer) -> None:
+        for step in range(STEPS):
+            remote.zero_grad()
+            if step % 3:
+                remote.expect_backward()
+            backward(net, rank, step, use_all=rank == 0)
+            if clip:
+                remote.clip_grad_norm_(0.1)
+            remote.step()
+            note()
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        inner = OPTIMIZERS[name](params)
+        schedules.append(torch.optim.lr_scheduler.CosineAnnealingLR(inner, STEPS))
+        return inner
+
+    def after_step() -> None:
+        schedules[0].step()
+        note()
+
+    schedules: list[Any] = []
+    run_role(
+        work,
+        net.parameters(),
+        make,
+        num_workers,
+        transport=TRANSPORT,
+        serving=Serving(after_step=after_step),
+    )
+    return torch.cat([p.detach().reshape(-1) for p in net.parameters()]), history
+
+
+def train_ddp(rank: int, world: int, server_rank: int, name: str, clip: bool) -> Tensor:
+    """The same with DDP, from the parameters of the rank that had the optimizer."""
+    net = Net(seed=server_rank)
+    model = DistributedDataParallel(net, find_unused_parameters=True)
+    inner = OPTIMIZERS[name](net.parameters())
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, STEPS)
+    for step in range(STEPS):
+        inner.zero_grad()
+        backward(model, rank, step, use_all=rank == 0)
+        if clip:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        inner.step()
+        schedule.step()
+    return torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "num_tiers", "name", "clip"),
+    [
+        pytest.param(
+            *tiers, *kind, marks=[] if (tiers, kind[0]) == ((2, 3), "AdamW") else pytest.mark.soak
+        )
+        for tiers in [(2, 2), (2, 3), (3, 2)]
+        for kind in [("AdamW", True), ("SGD", False), ("Adagrad", False)]
+    ],
+)
+def test_any_tiers_are_ddp(
+    pool: Pool, num_workers: int, num_tiers: int, name: str, clip: bool
+) -> None:
+    world = num_workers + num_tiers - 1
+    results = pool.run(train, num_workers, name, clip, world=world)
+    server, history = results[-1]
+    assert len(history) == STEPS
+    for final, own_history in results[:num_workers]:
+        assert torch.equal(final, server)
+        assert all(map(torch.equal, own_history, history))
+    expected = pool.run(train_ddp, world - 1, name, clip, world=num_workers)[0]
+    if num_workers == 2:
+        assert torch.equal(server, expected)
+    else:  # DDP divides before it sums
+        torch.testing.assert_close(server, expected, rtol=1e-4, atol=1e-6)
+
+
+def train_two_ways(rank: int, world: int, num_workers: int) -> Tensor:
+    """As :func:`train`, with the same start however many tiers there are."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3)
+
+    def work(remote: RemoteOptimizer) -> None:
+        for step in range(20 + 5 * rank):  # workers may have different numbers of batches
+            generator = torch.Generator().manual_seed(1000 * rank + step)
+            remote.zero_grad()
+            net(torch.randn(2, 4, generator=generator)).square().mean().backward()
+            remote.step()
+
+    run_role(work, net.parameters(), lambda p: torch.optim.Adam(p, lr=0.1), num_workers)
+    return torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+
+
+def test_two_tiers_are_three_tiers_bit_for_bit_with_uneven_data(pool: Pool) -> None:
+    two = pool.run(train_two_ways, 2, world=3)
+    three = pool.run(train_two_ways, 2, world=4)
+    assert torch.equal(two[-1], three[-1])
+    for results in (two, three):
+        assert torch.equal(results[1], results[-1])  # the worker that stayed to the end
+        assert not torch.equal(results[0], results[-1])
+
+
+def train_one_after_another(rank: int, world: int, seeds: tuple[int, ...]) -> list[Tensor]:
+    """Several models in one process group."""
+    found = []
+    for seed in seeds:
+        net = Net(seed)
+
+        def work(remote: RemoteOptimizer, net: Net = net) -> None:
+            for step in range(4):
+                remote.zero_grad()
+                if step % 2:
+                    remote.expect_backward()
+                backward(net, rank, step, use_all=True)
+                remote.step()
+
+        run_role(work, net.parameters(), OPTIMIZERS["SGD"], 2, transport=TRANSPORT)
+        found.append(torch.cat([p.detach().reshape(-1) for p in net.parameters()]))
+    return found
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_a_group_can_train_several_models_one_after_another(pool: Pool, world: int) -> None:
+    together = pool.run(train_one_after_another, (0, 1, 2), world=world)
+    alone = pool.run(train_one_after_another, (2,), world=world)
+    for found, expected in zip(together[:2], alone[:2], strict=True):
+        assert torch.equal(found[2], expected[0])
+
+
+def ask_after_leaving(rank: int, world: int) -> None:
+    left: list[RemoteOptimizer] = []
+    run_role(left.append, nn.Linear(2, 2).parameters(), OPTIMIZERS["SGD"], 1)
+    if rank == 0:
+        left[0].state_dict()
+
+
+def test_who_has_left_the_servers_cannot_ask_them(pool: Pool) -> None:
+    with pytest.raises(PoolError, match="this rank has closed its connection"):
+        pool.run(ask_after_leaving, world=2)
+
+
+def serve_another_model(rank: int, world: int) -> None:
+    net = nn.Linear(4, 3 if rank == 0 else 2)
+    run_role(lambda remote: None, net.parameters(), torch.optim.SGD, 1)
+
+
+def test_another_model_is_refused_on_both_sides(pool: Pool) -> None:
+    with pytest.raises(PoolError) as caught:
+        pool.run(serve_another_model, world=2)
+    assert "has a model with other parameters" in str(caught.value)
+    assert "Another model on: Worker 0" in str(caught.value)
+
+
+def die(rank: int, world: int, victim: int) -> str:
+    net = nn.Linear(4, 3)
+    tiers = Tiers.detect(world, 2)
+    try:
+        if rank == world - 1:
+            serve(net.parameters(), lambda p: torch.optim.SGD(p, lr=1.0), tiers, rank)
+        else:
+            remote = RemoteOptimizer(net.parameters(), world - 1)
+            remote.receive_weights()
+            for _ in range(20):
+                net(torch.ones(1, 4)).sum().backward()
+                remote.step()
+                if rank == victim:
+                    remote.forget_parameters()
+                    del remote  # the last one that holds the group
+                    gc.collect()
+                    dist.destroy_process_group()
+                    return "gone"
+    except RuntimeError as error:
+        return str(error)
+    return "all steps"
+
+
+def test_a_worker_that_goes_is_named(pool: Pool) -> None:
+    waiting, gone, server = pool.run(die, 1, world=3)
+    assert gone == "gone"
+    assert server.startswith("Worker 1: ")
+    assert waiting.startswith("The aggregator (rank 2): Worker 1: ")
+
+
+@pytest.mark.parametrize(("world", "num_workers"), [(3, 3), (6, 3), (1, 1)])
+def test_other_numbers_of_ranks_are_refused(world: int, num_workers: int) -> None:
+    with pytest.raises(ValueError, match=rf"{num_workers + 1} ranks .* or {num_workers + 2} "):
+        Tiers.detect(world, num_workers)
+
+
+@pytest.mark.parametrize("num_workers", [0, -1])
+def test_at_least_one_worker(num_workers: int) -> None:
+    with pytest.raises(ValueError, match="num_workers must be at least 1"):
+        Tiers.detect(2, num_workers)
+
+
+def test_workers_are_counted_in_integers() -> None:
+    with pytest.raises(TypeError, match="num_workers"):
+        Tiers.detect(2, 1.0)  # type: ignore[arg-type]
+
+
+def test_ranks_of_two_and_three_tiers() -> None:
+    two, three = Tiers.detect(3, 2), Tiers.detect(4, 2)
+    assert [two.role(rank) for rank in range(3)] == [
+        Role.WORKER, Role.WORKER, Role.AGGREGATOR_OPTIMIZER
+    ]  # fmt: skip
+    assert [three.role(rank) for rank in range(4)] == [
+        Role.WORKER, Role.WORKER, Role.AGGREGATOR, Role.OPTIMIZER
+    ]  # fmt: skip
+    assert (two.aggregators, two.optimizers) == ([2], [2])
+    assert (three.aggregators, three.optimizers) == ([2], [3])

@@ -1,0 +1,120 @@
+"""Averaged copies and pruning masks: the same on all workers whenever the consensus is made."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_loco.distributed.statistics import Statistics
+from lightning_loco.distributed.worker_group import WorkerGroup
+from lightning_loco.distributed.worker_status import Row
+from lightning_loco.parameters.averaged_copies import Companions
+from lightning_loco.parameters.replica import pruning_masks
+from tests.pool import Pool, PoolError
+from tests.small_model import flat, norm_model
+
+
+def agree(companions: Companions) -> None:
+    group = WorkerGroup.create(timeout_s=20)
+    found = group.gather_objects(companions.look())
+    rows = [Row(1.0, 0.0, 0.0, scalars=numbers) for numbers in found]
+    try:
+        companions.agree(rows, group, Statistics())
+    finally:
+        group.close()
+
+
+def average_copies(rank: int, world: int, broken: int) -> tuple[Tensor, Tensor, int]:
+    model = norm_model()
+    copy = AveragedModel(model, use_buffers=True)
+    for _ in range(1 + rank):
+        copy.update_parameters(model)
+    for tensor in [*copy.parameters(), copy.module[1].running_mean]:
+        tensor.data.fill_(math.nan if rank == broken else 1.0 + rank)
+    companions = Companions(model)
+    companions.find_copies = lambda: [copy]
+    before = flat(model)
+    agree(companions)
+    assert torch.equal(flat(model), before)
+    return flat(copy), copy.module[1].running_mean, int(copy.n_averaged)
+
+
+@pytest.mark.parametrize(("broken", "mean"), [(-1, 2.0), (1, 2.0), (2, 1.5)])
+def test_copies_become_the_mean_of_those_that_are_finite(
+    pool: Pool, broken: int, mean: float
+) -> None:
+    for rank, (copy, running, updates) in enumerate(pool.run(average_copies, broken, world=3)):
+        assert torch.equal(copy, torch.full_like(copy, mean))
+        assert torch.equal(running, torch.full_like(running, mean))
+        assert updates == 1 + rank  # whole numbers are each worker's own
+
+
+LARGEST = torch.finfo(torch.float64).max
+
+
+def average_large_values(rank: int, world: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of one copy: its weight and a buffer, which are equal, and its bias, which is not."""
+    model = nn.Linear(2, 2).double()
+    model.register_buffer("mask", torch.tensor([-LARGEST, 0.1], dtype=torch.float64))
+    copy = AveragedModel(model, use_buffers=True)
+    copy.module.weight.data.copy_(
+        torch.tensor([[LARGEST, 0.1], [1e-300, 0.7]], dtype=torch.float64)
+    )
+    copy.module.bias.data.copy_(torch.tensor([LARGEST, 1.0 + rank], dtype=torch.float64))
+    companions = Companions(model)
+    companions.find_copies = lambda: [copy]
+    agree(companions)
+    return copy.module.weight.detach(), copy.module.mask, copy.module.bias.detach()
+
+
+def test_large_values_do_not_overflow_and_equal_ones_stay(pool: Pool) -> None:
+    weight = torch.tensor([[LARGEST, 0.1], [1e-300, 0.7]], dtype=torch.float64)
+    mask = torch.tensor([-LARGEST, 0.1], dtype=torch.float64)
+    for found in pool.run(average_large_values, world=4):
+        assert torch.equal(found[0], weight)
+        assert torch.equal(found[1], mask)
+        assert torch.equal(found[2], torch.tensor([LARGEST, 2.5], dtype=torch.float64))
+
+
+def share_masks(rank: int, world: int) -> list[Tensor]:
+    model = norm_model()
+    torch.manual_seed(rank)
+    prune.random_unstructured(model[0], "weight", amount=0.5)
+    prune.random_unstructured(model[3], "bias", amount=1)
+    own = [mask.clone() for _, mask in pruning_masks(model)]
+    agree(Companions(model))
+    return [*own, *(mask for _, mask in pruning_masks(model))]
+
+
+def test_masks_become_those_of_worker_0(pool: Pool) -> None:
+    first, second = pool.run(share_masks, world=2)
+    assert len(first) == 4
+    assert not torch.equal(first[0], second[0])
+    for own, mask, mask_1 in zip(first[:2], first[2:], second[2:], strict=True):
+        assert torch.equal(own, mask)
+        assert torch.equal(own, mask_1)
+
+
+def differ(rank: int, world: int) -> None:
+    model = norm_model()
+    companions = Companions(model)
+    if rank == 1:
+        companions.find_copies = lambda: [AveragedModel(model)]
+    agree(companions)
+
+
+def test_other_copies_on_another_worker_are_an_error_everywhere(pool: Pool) -> None:
+    with pytest.raises(PoolError, match="Worker 1 holds other averaged copies") as error:
+        pool.run(differ, world=2)
+    assert sorted(error.value.failures) == [0, 1]
+
+
+def test_a_buffer_with_the_name_of_a_mask_is_none() -> None:
+    model = nn.Module()
+    model.register_buffer("attention_mask", torch.ones(2))
+    assert pruning_masks(model) == []

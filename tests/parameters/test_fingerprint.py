@@ -1,0 +1,66 @@
+"""Fingerprints of tensors: equal for equal bits, other ones after any usual change."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_loco.parameters import fingerprint
+from lightning_loco.parameters.fingerprint import crc32, fingerprints, pieces
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+
+
+def test_one_changed_element_is_noticed(subtests: pytest.Subtests) -> None:
+    for dtype in DTYPES:
+        with subtests.test(dtype=dtype):
+            values = torch.arange(1000).remainder(2).to(dtype)
+            (before,) = fingerprints([values])
+            assert fingerprints([values.clone()]) == [before]
+            values[17] = 0
+            assert fingerprints([values]) != [before]
+
+
+def test_the_checksum_is_that_of_the_values_in_order(
+    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    monkeypatch.setattr(fingerprint, "_PIECE_BYTES", 7)
+    values = torch.tensor([[1.5 + 2j, 3.0], [5.0, -7j]])
+    tensors = [strided(), torch.zeros(0), torch.tensor(True), values, values.conj(), values.imag]
+    for tensor in tensors:
+        with subtests.test(dtype=tensor.dtype, shape=tuple(tensor.shape)):
+            expected = tensor.clone().resolve_conj().contiguous().numpy().tobytes()
+            assert b"".join(pieces(tensor)) == expected
+            assert crc32(tensor) == zlib.crc32(expected)
+            assert crc32(tensor, start=5) == zlib.crc32(expected, 5)
+
+
+def test_a_tensor_that_was_read_can_still_be_resized() -> None:
+    buffer = torch.ones(3)
+    crc32(buffer)
+    fingerprints([buffer])
+    assert buffer.resize_(5).shape == (5,)
+
+
+def strided() -> Tensor:
+    return torch.randn(4, 6).t()[::2]
+
+
+def test_shapes_strides_and_empty_lists() -> None:
+    scalar, gaps, empty = torch.tensor(2.0), strided(), torch.zeros(0)
+    found = fingerprints([scalar, gaps, empty])
+    assert found == fingerprints([scalar.clone(), gaps.contiguous(), empty])
+    assert found[2] == 0
+    assert fingerprints([]) == []
+
+
+def test_signs_and_writes_past_autograd_are_noticed() -> None:
+    weight = torch.nn.Parameter(torch.rand(100))
+    (before,) = fingerprints([weight])
+    weight.data.neg_()
+    assert fingerprints([weight]) != [before]
+    weight.data.neg_()
+    assert fingerprints([weight]) == [before]

@@ -1,0 +1,275 @@
+"""Flat buffers: every element once, whatever the sizes, dtypes and strides; and back again."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_loco.parameters.flat import Cuts, FlatLayout, are_finite
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def numbered(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Tensors that hold 1, 2, 3, ... over all of them."""
+    tensors = []
+    first = 1
+    for shape in shapes:
+        tensor = torch.zeros(shape, dtype=dtype)
+        tensor.copy_(torch.arange(first, first + tensor.numel()).view(shape))
+        tensors.append(tensor)
+        first += tensor.numel()
+    return tensors
+
+
+def layout_of(tensors: list[Tensor], chunk_elements: int | None = None) -> FlatLayout:
+    return FlatLayout(((f"t{i}", t) for i, t in enumerate(tensors)), Cuts(chunk_elements))
+
+
+def check(tensors: list[Tensor], chunk_elements: int | None = None) -> FlatLayout:
+    """The laws of a layout of tensors that hold 1, 2, 3, ... each number once."""
+    layout = layout_of(tensors, chunk_elements)
+    total = sum(tensor.numel() for tensor in tensors)
+    assert layout.numel == total
+    chunks = layout.chunks()
+    # The chunks follow each other without gap or overlap, and none is empty.
+    edges = [0, *itertools.accumulate(len(chunk) for chunk in chunks)]
+    assert [(chunk.start, chunk.stop) for chunk in chunks] == list(itertools.pairwise(edges))
+    assert edges[-1] == total
+    assert all(len(chunk) > 0 for chunk in chunks)
+    # Every element is packed exactly once.
+    before = [tensor.clone() for tensor in tensors]
+    flat = layout.new_flat()
+    assert flat.shape == (total,)
+    assert sorted(flat.tolist()) == list(range(1, total + 1))
+    # Packing by chunks is packing as a whole.
+    parts = [torch.full((len(chunk),), -1.0, dtype=layout.dtype) for chunk in chunks]
+    for chunk, part in zip(chunks, parts, strict=True):
+        chunk.pack(part)
+    assert torch.equal(torch.cat([*parts, flat[:0]]), flat)
+    # Unpacking is the inverse, touches everything, and nothing twice.
+    layout.write(torch.zeros_like(flat))
+    assert all(not tensor.any() for tensor in tensors)
+    layout.write(flat)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+    for chunk, part in zip(chunks, parts, strict=True):
+        chunk.unpack(-part)
+    assert torch.equal(layout.new_flat(), -flat)
+    layout.write(flat)
+    return layout
+
+
+def test_all_small_sizes_and_chunk_sizes(subtests: pytest.Subtests) -> None:
+    """One to three tensors of up to 4 elements, empty ones and scalars among them."""
+    shapes = ((), (0,), (1,), (2,), (3,), (4,), (2, 2), (0, 3))
+    choices = [row for count in (1, 2, 3) for row in itertools.product(shapes, repeat=count)]
+    for chunk_elements in (None, 1, 2, 3, 5, 100):
+        with subtests.test(chunk_elements=chunk_elements):
+            for chosen in choices:
+                layout = check(numbered(*chosen), chunk_elements)
+                if chunk_elements is not None:
+                    sizes = [len(chunk) for chunk in layout.chunks()]
+                    assert all(size == chunk_elements for size in sizes[:-1])
+                    assert all(size <= chunk_elements for size in sizes)
+
+
+def test_empty_tensors_make_no_chunk(subtests: pytest.Subtests) -> None:
+    """A chunk is a message; one without elements would travel for nothing."""
+    for shape in ((0,), (0, 3), (3, 0), (2, 0, 3)):
+        with subtests.test(shape=shape):
+            check([torch.zeros(shape)])
+            check([*numbered((2,)), torch.zeros(shape)])
+            first, second = numbered((2,), (3,))
+            layout = check([first, torch.zeros(shape), second])
+            assert len(layout.chunks()) == 1
+
+
+def test_memory_formats_cost_nothing_and_lose_nothing(subtests: pytest.Subtests) -> None:
+    """Dense tensors lie in the order of their memory, in whatever order their indices run."""
+    for chunk_elements in (None, 1, 5, 7, 1000):
+        with subtests.test(chunk_elements=chunk_elements):
+            whole = torch.arange(1.0, 1 + 2 * 3 * 4 * 5).view(2, 4, 5, 3)
+            channels_last = whole.permute(0, 3, 1, 2)
+            assert channels_last.is_contiguous(memory_format=torch.channels_last)
+            layout = check([channels_last], chunk_elements)
+            assert torch.equal(layout.new_flat(), whole.reshape(-1))
+
+            transposed = torch.arange(1.0, 13.0).view(3, 4).T
+            layout = check([transposed], chunk_elements)
+            assert torch.equal(layout.new_flat(), torch.arange(1.0, 13.0))
+
+            part_of_a_storage = torch.arange(-4.0, 20.0)[5:17].view(3, 4)
+            check([part_of_a_storage], chunk_elements)
+
+
+def test_tensors_with_gaps_in_memory(subtests: pytest.Subtests) -> None:
+    """Columns, every second element, a corner of a matrix: between dense ones, and untouched."""
+    for chunk_elements in (None, 1, 4, 1000):
+        with subtests.test(chunk_elements=chunk_elements):
+            first, last = torch.arange(1.0, 4.0), torch.arange(18.0, 21.0)
+            matrix, line, corner = torch.zeros(4, 3), torch.zeros(12), torch.zeros(4, 4)
+            gappy = [matrix[:, 1], line[::3], corner[:2, :3].T]
+            values = iter(range(4, 18))
+            for tensor in gappy:
+                for index in itertools.product(*map(range, tensor.shape)):
+                    tensor[index] = next(values)
+            assert not list(values)
+            layout = check([first, *gappy, last], chunk_elements)
+            assert matrix[:, 0].count_nonzero() == matrix[:, 2].count_nonzero() == 0
+            assert line.count_nonzero() == 4
+            assert corner.count_nonzero() == 6
+            longest = max(chunk_elements or layout.numel, 6)  # a tensor with gaps stays whole
+            assert max(len(chunk) for chunk in layout.chunks()) <= longest
+            assert torch.equal(layout.new_flat()[3:7], matrix[:, 1])
+
+
+def test_mixed_dtypes(subtests: pytest.Subtests) -> None:
+    rows = itertools.product(itertools.permutations(DTYPES, 3), (None, 1, 4, 1000))
+    for dtypes, chunk_elements in rows:
+        with subtests.test(dtypes=dtypes, chunk_elements=chunk_elements):
+            pairs = zip(numbered((3,), (2, 2), (5,)), dtypes, strict=True)
+            tensors = [tensor.to(dtype) for tensor, dtype in pairs]
+            layout = check(tensors, chunk_elements)
+            assert layout.dtype == (torch.float64 if torch.float64 in dtypes else torch.float32)
+            assert [tensor.dtype for tensor in tensors] == list(dtypes)
+
+
+def test_no_value_of_a_dtype_is_changed(subtests: pytest.Subtests) -> None:
+    """float32 holds every bfloat16 and float16; float64 is not narrowed."""
+    for dtype in DTYPES:
+        with subtests.test(dtype=dtype):
+            if dtype in (torch.bfloat16, torch.float16):
+                values = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+                values = values[~values.isnan()]
+            else:
+                values = torch.randn(1000, dtype=dtype)
+            before = values.clone()
+            layout = layout_of([values])
+            flat = layout.new_flat()
+            assert torch.equal(flat.to(torch.float64), before.to(torch.float64))
+            layout.write(flat)
+            assert torch.equal(values, before)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.norm = nn.LayerNorm(3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_tied_weights_appear_once_and_stay_tied() -> None:
+    model = Tied()
+    layout = FlatLayout(model.named_parameters())
+    assert layout.names == ["embed.weight", "norm.weight", "norm.bias"]
+    assert layout.numel == 5 * 3 + 3 + 3
+    layout.write(torch.arange(21.0))
+    assert model.head.weight is model.embed.weight
+    assert torch.equal(model.head.weight.detach(), torch.arange(15.0).view(5, 3))
+
+
+def test_memory_that_has_moved_is_noticed(subtests: pytest.Subtests) -> None:
+    """Some wrappers and `model.to` give a parameter new memory."""
+    for chunk_elements in (None, 2):
+        with subtests.test(chunk_elements=chunk_elements):
+            model = nn.Linear(2, 2)
+            layout = FlatLayout(model.named_parameters(), Cuts(chunk_elements))
+            layout.new_flat()
+            old = model.weight.data
+            model.weight.data = torch.full((2, 2), 7.0)
+            assert torch.equal(layout.new_flat()[:4], torch.full((4,), 7.0))
+            before = old.clone()
+            layout.write(torch.arange(6.0))
+            assert torch.equal(model.weight.detach().reshape(-1), torch.arange(4.0))
+            assert torch.equal(old, before)
+            model.to(torch.bfloat16)
+            layout.write(torch.arange(1.0, 7.0))
+            assert model.weight.dtype == torch.bfloat16
+            assert torch.equal(layout.new_flat(), torch.arange(1.0, 7.0))
+
+
+def test_chunks_are_kept_while_the_memory_stays() -> None:
+    layout = layout_of(numbered((4,), (4,)), 3)
+    assert layout.chunks() is layout.chunks()
+
+
+def test_every_picks_each_stride_th_element(subtests: pytest.Subtests) -> None:
+    for chunk_elements in (None, 1, 4):
+        with subtests.test(chunk_elements=chunk_elements):
+            gappy = torch.zeros(3, 2)[:, 0]
+            gappy.copy_(torch.tensor([8.0, 9.0, 10.0]))
+            last = torch.tensor(11.0), torch.arange(12.0, 14.0).half()
+            tensors = [*numbered((2, 2), (3,)), gappy, *last]
+            layout = layout_of(tensors, chunk_elements)
+            flat = layout.new_flat()
+            assert flat.tolist() == list(range(1, 14))
+            for stride in range(1, 16):
+                picked = [layout.every(stride, offset) for offset in range(stride)]
+                for offset, part in enumerate(picked):
+                    assert torch.equal(part, flat[offset::stride])
+                    assert part.dtype == layout.dtype
+                assert sum(part.numel() for part in picked) == 13
+
+
+def test_every_returns_a_copy() -> None:
+    (tensor,) = numbered((6,))
+    layout_of([tensor]).every(1, 0).zero_()
+    assert tensor.tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_single_bad_element_is_found(subtests: pytest.Subtests) -> None:
+    for dtype, bad in itertools.product(DTYPES, (math.nan, math.inf, -math.inf)):
+        with subtests.test(dtype=dtype, bad=bad):
+            tensors = numbered((3, 2), (), (4,), dtype=dtype)
+            layout = layout_of(tensors)
+            assert are_finite(layout.chunks())
+            for tensor in tensors:
+                for index in itertools.product(*map(range, tensor.shape)):
+                    good = tensor[index].clone()
+                    tensor[index] = bad
+                    assert not are_finite(layout.chunks())
+                    tensor[index] = good
+            assert are_finite(layout.chunks())
+
+
+def test_large_numbers_whose_sum_overflows_are_finite(subtests: pytest.Subtests) -> None:
+    for dtype in DTYPES:
+        with subtests.test(dtype=dtype):
+            tensor = torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)
+            assert are_finite(layout_of([tensor]).chunks())
+            tensor[::2] *= -1
+            assert are_finite(layout_of([tensor]).chunks())
+
+
+def test_infinities_that_cancel_are_not_finite() -> None:
+    assert not are_finite(layout_of([torch.tensor([float("inf"), 1.0, -float("inf")])]).chunks())
+
+
+def test_nothing_is_finite() -> None:
+    assert are_finite(layout_of([]).chunks())
+    assert layout_of([]).new_flat().shape == (0,)
+
+
+def test_what_is_not_real_floating_point_is_refused(subtests: pytest.Subtests) -> None:
+    for dtype in (torch.complex64, torch.complex128, torch.int64, torch.bool):
+        text = f"'phase' has dtype {dtype}; only real floating-point"
+        with subtests.test(dtype=dtype), pytest.raises(TypeError, match=text):
+            FlatLayout([("fine", torch.zeros(2)), ("phase", torch.zeros(2, dtype=dtype))])
+
+
+def test_the_schema_tells_shapes_dtypes_and_strides_apart() -> None:
+    tensors = {
+        "plain": torch.zeros(2, 3),
+        "shape": torch.zeros(3, 2),
+        "dtype": torch.zeros(2, 3, dtype=torch.bfloat16),
+        "strides": torch.zeros(3, 2).T,
+    }
+    schemas = [FlatLayout([("weight", tensor)]).schema() for tensor in tensors.values()]
+    assert schemas[0] == [("weight", (2, 3), "torch.float32", (3, 1))]
+    assert all(a != b for a, b in itertools.combinations(schemas, 2))
