@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import lightning_loco as loco
-from lightning_loco.elastic.sharing import MembersSampler
+from lightning_loco.elastic.data_stream import MembersSampler
 
 FEATURES, SAMPLES, BATCH = 16, 20_000, 8
 LEARNING_RATE = 5e-3

@@ -1,5 +1,5 @@
 """Members that come and go; the only room that knows torchft."""
 
-from lightning_loco.elastic.elastic import Elastic
+from lightning_loco.elastic.membership import Elastic
 
 __all__ = ["Elastic"]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_loco.elastic.plan import UNKNOWING, Plan
+from lightning_loco.elastic.quorum import UNKNOWING, Plan
 from lightning_loco.parameters.fingerprint import pieces
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lightning_loco.algorithms import Mix
 from lightning_loco.compression import shared_part
-from lightning_loco.elastic.flight import Carried, Flight, rows_of
-from lightning_loco.elastic.handover import Handover
+from lightning_loco.elastic.elastic_round import Carried, Flight, rows_of
+from lightning_loco.elastic.state_transfer import Handover
 from lightning_loco.engine.engine import Engine
 from lightning_loco.engine.fragment_sync import Flight as LaneFlight
 from lightning_loco.engine.fragment_sync import Rounds

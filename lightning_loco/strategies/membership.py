@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_loco.elastic.sharing import MembersSampler
+from lightning_loco.elastic.data_stream import MembersSampler
 from lightning_loco.engine.membership import DataShare
 from lightning_loco.parameter_server.step_request import read_hyperparameters, write_hyperparameters
 from lightning_loco.strategies import lightning_private

@@ -226,7 +226,9 @@ def known_arguments() -> set[str]:
     """Of what pages speak of: this package, its command line, and Lightning."""
     kinds = [getattr(loco, name) for name in loco.__all__]
     kinds += [
-        getattr(module, name) for module in (parameter_server, topology, compression) for name in module.__all__
+        getattr(module, name)
+        for module in (parameter_server, topology, compression)
+        for name in module.__all__
     ]
     kinds += [Trainer, Trainer.fit, ModelCheckpoint, LightningModule.log, StatefulDataLoader]
     known = {"strategy", *(folder.name for folder in (ROOT / "conf").iterdir() if folder.is_dir())}

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from lightning_loco.distributed.worker_status import ROUND, Row
-from lightning_loco.elastic import flights as module
-from lightning_loco.elastic.flight import Flight
-from lightning_loco.elastic.flights import Asking
+from lightning_loco.elastic import rounds as module
+from lightning_loco.elastic.elastic_round import Flight
 from lightning_loco.elastic.lighthouse import Lighthouse
-from lightning_loco.elastic.plan import UNKNOWING, Told, make_plan
+from lightning_loco.elastic.quorum import UNKNOWING, Told, make_plan
+from lightning_loco.elastic.rounds import Asking
 from tests.elastic import cluster
 from tests.programs import free_ports
 

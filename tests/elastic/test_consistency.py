@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.elastic.consistency import Consistency, fingerprint
-from lightning_loco.elastic.plan import UNKNOWING, Plan
+from lightning_loco.elastic.quorum import UNKNOWING, Plan
 from tests.elastic import trainer_worker
 from tests.elastic.cluster import Cluster, cluster
 

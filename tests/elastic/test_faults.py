@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_loco.elastic.groups import SILENT_S
+from lightning_loco.elastic.group import SILENT_S
 from tests.elastic import resume_worker
 from tests.elastic.cluster import HEARTBEAT_TIMEOUT_S, Cluster, cluster, until
 from tests.limits import HARNESS_S

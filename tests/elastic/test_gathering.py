@@ -12,8 +12,8 @@ from contextlib import suppress
 
 import pytest
 
-from lightning_loco.elastic.groups import Gathering, Groups
-from lightning_loco.elastic.plan import Plan
+from lightning_loco.elastic.group import Gathering, Groups
+from lightning_loco.elastic.quorum import Plan
 from tests.limits import SOON_S
 
 PATIENCE_S = 60.0

@@ -8,10 +8,10 @@ from torch import nn
 
 from lightning_loco.algorithms import DiLoCo
 from lightning_loco.distributed.worker_status import ROUND, Row
-from lightning_loco.elastic.flight import Flight
-from lightning_loco.elastic.handover import Handover
-from lightning_loco.elastic.plan import resumed
+from lightning_loco.elastic.elastic_round import Flight
+from lightning_loco.elastic.quorum import resumed
 from lightning_loco.elastic.recovery import is_ahead, land_saved_rounds
+from lightning_loco.elastic.state_transfer import Handover
 from lightning_loco.engine import StepEngine
 
 

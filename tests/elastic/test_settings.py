@@ -19,7 +19,7 @@ from lightning_loco.algorithms import (
     NoLoCo,
     PairwiseAverage,
 )
-from lightning_loco.elastic.elastic import for_any_number, prepare_for_any_number
+from lightning_loco.elastic.membership import for_any_number, prepare_for_any_number
 from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.schedules import Staggered
 from lightning_loco.topology import Torus, get_topology

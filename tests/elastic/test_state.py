@@ -8,8 +8,8 @@ from torch import nn
 
 from lightning_loco.algorithms import DiLoCo
 from lightning_loco.distributed.worker_status import ROUND, Row
-from lightning_loco.elastic.flight import Flight
-from lightning_loco.elastic.plan import UNKNOWING
+from lightning_loco.elastic.elastic_round import Flight
+from lightning_loco.elastic.quorum import UNKNOWING
 from lightning_loco.elastic.recovery import adopt_state, copy_state
 from lightning_loco.engine import StepEngine
 

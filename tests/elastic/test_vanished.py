@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_loco.elastic.groups import SILENT_S
+from lightning_loco.elastic.group import SILENT_S
 from tests.elastic.cluster import lines_of, until
 from tests.elastic.machines import start_lighthouse, start_worker
 from tests.networks import wired_together

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_loco.distributed.work import Timed
 from lightning_loco.distributed.worker_status import PendingRows, Row
-from lightning_loco.elastic.handover import Handover
-from lightning_loco.elastic.plan import Plan, Receipt
+from lightning_loco.elastic.quorum import Plan, Receipt
+from lightning_loco.elastic.state_transfer import Handover
 from lightning_loco.engine.engine import Engine
 
 
@@ -20,7 +20,7 @@ class Flight:
     """One exchange of this worker.
 
     Args:
-        round_index: The round; :data:`~lightning_loco.elastic.plan.UNKNOWING` to join a run.
+        round_index: The round; :data:`~lightning_loco.elastic.quorum.UNKNOWING` to join a run.
         row: What it tells the others.
 
     Attributes:

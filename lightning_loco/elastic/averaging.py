@@ -7,11 +7,11 @@ import logging
 import torch
 from torch import Tensor
 
-from lightning_loco.elastic.flight import Flight
-from lightning_loco.elastic.groups import Groups
-from lightning_loco.elastic.handover import Handover, receive, send
-from lightning_loco.elastic.plan import Plan
+from lightning_loco.elastic.elastic_round import Flight
+from lightning_loco.elastic.group import Groups
+from lightning_loco.elastic.quorum import Plan
 from lightning_loco.elastic.recovery import copy_state, lane_of, longest_state
+from lightning_loco.elastic.state_transfer import Handover, receive, send
 from lightning_loco.engine.engine import Engine
 from lightning_loco.engine.exchanges.compressed import CompressedSum
 from lightning_loco.fault_points import reach

@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from lightning_loco.elastic.groups import Groups
-from lightning_loco.elastic.plan import Plan
+from lightning_loco.elastic.group import Groups
+from lightning_loco.elastic.quorum import Plan
 from tests.limits import SOON_S
 from tests.pool import PRELOADED, Pool
 

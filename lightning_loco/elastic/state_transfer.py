@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.distributed import notes
-from lightning_loco.elastic.groups import Groups
+from lightning_loco.elastic.group import Groups
 from lightning_loco.fault_points import reach
 
 LONGEST_BYTES = 64 * 2**20

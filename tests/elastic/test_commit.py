@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from lightning_loco.elastic.plan import UNKNOWING, Told, counting
+from lightning_loco.elastic.quorum import UNKNOWING, Told, counting
 
 MEMBERS = ("a", "b", "c", "d")
 GROUP = "7.5/4"

@@ -15,15 +15,14 @@ from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.work import Timed
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.distributed.worker_status import ROUND, PendingRows, Row
-from lightning_loco.elastic.carriers import Summing
+from lightning_loco.elastic.averaging import Summing
 from lightning_loco.elastic.consistency import Consistency, fingerprint
-from lightning_loco.elastic.elastic import Elastic
-from lightning_loco.elastic.flight import Carried, Flight, rows_of
-from lightning_loco.elastic.flights import Flights
+from lightning_loco.elastic.elastic_round import Carried, Flight, rows_of
 from lightning_loco.elastic.gossip import Mixing
-from lightning_loco.elastic.groups import Groups
+from lightning_loco.elastic.group import Groups
 from lightning_loco.elastic.lighthouse import Lighthouse, address_towards
-from lightning_loco.elastic.plan import UNKNOWING, resumed
+from lightning_loco.elastic.membership import Elastic
+from lightning_loco.elastic.quorum import UNKNOWING, resumed
 from lightning_loco.elastic.recovery import (
     follow,
     is_ahead,
@@ -32,6 +31,7 @@ from lightning_loco.elastic.recovery import (
     position_of,
     take_part,
 )
+from lightning_loco.elastic.rounds import Flights
 from lightning_loco.engine.buckets import Parcel
 from lightning_loco.engine.engine import Engine
 from lightning_loco.engine.exchanges.base import make_exchange

@@ -22,14 +22,13 @@ import torch
 from torch import Tensor
 
 from lightning_loco.background import BackgroundThread, begin
-from lightning_loco.elastic.carriers import Summing
+from lightning_loco.elastic.averaging import Summing
 from lightning_loco.elastic.consistency import Consistency
-from lightning_loco.elastic.flight import Flight
+from lightning_loco.elastic.elastic_round import Flight
 from lightning_loco.elastic.gossip import Mixing
-from lightning_loco.elastic.groups import SILENT_S, Groups
-from lightning_loco.elastic.handover import Handover
+from lightning_loco.elastic.group import SILENT_S, Groups
 from lightning_loco.elastic.lighthouse import Lighthouse, Member, Quorum
-from lightning_loco.elastic.plan import (
+from lightning_loco.elastic.quorum import (
     UNKNOWING,
     OtherRun,
     Plan,
@@ -38,6 +37,7 @@ from lightning_loco.elastic.plan import (
     difference,
     make_plan,
 )
+from lightning_loco.elastic.state_transfer import Handover
 from lightning_loco.engine.membership import DataShare
 
 SAY_S = 10.0

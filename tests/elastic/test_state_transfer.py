@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lightning_loco.distributed import notes
-from lightning_loco.elastic import handover
-from lightning_loco.elastic.groups import Groups
-from lightning_loco.elastic.handover import Handover
-from lightning_loco.elastic.plan import Plan
+from lightning_loco.elastic import state_transfer
+from lightning_loco.elastic.group import Groups
+from lightning_loco.elastic.quorum import Plan
+from lightning_loco.elastic.state_transfer import Handover
 from tests.pool import Pool
 
 STATE = Handover(
@@ -39,9 +39,9 @@ def hand_over(rank: int, world: int) -> Handover | None:
     groups = pair(rank)
     try:
         if rank == 0:
-            handover.send(STATE, groups, 1)
+            state_transfer.send(STATE, groups, 1)
             return None
-        return handover.receive(groups, 0, 1000)
+        return state_transfer.receive(groups, 0, 1000)
     finally:
         torch.distributed.barrier()
         groups.close()
@@ -68,7 +68,7 @@ def refusal(rank: int, garbage: bytes) -> str:
             groups.send([torch.tensor([len(garbage)])], 1)
             groups.send([text], 1)
             return ""
-        handover.receive(groups, 0, 1000)
+        state_transfer.receive(groups, 0, 1000)
         return "taken"
     except RuntimeError as refused:
         return str(refused)

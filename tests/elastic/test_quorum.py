@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_loco.elastic.lighthouse import Member, Quorum
-from lightning_loco.elastic.plan import (
+from lightning_loco.elastic.quorum import (
     UNKNOWING,
     OtherRun,
     Plan,

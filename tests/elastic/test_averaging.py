@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from lightning_loco.algorithms import DiLoCo
 from lightning_loco.distributed.worker_status import ROUND, Row
-from lightning_loco.elastic.carriers import Summing
-from lightning_loco.elastic.flight import Flight
-from lightning_loco.elastic.groups import Groups
+from lightning_loco.elastic.averaging import Summing
+from lightning_loco.elastic.elastic_round import Flight
+from lightning_loco.elastic.group import Groups
 from lightning_loco.engine import StepEngine
 from tests.elastic.test_groups import plan_of
 from tests.pool import Pool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_loco.elastic.sharing import MembersSampler
+from lightning_loco.elastic.data_stream import MembersSampler
 from lightning_loco.engine.membership import DataShare
 
 

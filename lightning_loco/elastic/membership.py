@@ -11,7 +11,7 @@ import warnings
 
 from lightning_loco.algorithms import Algorithm, Mix
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.elastic.stores import is_address
+from lightning_loco.elastic.store import is_address
 from lightning_loco.engine.membership import Link
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.schedules import EverySteps, Staggered
@@ -128,7 +128,7 @@ class Elastic:
                 "membership=Elastic(...) needs torchft: pip install 'lightning-loco[elastic]'."
             )
         _quiet_torchft()
-        from lightning_loco.elastic.link import ElasticLink
+        from lightning_loco.elastic.connection import ElasticLink
 
         return ElasticLink(self, settings)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lightning_loco.elastic.groups import Groups
-from lightning_loco.elastic.stores import check_alive, connected, serve
+from lightning_loco.elastic.group import Groups
+from lightning_loco.elastic.store import check_alive, connected, serve
 from tests.limits import SOON_S
 
 PATIENCE_S = 60.0

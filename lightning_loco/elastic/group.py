@@ -19,8 +19,8 @@ from torchft.process_group import ProcessGroupGloo
 
 from lightning_loco.background import BackgroundThread, begin
 from lightning_loco.distributed.store import PromptStore, StoreSilent, in_time
-from lightning_loco.elastic.plan import Plan
-from lightning_loco.elastic.stores import check_alive, connected, serve
+from lightning_loco.elastic.quorum import Plan
+from lightning_loco.elastic.store import check_alive, connected, serve
 from lightning_loco.fault_points import reach
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lightning_loco.elastic.lighthouse import Member, Quorum
-from lightning_loco.elastic.stores import is_address
+from lightning_loco.elastic.store import is_address
 
 UNKNOWING = -1
 """The round of a worker that knows nothing of the run, or whose knowledge is out of date."""
