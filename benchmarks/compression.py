@@ -41,7 +41,7 @@ HEADER = ("link, workers", "codec", "sent MB", "of float32", "bound",
 GBIT_BYTES_PER_S = 1e9 / 8
 
 
-def rows_of(link: str, workers: int, runs: Runs, is_shaped: bool) -> list[list[str]]:
+def statuses_of(link: str, workers: int, runs: Runs, is_shaped: bool) -> list[list[str]]:
     """One line for each codec."""
     rows = []
     for key, found in runs.items():
@@ -125,7 +125,7 @@ def main() -> None:
                 try:
                     with open_link(name, Path(folder), workers, options.rate) as link:
                         runs, _ = measure(link, options.model, workers, Path(folder), keys, options)
-                        rows += rows_of(link.name, workers, runs, name == "shaped")
+                        rows += statuses_of(link.name, workers, runs, name == "shaped")
                 except Unavailable as error:
                     print(f"{name}: skipped: {error}")
     print_table(HEADER, rows)

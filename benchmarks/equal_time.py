@@ -36,12 +36,12 @@ def blocking(algorithm: Any) -> Make:
     return lambda every, exchange: RoundSettings(algorithm, EverySteps(every))
 
 
-def whole_phase(algorithm: Any, landing: Any = None) -> Make:
+def whole_phase(algorithm: Any, merge_policy: Any = None) -> Make:
     """Rounds whose result comes with the next one; a phase is at least as long as an exchange."""
 
     def make(every: int, exchange: int) -> RoundSettings:
         schedule = EverySteps(max(every, exchange), overlap=True)
-        return RoundSettings(algorithm, schedule, landing=landing)
+        return RoundSettings(algorithm, schedule, merge_policy=merge_policy)
 
     return make
 
@@ -94,7 +94,7 @@ def cost_of_a_step(schedule: Schedule, exchange: float) -> float:
         >>> cost_of_a_step(Staggered(10, fragments=2, delay=2), 6.0)  # waits one step in each
         1.2
     """
-    every, fragments = schedule.sync_every_of(0), schedule.num_lanes
+    every, fragments = schedule.sync_every_of(0), schedule.num_fragments
     hidden = schedule.staleness_of(0) * every
     waits = fragments * max(0.0, exchange / fragments - hidden)
     return max(every + waits, exchange) / every
@@ -206,9 +206,9 @@ def train_together(
         made[worker]["optimizer"].step()
         made[worker]["lr_scheduler"]["scheduler"].step()
 
-    every, lanes = settings.schedule.sync_every_of(0), settings.schedule.num_lanes
-    simulation.run(local_step, num_rounds=steps * lanes // every)
-    for _ in range(lanes):
+    every, fragments = settings.schedule.sync_every_of(0), settings.schedule.num_fragments
+    simulation.run(local_step, num_rounds=steps * fragments // every)
+    for _ in range(fragments):
         simulation.make_round()
     simulation.drain()
     torch.nn.utils.vector_to_parameters(simulation.consensus(), model.parameters())

@@ -1,4 +1,5 @@
-"""What many workers cost on one machine: set-up, rounds, meetings and checkpoints by their number.
+"""What many workers cost on one machine: set-up, rounds, sync points and checkpoints by their
+number.
 
 The model is tiny (10 thousand parameters), so that what is left is the agreement between workers.
 Workers are forked after all imports; worker 0 hosts the key-value store, as in a user's job.
@@ -14,14 +15,14 @@ repetitions, which take everything once in random order, and over the jobs for t
   round        a blocking round of DiLoCo: StepEngine.step() with sync_every=1
   ring         a blocking round of GASLoC on a ring: the number of workers should not matter
   one-peer     the same on the one-peer exponential graph
-  gather       one all-gather of the rows that a meeting exchanges
-  meeting      Worker.meet(), as before every validation
-  checkpoint   a meeting, the consensus, and each worker's own state in a file
+  gather       one all-gather of the rows that a sync point exchanges
+  sync point      Worker.meet(), as before every validation
+  checkpoint   a sync point, the consensus, and each worker's own state in a file
 
 How to read it: there are more workers than cores, so everything waits for the processor, the raw
-operations too. With 4 to 32 workers the set-up should take at most 2 s and a meeting at most 1.3
+operations too. With 4 to 32 workers the set-up should take at most 2 s and a sync point at most 1.3
 times as long as the gather. (Two workers gather by one message each way, within half a millisecond;
-a meeting takes four of the store.)
+a sync point takes four of the store.)
 
 PyTorch's store asks the name server for the name of everybody who connects, and whoever connects
 asks too. A name server that loses answers to many questions holds up all workers for 5 s whenever
@@ -114,7 +115,7 @@ def measure(clock: Clock, rank: int, num_workers: int, port: int, repetitions: i
             "ring": gossips[0].step,
             "one-peer": gossips[1].step,
             "gather": lambda: dist.all_gather(table, row, group=rows),
-            "meeting": lambda: engine.worker.meet("validation"),
+            "meeting": lambda: engine.worker.sync_point("validation"),
             "checkpoint": save,
         }
         order = random.Random(0)  # the same on all workers
@@ -210,7 +211,7 @@ def main() -> None:
     print_table(["seconds", "init", "connect", "groups", "set-up", "bound"], set_ups)
     header = ["milliseconds", "all-reduce", "round", "round/all-reduce", "ring", "one-peer"]
     print_table(
-        [*header, "gather", "meeting", "meeting/gather", "bound", "checkpoint"],
+        [*header, "gather", "meeting", "sync point/gather", "bound", "checkpoint"],
         rows,
     )
 

@@ -47,9 +47,9 @@ WAYS = {
 }
 
 
-def late(schedule: Schedule, landing: Mix | None = None) -> RoundSettings:
+def late(schedule: Schedule, merge_policy: Mix | None = None) -> RoundSettings:
     """Rounds that stay under way."""
-    return RoundSettings(DiLoCo(0.7, 0.0), schedule, landing=landing)
+    return RoundSettings(DiLoCo(0.7, 0.0), schedule, merge_policy=merge_policy)
 
 
 def make_phases(engine: Engine | None, steps: int, step_s: float) -> float:

@@ -174,16 +174,18 @@ def _settings(kind: str, given: Mapping[str, Any]) -> Settings | None:
         if kind == "AsyncModelAverageStrategy":
             return clock_settings(**_arguments_of(clock_settings, given))
         if kind in HIDDEN:
-            algorithm, schedule, landing = HIDDEN[kind](**_arguments_of(HIDDEN[kind], given))
+            algorithm, schedule, merge_policy = HIDDEN[kind](**_arguments_of(HIDDEN[kind], given))
         elif found := getattr(algorithms, kind.removesuffix("Strategy"), None):
             is_eager = kind == "EagerDiLoCoStrategy"
             schedule = by_steps(given["sync_every"], is_eager, given.get("warm_start", True))
-            algorithm, landing = found(**_of_fields(found, given)), None
+            algorithm, merge_policy = found(**_of_fields(found, given)), None
         else:
             return None
     except KeyError:  # an argument that the configuration leaves to the strategy
         return None
-    return RoundSettings(algorithm, schedule, landing=landing, **_of_fields(RoundSettings, given))
+    return RoundSettings(
+        algorithm, schedule, merge_policy=merge_policy, **_of_fields(RoundSettings, given)
+    )
 
 
 def _of_fields(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_loco.distributed.work import Sum
+from lightning_loco.distributed.work import AllReduceSum
 from lightning_loco.worker import Worker
 
 _PLACE = "the mean of what other workers have saved"
 
 
 @dataclasses.dataclass(frozen=True)
-class Saved:
+class EarlierRun:
     """The engines' states of an earlier run.
 
     Attributes:
@@ -62,7 +62,7 @@ class Saved:
         states = [shared["state"] for shared in self.state.get("shared", ())]
         if names := sorted(set().union(*states) - {self.consensus_key}):
             notes.append(f"what {self.algorithm} remembered ({', '.join(names)}) is dropped")
-        if any(lane["flight"] is not None for lane in self.state.get("lanes", ())):
+        if any(fragment["pending"] is not None for fragment in self.state.get("fragments", ())):
             notes.append("a round that was under way is dropped")
         steps = self.state["steps_since_round"]
         if self.consensus_key is not None and steps:
@@ -70,7 +70,7 @@ class Saved:
         return notes
 
 
-def mean_of_saved(worker: Worker, saved: Saved, names: Iterable[str]) -> dict[str, Any]:
+def mean_of_states(worker: Worker, saved: EarlierRun, names: Iterable[str]) -> dict[str, Any]:
     """Entries of the saved states, with the mean over all that wrote them instead of each vector.
 
     Each worker reads its share of the files; all must call it. Values that are not finite are left
@@ -100,7 +100,7 @@ def mean_of_saved(worker: Worker, saved: Saved, names: Iterable[str]) -> dict[st
     totals = [sum(column) for column in zip(*group.gather_objects(counts, _PLACE), strict=True)]
     device = worker.replica.layout.device
     for flat, count in zip(sums, totals, strict=True):
-        whole = Sum(group, worker.statistics, flat.to(device), _PLACE).wait()
+        whole = AllReduceSum(group, worker.statistics, flat.to(device), _PLACE).wait()
         flat.copy_(whole.div_(max(count, 1)))
     means: dict[str, Any] = _replaced(template, iter(sums))
     return means

@@ -14,12 +14,17 @@ from torch import Tensor, nn
 from lightning_loco.distributed.devices import CPU, device_of
 from lightning_loco.distributed.graceful_stop import StopAgreed, StopAgreement
 from lightning_loco.distributed.statistics import Statistics
-from lightning_loco.distributed.work import Sum
+from lightning_loco.distributed.work import AllReduceSum
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.distributed.worker_status import PendingRows, Row, meeting_number, start_rows
+from lightning_loco.distributed.worker_status import (
+    PendingStatuses,
+    WorkerStatus,
+    start_statuses,
+    sync_point_id,
+)
 from lightning_loco.fault_points import reach
 from lightning_loco.links.links import Links
-from lightning_loco.parameters.averaged_copies import Companions
+from lightning_loco.parameters.averaged_copies import AveragedCopies
 from lightning_loco.parameters.flat import Cuts, are_finite, longest_chunk
 from lightning_loco.parameters.replica import Replica, average
 from lightning_loco.parameters.schema import (
@@ -68,13 +73,13 @@ S = TypeVar("S", bound=Settings)
 
 
 class Engine(Protocol):
-    """What a worker asks of its engine at a meeting."""
+    """What a worker asks of its engine at a sync point."""
 
     def rest(self) -> None:
-        """Bring to an end what cannot wait until after the meeting."""
+        """Bring to an end what cannot wait until after the sync point."""
 
-    def rows_at_meeting(self, place: float, words: str) -> list[Row] | None:
-        """Tell the others this worker's row; None if they had a round to make, which is done."""
+    def statuses_at_sync_point(self, place: float, words: str) -> list[WorkerStatus] | None:
+        """Tell the others this worker's status; None if they had a round to make, which is done."""
 
     def outer(self) -> Tensor | None:
         """The outer parameters ``(P,)``, or None if there are none that all workers share."""
@@ -91,7 +96,7 @@ class Worker:
     Attributes:
         statistics: What communication cost so far.
         stop: This worker's part in the agreement to stop.
-        engine: Who makes rounds for this worker; without one, meetings are all there is.
+        engine: Who makes rounds for this worker; without one, sync points are all there is.
         steps: Local steps so far.
         steps_since_round: Local steps since the last round began.
         round_index: Rounds begun.
@@ -105,7 +110,7 @@ class Worker:
         self.group = group
         self.replica = replica
         self.checksum = checksum
-        self.companions = Companions(replica.model)
+        self.averaged_copies = AveragedCopies(replica.model)
         self.statistics = Statistics()
         self.stop = StopAgreement(group)
         self.engine: Engine | None = None
@@ -191,19 +196,19 @@ class Worker:
         if self.stop.requested is not None or (watchdog is not None and watchdog.stop_seen):
             self.stop.note(self.round_index, self.steps_since_round, sync_every)
 
-    def row(self, place: float) -> Row:
+    def status(self, place: float) -> WorkerStatus:
         """Where this worker is, for the others."""
         loss = float(self.last_loss)
-        return Row(place, self.round_index, self.steps_since_round, loss=loss)
+        return WorkerStatus(place, self.round_index, self.steps_since_round, loss=loss)
 
-    def tell(self, row: Row, words: str) -> PendingRows:
-        """Send this worker's row by itself."""
-        return start_rows(self.group, self.statistics, row, words)
+    def tell(self, status: WorkerStatus, words: str) -> PendingStatuses:
+        """Send this worker's status by itself."""
+        return start_statuses(self.group, self.statistics, status, words)
 
-    # ---------------------------------------------------------------- meetings
+    # ---------------------------------------------------------------- sync points
 
     @torch.no_grad()
-    def meet(self, purpose: str) -> list[Row]:
+    def sync_point(self, purpose: str) -> list[WorkerStatus]:
         """Wait until all workers have come to the same place, taking part in rounds meanwhile.
 
         The parameters are looked at only if there is a round to take part in. ``purpose`` says
@@ -213,21 +218,21 @@ class Worker:
             RuntimeError: If a worker is missing or has failed, or waits somewhere else.
             StopAgreed: If the others have stopped, as agreed, before they came here.
         """
-        place = meeting_number(purpose)
+        place = sync_point_id(purpose)
         while True:
             if self.engine is not None:
                 self.engine.rest()
-                rows = self.engine.rows_at_meeting(place, purpose)
+                statuses = self.engine.statuses_at_sync_point(place, purpose)
             else:
-                rows = self.tell(self.row(place), purpose).wait()
-            if rows is None:
+                statuses = self.tell(self.status(place), purpose).wait()
+            if statuses is None:
                 continue
-            if all(row.place == place for row in rows):
-                return rows
+            if all(status.place == place for status in statuses):
+                return statuses
             self._part(purpose)
 
     def _part(self, purpose: str) -> None:
-        """Leave a meeting that cannot take place, because some workers wait elsewhere."""
+        """Leave a sync point that cannot take place, because some workers wait elsewhere."""
         if self.stop.agreed is None and self.stop.catch_up():
             raise StopAgreed(self.stop.agreed)
         if self.stop.agreed is not None:
@@ -241,18 +246,18 @@ class Worker:
             "(Trainer(limit_train_batches=...)), or validate and save at the end of epochs only."
         )
 
-    def note(self, rows: list[Row]) -> None:
+    def note(self, statuses: list[WorkerStatus]) -> None:
         """Take note of what the workers said; RuntimeError if no parameters are finite."""
-        self.statistics.losses = [row.loss for row in rows]
-        broken = [worker for worker, row in enumerate(rows) if row.finite == 0]
-        if len(broken) == len(rows):
+        self.statistics.losses = [status.loss for status in statuses]
+        broken = [worker for worker, status in enumerate(statuses) if status.finite == 0]
+        if len(broken) == len(statuses):
             raise RuntimeError(_NO_CONSENSUS)
         if broken and self.group.worker == 0:
             log.warning(
                 "NaN or infinity in the parameters of worker %s at round %d: left out of the "
                 "exchange; it goes on from the start of the round.",
                 ", ".join(map(str, broken)),
-                rows[0].round_index,
+                statuses[0].round_index,
             )
 
     # --------------------------------------------------------------- consensus
@@ -265,17 +270,17 @@ class Worker:
         parameters (see :attr:`shows_outer`). All workers must call it.
 
         Raises:
-            RuntimeError: If no worker's parameters are finite, or as in :meth:`meet`.
+            RuntimeError: If no worker's parameters are finite, or as in :meth:`sync_point`.
         """
         replica, group, statistics = self.replica, self.group, self.statistics
         if replica.shows_consensus:
             return
-        self.meet(purpose)
+        self.sync_point(purpose)
         valid = are_finite(replica.layout.chunks())
-        row = self.row(meeting_number(purpose))
-        row = row._replace(finite=float(valid), scalars=self.companions.look())
-        rows = self.tell(row, purpose).wait()
-        num_valid = round(sum(row.finite for row in rows))
+        status = self.status(sync_point_id(purpose))
+        status = status._replace(finite=float(valid), scalars=self.averaged_copies.look())
+        statuses = self.tell(status, purpose).wait()
+        num_valid = round(sum(status.finite for status in statuses))
         if num_valid == 0:
             raise RuntimeError(_NO_CONSENSUS)
         replica.keep_local()
@@ -288,7 +293,7 @@ class Worker:
             average(replica.layout, group, statistics, valid, num_valid)
         average(buffers, group, statistics, valid, num_valid)
         average(others, group, statistics, valid, num_valid)
-        self.companions.agree(rows, group, statistics)
+        self.averaged_copies.agree(statuses, group, statistics)
 
     @torch.no_grad()
     def show_local(self) -> None:
@@ -300,7 +305,7 @@ class Worker:
         sample = self.replica.sample(max_elements, self.round_index)
         n = self.group.num_workers
         sums = torch.cat([sample, sample.square().sum().view(1)])
-        Sum(self.group, self.statistics, sums, "the consensus distance").wait()
+        AllReduceSum(self.group, self.statistics, sums, "the consensus distance").wait()
         variance = (sums[-1] / n - (sums[:-1] / n).square().sum()).clamp_(min=0)
         return math.sqrt(float(variance) * self.replica.layout.numel / max(sample.numel(), 1))
 

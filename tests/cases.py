@@ -218,7 +218,7 @@ CASES = {
         compression="e3m0",
         accuracy=0.1,
         variant_of="diloco",
-        not_in={**ROUNDED, "chunks": "each parcel has other workers who keep what sums lose"},
+        not_in={**ROUNDED, "chunks": "each bucket has other workers who keep what sums lose"},
     ),
     "async_diloco_compressed": Case(
         DiLoCo(outer_momentum=0.0),

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 import torch.distributed as dist
 
 from lightning_loco.clock import REAL_CLOCK, Clock
-from lightning_loco.distributed.store import PromptStore
+from lightning_loco.distributed.store import TimeoutStore
 from tests.pool import PRELOADED
 
 
@@ -23,7 +23,7 @@ def _host(connection: Connection) -> None:
 
 
 @contextmanager
-def server_in_a_process(clock: Clock = REAL_CLOCK) -> Iterator[tuple[PromptStore, int]]:
+def server_in_a_process(clock: Clock = REAL_CLOCK) -> Iterator[tuple[TimeoutStore, int]]:
     """A connection to a server in a process of its own, and the number of that process."""
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(PRELOADED)
@@ -31,7 +31,7 @@ def server_in_a_process(clock: Clock = REAL_CLOCK) -> Iterator[tuple[PromptStore
     process = processes.Process(target=_host, args=(theirs,))
     process.start()
     client = dist.TCPStore("127.0.0.1", ours.recv(), is_master=False, wait_for_workers=False)
-    store = PromptStore.beside(client, 10.0, clock=clock)
+    store = TimeoutStore.beside(client, 10.0, clock=clock)
     assert process.pid is not None
     try:
         yield store, process.pid

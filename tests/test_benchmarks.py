@@ -93,7 +93,7 @@ def test_scale_judges_the_set_up_and_the_meeting_of_4_to_32_workers() -> None:
     output = run("scale", "--workers", "2", "4", "32", "--jobs", "1", "--repetitions", "1")
     for row, column, most in (
         ("setting up {} workers", "set-up", 2.0),
-        ("{} workers", "meeting/gather", 1.3),
+        ("{} workers", "sync point/gather", 1.3),
     ):
         assert value_and_bound(output, row.format(2), column)[1] == "-"
         for num_workers in (4, 32):

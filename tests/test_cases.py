@@ -76,7 +76,7 @@ def test_methods_without_rounds_have_none(name: str) -> None:
     assert name not in CASES
 
 
-def rows_of(module: str) -> list[set[str]]:
+def statuses_of(module: str) -> list[set[str]]:
     """The rows that each test of a module runs, whatever else it is parametrized by."""
     found = []
     for function in vars(importlib.import_module(module)).values():
@@ -93,7 +93,7 @@ def rows_of(module: str) -> list[set[str]]:
 @pytest.mark.parametrize("test", TESTS)
 def test_every_row_is_run_or_says_why_not(test: str) -> None:
     left_out = {name for name, case in CASES.items() if case.not_in.get(test) in LEFT_OUT}
-    assert set(CASES) - left_out in rows_of(TESTS[test])
+    assert set(CASES) - left_out in statuses_of(TESTS[test])
 
 
 def test_the_reasons_of_a_row_hold(subtests: pytest.Subtests) -> None:

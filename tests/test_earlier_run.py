@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_loco.earlier_run import Saved, mean_of_saved
+from lightning_loco.earlier_run import EarlierRun, mean_of_states
 from tests.pool import Pool, PoolError
 from tests.test_worker import joined
 
@@ -24,9 +24,9 @@ def state_of(worker: int, **others: Any) -> dict[str, Any]:
     }
 
 
-def saved_by(writers: int, own: dict[str, Any], **others: Any) -> Saved:
+def saved_by(writers: int, own: dict[str, Any], **others: Any) -> EarlierRun:
     read = others.pop("read", state_of)
-    return Saved(own, "DiLoCo", {}, writers, "outer", True, **{"read": read, **others})
+    return EarlierRun(own, "DiLoCo", {}, writers, "outer", True, **{"read": read, **others})
 
 
 def means(rank: int, world: int, writers: int, broken: int | None) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def means(rank: int, world: int, writers: int, broken: int | None) -> dict[str, 
 
     saved = saved_by(writers, read(rank if rank < writers else 0), read=read)
     try:
-        return mean_of_saved(worker, saved, ("vector", "nested", "integers"))
+        return mean_of_states(worker, saved, ("vector", "nested", "integers"))
     finally:
         worker.group.close()
 
@@ -72,7 +72,7 @@ def unreadable(rank: int, world: int) -> None:
         raise ValueError(f"worker_{number:05d}.pt is damaged")
 
     try:
-        mean_of_saved(worker, saved_by(3, state_of(rank), read=read), ["vector"])
+        mean_of_states(worker, saved_by(3, state_of(rank), read=read), ["vector"])
     finally:
         worker.group.close()
 
@@ -84,9 +84,9 @@ def test_a_file_that_cannot_be_read_is_an_error_on_all(pool: Pool) -> None:
 
 
 def test_what_is_forgotten_is_said() -> None:
-    lanes = [{"flight": {"index": 3}}]
+    fragments = [{"pending": {"index": 3}}]
     shared = [{"state": {"outer": 1, "momentum": 2}}]
-    saved = saved_by(2, state_of(0, lanes=lanes, shared=shared))
+    saved = saved_by(2, state_of(0, fragments=fragments, shared=shared))
     assert saved.forgotten() == [
         "all workers begin at the consensus",
         "what DiLoCo remembered (momentum) is dropped",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.distributed.worker_status import Row
+from lightning_loco.distributed.worker_status import WorkerStatus
 from lightning_loco.parameters.flat import Cuts
 from lightning_loco.worker import Worker
 from tests.pool import Pool, PoolError
@@ -94,18 +94,18 @@ def test_what_does_not_fit_is_an_error_on_every_worker(pool: Pool, kind: str, te
     assert sorted(error.value.failures) == [0, 1]
 
 
-def meet(rank: int, world: int) -> tuple[list[float], list[float]]:
+def sync_point(rank: int, world: int) -> tuple[list[float], list[float]]:
     worker = joined(nn.Linear(2, 2))
     for _ in range(rank + 1):
         worker.count_step(10)
     worker.last_loss = torch.tensor(0.5 * rank)
-    rows = worker.meet("a barrier")
+    statuses = worker.sync_point("a barrier")
     worker.group.close()
-    return [row.steps for row in rows], [row.loss for row in rows]
+    return [status.steps for status in statuses], [status.loss for status in statuses]
 
 
 def test_a_meeting_tells_where_everyone_is(pool: Pool) -> None:
-    assert pool.run(meet, world=3) == [([1, 2, 3], [0.0, 0.5, 1.0])] * 3
+    assert pool.run(sync_point, world=3) == [([1, 2, 3], [0.0, 0.5, 1.0])] * 3
 
 
 def test_a_loss_that_is_remembered_keeps_no_graph_alive() -> None:
@@ -113,14 +113,14 @@ def test_a_loss_that_is_remembered_keeps_no_graph_alive() -> None:
     worker.last_loss = loss = model(torch.ones(1, 2)).sum()
     assert isinstance(worker.last_loss, Tensor)
     assert worker.last_loss.grad_fn is None
-    assert worker.row(1.0).loss == pytest.approx(loss.item())
+    assert worker.status(1.0).loss == pytest.approx(loss.item())
 
 
 def miss_each_other(rank: int, world: int) -> None:
     worker = joined(nn.Linear(2, 2))
     try:
         worker.count_step()
-        worker.meet("validation" if rank else "a checkpoint")
+        worker.sync_point("validation" if rank else "a checkpoint")
     finally:
         worker.group.close()
 
@@ -200,13 +200,15 @@ def test_without_a_finite_worker_there_is_no_consensus(pool: Pool) -> None:
 
 def test_worker_0_names_those_that_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     worker = joined(nn.Linear(2, 2))
-    rows = [Row(0.0, 4, 1, float(f), float(f), loss=i) for i, f in enumerate((1, 0, 1, 0))]
+    statuses = [
+        WorkerStatus(0.0, 4, 1, float(f), float(f), loss=i) for i, f in enumerate((1, 0, 1, 0))
+    ]
     with caplog.at_level(logging.WARNING, "lightning_loco"):
-        worker.note(rows)
+        worker.note(statuses)
     assert "worker 1, 3 at round 4: left out" in caplog.text
     assert worker.statistics.losses == [0, 1, 2, 3]
     with pytest.raises(RuntimeError, match="Lower the learning rate"):
-        worker.note(rows[1::2])
+        worker.note(statuses[1::2])
 
 
 def test_a_state_is_where_the_worker_was() -> None:

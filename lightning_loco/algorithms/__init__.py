@@ -10,7 +10,7 @@ from lightning_loco.algorithms.diloco import DiLoCo
 from lightning_loco.algorithms.eager_diloco import EagerDiLoCo
 from lightning_loco.algorithms.gasloc import GASLoC
 from lightning_loco.algorithms.local_sgd import LocalSGD
-from lightning_loco.algorithms.merge import KeepProgress, Landing, Mix, Restart
+from lightning_loco.algorithms.merge import KeepProgress, MergePolicy, Mix, Restart
 from lightning_loco.algorithms.model_average import ModelAverage, NeighborAverage
 from lightning_loco.algorithms.outer_lr import Cosine, Linear, Piecewise
 from lightning_loco.algorithms.pairwise import PairwiseAverage, Tag
@@ -24,7 +24,7 @@ __all__ = [
     "EagerDiLoCo",
     "GASLoC",
     "KeepProgress",
-    "Landing",
+    "MergePolicy",
     "Linear",
     "LocalSGD",
     "Mix",

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 
-from lightning_loco.algorithms.merge import Landing
+from lightning_loco.algorithms.merge import MergePolicy
 
 if TYPE_CHECKING:
     from lightning_loco.topology import Topology
@@ -57,7 +57,7 @@ class Algorithm(ABC):
     replicated: ClassVar[bool] = False
     """Whether the state is equal on all workers, so that a checkpoint needs it once."""
 
-    late_landing: ClassVar[Landing | None] = None
+    merge_policy: ClassVar[MergePolicy | None] = None
     """What becomes of the local steps that were made while a round was under way; None: the
     algorithm cannot have results late."""
 
@@ -111,7 +111,7 @@ class Algorithm(ABC):
         Raises:
             ValueError: If the algorithm does not say how a late result lands.
         """
-        if self.late_landing is None:
+        if self.merge_policy is None:
             raise ValueError(
                 "overlap=True needs an algorithm with outer parameters, or one that keeps the"
                 f" progress made meanwhile, got {type(self).__name__}. Use DiLoCo"
@@ -164,12 +164,12 @@ class Algorithm(ABC):
         if result is not params:
             params.copy_(result)
 
-    def depart(
+    def on_send(
         self, message: Tensor, ended: tuple[Tensor, Tensor] | None, state: State
     ) -> Tensor | None:
         """Compute where local steps begin again when a message leaves whose result comes late.
 
-        Called once for each round that stays under way, if :attr:`late_landing` is ``Restart()``.
+        Called once for each round that stays under way, if :attr:`merge_policy` is ``Restart()``.
         Unless said otherwise it is the result of the round before; without one, the start.
 
         Args:
@@ -196,7 +196,7 @@ class Algorithm(ABC):
         """The :attr:`num_scalars` numbers that this worker tells all others with a round."""
         return ()
 
-    def hear(self, told: Sequence[Sequence[float]], state: State) -> None:  # noqa: B027
+    def receive_scalars(self, told: Sequence[Sequence[float]], state: State) -> None:  # noqa: B027
         """Take in what all workers have told, in order, right before :meth:`update`.
 
         Args:
@@ -204,7 +204,7 @@ class Algorithm(ABC):
             state: Updated in place.
         """
 
-    def figures(self, state: State) -> dict[str, float]:
+    def metrics(self, state: State) -> dict[str, float]:
         """What is logged of the last round beside what all algorithms log, by name."""
         return {}
 

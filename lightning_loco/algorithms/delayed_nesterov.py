@@ -17,7 +17,7 @@ from lightning_loco.algorithms.outer_lr import (
     highest_rate,
     new_counter,
     next_rate,
-    rate_figures,
+    outer_lr_metrics,
 )
 from lightning_loco.algorithms.stability import largest_stable_contraction
 
@@ -74,7 +74,7 @@ class DelayedNesterov(Algorithm):
     exchange = "mean"
     consensus_key = "outer"
     replicated = True
-    late_landing = Restart()
+    merge_policy = Restart()
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
@@ -140,9 +140,9 @@ class DelayedNesterov(Algorithm):
         outer: Tensor = state["outer"]
         return outer
 
-    def figures(self, state: State) -> dict[str, float]:
+    def metrics(self, state: State) -> dict[str, float]:
         """The outer learning rate, if it changes."""
-        return rate_figures(self.outer_lr, state)
+        return outer_lr_metrics(self.outer_lr, state)
 
     def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
         """The mean pseudo-gradient."""

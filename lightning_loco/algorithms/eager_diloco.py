@@ -18,8 +18,8 @@ from lightning_loco.algorithms.outer_lr import (
     highest_rate,
     new_counter,
     next_rate,
+    outer_lr_metrics,
     rate_at,
-    rate_figures,
 )
 from lightning_loco.algorithms.stability import largest_stable_contraction
 
@@ -63,11 +63,11 @@ class EagerDiLoCo(Algorithm):
     Example:
         >>> algorithm = EagerDiLoCo(outer_lr=1.0, outer_momentum=0.0, share=0.5)
         >>> state = algorithm.init(torch.zeros(1))
-        >>> algorithm.depart(torch.tensor([-2.0]), None, state)  # half of its own progress
+        >>> algorithm.on_send(torch.tensor([-2.0]), None, state)  # half of its own progress
         tensor([1.])
         >>> mean = torch.tensor([-3.0])  # of the two workers
-        >>> algorithm.depart(torch.tensor([0.0]), (mean, mean), state)  # the other half, and theirs
-        tensor([3.])
+        >>> algorithm.on_send(torch.tensor([0.0]), (mean, mean), state)  # the other half, and
+        theirs tensor([3.])
     """
 
     outer_lr: OuterLR = 0.7
@@ -76,7 +76,7 @@ class EagerDiLoCo(Algorithm):
     share: float = dataclasses.field(default=1.0, metadata={"prepared": True})
 
     exchange = "mean"
-    late_landing = Restart()
+    merge_policy = Restart()
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -111,7 +111,7 @@ class EagerDiLoCo(Algorithm):
         """The message is the pseudo-gradient, outer - local."""
         return torch.sub(state["outer"], params, out=params)
 
-    def depart(self, message: Tensor, ended: tuple[Tensor, Tensor] | None, state: State) -> Tensor:
+    def on_send(self, message: Tensor, ended: tuple[Tensor, Tensor] | None, state: State) -> Tensor:
         """An outer step with the own share of what leaves, and what came late of the others."""
         own: Tensor = state["own"]
         gradient = own
@@ -147,9 +147,9 @@ class EagerDiLoCo(Algorithm):
         outer: Tensor = state["outer"]
         return outer
 
-    def figures(self, state: State) -> dict[str, float]:
+    def metrics(self, state: State) -> dict[str, float]:
         """The outer learning rate, if it changes."""
-        return rate_figures(self.outer_lr, state)
+        return outer_lr_metrics(self.outer_lr, state)
 
     def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
         """The mean pseudo-gradient."""

@@ -18,8 +18,8 @@ from lightning_loco.algorithms.outer_lr import (
     check_outer_lr,
     new_counter,
     next_rate,
+    outer_lr_metrics,
     rate_at,
-    rate_figures,
 )
 from lightning_loco.topology import Ring, gossip_radius, lambda_max
 
@@ -90,7 +90,7 @@ class GASLoC(Algorithm):
     laplacian_scale: float = dataclasses.field(default=1.0, metadata={"prepared": True})
 
     exchange = "neighbors"
-    late_landing = KeepProgress()
+    merge_policy = KeepProgress()
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -214,9 +214,9 @@ class GASLoC(Algorithm):
         start: Tensor = state["start"]
         return start
 
-    def figures(self, state: State) -> dict[str, float]:
+    def metrics(self, state: State) -> dict[str, float]:
         """eta, if it changes."""
-        return rate_figures(self.outer_lr, state)
+        return outer_lr_metrics(self.outer_lr, state)
 
     def outer_gradient(self, params: Tensor, received: Tensor, state: State) -> Tensor | None:
         """This worker's own drift, eta g."""

@@ -11,28 +11,28 @@ from torch import Tensor
 
 
 @dataclasses.dataclass(frozen=True)
-class Landing:
+class MergePolicy:
     """What becomes of the local steps that were made while a round was under way.
 
     A round that ends where it began needs none: its result is the new local parameters.
     """
 
     keeps_progress: ClassVar[bool]
-    """Whether those local steps count. A flight then lands before the next message is made;
-    otherwise after, since the message tells of them, and a first flight leaves local steps to begin
-    again at the start of the round."""
+    """Whether those local steps count. A pending round then lands before the next message is made;
+    otherwise after, since the message tells of them, and a first pending round leaves local steps
+    to begin again at the start of the round."""
 
-    keeps_departure: ClassVar[bool]
+    keeps_sent: ClassVar[bool]
     """Whether the parameters that left are to be kept: one more vector ``(P,)``."""
 
-    def keeps_what_left(self, is_rounded: bool) -> bool:
+    def keeps_sent_params(self, is_rounded: bool) -> bool:
         """Whether they are kept; always if progress counts and parameters are narrow (bfloat16).
 
         What is lost by rounding the parameters when they are written is known from there.
         """
-        return self.keeps_departure or (self.keeps_progress and is_rounded)
+        return self.keeps_sent or (self.keeps_progress and is_rounded)
 
-    def land(self, result: Tensor, local: Tensor, departure: Tensor | None) -> Tensor:
+    def merge(self, result: Tensor, local: Tensor, sent_params: Tensor | None) -> Tensor:
         """Compute the new local parameters; only called if there is progress to keep.
 
         Args:
@@ -47,18 +47,18 @@ class Landing:
 
 
 @dataclasses.dataclass(frozen=True)
-class Restart(Landing):
+class Restart(MergePolicy):
     r"""Local steps begin again at the result: :math:`\theta \leftarrow r`.
 
     What was learned meanwhile is in the next message, which is made before.
     """
 
     keeps_progress = False
-    keeps_departure = False
+    keeps_sent = False
 
 
 @dataclasses.dataclass(frozen=True)
-class KeepProgress(Landing):
+class KeepProgress(MergePolicy):
     r"""The result moves under the local steps made meanwhile.
 
     .. math:: \theta \leftarrow r + (\theta - s)
@@ -66,22 +66,22 @@ class KeepProgress(Landing):
     with the local parameters :math:`s` that left.
 
     Example:
-        >>> result, local, departure = torch.tensor([[7.0], [3.0], [2.0]])
-        >>> KeepProgress().land(result, local, departure)
+        >>> result, local, sent_params = torch.tensor([[7.0], [3.0], [2.0]])
+        >>> KeepProgress().merge(result, local, sent_params)
         tensor([8.])
     """
 
     keeps_progress = True
-    keeps_departure = True
+    keeps_sent = True
 
-    def land(self, result: Tensor, local: Tensor, departure: Tensor | None) -> Tensor:
+    def merge(self, result: Tensor, local: Tensor, sent_params: Tensor | None) -> Tensor:
         """The result plus the progress."""
-        assert departure is not None
-        return torch.sub(local, departure, out=departure).add_(result)
+        assert sent_params is not None
+        return torch.sub(local, sent_params, out=sent_params).add_(result)
 
 
 @dataclasses.dataclass(frozen=True)
-class Mix(Landing):
+class Mix(MergePolicy):
     r"""The result is mixed with the local parameters as they are when it lands.
 
     .. math:: \theta \leftarrow \beta\,\theta + (1 - \beta)\,r
@@ -99,14 +99,14 @@ class Mix(Landing):
         Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv:2501.18512.
 
     Example:
-        >>> Mix(0.25).land(torch.tensor([8.0]), torch.tensor([4.0]), None)
+        >>> Mix(0.25).merge(torch.tensor([8.0]), torch.tensor([4.0]), None)
         tensor([7.])
     """
 
     mix: float = 0.5
 
     keeps_progress = True
-    keeps_departure = False
+    keeps_sent = False
 
     def __post_init__(self) -> None:
         """Check the range."""
@@ -118,6 +118,6 @@ class Mix(Landing):
                 "Common values are 0.5, and 0 to take the result as it is."
             )
 
-    def land(self, result: Tensor, local: Tensor, departure: Tensor | None) -> Tensor:
+    def merge(self, result: Tensor, local: Tensor, sent_params: Tensor | None) -> Tensor:
         """Between the two."""
         return result if self.mix == 0 else local.lerp_(result, 1 - self.mix)

@@ -43,7 +43,7 @@ class ModelAverage(Algorithm):
 
     exchange: ClassVar[Literal["mean", "neighbors"]] = "mean"
     sends_parameters = True
-    late_landing = KeepProgress()
+    merge_policy = KeepProgress()
 
     def init(self, params: Tensor) -> State:
         """No state is needed."""

@@ -63,7 +63,7 @@ class NoLoCo(Algorithm):
     gossip_step: float | None = None
 
     exchange = "neighbors"
-    late_landing = KeepProgress()
+    merge_policy = KeepProgress()
 
     def __post_init__(self) -> None:
         """Check the ranges."""

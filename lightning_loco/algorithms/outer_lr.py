@@ -200,7 +200,7 @@ def highest_rate(outer_lr: OuterLR) -> float:
     return float(getattr(outer_lr, "highest", outer_lr(0)))
 
 
-def rate_figures(outer_lr: OuterLR, state: State) -> dict[str, float]:
+def outer_lr_metrics(outer_lr: OuterLR, state: State) -> dict[str, float]:
     """The rate of the last round, if it changes."""
     if not callable(outer_lr):
         return {}

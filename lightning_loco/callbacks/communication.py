@@ -41,27 +41,27 @@ class CommunicationMonitor(RoundMonitor):
         if isinstance(strategy, EngineStrategy) and isinstance(strategy.engine, Engine):
             strategy.engine.measure_outer_gradient = True
 
-    def figures(self, strategy: EngineStrategy | RemoteOptimizerStrategy) -> dict[str, float]:
+    def metrics(self, strategy: EngineStrategy | RemoteOptimizerStrategy) -> dict[str, float]:
         """Rounds, bytes, waiting and staleness of this worker so far; losses of all workers."""
         statistics = strategy.statistics
-        figures = {
+        metrics = {
             "loco/round": float(statistics.rounds),
             "loco/bytes_sent": float(statistics.bytes_sent),
             "loco/wait_s": statistics.wait_s,
             "loco/staleness": float(statistics.staleness),
         }
         if statistics.outer_grad_norm is not None:
-            figures["loco/outer_grad_norm"] = statistics.outer_grad_norm
+            metrics["loco/outer_grad_norm"] = statistics.outer_grad_norm
         if statistics.members is not None:
-            figures["loco/members"] = float(statistics.members)
-            figures["loco/repaired"] = float(statistics.repaired)
+            metrics["loco/members"] = float(statistics.members)
+            metrics["loco/repaired"] = float(statistics.repaired)
         if isinstance(engine := getattr(strategy, "engine", None), Engine):
-            own = engine.settings.algorithm.figures(engine.lanes[0].lane.state)
-            own |= engine.settings.schedule.figures(engine.worker.round_index)
-            figures |= {f"loco/{name}": value for name, value in own.items()}
+            own = engine.settings.algorithm.metrics(engine.fragments[0].fragment.state)
+            own |= engine.settings.schedule.metrics(engine.worker.round_index)
+            metrics |= {f"loco/{name}": value for name, value in own.items()}
         if statistics.emulated_s is not None:
-            figures["loco/emulated_s"] = statistics.emulated_s
+            metrics["loco/emulated_s"] = statistics.emulated_s
         known = [loss for loss in statistics.losses if math.isfinite(loss)]
         if known:
-            figures["loco/train_loss_mean"] = sum(known) / len(known)
-        return figures
+            metrics["loco/train_loss_mean"] = sum(known) / len(known)
+        return metrics

@@ -52,7 +52,7 @@ class ConsensusMonitor(RoundMonitor):
             strategy.engine.consensus_every = self.every_n_rounds
             strategy.engine.consensus_elements = self.max_elements
 
-    def figures(self, strategy: EngineStrategy) -> dict[str, float]:
+    def metrics(self, strategy: EngineStrategy) -> dict[str, float]:
         """The last measured distance."""
         distance = strategy.statistics.consensus_distance
         return {} if distance is None else {"loco/consensus_distance": distance}

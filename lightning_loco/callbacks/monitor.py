@@ -29,7 +29,7 @@ class RoundMonitor(pl.Callback):
         self._logged: object = 0
 
     @abstractmethod
-    def figures(self, strategy: Any) -> dict[str, float]:
+    def metrics(self, strategy: Any) -> dict[str, float]:
         """The names and values to log, of one of the :attr:`strategies`."""
 
     def news(self, strategy: Any) -> object:
@@ -64,5 +64,5 @@ class RoundMonitor(pl.Callback):
             return
         self._logged = news
         pl_module.log_dict(
-            self.figures(strategy), prog_bar=self.prog_bar, on_step=True, on_epoch=False
+            self.metrics(strategy), prog_bar=self.prog_bar, on_step=True, on_epoch=False
         )

@@ -30,15 +30,15 @@ class PeerMonitor(RoundMonitor):
 
     def news(self, strategy: EngineStrategy) -> object:
         """The figures themselves: a fetch that fails makes no round."""
-        return self.figures(strategy)
+        return self.metrics(strategy)
 
-    def figures(self, strategy: EngineStrategy) -> dict[str, float]:
+    def metrics(self, strategy: EngineStrategy) -> dict[str, float]:
         """Fetches of this worker so far, and how old and how useful what they brought was."""
         engine = strategy.engine
         if not isinstance(engine, PairwiseEngine):
             return {}
         counts = engine.node.statistics
-        figures = {
+        metrics = {
             "loco/fetches": float(counts.fetches),
             "loco/fetch_timeouts": float(counts.timeouts),
             "loco/fetches_refused": float(counts.refused),
@@ -47,11 +47,11 @@ class PeerMonitor(RoundMonitor):
             "loco/malformed": float(counts.malformed),
         }
         if counts.scores:
-            figures["loco/peer_score_min"] = float(min(counts.scores.values()))
+            metrics["loco/peer_score_min"] = float(min(counts.scores.values()))
         if engine.factors:
-            figures["loco/blend_factor"] = statistics.median(engine.factors)
+            metrics["loco/blend_factor"] = statistics.median(engine.factors)
         if len(engine.stalenesses) > 1:
             tenths = statistics.quantiles(engine.stalenesses, n=10, method="inclusive")
             for percent in (10, 50, 90):
-                figures[f"loco/peer_staleness_p{percent}"] = tenths[percent // 10 - 1]
-        return figures
+                metrics[f"loco/peer_staleness_p{percent}"] = tenths[percent // 10 - 1]
+        return metrics

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_loco.distributed.rendezvous import Arrivals
+from lightning_loco.distributed.rendezvous import Rendezvous
 
 CPU = torch.device("cpu")
 
@@ -69,7 +69,7 @@ def check_same_kind(kinds: Sequence[str]) -> None:
             )
 
 
-def check_device_here(device: torch.device, arrivals: Arrivals) -> None:
+def check_device_here(device: torch.device, arrivals: Rendezvous) -> None:
     """As :func:`check_same_kind`, of all that arrive; before a process group waits for some.
 
     Args:

@@ -8,7 +8,7 @@ from lightning_loco.distributed.worker_group import WorkerGroup
 
 
 class StopAgreed(Exception):
-    """Raised out of a meeting when the other workers have stopped, as agreed, somewhere else."""
+    """Raised out of a sync point when the other workers have stopped, as agreed, somewhere else."""
 
 
 class StopAgreement:

@@ -14,9 +14,9 @@ from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_loco.distributed.devices import check_device_here
-from lightning_loco.distributed.rendezvous import Arrivals
+from lightning_loco.distributed.rendezvous import Rendezvous
 from lightning_loco.distributed.same_job import JobName, SameJob
-from lightning_loco.distributed.store import PromptStore, StoreSilent, in_time
+from lightning_loco.distributed.store import StoreTimeout, TimeoutStore, with_timeout
 from lightning_loco.distributed.watchdog import WorkerFailure
 from lightning_loco.distributed.worker_group import connect_to_default_store
 
@@ -69,9 +69,9 @@ class Job:
                 timeout = timedelta(seconds=timeout_s)
                 # Rank 0 would wait for all others here, and end the store without a name.
                 meeting = rendezvous("env://", rank, _NOBODY_ELSE, timeout=timeout)
-                _stores[key], _, _ = in_time(lambda: next(meeting), timeout_s + 1)
+                _stores[key], _, _ = with_timeout(lambda: next(meeting), timeout_s + 1)
             self.raw_store = _stores[key]
-            self.store = PromptStore.beside(self.raw_store, timeout_s)
+            self.store = TimeoutStore.beside(self.raw_store, timeout_s)
         job = JobName(launched, len(names))
         self._same_job = SameJob(self.store.under("lightning_loco/same"), rank, job, timeout_s)
         try:
@@ -105,7 +105,7 @@ class Job:
         names = [self.names[rank] for rank in ranks]
         with self._named():
             came, look = self.store.under(f"{keys}/came"), self._same_job.raise_if_refused
-            arrivals = Arrivals(came, own, names, self.timeout_s, look)
+            arrivals = Rendezvous(came, own, names, self.timeout_s, look)
             check_device_here(device, arrivals)
             store = PrefixStore(f"{keys}/{arrivals.attempt}", self.raw_store)
 
@@ -120,7 +120,7 @@ class Job:
                 )
 
             try:
-                in_time(connect, self.timeout_s + 1)
+                with_timeout(connect, self.timeout_s + 1)
             except RuntimeError as error:
                 reason = str(error).strip().split("\n")[0]
                 raise WorkerFailure(f"{arrivals.explain()} PyTorch says: {reason}") from error
@@ -144,8 +144,8 @@ class Job:
         """Let a store that is silent or gone inside be an error that names its host."""
         try:
             yield
-        except (StoreSilent, dist.DistError) as error:
-            if self.rank == 0 and not isinstance(error, StoreSilent):
+        except (StoreTimeout, dist.DistError) as error:
+            if self.rank == 0 and not isinstance(error, StoreTimeout):
                 raise  # it could not be opened: the port is taken, say
             raise WorkerFailure(
                 f"No message in the set-up within {self.timeout_s:g} s from {self.names[0]}, "
@@ -197,7 +197,7 @@ def _check_default_group(device: torch.device, timeout_s: float) -> None:
     store = connect_to_default_store(timeout_s)
     came, names = store.under("lightning_loco/kind"), _names(num_workers)
     try:
-        check_device_here(device, Arrivals(came, dist.get_rank(), names, timeout_s))
+        check_device_here(device, Rendezvous(came, dist.get_rank(), names, timeout_s))
     finally:
         store.close()
 

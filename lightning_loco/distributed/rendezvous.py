@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from lightning_loco.distributed.store import PromptStore, StoreSilent, store_host
+from lightning_loco.distributed.store import StoreTimeout, TimeoutStore, store_host
 from lightning_loco.distributed.watchdog import WorkerFailure
 
 _LOOK_S = 1.0
@@ -15,7 +15,7 @@ _PAUSE_S = 0.02
 _SHORT_PAUSE_S = 0.001
 
 
-class Arrivals:
+class Rendezvous:
     """Brings all workers to one attempt of the set-up, whatever became of the earlier ones.
 
     Worker 0 begins an attempt whenever it comes. The others join the newest attempt that they have
@@ -34,7 +34,7 @@ class Arrivals:
 
     def __init__(
         self,
-        store: PromptStore,
+        store: TimeoutStore,
         worker: int,
         names: Sequence[str],
         timeout_s: float,
@@ -94,11 +94,11 @@ class Arrivals:
         """Before an error that all workers raise: worker 0 hosts the store, and ends last."""
         parted = self._store.under(f"parted/{self.attempt}")
         with suppress(RuntimeError):
-            let_the_others_look(parted, self._worker, len(self._names))
+            wait_until_others_know(parted, self._worker, len(self._names))
 
     def explain(self) -> str:
         """Say who has not come."""
-        return who_has_not_come(self._who(), self._timeout_s)
+        return explain_missing(self._who(), self._timeout_s)
 
     def _who(self) -> str:
         try:
@@ -106,15 +106,15 @@ class Arrivals:
             pairs = zip(self._names, waits, strict=True)
             late = [name for name, waits in pairs if not (waits or self._has_met_all)]
             looked = self._store.under(f"looked/{self.attempt}")
-            let_the_others_look(looked, self._worker, len(self._names) - len(late))
+            wait_until_others_know(looked, self._worker, len(self._names) - len(late))
         except RuntimeError as error:
-            return lost_store(self._names[0], error)
+            return explain_lost_store(self._names[0], error)
         return (
             ", ".join(late) or "any worker (all have come: one has ended since, or a network fault)"
         )
 
 
-def who_has_not_come(who: str, timeout_s: float) -> str:
+def explain_missing(who: str, timeout_s: float) -> str:
     """The message for a set-up in which some have not come in time."""
     return (
         f"No message in the set-up within {timeout_s:.0f} s from {who}. Check that every worker "
@@ -122,7 +122,7 @@ def who_has_not_come(who: str, timeout_s: float) -> str:
     )
 
 
-def let_the_others_look(store: PromptStore, worker: int, present: int) -> None:
+def wait_until_others_know(store: TimeoutStore, worker: int, present: int) -> None:
     """Say that this worker has seen who is missing, before it ends with an error.
 
     Worker 0, whose end is the end of the store, stays for a moment until the others have seen it.
@@ -139,12 +139,12 @@ def let_the_others_look(store: PromptStore, worker: int, present: int) -> None:
         seen = store.add("seen", 0, _LOOK_S)
 
 
-def lost_store(host: str, error: RuntimeError) -> str:
+def explain_lost_store(host: str, error: RuntimeError) -> str:
     """Whom to blame, in words, when the store has not answered at all.
 
     Args:
         host: Name of the worker that hosts it.
         error: What a call of the store has raised.
     """
-    what = "is unreachable" if isinstance(error, StoreSilent) else "has ended"
+    what = "is unreachable" if isinstance(error, StoreTimeout) else "has ended"
     return f"{store_host(host)}, which hosts the job's key-value store and {what}"

@@ -8,8 +8,8 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from lightning_loco.distributed.notes import read
-from lightning_loco.distributed.rendezvous import let_the_others_look, who_has_not_come
-from lightning_loco.distributed.store import PromptStore
+from lightning_loco.distributed.rendezvous import explain_missing, wait_until_others_know
+from lightning_loco.distributed.store import TimeoutStore
 from lightning_loco.distributed.watchdog import WorkerFailure
 
 _JOB = "job"
@@ -41,7 +41,7 @@ class SameJob:
         timeout_s: Longest wait for rank 0, in seconds.
     """
 
-    def __init__(self, store: PromptStore, rank: int, job: JobName, timeout_s: float) -> None:
+    def __init__(self, store: TimeoutStore, rank: int, job: JobName, timeout_s: float) -> None:
         self._store = store
         self._rank = rank
         self._job = job
@@ -66,7 +66,7 @@ class SameJob:
         deadline = time.monotonic() + self._timeout_s
         while not self._store.check([_JOB], self._timeout_s):
             if time.monotonic() > deadline:
-                raise WorkerFailure(who_has_not_come(host, self._timeout_s))
+                raise WorkerFailure(explain_missing(host, self._timeout_s))
             time.sleep(_PAUSE_S)
         match read(self._store.get(_JOB, self._timeout_s), f"Rank 0 at {place}"):
             case [str(launched), int(num_ranks)]:
@@ -101,7 +101,7 @@ class SameJob:
         if self._store.check([_REFUSED], self._timeout_s):
             text = self._store.get(_REFUSED, self._timeout_s).decode(errors="replace")[:_LONGEST]
             with suppress(RuntimeError):
-                let_the_others_look(self._store, self._rank, self._job.num_ranks)
+                wait_until_others_know(self._store, self._rank, self._job.num_ranks)
             raise ValueError(text)
 
 

@@ -29,14 +29,14 @@ _FAREWELL_S = 0.2
 _YOUNG_S = 0.7
 
 
-class StoreSilent(RuntimeError):
+class StoreTimeout(RuntimeError):
     """The store has not answered in time."""
 
 
-class PromptStore:
+class TimeoutStore:
     """A connection to a key-value store that several threads may use.
 
-    Every method raises :class:`StoreSilent` if there is no answer in time, and whatever the store
+    Every method raises :class:`StoreTimeout` if there is no answer in time, and whatever the store
     itself raises, such as ``DistNetworkError`` for a server that has ended.
 
     Args:
@@ -50,16 +50,16 @@ class PromptStore:
         self._line.start()
 
     @classmethod
-    def beside(cls, store: Store, patience_s: float, *, clock: Clock = REAL_CLOCK) -> PromptStore:
+    def beside(cls, store: Store, patience_s: float, *, clock: Clock = REAL_CLOCK) -> TimeoutStore:
         """A connection of its own to the server of a store that others use.
 
         Where the kind of store has no such thing, it is the same connection.
         """
-        return cls(in_time(lambda: _own_connection(store), patience_s), clock=clock)
+        return cls(with_timeout(lambda: _own_connection(store), patience_s), clock=clock)
 
-    def under(self, prefix: str) -> PromptStore:
+    def under(self, prefix: str) -> TimeoutStore:
         """The same connection, for keys that begin with ``prefix/``."""
-        part = PromptStore.__new__(PromptStore)
+        part = TimeoutStore.__new__(TimeoutStore)
         part._store = PrefixStore(prefix, self._store)  # noqa: SLF001
         part._line = self._line  # noqa: SLF001
         return part
@@ -110,7 +110,7 @@ def store_host(worker: str) -> str:
     return f"torchrun on the machine of {worker}" if by_torchrun else worker
 
 
-def publish(store: Store | PromptStore, key: str, value: str) -> None:
+def publish(store: Store | TimeoutStore, key: str, value: str) -> None:
     """Write a value, and return once whoever asks finds it.
 
     A store does not answer a ``set``, and this question only when it has read what came before.
@@ -119,11 +119,11 @@ def publish(store: Store | PromptStore, key: str, value: str) -> None:
     store.check([key])
 
 
-def in_time(work: Callable[[], T], patience_s: float) -> T:
+def with_timeout(work: Callable[[], T], patience_s: float) -> T:
     """Do something that asks a store by itself, in another thread.
 
     Raises:
-        StoreSilent: If it takes longer than ``patience_s``; the thread is left alone.
+        StoreTimeout: If it takes longer than ``patience_s``; the thread is left alone.
     """
     line = _Line()
     line.start()
@@ -202,7 +202,9 @@ class _Line(BackgroundThread):
             self._clock.wait(call.is_over, patience_s)
         if not call.is_over.is_set() or call.work is None:
             call.withdraw()
-            raise StoreSilent(f"The job's key-value store has not answered for {patience_s:.0f} s.")
+            raise StoreTimeout(
+                f"The job's key-value store has not answered for {patience_s:.0f} s."
+            )
         if call.error is not None:
             try:
                 raise call.error

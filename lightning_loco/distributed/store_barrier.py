@@ -1,9 +1,9 @@
-"""A notice board in the job's key-value store: who makes a round, who waits at a meeting.
+"""A notice board in the job's key-value store: who makes a round, who waits at a sync point.
 
-An all-reduce must be called by all workers, and those at a meeting cannot know whether another one
-has a round to make. So those at a meeting leave a notice, with what they have to tell, and wait for
-the notices of all. A worker with a round leaves one only when its all-reduce is late, since
-somebody may then be at a meeting.
+An all-reduce must be called by all workers, and those at a sync point cannot know whether another
+one has a round to make. So those at a sync point leave a notice, with what they have to tell, and
+wait for the notices of all. A worker with a round leaves one only when its all-reduce is late,
+since somebody may then be at a sync point.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from lightning_loco.distributed import notes
-from lightning_loco.distributed.store import PromptStore, StoreSilent
+from lightning_loco.distributed.store import StoreTimeout, TimeoutStore
 from lightning_loco.distributed.watchdog import Watchdog
 
 _PAUSE_FOR_EACH_S = 0.0001
@@ -21,7 +21,7 @@ _WITH_A_ROUND = 2**32
 _A_ROUND = b"round"
 
 
-class Board:
+class StoreBarrier:
     """The notices of all workers.
 
     The store counts the notices of an exchange; who leaves the last one sums up what they say.
@@ -34,7 +34,7 @@ class Board:
         exchange: How many exchanges this worker has begun; all workers count alike.
     """
 
-    def __init__(self, store: PromptStore, worker: int, num_workers: int) -> None:
+    def __init__(self, store: TimeoutStore, worker: int, num_workers: int) -> None:
         self._store = store
         self._worker = worker
         self._num_workers = num_workers
@@ -46,7 +46,7 @@ class Board:
         self._post(1 + _WITH_A_ROUND, timeout_s)
 
     def meet(
-        self, numbers: Sequence[float], watchdog: Watchdog, place: str, timeout_s: float
+        self, numbers: Sequence[float], watchdog: Watchdog, label: str, timeout_s: float
     ) -> list[list[float]] | None:
         """Wait until all workers have left a notice for this exchange; an error says who has not.
 
@@ -81,10 +81,10 @@ class Board:
                 if self._store.check([key], left_s):
                     found = self._store.get(key, left_s)
                     break
-            except StoreSilent:
+            except StoreTimeout:
                 left_s = 0.0
             if left_s <= 0:
-                raise watchdog.blame(place, timeout_s)
+                raise watchdog.blame(label, timeout_s)
         return None if found == _A_ROUND else _table(found, self._num_workers, len(numbers))
 
     def _key_of(self, worker: int) -> str:

@@ -19,7 +19,7 @@ from torch.distributed import Store
 
 from lightning_loco.background import BackgroundThread
 from lightning_loco.clock import REAL_CLOCK, Clock
-from lightning_loco.distributed.store import PromptStore, StoreSilent, store_host
+from lightning_loco.distributed.store import StoreTimeout, TimeoutStore, store_host
 
 log = logging.getLogger(__name__)
 
@@ -51,19 +51,19 @@ class Watchdog(BackgroundThread):
     left waiting in a round, and each worker's state is one that an unbroken run passes through.
 
     Args:
-        store: Key-value store shared by all workers. If it is no ``PromptStore``, no other thread
+        store: Key-value store shared by all workers. If it is no ``TimeoutStore``, no other thread
             may use this connection.
         worker: Number of this worker, out of ``num_workers``.
         names: What to call them in messages. Default: worker 0, worker 1, ...
         timeout_s: How long the store may be silent while nobody waits for anybody, in seconds.
         follows: Whether its thread reads every worker's notes all the time, so that who has become
             silent is known at once. Default: only when an exchange has failed.
-        clock: What it waits by, and the store, too, unless that is a ``PromptStore``.
+        clock: What it waits by, and the store, too, unless that is a ``TimeoutStore``.
 
     Attributes:
         failure: What another worker reported before it died, or None.
         place: Where this worker is, in words; set by the engine.
-        meetings: How many exchanges this worker has started; set by the engine.
+        sync points: How many exchanges this worker has started; set by the engine.
         position: ``(rounds, local steps since the last round, sync_every)``; set by the engine.
         stop_reason: Why this worker was asked to stop, or None; set by the engine.
         stop_seen: True once this worker knows that some worker was asked to stop.
@@ -72,7 +72,7 @@ class Watchdog(BackgroundThread):
 
     def __init__(
         self,
-        store: Store | PromptStore,
+        store: Store | TimeoutStore,
         worker: int,
         num_workers: int,
         names: Sequence[str] | None = None,
@@ -83,14 +83,14 @@ class Watchdog(BackgroundThread):
     ) -> None:
         super().__init__("loco-watchdog")
         self.failure: str | None = None
-        self.place = "setup"
+        self.label = "setup"
         self.meetings = 0
         self.position = (0, 0, 1)
         self.stop_reason: str | None = None
         self.stop_seen = False
         self.stop_at: tuple[Fraction, str] | None = None
-        self._owns_store = not isinstance(store, PromptStore)
-        self._store = store if isinstance(store, PromptStore) else PromptStore(store, clock=clock)
+        self._owns_store = not isinstance(store, TimeoutStore)
+        self._store = store if isinstance(store, TimeoutStore) else TimeoutStore(store, clock=clock)
         self._worker = worker
         self._num_workers = num_workers
         self._others = [other for other in range(num_workers) if other != worker]
@@ -114,7 +114,7 @@ class Watchdog(BackgroundThread):
                 if self._follows:
                     self._read_beats()
                 self._agree_on_stop()
-            except (StoreSilent, dist.DistStoreError):
+            except (StoreTimeout, dist.DistStoreError):
                 pass  # whoever waits for somebody says so
             except RuntimeError as error:
                 if not self._end.is_set():
@@ -146,7 +146,7 @@ class Watchdog(BackgroundThread):
                 self._store.set(f"read/{self._worker}", "")
 
     def _sign_of_life(self) -> str:
-        return f"{self._beats}|{self.meetings}|{self.place[:_LONGEST_PLACE]}"
+        return f"{self._beats}|{self.meetings}|{self.label[:_LONGEST_PLACE]}"
 
     def _note_the_end_of_the_store(self, error: RuntimeError) -> None:
         self.failure = self.failure or (
@@ -230,11 +230,11 @@ class Watchdog(BackgroundThread):
         if self._store.silent_s > self._timeout_s:
             self._clock.sleep(_LOOK_S)  # one that was stopped together with this process answers
             if self._store.silent_s > self._timeout_s:
-                raise WorkerFailure(self._unreachable(self.place, self._timeout_s))
+                raise WorkerFailure(self._unreachable(self.label, self._timeout_s))
 
-    def blame(self, place: str, waited_s: float) -> WorkerFailure:
+    def blame(self, label: str, waited_s: float) -> WorkerFailure:
         """What to raise for an exchange that has failed; worker 0, before it ends, tells all."""
-        text = self.explain(place, waited_s)
+        text = self.explain(label, waited_s)
         if self._worker == 0:
             self.report(text)
         else:
@@ -242,13 +242,13 @@ class Watchdog(BackgroundThread):
                 self._store.set(f"read/{self._worker}", "", _LOOK_S)  # who knows need not be told
         return WorkerFailure(text)
 
-    def explain(self, place: str, waited_s: float) -> str:
+    def explain(self, label: str, waited_s: float) -> str:
         """Say why an exchange failed (in ``"round 12"``, say): whose failure, or who is missing."""
         beats = self._watch_for_a_moment()
         if self.failure is not None:
             return self.failure
         if beats is None:
-            return self._unreachable(place, waited_s)
+            return self._unreachable(label, waited_s)
         late = []
         for worker in self._others:
             _, meetings, where = beats.get(worker, (0, -1, ""))
@@ -257,12 +257,12 @@ class Watchdog(BackgroundThread):
                 late.append(f"{self._names[worker]} (no sign of life{seen})")
             elif meetings < self.meetings:
                 late.append(f"{self._names[worker]} (alive, last exchange: {where})")
-            elif meetings == self.meetings and where != self.place[:_LONGEST_PLACE]:
+            elif meetings == self.meetings and where != self.label[:_LONGEST_PLACE]:
                 late.append(f"{self._names[worker]} (alive, but waiting in {where})")
         stopped = self._describe_stop(waited_s)
         who = ", ".join(late) or f"any worker (all are alive{': a network fault' * (not stopped)})"
         return (
-            f"No message in {place} after {waited_s:.0f} s from {who}.{stopped} Check that every "
+            f"No message in {label} after {waited_s:.0f} s from {who}.{stopped} Check that every "
             "worker runs and reaches the same rounds, or raise timeout_s."
         )
 
@@ -272,9 +272,9 @@ class Watchdog(BackgroundThread):
             return ""
         return f" This process stood still for {seconds:.0f} s: it or its machine was stopped."
 
-    def _unreachable(self, place: str, waited_s: float) -> str:
+    def _unreachable(self, label: str, waited_s: float) -> str:
         return (
-            f"No message in {place} after {waited_s:.0f} s, and {self._names[0]} is unreachable: "
+            f"No message in {label} after {waited_s:.0f} s, and {self._names[0]} is unreachable: "
             "the job's key-value store, which it or the launcher on its machine hosts, has not "
             f"answered for {self._store.silent_s:.0f} s. Check that it runs and that nothing "
             "holds it or the network to it up, or raise timeout_s."
@@ -317,7 +317,7 @@ class Watchdog(BackgroundThread):
         if self.failure is None:
             self._watch_for_a_moment()
         if self.failure is None and self._store.silent_s > _SETTLE_S:
-            return self._unreachable(self.place, self._store.silent_s)
+            return self._unreachable(self.label, self._store.silent_s)
         return self.failure
 
     def _watch_for_a_moment(self) -> Beats | None:
@@ -341,7 +341,7 @@ class Watchdog(BackgroundThread):
             if not self._store.check(keys, _LOOK_S):
                 keys = [key for key in keys if self._store.check([key], _LOOK_S)]
             values = self._store.get_all(keys, _LOOK_S) if keys else []
-        except StoreSilent:
+        except StoreTimeout:
             return None
         except RuntimeError as error:
             self._note_the_end_of_the_store(error)
@@ -357,9 +357,9 @@ class Watchdog(BackgroundThread):
         self._looked_at = now  # last: another thread compares
         return beats
 
-    def leave(self, place: str) -> None:
+    def leave(self, label: str) -> None:
         """Say where this worker ends, for those who will look for it."""
-        self.place = place
+        self.label = label
         with suppress(RuntimeError):
             self._store.set(f"beat/{self._worker}", self._sign_of_life(), _LOOK_S)
 

@@ -1,8 +1,8 @@
 """Waiting for the others: a clock, a label, an error that says who is missing, and a sum of all.
 
-Nothing that was received may be read before :class:`Works` says that it is here. Small classes,
-because they surround every exchange: generators would take longer to set up than a small model
-takes to pack.
+Nothing that was received may be read before :class:`PendingWork` says that it is here. Small
+classes, because they surround every exchange: generators would take longer to set up than a small
+model takes to pack.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SHORTEST_PAUSE_S = 2e-5
 _LONGEST_PAUSE_S = 1e-3
 
 
-class Timed:
+class WaitTimer:
     """Add the seconds spent inside to ``statistics.wait_s``."""
 
     def __init__(self, statistics: Statistics, clock: Clock = REAL_CLOCK) -> None:
@@ -39,7 +39,7 @@ class Timed:
         self._statistics.wait_s += self._now() - self._started
 
 
-class Explained:
+class ExplainErrors:
     """Turn a backend's RuntimeError into one that names the missing or failed worker.
 
     Args:
@@ -48,9 +48,9 @@ class Explained:
         since: When the wait began, by the group's clock. Default: on entering.
     """
 
-    def __init__(self, group: WorkerGroup, place: str, since: float | None = None) -> None:
+    def __init__(self, group: WorkerGroup, label: str, since: float | None = None) -> None:
         self._group = group
-        self._place = place
+        self._label = label
         self._since = since
 
     def __enter__(self) -> None:
@@ -64,12 +64,12 @@ class Explained:
         traceback: TracebackType | None,
     ) -> None:
         if isinstance(error, RuntimeError) and self._since is not None:
-            explained = self._group.explained(error, self._place, self._since)
+            explained = self._group.explained(error, self._label, self._since)
             if explained is not error:
                 raise explained from error
 
 
-class Works:
+class PendingWork:
     """Works of the backend under way, and how the host waits for what they bring.
 
     The ``wait`` of gloo blocks the host until the data are here, for as long as its timeout. That
@@ -83,9 +83,9 @@ class Works:
         works: What has just begun.
     """
 
-    def __init__(self, group: WorkerGroup, place: str, works: Iterable[dist.Work]) -> None:
+    def __init__(self, group: WorkerGroup, label: str, works: Iterable[dist.Work]) -> None:
         self._group = group
-        self._place = place
+        self._label = label
         self._works = list(works)
         self._clock = group.clock
         self._began = self._clock.now()
@@ -107,16 +107,16 @@ class Works:
         return True
 
     def wait(self) -> None:
-        """Wait for their end; raises RuntimeError as :class:`Explained`."""
+        """Wait for their end; raises RuntimeError as :class:`ExplainErrors`."""
         group = self._group
         if group.host_waits:
-            with Explained(group, self._place):
+            with ExplainErrors(group, self._label):
                 for work in self._works:
                     work.wait()
         else:
-            with Explained(group, self._place, since=self._began):
+            with ExplainErrors(group, self._label, since=self._began):
                 if not self._look_until(math.inf):
-                    raise RuntimeError(f"No message in {self._place} after {group.timeout_s:g} s.")
+                    raise RuntimeError(f"No message in {self._label} after {group.timeout_s:g} s.")
                 for work in self._works:
                     work.wait()  # lets the device see what has come
         self._works = []
@@ -140,7 +140,7 @@ class Works:
         return has_failed or self._clock.now() > self._began + timeout_s
 
 
-class Sum:
+class AllReduceSum:
     """A flat tensor that is being added up over all workers, in place; a single worker's stays.
 
     Args:
@@ -153,15 +153,15 @@ class Sum:
     lost = None
 
     def __init__(
-        self, group: WorkerGroup, statistics: Statistics, flat: Tensor, place: str
+        self, group: WorkerGroup, statistics: Statistics, flat: Tensor, label: str
     ) -> None:
-        self._timed = Timed(statistics, group.clock)
+        self._timed = WaitTimer(statistics, group.clock)
         self._flat = flat
-        self._works: Works | None = None
+        self._works: PendingWork | None = None
         if group.data is not None:
-            with Explained(group, place):
+            with ExplainErrors(group, label):
                 work = dist.all_reduce(flat, group=group.data, async_op=True)
-            self._works = Works(group, place, [work])
+            self._works = PendingWork(group, label, [work])
             n = group.num_workers
             statistics.bytes_sent += 2 * (n - 1) * flat.nbytes // n
 
@@ -177,7 +177,7 @@ class Sum:
             return self._works.end_within(seconds)
 
     def wait(self) -> Tensor:
-        """Return the sum; raises RuntimeError as :class:`Explained`."""
+        """Return the sum; raises RuntimeError as :class:`ExplainErrors`."""
         if self._works is not None:
             with self._timed:
                 self._works.wait()

@@ -17,9 +17,9 @@ from lightning_loco.clock import REAL_CLOCK, Clock
 from lightning_loco.distributed import notes
 from lightning_loco.distributed.abandon import abandon
 from lightning_loco.distributed.devices import CPU, backend_on, check_same_kind
-from lightning_loco.distributed.rendezvous import Arrivals
-from lightning_loco.distributed.store import PromptStore, in_time
-from lightning_loco.distributed.store_barrier import Board
+from lightning_loco.distributed.rendezvous import Rendezvous
+from lightning_loco.distributed.store import TimeoutStore, with_timeout
+from lightning_loco.distributed.store_barrier import StoreBarrier
 from lightning_loco.distributed.watchdog import Watchdog, WorkerFailure
 
 _SET_UP = "the set-up of the groups"
@@ -28,9 +28,9 @@ MARGIN_S = 60.0
 """By how much a backend whose failures end the process has more patience than we, in seconds."""
 
 
-def connect_to_default_store(timeout_s: float) -> PromptStore:
+def connect_to_default_store(timeout_s: float) -> TimeoutStore:
     """A connection of its own to the key-value store of the default process group."""
-    return PromptStore.beside(dist.distributed_c10d._get_default_store(), timeout_s)
+    return TimeoutStore.beside(dist.distributed_c10d._get_default_store(), timeout_s)
 
 
 def _is_of_a_signal(error: RuntimeError) -> bool:
@@ -39,7 +39,7 @@ def _is_of_a_signal(error: RuntimeError) -> bool:
     return bool(frames) and frames[-1].f_globals.get("__name__") == _signal_handling.__name__
 
 
-def _give_groups_the_same_names(arrivals: Arrivals) -> None:
+def _give_groups_the_same_names(arrivals: Rendezvous) -> None:
     """Let the next process group have the same name on all workers.
 
     PyTorch names groups by counting them. An error between two groups of an earlier attempt leaves
@@ -74,9 +74,9 @@ class WorkerGroup:
     data: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
     watchdog: Watchdog | None = None
-    board: Board | None = None
+    store_barrier: StoreBarrier | None = None
     timeout_s: float = 600.0
-    store: PromptStore | None = None
+    store: TimeoutStore | None = None
     host_waits: bool = True
     clock: Clock = REAL_CLOCK
     failed: bool = False
@@ -128,10 +128,10 @@ class WorkerGroup:
             raise
         return group
 
-    def _begin(self, store: PromptStore) -> None:
+    def _begin(self, store: TimeoutStore) -> None:
         names = [f"worker {worker}" for worker in range(self.num_workers)]
         came = store.under("lightning_loco/arrivals")
-        arrivals = Arrivals(came, self.worker, names, self.timeout_s)
+        arrivals = Rendezvous(came, self.worker, names, self.timeout_s)
         _give_groups_the_same_names(arrivals)
         try:
             self.control = self._connected_by_gloo()
@@ -141,7 +141,9 @@ class WorkerGroup:
         dog = self.store.under("watchdog")
         self.watchdog = Watchdog(dog, self.worker, self.num_workers, timeout_s=self.timeout_s)
         self.watchdog.start()
-        self.board = Board(self.store.under("board"), self.worker, self.num_workers)
+        self.store_barrier = StoreBarrier(
+            self.store.under("store_barrier"), self.worker, self.num_workers
+        )
 
     def connect(self, device: torch.device = CPU, backend: str | None = None) -> None:
         """The second half of :meth:`create`, once it is known where the parameters live."""
@@ -164,12 +166,12 @@ class WorkerGroup:
 
     def _connected_by_gloo(self, backend: str | None = "gloo") -> dist.ProcessGroup:
         timeout = timedelta(seconds=self.timeout_s)
-        group: dist.ProcessGroup = in_time(
+        group: dist.ProcessGroup = with_timeout(
             lambda: dist.new_group(timeout=timeout, backend=backend), self.timeout_s + 1
         )
         return group
 
-    def own_store(self, name: str) -> PromptStore:
+    def own_store(self, name: str) -> TimeoutStore:
         """The job's key-value store, with keys of its own for this group and this purpose.
 
         Raises:
@@ -181,13 +183,13 @@ class WorkerGroup:
 
     # ----------------------------------------------------------------- waiting
 
-    def come_to(self, place: str) -> None:
+    def announce_wait(self, label: str) -> None:
         """Say that this worker is about to wait for the others, and where, in words."""
         if self.watchdog is not None:
-            self.watchdog.place = place
+            self.watchdog.label = label
             self.watchdog.meetings += 1
 
-    def explained(self, error: RuntimeError, place: str, began: float) -> RuntimeError:
+    def explained(self, error: RuntimeError, label: str, began: float) -> RuntimeError:
         """What to raise instead of a backend's error: one that names the worker to blame.
 
         Args:
@@ -199,9 +201,9 @@ class WorkerGroup:
         self.failed = True
         if self.watchdog is None or isinstance(error, WorkerFailure) or _is_of_a_signal(error):
             return error
-        return self.watchdog.blame(place, self.clock.now() - began)
+        return self.watchdog.blame(label, self.clock.now() - began)
 
-    def gather_objects(self, value: Any, place: str = "an agreement") -> list[Any]:
+    def gather_objects(self, value: Any, label: str = "an agreement") -> list[Any]:
         """Collect a small value from every worker, in order.
 
         Args:
@@ -213,30 +215,30 @@ class WorkerGroup:
         """
         if self.control is None:
             return [value]
-        found = self._gather(notes.write(value), place)
+        found = self._gather(notes.write(value), label)
         return [notes.read(m, self._name(w)) for w, m in enumerate(found)]
 
-    def gather_states(self, state: Any, place: str) -> list[Any]:
+    def gather_states(self, state: Any, label: str) -> list[Any]:
         """Collect plain values and tensors from every worker, in order."""
         if self.control is None:
             return [state]
-        found = self._gather(notes.write_state(state), place)
+        found = self._gather(notes.write_state(state), label)
         return [notes.read_state(message) for message in found]
 
-    def _gather(self, message: bytes, place: str) -> list[bytes]:
+    def _gather(self, message: bytes, label: str) -> list[bytes]:
         assert self.control is not None
-        self.come_to(place)
+        self.announce_wait(label)
         began = self.clock.now()
         names = [self._name(worker) for worker in range(self.num_workers)]
         try:
             return notes.gather(message, self.control, names)
         except RuntimeError as error:
-            raise self.explained(error, place, began) from error
+            raise self.explained(error, label, began) from error
 
     def _name(self, worker: int) -> str:
         return f"Worker {worker}"
 
-    def raise_together(self, error: Exception | None, place: str = "an agreement") -> None:
+    def raise_together(self, error: Exception | None, label: str = "an agreement") -> None:
         """Raise on every worker when any worker has found an error, so that none is left waiting.
 
         This worker's own ``error``, or else one of the first other one's type and text.
@@ -244,7 +246,7 @@ class WorkerGroup:
         if isinstance(error, WorkerFailure):
             raise error
         try:
-            found = self.gather_objects(notes.write_error(error), place)
+            found = self.gather_objects(notes.write_error(error), label)
         except RuntimeError as missing:
             raise (error or missing) from missing
         if error is not None:
@@ -254,14 +256,14 @@ class WorkerGroup:
                 raise other
 
     @contextmanager
-    def errors_shared(self, place: str = "an agreement") -> Iterator[None]:
+    def errors_shared(self, label: str = "an agreement") -> Iterator[None]:
         """Raise on every worker the error of any worker inside."""
         error: Exception | None = None
         try:
             yield
         except Exception as found:
             error = found
-        self.raise_together(error, place)
+        self.raise_together(error, label)
 
     def tell(self, error: BaseException) -> None:
         """Let the others know of an error that this worker ends with."""
@@ -287,7 +289,7 @@ class WorkerGroup:
             self.watchdog.end()
             self.watchdog = None
         groups = [g for g in (self.data, self.control) if g is not None and dist.is_initialized()]
-        self.data = self.control = self.board = self.store = None
+        self.data = self.control = self.store_barrier = self.store = None
         if self.failed:
             abandon(groups)
         else:

@@ -1,9 +1,9 @@
 """The few numbers that every worker tells all others, so that all agree on what happens next.
 
-A worker comes to an exchange of rows either with a round to make or to wait at a *meeting*: a
-place that all workers must reach together (validation, a checkpoint, the end of training). As long
-as anyone has a round to make, those who wait take part in it. So no worker hangs when data is
-uneven, and all see the same rows.
+A worker comes to an exchange of statuses either with a round to make or to wait at a *sync point*:
+a place that all workers must reach together (validation, a checkpoint, the end of training). As
+long as anyone has a round to make, those who wait take part in it. So no worker hangs when data is
+uneven, and all see the same statuses.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_loco.distributed.statistics import Statistics
-from lightning_loco.distributed.work import Explained, Timed
+from lightning_loco.distributed.work import ExplainErrors, WaitTimer
 from lightning_loco.distributed.worker_group import WorkerGroup
 
-ROUND = 0.0
-"""The ``place`` of a worker that makes a round; meetings have a positive number."""
+IN_ROUND = 0.0
+"""The ``place`` of a worker that makes a round; sync points have a positive number."""
 
 
-class Row(NamedTuple):
+class WorkerStatus(NamedTuple):
     """What one worker tells all others; NaN stands for what it does not know.
 
     Attributes:
-        place: :data:`ROUND`, or the number of a meeting.
+        place: :data:`IN_ROUND`, or the number of a sync point.
         round_index: Rounds this worker has begun; equal on all workers.
         steps: Local steps since the last round.
         weight: Share in a mean: 1, or 0 for a worker without valid progress.
@@ -55,12 +55,12 @@ class Row(NamedTuple):
 
     @classmethod
     def width(cls, num_scalars: int) -> int:
-        """Numbers in a row."""
+        """Numbers in a status."""
         return len(cls._fields) - 1 + num_scalars
 
 
-class PendingRows:
-    """The rows of all workers, under way.
+class PendingStatuses:
+    """The statuses of all workers, under way.
 
     Args:
         receive: Waits and returns the table ``(N, width)``.
@@ -68,7 +68,7 @@ class PendingRows:
         has_arrived: Whether ``receive`` would return at once.
 
     Attributes:
-        complete: Has all workers tell their rows again, if one that had not looked at its
+        complete: Has all workers tell their statuses again, if one that had not looked at its
             parameters finds itself in a round; None if nobody needs to know.
     """
 
@@ -81,39 +81,44 @@ class PendingRows:
         self._receive = receive
         self._place = place
         self._has_arrived = has_arrived
-        self._rows: list[Row] | None = None
-        self.complete: Callable[[], list[Row]] | None = None
+        self._statuses: list[WorkerStatus] | None = None
+        self.complete: Callable[[], list[WorkerStatus]] | None = None
 
-    def wait(self) -> list[Row]:
-        """Return the rows of all workers; a RuntimeError names who is missing or has failed."""
-        if self._rows is None:
-            width = Row.width(0)
+    def wait(self) -> list[WorkerStatus]:
+        """Return the statuses of all workers; a RuntimeError names who is missing or has failed."""
+        if self._statuses is None:
+            width = WorkerStatus.width(0)
             table = self._receive().tolist()
-            rows = [Row(*v[:width])._replace(scalars=tuple(v[width:])) for v in table]
-            for worker, row in enumerate(rows):
-                if row.round_index != rows[0].round_index:
+            statuses = [WorkerStatus(*v[:width])._replace(scalars=tuple(v[width:])) for v in table]
+            for worker, status in enumerate(statuses):
+                if status.round_index != statuses[0].round_index:
                     raise RuntimeError(
-                        f"Worker {worker} is in round {row.round_index:.0f} and worker 0 in round "
-                        f"{rows[0].round_index:.0f}. Resume all workers from the same checkpoint."
+                        f"Worker {worker} is in round {status.round_index:.0f} and worker 0 in "
+                        f"round {statuses[0].round_index:.0f}. Resume all workers from the same "
+                        "checkpoint."
                     )
-            makes_round = any(row.place == ROUND for row in rows)
-            if self.complete and makes_round and any(math.isnan(row.weight) for row in rows):
-                rows = self.complete()
-            self._rows = rows
-        return self._rows
+            makes_round = any(status.place == IN_ROUND for status in statuses)
+            if (
+                self.complete
+                and makes_round
+                and any(math.isnan(status.weight) for status in statuses)
+            ):
+                statuses = self.complete()
+            self._statuses = statuses
+        return self._statuses
 
     @property
     def has_been_read(self) -> bool:
         """Whether :meth:`wait` has returned before."""
-        return self._rows is not None
+        return self._statuses is not None
 
     def has_arrived(self) -> bool:
         """Whether :meth:`wait` would return at once."""
-        return self._rows is not None or self._has_arrived()
+        return self._statuses is not None or self._has_arrived()
 
     def total_weight(self) -> float:
         """Sum of the workers' weights; waits for them. RuntimeError if it is zero."""
-        total = sum(row.weight for row in self.wait())
+        total = sum(status.weight for status in self.wait())
         if total == 0:
             raise RuntimeError(
                 f"No worker has made finite progress in {self._place}: the parameters hold NaN or "
@@ -122,58 +127,64 @@ class PendingRows:
         return total
 
 
-class RowCarrier(Protocol):
-    """How the rows of a round travel: by themselves, or with its first parcel."""
+class StatusCarrier(Protocol):
+    """How the statuses of a round travel: by themselves, or with its first bucket."""
 
-    def meet(self, statistics: Statistics, row: Row, place: str) -> PendingRows | None:
-        """Tell the row at a meeting; None if it is known that there is a round to take part in."""
+    def sync_point(
+        self, statistics: Statistics, status: WorkerStatus, place: str
+    ) -> PendingStatuses | None:
+        """Send the status at a sync point; None if there is a round to take part in."""
 
-    def carry(self, statistics: Statistics, row: Row, place: str) -> PendingRows:
-        """Send the row of a worker that takes part in a round."""
+    def carry(self, statistics: Statistics, status: WorkerStatus, place: str) -> PendingStatuses:
+        """Send the status of a worker that takes part in a round."""
 
 
-class TravellingRows:
-    """Rows travel by themselves; those at a meeting learn from them whether there is a round."""
+class SeparateStatuses:
+    """Rows travel by themselves; those at a sync point learn from them whether there is a round."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
 
-    def meet(self, statistics: Statistics, row: Row, place: str) -> PendingRows:
-        """Send this worker's row; whether there is a round is known when all rows are here."""
-        return start_rows(self._group, statistics, row, place)
+    def sync_point(
+        self, statistics: Statistics, status: WorkerStatus, place: str
+    ) -> PendingStatuses:
+        """Send this worker's status; all statuses tell whether there is a round."""
+        return start_statuses(self._group, statistics, status, place)
 
-    def carry(self, statistics: Statistics, row: Row, place: str) -> PendingRows:
-        """Send this worker's row."""
-        return start_rows(self._group, statistics, row, place)
+    def carry(self, statistics: Statistics, status: WorkerStatus, place: str) -> PendingStatuses:
+        """Send this worker's status."""
+        return start_statuses(self._group, statistics, status, place)
 
 
-def meeting_number(purpose: str) -> float:
-    """A number that stands for the purpose of a meeting, equal on all workers, exact in float32."""
+def sync_point_id(purpose: str) -> float:
+    """The id of a sync point, from its purpose: equal on all workers, exact in float32."""
     return float(zlib.crc32(purpose.encode()) % (2**24 - 1) + 1)
 
 
-def write_row(table: Tensor, worker: int, row: Row) -> None:
-    """Put one worker's row into a table ``(N, width)`` of zeros that will be summed."""
+def write_status(table: Tensor, worker: int, status: WorkerStatus) -> None:
+    """Put one worker's status into a table ``(N, width)`` of zeros that will be summed."""
     table.zero_()
-    table[worker] = torch.tensor(row.numbers, dtype=table.dtype)
+    table[worker] = torch.tensor(status.numbers, dtype=table.dtype)
 
 
-def start_rows(group: WorkerGroup, statistics: Statistics, row: Row, place: str) -> PendingRows:
-    """Send this worker's row to all workers, by a small all-gather of its own.
+def start_statuses(
+    group: WorkerGroup, statistics: Statistics, status: WorkerStatus, place: str
+) -> PendingStatuses:
+    """Send this worker's status to all workers, by a small all-gather of its own.
 
-    ``place`` says in words what the row is for: ``"round 12"``, ``"validation"``.
+    ``place`` says in words what the status is for: ``"round 12"``, ``"validation"``.
     """
-    own = torch.tensor(row.numbers, dtype=torch.float64)
+    own = torch.tensor(status.numbers, dtype=torch.float64)
     if group.control is None:
-        return PendingRows(lambda: own[None], place)
+        return PendingStatuses(lambda: own[None], place)
     table = own.new_empty(group.num_workers, len(own))
-    group.come_to(place)
-    with Explained(group, place):
+    group.announce_wait(place)
+    with ExplainErrors(group, place):
         work = dist.all_gather(list(table), own, group=group.control, async_op=True)
 
     def receive() -> Tensor:
-        with Timed(statistics, group.clock), Explained(group, place):
+        with WaitTimer(statistics, group.clock), ExplainErrors(group, place):
             work.wait()
         return table
 
-    return PendingRows(receive, place, work.is_completed)
+    return PendingStatuses(receive, place, work.is_completed)

@@ -157,7 +157,7 @@ async def _examine(job: Job | None, environ: Mapping[str, str]) -> int:
     found = Report(tuple(judge_facts([facts])), ())
     head = f"{facts.name} alone"
     if job is not None:
-        head = f"machine {rank} of {world} ({facts.name}), meeting at {job.host}:{job.port}"
+        head = f"machine {rank} of {world} ({facts.name}), sync point at {job.host}:{job.port}"
         try:
             facts, found = await _meet(job, facts)
         except RendezvousError as error:

@@ -1,4 +1,4 @@
-"""How the messages of a flight, and the state that newcomers need, travel among the members."""
+"""How messages are averaged over the members, and how newcomers get the state."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import logging
 import torch
 from torch import Tensor
 
-from lightning_loco.elastic.elastic_round import Flight
+from lightning_loco.elastic.elastic_round import ElasticRound
 from lightning_loco.elastic.group import Groups
 from lightning_loco.elastic.quorum import Plan
-from lightning_loco.elastic.recovery import copy_state, lane_of, longest_state
-from lightning_loco.elastic.state_transfer import Handover, receive, send
+from lightning_loco.elastic.recovery import copy_state, fragment_of, longest_state
+from lightning_loco.elastic.state_transfer import StateTransfer, receive, send
 from lightning_loco.engine.engine import Engine
 from lightning_loco.engine.exchanges.compressed import CompressedSum
 from lightning_loco.fault_points import reach
@@ -35,52 +35,52 @@ class Summing:
         self._engine = engine
         self._compression = engine.settings.compression
 
-    def exchange(self, flight: Flight, plan: Plan) -> Tensor:
+    def exchange(self, pending: ElasticRound, plan: Plan) -> Tensor:
         """The sum of the messages; that of a newcomer would not fit."""
         if plan.own in plan.newcomers:
-            lane = lane_of(self._engine, plan.round_index).lane
-            total = torch.zeros(sum(map(len, lane.parcels)), dtype=lane.layout.dtype)
+            fragment = fragment_of(self._engine, plan.round_index).fragment
+            total = torch.zeros(sum(map(len, fragment.buckets)), dtype=fragment.layout.dtype)
         else:
-            flight.is_sent.wait()
-            assert flight.message is not None
-            total = flight.message.cpu() if flight.message.is_cuda else flight.message.clone()
+            pending.is_sent.wait()
+            assert pending.message is not None
+            total = pending.message.cpu() if pending.message.is_cuda else pending.message.clone()
         if self._compression is not None:
-            return self._add_compressed(flight, plan, total)
+            return self._add_compressed(pending, plan, total)
         self._groups.sum(total)
         count = len(plan.names)
-        flight.bytes_sent = 2 * (count - 1) * total.nbytes // count
+        pending.bytes_sent = 2 * (count - 1) * total.nbytes // count
         return total
 
-    def _add_compressed(self, flight: Flight, plan: Plan, message: Tensor) -> Tensor:
+    def _add_compressed(self, pending: ElasticRound, plan: Plan, message: Tensor) -> Tensor:
         """The sum of what all have written; what is lost of the message takes its place."""
         compression, count = self._compression, len(plan.names)
         assert compression is not None
-        flight.lost = message if compression.has_feedback else None
+        pending.lost = message if compression.has_feedback else None
         memory = torch.empty_like(message) if compression.has_feedback else None
         if count == 1:
             return message if memory is None else _moved(message, memory)
         under_way = CompressedSum(compression, message, plan.own, count, memory)
-        flight.bytes_sent = under_way.num_bytes
-        flight.bytes_saved = 2 * (count - 1) * message.nbytes // count - flight.bytes_sent
+        pending.bytes_sent = under_way.num_bytes
+        pending.bytes_saved = 2 * (count - 1) * message.nbytes // count - pending.bytes_sent
         return under_way.run(self._groups.swap)
 
-    def settle(self, flight: Flight, received: Tensor) -> Tensor:
+    def settle(self, pending: ElasticRound, received: Tensor) -> Tensor:
         """Of a round that stays, the place of the message: the landing writes there too.
 
         It saves time there, and takes it here, beside the local steps.
         """
-        if flight.message is None or not flight.stays:
+        if pending.message is None or not pending.is_overlapped:
             return received
-        return flight.message.copy_(received)
+        return pending.message.copy_(received)
 
-    def copy(self, flight: Flight, plan: Plan) -> Handover | None:
-        """What newcomers need of this worker, copied before its flight ends: of the donor only."""
+    def copy(self, pending: ElasticRound, plan: Plan) -> StateTransfer | None:
+        """Copy the state that newcomers need, before the round ends; only the donor does."""
         if plan.own != plan.donor or not plan.newcomers:
             return None
-        flight.is_sent.wait()
-        return copy_state(self._engine, flight)
+        pending.is_sent.wait()
+        return copy_state(self._engine, pending)
 
-    def bring(self, state: Handover, plan: Plan) -> None:
+    def bring(self, state: StateTransfer, plan: Plan) -> None:
         """Send it to one newcomer after the other, beside the local steps.
 
         Who is lost meanwhile asks again.
@@ -94,7 +94,7 @@ class Summing:
                 log.warning("%s was lost while it joined: %s", plan.names[newcomer], error)
                 return
 
-    def fetch(self, plan: Plan) -> tuple[Handover, None]:
+    def fetch(self, plan: Plan) -> tuple[StateTransfer, None]:
         """The state of the run, which the donor sends."""
         return receive(self._groups, plan.donor, longest_state(self._engine)), None
 

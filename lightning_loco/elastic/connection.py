@@ -1,4 +1,4 @@
-"""An engine's connection with the members: the exchange and the rows of its rounds."""
+"""An engine's connection with the members: the exchange and the statuses of its rounds."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ import torch
 from torch import Tensor
 
 from lightning_loco.distributed.statistics import Statistics
-from lightning_loco.distributed.work import Timed
+from lightning_loco.distributed.work import WaitTimer
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.distributed.worker_status import ROUND, PendingRows, Row
+from lightning_loco.distributed.worker_status import IN_ROUND, PendingStatuses, WorkerStatus
 from lightning_loco.elastic.averaging import Summing
 from lightning_loco.elastic.consistency import Consistency, fingerprint
-from lightning_loco.elastic.elastic_round import Carried, Flight, rows_of
+from lightning_loco.elastic.elastic_round import Carried, ElasticRound, statuses_of
 from lightning_loco.elastic.gossip import Mixing
 from lightning_loco.elastic.group import Groups
 from lightning_loco.elastic.lighthouse import Lighthouse, address_towards
 from lightning_loco.elastic.membership import Elastic
-from lightning_loco.elastic.quorum import UNKNOWING, resumed
+from lightning_loco.elastic.quorum import NO_STATE, resumed
 from lightning_loco.elastic.recovery import (
+    apply_saved_rounds,
     follow,
     is_ahead,
-    land_saved_rounds,
     outer_state,
     position_of,
     take_part,
 )
-from lightning_loco.elastic.rounds import Flights
-from lightning_loco.engine.buckets import Parcel
+from lightning_loco.elastic.rounds import ElasticRounds
+from lightning_loco.engine.buckets import Bucket
 from lightning_loco.engine.engine import Engine
 from lightning_loco.engine.exchanges.base import make_exchange
 from lightning_loco.engine.membership import DataShare, Host
@@ -53,26 +53,27 @@ class ElasticLink:
         share: Of the data.
         host: Reads the position of the program around the engine, as plain values, and goes on from
             that of another worker.
-        last: The flight that has landed last, with the members' rows; None before the first one.
+        last: The pending round that has landed last, with the members' statuses; None before the
+        first one.
     """
 
-    can_carry_rows = False
+    can_carry_status = False
 
     def __init__(self, asked: Elastic, settings: RoundSettings) -> None:
         self.is_weighted = settings.algorithm.exchange == "mean"
         self._asked = asked
         self._settings = settings
-        self._flights: Flights | None = None
+        self._rounds: ElasticRounds | None = None
         self._engine: Engine | None = None
         self._has_finished = False
-        self._flight: Flight | None = None
+        self._pending: ElasticRound | None = None
         self.share = DataShare()
         self.host: Host | None = None
-        self.last: Flight | None = None
+        self.last: ElasticRound | None = None
 
-    def _note(self, flight: Flight) -> None:
-        self.last = flight
-        statistics, plan = self.engine.statistics, flight.plan
+    def _note(self, pending: ElasticRound) -> None:
+        self.last = pending
+        statistics, plan = self.engine.statistics, pending.plan
         assert plan is not None
         statistics.members = len(plan.names)
         statistics.repaired += len(plan.drifted)
@@ -80,7 +81,7 @@ class ElasticLink:
     @property
     def has_joined(self) -> bool:
         """Whether this worker takes part."""
-        return self._flights is not None
+        return self._rounds is not None
 
     @property
     def engine(self) -> Engine:
@@ -89,39 +90,42 @@ class ElasticLink:
             raise RuntimeError("This worker does not take part: call join() before training.")
         return self._engine
 
-    def _carry(self, flight: Flight) -> Flight:
-        assert self._flights is not None
-        self._flights.carry(flight)
-        return flight
+    def _carry(self, pending: ElasticRound) -> ElasticRound:
+        assert self._rounds is not None
+        self._rounds.carry(pending)
+        return pending
 
     # ------------------------------------------------------------------ rounds
 
-    def meet(self, statistics: Statistics, row: Row, place: str) -> PendingRows:
-        """Nobody else comes to the meetings of this job."""
-        table = torch.tensor([row.numbers], dtype=torch.float64)
-        return PendingRows(lambda: table, place)
+    def sync_point(
+        self, statistics: Statistics, status: WorkerStatus, place: str
+    ) -> PendingStatuses:
+        """Nobody else comes to the sync points of this job."""
+        table = torch.tensor([status.numbers], dtype=torch.float64)
+        return PendingStatuses(lambda: table, place)
 
-    def carry(self, statistics: Statistics, row: Row, place: str) -> PendingRows:
-        """Begin a flight with the row; its message follows by :meth:`start`.
+    def carry(self, statistics: Statistics, status: WorkerStatus, place: str) -> PendingStatuses:
+        """Begin a pending round with the status; its message follows by :meth:`start`.
 
-        A flight that stays begins then, not to take the processor from those who make messages.
+        A pending round that stays begins then, not to take the processor from those who make
+        messages.
         """
-        flight = self._flight = Flight(int(row.round_index), row)
-        flight.stays = self.engine.settings.schedule.stays(flight.round_index)
-        if not flight.stays:
-            self._carry(flight)
-        return rows_of(flight, self.engine, place)
+        pending = self._pending = ElasticRound(int(status.round_index), status)
+        pending.is_overlapped = self.engine.settings.schedule.is_overlapped(pending.round_index)
+        if not pending.is_overlapped:
+            self._carry(pending)
+        return statuses_of(pending, self.engine, place)
 
-    def start(self, parcel: Parcel, round_index: int) -> Carried:
-        """Give the flight its message."""
-        flight = self._flight
-        assert flight is not None
-        flight.values = position_of(self.engine, self.host, flight.round_index)
-        flight.message = parcel.wire
-        flight.is_sent.set()
-        if flight.stays:
-            self._carry(flight)
-        return Carried(flight, self.engine, self._note)
+    def start(self, bucket: Bucket, round_index: int) -> Carried:
+        """Give the pending round its message."""
+        pending = self._pending
+        assert pending is not None
+        pending.values = position_of(self.engine, self.host, pending.round_index)
+        pending.message = bucket.wire
+        pending.is_sent.set()
+        if pending.is_overlapped:
+            self._carry(pending)
+        return Carried(pending, self.engine, self._note)
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
         """The mean, divided by the weights already; or the mix of each."""
@@ -140,27 +144,27 @@ class ElasticLink:
         worker that knows a later round from a checkpoint begins with that one instead.
         """
         self._engine, self._has_finished = engine, False
-        self._flights = _begin_flights(self._asked, engine, self.share)
+        self._rounds = _start_rounds(self._asked, engine, self.share)
         worker = engine.worker
-        land_saved_rounds(engine)
-        told = resumed(worker.round_index) if worker.steps else UNKNOWING
-        flight = Flight(told, Row(ROUND, UNKNOWING, 0, weight=0.0, finite=1.0))
-        flight.values = position_of(engine, self.host, worker.round_index)
-        flight.values["steps_since_round"] = worker.steps_since_round
-        flight.is_sent.set()
+        apply_saved_rounds(engine)
+        told = resumed(worker.round_index) if worker.steps else NO_STATE
+        pending = ElasticRound(told, WorkerStatus(IN_ROUND, NO_STATE, 0, weight=0.0, finite=1.0))
+        pending.values = position_of(engine, self.host, worker.round_index)
+        pending.values["steps_since_round"] = worker.steps_since_round
+        pending.is_sent.set()
         try:
-            self._carry(flight).wait()
-            assert flight.plan is not None
-            engine.statistics.members = len(flight.plan.names)
-            if is_ahead(engine, flight):
-                self._flights.made = ""
+            self._carry(pending).wait()
+            assert pending.plan is not None
+            engine.statistics.members = len(pending.plan.names)
+            if is_ahead(engine, pending):
+                self._rounds.made = ""
                 return
-            if flight.state is not None:
-                follow(engine, self.host, flight)
-            if flight.received is not None:
-                rounds = take_part(engine, flight, Carried(flight, engine, self._note))
-                if not engine.settings.schedule.stays(worker.round_index):
-                    rounds.land()
+            if pending.state is not None:
+                follow(engine, self.host, pending)
+            if pending.received is not None:
+                rounds = take_part(engine, pending, Carried(pending, engine, self._note))
+                if not engine.settings.schedule.is_overlapped(worker.round_index):
+                    rounds.apply()
                 worker.round_index += 1
         except BaseException:
             self.close()
@@ -170,61 +174,61 @@ class ElasticLink:
         """Wait for the round under way, and see whether the others have left this worker behind.
 
         It then goes on from the state of the run, without what it has made alone, and the round of
-        the run is under way in place of its own, which may have been one of another lane.
+        the run is under way in place of its own, which may have been one of another fragment.
         """
-        engine, flight = self.engine, self._flight
-        if flight is None or all(rounds.flight is None for rounds in engine.lanes):
+        engine, pending = self.engine, self._pending
+        if pending is None or all(rounds.pending is None for rounds in engine.fragments):
             return
-        with Timed(engine.statistics):
-            flight.wait()
-        if flight.state is None or flight.is_adopted:
+        with WaitTimer(engine.statistics):
+            pending.wait()
+        if pending.state is None or pending.is_adopted:
             return
-        assert flight.plan is not None
-        begun = engine.worker.round_index - flight.round_index
-        missed = self._missed(flight) if begun else 0
-        for rounds in engine.lanes:
+        assert pending.plan is not None
+        begun = engine.worker.round_index - pending.round_index
+        missed = self._missed(pending) if begun else 0
+        for rounds in engine.fragments:
             rounds.give_up()
-        follow(engine, self.host, flight, missed)
-        take_part(engine, flight, Carried(flight, engine, self._note))
-        engine.worker.round_index = flight.plan.round_index + begun
+        follow(engine, self.host, pending, missed)
+        take_part(engine, pending, Carried(pending, engine, self._note))
+        engine.worker.round_index = pending.plan.round_index + begun
 
-    def _missed(self, flight: Flight) -> int:
+    def _missed(self, pending: ElasticRound) -> int:
         """Local steps from the begin of the run's round to where this worker is in its own one."""
-        assert flight.state is not None
-        theirs, own = flight.state.values["steps_under_way"], flight.values
+        assert pending.state is not None
+        theirs, own = pending.state.values["steps_under_way"], pending.values
         made = self.engine.worker.steps - own["steps"]
         return int(theirs if made >= own["steps_under_way"] else min(made, theirs))
 
     def finish(self) -> None:
         """Wait for no more members than there are: what is under way, or begins, is the last."""
         self._has_finished = True
-        if self._flights is not None:
-            self._flights.are_last = True
+        if self._rounds is not None:
+            self._rounds.are_last = True
 
     def leave(self) -> None:
         """Take part no longer, when what is under way is over."""
-        flights, self._flights = self._flights, None
-        if flights is not None:
-            flights.leave(self._has_finished)
+        pending_rounds, self._rounds = self._rounds, None
+        if pending_rounds is not None:
+            pending_rounds.leave(self._has_finished)
 
     def close(self) -> None:
         """Take part no longer."""
-        is_idle = self._flight is None or self._flight.is_over()
+        is_idle = self._pending is None or self._pending.is_over()
         if self._has_finished and is_idle:
             self.leave()
-        elif self._flights is not None:
-            self._flights.close()
-            self._flights = None
+        elif self._rounds is not None:
+            self._rounds.close()
+            self._rounds = None
 
 
-def _begin_flights(asked: Elastic, engine: Engine, share: DataShare) -> Flights:
-    """Begin to carry flights; the lighthouse need not be there before the first one."""
+def _start_rounds(asked: Elastic, engine: Engine, share: DataShare) -> ElasticRounds:
+    """Begin to carry pending rounds; the lighthouse need not be there before the first one."""
     name = f"{asked.name or socket.gethostname()}-{secrets.token_hex(4)}"
     lighthouse = Lighthouse(asked.lighthouse, name)
     groups = Groups(asked.host or address_towards(asked.lighthouse), asked.timeout_s)
     sums = engine.settings.algorithm.exchange == "mean"
     carrier = Summing(groups, engine) if sums else Mixing(groups, engine)
-    flights = Flights(
+    pending_rounds = ElasticRounds(
         lighthouse,
         lambda: engine.worker.stop.requested is not None,
         groups,
@@ -238,8 +242,8 @@ def _begin_flights(asked: Elastic, engine: Engine, share: DataShare) -> Flights:
             lambda: fingerprint(outer_state(engine)),
         ),
     )
-    flights.start()
-    return flights
+    pending_rounds.start()
+    return pending_rounds
 
 
 def _describe(engine: Engine) -> dict[str, Any]:

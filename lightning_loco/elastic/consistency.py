@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_loco.elastic.quorum import UNKNOWING, Plan
+from lightning_loco.elastic.quorum import NO_STATE, Plan
 from lightning_loco.parameters.fingerprint import pieces
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Consistency:
 
     def is_due(self, plan: Plan) -> bool:
         """Whether the members of a plan compare their states; the same on all of them."""
-        if not self._every or plan.round_index in (0, UNKNOWING):
+        if not self._every or plan.round_index in (0, NO_STATE):
             return False
         knowing = len(plan.names) - len(plan.newcomers)
         return plan.round_index % self._every == 0 and knowing > 1
@@ -58,7 +58,7 @@ class Consistency:
 
         Args:
             plan: Of a round that :meth:`is_due`.
-            gather: Collects the rows of all members.
+            gather: Collects the statuses of all members.
 
         Returns:
             The plan, with a donor that has the state of most members, or with as many that of the

@@ -7,11 +7,11 @@ import logging
 import torch
 from torch import Tensor
 
-from lightning_loco.elastic.elastic_round import Flight
+from lightning_loco.elastic.elastic_round import ElasticRound
 from lightning_loco.elastic.group import Groups
-from lightning_loco.elastic.quorum import UNKNOWING, Plan
+from lightning_loco.elastic.quorum import NO_STATE, Plan
 from lightning_loco.elastic.recovery import copy_state, longest_state
-from lightning_loco.elastic.state_transfer import Handover, receive, send
+from lightning_loco.elastic.state_transfer import StateTransfer, receive, send
 from lightning_loco.engine.engine import Engine
 from lightning_loco.engine.exchanges.mixing import Mix
 from lightning_loco.fault_points import reach
@@ -44,13 +44,13 @@ class Mixing:
         compression = engine.settings.compression
         self._codec = None if compression is None else compression.codec
 
-    def exchange(self, flight: Flight, plan: Plan) -> Tensor | None:
+    def exchange(self, pending: ElasticRound, plan: Plan) -> Tensor | None:
         """The mix of this worker and its neighbours."""
         if plan.own in plan.newcomers:
             return None
-        flight.is_sent.wait()
-        assert flight.message is not None
-        message = flight.message.cpu()
+        pending.is_sent.wait()
+        assert pending.message is not None
+        message = pending.message.cpu()
         members = [place for place in range(len(plan.names)) if place not in plan.newcomers]
         place_here = members.index(plan.own), len(members), plan.round_index
         mix = Mix.of(self._topology, *place_here)
@@ -61,26 +61,26 @@ class Mixing:
             {members[peer]: written for peer in receivers},
             {members[peer]: memory for peer, memory in inbox.items()},
         )
-        flight.bytes_sent = len(receivers) * written.nbytes
-        flight.bytes_saved = len(receivers) * message.nbytes - flight.bytes_sent
+        pending.bytes_sent = len(receivers) * written.nbytes
+        pending.bytes_saved = len(receivers) * message.nbytes - pending.bytes_sent
         return mix.apply(message, written, inbox, self._codec)
 
-    def settle(self, flight: Flight, received: Tensor) -> Tensor:
+    def settle(self, pending: ElasticRound, received: Tensor) -> Tensor:
         """What was received: algorithms land with their message beside it."""
         return received
 
-    def copy(self, flight: Flight, plan: Plan) -> Handover | None:
-        """The state of every member, and its message; both change when the flight lands."""
+    def copy(self, pending: ElasticRound, plan: Plan) -> StateTransfer | None:
+        """The state of every member, and its message; both change when the pending round lands."""
         if not plan.newcomers or plan.own in plan.newcomers:
             return None
-        flight.is_sent.wait()
-        state = copy_state(self._engine, flight)
-        if plan.round_index != UNKNOWING:
-            assert flight.message is not None
-            state.tensors[_MESSAGE] = flight.message.to("cpu", copy=True)
+        pending.is_sent.wait()
+        state = copy_state(self._engine, pending)
+        if plan.round_index != NO_STATE:
+            assert pending.message is not None
+            state.tensors[_MESSAGE] = pending.message.to("cpu", copy=True)
         return state
 
-    def bring(self, state: Handover, plan: Plan) -> None:
+    def bring(self, state: StateTransfer, plan: Plan) -> None:
         """Say what the state is made of, and add this member's part of it."""
         reach("before the state is sent")
         try:
@@ -93,14 +93,14 @@ class Mixing:
             names = ", ".join(plan.names[newcomer] for newcomer in plan.newcomers)
             log.warning("A member was lost while %s joined: %s", names, error)
 
-    def fetch(self, plan: Plan) -> tuple[Handover, Tensor | None]:
+    def fetch(self, plan: Plan) -> tuple[StateTransfer, Tensor | None]:
         """The mean of the members' states, and of their messages."""
         longest = longest_state(self._engine)
         state = receive(self._groups, plan.donor, longest, travels=_is_the_donors)
         self._average(state, plan)
         return state, state.tensors.pop(_MESSAGE, None)
 
-    def _average(self, state: Handover, plan: Plan) -> None:
+    def _average(self, state: StateTransfer, plan: Plan) -> None:
         """Take the mean over the members, one tensor after the other; newcomers have zeros."""
         count = len(plan.names) - len(plan.newcomers)
         for name, tensor in sorted(state.tensors.items()):

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOption
 from torchft.process_group import ProcessGroupGloo
 
 from lightning_loco.background import BackgroundThread, begin
-from lightning_loco.distributed.store import PromptStore, StoreSilent, in_time
+from lightning_loco.distributed.store import StoreTimeout, TimeoutStore, with_timeout
 from lightning_loco.elastic.quorum import Plan
 from lightning_loco.elastic.store import check_alive, connected, serve
 from lightning_loco.fault_points import reach
@@ -69,7 +69,7 @@ class Gathering:
         self._silent_s = min(SILENT_S, patience_s)
         self._check_alive(plan.donor)
         store = connected(plan.stores[plan.donor], plan.names[plan.donor], patience_s)
-        self._store = PromptStore(PrefixStore(plan.group, store))
+        self._store = TimeoutStore(PrefixStore(plan.group, store))
 
     def assemble(self) -> None:
         """Wait until all members have come.
@@ -162,7 +162,7 @@ class Gathering:
     def _answer_of_donor(self, call: Callable[[], T]) -> T:
         try:
             return call()
-        except StoreSilent:
+        except StoreTimeout:
             donor = self._plan.names[self._plan.donor]
             raise RuntimeError(f"{donor} has not answered for {self._silent_s:.3g} s.") from None
 
@@ -250,7 +250,7 @@ class Groups:
         self._timeout = timedelta(seconds=timeout_s)
         self._store = serve(host)
         self.address = f"{host}:{self._store.port}"
-        self._own_words = PromptStore(self._store)
+        self._own_words = TimeoutStore(self._store)
         self._group: ProcessGroupGloo | None = None
         self._gathering: Gathering | None = None
         self._plan: Plan | None = None
@@ -262,7 +262,7 @@ class Groups:
     def ask(self, store: str, who: str) -> str:
         """What another worker's run is; RuntimeError if it does not say."""
         asked = connected(store, who, self._connect_s)
-        return in_time(lambda: asked.get(_RUN), self._connect_s).decode()
+        return with_timeout(lambda: asked.get(_RUN), self._connect_s).decode()
 
     @property
     def finished(self) -> int:
@@ -271,7 +271,7 @@ class Groups:
             return self._own_words.add(_FINISHED, 0)
         except RuntimeError:  # something has cut the connection to this worker's own store
             self._own_words.close()
-            self._own_words = PromptStore(connected(self.address, "This worker's store", _OWN_S))
+            self._own_words = TimeoutStore(connected(self.address, "This worker's store", _OWN_S))
             return self._own_words.add(_FINISHED, 0, _OWN_S)
 
     def living(self) -> list[str]:
@@ -330,18 +330,18 @@ class Groups:
         group = self._open
         self._attend(lambda: group.allreduce([flat], options).wait())
 
-    def gather(self, row: Tensor) -> Tensor:
-        """The rows of all members, of shape ``(members, width)``; RuntimeError if one is lost."""
-        return self.begin_gather(row)()
+    def gather(self, status: Tensor) -> Tensor:
+        """The statuses ``(members, width)`` of all members; RuntimeError if one is lost."""
+        return self.begin_gather(status)()
 
-    def begin_gather(self, row: Tensor) -> Callable[[], Tensor]:
+    def begin_gather(self, status: Tensor) -> Callable[[], Tensor]:
         """Begin to :meth:`gather`, beside what follows; what is returned waits for the end."""
-        reach("rows")
+        reach("statuses")
         group = self._open
-        table = row.new_empty(group.size(), len(row))
+        table = status.new_empty(group.size(), len(status))
         options = AllgatherOptions()
         options.timeout = self._timeout
-        gathering = group.allgather([list(table)], [row], options)
+        gathering = group.allgather([list(table)], [status], options)
 
         def end() -> Tensor:
             self._attend(gathering.wait)

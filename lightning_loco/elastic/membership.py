@@ -206,7 +206,7 @@ def check_schedule(settings: RoundSettings) -> None:
             f"membership=Elastic(...) cannot make {schedule}: rounds must come after a fixed "
             "number of local steps. Use one number for sync_every."
         )
-    is_partial = isinstance(schedule, Staggered) or isinstance(settings.landing, Mix)
+    is_partial = isinstance(schedule, Staggered) or isinstance(settings.merge_policy, Mix)
     if is_partial and not algorithm.replicated:
         raise ValueError(
             "With membership=Elastic(...) fragments, delay and mix need outer parameters that are "

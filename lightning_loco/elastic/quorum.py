@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_loco.elastic.lighthouse import Member, Quorum
 from lightning_loco.elastic.store import is_address
 
-UNKNOWING = -1
+NO_STATE = -1
 """The round of a worker that knows nothing of the run, or whose knowledge is out of date."""
 
 
@@ -23,14 +23,14 @@ def resumed(round_index: int) -> int:
 
     Those that make rounds are ahead of it, whatever they have made: it has no message for them.
     """
-    return UNKNOWING - 1 - round_index
+    return NO_STATE - 1 - round_index
 
 
 class Told(NamedTuple):
     """What a worker says of itself when it asks to take part.
 
     Attributes:
-        round_index: The round that it begins; :data:`UNKNOWING` if it knows nothing, and
+        round_index: The round that it begins; :data:`NO_STATE` if it knows nothing, and
             :func:`resumed` if it only joins, with a state from a checkpoint.
         group: The group that it has open; empty if it has none.
         store: ``"host:port"`` of a key-value store that it serves.
@@ -67,7 +67,7 @@ class Plan(NamedTuple):
         is_new: Whether the group has to be made.
         donor: Place of the member that brings the state to those in ``newcomers``.
         newcomers: Places of those who need it.
-        round_index: The round that is made; :data:`UNKNOWING` if none is: a run begins or goes on.
+        round_index: The round that is made; :data:`NO_STATE` if none is: a run begins or goes on.
         data: Where the members of a new group go on in the stream of samples.
         enough: With fewer members the round waits: what the least demanding of them has told.
         drifted: Places of those newcomers whose state was found to be another one than the others'.
@@ -93,18 +93,18 @@ class Plan(NamedTuple):
     strangers: tuple[str, ...] = ()
 
 
-class Receipt(NamedTuple):
+class Commit(NamedTuple):
     """What this worker has received, before it knows that all have.
 
     Attributes:
         plan: Of the exchange.
         received: What the messages have come to; None if this worker needs the state as well.
-        rows: Of all members.
+        statuses: Of all members.
     """
 
     plan: Plan
     received: Tensor | None
-    rows: Tensor
+    statuses: Tensor
 
     @property
     def words(self) -> list[str]:
@@ -164,7 +164,7 @@ def make_plan(quorum: Quorum, own_name: str) -> Plan:
     if own_name not in told:
         raise RuntimeError(f"The lighthouse's answer lacks what this worker, {own_name}, has sent.")
     rounds = [one.round_index for one in told.values()]
-    ahead = max(rounds) if max(rounds) > UNKNOWING else min(rounds)
+    ahead = max(rounds) if max(rounds) > NO_STATE else min(rounds)
     in_front = [name for name, one in told.items() if one.round_index == ahead]
     made = Counter(told[name].made for name in in_front).most_common(1)[0][0]
     donor = next(name for name in in_front if told[name].made == made)
@@ -175,7 +175,7 @@ def make_plan(quorum: Quorum, own_name: str) -> Plan:
     open_groups = {told[name].group for name in names}
     open_group = min(open_groups)
     is_new = len(open_groups) > 1 or not is_group_of(open_group, len(names))
-    knowing = [donor] if ahead == UNKNOWING else [n for n in in_front if told[n].made == made]
+    knowing = [donor] if ahead == NO_STATE else [n for n in in_front if told[n].made == made]
     counted = counting({name: told[name] for name in names})
     missing = set.intersection(*(set(told[name].awaited) for name in knowing)) - told.keys()
     return Plan(
@@ -186,7 +186,7 @@ def make_plan(quorum: Quorum, own_name: str) -> Plan:
         is_new=is_new,
         donor=names.index(donor),
         newcomers=tuple(i for i, name in enumerate(names) if name not in knowing),
-        round_index=max(ahead, UNKNOWING),
+        round_index=max(ahead, NO_STATE),
         data=max(told[name].data for name in names),
         enough=min(told[name].enough for name in names),
         counted=tuple(i for i, name in enumerate(names) if name in counted),
@@ -199,11 +199,11 @@ def counting(told: Mapping[str, Told]) -> set[str]:
     """Names of those for whom an exchange counts that has failed for them.
 
     An exchange ends as a three-phase commit does. Each member receives what the messages have come
-    to, and all rows; it says so to the others; and once all have said so, it lands. If one is lost
-    meanwhile, some may have landed without the others' knowing. These ask again who takes part, and
-    tell what they have received. If all who were members and are there now have received it, it
-    counts for them, whatever the lost one has done. If one of them has not, nobody can have landed:
-    it is repeated.
+    to, and all statuses; it says so to the others; and once all have said so, it lands. If one is
+    lost meanwhile, some may have landed without the others' knowing. These ask again who takes
+    part, and tell what they have received. If all who were members and are there now have received
+    it, it counts for them, whatever the lost one has done. If one of them has not, nobody can have
+    landed: it is repeated.
 
     Args:
         told: What all who are there now have told.

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from lightning_loco.algorithms import Mix
 from lightning_loco.compression import shared_part
-from lightning_loco.elastic.elastic_round import Carried, Flight, rows_of
-from lightning_loco.elastic.state_transfer import Handover
+from lightning_loco.elastic.elastic_round import Carried, ElasticRound, statuses_of
+from lightning_loco.elastic.state_transfer import StateTransfer
 from lightning_loco.engine.engine import Engine
-from lightning_loco.engine.fragment_sync import Flight as LaneFlight
-from lightning_loco.engine.fragment_sync import Rounds
+from lightning_loco.engine.fragment_sync import FragmentSync, PendingRound
 from lightning_loco.engine.membership import Host
 
 STATES = 8
@@ -29,57 +28,57 @@ def longest_state(engine: Engine) -> int:
     return STATES * layout.num_bytes + 2**30
 
 
-def lane_of(engine: Engine, round_index: int) -> Rounds:
-    """The lane that a round moves."""
-    return engine.lanes[round_index % len(engine.lanes)]
+def fragment_of(engine: Engine, round_index: int) -> FragmentSync:
+    """The fragment that a round moves."""
+    return engine.fragments[round_index % len(engine.fragments)]
 
 
 def outer_state(engine: Engine) -> dict[str, Any]:
-    """What the algorithm remembers, as it is until the flight under way lands.
+    """What the algorithm remembers, as it is until the pending round lands.
 
-    What lanes have each for itself, counters say, begins with the number of the lane.
+    What fragments have each for itself, counters say, begins with the number of the fragment.
     """
     found: dict[str, Any] = {}
-    for index, rounds in enumerate(engine.lanes):
-        lane = rounds.lane
-        present = lane.parts[0].state if lane.has_uncut_state else lane.state
-        for key, value in lane.state.items():
-            is_shared = lane.is_cut(value)
+    for index, rounds in enumerate(engine.fragments):
+        fragment = rounds.fragment
+        present = fragment.parts[0].state if fragment.has_uncut_state else fragment.state
+        for key, value in fragment.state.items():
+            is_shared = fragment.is_cut(value)
             found[key if is_shared else f"{index}/{key}"] = value if is_shared else present[key]
     return found
 
 
-def _state_of_lane(found: dict[str, Any], index: int) -> dict[str, Any]:
-    """What :func:`outer_state` has found for one lane, by the names of the algorithm."""
+def _state_of_fragment(found: dict[str, Any], index: int) -> dict[str, Any]:
+    """What :func:`outer_state` has found for one fragment, by the names of the algorithm."""
     own = f"{index}/"
     names = [name for name in found if "/" not in name or name.startswith(own)]
     return {name.removeprefix(own): found[name] for name in names}
 
 
 @torch.no_grad()
-def copy_state(engine: Engine, flight: Flight) -> Handover:
-    """Copy the state of the run into the host's memory, as it is until the flight lands.
+def copy_state(engine: Engine, pending: ElasticRound) -> StateTransfer:
+    """Copy the state of the run into the host's memory, as it is until the pending round lands.
 
     It may be called beside the local steps: outer parameters stand still meanwhile. Where the
     algorithm has none, the model's parameters are taken, and the round replaces them.
     """
-    lane, worker, state = engine.lanes[0].lane, engine.worker, outer_state(engine)
+    fragment, worker, state = engine.fragments[0].fragment, engine.worker, outer_state(engine)
     tensors = {f"{_STATE}{k}": _copied(v) for k, v in state.items() if isinstance(v, Tensor)}
-    if engine.settings.algorithm.restart(lane.state) is None:
+    if engine.settings.algorithm.restart(fragment.state) is None:
         tensors[_PARAMS] = worker.replica.layout.set_aside()
-    if (known := shared_part(lane.residual)) is not None:
+    if (known := shared_part(fragment.residual)) is not None:
         tensors[_KNOWN] = _copied(known)
     tensors[_BUFFERS] = worker.replica.buffers.set_aside()
     values: dict[str, Any] = {
         "numbers": {k: v for k, v in state.items() if not isinstance(v, Tensor)},
-        **flight.values,
+        **pending.values,
     }
-    for index, rounds in enumerate(engine.lanes) if flight.message is None else ():
+    for index, rounds in enumerate(engine.fragments) if pending.message is None else ():
         shared, own = rounds.state_dict()  # what a checkpoint has left under way has arrived
-        if own["flight"] is not None:
+        if own["pending"] is not None:
             tensors[f"{_RECEIVED}{index}"] = shared["received"]
-            values[f"{_RECEIVED}{index}"] = own["flight"]
-    return Handover(tensors, values)
+            values[f"{_RECEIVED}{index}"] = own["pending"]
+    return StateTransfer(tensors, values)
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -87,20 +86,20 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def adopt_state(engine: Engine, flight: Flight) -> None:
-    """Let rounds and model go on from the state that a flight has brought, as at its begin.
+def adopt_state(engine: Engine, pending: ElasticRound) -> None:
+    """Let rounds and model go on from the state that a pending round has brought, as at its begin.
 
     Raises:
         RuntimeError: If it does not fit.
     """
-    replica, state = engine.worker.replica, flight.state
+    replica, state = engine.worker.replica, pending.state
     assert state is not None
-    flight.is_adopted = True
+    pending.is_adopted = True
     tensors = {k.removeprefix(_STATE): t for k, t in state.tensors.items() if k.startswith(_STATE)}
     found = {**tensors, **state.values["numbers"]}
-    states = [_state_of_lane(found, index) for index in range(len(engine.lanes))]
-    for rounds, values in zip(engine.lanes, states, strict=True):
-        for key, own in rounds.lane.state.items():
+    states = [_state_of_fragment(found, index) for index in range(len(engine.fragments))]
+    for rounds, values in zip(engine.fragments, states, strict=True):
+        for key, own in rounds.fragment.state.items():
             if isinstance(own, Tensor) and getattr(values.get(key), "shape", None) != own.shape:
                 message = f"The state of the run does not fit this worker's: {key!r} differs."
                 raise RuntimeError(message)
@@ -111,12 +110,12 @@ def adopt_state(engine: Engine, flight: Flight) -> None:
     if state.tensors[_BUFFERS].numel() != replica.buffers.numel:
         raise RuntimeError("The state of the run has buffers of another size than this model.")
     residual = engine.settings.init_residual(state.tensors.get(_KNOWN, params))
-    for index, (rounds, values) in enumerate(zip(engine.lanes, states, strict=True)):
+    for index, (rounds, values) in enumerate(zip(engine.fragments, states, strict=True)):
         name = f"{_RECEIVED}{index}"
         under_way = state.values.get(name)
         rounds.load_state_dict(
             {"state": values, "received": state.tensors.get(name)},
-            {"flight": under_way, "residual": residual, "departure": params},
+            {"pending": under_way, "residual": residual, "sent_params": params},
         )
     replica.layout.write(params)
     replica.buffers.write(state.tensors[_BUFFERS])
@@ -124,31 +123,35 @@ def adopt_state(engine: Engine, flight: Flight) -> None:
 
 
 @torch.no_grad()
-def land_saved_rounds(engine: Engine) -> None:
+def apply_saved_rounds(engine: Engine) -> None:
     """Land what was under way when it was saved, so that newcomers need not learn of it.
 
     The local steps made meanwhile stay, and are in the message of the next round. Where they are
     mixed with the result, all go on with what is under way: newcomers get that with the state.
     """
-    if isinstance(engine.settings.landing, Mix):
+    if isinstance(engine.settings.merge_policy, Mix):
         return
-    for rounds in engine.lanes:
-        if rounds.flight is None:
+    for rounds in engine.fragments:
+        if rounds.pending is None:
             continue
         shared, own = rounds.state_dict()
-        flight = {**own["flight"], "received": shared["received"], "departure": own["departure"]}
+        pending = {
+            **own["pending"],
+            "received": shared["received"],
+            "sent_params": own["sent_params"],
+        }
         for handle in rounds.give_up():
             handle.release()
-        rounds.land_saved(flight)
+        rounds.apply_saved(pending)
 
 
-def is_ahead(engine: Engine, flight: Flight) -> bool:
+def is_ahead(engine: Engine, pending: ElasticRound) -> bool:
     """Whether this worker knows a later round than the next one of those that it has come to.
 
     It then begins with that round, and the others follow. With the very next one it would meet them
     in the same round, but with another state.
     """
-    state = flight.state
+    state = pending.state
     return state is not None and int(state.values["round_index"]) + 1 < engine.worker.round_index
 
 
@@ -158,36 +161,37 @@ def position_of(engine: Engine, host: Host | None, round_index: int) -> dict[str
         "round_index": round_index,
         "steps": engine.worker.steps,
         "steps_under_way": engine.settings.schedule.steps_under_way(0, round_index),
-        "began_at": [rounds.began_at for rounds in engine.lanes],
+        "began_at": [rounds.began_at for rounds in engine.fragments],
         "host": None if host is None else host.read(),
     }
 
 
-def follow(engine: Engine, host: Host | None, flight: Flight, missed: int = 0) -> None:
-    """Go on from the state that a flight has brought, as it was when the flight began.
+def follow(engine: Engine, host: Host | None, pending: ElasticRound, missed: int = 0) -> None:
+    """Go on from the state that a pending round has brought, as it was when the pending round
+    began.
 
     Args:
         engine: Of this worker.
         host: The program around it.
-        flight: It is over.
+        pending: It is over.
         missed: Local steps that the others have made since.
 
     Raises:
         RuntimeError: If the state does not fit.
     """
     worker = engine.worker
-    adopt_state(engine, flight)
-    if not flight.has_drifted:  # otherwise this worker knows where it is
-        assert flight.state is not None
-        position = flight.state.values
+    adopt_state(engine, pending)
+    if not pending.has_drifted:  # otherwise this worker knows where it is
+        assert pending.state is not None
+        position = pending.state.values
         worker.steps = int(position["steps"])
         worker.round_index = int(position["round_index"])
         worker.steps_since_round = int(position.get("steps_since_round", 0))
-        for rounds, began_at in zip(engine.lanes, position["began_at"], strict=True):
+        for rounds, began_at in zip(engine.fragments, position["began_at"], strict=True):
             rounds.began_at = int(began_at)
         if host is not None:
-            assert flight.plan is not None
-            host.go_on(position["host"], flight.plan.names[flight.plan.donor])
+            assert pending.plan is not None
+            host.go_on(position["host"], pending.plan.names[pending.plan.donor])
         for _ in range(missed):
             if host is not None:
                 host.end_step()
@@ -195,31 +199,32 @@ def follow(engine: Engine, host: Host | None, flight: Flight, missed: int = 0) -
             worker.steps_since_round += 1
         if host is not None:
             host.count()
-    for rounds in engine.lanes:
+    for rounds in engine.fragments:
         rounds.fresh_at = worker.steps
 
 
-def take_part(engine: Engine, flight: Flight, handle: Carried) -> Rounds:
-    """Put a flight under way whose state this worker has gone on from; it has no weight in it.
+def take_part(engine: Engine, pending: ElasticRound, handle: Carried) -> FragmentSync:
+    """Put a pending round whose state this worker has gone on from; it has no weight in
+    it.
 
     Of such a round the message is nobody's own.
 
     Returns:
-        The lane in which it lands, when it lands for all.
+        The fragment in which it lands, when it lands for all.
     """
-    plan, state = flight.plan, flight.state
+    plan, state = pending.plan, pending.state
     assert plan is not None
     assert state is not None
-    position = flight.values if flight.has_drifted else state.values
+    position = pending.values if pending.has_drifted else state.values
     index = plan.round_index
-    rounds = lane_of(engine, index)
+    rounds = fragment_of(engine, index)
     rounds.began_at = int(position["steps"])
-    rows = rows_of(flight, engine, f"round {index}")
-    rounds.flight = LaneFlight(index, rows, False, rounds.began_at, [handle])
-    rounds.flight.stayed = engine.settings.schedule.stays(index)
-    for message in rounds.lane.messages():
-        if engine.settings.algorithm.exchange == "mean" or flight.received is None:
+    statuses = statuses_of(pending, engine, f"round {index}")
+    rounds.pending = PendingRound(index, statuses, False, rounds.began_at, [handle])
+    rounds.pending.was_overlapped = engine.settings.schedule.is_overlapped(index)
+    for message in rounds.fragment.messages():
+        if engine.settings.algorithm.exchange == "mean" or pending.received is None:
             message.zero_()
         else:
-            message.copy_(flight.received)
+            message.copy_(pending.received)
     return rounds

@@ -1,8 +1,9 @@
-"""Carries flights of one worker, in a thread: who takes part, the exchange, again if it fails.
+"""Carries pending rounds of one worker, in a thread: who takes part, the exchange, again if it
+fails.
 
-Nothing here knows of engines. A flight brings its message and its row; it ends with what a carrier
-has made of the messages, and the rows of all members. Whoever knows nothing, or is behind, ends
-with the state of the run as well.
+Nothing here knows of engines. A pending round brings its message and its status; it ends with what
+a carrier has made of the messages, and the statuses of all members. Whoever knows nothing, or is
+behind, ends with the state of the run as well.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from torch import Tensor
 from lightning_loco.background import BackgroundThread, begin
 from lightning_loco.elastic.averaging import Summing
 from lightning_loco.elastic.consistency import Consistency
-from lightning_loco.elastic.elastic_round import Flight
+from lightning_loco.elastic.elastic_round import ElasticRound
 from lightning_loco.elastic.gossip import Mixing
 from lightning_loco.elastic.group import SILENT_S, Groups
 from lightning_loco.elastic.lighthouse import Lighthouse, Member, Quorum
 from lightning_loco.elastic.quorum import (
-    UNKNOWING,
+    NO_STATE,
+    Commit,
     OtherRun,
     Plan,
-    Receipt,
     Told,
     difference,
     make_plan,
 )
-from lightning_loco.elastic.state_transfer import Handover
+from lightning_loco.elastic.state_transfer import StateTransfer
 from lightning_loco.engine.membership import DataShare
 
 SAY_S = 10.0
@@ -61,12 +62,12 @@ _ALONE = (
     "finished, and have other weights."
 )
 
-Copied = Future[Handover | None]
+Copied = Future[StateTransfer | None]
 """The state for newcomers, copied beside the making of their group."""
 
 
 class Asking:
-    """Asks the lighthouse who takes part, for one flight after the other.
+    """Asks the lighthouse who takes part, for one pending round after the other.
 
     The call of torchft that asks does not come back before the members are together. It has a
     thread of its own, so that a worker that is asked to stop meanwhile can give it up.
@@ -75,10 +76,10 @@ class Asking:
         lighthouse: Who is asked.
         living: Those who took part last and are alive, as far as this worker can see.
         is_stopping: Whether this worker was asked to stop; looked at while it waits.
-        timeout_s: Longest wait of a flight, in seconds, for what is said.
+        timeout_s: Longest wait of a pending round, in seconds, for what is said.
 
     Attributes:
-        has_left: Whether this worker takes part no longer, and ends its flights alone.
+        has_left: Whether this worker takes part no longer, and ends its pending rounds alone.
     """
 
     def __init__(
@@ -94,17 +95,18 @@ class Asking:
         self.is_stopping = is_stopping
         self._stopping_since: float | None = None
         self.has_left = False
-        self._flight: Flight | None = None
+        self._pending: ElasticRound | None = None
         self._said_at = 0.0
 
-    def ask(self, flight: Flight, told: Told, waits: bool, wait_s: float) -> Quorum | None:
+    def ask(self, pending: ElasticRound, told: Told, waits: bool, wait_s: float) -> Quorum | None:
         """Who takes part; see :meth:`Lighthouse.quorum`.
 
         Where it ``waits``, a lighthouse that has come back is told of those whom it may not have
         heard of yet.
 
         A worker that was asked to stop waits for :data:`LEAVING_S` at most, and not at all for a
-        lighthouse that cannot be reached. It then takes part no longer, and ends its flights alone.
+        lighthouse that cannot be reached. It then takes part no longer, and ends its pending
+        rounds alone.
         """
         if self.has_left:
             return self._alone(told)
@@ -122,18 +124,18 @@ class Asking:
                     self.has_left = True
                     self._lighthouse.close()
                     return self._alone(told)
-                self._say(flight, lambda: self._what_is_missing(flight))
+                self._say(pending, lambda: self._what_is_missing(pending))
             return asking.result()
         finally:
             del asking  # a circle, from the error's frames back to the error
 
-    def say_incomplete(self, flight: Flight, plan: Plan) -> None:
+    def say_incomplete(self, pending: ElasticRound, plan: Plan) -> None:
         """Say, if it is time, that a plan has not enough members, or not all that are awaited."""
         names, missing = ", ".join(plan.names), ", ".join(plan.missing)
         late = f"{missing}: alive, but the restarted lighthouse has had no heartbeat of theirs yet"
         whom = late if missing else "more workers"
         there = f"{len(plan.names)} of at least {plan.enough} are there ({names})"
-        self._say(flight, lambda: f"{_name(flight)} waits for {whom}. {there}")
+        self._say(pending, lambda: f"{_name(pending)} waits for {whom}. {there}")
 
     def _alone(self, told: Told) -> Quorum:
         """This worker, and no other."""
@@ -154,18 +156,18 @@ class Asking:
         )
         return True
 
-    def _say(self, flight: Flight, what: Callable[[], str]) -> None:
-        """Say what a flight waits for, if the training thread has waited for long enough."""
+    def _say(self, pending: ElasticRound, what: Callable[[], str]) -> None:
+        """Say what a pending round waits for, if the training thread has waited for long enough."""
         now = time.monotonic()
-        if flight.waited_since is None:
+        if pending.waited_since is None:
             return
-        if flight is not self._flight:
+        if pending is not self._pending:
             first_s = UNREACHABLE_S if self._lighthouse.trouble else SAY_S
-            self._flight, self._said_at = flight, flight.waited_since + first_s - SAY_S
+            self._pending, self._said_at = pending, pending.waited_since + first_s - SAY_S
         if now - self._said_at < SAY_S:
             return
         self._said_at = now
-        waited_s = now - flight.waited_since
+        waited_s = now - pending.waited_since
         log.warning(
             "%s. It has waited for %.0f s, and ends with an error after %g s.",
             what(),
@@ -173,7 +175,7 @@ class Asking:
             self._timeout_s,
         )
 
-    def _what_is_missing(self, flight: Flight) -> str:
+    def _what_is_missing(self, pending: ElasticRound) -> str:
         place, trouble = self._lighthouse.address, self._lighthouse.trouble
         if trouble:
             return (
@@ -181,16 +183,16 @@ class Asking:
                 "`lightning-loco lighthouse`"
             )
         found = self._lighthouse.describe() or "its page in a browser shows who is alive"
-        return f"{_name(flight)} waits for other workers. The lighthouse at {place}: {found}"
+        return f"{_name(pending)} waits for other workers. The lighthouse at {place}: {found}"
 
 
-def _name(flight: Flight) -> str:
-    joins = flight.round_index <= UNKNOWING
-    return "This worker, which joins the run," if joins else f"Round {flight.round_index}"
+def _name(pending: ElasticRound) -> str:
+    joins = pending.round_index <= NO_STATE
+    return "This worker, which joins the run," if joins else f"Round {pending.round_index}"
 
 
-class Flights(BackgroundThread):
-    """Carries one flight after the other.
+class ElasticRounds(BackgroundThread):
+    """Carries one pending round after the other.
 
     Args:
         lighthouse: Says who takes part.
@@ -200,8 +202,8 @@ class Flights(BackgroundThread):
         carrier: Carries the exchange in it.
         run: Settings and schema, for a comparison with the others'.
         share: Dealt out anew when the members change.
-        min_workers: With fewer, flights wait; those that have finished count as if they were there.
-        timeout_s: Longest wait for enough members, in seconds.
+        min_workers: With fewer, pending rounds wait; those that have finished count as if they
+        were there. timeout_s: Longest wait for enough members, in seconds.
         consistency: Compares the members' states.
 
     Attributes:
@@ -224,7 +226,7 @@ class Flights(BackgroundThread):
         timeout_s: float,
         consistency: Consistency,
     ) -> None:
-        super().__init__("loco-flights")
+        super().__init__("loco-rounds")
         self._lighthouse = lighthouse
         self._asking = Asking(lighthouse, groups.living, is_stopping, timeout_s)
         self._groups = groups
@@ -242,11 +244,11 @@ class Flights(BackgroundThread):
         self._strangers: set[str] = set()
         self._members: tuple[str, ...] = ()
         self._seen_finished = 0
-        self._queue: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[ElasticRound | None] = queue.SimpleQueue()
 
-    def carry(self, flight: Flight) -> None:
-        """Carry a flight after those before it."""
-        self._queue.put(flight)
+    def carry(self, pending: ElasticRound) -> None:
+        """Carry a pending round after those before it."""
+        self._queue.put(pending)
 
     def leave(self, has_finished: bool) -> None:
         """Carry what is under way to its end, then take part no longer.
@@ -269,7 +271,7 @@ class Flights(BackgroundThread):
         self.close()
 
     def close(self) -> None:
-        """Take part no longer; whoever waits for a flight of this worker goes on without it."""
+        """Take part no longer; the others go on without the round that this worker waits for."""
         self._queue.put(None)
         self._lighthouse.close()
         self.join(_PARTING_S)
@@ -282,62 +284,62 @@ class Flights(BackgroundThread):
         return _PARTING_S
 
     def run(self) -> None:
-        """Carry flights until :meth:`close`."""
-        while (flight := self._queue.get()) is not None:
+        """Carry pending rounds until :meth:`close`."""
+        while (pending := self._queue.get()) is not None:
             try:
-                self._carry(flight)
+                self._carry(pending)
             except BaseException as error:  # the training thread raises it
-                flight.end(error)
+                pending.end(error)
 
-    def _carry(self, flight: Flight) -> None:
+    def _carry(self, pending: ElasticRound) -> None:
         began = time.monotonic()
         self._share.begin_round()
-        while flight.plan is None:
-            plan = self._agree(flight, began)
-            receipt, flight.receipt = flight.receipt, None
-            if receipt is not None and plan.own in plan.counted:
-                self._count(flight, receipt)
+        while pending.plan is None:
+            plan = self._agree(pending, began)
+            commit, pending.commit = pending.commit, None
+            if commit is not None and plan.own in plan.counted:
+                self._count(pending, commit)
                 continue
             self._name_lost(plan)
             if plan.is_new:
                 self._share.deal(plan.data, plan.own, len(plan.names))
-            copy = functools.partial(self._carrier.copy, flight, plan)
+            copy = functools.partial(self._carrier.copy, pending, plan)
             copied = begin(copy) if plan.newcomers else None
             try:
                 self._groups.open(plan)
-                self._exchange(flight, plan, copied)
+                self._exchange(pending, plan, copied)
             except RuntimeError as error:
                 self._groups.drop()
                 if time.monotonic() - began > self._timeout_s:
                     raise
                 text = str(error).partition("\n")[0]
-                what = "is repeated" if flight.receipt is None else "may count already"
+                what = "is repeated" if pending.commit is None else "may count already"
                 log.warning(
                     "Round %d %s, since a member was lost: %s", plan.round_index, what, text
                 )
 
-    def _agree(self, flight: Flight, began: float) -> Plan:
+    def _agree(self, pending: ElasticRound, began: float) -> Plan:
         """Who takes part; waits until they are enough."""
         while True:
             is_last = self.are_last or self._asking.is_stopping()
             enough = 1 if is_last else self._min_workers - self._groups.finished
             told = Told(
-                flight.round_index,
+                pending.round_index,
                 self._groups.name,
                 self._groups.address,
                 self._share.reach,
                 self._fingerprint,
                 enough,
                 self.made,
-                received=[] if flight.receipt is None else flight.receipt.words,
+                received=[] if pending.commit is None else pending.commit.words,
                 awaited=[],
             )
             left_s = began + self._timeout_s - time.monotonic()
-            quorum = self._asking.ask(flight, told, not is_last, left_s) if left_s > 0 else None
+            quorum = self._asking.ask(pending, told, not is_last, left_s) if left_s > 0 else None
             if quorum is None:
                 raise RuntimeError(
                     f"Fewer than {self._min_workers} workers were there, or one that is alive did "
-                    f"not come to round {flight.round_index}, for {self._timeout_s:g} s. The page "
+                    f"not come to round {pending.round_index}, for {self._timeout_s:g} s. The page "
                     "of the lighthouse (open its address in a browser) shows who is alive."
                 )
             try:
@@ -349,7 +351,7 @@ class Flights(BackgroundThread):
             if is_complete and (not plan.counted or plan.own in plan.counted):
                 return plan
             if not is_complete:
-                self._asking.say_incomplete(flight, plan)
+                self._asking.say_incomplete(pending, plan)
             time.sleep(_PAUSE_S)
 
     def _name_lost(self, plan: Plan) -> None:
@@ -385,54 +387,54 @@ class Flights(BackgroundThread):
             )
         self._strangers.update(plan.strangers)
 
-    def _exchange(self, flight: Flight, plan: Plan, copied: Copied | None) -> None:
-        """Carry a flight once; where it is over for the training thread, it has ended."""
+    def _exchange(self, pending: ElasticRound, plan: Plan, copied: Copied | None) -> None:
+        """Carry a pending round once; where it is over for the training thread, it has ended."""
         if self._consistency.is_due(plan):
-            flight.is_sent.wait()
+            pending.is_sent.wait()
             plan = self._consistency.compare(plan, self._groups.gather)
         is_newcomer = plan.own in plan.newcomers
         if copied is None or plan.drifted:
-            state = self._carrier.copy(flight, plan)
+            state = self._carrier.copy(pending, plan)
         else:
             state = copied.result()
-        received, rows = None, None
-        if plan.round_index != UNKNOWING:
-            received, rows = self._receive(flight, plan)
+        received, statuses = None, None
+        if plan.round_index != NO_STATE:
+            received, statuses = self._receive(pending, plan)
             self._groups.confirm()
         if is_newcomer:
-            flight.state, for_newcomers = self._carrier.fetch(plan)
+            pending.state, for_newcomers = self._carrier.fetch(plan)
             received = received if for_newcomers is None else for_newcomers
         elif received is not None:
-            received = self._carrier.settle(flight, received)
-        self._end(flight, plan, received, rows)
+            received = self._carrier.settle(pending, received)
+        self._end(pending, plan, received, statuses)
         if state is not None:
             self._carrier.bring(state, plan)
 
-    def _receive(self, flight: Flight, plan: Plan) -> tuple[Tensor | None, Tensor]:
-        """What the messages come to, and the rows of all members."""
-        row = flight.row._replace(round_index=plan.round_index)
+    def _receive(self, pending: ElasticRound, plan: Plan) -> tuple[Tensor | None, Tensor]:
+        """What the messages come to, and the statuses of all members."""
+        status = pending.status._replace(round_index=plan.round_index)
         if plan.own in plan.newcomers:
-            row = row._replace(weight=0.0)
-        rows = self._groups.begin_gather(torch.tensor(row.numbers, dtype=torch.float64))
-        received = self._carrier.exchange(flight, plan)
-        receipt = Receipt(plan, received, rows())
-        if flight.round_index == plan.round_index:
-            flight.receipt = receipt
-        return receipt.received, receipt.rows
+            status = status._replace(weight=0.0)
+        statuses = self._groups.begin_gather(torch.tensor(status.numbers, dtype=torch.float64))
+        received = self._carrier.exchange(pending, plan)
+        commit = Commit(plan, received, statuses())
+        if pending.round_index == plan.round_index:
+            pending.commit = commit
+        return commit.received, commit.statuses
 
-    def _count(self, flight: Flight, receipt: Receipt) -> None:
+    def _count(self, pending: ElasticRound, commit: Commit) -> None:
         """End with what was received; whoever needs the state as well asks again for it."""
-        plan, received = receipt.plan, receipt.received
+        plan, received = commit.plan, commit.received
         if plan.own in plan.newcomers or received is None:
             return
         log.warning(
             "Round %d counts: all members that are left have received it.", plan.round_index
         )
-        self._end(flight, plan, self._carrier.settle(flight, received), receipt.rows)
+        self._end(pending, plan, self._carrier.settle(pending, received), commit.statuses)
 
     def _end(
-        self, flight: Flight, plan: Plan, received: Tensor | None, rows: Tensor | None
+        self, pending: ElasticRound, plan: Plan, received: Tensor | None, statuses: Tensor | None
     ) -> None:
-        flight.received, flight.rows, flight.plan = received, rows, plan
-        flight.receipt, self.made = None, plan.group
-        flight.end()
+        pending.received, pending.statuses, pending.plan = received, statuses, plan
+        pending.commit, self.made = None, plan.group
+        pending.end()

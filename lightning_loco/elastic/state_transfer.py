@@ -20,7 +20,7 @@ _DTYPES = {str(d): d for d in (torch.float64, torch.float32, torch.float16, torc
 }
 
 
-class Handover(NamedTuple):
+class StateTransfer(NamedTuple):
     """What a newcomer needs.
 
     Attributes:
@@ -38,7 +38,7 @@ def all_of_them(tensor: Tensor) -> bool:
 
 
 def send(
-    handover: Handover,
+    handover: StateTransfer,
     groups: Groups,
     to: int,
     travels: Callable[[Tensor], bool] = all_of_them,
@@ -70,7 +70,7 @@ def receive(
     source: int,
     longest_bytes: int,
     travels: Callable[[Tensor], bool] = all_of_them,
-) -> Handover:
+) -> StateTransfer:
     """Receive it from a member.
 
     Args:
@@ -96,7 +96,7 @@ def receive(
     sent = [tensor.view(-1) for tensor in tensors.values() if travels(tensor)]
     reach("receiving the state")
     groups.receive(sent, source)
-    return Handover(tensors, described["values"])
+    return StateTransfer(tensors, described["values"])
 
 
 def _checked(described: Any, longest_bytes: int) -> dict[str, tuple[str, list[int]]]:

@@ -1,6 +1,6 @@
-"""What a round works on: parts, small enough for the cache, and parcels of them, which travel.
+"""What a round works on: parts, small enough for the cache, and buckets of them, which travel.
 
-Parts are small, so that they stay in the processor's cache from one operation to the next. Parcels
+Parts are small, so that they stay in the processor's cache from one operation to the next. Buckets
 are long, because every exchange has fixed costs. Both are tied to their memory once, because making
 views of many small tensors takes longer than copying them.
 """
@@ -50,7 +50,7 @@ class Part:
         message: Tensor,
         algorithm: Algorithm,
         state: State,
-        departure: Tensor | None = None,
+        sent_params: Tensor | None = None,
         scratch: Tensor | None = None,
         compression: Compression | None = None,
         residual: State | None = None,
@@ -59,12 +59,12 @@ class Part:
         self.message = message
         self.state = state
         self.residual = residual or {}
-        self.departure = departure
+        self.sent_params = sent_params
         self.scratch = message if scratch is None else scratch[: len(chunk)]
         self._algorithm = algorithm
         self._compression = compression
         self._is_rounded = chunk.is_rounded(message.dtype)
-        kept = [message, self.scratch, departure, *self.state.values()]
+        kept = [message, self.scratch, sent_params, *self.state.values()]
         self._kept = [v for v in kept if isinstance(v, Tensor) and v.shape == message.shape]
         self._windows = {id(v): chunk.tied(v) for v in self._kept}
 
@@ -95,7 +95,7 @@ class Part:
         """
         self.pack(into)
         if self._is_rounded:
-            written = self.start() if self.departure is None else self.departure
+            written = self.start() if self.sent_params is None else self.sent_params
             if written is not None:
                 into.add_(self.chunk.rounding_error(written))
 
@@ -125,14 +125,14 @@ class Part:
 
     def begin_again(self) -> None:
         """Let local steps begin again, right before the message leaves that was made."""
-        if (start := self._algorithm.depart(self.message, None, self.state)) is not None:
+        if (start := self._algorithm.on_send(self.message, None, self.state)) is not None:
             self.unpack(start)
 
     def end(self, received: Tensor, leaving: Tensor | None) -> Tensor:
         """The result of a round, at whose end another message may leave."""
         if leaving is None:
             return self._algorithm.update(self.message, received, self.state)
-        result = self._algorithm.depart(leaving, (self.message, received), self.state)
+        result = self._algorithm.on_send(leaving, (self.message, received), self.state)
         assert result is not None
         return result
 
@@ -143,7 +143,7 @@ class Part:
         return self._compression.begin(result, self.residual, out=self.scratch)
 
 
-class Parcel:
+class Bucket:
     """Parts that travel together.
 
     Args:
@@ -181,7 +181,7 @@ class Parcel:
 
 
 class Handle(Protocol):
-    """A parcel under way."""
+    """A bucket under way."""
 
     @property
     def lost(self) -> Tensor | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco.algorithms import ModelAverage, NeighborAverage
-from lightning_loco.distributed.work import Sum
+from lightning_loco.distributed.work import AllReduceSum
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.engine.engine import Engine
 from lightning_loco.engine.settings import WHOLE_MODEL_BYTES, RoundSettings
@@ -108,7 +108,7 @@ class ClockEngine(Engine):
         Raises:
             RuntimeError: If a worker is missing or has failed.
         """
-        group, place = self.worker.group, f"warm-up step {self.worker.steps}"
+        group, label = self.worker.group, f"warm-up step {self.worker.steps}"
         trainable = [p for p in parameters if p.requires_grad]
         if group.data is None or not trainable:
             return
@@ -116,7 +116,7 @@ class ClockEngine(Engine):
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainable]
         present = torch.tensor([p.grad is not None for p in trainable], device=gradients[0].device)
         flat = torch.cat([*(g.reshape(-1).to(wide) for g in gradients), present.to(wide)])
-        Sum(group, self.statistics, flat, place).wait().div_(group.num_workers)
+        AllReduceSum(group, self.statistics, flat, label).wait().div_(group.num_workers)
         lengths = [*(g.numel() for g in gradients), len(trainable)]
         *means, counts = torch.split_with_sizes(flat, lengths)
         pairs = zip(trainable, gradients, means, counts.tolist(), strict=True)
@@ -127,11 +127,11 @@ class ClockEngine(Engine):
     def abort(self) -> None:
         """Stop making rounds; all workers must call it, twice does no harm."""
         if not self.paused:
-            self.worker.meet("abort of the averaging")
+            self.worker.sync_point("abort of the averaging")
             self.paused = True
 
     def resume(self) -> None:
         """Make rounds again after :meth:`abort`; all workers must call it, twice does no harm."""
         if self.paused:
-            self.worker.meet("resumption of the averaging")
+            self.worker.sync_point("resumption of the averaging")
             self.paused = False

@@ -14,16 +14,16 @@ from typing_extensions import Self
 from lightning_loco.distributed.devices import device_of
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.distributed.worker_status import (
-    ROUND,
-    PendingRows,
-    Row,
-    RowCarrier,
-    TravellingRows,
+    IN_ROUND,
+    PendingStatuses,
+    SeparateStatuses,
+    StatusCarrier,
+    WorkerStatus,
 )
-from lightning_loco.engine.exchanges.all_reduce import RidingRows
+from lightning_loco.engine.exchanges.all_reduce import StatusesWithBucket
 from lightning_loco.engine.exchanges.base import Exchange, make_exchange
-from lightning_loco.engine.fragment import Lane
-from lightning_loco.engine.fragment_sync import Flight, Rounds
+from lightning_loco.engine.fragment import Fragment
+from lightning_loco.engine.fragment_sync import FragmentSync, PendingRound
 from lightning_loco.engine.link_emulator import LinkEmulator
 from lightning_loco.engine.membership import Link
 from lightning_loco.engine.settings import RoundSettings
@@ -41,8 +41,8 @@ class Engine:
         optimized: Exchange only those trainable parameters. Default: all of them.
 
     Attributes:
-        worker: What is this worker's whatever its schedule: place, replica, meetings, consensus.
-        lanes: The rounds of each part of the parameters that the schedule exchanges by itself.
+        worker: What is this worker's whatever its schedule: place, replica, sync points, consensus.
+        fragments: The rounds of each part of the parameters that the schedule exchanges by itself.
         settings: Checked against the number of workers, without ``"auto"``.
         statistics: What communication cost so far.
         paused: Set it to make no rounds for a while; the same on all workers.
@@ -65,11 +65,11 @@ class Engine:
         group = group if group is not None else WorkerGroup.create(device=device_of(model))
         try:
             self.worker, self.settings = Worker.join(model, make_settings, group, optimized)
-            made = make_lanes(self.worker, self.settings)
+            made = make_fragments(self.worker, self.settings)
         except BaseException as error:
             group.close(error)
             raise
-        self.lanes, self._carriers, exchange, self.link = made
+        self.fragments, self._carriers, exchange, self.link = made
         self.statistics = self.worker.statistics
         self.paused = self.measure_outer_gradient = False
         self.consensus_every, self.consensus_elements = 0, 8192
@@ -77,7 +77,7 @@ class Engine:
         self._sync_every = self._schedule.sync_every_of(group.worker)
         self._is_weighted = exchange.is_weighted
         self._takes_part = False
-        self._unread: PendingRows | None = None
+        self._unread: PendingStatuses | None = None
         self.statistics.staleness = self._schedule.staleness_of(group.worker)
         self.buffers_at_start = self.worker.replica.buffers.new_flat()
         self.worker.engine = self
@@ -124,14 +124,17 @@ class Engine:
         return not self.paused and any(begin or end for begin, end in self._due())
 
     @property
-    def _turn(self) -> int:  # the lane that the next round moves
-        return self.worker.round_index % len(self.lanes)
+    def _turn(self) -> int:  # the fragment that the next round moves
+        return self.worker.round_index % len(self.fragments)
 
     def _due(self) -> list[tuple[bool, bool]]:
         worker, now_s = self.worker, time.monotonic()
         counts = (worker.steps, worker.steps_since_round, worker.round_index)
-        lanes = enumerate(self.lanes)
-        nows = [Now(*counts, i, now_s - lane.landed_at, lane.flight) for i, lane in lanes]
+        fragments = enumerate(self.fragments)
+        nows = [
+            Now(*counts, i, now_s - fragment.applied_at, fragment.pending)
+            for i, fragment in fragments
+        ]
         return [self._schedule.due(now) for now in nows]
 
     @torch.no_grad()
@@ -143,49 +146,49 @@ class Engine:
         begins = any(begin for begin, _ in dues) or not any(end for _, end in dues)
         for index, (_, end) in enumerate(dues):
             if end and not (begins and index == self._turn):
-                self._land(index)
+                self._apply(index)
         if begins:
             self._settle()
-            self._begin(ROUND, f"round {self.worker.round_index}")
+            self._begin(IN_ROUND, f"round {self.worker.round_index}")
 
-    def _begin(self, place: float, words: str, unread: PendingRows | None = None) -> None:
+    def _begin(self, place: float, words: str, unread: PendingStatuses | None = None) -> None:
         """Begin a round, and end it in the same turn if the schedule says so.
 
-        ``place`` and ``words`` say where this worker is; ``unread`` are the workers' rows, if they
-        are under way already.
+        ``place`` and ``words`` say where this worker is; ``unread`` are the workers' statuses, if
+        they are under way already.
         """
         worker, turn = self.worker, self._turn
-        for index in range(len(self.lanes)) if self.link is not None else ():
+        for index in range(len(self.fragments)) if self.link is not None else ():
             if index != turn:
-                self._land(index)  # newcomers get the state as it is between two rounds
-        lane = self.lanes[turn]
+                self._apply(index)  # newcomers get the state as it is between two rounds
+        fragment = self.fragments[turn]
         worker.check_trainable()
         if unread is None:
-            row = self._look(place)
-            unread = self._carriers[turn].carry(self.statistics, row, words)
+            status = self._look(place)
+            unread = self._carriers[turn].carry(self.statistics, status, words)
             if self._is_weighted:
-                unread.complete = lambda: self.worker.tell(row, words).wait()
+                unread.complete = lambda: self.worker.tell(status, words).wait()
         self._unread = unread
         every = self.consensus_every if self._sync_every is not None and self.link is None else 0
         if every and worker.round_index % every == 0:
             unread.wait()
             self.statistics.consensus_distance = worker.measure_consensus(self.consensus_elements)
-        before = lane.flight
-        flight = Flight(worker.round_index, unread, self._takes_part, worker.steps)
-        if self._schedule.stays(worker.round_index):
-            lane.begin(flight)
+        before = fragment.pending
+        pending = PendingRound(worker.round_index, unread, self._takes_part, worker.steps)
+        if self._schedule.is_overlapped(worker.round_index):
+            fragment.begin(pending)
         elif self.link is None:
-            lane.make(flight)
+            fragment.make(pending)
         else:
-            lane.begin(flight, stays=False)
+            fragment.begin(pending, is_overlapped=False)
             self.link.catch_up()
-            lane = self.lanes[self._turn]
-            lane.land()
-        is_blocking = lane.flight is None
+            fragment = self.fragments[self._turn]
+            fragment.apply()
+        is_blocking = fragment.pending is None
         if before is not None or is_blocking:
-            self.statistics.outer_grad_norm = lane.gradient_norm
+            self.statistics.outer_grad_norm = fragment.gradient_norm
         self.statistics.rounds += self._sync_every is not None
-        lane.began_at = lane.fresh_at = worker.steps
+        fragment.began_at = fragment.fresh_at = worker.steps
         if not worker.was_finite:
             worker.replica.put_back_buffers(self.buffers_at_start)
         if is_blocking:
@@ -196,41 +199,41 @@ class Engine:
         if unread.has_been_read:
             self._settle()
 
-    def _look(self, place: float) -> Row:
+    def _look(self, place: float) -> WorkerStatus:
         """Look at the parameters, and say what the others should know of them."""
-        worker, lane = self.worker, self.lanes[self._turn]
-        lane.measure_gradient = self.measure_outer_gradient
-        worker.was_finite = finite = lane.look()
-        moved = worker.steps > lane.fresh_at or self._sync_every is None
+        worker, fragment = self.worker, self.fragments[self._turn]
+        fragment.measure_gradient = self.measure_outer_gradient
+        worker.was_finite = finite = fragment.look()
+        moved = worker.steps > fragment.fresh_at or self._sync_every is None
         self._takes_part = finite and moved
         if not finite:
-            for rounds in self.lanes:
-                if rounds is not lane:
+            for rounds in self.fragments:
+                if rounds is not fragment:
                     rounds.go_back()
-        spread = math.nan if lane.gradient_norm is None else lane.gradient_norm**2
-        return self._row(place)._replace(weight=self._takes_part, finite=finite, spread=spread)
+        spread = math.nan if fragment.gradient_norm is None else fragment.gradient_norm**2
+        return self._status(place)._replace(weight=self._takes_part, finite=finite, spread=spread)
 
-    def _row(self, place: float) -> Row:
+    def _status(self, place: float) -> WorkerStatus:
         """Where this worker is, without a look at its parameters."""
-        algorithm, lane = self.settings.algorithm, self.lanes[self._turn]
-        numbers = algorithm.scalars(lane.lane.state) if algorithm.num_scalars else ()
-        steps = self.worker.steps - lane.began_at
-        return self.worker.row(place)._replace(steps=steps, scalars=tuple(map(float, numbers)))
+        algorithm, fragment = self.settings.algorithm, self.fragments[self._turn]
+        numbers = algorithm.scalars(fragment.fragment.state) if algorithm.num_scalars else ()
+        steps = self.worker.steps - fragment.began_at
+        return self.worker.status(place)._replace(steps=steps, scalars=tuple(map(float, numbers)))
 
-    def _land(self, index: int) -> None:
-        """End the flight of a lane, if there is one."""
-        lane, statistics = self.lanes[index], self.statistics
-        if (flight := lane.flight) is None:
+    def _apply(self, index: int) -> None:
+        """End the pending round of a fragment, if there is one."""
+        fragment, statistics = self.fragments[index], self.statistics
+        if (pending := fragment.pending) is None:
             return
-        lane.land()
-        lane.landed_at = time.monotonic()
-        statistics.outer_grad_norm = lane.gradient_norm
+        fragment.apply()
+        fragment.applied_at = time.monotonic()
+        statistics.outer_grad_norm = fragment.gradient_norm
         if not self.worker.was_finite:
             self.worker.replica.put_back_buffers(self.buffers_at_start)
         if self._sync_every is None:
             statistics.rounds += 1
-            statistics.staleness = self.worker.steps - flight.began_at
-        if self._unread is flight.rows:
+            statistics.staleness = self.worker.steps - pending.began_at
+        if self._unread is pending.statuses:
             self._settle()
 
     def _settle(self) -> None:
@@ -238,40 +241,40 @@ class Engine:
         unread, self._unread = self._unread, None
         if unread is None:
             return
-        self.worker.note(rows := unread.wait())
+        self.worker.note(statuses := unread.wait())
         if self.link is not None:
             self.link.catch_up()
-        spreads = [row.spread for row in rows if math.isfinite(row.spread)]
+        spreads = [status.spread for status in statuses if math.isfinite(status.spread)]
         if spreads and self._sync_every is None:
             self.statistics.consensus_distance = math.sqrt(sum(spreads) / len(spreads))
 
     def rest(self) -> None:
-        """Bring to an end what cannot wait until after a meeting."""
+        """Bring to an end what cannot wait until after a sync point."""
         self._settle()
-        for index in range(len(self.lanes)) if self._schedule.lands_at_meetings else ():
-            self._land(index)
+        for index in range(len(self.fragments)) if self._schedule.applies_at_sync_points else ():
+            self._apply(index)
 
-    def rows_at_meeting(self, place: float, words: str) -> list[Row] | None:
-        """Tell the others that this worker is at a meeting; None after a round with them."""
-        unread = self._carriers[self._turn].meet(self.statistics, self._row(place), words)
+    def statuses_at_sync_point(self, place: float, words: str) -> list[WorkerStatus] | None:
+        """Tell the others that this worker is at a sync point; None after a round with them."""
+        unread = self._carriers[self._turn].sync_point(self.statistics, self._status(place), words)
         if unread is None:
             self._begin(place, words)
             return None
         if self._is_weighted:
             unread.complete = lambda: self.worker.tell(self._look(place), words).wait()
-        rows = unread.wait()
-        if any(row.place == ROUND for row in rows):
+        statuses = unread.wait()
+        if any(status.place == IN_ROUND for status in statuses):
             if not self._is_weighted:
                 self._look(place)
             self._begin(place, words, unread)
             return None
-        self.worker.note(rows)
-        return rows
+        self.worker.note(statuses)
+        return statuses
 
     def outer(self) -> Tensor | None:
         """The outer parameters ``(P,)``; None if the algorithm has none that all workers share."""
         key = self.settings.consensus_key
-        return None if key is None else self.lanes[0].lane.state[key]
+        return None if key is None else self.fragments[0].fragment.state[key]
 
     @torch.no_grad()
     def finish(self, purpose: str = "the end of training") -> None:
@@ -287,9 +290,9 @@ class Engine:
         if self.link is not None:
             self._make_last_rounds(purpose)
         else:
-            self.worker.meet(purpose)
-            for lane in self.lanes:
-                lane.wait()
+            self.worker.sync_point(purpose)
+            for fragment in self.fragments:
+                fragment.wait()
             self._settle()
             self.worker.shows_outer = False
         self.worker.show_consensus("the final consensus")
@@ -297,18 +300,18 @@ class Engine:
     def _make_last_rounds(self, purpose: str) -> None:
         assert self.link is not None
         self.link.finish()
-        for _ in self.lanes:
-            rows = self.worker.meet(purpose)
-            if self._sync_every is not None and any(row.steps > 0 for row in rows):
-                self._begin(ROUND, f"round {self.worker.round_index}")
-            elif len(self.lanes) > 1:
+        for _ in self.fragments:
+            statuses = self.worker.sync_point(purpose)
+            if self._sync_every is not None and any(status.steps > 0 for status in statuses):
+                self._begin(IN_ROUND, f"round {self.worker.round_index}")
+            elif len(self.fragments) > 1:
                 self.worker.round_index += 1
-        self._land_all()
+        self._apply_all()
 
-    def _land_all(self) -> None:
+    def _apply_all(self) -> None:
         self._settle()
-        for index in range(len(self.lanes)):
-            self._land(index)
+        for index in range(len(self.fragments)):
+            self._apply(index)
 
     @torch.no_grad()
     def drain(self) -> None:
@@ -317,8 +320,8 @@ class Engine:
         Raises:
             RuntimeError: If a worker is missing or has failed.
         """
-        self.worker.meet("the draining of rounds")
-        self._land_all()
+        self.worker.sync_point("the draining of rounds")
+        self._apply_all()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything this worker needs to go on exactly, also in the middle of a round.
@@ -326,13 +329,13 @@ class Engine:
         What stands under ``"shared"`` is equal on all workers if the algorithm is replicated.
         """
         self._settle()
-        shared, own = zip(*(lane.state_dict() for lane in self.lanes), strict=True)
+        shared, own = zip(*(fragment.state_dict() for fragment in self.fragments), strict=True)
         return {
             **self.worker.state_dict(),
             "buffers_at_start": self.buffers_at_start,
-            "began_at": [lane.began_at for lane in self.lanes],
+            "began_at": [fragment.began_at for fragment in self.fragments],
             "shared": list(shared),
-            "lanes": list(own),
+            "fragments": list(own),
         }
 
     @torch.no_grad()
@@ -340,42 +343,42 @@ class Engine:
         """Go on from a state of :meth:`state_dict` of the same worker."""
         self.worker.load_state_dict(saved)
         self.buffers_at_start = saved["buffers_at_start"]
-        states = zip(saved["shared"], saved["lanes"], saved["began_at"], strict=True)
-        for lane, (shared, own, began_at) in zip(self.lanes, states, strict=True):
-            lane.load_state_dict(shared, own)
-            lane.began_at = lane.fresh_at = began_at
+        states = zip(saved["shared"], saved["fragments"], saved["began_at"], strict=True)
+        for fragment, (shared, own, began_at) in zip(self.fragments, states, strict=True):
+            fragment.load_state_dict(shared, own)
+            fragment.began_at = fragment.fresh_at = began_at
 
     @torch.no_grad()
     def reset(self) -> None:
         """Make what the model holds now the start of the rounds, as if there had been none before.
 
-        Outer parameters are the present ones and momentum is zero; what a flight under way brings
-        is dropped, and the next round is a whole one. All workers must call it at the same place,
-        and hold the same parameters. A member of a run whose workers come and go calls it alone,
-        and keeps in step with the others.
+        Outer parameters are the present ones and momentum is zero; what a pending round
+        brings is dropped, and the next round is a whole one. All workers must call it at the same
+        place, and hold the same parameters. A member of a run whose workers come and go calls it
+        alone, and keeps in step with the others.
         """
         worker, settings = self.worker, self.settings
         start = worker.replica.layout.new_flat()
-        own = {"flight": None, "residual": settings.init_residual(start), "departure": start}
+        own = {"pending": None, "residual": settings.init_residual(start), "sent_params": start}
         self.load_state_dict(
             {
                 **worker.state_dict(),
                 "steps_since_round": 0 if self.link is None else worker.steps_since_round,
                 "running": {},
                 "buffers_at_start": worker.replica.buffers.new_flat(),
-                "began_at": [worker.steps for _ in self.lanes],
+                "began_at": [worker.steps for _ in self.fragments],
                 "shared": [
                     {"state": settings.algorithm.init(start.clone()), "received": None}
-                    for _ in self.lanes
+                    for _ in self.fragments
                 ],
-                "lanes": [own for _ in self.lanes],
+                "fragments": [own for _ in self.fragments],
             }
         )
 
     def close(self) -> None:
         """Destroy the process groups and stop all threads; a second call does nothing."""
-        self.worker.group.failed |= any(lane.is_under_way for lane in self.lanes)
-        handles = [handle for lane in self.lanes for handle in lane.give_up()]
+        self.worker.group.failed |= any(fragment.is_under_way for fragment in self.fragments)
+        handles = [handle for fragment in self.fragments for handle in fragment.give_up()]
         self._unread = self.worker.engine = None
         if self.link is not None:
             self.link.close()
@@ -384,13 +387,14 @@ class Engine:
             handle.release()
 
 
-def make_lanes(
+def make_fragments(
     worker: Worker, settings: RoundSettings
-) -> tuple[list[Rounds], list[RowCarrier], Exchange, Link | None]:
-    """The lanes of an engine, how rows travel with each, the exchange of all, and the link if any.
+) -> tuple[list[FragmentSync], list[StatusCarrier], Exchange, Link | None]:
+    """The fragments of an engine, how statuses travel with each, the exchange of all, and the link
+    if any.
 
-    Rows ride with a round's first parcel where the exchange can carry them and somebody attends to
-    the round until it ends: those at a meeting must be called when it is late.
+    Rows ride with a round's first bucket where the exchange can carry them and somebody attends to
+    the round until it ends: those at a sync point must be called when it is late.
     """
     group, layout, algorithm = worker.group, worker.replica.layout, settings.algorithm
     membership = settings.membership
@@ -401,27 +405,33 @@ def make_lanes(
         worker.statistics,
         settings.topology,
         settings.compression,
-        settings.stays,
+        settings.is_overlapped,
     )
     if settings.link is not None and group.num_workers > 1:
         slow = settings.link, group, worker.statistics, settings.topology
         exchange = LinkEmulator(exchange, *slow)
-    is_attended = not settings.stays or settings.schedule.lands_at_meetings
-    rides = exchange.can_carry_rows and is_attended
-    width = Row.width(algorithm.num_scalars)
-    rows_elements = group.num_workers * width if rides else 0
-    longest = settings.parcel_elements(layout.numel, layout.dtype.itemsize)
+    is_attended = not settings.is_overlapped or settings.schedule.applies_at_sync_points
+    rides = exchange.can_carry_status and is_attended
+    width = WorkerStatus.width(algorithm.num_scalars)
+    status_elements = group.num_workers * width if rides else 0
+    longest = settings.bucket_elements(layout.numel, layout.dtype.itemsize)
     start = layout.new_flat()
     residual = settings.init_residual(start)
     state = algorithm.init(start)
-    lanes: list[Rounds] = []
-    carriers: list[RowCarrier] = []
-    for stretches in settings.schedule.lanes(layout.sizes):
-        departure = lanes[0].lane.departure if lanes else None
-        lane = Lane(layout, stretches, settings, state, residual, longest, rows_elements, departure)
-        rounds = Rounds(lane, settings, exchange)
-        lanes.append(rounds)
-        table = lane.rows_memory.view(-1, width)
-        rider = RidingRows(group, table, rounds.send_first, settings.stays) if rides else None
-        carriers.append(link or rider or TravellingRows(group))
-    return lanes, carriers, exchange, link
+    fragments: list[FragmentSync] = []
+    carriers: list[StatusCarrier] = []
+    for stretches in settings.schedule.fragment_slices(layout.sizes):
+        sent_params = fragments[0].fragment.sent_params if fragments else None
+        fragment = Fragment(
+            layout, stretches, settings, state, residual, longest, status_elements, sent_params
+        )
+        rounds = FragmentSync(fragment, settings, exchange)
+        fragments.append(rounds)
+        table = fragment.status_memory.view(-1, width)
+        rider = (
+            StatusesWithBucket(group, table, rounds.send_first, settings.is_overlapped)
+            if rides
+            else None
+        )
+        carriers.append(link or rider or SeparateStatuses(group))
+    return fragments, carriers, exchange, link

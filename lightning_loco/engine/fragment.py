@@ -10,32 +10,32 @@ import torch
 from torch import Tensor
 
 from lightning_loco.algorithms import State
-from lightning_loco.engine.buckets import Parcel, Part, group_chunks, slice_state
-from lightning_loco.engine.settings import PARCELS_UNDER_WAY, RoundSettings
+from lightning_loco.engine.buckets import Bucket, Part, group_chunks, slice_state
+from lightning_loco.engine.settings import PENDING_BUCKETS, RoundSettings
 from lightning_loco.parameters.flat import Chunk, FlatLayout
 
 
-class Lane:
-    """The parcels of a lane, tied to the parameters and to the memory of messages.
+class Fragment:
+    """The buckets of a fragment, tied to the parameters and to the memory of messages.
 
-    A lane whose flights stay under way, or whose messages fit into the bucket, keeps a place for
-    every message; others reuse two places, parcel after parcel.
+    A fragment whose pending rounds stay under way, or whose messages fit into the bucket, keeps a
+    place for every message; others reuse two places, bucket after bucket.
 
     Args:
-        layout: The trainable parameters, cut at the lane's borders.
-        stretches: The lane's part of the flat vector.
+        layout: The trainable parameters, cut at the fragment's borders.
+        stretches: The fragment's part of the flat vector.
         settings: Prepared.
-        state: The algorithm's state; entries of shape ``(P,)`` are shared between lanes.
+        state: The algorithm's state; entries of shape ``(P,)`` are shared between fragments.
         residual: What compression remembers, likewise.
-        parcel_elements: Longest parcel.
-        rows_elements: Room for the workers' rows behind the first parcel: ``rows_memory``.
-        departure: Where the parameters that left are kept, ``(P,)``, shared between lanes. Default:
-            memory of its own.
+        bucket_elements: Longest bucket.
+        status_elements: Room for the workers' statuses behind the first bucket: ``status_memory``.
+        departure: Where the parameters that left are kept, ``(P,)``, shared between fragments.
+            Default: memory of its own.
 
     Attributes:
         holds: Whether every message has a place of its own.
-        parcels: In order, and their ``parts``; replaced by :meth:`tie`.
-        tied_to: The layout's chunks that the parcels are tied to.
+        buckets: In order, and their ``parts``; replaced by :meth:`tie`.
+        tied_to: The layout's chunks that the buckets are tied to.
         departure: The parameters that left, or were written last, if they are kept; else None.
         has_uncut_state: Whether slices have copies of some entries of the state.
     """
@@ -47,34 +47,36 @@ class Lane:
         settings: RoundSettings,
         state: State,
         residual: State,
-        parcel_elements: int,
-        rows_elements: int = 0,
-        departure: Tensor | None = None,
+        bucket_elements: int,
+        status_elements: int = 0,
+        sent_params: Tensor | None = None,
     ) -> None:
         self.layout = layout
         self._stretches = stretches
         self._algorithm = settings.algorithm
         self._compression = settings.compression
         self._is_whole = settings.algorithm.granularity is None
-        self._parcel_elements = parcel_elements
-        self._rows_elements = rows_elements
+        self._bucket_elements = bucket_elements
+        self._status_elements = status_elements
         uncut = {} if self._is_whole else {k: v for k, v in state.items() if not self.is_cut(v)}
         self.has_uncut_state = bool(uncut)
         self.state = {**state, **copy.deepcopy(uncut)}
         self.residual = residual
         groups = self._groups()
         lengths = [sum(map(len, group)) for group in groups] or [0]
-        self.holds = settings.stays or len(groups) <= PARCELS_UNDER_WAY
+        self.holds = settings.is_overlapped or len(groups) <= PENDING_BUCKETS
         if not self.holds:
-            lengths = [lengths[0], *[max(lengths)] * (PARCELS_UNDER_WAY - 1)]
-        self._places = [layout.empty(n + rows_elements * (i == 0)) for i, n in enumerate(lengths)]
-        self.rows_memory = self._places[0][lengths[0] :]
+            lengths = [lengths[0], *[max(lengths)] * (PENDING_BUCKETS - 1)]
+        self._places = [layout.empty(n + status_elements * (i == 0)) for i, n in enumerate(lengths)]
+        self.status_memory = self._places[0][lengths[0] :]
         self._scratch: Tensor | None = None
-        self.departure: Tensor | None = None
-        if settings.stays:
+        self.sent_params: Tensor | None = None
+        if settings.is_overlapped:
             self._scratch = layout.empty(max((len(c) for g in groups for c in g), default=0))
-            if settings.landing is not None and settings.landing.keeps_what_left(layout.is_rounded):
-                self.departure = layout.new_flat() if departure is None else departure
+            if settings.merge_policy is not None and settings.merge_policy.keeps_sent_params(
+                layout.is_rounded
+            ):
+                self.sent_params = layout.new_flat() if sent_params is None else sent_params
         self.tie()
 
     def is_cut(self, value: object) -> bool:
@@ -84,36 +86,36 @@ class Lane:
     def _groups(self) -> list[list[Chunk]]:
         chunks = self.layout.chunks()
         own = [c for c in chunks if any(c.start in stretch for stretch in self._stretches)]
-        return group_chunks(own, self._parcel_elements)
+        return group_chunks(own, self._bucket_elements)
 
     def tie(self) -> None:
-        """Tie all parcels to their memory; again when the parameters or the state have moved."""
+        """Tie all buckets to their memory; again when the parameters or the state have moved."""
         self.tied_to = self.layout.chunks()
-        self.parcels = [self._parcel(index, chunks) for index, chunks in enumerate(self._groups())]
-        self.parts = [part for parcel in self.parcels for part in parcel.parts]
+        self.buckets = [self._bucket(index, chunks) for index, chunks in enumerate(self._groups())]
+        self.parts = [part for bucket in self.buckets for part in bucket.parts]
         self.sums = self.layout.empty(len(self.parts))
 
-    def _parcel(self, index: int, chunks: list[Chunk]) -> Parcel:
+    def _bucket(self, index: int, chunks: list[Chunk]) -> Bucket:
         place = self._places[index % len(self._places)]
         parts: list[Part] = []
         length = 0
         for chunk in chunks:
             parts.append(self._part(chunk, place[length : length + len(chunk)]))
             length += len(chunk)
-        return Parcel(place[: length + (0 if index else self._rows_elements)], parts)
+        return Bucket(place[: length + (0 if index else self._status_elements)], parts)
 
     def _part(self, chunk: Chunk, message: Tensor) -> Part:
-        numel, departure = self.layout.numel, self.departure
+        numel, sent_params = self.layout.numel, self.sent_params
         state = self.state if self._is_whole else slice_state(self.state, numel, chunk)
         residual = slice_state(self.residual, numel, chunk)
-        if departure is not None:
-            departure = departure[chunk.start : chunk.stop]
+        if sent_params is not None:
+            sent_params = sent_params[chunk.start : chunk.stop]
         return Part(
             chunk,
             message,
             self._algorithm,
             state,
-            departure,
+            sent_params,
             self._scratch,
             self._compression,
             residual,
@@ -133,10 +135,10 @@ class Lane:
         self.state.update({k: v for k, v in seen.items() if not self.is_cut(self.state[k])})
 
     def gather(self, received: Sequence[Tensor]) -> Tensor:
-        """One vector of what belongs to the parcels, in order, in the host's memory."""
-        pairs = zip(self.parcels, received, strict=True)
+        """One vector of what belongs to the buckets, in order, in the host's memory."""
+        pairs = zip(self.buckets, received, strict=True)
         return torch.cat(
-            [self.layout.empty(0).cpu(), *(r[: len(parcel)].cpu() for parcel, r in pairs)]
+            [self.layout.empty(0).cpu(), *(r[: len(bucket)].cpu() for bucket, r in pairs)]
         )
 
     def split(self, flat: Tensor) -> list[Tensor]:
@@ -145,11 +147,11 @@ class Lane:
         return [share.to(self.layout.device, copy=True) for share in shares]
 
     def messages(self) -> list[Tensor]:
-        """Where the messages are, parcel by parcel."""
-        return [parcel.wire[: len(parcel)] for parcel in self.parcels]
+        """Where the messages are, bucket by bucket."""
+        return [bucket.wire[: len(bucket)] for bucket in self.buckets]
 
-    def take_flight(self, received: Tensor, messages: Tensor | None) -> list[Tensor]:
-        """Cut what a flight has brought into parcels.
+    def load_pending(self, received: Tensor, messages: Tensor | None) -> list[Tensor]:
+        """Cut what a pending round has brought into buckets.
 
         Args:
             received: As :meth:`gather` has put it together.
@@ -167,7 +169,7 @@ class Lane:
 
     def state_dict(self) -> dict[str, Any]:
         """What compression remembers, and the parameters that left last."""
-        return {"residual": dict(self.residual), "departure": self.departure}
+        return {"residual": dict(self.residual), "sent_params": self.sent_params}
 
     def load_state_dict(self, state: State, saved: dict[str, Any]) -> None:
         """Take over a state of the algorithm and what :meth:`state_dict` has given."""
@@ -182,6 +184,6 @@ class Lane:
                     own[key] = value
         for stretch in self._stretches:
             part = slice(stretch.start, stretch.stop)
-            if self.departure is not None:
-                self.departure[part].copy_(saved["departure"][part])
+            if self.sent_params is not None:
+                self.sent_params[part].copy_(saved["sent_params"][part])
         self.tie()

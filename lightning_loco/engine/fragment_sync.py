@@ -1,7 +1,8 @@
-"""The rounds of one lane: propose, send, land, parcel by parcel.
+"""The rounds of one fragment: propose, send, land, bucket by bucket.
 
-Three turns are all there is: :meth:`Rounds.make` begins and ends a round, :meth:`Rounds.begin`
-leaves one under way, after the one before has landed or while it does, :meth:`Rounds.land` ends it.
+Three turns are all there is: :meth:`FragmentSync.make` begins and ends a round,
+:meth:`FragmentSync.begin` leaves one under way, after the one before has landed or while it does,
+:meth:`FragmentSync.apply` ends it.
 """
 
 from __future__ import annotations
@@ -17,26 +18,26 @@ from torch import Tensor
 
 from lightning_loco.algorithms import Restart
 from lightning_loco.distributed.work import labelled
-from lightning_loco.distributed.worker_status import PendingRows, Row
-from lightning_loco.engine.buckets import Arrived, Handle, Parcel, Part
+from lightning_loco.distributed.worker_status import PendingStatuses, WorkerStatus
+from lightning_loco.engine.buckets import Arrived, Bucket, Handle, Part
 from lightning_loco.engine.exchanges.base import Exchange, send, wait_for
-from lightning_loco.engine.fragment import Lane
-from lightning_loco.engine.settings import PARCELS_UNDER_WAY, RoundSettings
+from lightning_loco.engine.fragment import Fragment
+from lightning_loco.engine.settings import PENDING_BUCKETS, RoundSettings
 from lightning_loco.fault_points import reach
 from lightning_loco.parameters.flat import are_finite
 
 
 @dataclasses.dataclass
-class Flight:
-    """Messages of one lane under way, and what their landing needs to know.
+class PendingRound:
+    """Messages of one fragment under way, and what their landing needs to know.
 
     Attributes:
         index: Number of the round.
-        rows: What the workers tell with it.
+        statuses: What the workers tell with it.
         valid: Whether this worker's message is one of its own progress, with weight in a mean.
         finite: Whether its parameters were finite when it began.
         began_at: Local steps of this worker when it began.
-        handles: The parcels under way, in order.
+        handles: The buckets under way, in order.
         received: What they have brought; None before it is here.
         stayed: Whether local steps were made while it was under way.
         told: The algorithm's own numbers of all workers; None before they are known.
@@ -45,20 +46,22 @@ class Flight:
     """
 
     index: int
-    rows: PendingRows
+    statuses: PendingStatuses
     valid: bool
     began_at: int
     handles: list[Handle] = dataclasses.field(default_factory=list)
     received: list[Tensor] | None = None
-    stayed: bool = False
+    was_overlapped: bool = False
     told: list[tuple[float, ...]] | None = None
     is_divided: bool = False
     finite: bool = True
 
     def has_arrived(self) -> bool:
         """Whether everything is here; never waits, and calls others who may not know of it."""
-        are_rows_here = self.rows.has_arrived()  # whatever the handles say: this is the call
-        return all(handle.has_arrived() for handle in self.handles) and are_rows_here
+        are_statuses_here = (
+            self.statuses.has_arrived()
+        )  # whatever the handles say: this is the call
+        return all(handle.has_arrived() for handle in self.handles) and are_statuses_here
 
     def state_dict(self) -> dict[str, Any]:
         """What to know of it besides what it brings."""
@@ -67,54 +70,56 @@ class Flight:
         }
 
     @classmethod
-    def arrived(cls, saved: dict[str, Any], received: Sequence[Tensor]) -> Flight:
-        """A flight of which only the landing is left, as from a checkpoint.
+    def arrived(cls, saved: dict[str, Any], received: Sequence[Tensor]) -> PendingRound:
+        """A pending round of which only the landing is left, as from a checkpoint.
 
-        ``received`` has arrived, parcel by parcel, and is divided by the total weight.
+        ``received`` has arrived, bucket by bucket, and is divided by the total weight.
         """
-        rows = PendingRows(lambda: torch.zeros(0, Row.width(0)), f"round {saved['index']}")
+        statuses = PendingStatuses(
+            lambda: torch.zeros(0, WorkerStatus.width(0)), f"round {saved['index']}"
+        )
         told = saved["told"] and [tuple(numbers) for numbers in saved["told"]]
-        flight = cls(saved["index"], rows, saved["valid"], saved["began_at"], told=told)
-        flight.finite = saved["finite"]
-        flight.handles = [Arrived(tensor) for tensor in received]
-        flight.stayed = flight.is_divided = True
-        return flight
+        pending = cls(saved["index"], statuses, saved["valid"], saved["began_at"], told=told)
+        pending.finite = saved["finite"]
+        pending.handles = [Arrived(tensor) for tensor in received]
+        pending.was_overlapped = pending.is_divided = True
+        return pending
 
 
-class Rounds:
-    """All that one lane of one worker exchanges.
+class FragmentSync:
+    """All that one fragment of one worker exchanges.
 
     Where every message has a place of its own, everything has arrived before anything changes: a
     round that fails leaves parameters and state as they were. A blocking round that is larger than
     the bucket lands in pieces, and one that fails in between is marked as torn.
 
     Args:
-        lane: The parameters, their memory and their state.
+        fragment: The parameters, their memory and their state.
         settings: What to compute and how; prepared.
         exchange: How messages move.
 
     Attributes:
-        flight: The round under way, or None.
+        pending: The round under way, or None.
         began_at: Local steps of this worker when the last round began.
         fresh_at: Local steps after which this worker has something to tell; those of ``began_at``,
             unless its parameters have come from another worker since.
-        landed_at: When a flight ended last, by the monotonic clock in seconds.
+        applied_at: When a pending round ended last, by the monotonic clock in seconds.
         measure_gradient: Whether rounds measure the norm of the outer gradient.
         gradient_norm: That of the last round.
         is_torn: Whether a round has failed after some of its parts had landed.
     """
 
-    def __init__(self, lane: Lane, settings: RoundSettings, exchange: Exchange) -> None:
-        self.lane = lane
-        self.flight: Flight | None = None
-        self.began_at, self.fresh_at, self.landed_at = 0, 0, -math.inf
+    def __init__(self, fragment: Fragment, settings: RoundSettings, exchange: Exchange) -> None:
+        self.fragment = fragment
+        self.pending: PendingRound | None = None
+        self.began_at, self.fresh_at, self.applied_at = 0, 0, -math.inf
         self.measure_gradient = False
         self.gradient_norm: float | None = None
         self.is_torn = False
         self._algorithm = settings.algorithm
-        self._landing = settings.landing or Restart()
+        self._merge_policy = settings.merge_policy or Restart()
         self._exchange = exchange
-        self._stays = settings.schedule.stays
+        self._is_overlapped = settings.schedule.is_overlapped
         self._squares: list[Tensor] = []
         self._is_proposed = False
         self._is_finite = True
@@ -127,47 +132,50 @@ class Rounds:
         still in the cache, replaces one at the parameters.
         """
         self._make_ready()
-        lane, sums = self.lane, [math.nan]
-        self._is_proposed = lane.holds and self.flight is None
+        fragment, sums = self.fragment, [math.nan]
+        self._is_proposed = fragment.holds and self.pending is None
         if self._is_proposed:
             with labelled("loco/propose"):
-                for part, total in zip(lane.parts, lane.sums.unbind(), strict=True):
+                for part, total in zip(fragment.parts, fragment.sums.unbind(), strict=True):
                     self._propose_local(part, part.message, total)
-            sums = lane.sums.tolist()
-        self._is_finite = all(map(math.isfinite, sums)) or are_finite([p.chunk for p in lane.parts])
+            sums = fragment.sums.tolist()
+        self._is_finite = all(map(math.isfinite, sums)) or are_finite(
+            [p.chunk for p in fragment.parts]
+        )
         return self._is_finite
 
     def _make_ready(self) -> None:
-        layout = self.lane.layout
+        layout = self.fragment.layout
         if layout.before_write is not None:
             layout.before_write()
         self._tie()
 
     def _tie(self) -> None:
-        if self.lane.layout.chunks() is not self.lane.tied_to:
-            self.lane.tie()
+        if self.fragment.layout.chunks() is not self.fragment.tied_to:
+            self.fragment.tie()
 
     def go_back(self) -> None:
         """Go on from where the last round began, if the parameters hold NaN or infinity.
 
-        For lanes that have no round now: one local step spreads NaN over all parameters, so that a
-        lane alone cannot get rid of it. Of a flight under way the result is taken as it is.
+        For fragments that have no round now: one local step spreads NaN over all parameters, so
+        that a fragment alone cannot get rid of it. Of a pending round the result is
+        taken as it is.
         """
         self._tie()
-        if are_finite([part.chunk for part in self.lane.parts]):
+        if are_finite([part.chunk for part in self.fragment.parts]):
             return
-        for part in self.lane.parts:
+        for part in self.fragment.parts:
             if (start := part.start()) is not None:
                 part.unpack(start)
-        if self.flight is not None:
-            self.flight.finite = False
+        if self.pending is not None:
+            self.pending.finite = False
 
     def _propose_local(self, part: Part, into: Tensor, total: Tensor | None = None) -> None:
         part.read_local(into)
         if total is not None:
             torch.sum(into, 0, out=total)
-        if part.departure is not None:
-            part.departure.copy_(into)
+        if part.sent_params is not None:
+            part.sent_params.copy_(into)
         part.propose(into)
 
     def _propose(self, part: Part, into: Tensor, valid: bool) -> None:
@@ -176,8 +184,8 @@ class Rounds:
         if valid or (self._is_finite and not is_weighted):
             self._propose_local(part, into)
             return
-        if part.departure is not None and self._is_finite:
-            part.read_local(part.departure)
+        if part.sent_params is not None and self._is_finite:
+            part.read_local(part.sent_params)
         if is_weighted:
             into.zero_()
         elif (start := part.start()) is not None:
@@ -188,151 +196,171 @@ class Rounds:
                 "the round began. Lower the learning rate, or go back to the last checkpoint."
             )
 
-    def _send(self, parcel: Parcel, index: int, valid: bool) -> Handle:
+    def _send(self, bucket: Bucket, index: int, valid: bool) -> Handle:
         if not (valid and self._is_proposed):
             with labelled("loco/propose"):
-                for part in parcel.parts:
+                for part in bucket.parts:
                     self._propose(part, part.message, valid)
-        goes_on = self.flight is not None or (self._landing.keeps_progress and self._is_finite)
-        for part in parcel.parts if self._stays(index) and not goes_on else ():
+        goes_on = self.pending is not None or (
+            self._merge_policy.keeps_progress and self._is_finite
+        )
+        for part in bucket.parts if self._is_overlapped(index) and not goes_on else ():
             part.begin_again()
-        return send(self._exchange, parcel, index)
+        return send(self._exchange, bucket, index)
 
     def send_first(self, index: int, valid: bool) -> Handle:
-        """Send the first parcel ahead, because the workers' rows ride behind it."""
-        self._first = self._send(self.lane.parcels[0], index, valid)
+        """Send the first bucket ahead, because the workers' statuses ride behind it."""
+        self._first = self._send(self.fragment.buckets[0], index, valid)
         return self._first
 
-    def _send_next(self, parcel: Parcel, flight: Flight) -> Handle:
+    def _send_next(self, bucket: Bucket, pending: PendingRound) -> Handle:
         first, self._first = self._first, None
-        return first or self._send(parcel, flight.index, flight.valid)
+        return first or self._send(bucket, pending.index, pending.valid)
 
-    def make(self, flight: Flight) -> None:
+    def make(self, pending: PendingRound) -> None:
         """Send all messages and apply what comes back, before the next local step."""
-        if self.lane.holds:
-            self.begin(flight, stays=False)
-            self.land()
+        if self.fragment.holds:
+            self.begin(pending, is_overlapped=False)
+            self.apply()
             return
-        waiting: deque[tuple[Parcel, Handle]] = deque()
-        for parcel in self.lane.parcels:
-            if len(waiting) == PARCELS_UNDER_WAY:
-                self._land_piece(flight, *waiting.popleft())
-            waiting.append((parcel, self._send_next(parcel, flight)))
+        waiting: deque[tuple[Bucket, Handle]] = deque()
+        for bucket in self.fragment.buckets:
+            if len(waiting) == PENDING_BUCKETS:
+                self._apply_bucket(pending, *waiting.popleft())
+            waiting.append((bucket, self._send_next(bucket, pending)))
         while waiting:
-            self._land_piece(flight, *waiting.popleft())
+            self._apply_bucket(pending, *waiting.popleft())
         self._finish()
 
-    def begin(self, flight: Flight, stays: bool = True) -> None:
-        """Send all messages; the flight before lands. ``stays``: local steps follow before this."""
-        before, flight.stayed, flight.finite = self.flight, stays, self._is_finite
-        if before is not None and not self._landing.keeps_progress:
-            self._land(before, True, flight)
+    def begin(self, pending: PendingRound, is_overlapped: bool = True) -> None:
+        """Send all messages, and apply the round before, which is pending."""
+        before, pending.was_overlapped, pending.finite = (
+            self.pending,
+            is_overlapped,
+            self._is_finite,
+        )
+        if before is not None and not self._merge_policy.keeps_progress:
+            self._apply(before, True, pending)
             return
         if before is not None:
-            self._land(before, flight.finite)
-        flight.handles = [self._send_next(parcel, flight) for parcel in self.lane.parcels]
-        if self.lane.has_uncut_state:
-            self.lane.take_back_state()
-        self.flight = flight
+            self._apply(before, pending.finite)
+        pending.handles = [self._send_next(bucket, pending) for bucket in self.fragment.buckets]
+        if self.fragment.has_uncut_state:
+            self.fragment.take_back_state()
+        self.pending = pending
 
-    def land(self) -> None:
-        """Wait for the flight under way, if any, and apply all that it brings, or nothing."""
-        if self.flight is not None:
+    def apply(self) -> None:
+        """Wait for the pending round, if any, and apply all that it brings, or nothing."""
+        if self.pending is not None:
             self._make_ready()
-            self._land(self.flight, True)
+            self._apply(self.pending, True)
 
     @property
     def is_under_way(self) -> bool:
         """Whether messages may still be on their way."""
-        return self.flight is not None and self.flight.received is None
+        return self.pending is not None and self.pending.received is None
 
     def wait(self) -> None:
-        """Wait for all that the flight under way brings, without applying it."""
-        if self.flight is not None:
-            self._receive(self.flight)
+        """Wait for all that the pending round brings, without applying it."""
+        if self.pending is not None:
+            self._receive(self.pending)
 
-    def _land(self, flight: Flight, valid: bool, successor: Flight | None = None) -> None:
-        """Apply all of a flight; the message of a successor is made right before, part by part."""
-        received, weight = self._receive(flight)
-        self._commit(flight, self.lane.parts)
-        self._keep_lost(flight)
-        for parcel, whole in zip(self.lane.parcels, received, strict=True):
+    def _apply(
+        self, pending: PendingRound, valid: bool, successor: PendingRound | None = None
+    ) -> None:
+        """Apply a pending round; the successor's message is made right before, part by part."""
+        received, weight = self._receive(pending)
+        self._commit(pending, self.fragment.parts)
+        self._keep_lost(pending)
+        for bucket, whole in zip(self.fragment.buckets, received, strict=True):
             with labelled("loco/apply"):
-                for part, share in parcel.split(whole, weight):
+                for part, share in bucket.split(whole, weight):
                     if successor is not None:
                         self._propose(part, part.scratch, successor.valid)
                     leaving = None if successor is None else part.scratch
-                    self._land_part(flight, part, share, valid, leaving)
+                    self._apply_chunk(pending, part, share, valid, leaving)
                     if successor is not None:
                         part.message.copy_(part.scratch)
             if successor is not None:
-                successor.handles.append(send(self._exchange, parcel, successor.index))
-        for handle in flight.handles:
+                successor.handles.append(send(self._exchange, bucket, successor.index))
+        for handle in pending.handles:
             handle.release()
-        self.flight = successor
+        self.pending = successor
         self._finish()
 
-    def _land_piece(self, flight: Flight, parcel: Parcel, handle: Handle) -> None:
-        weight = self._weight(flight)
+    def _apply_bucket(self, pending: PendingRound, bucket: Bucket, handle: Handle) -> None:
+        weight = self._weight(pending)
         with labelled("loco/exchange"):
             received = wait_for(handle)
-        self._commit(flight, parcel.parts)
-        parcel.keep(handle.lost, flight.valid)
+        self._commit(pending, bucket.parts)
+        bucket.keep(handle.lost, pending.valid)
         with labelled("loco/apply"):
-            for part, share in parcel.split(received, weight):
-                self._land_part(flight, part, share, True, None)
+            for part, share in bucket.split(received, weight):
+                self._apply_chunk(pending, part, share, True, None)
         handle.release()
 
-    def _receive(self, flight: Flight) -> tuple[list[Tensor], float]:
+    def _receive(self, pending: PendingRound) -> tuple[list[Tensor], float]:
         with labelled("loco/exchange"):
-            weight = self._weight(flight)  # first, because it calls those who may be at a meeting
-            if flight.received is None:
-                flight.received = [wait_for(handle) for handle in flight.handles]
-            return flight.received, weight
+            weight = self._weight(
+                pending
+            )  # first, because it calls those who may be at a sync point
+            if pending.received is None:
+                pending.received = [wait_for(handle) for handle in pending.handles]
+            return pending.received, weight
 
-    def _weight(self, flight: Flight) -> float:
-        """What sums are to be divided by; waits for the rows only if they matter."""
-        if self._algorithm.num_scalars and flight.told is None:
-            flight.told = [row.scalars for row in flight.rows.wait()]
-        is_sum = self._exchange.is_weighted and not flight.is_divided
-        return flight.rows.total_weight() if is_sum else 1.0
+    def _weight(self, pending: PendingRound) -> float:
+        """What sums are to be divided by; waits for the statuses only if they matter."""
+        if self._algorithm.num_scalars and pending.told is None:
+            pending.told = [status.scalars for status in pending.statuses.wait()]
+        is_sum = self._exchange.is_weighted and not pending.is_divided
+        return pending.statuses.total_weight() if is_sum else 1.0
 
-    def _commit(self, flight: Flight, parts: list[Part]) -> None:
+    def _commit(self, pending: PendingRound, parts: list[Part]) -> None:
         """From here on the round counts: these parts wait for no other worker any more."""
         reach("outer step")
         self.is_torn = True
-        for part in parts if flight.told is not None else ():
-            self._algorithm.hear(flight.told or (), part.state)
+        for part in parts if pending.told is not None else ():
+            self._algorithm.receive_scalars(pending.told or (), part.state)
 
-    def _keep_lost(self, flight: Flight) -> None:
-        for parcel, handle in zip(self.lane.parcels, flight.handles, strict=True):
-            parcel.keep(None if flight.is_divided else handle.lost, flight.valid)
+    def _keep_lost(self, pending: PendingRound) -> None:
+        for bucket, handle in zip(self.fragment.buckets, pending.handles, strict=True):
+            bucket.keep(None if pending.is_divided else handle.lost, pending.valid)
 
-    def _land_part(
-        self, flight: Flight, part: Part, received: Tensor, valid: bool, leaving: Tensor | None
+    def _apply_chunk(
+        self,
+        pending: PendingRound,
+        part: Part,
+        received: Tensor,
+        valid: bool,
+        leaving: Tensor | None,
     ) -> None:
-        if not flight.is_divided:
+        if not pending.is_divided:
             part.make_absolute(received)
         part.note_received(received)
         if self.measure_gradient:
             gradient = self._algorithm.outer_gradient(part.message, received, part.state)
-            if gradient is None and part.departure is not None:
-                gradient = received - part.departure
+            if gradient is None and part.sent_params is not None:
+                gradient = received - part.sent_params
             if gradient is not None:
                 self._squares.append(torch.linalg.vector_norm(gradient))
         result = part.end(received, leaving)
-        if flight.stayed and valid and flight.finite and self._landing.keeps_progress:
+        if (
+            pending.was_overlapped
+            and valid
+            and pending.finite
+            and self._merge_policy.keeps_progress
+        ):
             part.read_local(part.scratch)
-            result = self._landing.land(result, part.scratch, part.departure)
+            result = self._merge_policy.merge(result, part.scratch, part.sent_params)
         result = part.begin(result)
         part.unpack(result)
-        if part.departure is not None and part.departure is not result:
-            part.departure.copy_(result)
+        if part.sent_params is not None and part.sent_params is not result:
+            part.sent_params.copy_(result)
 
     def _finish(self) -> None:
-        lane = self.lane
-        if lane.has_uncut_state or len(lane.state) != len(lane.parts[0].state):
-            lane.take_back_state()
+        fragment = self.fragment
+        if fragment.has_uncut_state or len(fragment.state) != len(fragment.parts[0].state):
+            fragment.take_back_state()
         self.is_torn = False
         if self._squares:
             self.gradient_norm = math.hypot(*(float(norm) for norm in self._squares))
@@ -345,71 +373,73 @@ class Rounds:
                 "A round has failed while it was being applied, so the parameters are half those "
                 "of before. Go back to the last checkpoint."
             )
-        lane, received, flight = self.lane, None, None
-        if self.flight is not None:
-            received = self._arrived(self.flight)
-            flight = self.flight.state_dict()
+        fragment, received, pending = self.fragment, None, None
+        if self.pending is not None:
+            received = self._arrived(self.pending)
+            pending = self.pending.state_dict()
             if not self._exchange.is_weighted:
-                flight["messages"] = lane.gather(lane.messages())
-        shared = {"state": dict(lane.state), "received": received}
-        return shared, {"flight": flight, **lane.state_dict()}
+                pending["messages"] = fragment.gather(fragment.messages())
+        shared = {"state": dict(fragment.state), "received": received}
+        return shared, {"pending": pending, **fragment.state_dict()}
 
-    def _arrived(self, flight: Flight) -> Tensor:
-        """All that a flight has brought, once it is here, as it is applied later."""
-        received, weight = self._receive(flight)
-        self._keep_lost(flight)
-        for parcel, whole in zip(self.lane.parcels, received, strict=True):
-            whole[: len(parcel)].div_(weight)
-            for part, share in parcel.split(whole) if not flight.is_divided else ():
+    def _arrived(self, pending: PendingRound) -> Tensor:
+        """All that a pending round has brought, once it is here, as it is applied later."""
+        received, weight = self._receive(pending)
+        self._keep_lost(pending)
+        for bucket, whole in zip(self.fragment.buckets, received, strict=True):
+            whole[: len(bucket)].div_(weight)
+            for part, share in bucket.split(whole) if not pending.is_divided else ():
                 part.make_absolute(share)
-        flight.is_divided = True
-        return self.lane.gather(received)
+        pending.is_divided = True
+        return self.fragment.gather(received)
 
     @torch.no_grad()
-    def land_saved(self, flight: dict[str, Any]) -> None:
+    def apply_saved(self, pending: dict[str, Any]) -> None:
         """Apply a round that another run had left under way, where nothing stays under way.
 
         The parameters move by as much as the result moves the start. So the local steps made
         meanwhile stay, and are in the message of the next round.
 
         Args:
-            flight: What to know of it; its ``"received"``, the own ``"messages"`` if the algorithm
-                needs them, and the parameters at the ``"departure"``, flat, or None.
+            pending: What to know of it; its ``"received"``, the own ``"messages"`` if the
+                algorithm needs them, and the parameters at the ``"sent_params"``, flat, or None.
         """
-        lane, algorithm = self.lane, self._algorithm
-        received, departure = lane.split(flight["received"]), flight["departure"]
-        messages = lane.split(flight["messages"]) if "messages" in flight else received
-        for part, share, message in zip(lane.parts, received, messages, strict=True):
+        fragment, algorithm = self.fragment, self._algorithm
+        received, sent_params = fragment.split(pending["received"]), pending["sent_params"]
+        messages = fragment.split(pending["messages"]) if "messages" in pending else received
+        for part, share, message in zip(fragment.parts, received, messages, strict=True):
             local = torch.empty_like(share)
             part.read_local(local)
             before = part.start()
-            if departure is not None:
-                before = departure[part.chunk.start : part.chunk.stop].to(local)
+            if sent_params is not None:
+                before = sent_params[part.chunk.start : part.chunk.stop].to(local)
             moved = None if before is None else local - before
-            if flight["told"] is not None:
-                algorithm.hear([tuple(numbers) for numbers in flight["told"]], part.state)
+            if pending["told"] is not None:
+                algorithm.receive_scalars(
+                    [tuple(numbers) for numbers in pending["told"]], part.state
+                )
             result = algorithm.update(message, share, part.state)
             is_sound = moved is not None and bool(torch.isfinite(moved).all())
             part.unpack(moved.add_(result) if moved is not None and is_sound else result)
-        if lane.has_uncut_state:
-            lane.take_back_state()
+        if fragment.has_uncut_state:
+            fragment.take_back_state()
 
     def give_up(self) -> list[Handle]:
-        """Forget the flight under way; its handles are still to be released."""
-        flight, self.flight = self.flight, None
-        return [] if flight is None else flight.handles
+        """Forget the pending round; its handles are still to be released."""
+        pending, self.pending = self.pending, None
+        return [] if pending is None else pending.handles
 
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` has given."""
-        lane, flight = self.lane, own["flight"]
-        if self.flight is not None:
-            self._receive(self.flight)
+        fragment, pending = self.fragment, own["pending"]
+        if self.pending is not None:
+            self._receive(self.pending)
         for handle in self.give_up():
             handle.release()
-        lane.load_state_dict(shared["state"], own)
-        if flight is None:
+        fragment.load_state_dict(shared["state"], own)
+        if pending is None:
             return
-        if not lane.holds:
+        if not fragment.holds:
             raise ValueError("The checkpoint holds a round under way, but overlap is off.")
-        received = lane.take_flight(shared["received"], flight.get("messages"))
-        self.flight = Flight.arrived(flight, received)
+        received = fragment.load_pending(shared["received"], pending.get("messages"))
+        self.pending = PendingRound.arrived(pending, received)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from lightning_loco.algorithms import DiLoCo, Landing, Mix
+from lightning_loco.algorithms import DiLoCo, MergePolicy, Mix
 from lightning_loco.algorithms.diloco import OuterOptimizer
 from lightning_loco.algorithms.outer_lr import OuterLR
 from lightning_loco.schedules import Schedule, SyncEvery, hidden_rounds, streaming_rounds
@@ -16,7 +16,7 @@ class HiddenRounds(NamedTuple):
 
     algorithm: DiLoCo
     schedule: Schedule
-    landing: Landing | None
+    merge_policy: MergePolicy | None
 
 
 def async_diloco(
@@ -61,11 +61,11 @@ def streaming_diloco(
     return HiddenRounds(algorithm, schedule, _mixed(mix, schedule))
 
 
-def _mixed(mix: float, schedule: Schedule) -> Landing | None:
+def _mixed(mix: float, schedule: Schedule) -> MergePolicy | None:
     """The landing of late results with a local share; None for the algorithm's own.
 
     A result that comes a whole phase late and is taken as it is loses no local steps that way: the
     next message, which is made before, tells of them.
     """
-    landing = Mix(mix)
-    return None if mix == 0 and schedule.is_whole_phase else landing
+    merge_policy = Mix(mix)
+    return None if mix == 0 and schedule.is_whole_phase else merge_policy

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.store import publish
-from lightning_loco.distributed.work import Explained, Timed
+from lightning_loco.distributed.work import ExplainErrors, WaitTimer
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.engine.buckets import Parcel
+from lightning_loco.engine.buckets import Bucket
 from lightning_loco.engine.exchanges.all_reduce import MeanExchange
 from lightning_loco.engine.exchanges.base import Exchange
 from lightning_loco.engine.exchanges.compressed import CompressedMean
@@ -25,7 +25,7 @@ _SLOTS = 1024
 _LONGEST_NAP_S = 0.2
 
 
-class Departures:
+class SendTimes:
     """Every worker notes in the job's store when each of its messages leaves, before it does.
 
     So whoever has received a message finds there when it left, without waiting. Times are those of
@@ -93,41 +93,41 @@ class LinkEmulator:
         topology: Topology | None = None,
     ) -> None:
         self.is_weighted = exchange.is_weighted
-        self.can_carry_rows = exchange.can_carry_rows
+        self.can_carry_status = exchange.can_carry_status
         self._exchange = exchange
         self._times = LinkTimes(links, group.num_workers)
         self._group = group
         self._topology = topology if not exchange.is_weighted else None
         self._link = LinkUse(statistics)
-        self._departures = Departures(group)
+        self._send_times = SendTimes(group)
         self._count = 0
 
-    def start(self, parcel: Parcel, round_index: int) -> EmulatedHandle:
-        """Send a parcel; RuntimeError if it would be under way for longer than the timeout."""
+    def start(self, bucket: Bucket, round_index: int) -> EmulatedHandle:
+        """Send a bucket; RuntimeError if it would be under way for longer than the timeout."""
         group, number = self._group, self._count
         self._count += 1
-        place, began = f"round {round_index}", group.clock.wall_time()
+        label, began = f"round {round_index}", group.clock.wall_time()
         departure = max(began, self._link.free_at)
-        with Explained(group, place):
-            self._departures.note(number, departure)
+        with ExplainErrors(group, label):
+            self._send_times.note(number, departure)
         before = self._link.statistics.bytes_sent
-        handle = self._exchange.start(parcel, round_index)
+        handle = self._exchange.start(bucket, round_index)
         num_bytes = self._link.statistics.bytes_sent - before
         others = self._others(round_index)
 
         def span(part_bytes: int) -> Span:
-            found = self._span(part_bytes, parcel.wire.nbytes, round_index)
+            found = self._span(part_bytes, bucket.wire.nbytes, round_index)
             self._link.statistics.emulated_bytes += part_bytes
             if found.seconds > group.timeout_s:
                 raise RuntimeError(
-                    f"{place} would take {found.seconds:.1f} s on the link that is emulated, "
+                    f"{label} would take {found.seconds:.1f} s on the link that is emulated, "
                     f"longer than timeout_s={group.timeout_s:g}. Raise it, or take a faster link."
                 )
             return found
 
         def departed() -> float:
-            with Explained(group, place):
-                return self._departures.latest(number, others, departure)
+            with ExplainErrors(group, label):
+                return self._send_times.latest(number, others, departure)
 
         first = span(num_bytes)
         self._link.free_at = departure + first.busy_s
@@ -180,7 +180,7 @@ class LinkUse:
 
 
 class EmulatedHandle:
-    """A parcel that is here, perhaps, and not to be seen yet.
+    """A bucket that is here, perhaps, and not to be seen yet.
 
     An exchange may send more while it is looked at or waited for. What it sends then leaves then,
     after what it has sent before has arrived.
@@ -239,7 +239,7 @@ class EmulatedHandle:
             entered = self._clock.wall_time()
             received: Tensor = self._watched(self._handle.wait)
             arrival = self._arrival()
-            with Timed(self._link.statistics, self._clock):
+            with WaitTimer(self._link.statistics, self._clock):
                 self._sleep_until(arrival)
             self._link.count(self._left_at, arrival, entered)
             self._received = received

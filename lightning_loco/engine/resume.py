@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from lightning_loco.algorithms import Algorithm, State
-from lightning_loco.earlier_run import Saved, mean_of_saved
+from lightning_loco.earlier_run import EarlierRun, mean_of_states
 from lightning_loco.engine.engine import Engine
 
 
 @torch.no_grad()
-def carry_over(engine: Engine, saved: Saved) -> list[str]:
+def resume_from(engine: Engine, saved: EarlierRun) -> list[str]:
     """Go on from what another run has saved, as far as that fits; all workers must call it.
 
     Args:
@@ -33,48 +33,54 @@ def carry_over(engine: Engine, saved: Saved) -> list[str]:
         ValueError: Or OSError, on all workers, if a file cannot be read.
         KeyError: If something is missing in it.
     """
-    if not saved.is_of(engine.settings.algorithm) or "lanes" not in saved.state:
+    if not saved.is_of(engine.settings.algorithm) or "fragments" not in saved.state:
         return _begin_at_consensus(engine, saved)
     notes: list[str] = []
     state = saved.state
     if not saved.fits(engine.worker.group.num_workers):
         state = _with_means(engine, saved, notes)
-    lanes = [_lane(engine, index, state, saved, notes) for index in range(len(engine.lanes))]
+    fragments = [
+        _fragment(engine, index, state, saved, notes) for index in range(len(engine.fragments))
+    ]
     began_at = state["began_at"]
-    if engine.settings.stays and all(lane.own["flight"] is None for lane in lanes):
+    if engine.settings.is_overlapped and all(
+        fragment.own["pending"] is None for fragment in fragments
+    ):
         state = {**state, "round_index": 0}  # for a warm start
     engine.load_state_dict(
         {
             **state,
-            "began_at": began_at if len(began_at) == len(lanes) else [began_at[0]] * len(lanes),
-            "shared": [lane.shared for lane in lanes],
-            "lanes": [lane.own for lane in lanes],
+            "began_at": began_at
+            if len(began_at) == len(fragments)
+            else [began_at[0]] * len(fragments),
+            "shared": [fragment.shared for fragment in fragments],
+            "fragments": [fragment.own for fragment in fragments],
         }
     )
-    for rounds, lane in zip(engine.lanes, lanes, strict=True):
-        if lane.late is not None:
-            rounds.land_saved(lane.late)
+    for rounds, fragment in zip(engine.fragments, fragments, strict=True):
+        if fragment.late is not None:
+            rounds.apply_saved(fragment.late)
     return list(dict.fromkeys(notes))
 
 
-def _begin_at_consensus(engine: Engine, saved: Saved) -> list[str]:
+def _begin_at_consensus(engine: Engine, saved: EarlierRun) -> list[str]:
     worker, algorithm = engine.worker, engine.settings.algorithm
     worker.go_on_counting(saved.state)
     worker.round_index = worker.steps_since_round = 0
     engine.reset()
     notes = saved.forgotten()
-    state = engine.lanes[0].lane.state
+    state = engine.fragments[0].fragment.state
     start = algorithm.restart(state)
     if new := [name for name, value in state.items() if value is not start]:
         notes.append(_anew(algorithm, new))
     return notes
 
 
-def _with_means(engine: Engine, saved: Saved, notes: list[str]) -> dict[str, Any]:
+def _with_means(engine: Engine, saved: EarlierRun, notes: list[str]) -> dict[str, Any]:
     """The state, with means in place of all that differed between the workers."""
     replica = engine.worker.replica
-    names = ["params", "lanes"] if saved.is_shared else ["params", "lanes", "shared"]
-    state = {**saved.state, **mean_of_saved(engine.worker, saved, names)}
+    names = ["params", "fragments"] if saved.is_shared else ["params", "fragments", "shared"]
+    state = {**saved.state, **mean_of_states(engine.worker, saved, names)}
     state.pop("others", None)
     state["buffers"] = replica.buffers.set_aside()
     state["buffers_at_start"] = replica.buffers.new_flat()
@@ -86,30 +92,30 @@ def _with_means(engine: Engine, saved: Saved, notes: list[str]) -> dict[str, Any
         notes.append(
             f"all workers begin at the mean of the {saved.num_workers} workers' parameters"
         )
-        for lane, former in zip(state["shared"], saved.state["shared"], strict=True):
-            lane["state"][saved.consensus_key] = former["state"][saved.consensus_key]
-    for lane in state["lanes"]:
-        if lane["flight"] is not None:
-            lane["flight"].update(valid=True, finite=True)
+        for fragment, former in zip(state["shared"], saved.state["shared"], strict=True):
+            fragment["state"][saved.consensus_key] = former["state"][saved.consensus_key]
+    for fragment in state["fragments"]:
+        if fragment["pending"] is not None:
+            fragment["pending"].update(valid=True, finite=True)
     return state
 
 
-class _Lane(NamedTuple):
-    """What a lane is to load, and the flight that must land at once, if there is one."""
+class _SavedFragment(NamedTuple):
+    """What a fragment is to load, and the pending round that must land at once, if there is one."""
 
     shared: dict[str, Any]
     own: dict[str, Any]
     late: dict[str, Any] | None
 
 
-def _lane(
-    engine: Engine, index: int, saved_state: dict[str, Any], saved: Saved, notes: list[str]
-) -> _Lane:
-    settings, lane = engine.settings, engine.lanes[index].lane
+def _fragment(
+    engine: Engine, index: int, saved_state: dict[str, Any], saved: EarlierRun, notes: list[str]
+) -> _SavedFragment:
+    settings, fragment = engine.settings, engine.fragments[index].fragment
     algorithm, params = settings.algorithm, saved_state["params"]
-    has_same_lanes = len(saved_state["lanes"]) == len(engine.lanes)
-    former = index if has_same_lanes else 0
-    shared, own = saved_state["shared"][former], dict(saved_state["lanes"][former])
+    has_same_fragments = len(saved_state["fragments"]) == len(engine.fragments)
+    former = index if has_same_fragments else 0
+    shared, own = saved_state["shared"][former], dict(saved_state["fragments"][former])
     described = settings.describe()
     changed = {name for name, value in described.items() if saved.settings.get(name) != value}
     state = shared["state"]
@@ -119,28 +125,32 @@ def _lane(
         if own["residual"]:
             notes.append("what compression had left over is dropped")
         own["residual"] = settings.init_residual(engine.worker.replica.layout.new_flat())
-    flight = own.pop("flight")
-    if flight is not None:
-        flight = {**flight, "received": shared["received"], "departure": own["departure"]}
-    if own["departure"] is None:
-        own["departure"] = params
-    length = sum(map(len, lane.parts))
-    if len(engine.lanes) > 1 and changed & {"schedule", "pattern"}:
-        has_same_lanes = False
-    if flight is not None and not (has_same_lanes and flight["received"].numel() == length):
+    pending = own.pop("pending")
+    if pending is not None:
+        pending = {**pending, "received": shared["received"], "sent_params": own["sent_params"]}
+    if own["sent_params"] is None:
+        own["sent_params"] = params
+    length = sum(map(len, fragment.parts))
+    if len(engine.fragments) > 1 and changed & {"schedule", "pattern"}:
+        has_same_fragments = False
+    if pending is not None and not (has_same_fragments and pending["received"].numel() == length):
         notes.append("a round that was under way is dropped, because other parts are exchanged")
-        flight = None
-    if flight is None or _stays(engine, index, flight):
-        received = None if flight is None else flight["received"]
-        return _Lane({"state": state, "received": received}, {**own, "flight": flight}, None)
+        pending = None
+    if pending is None or _is_overlapped(engine, index, pending):
+        received = None if pending is None else pending["received"]
+        return _SavedFragment(
+            {"state": state, "received": received}, {**own, "pending": pending}, None
+        )
     notes.append("a round that was under way is landed at once")
-    return _Lane({"state": state, "received": None}, {**own, "flight": None}, flight)
+    return _SavedFragment({"state": state, "received": None}, {**own, "pending": None}, pending)
 
 
-def _stays(engine: Engine, index: int, flight: dict[str, Any]) -> bool:
-    """Whether a flight of another run can stay under way in this one."""
-    needs_departure = engine.lanes[index].lane.departure is not None
-    return engine.settings.stays and (flight["departure"] is not None or not needs_departure)
+def _is_overlapped(engine: Engine, index: int, pending: dict[str, Any]) -> bool:
+    """Whether a pending round of another run can stay under way in this one."""
+    needs_sent_params = engine.fragments[index].fragment.sent_params is not None
+    return engine.settings.is_overlapped and (
+        pending["sent_params"] is not None or not needs_sent_params
+    )
 
 
 def _fitted(algorithm: Algorithm, old: State, params: Tensor, notes: list[str]) -> State:
@@ -162,7 +172,7 @@ def _names_of(algorithm: Algorithm) -> set[str]:
     state = algorithm.init(torch.zeros(2))
     names = set(state)
     if algorithm.num_scalars:
-        algorithm.hear([algorithm.scalars(state)], state)
+        algorithm.receive_scalars([algorithm.scalars(state)], state)
     algorithm.update(torch.zeros(2), torch.ones(2), state)
     return names | set(state)
 

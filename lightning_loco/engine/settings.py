@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from lightning_loco.algorithms import Algorithm, Landing, Restart, State
+from lightning_loco.algorithms import Algorithm, MergePolicy, Restart, State
 from lightning_loco.compression import Compression, as_compression, check_compression
 from lightning_loco.engine.membership import Membership
 from lightning_loco.links.links import Links
@@ -18,11 +18,11 @@ from lightning_loco.schedules import EverySteps, Schedule
 from lightning_loco.topology import as_topology
 from lightning_loco.values import check_bytes, plain
 
-PARCELS_UNDER_WAY = 2
+PENDING_BUCKETS = 2
 BUCKET_BYTES = 64 * 2**20
 _FEWEST_ELEMENTS = 1024
 WHOLE_MODEL_BYTES = 2**40
-"""A bucket that holds any model: one parcel, one thing to wait for."""
+"""A bucket that holds any model: one bucket, one thing to wait for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class RoundSettings:
     schedule: Schedule = EverySteps()
     topology: Any | None = None
     compression: Any | None = None
-    landing: Landing | None = None
+    merge_policy: MergePolicy | None = None
     bucket_bytes: int = BUCKET_BYTES
     num_workers: int = 1
     membership: Membership | None = None
@@ -88,13 +88,13 @@ class RoundSettings:
                 "link=... delays the exchanges of workers that are there from begin to end, and "
                 "not those of members that come and go. Drop link or membership."
             )
-        if self.stays:
+        if self.is_overlapped:
             self.algorithm.check_overlap()
 
     @property
-    def stays(self) -> bool:
+    def is_overlapped(self) -> bool:
         """Whether rounds are under way while local steps go on, after the first ones at least."""
-        return self.schedule.stays(2**31)
+        return self.schedule.is_overlapped(2**31)
 
     def prepare(self, num_workers: int, seed: int = 0) -> RoundSettings:
         """Check everything against the number of workers and resolve ``"auto"`` settings.
@@ -117,29 +117,29 @@ class RoundSettings:
             algorithm = self.algorithm.prepare(num_workers, topology)
         else:
             algorithm = self.membership.prepare(self.algorithm, topology)
-        if algorithm.granularity is None and self.schedule.num_lanes > 1:
+        if algorithm.granularity is None and self.schedule.num_fragments > 1:
             raise ValueError(
                 f"{type(algorithm).__name__} needs the whole vector of parameters at once and "
-                f"cannot be exchanged in {self.schedule.num_lanes} parts. Use fragments=1, or "
+                f"cannot be exchanged in {self.schedule.num_fragments} parts. Use fragments=1, or "
                 "DiLoCo with its own outer optimizer."
             )
-        landing = self.landing or algorithm.late_landing or Restart()
-        if not isinstance(landing, Landing):
-            raise TypeError(f"A landing is an object such as KeepProgress(), got {landing!r}.")
-        says_where = type(algorithm).depart is not Algorithm.depart
-        if self.stays and landing.keeps_progress and says_where:
+        merge_policy = self.merge_policy or algorithm.merge_policy or Restart()
+        if not isinstance(merge_policy, MergePolicy):
+            raise TypeError(f"A landing is an object such as KeepProgress(), got {merge_policy!r}.")
+        says_where = type(algorithm).on_send is not Algorithm.on_send
+        if self.is_overlapped and merge_policy.keeps_progress and says_where:
             raise ValueError(
                 f"{type(algorithm).__name__} says itself where local steps begin again, and takes "
-                f"no other landing than Restart(), got {landing!r}. Leave it out, or use DiLoCo."
+                f"no merge policy but Restart(), got {merge_policy!r}. Leave it out, or use DiLoCo."
             )
-        if self.stays and isinstance(landing, Restart):
+        if self.is_overlapped and isinstance(merge_policy, Restart):
             algorithm.warn_overlap()
         return dataclasses.replace(
             self,
             algorithm=algorithm,
             topology=topology,
             compression=self._prepared_compression(),
-            landing=landing,
+            merge_policy=merge_policy,
             num_workers=num_workers,
         )
 
@@ -148,9 +148,13 @@ class RoundSettings:
             return self.compression
         algorithm = self.algorithm
         made = as_compression(self.compression, algorithm.exchange, algorithm.sends_parameters)
-        if made is not None and made.stays_in_model and (self.stays or self.membership is not None):
+        if (
+            made is not None
+            and made.stays_in_model
+            and (self.is_overlapped or self.membership is not None)
+        ):
             reason = "members that come and go know nothing of it"
-            if self.stays:
+            if self.is_overlapped:
                 reason = "results that come late would overwrite it"
             raise ValueError(
                 f"{self.compression} leaves what is lost in the worker's model, and {reason}. Use "
@@ -179,7 +183,7 @@ class RoundSettings:
             **self.schedule.describe(),
             "topology": plain(self.topology),
             "compression": plain(self.compression),
-            "landing": plain(self.landing),
+            "merge_policy": plain(self.merge_policy),
             "bucket_bytes": self.bucket_bytes,
         }
 
@@ -191,17 +195,17 @@ class RoundSettings:
             return own
         return math.lcm(own, self.compression.codec.block)
 
-    def parcel_elements(self, numel: int, itemsize: int) -> int:
-        """Longest parcel, out of ``numel``, such that all parcels under way fit into the bucket."""
+    def bucket_elements(self, numel: int, itemsize: int) -> int:
+        """Longest bucket, out of ``numel``, such that all buckets under way fit into the bucket."""
         if self.granularity is None or self.membership is not None:
             return max(1, numel)
         topology, copies = self.topology, 1
         if topology is not None:
             workers = range(self.num_workers)
             copies = max(len(topology.weights(w, self.num_workers, 0)) for w in workers)
-        if not self.stays:
-            copies *= self.schedule.num_lanes  # each has places of its own
-        return max(_FEWEST_ELEMENTS, self.bucket_bytes // (PARCELS_UNDER_WAY * copies * itemsize))
+        if not self.is_overlapped:
+            copies *= self.schedule.num_fragments  # each has places of its own
+        return max(_FEWEST_ELEMENTS, self.bucket_bytes // (PENDING_BUCKETS * copies * itemsize))
 
     def cuts(self, sizes: Mapping[str, int], itemsize: int, longest: int = CHUNK_ELEMENTS) -> Cuts:
         """Where to cut parameters of these sizes: small chunks, none of them short if possible.
@@ -211,23 +215,27 @@ class RoundSettings:
         numel = sum(sizes.values())
         if self.granularity is None:
             return Cuts()
-        parcel = self.parcel_elements(numel, itemsize)
-        chunk = min(parcel, longest)
-        if numel <= parcel:
+        bucket = self.bucket_elements(numel, itemsize)
+        chunk = min(bucket, longest)
+        if numel <= bucket:
             chunk = math.ceil(numel / max(1, round(numel / longest)))
         return Cuts(chunk, self.granularity, self._borders(sizes))
 
     def _borders(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Where lanes begin; they must cover everything and cut nothing that belongs together."""
-        lanes = self.schedule.lanes(sizes)
-        stretches = sorted((part.start, part.stop) for lane in lanes for part in lane if part)
+        """Where fragments begin; ValueError unless they cover each parameter once."""
+        fragments = self.schedule.fragment_slices(sizes)
+        stretches = sorted(
+            (part.start, part.stop) for fragment in fragments for part in fragment if part
+        )
         starts, ends = [s for s, _ in stretches], [e for _, e in stretches]
-        if [0, *ends] != [*starts, sum(sizes.values())] or not all(any(lane) for lane in lanes):
-            raise ValueError(f"The lanes of {self.schedule} do not cover each parameter once.")
+        if [0, *ends] != [*starts, sum(sizes.values())] or not all(
+            any(fragment) for fragment in fragments
+        ):
+            raise ValueError(f"The fragments of {self.schedule} do not cover each parameter once.")
         granularity = self.algorithm.granularity or 1
         if any(start % granularity for start in starts):
             raise ValueError(
-                f"The lanes of {self.schedule} must begin at multiples of {granularity}, "
+                f"The fragments of {self.schedule} must begin at multiples of {granularity}, "
                 f"which {type(self.algorithm).__name__} is made of, and begin at {starts}."
             )
         return tuple(starts[1:])

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from torch.distributed import Store
 
-from lightning_loco.distributed.store import PromptStore, publish
+from lightning_loco.distributed.store import TimeoutStore, publish
 
 _ENTRY = re.compile(r"(\d{1,5}) ([\w.:%-]{1,253})", re.ASCII)
 _LONGEST_ENTRY = 300
@@ -79,7 +79,7 @@ class StoreDirectory:
     port = None
 
     def __init__(
-        self, store: Store | PromptStore, worker: int, num_workers: int, host: str = "127.0.0.1"
+        self, store: Store | TimeoutStore, worker: int, num_workers: int, host: str = "127.0.0.1"
     ) -> None:
         if not 0 <= worker < num_workers:
             raise ValueError(f"worker must be 0 to {num_workers - 1}, got {worker}.")

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from lightning_loco.algorithms.pairwise import PairwiseAverage, Tag
 from lightning_loco.distributed.devices import device_of
-from lightning_loco.distributed.work import Timed
+from lightning_loco.distributed.work import WaitTimer
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.earlier_run import Saved
+from lightning_loco.earlier_run import EarlierRun
 from lightning_loco.gossip.blending import Blending, served_layout
 from lightning_loco.gossip.fetcher import Received
 from lightning_loco.gossip.nearness import MAX_PEER_DISTANCE
@@ -67,7 +67,7 @@ class PairwiseEngine:
         group: The workers. Default: all ranks of the default process group, with groups of its own.
 
     Attributes:
-        worker: What is this worker's whatever it pulls: place, replica, meetings, consensus.
+        worker: What is this worker's whatever it pulls: place, replica, sync points, consensus.
         settings: Checked.
         statistics: What communication cost so far.
         node: This worker among its peers, with the statistics of the fetches.
@@ -234,7 +234,7 @@ class PairwiseEngine:
             return 0.0
         self._fetching = False
         before_s = self.statistics.wait_s
-        with Timed(self.statistics):
+        with WaitTimer(self.statistics):
             received = self.node.wait()
         if received is None:
             return 0.0
@@ -296,7 +296,7 @@ class PairwiseEngine:
         self.statistics.staleness = max(0, round(staleness))
         self.statistics.count_compressed(*self.node.count_sent())
 
-    # ---------------------------------------------------------------- meetings
+    # ---------------------------------------------------------------- sync points
 
     def finish(self, purpose: str = "the end of training") -> None:
         """Wait for the ranks of this job and leave their mean in the model; serve until then.
@@ -306,7 +306,7 @@ class PairwiseEngine:
                 trainable after the start.
         """
         self.worker.check_trainable()
-        self.worker.meet(purpose)
+        self.worker.sync_point(purpose)
         self.worker.show_consensus("the final consensus")
 
     def state_dict(self) -> dict[str, Any]:
@@ -319,7 +319,7 @@ class PairwiseEngine:
         self._clock = saved["clock"]
 
     @torch.no_grad()
-    def resume_from(self, saved: Saved) -> list[str]:
+    def resume_from(self, saved: EarlierRun) -> list[str]:
         """Go on from what another run has saved, as far as that fits.
 
         With another algorithm or number of workers all begin at the consensus, with their own

@@ -228,12 +228,12 @@ class Channel(ServerClient):
         self.wire.ask(Note(Kind.FINITE, {"finite": here}))
         return bool(self.answer()["finite"])
 
-    def ask_to_meet(self, purpose: str, stop: str | None) -> None:
-        """Say that this worker waits until no worker makes steps; :meth:`meet` waits."""
+    def ask_for_sync_point(self, purpose: str, stop: str | None) -> None:
+        """Say that this worker waits until no worker makes steps; :meth:`sync_point` waits."""
         content = {"purpose": purpose, "stop": stop, "changed": self._watch.digest()}
         self.wire.ask(Note(Kind.MEET, content))
 
-    def meet(self) -> dict[str, Any]:
+    def sync_point(self) -> dict[str, Any]:
         """Wait until no worker makes steps; returns the server's answer."""
         answer = self.answer()
         if "give" in answer:

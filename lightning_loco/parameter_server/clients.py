@@ -37,7 +37,7 @@ _FAILURE_S = 2.0
 _REPORTED_FAILURE_S = 0.5
 """Less for what a watchdog has told: it tells the others, too, and a frozen one takes nothing."""
 _NO_STEP = "step {:g} s after another worker's"
-_NO_MEETING = "meeting {:g} s after another worker's"
+_NO_MEETING = "sync point {:g} s after another worker's"
 _NO_SIGN = "sign of life for {:g} s"
 
 

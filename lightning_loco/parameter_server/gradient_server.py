@@ -115,7 +115,7 @@ class GradientServer:
             self._make_step(wanted)
         self._clients.served = []
 
-    # ---------------------------------------------------------------- meetings
+    # ---------------------------------------------------------------- sync points
 
     def _end_meeting(self) -> None:
         wanted = self._clients.wanted

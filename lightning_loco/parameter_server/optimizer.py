@@ -52,8 +52,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
     Attributes:
         stop_agreed: Why all workers stop now; see :meth:`request_stop`.
         wait_s: Seconds spent in steps, without closures.
-        present: Ranks of the workers that are left, as of the last meeting; see :meth:`meet`.
-        has_left: Whether this worker has said its last word to the servers.
+        present: Ranks of the workers that are left, as of the last sync point; see
+        :meth:`sync_point`. has_left: Whether this worker has said its last word to the servers.
         optimizer: What monitors show instead; see :meth:`stand_for`.
 
     Source:
@@ -242,7 +242,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._stop_reason = reason
 
     @torch.no_grad()
-    def meet(self, purpose: str) -> None:
+    def sync_point(self, purpose: str) -> None:
         """Wait until all workers have come to the same place; others' steps go on meanwhile.
 
         ``present`` are then the ranks of the workers that are left, and all of them have the
@@ -257,8 +257,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         behind = False
         if self._replica.leads:
             for channel in self._channels:
-                channel.ask_to_meet(purpose, self._stop_reason)
-            for answer in [channel.meet() for channel in self._channels]:
+                channel.ask_for_sync_point(purpose, self._stop_reason)
+            for answer in [channel.sync_point() for channel in self._channels]:
                 self.stop_agreed = answer["stop"] or self.stop_agreed
                 present = answer["present"]
                 self.present = [rank for rank in self.present or present if rank in present]

@@ -20,8 +20,8 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from lightning_loco.distributed.job import Job
 from lightning_loco.distributed.notes import read, read_error, write_error
-from lightning_loco.distributed.rendezvous import lost_store
-from lightning_loco.distributed.store import in_time, publish
+from lightning_loco.distributed.rendezvous import explain_lost_store
+from lightning_loco.distributed.store import publish, with_timeout
 from lightning_loco.distributed.watchdog import Watchdog, WorkerFailure
 from lightning_loco.fault_points import reach
 from lightning_loco.parameter_server.wire import Unreachable
@@ -110,7 +110,7 @@ class AllRanks:
         except WorkerFailure:
             raise
         except RuntimeError as error:
-            text = f"No checkpoint was saved by {lost_store(host, error)}."
+            text = f"No checkpoint was saved by {explain_lost_store(host, error)}."
             raise WorkerFailure(text) from error
         found = read_error(read(told, host), host[0].upper() + host[1:])
         if found is not None:
@@ -173,7 +173,7 @@ class ServiceGroup:
             self.report_failure(error)
             self.close()
             raise
-        self.watchdog.place = "training"
+        self.watchdog.label = "training"
 
     def _connected_by_gloo(self, store: Store) -> dist.ProcessGroup:
         size, timeout = len(self._names), timedelta(seconds=self._timeout_s)
@@ -184,7 +184,7 @@ class ServiceGroup:
             return ProcessGroupGloo(store, self._rank, size, timeout)
 
         try:
-            group: dist.ProcessGroup = in_time(connect, self._timeout_s + 1)
+            group: dist.ProcessGroup = with_timeout(connect, self._timeout_s + 1)
         except RuntimeError as error:
             waited_s = time.monotonic() - began
             raise self.watchdog.blame("the set-up", waited_s) from error
@@ -232,7 +232,7 @@ class ServiceGroup:
             self._store.set(keys[self._rank], json.dumps(value), self._timeout_s)
         except RuntimeError as error:
             self.watchdog.raise_if_failed()
-            raise self._late(lost_store(self._names[0], error), 0.0) from error
+            raise self._late(explain_lost_store(self._names[0], error), 0.0) from error
         found = self._wait_for(keys, patience_s)
         return [read(text, who) for text, who in zip(found, self._names, strict=True)]
 
@@ -260,7 +260,7 @@ class ServiceGroup:
             raise
         except RuntimeError as error:
             self.watchdog.raise_if_failed()  # what rank 0 has told before the store ended with it
-            who = lost_store(self._names[0], error)
+            who = explain_lost_store(self._names[0], error)
         raise self._late(who, waited_s)
 
     def _late(self, who: str, waited_s: float) -> WorkerFailure:

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.distributed.worker_status import Row
+from lightning_loco.distributed.worker_status import WorkerStatus
 from lightning_loco.parameters.fingerprint import crc32, fingerprints
 from lightning_loco.parameters.flat import CHUNK_ELEMENTS, Cuts, FlatLayout, are_finite
 from lightning_loco.parameters.replica import average, pruning_masks
 
 
-class Companions:
+class AveragedCopies:
     """Averaged copies of the model become their mean over the workers, masks those of worker 0.
 
     What is equal on all workers stays as it is, bit for bit.
@@ -51,7 +51,9 @@ class Companions:
         schema = [layout.schema() for layout in (*self._copies, self._masks)]
         return float(zlib.crc32(repr(schema).encode())), float(self._is_finite)
 
-    def agree(self, rows: Sequence[Row], group: WorkerGroup, statistics: Statistics) -> None:
+    def agree(
+        self, statuses: Sequence[WorkerStatus], group: WorkerGroup, statistics: Statistics
+    ) -> None:
         """Make copies and masks the same on all workers.
 
         Args:
@@ -62,14 +64,14 @@ class Companions:
         Raises:
             RuntimeError: On every worker, if they have not found the same.
         """
-        found = [row.scalars[0] for row in rows]
+        found = [status.scalars[0] for status in statuses]
         if len(set(found)) > 1:
             other = next(worker for worker, number in enumerate(found) if number != found[0])
             raise RuntimeError(
                 f"Worker {other} holds other averaged copies of the model (AveragedModel), or "
                 "other pruning masks, than worker 0. Use the same callbacks on all workers."
             )
-        num_finite = round(sum(row.scalars[1] for row in rows))
+        num_finite = round(sum(status.scalars[1] for status in statuses))
         device = next(self._model.parameters()).device  # copies may be kept somewhere else
         for layout in self._copies if num_finite else ():
             differing = _differing(layout, group)

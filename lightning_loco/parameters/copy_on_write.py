@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_loco.parameters.flat import FlatLayout
 
 
-class StandIn:
+class CopyOnWrite:
     """Keeps parameters as they are between a forward pass and the end of the optimizer's step.
 
     A round that would change them in between (another worker makes one, and this one calls a

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 
-class Places:
+class ParameterOwners:
     """Knows which attribute of which module holds each parameter, and notices when none does.
 
     Args:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco.distributed.statistics import Statistics
-from lightning_loco.distributed.work import Sum
+from lightning_loco.distributed.work import AllReduceSum
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.parameters.copy_on_write import StandIn
+from lightning_loco.parameters.copy_on_write import CopyOnWrite
 from lightning_loco.parameters.flat import Chunk, Cuts, FlatLayout
-from lightning_loco.parameters.owners import Places
+from lightning_loco.parameters.owners import ParameterOwners
 from lightning_loco.parameters.running_statistics import RunningStatistics
-from lightning_loco.parameters.untracked import Unexchanged
+from lightning_loco.parameters.untracked import UntrackedParameters
 
 
 class Local(NamedTuple):
@@ -44,7 +44,7 @@ class Replica:
         places: Where the module holds the exchanged parameters.
         others: All that are not exchanged, compared between the workers.
         running: Statistics of BatchNorm among the buffers.
-        stand_in: Keeps the exchanged parameters as they are while gradients are computed.
+        copy_on_write: Keeps the exchanged parameters as they are while gradients are computed.
 
     Note:
         Buffers (BatchNorm statistics, say) are local in training and averaged into the consensus,
@@ -73,12 +73,12 @@ class Replica:
         )
         self.frozen = [(n, p) for n, p in named if not p.requires_grad]
         self.left_out = [(n, p) for n, p in named if p.requires_grad and id(p) not in chosen]
-        self.others = Unexchanged(model, self.layout.tensors, cuts.chunk_elements)
+        self.others = UntrackedParameters(model, self.layout.tensors, cuts.chunk_elements)
         self.running = RunningStatistics(model)
-        self.stand_in = StandIn(self.layout)
+        self.copy_on_write = CopyOnWrite(self.layout)
         self.model = model
         self._chunk_elements = cuts.chunk_elements
-        self.places = Places(model, self.layout.names, self.layout.tensors)
+        self.places = ParameterOwners(model, self.layout.names, self.layout.tensors)
         self._local: Local | None = None
         self.find_buffers()
 
@@ -144,7 +144,7 @@ class Replica:
 
     def keep_local(self) -> None:
         """Set the local values aside, until :meth:`show_local` brings them back."""
-        self.stand_in.release()
+        self.copy_on_write.release()
         self.places.find()
         self.find_buffers()
         layouts = self.layout, self.buffers, FlatLayout(())
@@ -207,7 +207,7 @@ def average(
     chunks = layout.chunks()
     longest = max((len(chunk) for chunk in chunks), default=0)
     slots = [torch.empty(longest, dtype=layout.dtype, device=device) for _ in chunks[:2]]
-    under_way: deque[tuple[Chunk, Sum]] = deque()
+    under_way: deque[tuple[Chunk, AllReduceSum]] = deque()
 
     def land() -> None:
         chunk, total = under_way.popleft()
@@ -226,6 +226,6 @@ def average(
                 flat.mul_(scale)
         else:
             flat.zero_()
-        under_way.append((chunk, Sum(group, statistics, flat, "the average")))
+        under_way.append((chunk, AllReduceSum(group, statistics, flat, "the average")))
     while under_way:
         land()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_loco.distributed.work import Works
+from lightning_loco.distributed.work import PendingWork
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.parameters.fingerprint import crc32
 from lightning_loco.parameters.flat import FlatLayout
@@ -60,10 +60,10 @@ def check_same_tensors(model: nn.Module, gather: Gather) -> None:
 
 
 def _compare(schema: Sequence[Sequence[object]], what: str, gather: Gather) -> None:
-    place = "the comparison of the models"
-    if len(set(gather(zlib.crc32(repr(schema).encode()), place))) == 1:
+    label = "the comparison of the models"
+    if len(set(gather(zlib.crc32(repr(schema).encode()), label))) == 1:
         return
-    schemas = gather([[str(part) for part in entry] for entry in schema], place)
+    schemas = gather([[str(part) for part in entry] for entry in schema], label)
     for worker, other in enumerate(schemas):
         if other != schemas[0]:
             raise ValueError(
@@ -128,7 +128,7 @@ def schema_checksum(schema: object) -> int:
 def share_from_worker_0(model: nn.Module, group: WorkerGroup) -> int:
     """Give every worker the parameters and buffers of worker 0; return their CRC-32 checksum."""
     checksum = 0
-    group.come_to("the start from worker 0's parameters")
+    group.announce_wait("the start from worker 0's parameters")
     for tensor in [*model.parameters(), *model.buffers()]:
         if not tensor.numel():
             continue
@@ -136,7 +136,7 @@ def share_from_worker_0(model: nn.Module, group: WorkerGroup) -> int:
         if group.data is not None:
             raw = data.view(torch.uint8)
             work = dist.broadcast(raw, src=0, group=group.data, async_op=True)
-            Works(group, "the start from worker 0's parameters", [work]).wait()
+            PendingWork(group, "the start from worker 0's parameters", [work]).wait()
             if data.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(data.view(tensor.shape))
         checksum = crc32(data, checksum)

@@ -15,7 +15,7 @@ from lightning_loco.parameters.schema import schema_checksum
 _PLACE = "the comparison of buffers and frozen parameters"
 
 
-class Unexchanged:
+class UntrackedParameters:
     """The floating-point values of one worker that do not travel in rounds.
 
     These are buffers, and parameters that are frozen or in no optimizer. Values that are equal on

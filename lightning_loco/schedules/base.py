@@ -35,41 +35,41 @@ class Now(NamedTuple):
     Attributes:
         steps: Local steps of this worker so far.
         steps_since_round: Local steps since the last round began.
-        round_index: Rounds begun; the next one moves lane ``round_index % num_lanes``.
-        lane: Which lane is asked for.
-        idle_s: Seconds since a flight of this lane ended; infinite before the first one.
-        flight: The flight of this lane that is under way, or None.
+        round_index: Rounds begun; the next one moves fragment ``round_index % num_fragments``.
+        fragment: Which fragment is asked for.
+        idle_s: Seconds since a pending round of this fragment ended; infinite before the first one.
+        pending: The pending round of this fragment that is under way, or None.
     """
 
     steps: int
     steps_since_round: int
     round_index: int
-    lane: int
+    fragment: int
     idle_s: float
-    flight: UnderWay | None
+    pending: UnderWay | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule(ABC):
     """Decides when rounds begin and end; it holds settings only and does not communicate.
 
-    A *lane* is a part of the parameters that is exchanged as a whole. Round r moves lane
-    ``r % num_lanes``, so that all workers agree on it.
+    A *fragment* is a part of the parameters that is exchanged as a whole. Round r moves fragment
+    ``r % num_fragments``, so that all workers agree on it.
     """
 
-    lands_at_meetings: ClassVar[bool] = False
-    """Whether flights end before validation and checkpoints; otherwise they stay under way."""
+    applies_at_sync_points: ClassVar[bool] = False
+    """Whether pending rounds end before validation and checkpoints; else they stay pending."""
 
-    num_lanes: ClassVar[int] = 1
+    num_fragments: ClassVar[int] = 1
     """In how many parts the parameters are exchanged."""
 
     @property
     def is_whole_phase(self) -> bool:
-        """Whether every flight ends when the next round of its lane begins, or at once."""
+        """Whether a pending round ends when the next of its fragment begins, or at once."""
         return True
 
-    def lanes(self, sizes: Mapping[str, int]) -> list[list[range]]:
-        """The stretches of the flat vector that each lane consists of.
+    def fragment_slices(self, sizes: Mapping[str, int]) -> list[list[range]]:
+        """The stretches of the flat vector that each fragment consists of.
 
         Args:
             sizes: Elements of each trainable parameter by its name, in the order of the vector.
@@ -81,15 +81,15 @@ class Schedule(ABC):
 
     @abstractmethod
     def due(self, now: Now) -> tuple[bool, bool]:
-        """Whether a round of this lane begins now, and whether the flight under way ends now."""
+        """Whether a round of this fragment begins now, and whether its pending round ends now."""
 
     @abstractmethod
-    def stays(self, round_index: int) -> bool:
+    def is_overlapped(self, round_index: int) -> bool:
         """Whether a round is still under way when the next local step is made."""
 
     def staleness_of(self, worker: int) -> float:
         """Rounds from the begin of a round to its end; 0 if they do not go by steps."""
-        return float(self.stays(2**31) and self.sync_every_of(worker) is not None)
+        return float(self.is_overlapped(2**31) and self.sync_every_of(worker) is not None)
 
     def shortest_run(self, worker: int) -> int:
         """Local steps of one worker that a run needs, not to be over before a result has come."""
@@ -105,13 +105,13 @@ class Schedule(ABC):
 
     def steps_under_way(self, worker: int, round_index: int) -> int | None:
         """Local steps of one worker from the begin of a round to its end, if they are known."""
-        return self.steps_of_round(worker, round_index) if self.stays(round_index) else 0
+        return self.steps_of_round(worker, round_index) if self.is_overlapped(round_index) else 0
 
     def places_in(self, round_index: int) -> int | None:
         """Into how many parts a round is divided where workers agree on a step to stop at."""
         return self.sync_every_of(0)
 
-    def figures(self, round_index: int) -> dict[str, float]:
+    def metrics(self, round_index: int) -> dict[str, float]:
         """What is logged of the round that comes next, by name."""
         return {}
 

@@ -23,7 +23,7 @@ class EveryInterval(Schedule):
 
     interval_s: float = 0.5
     warmup_steps: int = 0
-    lands_at_meetings = True
+    applies_at_sync_points = True
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
@@ -43,17 +43,17 @@ class EveryInterval(Schedule):
         """Begin when the pause is over; end after the first step by which everything is here."""
         if now.steps < self.warmup_steps:
             return False, False
-        if now.flight is None:
+        if now.pending is None:
             return now.idle_s >= self.interval_s, False
-        return False, now.flight.has_arrived()
+        return False, now.pending.has_arrived()
 
-    def stays(self, round_index: int) -> bool:
+    def is_overlapped(self, round_index: int) -> bool:
         """Always."""
         return True
 
     @property
     def is_whole_phase(self) -> bool:
-        """Never: a flight ends when everything is here."""
+        """Never: a pending round ends when everything is here."""
         return False
 
     def __str__(self) -> str:

@@ -68,13 +68,13 @@ class EverySteps(Schedule):
         check_sync_every(self.sync_every)
 
     def due(self, now: Now) -> tuple[bool, bool]:
-        """Both at the same time: a flight under way ends when the next one begins."""
+        """Both at the same time: a pending round ends when the next one begins."""
         due = now.steps_since_round >= self.sync_every  # type: ignore[operator]
-        return due, due and now.flight is not None
+        return due, due and now.pending is not None
 
-    def stays(self, round_index: int) -> bool:
+    def is_overlapped(self, round_index: int) -> bool:
         """With overlap, but for the first round of a warm start."""
-        return self.overlap and not (self.warm_start and round_index < self.num_lanes)
+        return self.overlap and not (self.warm_start and round_index < self.num_fragments)
 
     def shortest_run(self, worker: int) -> int:
         """With overlap two rounds, since the result of the first one comes with the second."""

@@ -102,33 +102,33 @@ class Staggered(Schedule):
         return all(every == self.delay for every in self._all_sync_every)
 
     @property
-    def num_lanes(self) -> int:  # type: ignore[override]
+    def num_fragments(self) -> int:  # type: ignore[override]
         """The fragments."""
         return self.fragments
 
-    def lanes(self, sizes: Mapping[str, int]) -> list[list[range]]:
+    def fragment_slices(self, sizes: Mapping[str, int]) -> list[list[range]]:
         """The stretches of each fragment."""
         return stretches(sizes, self.fragments, self.pattern)
 
     def due(self, now: Now) -> tuple[bool, bool]:
-        """By the local steps since the round before began, and since this flight did.
+        """By the local steps since the round before began, and since this pending round did.
 
         One that is a whole phase late ends with the begin of the next one, which may come later.
         """
         every, turn = self.sync_every_of(0), now.round_index % self.fragments
         steps = (turn + 1) * every // self.fragments - turn * every // self.fragments
-        begins = now.lane == turn and now.steps_since_round >= steps
-        if now.flight is None or self.delay == every:
-            return begins, begins and now.flight is not None
-        return begins, now.steps - now.flight.began_at >= self.delay
+        begins = now.fragment == turn and now.steps_since_round >= steps
+        if now.pending is None or self.delay == every:
+            return begins, begins and now.pending is not None
+        return begins, now.steps - now.pending.began_at >= self.delay
 
-    def stays(self, round_index: int) -> bool:
+    def is_overlapped(self, round_index: int) -> bool:
         """With a delay, but for the first rounds of a warm start."""
         return self.delay > 0 and not (self.warm_start and round_index < self.fragments)
 
     def steps_under_way(self, worker: int, round_index: int) -> int:
         """The delay, or 0 if the round ends at once."""
-        return self.delay if self.stays(round_index) else 0
+        return self.delay if self.is_overlapped(round_index) else 0
 
     @property
     def shortest_gap(self) -> int:

@@ -75,13 +75,13 @@ class VaryingSteps(Schedule):
         return steps
 
     def due(self, now: Now) -> tuple[bool, bool]:
-        """Both at the same time: a flight under way ends when the next one begins."""
+        """Both at the same time: a pending round ends when the next one begins."""
         due = now.steps_since_round >= self.steps_of_round(0, now.round_index)
-        return due, due and now.flight is not None
+        return due, due and now.pending is not None
 
-    def stays(self, round_index: int) -> bool:
+    def is_overlapped(self, round_index: int) -> bool:
         """With overlap, but for the first round of a warm start."""
-        return self.overlap and not (self.warm_start and round_index < self.num_lanes)
+        return self.overlap and not (self.warm_start and round_index < self.num_fragments)
 
     def shortest_run(self, worker: int) -> int:
         """With overlap two rounds, since the result of the first one comes with the second."""
@@ -101,7 +101,7 @@ class VaryingSteps(Schedule):
         values = {str(step): steps for step, steps in self.sync_every.items()}
         return {**super().describe(), "sync_every": values}
 
-    def figures(self, round_index: int) -> dict[str, float]:
+    def metrics(self, round_index: int) -> dict[str, float]:
         """How many local steps a round has at present."""
         return {"sync_every": float(self.steps_of_round(0, round_index))}
 

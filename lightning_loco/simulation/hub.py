@@ -9,19 +9,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_loco.engine.buckets import Parcel, group_chunks
+from lightning_loco.engine.buckets import Bucket, group_chunks
 from lightning_loco.engine.exchanges.base import Exchange
 
 
 class Hub:
     """Collects the messages of all workers, and hands out what the exchange makes of them.
 
-    A worker's message is one parcel here, and is exchanged as the parcels that processes send.
+    A worker's message is one bucket here, and is exchanged as the buckets that processes send.
 
     Args:
         exchange: Its ``simulate`` says what each worker receives.
         num_workers: Number of workers N.
-        parcel_elements: The longest parcel of a process.
+        bucket_elements: The longest bucket of a process.
         has_feedback: Whether what is lost of messages is fed back.
     """
 
@@ -29,24 +29,24 @@ class Hub:
         self,
         exchange: Exchange,
         num_workers: int,
-        parcel_elements: int,
+        bucket_elements: int,
         has_feedback: bool = False,
     ) -> None:
         self.exchange = exchange
         self.num_workers = num_workers
         self.has_feedback = has_feedback
-        self._parcel_elements = parcel_elements
+        self._bucket_elements = bucket_elements
         self._rounds: dict[tuple[int, int], HubRound] = {}
 
     def of_worker(self, worker: int) -> HubExchange:
         """The exchange as one worker sees it."""
         return HubExchange(self, worker)
 
-    def round_of(self, parcel: Parcel, index: int) -> HubRound:
-        """Where this parcel's messages of a round are; earlier rounds are forgotten."""
-        key = (index, parcel.slices[0].start)
+    def round_of(self, bucket: Bucket, index: int) -> HubRound:
+        """Where this bucket's messages of a round are; earlier rounds are forgotten."""
+        key = (index, bucket.slices[0].start)
         if key not in self._rounds:
-            groups = group_chunks([part.chunk for part in parcel.parts], self._parcel_elements)
+            groups = group_chunks([part.chunk for part in bucket.parts], self._bucket_elements)
             lengths = [sum(map(len, group)) for group in groups]
             self._rounds = {k: r for k, r in self._rounds.items() if k[0] == index}
             self._rounds[key] = HubRound(self, index, lengths)
@@ -55,12 +55,12 @@ class Hub:
 
 @dataclasses.dataclass
 class HubRound:
-    """The messages of one parcel in one round.
+    """The messages of one bucket in one round.
 
     Attributes:
         hub: Where they meet.
         index: Number of the round.
-        lengths: Of the parcels that processes would send.
+        lengths: Of the buckets that processes would send.
         messages: By worker.
         received: What each worker receives, once it was asked for.
     """
@@ -83,8 +83,8 @@ class HubRound:
         if not self.received:
             workers, exchange = range(self.hub.num_workers), self.hub.exchange
             messages = [torch.split_with_sizes(self.messages[w], self.lengths) for w in workers]
-            parcels = zip(*messages, strict=True)
-            received = [exchange.simulate(parcel, self.index) for parcel in parcels]
+            buckets = zip(*messages, strict=True)
+            received = [exchange.simulate(bucket, self.index) for bucket in buckets]
             self.received = [torch.cat(parts) for parts in zip(*received, strict=True)]
         return self.received[worker]
 
@@ -98,16 +98,16 @@ class HubExchange:
     """
 
     is_weighted = False
-    can_carry_rows = False
+    can_carry_status = False
 
     def __init__(self, hub: Hub, worker: int) -> None:
         self._hub = hub
         self._worker = worker
 
-    def start(self, parcel: Parcel, round_index: int) -> HubHandle:
+    def start(self, bucket: Bucket, round_index: int) -> HubHandle:
         """Leave a copy of a worker's message at the hub."""
-        hub_round = self._hub.round_of(parcel, round_index)
-        hub_round.messages[self._worker] = parcel.wire.clone()
+        hub_round = self._hub.round_of(bucket, round_index)
+        hub_round.messages[self._worker] = bucket.wire.clone()
         return HubHandle(hub_round, self._worker)
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
@@ -116,7 +116,7 @@ class HubExchange:
 
 
 class HubHandle(NamedTuple):
-    """A parcel that a worker has left at the hub, in the round that it belongs to."""
+    """A bucket that a worker has left at the hub, in the round that it belongs to."""
 
     hub_round: HubRound
     worker: int

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from lightning_loco.algorithms import Algorithm, State
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.distributed.worker_status import ROUND, PendingRows, Row
+from lightning_loco.distributed.worker_status import IN_ROUND, PendingStatuses, WorkerStatus
 from lightning_loco.engine.exchanges.base import make_exchange
-from lightning_loco.engine.fragment import Lane
-from lightning_loco.engine.fragment_sync import Flight, Rounds
+from lightning_loco.engine.fragment import Fragment
+from lightning_loco.engine.fragment_sync import FragmentSync, PendingRound
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.parameters.flat import FlatLayout
 from lightning_loco.parameters.schema import check_model, first_difference
@@ -103,8 +103,8 @@ class Simulation:
                     "Build the same model for every worker."
                 )
             model.load_state_dict(models[0].state_dict())
-        self._lanes = self._make_lanes()
-        self.states: list[State] = [rounds.lane.state for rounds in self._lanes[0]]
+        self._fragments = self._make_fragments()
+        self.states: list[State] = [rounds.fragment.state for rounds in self._fragments[0]]
 
     def _layout_of(self, model: nn.Module) -> FlatLayout:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -112,8 +112,8 @@ class Simulation:
         cuts = self.settings.cuts({name: p.numel() for name, p in named}, itemsize)
         return FlatLayout(named, cuts)
 
-    def _make_lanes(self) -> list[list[Rounds]]:
-        """By lane and worker; all workers of a lane exchange through one hub."""
+    def _make_fragments(self) -> list[list[FragmentSync]]:
+        """By fragment and worker; all workers of a fragment exchange through one hub."""
         settings, layouts = self.settings, self._layouts
         alone, statistics = WorkerGroup(0, 1), Statistics()
         exchange = make_exchange(
@@ -123,17 +123,17 @@ class Simulation:
         start = layouts[0].new_flat()
         states = [self.algorithm.init(start.clone()) for _ in layouts]
         residuals = [settings.init_residual(start) for _ in layouts]
-        longest = settings.parcel_elements(layouts[0].numel, layouts[0].dtype.itemsize)
-        lanes = []
-        for stretches in settings.schedule.lanes(layouts[0].sizes):
+        longest = settings.bucket_elements(layouts[0].numel, layouts[0].dtype.itemsize)
+        fragments = []
+        for stretches in settings.schedule.fragment_slices(layouts[0].sizes):
             hub = Hub(exchange, self.num_workers, longest, has_feedback)
-            lane = []
+            fragment = []
             for worker, layout in enumerate(layouts):
                 state, residual = states[worker], residuals[worker]
-                memory = Lane(layout, stretches, settings, state, residual, layout.numel)
-                lane.append(Rounds(memory, settings, hub.of_worker(worker)))
-            lanes.append(lane)
-        return lanes
+                memory = Fragment(layout, stretches, settings, state, residual, layout.numel)
+                fragment.append(FragmentSync(memory, settings, hub.of_worker(worker)))
+            fragments.append(fragment)
+        return fragments
 
     @property
     def num_workers(self) -> int:
@@ -158,45 +158,47 @@ class Simulation:
 
     @torch.no_grad()
     def _turn(self, worker: int, since_round: int) -> bool:
-        """Land the flights of a worker that end now; whether it is to begin a round."""
+        """Land the pending rounds of a worker that end now; whether it is to begin a round."""
         schedule, begins = self._schedule.of_worker(worker), False
-        for index, lane in enumerate(self._lanes):
-            rounds = lane[worker]
+        for index, fragment in enumerate(self._fragments):
+            rounds = fragment[worker]
             counts = self._steps[worker], since_round, self.round_index
-            begin, end = schedule.due(Now(*counts, index, math.inf, rounds.flight))
+            begin, end = schedule.due(Now(*counts, index, math.inf, rounds.pending))
             begins = begins or begin
             if end and not begin:
-                rounds.land()
+                rounds.apply()
         return begins
 
     @torch.no_grad()
     def make_round(self) -> None:
         """Exchange and apply, for all workers."""
-        lane = self._lanes[self.round_index % len(self._lanes)]
-        rows = self._rows(lane)
-        stays = self._schedule.stays(self.round_index)
-        for rounds, steps in zip(lane, self._steps, strict=True):
+        fragment = self._fragments[self.round_index % len(self._fragments)]
+        statuses = self._statuses(fragment)
+        is_overlapped = self._schedule.is_overlapped(self.round_index)
+        for rounds, steps in zip(fragment, self._steps, strict=True):
             rounds.look()
-            rounds.begin(Flight(self.round_index, rows, valid=True, began_at=steps), stays)
-        if not stays:
-            for rounds in lane:
-                rounds.land()
+            rounds.begin(
+                PendingRound(self.round_index, statuses, valid=True, began_at=steps), is_overlapped
+            )
+        if not is_overlapped:
+            for rounds in fragment:
+                rounds.apply()
         self.round_index += 1
 
-    def _rows(self, lane: list[Rounds]) -> PendingRows:
-        row = Row(ROUND, self.round_index, steps=1, weight=1.0, finite=1.0)
+    def _statuses(self, fragment: list[FragmentSync]) -> PendingStatuses:
+        status = WorkerStatus(IN_ROUND, self.round_index, steps=1, weight=1.0, finite=1.0)
         table = torch.tensor(
-            [[*row[:-1], *self.algorithm.scalars(rounds.lane.state)] for rounds in lane],
+            [[*status[:-1], *self.algorithm.scalars(rounds.fragment.state)] for rounds in fragment],
             dtype=torch.float64,
         )
-        return PendingRows(lambda: table, f"round {self.round_index}")
+        return PendingStatuses(lambda: table, f"round {self.round_index}")
 
     @torch.no_grad()
     def drain(self) -> None:
         """Apply what overlap has left under way, as :meth:`Engine.drain` does."""
-        for lane in self._lanes:
-            for rounds in lane:
-                rounds.land()
+        for fragment in self._fragments:
+            for rounds in fragment:
+                rounds.apply()
 
     def params(self) -> list[Tensor]:
         """A flat copy of each worker's parameters, ``(P,)``."""

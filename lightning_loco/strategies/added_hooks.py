@@ -24,7 +24,7 @@ def add_hooks(
     trainer: pl.Trainer,
     *,
     end: Surrounding,
-    meet: Callable[[str], None],
+    sync_point: Callable[[str], None],
     batches_end: Callable[[], None] = _nothing,
     saving: Surrounding = nullcontext,
     validation_start: Callable[[], None] = _nothing,
@@ -48,7 +48,7 @@ def add_hooks(
         What gives the trainer its own methods back when it is closed.
     """
     stack = ExitStack()
-    loop, collectives = trainer.fit_loop, ForeignCollectives(meet)
+    loop, collectives = trainer.fit_loop, ForeignCollectives(sync_point)
 
     @contextmanager
     def epoch_start() -> Iterator[None]:
@@ -102,16 +102,16 @@ class ForeignCollectives(TorchDispatchMode):
     """While it is entered, all workers meet before a collective of the default process group.
 
     A worker with fewer batches reaches the end of its epoch, and what hooks do there, while others
-    still make rounds. At a meeting it takes part in these; inside a collective that does not go
+    still make rounds. At a sync point it takes part in these; inside a collective that does not go
     through the strategy it could not.
 
     Args:
         meet: Waits for all workers; gets the name of the place.
     """
 
-    def __init__(self, meet: Callable[[str], None]) -> None:
+    def __init__(self, sync_point: Callable[[str], None]) -> None:
         super().__init__()
-        self._meet = meet
+        self._meet = sync_point
 
     def __torch_dispatch__(
         self,

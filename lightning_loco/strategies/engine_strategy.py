@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.distributed.devices import device_of_messages
-from lightning_loco.earlier_run import Saved
+from lightning_loco.earlier_run import EarlierRun
 from lightning_loco.engine import RoundSettings
 from lightning_loco.schedules import Schedule
 from lightning_loco.strategies import lightning_private
@@ -39,7 +39,7 @@ from lightning_loco.strategies.local_steps import (
     clear_non_finite,
     loss_in,
 )
-from lightning_loco.strategies.meeting import MeetingStrategy
+from lightning_loco.strategies.meeting import SyncPointStrategy
 from lightning_loco.strategies.pace import Pace, share_data
 from lightning_loco.values import check_choice, check_common_arguments
 from lightning_loco.worker import Worker
@@ -53,7 +53,7 @@ _NO_TRAINING = (
 )
 
 
-class EngineStrategy(MeetingStrategy):
+class EngineStrategy(SyncPointStrategy):
     """Each rank is a worker with its own copy of the model, which an engine drives.
 
     Gradients are never reduced. The engine is told of every local (optimizer) step and decides when
@@ -126,11 +126,11 @@ class EngineStrategy(MeetingStrategy):
         """Decide when and with whom this worker exchanges; called on every worker."""
 
     @abstractmethod
-    def begin_anew(self, saved: Saved | None = None) -> list[str]:
+    def reset(self, saved: EarlierRun | None = None) -> list[str]:
         """Start from the model, with what fits of another run, and say what does not fit."""
 
     @property
-    def meeting_place(self) -> Worker | None:
+    def sync_points(self) -> Worker | None:
         """This worker, which takes part in the others' rounds while it waits."""
         return None if self.engine is None else self.engine.worker
 
@@ -174,13 +174,13 @@ class EngineStrategy(MeetingStrategy):
         if self.schedule is not None:
             self._pace = Pace(trainer, self.schedule, self.worker, self.num_workers)
         self._weights.begin_fit()
-        self.engine.worker.companions.find_copies = lambda: averaged_models(trainer)
+        self.engine.worker.averaged_copies.find_copies = lambda: averaged_models(trainer)
         self._added = add_hooks(
             trainer,
             batches_end=self._weights.end_batches,
             end=self._end_training,
             saving=self.checkpoints.consensus_shown,
-            meet=self.meet,
+            sync_point=self.sync_point,
             validation_start=self._begin_validation,
             validation_end=self._end_validation,
         )
@@ -208,10 +208,10 @@ class EngineStrategy(MeetingStrategy):
                     "evaluate='average', or leave monitor out."
                 )
 
-    def meet(self, purpose: str) -> None:
-        """Wait until all workers have come to the same place, as in :class:`MeetingStrategy`."""
+    def sync_point(self, purpose: str) -> None:
+        """Wait until all workers have come to the same place, as in :class:`SyncPointStrategy`."""
         self._weights.note()
-        super().meet(purpose)
+        super().sync_point(purpose)
         self._weights.expect()
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -268,13 +268,13 @@ class EngineStrategy(MeetingStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step; its optimizers see the parameters that its gradients belong to."""
-        stand_in = self._engine.worker.replica.stand_in
-        stand_in.hold()
+        copy_on_write = self._engine.worker.replica.copy_on_write
+        copy_on_write.hold()
         output = super().training_step(*args, **kwargs)
         self._loss = loss_in(output)
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
-            stand_in.release()
+            copy_on_write.release()
             self._stop_if_agreed()
         return output
 
@@ -307,7 +307,7 @@ class EngineStrategy(MeetingStrategy):
         assert self.lightning_module is not None
         is_automatic = self.lightning_module.automatic_optimization
         if is_automatic:
-            self._engine.worker.replica.stand_in.release()
+            self._engine.worker.replica.copy_on_write.release()
         self._count(optimizer)
         if is_automatic:
             self._stop_if_agreed()
@@ -334,7 +334,7 @@ class EngineStrategy(MeetingStrategy):
         engine, worker, distance = self._engine, self._engine.worker, None
         check_left_out(worker.replica.left_out, self.optimizers)
         if self.summary and worker.group.num_workers > 1:
-            self.meet("the end of training")
+            self.sync_point("the end of training")
             distance = worker.measure_consensus(SAMPLED)
         finish_with_averages(engine, self._trainer, keeps_local=self.finalize == "keep")
         self._finished = True
@@ -346,7 +346,7 @@ class EngineStrategy(MeetingStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Save once more after an agreed stop; tell the other workers of a failure."""
-        worker = self.meeting_place
+        worker = self.sync_points
         if self.group is None or self._finished:
             return
         if worker is not None and worker.stop_agreed and isinstance(exception, SIGTERMException):
@@ -372,7 +372,7 @@ class EngineStrategy(MeetingStrategy):
     def _begin_validation(self) -> None:
         if self.is_training and self.evaluate != "local":
             self._weights.share_start()
-            self.meet("validation")
+            self.sync_point("validation")
             self._engine.worker.show_consensus("validation of the consensus")
 
     def _end_validation(self) -> None:

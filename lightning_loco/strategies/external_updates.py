@@ -80,7 +80,7 @@ class WrittenWeights:
         group = self._worker.group
         if any(group.gather_objects(self._look() != self._seen, "the first batch")):
             self._worker.checksum = share_from_worker_0(self._model, group)
-            self._strategy.begin_anew()
+            self._strategy.reset()
             self._seen = self._look()
 
     def resume(self, checkpoints: WorkerCheckpoints) -> None:
@@ -109,7 +109,7 @@ class WrittenWeights:
 
     def end_batches(self) -> None:
         """The batches of an epoch have ended; its hooks follow."""
-        self._worker.replica.stand_in.release()
+        self._worker.replica.copy_on_write.release()
         self.begin_batches()
         self._seen = self._look()
         self._check_steps(self._seen)
@@ -183,7 +183,7 @@ class WrittenWeights:
     def _take_over(self) -> None:
         """Begin anew with what was written, and with the consensus of all other parameters."""
         written, self._written = self._written, {}
-        self._strategy.meet(_PLACE)
+        self._strategy.sync_point(_PLACE)
         worker = self._worker
         prints = fingerprints(list(written.values()))
         own = dict(zip(written, prints, strict=True))
@@ -203,7 +203,7 @@ class WrittenWeights:
         for name, parameter in zip(layout.names, layout.tensors, strict=True):
             if name in written:
                 parameter.detach().copy_(written[name])
-        self._strategy.begin_anew()
+        self._strategy.reset()
 
 
 def averaged_models(trainer: pl.Trainer) -> list[nn.Module]:

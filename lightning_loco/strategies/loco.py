@@ -10,11 +10,11 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import Unpack
 
-from lightning_loco.algorithms import Algorithm, Landing
+from lightning_loco.algorithms import Algorithm, MergePolicy
 from lightning_loco.compression import Codec, Compensated, ErrorFeedback
 from lightning_loco.distributed import WorkerGroup
-from lightning_loco.earlier_run import Saved
-from lightning_loco.engine import Engine, RoundSettings, carry_over
+from lightning_loco.earlier_run import EarlierRun
+from lightning_loco.engine import Engine, RoundSettings, resume_from
 from lightning_loco.engine.membership import Link, Membership
 from lightning_loco.engine.settings import BUCKET_BYTES
 from lightning_loco.links.links import LinkLike, as_links
@@ -94,7 +94,7 @@ class LocoStrategy(EngineStrategy):
         self,
         algorithm: Algorithm,
         schedule: Schedule,
-        landing: Landing | None = None,
+        merge_policy: MergePolicy | None = None,
         *,
         topology: Any | None = None,
         bucket_bytes: int = BUCKET_BYTES,
@@ -110,7 +110,7 @@ class LocoStrategy(EngineStrategy):
             schedule,
             topology,
             compression,
-            landing=landing,
+            merge_policy=merge_policy,
             bucket_bytes=bucket_bytes,
             membership=membership,
             link=as_links(link),
@@ -188,15 +188,15 @@ class LocoStrategy(EngineStrategy):
             yield
 
     def on_exception(self, exception: BaseException) -> None:
-        """Where members come and go, one that is asked to stop leaves after its flight."""
+        """Where members come and go, one that is asked to stop leaves after its pending round."""
         if self._link is not None and isinstance(exception, SIGTERMException):
             self._link.leave()
         super().on_exception(exception)
 
-    def begin_anew(self, saved: Saved | None = None) -> list[str]:
+    def reset(self, saved: EarlierRun | None = None) -> list[str]:
         """Rounds begin anew from what the model holds, or go on from what another run has saved."""
         assert isinstance(self._engine, Engine)
         if saved is not None:
-            return carry_over(self._engine, saved)
+            return resume_from(self._engine, saved)
         self._engine.reset()
         return []

@@ -1,4 +1,4 @@
-"""Lightning's collectives as meetings: who arrives early goes on serving the others' rounds."""
+"""Lightning's collectives as sync points: who arrives early goes on serving the others' rounds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_loco.distributed.graceful_stop import StopAgreed
 from lightning_loco.distributed.job import init_workers
-from lightning_loco.distributed.work import Explained
+from lightning_loco.distributed.work import ExplainErrors
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.parameter_server import RemoteOptimizer
 from lightning_loco.strategies import lightning_private
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 _BROADCAST = "a broadcast (Timer and max_time make one after every batch)"
 
 
-MeetingPlace = Worker | RemoteOptimizer
+SyncPoints = Worker | RemoteOptimizer
 """What brings all workers to the same place of the program."""
 
 
-class MeetingStrategy(DDPStrategy):
+class SyncPointStrategy(DDPStrategy):
     """A ``DDPStrategy`` whose collectives never meet a round of another worker by mistake.
 
     Workers that have different numbers of batches reach Lightning's barriers and reductions at
-    different times. Each of these calls first waits, at the :attr:`meeting_place`, until all
+    different times. Each of these calls first waits, at the :attr:`sync_points`, until all
     workers have come to the same one; rounds of those still training are served meanwhile.
 
     Attributes:
@@ -59,7 +59,7 @@ class MeetingStrategy(DDPStrategy):
 
     @property
     @abstractmethod
-    def meeting_place(self) -> MeetingPlace | None:
+    def sync_points(self) -> SyncPoints | None:
         """Where the workers meet during ``fit``; None at other times."""
 
     def setup_distributed(self) -> None:
@@ -101,7 +101,7 @@ class MeetingStrategy(DDPStrategy):
         module = self.lightning_module
         trainer = None if module is None else lightning_private.trainer_of(module)
         interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
-        place = self.meeting_place
+        place = self.sync_points
         return interrupted and (place is None or place.stop_agreed is None)
 
     @property
@@ -112,14 +112,14 @@ class MeetingStrategy(DDPStrategy):
     @property
     def has_company(self) -> bool:
         """Whether the other workers can be met: during ``fit``, unless this one fails by itself."""
-        return self.meeting_place is not None and not self._is_alone
+        return self.sync_points is not None and not self._is_alone
 
     @property
     def is_training(self) -> bool:
         """Whether the other workers may be making rounds or steps."""
         return self.has_company and not self._finished
 
-    def meet(self, purpose: str) -> None:
+    def sync_point(self, purpose: str) -> None:
         """Wait until all workers have come to the same place; does nothing outside training.
 
         Args:
@@ -128,10 +128,10 @@ class MeetingStrategy(DDPStrategy):
         Raises:
             SIGTERMException: If the others have stopped, as agreed, somewhere else.
         """
-        place = self.meeting_place
+        place = self.sync_points
         if place is not None and self.is_training:
             try:
-                place.meet(purpose)
+                place.sync_point(purpose)
             except StopAgreed as stop:
                 raise SIGTERMException from stop
 
@@ -145,8 +145,8 @@ class MeetingStrategy(DDPStrategy):
             return nullcontext()
         if not self.is_training:
             self.group.gather_objects(None, place)
-        self.group.come_to(place)
-        return Explained(self.group, place)
+        self.group.announce_wait(place)
+        return ExplainErrors(self.group, place)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Tell samplers the present epoch before the first iterator is made."""
@@ -156,14 +156,14 @@ class MeetingStrategy(DDPStrategy):
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all workers."""
         place = f"barrier {args[0] if args else kwargs.get('name', '')}"
-        self.meet(place)
+        self.sync_point(place)
         if not self._is_alone:
             with self.waiting_in(place):
                 super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Send an object from one worker to all."""
-        self.meet(_BROADCAST)
+        self.sync_point(_BROADCAST)
         if self._is_alone:
             return obj
         with self.waiting_in(_BROADCAST):
@@ -175,7 +175,7 @@ class MeetingStrategy(DDPStrategy):
         """Reduce a tensor over all workers."""
         if not isinstance(tensor, Tensor):
             return tensor
-        self.meet("reduce")
+        self.sync_point("reduce")
         if self._is_alone:
             return tensor
         with self.waiting_in("reduce"):
@@ -185,7 +185,7 @@ class MeetingStrategy(DDPStrategy):
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
         """Collect a tensor from all workers."""
-        self.meet("all_gather")
+        self.sync_point("all_gather")
         if self._is_alone:
             return tensor
         with self.waiting_in("all_gather"):

@@ -18,7 +18,7 @@ from lightning_loco.algorithms import PairwiseAverage
 from lightning_loco.algorithms.pairwise import Interpolation
 from lightning_loco.compression import Codec
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.earlier_run import Saved
+from lightning_loco.earlier_run import EarlierRun
 from lightning_loco.gossip import Peer, read_nodes
 from lightning_loco.gossip.engine import PairwiseEngine
 from lightning_loco.gossip.nearness import MAX_PEER_DISTANCE
@@ -153,7 +153,7 @@ class PairwiseGossipStrategy(EngineStrategy):
         model, optimized = self.lightning_module, optimized_by(self.optimizers)
         return PairwiseEngine.from_settings(model, self.settings, seed, group, optimized)
 
-    def begin_anew(self, saved: Saved | None = None) -> list[str]:
+    def reset(self, saved: EarlierRun | None = None) -> list[str]:
         """Serve what the model holds, or what another run has saved; wait for all to do so."""
         assert isinstance(self._engine, PairwiseEngine)
         notes = [] if saved is None else self._engine.resume_from(saved)

@@ -21,18 +21,18 @@ from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.parameter_server import RemoteOptimizer, Tiers
 from lightning_loco.parameter_server.service_group import AllRanks, ServiceGroup
 from lightning_loco.parameter_server.tiers import new_replica_group
-from lightning_loco.parameters.owners import Places
+from lightning_loco.parameters.owners import ParameterOwners
 from lightning_loco.parameters.schema import check_same_tensors
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.added_hooks import add_hooks
 from lightning_loco.strategies.external_updates import averaged_models, share_complete_averages
 from lightning_loco.strategies.local_model import LocalModel
-from lightning_loco.strategies.meeting import MeetingStrategy, launched_as
+from lightning_loco.strategies.meeting import SyncPointStrategy, launched_as
 
 log = logging.getLogger(__name__)
 
 
-class ServedStrategy(MeetingStrategy):
+class ServedStrategy(SyncPointStrategy):
     """Shows Lightning the ranks that train; its collectives do nothing on those that serve.
 
     Attributes:
@@ -52,10 +52,10 @@ class ServedStrategy(MeetingStrategy):
     _all_ranks: AllRanks | None = None
     _present: tuple[int, ...] = ()
     _added: ExitStack
-    _places: Places | None = None
+    _places: ParameterOwners | None = None
 
     @property
-    def meeting_place(self) -> RemoteOptimizer | None:
+    def sync_points(self) -> RemoteOptimizer | None:
         """The connection to the servers: they let the workers meet."""
         return self.remote
 
@@ -143,7 +143,7 @@ class ServedStrategy(MeetingStrategy):
                     trainer,
                     end=self._all_at_the_end,
                     saving=self._saving,
-                    meet=self.meet,
+                    sync_point=self.sync_point,
                     validation_start=self._begin_validation,
                 )
                 self._places = self._find_places()
@@ -157,13 +157,13 @@ class ServedStrategy(MeetingStrategy):
         else:
             lightning_private.replace_loops(trainer, lambda: None)
 
-    def _find_places(self) -> Places:
+    def _find_places(self) -> ParameterOwners:
         """Where the parameters are that the optimizers have, of those that require gradients."""
         assert self.lightning_module is not None
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         optimized = {id(p) for group in groups for p in group["params"] if p.requires_grad}
         named = [(n, p) for n, p in self.lightning_module.named_parameters() if id(p) in optimized]
-        return Places(self.lightning_module, [n for n, _ in named], [p for _, p in named])
+        return ParameterOwners(self.lightning_module, [n for n, _ in named], [p for _, p in named])
 
     def check_same_models(self, service: ServiceGroup) -> None:
         """Raise ValueError on all ranks if those that train have different models."""
@@ -194,7 +194,7 @@ class ServedStrategy(MeetingStrategy):
 
     def _catch_up(self, purpose: str) -> None:
         """Meet: workers with less data have old parameters until then, and old averages of them."""
-        self.meet(purpose)
+        self.sync_point(purpose)
         if self.is_training and averaged_models(self._trainer):
             with self.waiting_in(purpose):
                 share_complete_averages(self._trainer, self.present_workers())
@@ -304,13 +304,13 @@ class ServedStrategy(MeetingStrategy):
         own = self._present.index(self.global_rank)
         return WorkerGroup(own, self.world_size, data=group, control=group)
 
-    def meet(self, purpose: str) -> None:
+    def sync_point(self, purpose: str) -> None:
         """Wait until all workers have come to the same place; go on with those that are left."""
         if not self.is_training:
             return
         assert self.remote is not None
         stopped = self.remote.stop_agreed
-        super().meet(purpose)
+        super().sync_point(purpose)
         if self.remote.present is not None:  # never set on ranks that do not lead a worker
             size = self.tiers.replica_size
             present = self.remote.present

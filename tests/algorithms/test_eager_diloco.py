@@ -204,10 +204,10 @@ def test_values_that_cannot_work_are_refused() -> None:
 
 
 def test_a_landing_that_would_pass_over_the_own_share_is_refused() -> None:
-    late = RoundSettings(EagerDiLoCo(), EverySteps(2, overlap=True), landing=KeepProgress())
-    with pytest.raises(ValueError, match=r"no other landing than Restart\(\), got KeepProgress"):
+    late = RoundSettings(EagerDiLoCo(), EverySteps(2, overlap=True), merge_policy=KeepProgress())
+    with pytest.raises(ValueError, match=r"no merge policy but Restart\(\), got KeepProgress"):
         late.prepare(2)
-    blocking = RoundSettings(EagerDiLoCo(), EverySteps(2), landing=KeepProgress())
+    blocking = RoundSettings(EagerDiLoCo(), EverySteps(2), merge_policy=KeepProgress())
     assert blocking.prepare(2).algorithm.share == 0.5
 
 

@@ -153,13 +153,13 @@ def test_a_constant_schedule_is_the_number_bit_for_bit(subtests: pytest.Subtests
 def test_a_number_needs_no_counter() -> None:
     for algorithm in (DiLoCo(), GASLoC(momentum=0.3), EagerDiLoCo(), DelayedNesterov(every=1)):
         assert "rounds" not in algorithm.init(randn(4))
-        assert algorithm.figures(algorithm.init(randn(4))) == {}
+        assert algorithm.metrics(algorithm.init(randn(4))) == {}
 
 
 def test_what_lands_last_with_eager_updates_takes_the_rate_of_the_last_step() -> None:
     algorithm = EagerDiLoCo(halved, 0.0, share=0.5)
     state = algorithm.init(torch.zeros(1, dtype=torch.float64))
-    algorithm.depart(torch.tensor([2.0]).double(), None, state)
+    algorithm.on_send(torch.tensor([2.0]).double(), None, state)
     assert state["outer"].item() == pytest.approx(-0.8)
     mean = torch.tensor([3.0]).double()
     algorithm.update(mean, mean.clone(), state)
@@ -176,8 +176,8 @@ class Noting(CommunicationMonitor):
         super().__init__(prog_bar=True)
         self.rates: list[float] = []
 
-    def figures(self, strategy: Any) -> dict[str, float]:
-        found = super().figures(strategy)
+    def metrics(self, strategy: Any) -> dict[str, float]:
+        found = super().metrics(strategy)
         self.rates.append(found["loco/outer_lr"])
         return found
 

@@ -28,7 +28,7 @@ from lightning_loco import (
     WorkerLogs,
 )
 from lightning_loco.callbacks import straggler
-from lightning_loco.distributed.worker_status import Row
+from lightning_loco.distributed.worker_status import WorkerStatus
 from tests.distributed.workers import sleeps
 from tests.pool import Pool, make_trainer
 from tests.small_model import TinyModule, ValidatedModule, flat, make_loader, quiet_trainer
@@ -102,7 +102,7 @@ def test_communication_of_diloco(pool: Pool, tmp_path: Path, world: int) -> None
     callbacks: list[pl.Callback] = [CommunicationMonitor()]
     results = pool.run(fit, tmp_path, callbacks, {"algorithm": DiLoCo()}, {}, world=world)
     rows = read(tmp_path)
-    rows_bytes = world * Row.width(0) * 8  # what the workers tell each other rides along
+    rows_bytes = world * WorkerStatus.width(0) * 8  # what the workers tell each other rides along
     per_round = 2 * (world - 1) * (P_BYTES + rows_bytes) // world
     # A round comes before steps 3, 6 and 9; what it brought stays until the next one.
     rounds = {step: float(step // 3) for step in range(3, 12)}

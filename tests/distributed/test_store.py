@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lightning_loco.background import begin
 from lightning_loco.distributed import store as module
-from lightning_loco.distributed.store import PromptStore, StoreSilent, in_time
+from lightning_loco.distributed.store import StoreTimeout, TimeoutStore, with_timeout
 from tests.distributed.workers import threads_named, wait_until
 from tests.frozen import freeze_process
 from tests.limits import HARNESS_S, LONG_S
@@ -26,13 +26,13 @@ from tests.store_server import server_in_a_process
 
 
 @pytest.fixture
-def store() -> Iterator[PromptStore]:
-    store = PromptStore(dist.HashStore())
+def store() -> Iterator[TimeoutStore]:
+    store = TimeoutStore(dist.HashStore())
     yield store
     store.close()
 
 
-def test_it_does_what_a_store_does(store: PromptStore) -> None:
+def test_it_does_what_a_store_does(store: TimeoutStore) -> None:
     assert not store.check(["a"])
     store.set("a", "1")
     store.compare_set("a", "", "2")
@@ -46,14 +46,14 @@ def test_it_does_what_a_store_does(store: PromptStore) -> None:
     assert store.silent_s == 0
 
 
-def test_parts_have_keys_of_their_own(store: PromptStore) -> None:
+def test_parts_have_keys_of_their_own(store: TimeoutStore) -> None:
     one, two = store.under("one"), store.under("two")
     one.set("key", "1")
     assert not two.check(["key"])
     assert store.check(["one/key"])
 
 
-def test_many_threads_may_use_it(store: PromptStore) -> None:
+def test_many_threads_may_use_it(store: TimeoutStore) -> None:
     threads = [
         threading.Thread(target=lambda: [store.add("n", 1) for _ in range(50)]) for _ in range(8)
     ]
@@ -64,7 +64,7 @@ def test_many_threads_may_use_it(store: PromptStore) -> None:
     assert store.add("n", 0) == 400
 
 
-def test_what_the_store_raises_arrives(store: PromptStore) -> None:
+def test_what_the_store_raises_arrives(store: TimeoutStore) -> None:
     store.set("text", "no number")
     with pytest.raises(Exception, match="."):
         store.add("text", 1)
@@ -83,7 +83,7 @@ def test_a_frozen_server_is_noticed_in_time_and_forgiven() -> None:
         assert clock.asked[-2:] == [0.25, 0.25]
         clock.advance(0.25)
         for one in asking:
-            with pytest.raises(StoreSilent, match="has not answered"):
+            with pytest.raises(StoreTimeout, match="has not answered"):
                 one.result(HARNESS_S)
         assert store.silent_s == 0.25
         os.kill(pid, signal.SIGCONT)
@@ -100,7 +100,7 @@ def test_closing_does_not_wait_for_a_frozen_server() -> None:
         wait_until(lambda: store._line._calls.qsize() == 2)
         store.close()
         for one in asking:
-            with pytest.raises(StoreSilent):
+            with pytest.raises(StoreTimeout):
                 one.result(HARNESS_S)
 
 
@@ -111,19 +111,19 @@ def test_the_end_of_the_server_is_another_error() -> None:
             ask_for_a_while(store)
 
 
-def ask_for_a_while(store: PromptStore) -> None:
+def ask_for_a_while(store: TimeoutStore) -> None:
     for _ in range(100):
         store.check(["a"], patience_s=60.0)  # PyTorch takes its time to name the frames
         time.sleep(0.02)
 
 
 def test_other_work_is_done_in_time_too() -> None:
-    assert in_time(lambda: 7, 5.0) == 7
+    assert with_timeout(lambda: 7, 5.0) == 7
     with pytest.raises(LookupError, match="no such thing"):
-        in_time(lambda: fail(LookupError("no such thing")), 5.0)
+        with_timeout(lambda: fail(LookupError("no such thing")), 5.0)
     thawed = threading.Event()
-    with pytest.raises(StoreSilent):
-        in_time(thawed.wait, 0.1)
+    with pytest.raises(StoreTimeout):
+        with_timeout(thawed.wait, 0.1)
     thawed.set()
 
 
@@ -132,10 +132,10 @@ def fail(error: Exception) -> None:
 
 
 def test_a_closed_store_answers_nobody() -> None:
-    store = PromptStore(dist.HashStore())
+    store = TimeoutStore(dist.HashStore())
     store.close()
     store.close()
-    with pytest.raises(StoreSilent):
+    with pytest.raises(StoreTimeout):
         store.check(["a"])
     assert not threads_named("loco-store")
 
@@ -153,7 +153,7 @@ class LateStore(dist.HashStore):
 
 def test_closing_waits_for_a_call_that_has_just_begun() -> None:
     late, clock = LateStore(), ManualClock()
-    store = PromptStore(late, clock=clock)
+    store = TimeoutStore(late, clock=clock)
     late.line = store._line
     asking = begin(lambda: store.check(["key"]))
     wait_until(lambda: store._line.asked_at is not None)
@@ -170,7 +170,7 @@ import torch.distributed as dist
 
 from lightning_loco.background import begin
 from lightning_loco.distributed import store as module
-from lightning_loco.distributed.store import PromptStore, StoreSilent
+from lightning_loco.distributed.store import TimeoutStore, StoreTimeout
 
 host = "import sys, torch.distributed as dist; "
 host += "server = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); "
@@ -179,12 +179,12 @@ pipe = subprocess.PIPE
 server = subprocess.Popen([sys.executable, "-c", host], stdin=pipe, stdout=pipe, text=True)
 port = int(server.stdout.readline())
 client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-store = PromptStore.beside(client, 10.0)
+store = TimeoutStore.beside(client, 10.0)
 store.set("key", "value")
 os.kill(server.pid, signal.SIGSTOP)
 try:
     store.check(["key"], patience_s=0.1)
-except StoreSilent:
+except StoreTimeout:
     print("silent")
 store.close()
 subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {server.pid}"])

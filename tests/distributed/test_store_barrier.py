@@ -1,4 +1,4 @@
-"""The notice board on one store: those at a meeting learn whether anybody makes a round."""
+"""The notice board on one store: those at a sync point learn whether anybody makes a round."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from contextlib import closing
 import pytest
 import torch.distributed as dist
 
-from lightning_loco.distributed.store import PromptStore
-from lightning_loco.distributed.store_barrier import Board
+from lightning_loco.distributed.store import TimeoutStore
+from lightning_loco.distributed.store_barrier import StoreBarrier
 from lightning_loco.distributed.watchdog import Watchdog
 from tests.distributed.workers import (
     TIMEOUT_S,
@@ -49,29 +49,34 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def store() -> Iterator[PromptStore]:
-    store = PromptStore(dist.HashStore())
+def store() -> Iterator[TimeoutStore]:
+    store = TimeoutStore(dist.HashStore())
     yield store
     store.close()
 
 
-def boards(store: PromptStore, num_workers: int) -> list[Board]:
-    return [Board(store, worker, num_workers) for worker in range(num_workers)]
+def boards(store: TimeoutStore, num_workers: int) -> list[StoreBarrier]:
+    return [StoreBarrier(store, worker, num_workers) for worker in range(num_workers)]
 
 
-def comes_with_a_round(board: Board) -> None:
+def comes_with_a_round(store_barrier: StoreBarrier) -> None:
     """A worker begins the next exchange with a round to make, and its all-reduce is late."""
-    board.exchange += 1
-    board.call_to_round(TIMEOUT_S)
+    store_barrier.exchange += 1
+    store_barrier.call_to_round(TIMEOUT_S)
 
 
-def comes_to_a_meeting(board: Board, watchdog: Watchdog, timeout_s: float = TIMEOUT_S) -> bool:
-    """A worker begins the next exchange at a meeting; whether it is to take part in a round."""
-    board.exchange += 1
-    return board.meet([float(board.exchange)], watchdog, "validation", timeout_s) is None
+def comes_to_a_meeting(
+    store_barrier: StoreBarrier, watchdog: Watchdog, timeout_s: float = TIMEOUT_S
+) -> bool:
+    """A worker begins the next exchange at a sync point; whether it is to take part in a round."""
+    store_barrier.exchange += 1
+    return (
+        store_barrier.meet([float(store_barrier.exchange)], watchdog, "validation", timeout_s)
+        is None
+    )
 
 
-def test_if_all_are_at_a_meeting_nobody_makes_a_round(store: PromptStore) -> None:
+def test_if_all_are_at_a_meeting_nobody_makes_a_round(store: TimeoutStore) -> None:
     with make_watchdogs(3) as watchdogs:
         all_boards = boards(store, 3)
         answers = on_every_worker(3, lambda w: comes_to_a_meeting(all_boards[w], watchdogs[w]))
@@ -79,7 +84,7 @@ def test_if_all_are_at_a_meeting_nobody_makes_a_round(store: PromptStore) -> Non
 
 
 @pytest.mark.parametrize("with_round", [{0}, {2}, {0, 1}], ids=str)
-def test_one_worker_with_a_round_is_enough(store: PromptStore, with_round: set[int]) -> None:
+def test_one_worker_with_a_round_is_enough(store: TimeoutStore, with_round: set[int]) -> None:
     with make_watchdogs(3) as watchdogs:
         all_boards = boards(store, 3)
 
@@ -92,7 +97,7 @@ def test_one_worker_with_a_round_is_enough(store: PromptStore, with_round: set[i
         assert on_every_worker(3, come) == [True] * 3
 
 
-def test_those_who_come_early_wait(store: PromptStore) -> None:
+def test_those_who_come_early_wait(store: TimeoutStore) -> None:
     with make_watchdogs(2) as watchdogs:
         first, second = boards(store, 2)
 
@@ -110,7 +115,7 @@ def test_those_who_come_early_wait(store: PromptStore) -> None:
         assert on_every_worker(2, come) == [(True, True)] * 2
 
 
-def test_a_notice_counts_for_its_own_exchange_only(store: PromptStore) -> None:
+def test_a_notice_counts_for_its_own_exchange_only(store: TimeoutStore) -> None:
     with make_watchdogs(2) as watchdogs:
         first, second = boards(store, 2)
         comes_with_a_round(second)
@@ -119,7 +124,7 @@ def test_a_notice_counts_for_its_own_exchange_only(store: PromptStore) -> None:
             comes_to_a_meeting(first, watchdogs[0], timeout_s=0.2)
 
 
-def test_many_exchanges_at_different_speeds(store: PromptStore) -> None:
+def test_many_exchanges_at_different_speeds(store: TimeoutStore) -> None:
     """What workers do is decided by chance; after each exchange all come together, as in a sum."""
     num_workers, num_exchanges = 4, 60
     plans = [
@@ -148,7 +153,7 @@ def test_many_exchanges_at_different_speeds(store: PromptStore) -> None:
     assert answers == [expected] * num_workers
 
 
-def test_who_does_not_come_is_named_to_the_others_too(store: PromptStore) -> None:
+def test_who_does_not_come_is_named_to_the_others_too(store: TimeoutStore) -> None:
     """Worker 0 hosts the store, so the others learn of it before it ends."""
     clock = ManualClock()
     with make_watchdogs(3, clock=clock) as watchdogs:
@@ -164,7 +169,7 @@ def test_who_does_not_come_is_named_to_the_others_too(store: PromptStore) -> Non
         assert "from worker 2" in str(watchdogs[1].failure)
 
 
-def test_a_failure_ends_the_wait(store: PromptStore) -> None:
+def test_a_failure_ends_the_wait(store: TimeoutStore) -> None:
     with make_watchdogs(2) as watchdogs:
         start(*watchdogs)
         first, _ = boards(store, 2)
@@ -175,7 +180,7 @@ def test_a_failure_ends_the_wait(store: PromptStore) -> None:
         assert time.monotonic() - began < SOON_S
 
 
-def test_notices_of_old_exchanges_are_taken_down(store: PromptStore) -> None:
+def test_notices_of_old_exchanges_are_taken_down(store: TimeoutStore) -> None:
     with make_watchdogs(2) as watchdogs:
         both = boards(store, 2)
         for _ in range(5):
@@ -185,13 +190,13 @@ def test_notices_of_old_exchanges_are_taken_down(store: PromptStore) -> None:
     assert kept == [4, 5]
 
 
-def test_numbers_arrive_as_they_are(store: PromptStore) -> None:
+def test_numbers_arrive_as_they_are(store: TimeoutStore) -> None:
     told = [[0.1 + 0.2, -0.0, 5e-324], [1.7976931348623157e308, math.nan, -math.inf]]
     with make_watchdogs(2) as watchdogs:
         both = boards(store, 2)
         for _ in range(2):
-            for board in both:
-                board.exchange += 1
+            for store_barrier in both:
+                store_barrier.exchange += 1
             found = on_every_worker(
                 2, lambda w: both[w].meet(told[w], watchdogs[w], "here", TIMEOUT_S)
             )
@@ -202,7 +207,7 @@ def test_numbers_arrive_as_they_are(store: PromptStore) -> None:
 @pytest.mark.parametrize("num_workers", [2, 8, 16])
 def test_the_numbers_of_all_workers_are_one_question_to_the_store(num_workers: int) -> None:
     counting = CountingStore()
-    with closing(PromptStore(counting)) as store, make_watchdogs(num_workers) as watchdogs:
+    with closing(TimeoutStore(counting)) as store, make_watchdogs(num_workers) as watchdogs:
         all_boards = boards(store, num_workers)
         for _ in range(3):
             counting.reads.clear()
@@ -216,10 +221,10 @@ def test_garbage_on_the_board_is_an_error(subtests: pytest.Subtests) -> None:
     for garbage in rows:
         with (
             subtests.test(garbage),
-            closing(PromptStore(dist.HashStore())) as store,
+            closing(TimeoutStore(dist.HashStore())) as store,
             make_watchdogs(2) as watchdogs,
         ):
-            board, _ = boards(store, 2)
+            store_barrier, _ = boards(store, 2)
             store.set("1/all", garbage)
             with pytest.raises(RuntimeError, match="he notice board has"):
-                comes_to_a_meeting(board, watchdogs[0])
+                comes_to_a_meeting(store_barrier, watchdogs[0])

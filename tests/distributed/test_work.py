@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.watchdog import Watchdog, WorkerFailure
-from lightning_loco.distributed.work import Explained, Sum, Timed, Works
+from lightning_loco.distributed.work import AllReduceSum, ExplainErrors, PendingWork, WaitTimer
 from lightning_loco.distributed.worker_group import WorkerGroup
 from tests.distributed.workers import group_of, hurry, make_watchdogs, start
 from tests.late_backend import late_group
@@ -28,7 +28,7 @@ from tests.pool import Pool
 def test_seconds_add_up() -> None:
     statistics, clock = Statistics(wait_s=1.0), ManualClock()
     for seconds in (0.5, 0.25):
-        with Timed(statistics, clock):
+        with WaitTimer(statistics, clock):
             clock.advance(seconds)
         clock.advance(100.0)
     assert statistics.wait_s == 1.75
@@ -38,7 +38,7 @@ def test_seconds_count_when_the_wait_fails() -> None:
     statistics, clock = Statistics(), ManualClock()
 
     def fail() -> None:
-        with Timed(statistics, clock):
+        with WaitTimer(statistics, clock):
             clock.advance(0.5)
             raise RuntimeError("closed")
 
@@ -49,7 +49,7 @@ def test_seconds_count_when_the_wait_fails() -> None:
 
 def fail(watchdog: Watchdog, num_workers: int, error: Exception) -> None:
     """An error of the backend in round 4, at worker 0."""
-    with Explained(group_of(watchdog, 0, num_workers), "round 4"):
+    with ExplainErrors(group_of(watchdog, 0, num_workers), "round 4"):
         raise error
 
 
@@ -80,8 +80,8 @@ def test_what_is_explained_is_not_explained_again() -> None:
         error = WorkerFailure("worker 1 is gone")
         with (
             pytest.raises(WorkerFailure, match="^worker 1 is gone$") as raised,
-            Explained(group, "round 4"),
-            Explained(group, "a part of it"),
+            ExplainErrors(group, "round 4"),
+            ExplainErrors(group, "a part of it"),
         ):
             raise error
         assert raised.value is error
@@ -92,7 +92,7 @@ def test_errors_that_are_not_the_backends_pass(error: BaseException) -> None:
     with (
         make_watchdogs(2) as watchdogs,
         pytest.raises(type(error)) as raised,
-        Explained(group_of(watchdogs[0], 0, 2), "round 4"),
+        ExplainErrors(group_of(watchdogs[0], 0, 2), "round 4"),
     ):
         raise error
     assert raised.value is error
@@ -124,24 +124,27 @@ def test_the_death_of_a_data_loaders_process_is_no_fault_of_the_network() -> Non
         loader = DataLoader(Killing(), num_workers=1, multiprocessing_context="spawn")
         with (
             pytest.raises(RuntimeError, match="DataLoader worker .* is killed by signal: Killed"),
-            Explained(group, "round 4"),
+            ExplainErrors(group, "round 4"),
         ):
             wait_beside(loader)
 
 
 def test_a_worker_alone_has_nothing_to_explain() -> None:
-    with pytest.raises(RuntimeError, match="^as it is$"), Explained(WorkerGroup(0, 1), "round 4"):
+    with (
+        pytest.raises(RuntimeError, match="^as it is$"),
+        ExplainErrors(WorkerGroup(0, 1), "round 4"),
+    ):
         raise RuntimeError("as it is")
 
 
 def test_without_an_error_nothing_happens() -> None:
-    with Explained(WorkerGroup(0, 1), "round 4"):
+    with ExplainErrors(WorkerGroup(0, 1), "round 4"):
         pass
 
 
 def test_the_sum_of_a_worker_alone_is_its_own() -> None:
     statistics, flat = Statistics(), torch.ones(3)
-    total = Sum(WorkerGroup(0, 1), statistics, flat, "the test")
+    total = AllReduceSum(WorkerGroup(0, 1), statistics, flat, "the test")
     assert total.has_arrived()
     assert total.arrives_within(0.0)
     assert total.wait().tolist() == [1.0, 1.0, 1.0]
@@ -151,7 +154,7 @@ def test_the_sum_of_a_worker_alone_is_its_own() -> None:
 def sum_up(rank: int, world: int) -> tuple[list[float], int]:
     group, statistics = WorkerGroup.create(timeout_s=20), Statistics()
     flat = torch.arange(6.0) * (rank + 1)
-    total = Sum(group, statistics, flat, "the test").wait()
+    total = AllReduceSum(group, statistics, flat, "the test").wait()
     group.close()
     assert total is flat
     return flat.tolist(), statistics.bytes_sent
@@ -170,7 +173,7 @@ def sum_up_late(rank: int, world: int) -> dict[str, Any]:
     flat = torch.arange(6.0) * (rank + 1)
     while rank == 1 and not store.check(["looked/0", "looked/2"]):
         time.sleep(0.001)
-    total = Sum(group, statistics, flat, "the test")
+    total = AllReduceSum(group, statistics, flat, "the test")
     looks = (0.0, 0.05) if rank != 1 else ()
     arrived = total.has_arrived(), *map(total.arrives_within, looks)
     store.set(f"looked/{rank}", "")
@@ -205,7 +208,7 @@ class Stuck(dist.Work):
 def test_what_began_too_long_ago_is_given_up() -> None:
     clock = SkippingClock()
     group = WorkerGroup(0, 2, timeout_s=0.5, host_waits=False, clock=clock)
-    works = Works(group, "round 4", [Stuck()])
+    works = PendingWork(group, "round 4", [Stuck()])
     assert not works.have_ended()
     with pytest.raises(RuntimeError, match="^No message in round 4 after 0.5 s"):
         works.wait()
@@ -222,7 +225,7 @@ def test_a_failure_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     with make_watchdogs(2) as watchdogs:
         start(*watchdogs)
         group = dataclasses.replace(group_of(watchdogs[0], 0, 2), host_waits=False)
-        works = Works(group, "round 4", [Stuck()])
+        works = PendingWork(group, "round 4", [Stuck()])
         assert not works.end_within(0.05)
         watchdogs[1].report("IndexError: 7")
         with pytest.raises(RuntimeError, match="^Worker 1 failed:\nIndexError: 7$"):

@@ -136,7 +136,7 @@ def test_any_error_is_shared_and_is_itself_at_home(pool: Pool) -> None:
 
 def come_late_or_not(rank: int, world: int) -> float:
     group = WorkerGroup.create(timeout_s=3)
-    group.come_to("the beginning")
+    group.announce_wait("the beginning")
     began = time.monotonic()
     if rank == 1:
         time.sleep(HARNESS_S)
@@ -160,7 +160,7 @@ def test_a_gathering_names_who_does_not_come() -> None:
 
 def look_for_long(rank: int, world: int) -> None:
     group = WorkerGroup.create(timeout_s=2)
-    group.come_to("the beginning")
+    group.announce_wait("the beginning")
     if rank == 1:
         time.sleep(HARNESS_S)
     if rank == 2:

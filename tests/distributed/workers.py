@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lightning_loco.clock import REAL_CLOCK, Clock
 from lightning_loco.distributed import watchdog as module
-from lightning_loco.distributed.store import PromptStore
+from lightning_loco.distributed.store import TimeoutStore
 from lightning_loco.distributed.watchdog import Watchdog
 from lightning_loco.distributed.worker_group import WorkerGroup
 
@@ -51,7 +51,7 @@ def make_watchdogs(
 ) -> Iterator[list[Watchdog]]:
     """Watchdogs that are not started yet, on one store that answers at once; ended at the end."""
     store = dist.HashStore()
-    stores = [PromptStore(store) for _ in range(num_workers)]
+    stores = [TimeoutStore(store) for _ in range(num_workers)]
     watchdogs = [
         Watchdog(own, worker, num_workers, names, follows=follows, clock=clock)
         for worker, own in enumerate(stores)

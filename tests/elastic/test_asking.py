@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_loco.distributed.worker_status import ROUND, Row
+from lightning_loco.distributed.worker_status import IN_ROUND, WorkerStatus
 from lightning_loco.elastic import rounds as module
-from lightning_loco.elastic.elastic_round import Flight
+from lightning_loco.elastic.elastic_round import ElasticRound
 from lightning_loco.elastic.lighthouse import Lighthouse
-from lightning_loco.elastic.quorum import UNKNOWING, Told, make_plan
+from lightning_loco.elastic.quorum import NO_STATE, Told, make_plan
 from lightning_loco.elastic.rounds import Asking
 from tests.elastic import cluster
 from tests.programs import free_ports
@@ -30,13 +30,13 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ask(
     address: str, is_stopping: Callable[[], bool] = lambda: False, round_index: int = 3
-) -> tuple[object, Asking, Flight]:
-    flight = Flight(round_index, Row(ROUND, round_index, 0))
-    flight.waited_since = time.monotonic()
+) -> tuple[object, Asking, ElasticRound]:
+    pending = ElasticRound(round_index, WorkerStatus(IN_ROUND, round_index, 0))
+    pending.waited_since = time.monotonic()
     lighthouse = Lighthouse(address, "w0")
     asking = Asking(lighthouse, list, is_stopping, WAIT_S)
     try:
-        return asking.ask(flight, TOLD, True, WAIT_S), asking, flight
+        return asking.ask(pending, TOLD, True, WAIT_S), asking, pending
     finally:
         lighthouse.close()
 
@@ -55,7 +55,7 @@ def test_a_lighthouse_that_is_not_there_is_named_while_it_is_looked_for(
 def test_what_the_lighthouse_waits_for_is_said(caplog: pytest.LogCaptureFixture) -> None:
     lighthouse = cluster.Lighthouse(2)
     try:
-        found, asking, flight = ask(lighthouse.address, round_index=UNKNOWING)
+        found, asking, pending = ask(lighthouse.address, round_index=NO_STATE)
     finally:
         lighthouse.stop()
     assert found is None
@@ -70,16 +70,16 @@ def test_what_the_lighthouse_waits_for_is_said(caplog: pytest.LogCaptureFixture)
 def test_who_is_there_is_said_where_they_are_too_few(caplog: pytest.LogCaptureFixture) -> None:
     lighthouse = cluster.Lighthouse(1)
     try:
-        found, asking, flight = ask(lighthouse.address)
+        found, asking, pending = ask(lighthouse.address)
     finally:
         lighthouse.stop()
     plan = make_plan(found, "w0")
     time.sleep(module.SAY_S)
-    asking.say_incomplete(flight, plan)
+    asking.say_incomplete(pending, plan)
     assert "Round 3 waits for more workers. 1 of at least 2 are there (w0)" in caplog.text
-    flight.waited_since = None
+    pending.waited_since = None
     caplog.clear()
-    asking.say_incomplete(Flight(4, flight.row), plan)
+    asking.say_incomplete(ElasticRound(4, pending.row), plan)
     assert not caplog.messages
 
 
@@ -91,9 +91,9 @@ def test_a_worker_that_is_to_stop_ends_its_round_alone(
     if not is_there:
         lighthouse.stop()
     try:
-        found, asking, flight = ask(lighthouse.address, is_stopping=lambda: True)
+        found, asking, pending = ask(lighthouse.address, is_stopping=lambda: True)
         assert "waits no longer for the others" in caplog.text
-        again = asking.ask(flight, TOLD, True, WAIT_S)
+        again = asking.ask(pending, TOLD, True, WAIT_S)
     finally:
         lighthouse.stop()
     for quorum in (found, again):

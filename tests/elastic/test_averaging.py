@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_loco.algorithms import DiLoCo
-from lightning_loco.distributed.worker_status import ROUND, Row
+from lightning_loco.distributed.worker_status import IN_ROUND, WorkerStatus
 from lightning_loco.elastic.averaging import Summing
-from lightning_loco.elastic.elastic_round import Flight
+from lightning_loco.elastic.elastic_round import ElasticRound
 from lightning_loco.elastic.group import Groups
 from lightning_loco.engine import StepEngine
-from tests.elastic.test_groups import plan_of
+from tests.elastic.test_group import plan_of
 from tests.pool import Pool
 
 NUMEL = 1000
@@ -40,15 +40,15 @@ def make_round(rank: int, world: int, compression: str | None) -> Round:
     dist.all_gather_object(stores, groups.address)
     plan = plan_of(rank, tuple(stores))
     groups.open(plan)
-    flight = Flight(0, Row(ROUND, 0, steps=1))
-    flight.message = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
-    flight.is_sent.set()
-    sent = flight.message.clone()
-    received = Summing(groups, engine).exchange(flight, plan)
+    pending = ElasticRound(0, WorkerStatus(IN_ROUND, 0, steps=1))
+    pending.message = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
+    pending.is_sent.set()
+    sent = pending.message.clone()
+    received = Summing(groups, engine).exchange(pending, plan)
     dist.barrier()
     groups.close()
     engine.close()
-    return Round(sent, received, flight.lost, flight.bytes_sent, flight.bytes_saved)
+    return Round(sent, received, pending.lost, pending.bytes_sent, pending.bytes_saved)
 
 
 @pytest.mark.parametrize("members", [1, 2, 3])

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 
-from lightning_loco.elastic.quorum import UNKNOWING, Told, counting
+from lightning_loco.elastic.quorum import NO_STATE, Told, counting
 
 MEMBERS = ("a", "b", "c", "d")
 GROUP = "7.5/4"
-ROUND = 3
+IN_ROUND = 3
 
 
 def told(round_index: int, made: str = "before/4", received: tuple[str, ...] = ()) -> Told:
@@ -18,9 +18,9 @@ def told(round_index: int, made: str = "before/4", received: tuple[str, ...] = (
 
 
 NOTHING, RECEIVED, LANDED = (
-    told(ROUND),
-    told(ROUND, received=(GROUP, *MEMBERS)),
-    told(ROUND + 1, made=GROUP),
+    told(IN_ROUND),
+    told(IN_ROUND, received=(GROUP, *MEMBERS)),
+    told(IN_ROUND + 1, made=GROUP),
 )
 
 
@@ -42,9 +42,9 @@ def test_those_that_are_left_do_as_the_lost_ones_have_done() -> None:
 
 def test_it_does_not_count_once_it_was_repeated(subtests: pytest.Subtests) -> None:
     for name, other in {
-        "has repeated it": told(ROUND + 1, made="another/2"),
-        "is further": told(ROUND + 2, made=GROUP),
-        "has received it in another group": told(ROUND, received=("another/2", *MEMBERS)),
+        "has repeated it": told(IN_ROUND + 1, made="another/2"),
+        "is further": told(IN_ROUND + 2, made=GROUP),
+        "has received it in another group": told(IN_ROUND, received=("another/2", *MEMBERS)),
     }.items():
         with subtests.test(name):
             assert counting({"a": RECEIVED, "b": other}) == set()
@@ -52,13 +52,13 @@ def test_it_does_not_count_once_it_was_repeated(subtests: pytest.Subtests) -> No
 
 def test_others_have_no_say(subtests: pytest.Subtests) -> None:
     for name, other in {
-        "new": told(UNKNOWING),
-        "behind": told(ROUND - 1),
-        "was elsewhere": told(ROUND),
+        "new": told(NO_STATE),
+        "behind": told(IN_ROUND - 1),
+        "was elsewhere": told(IN_ROUND),
     }.items():
         with subtests.test(name):
             assert counting({"a": RECEIVED, "b": RECEIVED, "stranger": other}) == {"a", "b"}
 
 
 def test_a_member_that_knows_nothing_of_the_round_has_no_say() -> None:
-    assert counting({"a": RECEIVED, "b": told(UNKNOWING)}) == {"a"}
+    assert counting({"a": RECEIVED, "b": told(NO_STATE)}) == {"a"}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_loco.elastic.consistency import Consistency, fingerprint
-from lightning_loco.elastic.quorum import UNKNOWING, Plan
+from lightning_loco.elastic.quorum import NO_STATE, Plan
 from tests.elastic import trainer_worker
 from tests.elastic.cluster import Cluster, cluster
 
@@ -47,7 +47,7 @@ def test_when_it_is_due(subtests: pytest.Subtests) -> None:
         (10, 20, (), True),
         (10, 15, (), False),
         (10, 0, (), False),
-        (1, UNKNOWING, (), False),
+        (1, NO_STATE, (), False),
         (0, 10, (), False),
         (10, 10, (0, 1, 2), True),
         (10, 10, (0, 1, 2, 3), False),

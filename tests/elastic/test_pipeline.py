@@ -47,7 +47,9 @@ def test_a_newcomer_is_inserted_as_the_plain_loop_does(tmp_path: Path) -> None:
         made.join(2, rounds=5)
         made.ends(0, 1, 2)
         first, *lines = made.lines(0)
-        landed = [members_of(line) for line in lines[1:]]  # each line knows the flight before
+        landed = [
+            members_of(line) for line in lines[1:]
+        ]  # each line knows the pending round before
         expected = pipeline(first["outer"], landed)
         assert [line["outer"] for line in lines[:-1]] == pytest.approx(expected, abs=1e-5)
         own = {line["round"]: line["outer"] for line in made.lines(2)[1:]}

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_loco.elastic.lighthouse import Member, Quorum
 from lightning_loco.elastic.quorum import (
-    UNKNOWING,
+    NO_STATE,
     OtherRun,
     Plan,
     difference,
@@ -47,11 +47,11 @@ def plans(**members: dict[str, Any]) -> dict[str, Plan]:
 
 
 def test_a_run_begins_with_the_state_of_the_first_member() -> None:
-    a, b = plans(a=told(UNKNOWING), b=told(UNKNOWING)).values()
+    a, b = plans(a=told(NO_STATE), b=told(NO_STATE)).values()
     assert (a.own, b.own) == (0, 1)
     assert a.donor == b.donor == 0
     assert a.newcomers == b.newcomers == (1,)
-    assert a.round_index == b.round_index == UNKNOWING
+    assert a.round_index == b.round_index == NO_STATE
     assert a.group == b.group == "7.5/2"
     assert a.is_new
     assert a._replace(own=1) == b
@@ -79,7 +79,7 @@ def test_other_members_make_a_new_group(subtests: pytest.Subtests) -> None:
 
 
 def test_who_knows_nothing_gets_the_state_and_never_gives_it() -> None:
-    found = plans(a=told(UNKNOWING), b=told(5, "1.0/2"), c=told(5, "1.0/2"))
+    found = plans(a=told(NO_STATE), b=told(5, "1.0/2"), c=told(5, "1.0/2"))
     for plan in found.values():
         assert plan.donor == 1
         assert plan.newcomers == (0,)
@@ -102,31 +102,31 @@ def test_who_has_another_past_than_most_gets_the_state() -> None:
 
 def test_a_round_that_counts_is_not_made_again() -> None:
     received = ("1.0/3", "a", "b", "gone")
-    found = plans(a=told(5, received=received), b=told(5, received=received), c=told(UNKNOWING))
+    found = plans(a=told(5, received=received), b=told(5, received=received), c=told(NO_STATE))
     assert {plan.counted for plan in found.values()} == {(0, 1)}
     assert plans(a=told(5, received=received), b=told(5))["a"].counted == ()
 
 
 def test_all_go_on_in_the_data_where_nobody_has_been() -> None:
-    found = plans(a=told(5, "", data=40), b=told(5, "", data=90), c=told(UNKNOWING))
+    found = plans(a=told(5, "", data=40), b=told(5, "", data=90), c=told(NO_STATE))
     assert {plan.data for plan in found.values()} == {90}
 
 
 def test_the_least_demanding_says_how_many_members_are_enough() -> None:
-    found = plans(a=told(5, "", enough=3), b=told(5, "", enough=1), c=told(UNKNOWING, enough=2))
+    found = plans(a=told(5, "", enough=3), b=told(5, "", enough=1), c=told(NO_STATE, enough=2))
     assert {plan.enough for plan in found.values()} == {1}
 
 
 def test_a_round_waits_for_whom_all_who_know_the_run_await() -> None:
     a, b = told(5, awaited=("b", "c", "d")), told(5, awaited=("a", "c"))
-    for plan in plans(a=a, b=b, new=told(UNKNOWING)).values():
+    for plan in plans(a=a, b=b, new=told(NO_STATE)).values():
         assert plan.missing == ("c",)
     assert plans(a=a, b=told(5))["a"].missing == ()
     assert plans(a=a, b=b, c=told(4), d=told(5, awaited=("c",)))["a"].missing == ()
 
 
 def test_other_settings_are_refused_and_the_others_go_on() -> None:
-    members = {"a": told(5), "b": told(5), "c": told(UNKNOWING, run="another")}
+    members = {"a": told(5), "b": told(5), "c": told(NO_STATE, run="another")}
     quorum = Quorum("7.5", [Member(name, words) for name, words in members.items()])
     assert make_plan(quorum, "a").names == ("a", "b")
     with pytest.raises(OtherRun) as refused:
@@ -173,16 +173,16 @@ def test_addresses_of_all_kinds_are_read(subtests: pytest.Subtests) -> None:
 
 
 def test_a_run_is_resumed_from_the_newest_checkpoint() -> None:
-    words = {"a": told(UNKNOWING), "b": told(resumed(3)), "c": told(resumed(5), data=40)}
+    words = {"a": told(NO_STATE), "b": told(resumed(3)), "c": told(resumed(5), data=40)}
     for plan in plans(**words, d=told(resumed(5))).values():
         assert plan.donor == 2
         assert plan.newcomers == (0, 1)
-        assert plan.round_index == UNKNOWING
+        assert plan.round_index == NO_STATE
         assert plan.data == 40
 
 
 def test_a_checkpoint_of_the_first_round_is_worth_more_than_nothing() -> None:
-    plan = plans(a=told(UNKNOWING), b=told(resumed(0)))["a"]
+    plan = plans(a=told(NO_STATE), b=told(resumed(0)))["a"]
     assert (plan.donor, plan.newcomers) == (1, (0,))
 
 

@@ -203,7 +203,7 @@ def test_a_static_run_goes_on_as_jobs_and_these_as_a_static_run(pool: Pool, tmp_
     trained = set().union(*pool.run(fit_and_save, str(path), world=4))
     assert len(trained) == 4 * 2 * 10
     (stamp,) = Path(f"{path}.loco").iterdir()
-    (lane,) = torch.load(stamp / "shared.pt")["shared"]
+    (fragment,) = torch.load(stamp / "shared.pt")["shared"]
     folder = tmp_path / "jobs"
     folder.mkdir()
     with cluster(folder, "--max-steps=41", program=resume_worker.main) as made:
@@ -215,7 +215,7 @@ def test_a_static_run_goes_on_as_jobs_and_these_as_a_static_run(pool: Pool, tmp_
         check_positions(made, range(3))
         for index in range(3):
             start = start_of(folder, index)
-            assert start["checksum"] == checksum_of(lane["state"]) or start["round"] > 2
+            assert start["checksum"] == checksum_of(fragment["state"]) or start["round"] > 2
             text = made.errors(index)
             assert text.count("The checkpoint was written by 4 workers with DiLoCo") == 1
             assert "and positions of workers 1 to 3 are dropped" in text
@@ -224,9 +224,9 @@ def test_a_static_run_goes_on_as_jobs_and_these_as_a_static_run(pool: Pool, tmp_
         assert not trained & samples_of(made, range(3))
     back = folder / "0" / "often.ckpt"
     (stamp,) = Path(f"{back}.loco").iterdir()
-    (lane,) = torch.load(stamp / "shared.pt")["shared"]
+    (fragment,) = torch.load(stamp / "shared.pt")["shared"]
     results = pool.run(fit_static, str(path), 50, str(back), world=2)
-    assert [first for _, _, first in results] == [checksum_of(lane["state"])] * 2
+    assert [first for _, _, first in results] == [checksum_of(fragment["state"])] * 2
     assert [len(told) for _, told, _ in results] == [1, 0]
     assert "was written by 1 worker with DiLoCo, and 2 workers with DiLoCo" in results[0][1][0]
     assert "new are worker 1, with the optimizers" in results[0][1][0]

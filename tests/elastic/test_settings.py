@@ -137,9 +137,13 @@ def test_jobs_of_several_ranks_are_refused(pool: Pool) -> None:
 
 def settings_of(algorithm: Algorithm, *schedule: int, topology: Any = None) -> RoundSettings:
     """Of streaming rounds with so many local steps, fragments, and steps of delay."""
-    landing = Mix(0.5) if algorithm.replicated else None
+    merge_policy = Mix(0.5) if algorithm.replicated else None
     return RoundSettings(
-        algorithm, Staggered(*schedule), topology, landing=landing, membership=Elastic(HERE)
+        algorithm,
+        Staggered(*schedule),
+        topology,
+        merge_policy=merge_policy,
+        membership=Elastic(HERE),
     )
 
 

@@ -11,10 +11,10 @@ from lightning_loco.distributed import notes
 from lightning_loco.elastic import state_transfer
 from lightning_loco.elastic.group import Groups
 from lightning_loco.elastic.quorum import Plan
-from lightning_loco.elastic.state_transfer import Handover
+from lightning_loco.elastic.state_transfer import StateTransfer
 from tests.pool import Pool
 
-STATE = Handover(
+STATE = StateTransfer(
     {
         "state/outer": torch.arange(6.0),
         "flags": torch.tensor([True, False]),
@@ -35,7 +35,7 @@ def pair(rank: int) -> Groups:
     return groups
 
 
-def hand_over(rank: int, world: int) -> Handover | None:
+def hand_over(rank: int, world: int) -> StateTransfer | None:
     groups = pair(rank)
     try:
         if rank == 0:

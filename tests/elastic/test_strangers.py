@@ -10,7 +10,7 @@ from lightning_loco.algorithms import DiLoCo
 from lightning_loco.background import begin
 from lightning_loco.elastic.lighthouse import Lighthouse
 from tests.elastic import cluster
-from tests.elastic.test_plan import told
+from tests.elastic.test_quorum import told
 
 pytestmark = [pytest.mark.recovery, pytest.mark.usefixtures("wait_for_threads")]
 

@@ -38,7 +38,7 @@ PULL = 0.05
 
 def checksum(engine: Engine) -> int:
     """Of all vectors of the outer state, or of the parameters where there are none."""
-    state = engine.lanes[0].lane.state
+    state = engine.fragments[0].fragment.state
     vectors = [v for _, v in sorted(state.items()) if isinstance(v, torch.Tensor)]
     vectors = vectors or [engine.worker.replica.layout.new_flat()]
     value = 0
@@ -49,7 +49,7 @@ def checksum(engine: Engine) -> int:
 
 def first_of(engine: Engine) -> float:
     """The first element of the outer parameters, or of the parameters where there are none."""
-    state = engine.lanes[0].lane.state
+    state = engine.fragments[0].fragment.state
     return float(state.get("outer", engine.worker.replica.layout.new_flat())[0])
 
 
@@ -67,7 +67,7 @@ def algorithm_of(name: str, overlap: bool) -> Algorithm:
 
 def vectors(engine: Engine) -> dict[str, list[float]]:
     """The vectors of the outer state."""
-    return {key: value.tolist() for key, value in engine.lanes[0].lane.state.items()}
+    return {key: value.tolist() for key, value in engine.fragments[0].fragment.state.items()}
 
 
 class Layers(nn.Module):
@@ -89,7 +89,7 @@ def streaming_settings(
         algorithm,
         schedule,
         compression=asked.compression,
-        landing=Mix(asked.mix),
+        merge_policy=Mix(asked.mix),
         membership=membership,
     )
 
@@ -187,7 +187,7 @@ def train(asked: argparse.Namespace, engine: Engine) -> None:
             line = {
                 "round": worker.round_index,
                 "steps": worker.steps,
-                "under_way": sum(lane.flight is not None for lane in engine.lanes),
+                "under_way": sum(fragment.pending is not None for fragment in engine.fragments),
                 "members": [] if last is None else list(last.plan.names),
                 "own": "" if last is None else last.plan.names[last.plan.own],
                 "weights": [] if last is None else last.rows[:, 3].tolist(),
@@ -217,10 +217,10 @@ def train(asked: argparse.Namespace, engine: Engine) -> None:
                 if worker.round_index == asked.save_at:
                     engine.state_dict()
                 if worker.round_index == asked.flip_at:
-                    engine.lanes[0].lane.state["outer"].view(torch.int32)[0] ^= 2**16
+                    engine.fragments[0].fragment.state["outer"].view(torch.int32)[0] ^= 2**16
                     asked.flip_at = -1
                     if asked.other_past:
-                        engine.link._flights.made = "another/1"
+                        engine.link._rounds.made = "another/1"
             if (worker.round_index, worker.steps_since_round) == (asked.keep_in, 1):
                 torch.save(engine.state_dict(), asked.log.with_suffix(".pt"))
         if asked.steps:

@@ -38,17 +38,19 @@ class Run(NamedTuple):
 
 def slices_of(settings: RoundSettings) -> list[list[slice]]:
     """The fragments of the model."""
-    lanes = settings.schedule.lanes({f"blocks.{i}.value": n for i, n in enumerate(SIZES)})
-    return [[slice(part.start, part.stop) for part in lane] for lane in lanes]
+    fragments = settings.schedule.fragment_slices(
+        {f"blocks.{i}.value": n for i, n in enumerate(SIZES)}
+    )
+    return [[slice(part.start, part.stop) for part in fragment] for fragment in fragments]
 
 
 def stream(settings: RoundSettings, workers: int, steps: int) -> Run:
     """Streaming DiLoCo of workers with targets of their own, step by step, element by element."""
-    algorithm, schedule, landing = settings.algorithm, settings.schedule, settings.landing
+    algorithm, schedule, merge_policy = settings.algorithm, settings.schedule, settings.merge_policy
     assert isinstance(algorithm, DiLoCo)
     assert isinstance(schedule, Staggered)
-    assert isinstance(landing, Mix)
-    every, delay, mix = schedule.sync_every, schedule.delay, landing.mix
+    assert isinstance(merge_policy, Mix)
+    every, delay, mix = schedule.sync_every, schedule.delay, merge_policy.mix
     assert isinstance(every, int)
     sizes = torch.tensor(SIZES)
     targets = torch.stack(
@@ -60,14 +62,14 @@ def stream(settings: RoundSettings, workers: int, steps: int) -> Run:
     local, outer = torch.zeros_like(targets), torch.zeros_like(targets[0])
     momentum = torch.zeros_like(outer)
     fragments = slices_of(settings)
-    flights: dict[int, tuple[int, list[Tensor]]] = {}
+    pending_rounds: dict[int, tuple[int, list[Tensor]]] = {}
     history: list[Tensor] = []
 
     def begin(p: int, step: int) -> None:
-        flights[p] = (step, [(outer[s] - local[:, s]).mean(0) for s in fragments[p]])
+        pending_rounds[p] = (step, [(outer[s] - local[:, s]).mean(0) for s in fragments[p]])
 
-    def land(p: int, share: float) -> None:
-        _, gradients = flights.pop(p)
+    def apply(p: int, share: float) -> None:
+        _, gradients = pending_rounds.pop(p)
         for s, gradient in zip(fragments[p], gradients, strict=True):
             momentum[s] = algorithm.outer_momentum * momentum[s] + gradient
             ahead = gradient + algorithm.outer_momentum * momentum[s]
@@ -76,13 +78,13 @@ def stream(settings: RoundSettings, workers: int, steps: int) -> Run:
 
     for step in range(1, steps + 1):
         local += 0.1 * (targets - local)
-        for p in [p for p, (began, _) in flights.items() if step - began == delay]:
-            land(p, mix)
+        for p in [p for p, (began, _) in pending_rounds.items() if step - began == delay]:
+            apply(p, mix)
         for p in range(len(fragments)):
             if (step - (p + 1) * every // len(fragments)) % every == 0:
                 begin(p, step)
                 if delay == 0:
-                    land(p, 0.0)
+                    apply(p, 0.0)
         history.append(local.clone())
     return Run(torch.stack(history), local.mean(0))
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.recovery
 def with_nan(rank: int, world: int, delay: int, at: int) -> tuple[Tensor, Tensor]:
     """Worker 1 has NaN in one layer, and its next local step has it everywhere."""
     model = Layers()
-    settings = RoundSettings(DiLoCo(0.4), Staggered(6, 3, delay), landing=Mix(0.5))
+    settings = RoundSettings(DiLoCo(0.4), Staggered(6, 3, delay), merge_policy=Mix(0.5))
     engine = Engine.from_settings(model, settings)
     history = []
     for step in range(1, 19):

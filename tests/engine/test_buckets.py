@@ -1,11 +1,11 @@
-"""Parts and parcels: exact copies, whatever memory the values are in."""
+"""Parts and buckets: exact copies, whatever memory the values are in."""
 
 from __future__ import annotations
 
 import torch
 
 from lightning_loco.algorithms import DiLoCo, LocalSGD
-from lightning_loco.engine.buckets import Parcel, Part, group_chunks
+from lightning_loco.engine.buckets import Bucket, Part, group_chunks
 from lightning_loco.parameters.flat import Cuts, FlatLayout
 
 
@@ -42,12 +42,12 @@ def test_a_parcel_splits_what_was_received_and_ignores_what_rides_behind() -> No
     layout = layout_of(3, 3, 1, chunk_elements=3)
     message = torch.empty(7)
     parts = [Part(c, message[c.start : c.stop], LocalSGD(), {}) for c in layout.chunks()]
-    parcel = Parcel(message, parts)
-    shares = [share.tolist() for _, share in parcel.split(torch.arange(9.0))]
+    bucket = Bucket(message, parts)
+    shares = [share.tolist() for _, share in bucket.split(torch.arange(9.0))]
     assert shares == [[0, 1, 2], [3, 4, 5], [6]]
-    means = [share.tolist() for _, share in parcel.split(torch.arange(9.0), weight=2.0)]
+    means = [share.tolist() for _, share in bucket.split(torch.arange(9.0), weight=2.0)]
     assert means == [[0, 0.5, 1], [1.5, 2, 2.5], [3]]
-    assert len(parcel) == 7
+    assert len(bucket) == 7
 
 
 def test_chunks_are_grouped_up_to_the_longest_parcel() -> None:

@@ -154,8 +154,8 @@ def in_bfloat16(rank: int, world: int, codec: Codec) -> list[Tensor]:
     seen = [flat(model).float()]
     for _ in range(3):
         engine.step()
-        lane = engine.lanes[0].lane
-        begun = lane.state["outer"] - lane.residual["residual"]
+        fragment = engine.fragments[0].fragment
+        begun = fragment.state["outer"] - fragment.residual["residual"]
         assert torch.equal(flat(model), begun.bfloat16())
         seen.append(begun)
     engine.close()
@@ -172,15 +172,15 @@ def stumble(rank: int, world: int) -> dict[str, Tensor]:
     """Worker 1 has NaN in the third round."""
     model = small()
     engine = Engine.from_settings(model, settings_of(DiLoCo(0.7, 0.0), Sparse(4, 16)))
-    lane = engine.lanes[0].lane
+    fragment = engine.fragments[0].fragment
     for step in range(3 * STEPS):
         approach(rank, model)
         if step == 3 * STEPS - 1:
-            before = lane.residual["residual"].clone()
+            before = fragment.residual["residual"].clone()
             if rank == 1:
                 model.value.data[3] = torch.nan
         engine.step()
-    outer, residual = lane.state["outer"].clone(), lane.residual["residual"].clone()
+    outer, residual = fragment.state["outer"].clone(), fragment.residual["residual"].clone()
     found = {"outer": outer, "local": flat(model), "before": before, "residual": residual}
     engine.finish()
     engine.close()
@@ -201,17 +201,19 @@ def work_alone(rank: int, world: int) -> bool:
     """Worker 0 has no more steps to make, and serves the others' rounds."""
     model = small()
     engine = Engine.from_settings(model, settings_of(DiLoCo(1.0, 0.0), Sparse(4, 16)))
-    lane = engine.lanes[0].lane
+    fragment = engine.fragments[0].fragment
     for _ in range(STEPS):
         approach(rank, model)
         engine.step()
-    before = lane.residual["residual"].clone()
+    before = fragment.residual["residual"].clone()
     for _ in range(2 * STEPS * (rank > 0)):
         approach(rank, model)
         engine.step()
-    engine.worker.meet("the end of an epoch")
-    kept = torch.equal(lane.residual["residual"], before)
-    kept = kept and torch.equal(flat(model), lane.state["outer"] - lane.residual["residual"])
+    engine.worker.sync_point("the end of an epoch")
+    kept = torch.equal(fragment.residual["residual"], before)
+    kept = kept and torch.equal(
+        flat(model), fragment.state["outer"] - fragment.residual["residual"]
+    )
     engine.finish()
     engine.close()
     return kept

@@ -89,7 +89,7 @@ def test_same_numbers_in_processes_and_in_the_simulation(
 
 
 def test_in_several_parcels_too(pool: Pool, subtests: pytest.Subtests) -> None:
-    """What is lost of a sum stays with the worker that has added it up, which parcels decide."""
+    """What is lost of a sum stays with the worker that has added it up, which buckets decide."""
     settings = {
         name: RoundSettings(*way, compression=rounding(way[0]), bucket_bytes=SMALL_BUCKET)
         for name, way in MEANS.items()
@@ -116,7 +116,7 @@ ALIKE = ["diloco", "late gasloc", "noloco", "late average"]
 def test_a_resumed_run_is_the_unbroken_one(
     pool: Pool, names: Collection[str], subtests: pytest.Subtests
 ) -> None:
-    """In several parcels, each with a worker of its own for every element."""
+    """In several buckets, each with a worker of its own for every element."""
     rows = {
         (name, after): (RoundSettings(*way, compression=rounding(way[0])), ROUNDS, zeros, after)
         for name, way in WAYS.items()
@@ -162,7 +162,7 @@ def test_workers_stay_bit_identical(
     settings = RoundSettings(algorithm, schedule, compression=ErrorFeedback(codec))
     histories = pool.run(train, settings, 5, small, world=world)
     if not isinstance(algorithm, ModelAverage):
-        same = slice(None) if schedule.num_lanes == 1 else slice(-1, None)
+        same = slice(None) if schedule.num_fragments == 1 else slice(-1, None)
         for history in histories[1:]:
             assert torch.equal(history[same], histories[0][same])
     assert all(torch.isfinite(history).all() for history in histories)
@@ -188,7 +188,7 @@ def pool_of_five() -> Iterator[Pool]:
 def test_workers_are_bit_identical_after_a_hundred_rounds(
     pool_of_five: Pool, schedule: EverySteps, subtests: pytest.Subtests
 ) -> None:
-    last = slice(None) if schedule.num_lanes == 1 else slice(-1, None)
+    last = slice(None) if schedule.num_fragments == 1 else slice(-1, None)
     for world, codec in itertools.product((2, 3, 4, 5), (Int8(8), E3M0(8), Sparse(4, 16))):
         with subtests.test(str(codec), world=world):
             settings = RoundSettings(DiLoCo(0.7, 0.3), schedule, compression=ErrorFeedback(codec))
@@ -268,7 +268,7 @@ def hold(rank: int, world: int, settings: RoundSettings) -> tuple[Tensor, Tensor
     engine = Engine.from_settings(model, settings)
     model.value.data.copy_(randn(150, seed=rank))
     engine.step()
-    residual = engine.lanes[0].lane.residual["residual"].clone()
+    residual = engine.fragments[0].fragment.residual["residual"].clone()
     result = flat(model), -residual
     engine.close()
     return result
@@ -334,16 +334,16 @@ def race(rank: int, world: int, algorithm: Algorithm) -> dict[str, Any]:
             steps += 1
             engine.step()
             time.sleep(1e-4)
-        engine.worker.meet("a checkpoint")
+        engine.worker.sync_point("a checkpoint")
         saved = saved_and_loaded(engine.state_dict())
         before = flat(model)
-        residual = engine.lanes[0].lane.residual["residual"].clone()
+        residual = engine.fragments[0].fragment.residual["residual"].clone()
         engine.close()
         model = Point(randn(LARGE, seed=99))
         engine = Engine.from_settings(model, settings)
         engine.load_state_dict(saved)
         assert torch.equal(flat(model), before)
-        assert torch.equal(engine.lanes[0].lane.residual["residual"], residual)
+        assert torch.equal(engine.fragments[0].fragment.residual["residual"], residual)
     engine.close()
     return {"model": flat(model), "residual": residual, "steps": steps}
 
@@ -373,12 +373,12 @@ def stumble(rank: int, world: int, overlap: bool) -> dict[str, Any]:
     for step in range(3):
         approach(rank, model)
         if step == 2:
-            before = engine.lanes[0].lane.residual["residual"].clone()
+            before = engine.fragments[0].fragment.residual["residual"].clone()
             if rank == 1:
                 model.value.data[3] = torch.nan
         engine.step()
     engine.finish()
-    residual = engine.lanes[0].lane.residual["residual"].clone()
+    residual = engine.fragments[0].fragment.residual["residual"].clone()
     result = {"params": flat(model), "before": before, "residual": residual}
     engine.close()
     return result

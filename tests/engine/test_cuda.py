@@ -18,9 +18,9 @@ from lightning_loco import ClockEngine, DiLoCo, GASLoC, PairwiseEngine, StepEngi
 from lightning_loco.algorithms.base import State
 from lightning_loco.algorithms.outer import step_outer_optimizer
 from lightning_loco.distributed import Statistics, WorkerGroup
-from lightning_loco.distributed.work import Sum
+from lightning_loco.distributed.work import AllReduceSum
 from lightning_loco.engine import Engine
-from lightning_loco.engine.buckets import Parcel
+from lightning_loco.engine.buckets import Bucket
 from lightning_loco.engine.exchanges.neighbor import NeighborExchange
 from lightning_loco.parameters.flat import Cuts, FlatLayout
 from lightning_loco.parameters.replica import Replica
@@ -72,9 +72,11 @@ def test_a_local_step_reads_nothing_back(are_variants: bool, subtests: pytest.Su
             model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(DEVICE)
             engine = make_engine(case, model)
             assert engine.worker.replica.layout.device == DEVICE
-            assert len(engine.lanes) == (case.fragments or 1)
+            assert len(engine.fragments) == (case.fragments or 1)
             if case.by_clock:
-                engine.lanes[0].landed_at = time.monotonic()  # the first round would be due at once
+                engine.fragments[
+                    0
+                ].applied_at = time.monotonic()  # the first round would be due at once
             loss = model(torch.ones(2, 3, device=DEVICE)).sum()
             for _ in range(49):  # the first of two fragments would begin a round after 50
                 engine.worker.last_loss = loss
@@ -121,9 +123,9 @@ def test_what_waits_for_its_landing_is_saved_in_the_hosts_memory() -> None:
     case = CASES["async_diloco"]
     model = nn.Linear(3, 4).to(DEVICE)
     engine = StepEngine(model, case.algorithm, **case.settings(sync_every=1))
-    lane = engine.lanes[0].lane
+    fragment = engine.fragments[0].fragment
     with copies_to_the_host():
-        assert lane.gather(lane.messages()).device.type == "cpu"
+        assert fragment.gather(fragment.messages()).device.type == "cpu"
     engine.close()
 
 
@@ -154,16 +156,16 @@ def test_a_flight_that_was_loaded_lands_on_the_device(name: str) -> None:
     """Saved with a round under way, between neighbours and over all workers."""
     case = CASES[name]
     engine = StepEngine(nn.Linear(3, 4).to(DEVICE), case.algorithm, **case.settings(sync_every=1))
-    (rounds,) = engine.lanes
-    received = torch.ones(rounds.lane.layout.numel)
-    flight: dict[str, Any] = {"index": 0, "valid": True, "began_at": 1, "told": None}
-    flight["finite"] = True
+    (rounds,) = engine.fragments
+    received = torch.ones(rounds.fragment.layout.numel)
+    pending: dict[str, Any] = {"index": 0, "valid": True, "began_at": 1, "told": None}
+    pending["finite"] = True
     if not rounds._exchange.is_weighted:
-        flight["messages"] = received.clone()
-    shared = {"state": dict(rounds.lane.state), "received": received}
-    rounds.load_state_dict(shared, {"flight": flight, **rounds.lane.state_dict()})
-    assert rounds.flight is not None
-    assert {handle.wait().device for handle in rounds.flight.handles} == {DEVICE}
+        pending["messages"] = received.clone()
+    shared = {"state": dict(rounds.fragment.state), "received": received}
+    rounds.load_state_dict(shared, {"pending": pending, **rounds.fragment.state_dict()})
+    assert rounds.pending is not None
+    assert {handle.wait().device for handle in rounds.pending.handles} == {DEVICE}
     engine.close()
 
 
@@ -199,7 +201,7 @@ def test_between_two_gpus_gloo_sends_the_hosts_memory(monkeypatch: pytest.Monkey
         group = dataclasses.replace(WorkerGroup(1, 3), host_waits=host_waits)
         exchange = NeighborExchange(group, Statistics(), Ring())
         with copies_to_the_host():
-            handle = exchange.start(Parcel(torch.ones(4, device=DEVICE), []), 0)
+            handle = exchange.start(Bucket(torch.ones(4, device=DEVICE), []), 0)
         assert sent == [(dist.irecv, device)] * 2 + [(dist.isend, device)] * 2
         assert handle.wait().device == DEVICE
         handle.release()
@@ -213,7 +215,7 @@ def alone_on_nccl(rank: int, world: int, fails: bool) -> tuple[float, float, boo
     data = dist.new_group(backend="nccl")
     group = WorkerGroup(0, 1, data=data, timeout_s=30, host_waits=False)
     values, statistics = torch.ones(2**20, device="cuda"), Statistics()
-    total = Sum(group, statistics, values, "a sum")
+    total = AllReduceSum(group, statistics, values, "a sum")
     result = float(total.wait().sum())
     group.failed = fails
     group.close()

@@ -1,4 +1,4 @@
-"""The engine: it counts steps and makes the rounds that are due, and meetings cost nothing."""
+"""The engine: it counts steps and makes the rounds that are due, and sync points cost nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TALKS: dict[str, tuple[Algorithm, bool]] = {
 
 
 def test_own_numbers_of_all_workers_are_heard(pool: Pool, subtests: pytest.Subtests) -> None:
-    """In every kind of round, in the simulation, and after a resume with a flight under way."""
+    """In every kind of round, in the simulation, and after a resume with a pending round."""
     settings_of = {
         name: RoundSettings(one, EverySteps(2, late)) for name, (one, late) in TALKS.items()
     }
@@ -62,10 +62,12 @@ def test_own_numbers_of_all_workers_are_heard(pool: Pool, subtests: pytest.Subte
             assert (silent - expected).abs().max() > 0.01
 
 
-def hear(rank: int, world: int, algorithm: Algorithm, overlap: bool) -> tuple[float, int]:
+def receive_scalars(
+    rank: int, world: int, algorithm: Algorithm, overlap: bool
+) -> tuple[float, int]:
     model = zeros()
     engine = StepEngine(model, algorithm, sync_every=1, overlap=overlap)
-    state = engine.lanes[0].lane.state
+    state = engine.fragments[0].fragment.state
     state["own"].fill_(rank + 1.0)
     for _ in range(3):
         approach(rank, model)
@@ -79,14 +81,14 @@ def hear(rank: int, world: int, algorithm: Algorithm, overlap: bool) -> tuple[fl
 def test_numbers_are_in_the_order_of_the_workers_and_heard_once_a_round(
     pool: Pool, subtests: pytest.Subtests
 ) -> None:
-    for name, results in run_each(pool, hear, TALKS, world=3).items():
+    for name, results in run_each(pool, receive_scalars, TALKS, world=3).items():
         with subtests.test(name):
             _, overlap = TALKS[name]
             told = 1 if overlap else 2  # rounds that had landed when the last message was made
             assert results == [(1 + 4 + 9 + 3 * told, 3)] * 3
 
 
-# ---------------------------------------------------------------------------- light meetings
+# ---------------------------------------------------------------------------- light sync points
 
 
 class Passes:
@@ -121,7 +123,7 @@ MEETINGS: dict[str, tuple[Algorithm, bool]] = {
 }
 
 
-def meet(
+def sync_point(
     rank: int, world: int, algorithm: Algorithm, overlap: bool, steps: int, broken: bool
 ) -> dict[str, Any]:
     """Worker 1 makes some steps more than worker 0 before they meet, by twos."""
@@ -134,7 +136,7 @@ def meet(
         model.value.data[3] = math.nan
     with pytest.MonkeyPatch.context() as monkeypatch:
         passes = Passes(monkeypatch)
-        rows = engine.worker.meet("a barrier")
+        statuses = engine.worker.sync_point("a barrier")
         at_meeting = passes.count
     rounds, finite = engine.statistics.rounds, engine.worker.was_finite
     engine.finish()
@@ -142,7 +144,7 @@ def meet(
     engine.close()
     return {
         "passes": at_meeting,
-        "steps": [row.steps for row in rows],
+        "steps": [status.steps for status in statuses],
         "rounds": rounds,
         "finite": finite,
         "model": result,
@@ -150,9 +152,9 @@ def meet(
 
 
 def every_meeting(pool: Pool, steps: int, broken: bool) -> Iterable[tuple[str, list[Any]]]:
-    """The results of both workers for each kind of meeting."""
+    """The results of both workers for each kind of sync point."""
     rows = {name: (*meeting, steps, broken) for name, meeting in MEETINGS.items()}
-    return run_each(pool, meet, rows, world=2).items()
+    return run_each(pool, sync_point, rows, world=2).items()
 
 
 def test_a_meeting_without_a_round_makes_no_pass_over_the_model(

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_loco import StepEngine
 from lightning_loco.algorithms import DiLoCo, GASLoC, LocalSGD
 from lightning_loco.distributed import Statistics, WorkerGroup
-from lightning_loco.engine.buckets import Parcel
+from lightning_loco.engine.buckets import Bucket
 from lightning_loco.engine.exchanges.all_reduce import MeanExchange
 from lightning_loco.engine.exchanges.base import make_exchange
 from lightning_loco.engine.exchanges.neighbor import NeighborExchange
@@ -34,7 +34,7 @@ def message_of(worker: int, round_index: int, index: int, dtype: torch.dtype) ->
 
 def start(exchange: Any, message: Tensor, round_index: int) -> Any:
     """Send a message that belongs to no model."""
-    return exchange.start(Parcel(message, []), round_index)
+    return exchange.start(Bucket(message, []), round_index)
 
 
 def received_from(exchange: Any, handle: Any, total_weight: float) -> Tensor:
@@ -248,11 +248,11 @@ def meet_and_count(rank: int, world: int) -> tuple[list[float], int]:
 
     all_gather, dist.all_gather = dist.all_gather, count
     try:
-        rows = engine.worker.meet("validation")
+        statuses = engine.worker.sync_point("validation")
     finally:
         dist.all_gather = all_gather
     engine.close()
-    return [row.loss for row in rows], sent
+    return [status.loss for status in statuses], sent
 
 
 def test_those_at_a_meeting_tell_their_rows_with_their_notices(pool: Pool) -> None:

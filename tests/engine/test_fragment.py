@@ -1,4 +1,4 @@
-"""A lane: state that is not cut is passed whole, and slices are as long as the algorithm says."""
+"""A fragment: state that is not cut is passed whole; slices are as long as granularity allows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_loco import Simulation, StepEngine
 from lightning_loco.algorithms import DiLoCo
 from lightning_loco.engine import RoundSettings
-from lightning_loco.engine.fragment import Lane
+from lightning_loco.engine.fragment import Fragment
 from lightning_loco.parameters.flat import FlatLayout
 from lightning_loco.schedules import EverySteps
 from tests.algorithms.toys import assert_close, randn
@@ -56,18 +56,18 @@ def test_state_that_is_not_cut_counts_rounds_and_not_chunks(pool: Pool, overlap:
 def counters(rank: int, world: int) -> list[dict[str, Any]]:
     model = zeros()
     engine = StepEngine(model, Counting(), sync_every=1, bucket_bytes=SMALL_BUCKET)
-    lane = engine.lanes[0].lane
-    assert len(lane.parcels) == 5
+    fragment = engine.fragments[0].fragment
+    assert len(fragment.buckets) == 5
     seen = []
     for _ in range(2):
         approach(rank, model)
         engine.step()
-        seen.append({k: v for k, v in lane.state.items() if k != "outer"})
+        seen.append({k: v for k, v in fragment.state.items() if k != "outer"})
     saved = saved_and_loaded(engine.state_dict())
     engine.close()
     engine = StepEngine(zeros(), Counting(), sync_every=1, bucket_bytes=SMALL_BUCKET)
     engine.load_state_dict(saved)
-    seen.append({k: v for k, v in engine.lanes[0].lane.state.items() if k != "outer"})
+    seen.append({k: v for k, v in engine.fragments[0].fragment.state.items() if k != "outer"})
     engine.close()
     return seen
 
@@ -135,36 +135,38 @@ def test_slices_are_multiples_of_the_granularity(pool: Pool) -> None:
         assert torch.equal(sliced, whole)
 
 
-def lane_of(numel: int, bucket_bytes: int, overlap: bool = False, rows: int = 0) -> Lane:
+def fragment_of(
+    numel: int, bucket_bytes: int, overlap: bool = False, statuses: int = 0
+) -> Fragment:
     schedule = EverySteps(1, overlap)
     settings = RoundSettings(DiLoCo(0.7, 0.0), schedule, bucket_bytes=bucket_bytes).prepare(1)
     layout = FlatLayout([("p", randn(numel))], settings.cuts({"p": numel}, 8))
     start = layout.new_flat()
-    elements = settings.parcel_elements(numel, 8)
-    return Lane(layout, [range(numel)], settings, {"outer": start}, {}, elements, rows)
+    elements = settings.bucket_elements(numel, 8)
+    return Fragment(layout, [range(numel)], settings, {"outer": start}, {}, elements, statuses)
 
 
-def places(lane: Lane) -> int:
-    return len({parcel.wire.data_ptr() for parcel in lane.parcels})
+def places(fragment: Fragment) -> int:
+    return len({bucket.wire.data_ptr() for bucket in fragment.buckets})
 
 
 def test_a_blocking_lane_larger_than_the_bucket_has_two_places() -> None:
-    lane = lane_of(LARGE, SMALL_BUCKET)
-    assert (len(lane.parcels), places(lane), lane.holds) == (5, 2, False)
+    fragment = fragment_of(LARGE, SMALL_BUCKET)
+    assert (len(fragment.buckets), places(fragment), fragment.holds) == (5, 2, False)
 
 
 @pytest.mark.parametrize(("numel", "overlap"), [(1500, False), (LARGE, True)])
 def test_other_lanes_have_a_place_for_every_message(numel: int, overlap: bool) -> None:
-    lane = lane_of(numel, SMALL_BUCKET, overlap)
-    assert places(lane) == len(lane.parcels) > 1
-    assert lane.holds
+    fragment = fragment_of(numel, SMALL_BUCKET, overlap)
+    assert places(fragment) == len(fragment.buckets) > 1
+    assert fragment.holds
 
 
 def test_parcels_cover_the_lane_once_and_the_rows_lie_behind_the_first() -> None:
-    lane = lane_of(LARGE, SMALL_BUCKET, rows=7)
-    covered = [i for parcel in lane.parcels for stretch in parcel.slices for i in stretch]
+    fragment = fragment_of(LARGE, SMALL_BUCKET, statuses=7)
+    covered = [i for bucket in fragment.buckets for stretch in bucket.slices for i in stretch]
     assert covered == list(range(LARGE))
-    first = lane.parcels[0]
-    assert (len(first.wire) - len(first), lane.rows_memory.numel()) == (7, 7)
-    assert lane.rows_memory.data_ptr() == first.wire[len(first) :].data_ptr()
-    assert all(len(parcel.wire) == len(parcel) for parcel in lane.parcels[1:])
+    first = fragment.buckets[0]
+    assert (len(first.wire) - len(first), fragment.status_memory.numel()) == (7, 7)
+    assert fragment.status_memory.data_ptr() == first.wire[len(first) :].data_ptr()
+    assert all(len(bucket.wire) == len(bucket) for bucket in fragment.buckets[1:])

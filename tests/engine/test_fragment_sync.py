@@ -1,4 +1,4 @@
-"""A flight lands as a whole: a failure before leaves everything as it was, to the last bit."""
+"""A round is applied as a whole: a failure before leaves everything as it was, to the bit."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC, LocalSGD, ModelAverage
 from lightning_loco.distributed import Statistics, WorkerGroup
-from lightning_loco.distributed.worker_status import PendingRows, Row
+from lightning_loco.distributed.worker_status import PendingStatuses, WorkerStatus
 from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.engine.exchanges.base import make_exchange
-from lightning_loco.engine.fragment import Lane
-from lightning_loco.engine.fragment_sync import Flight, Rounds
+from lightning_loco.engine.fragment import Fragment
+from lightning_loco.engine.fragment_sync import FragmentSync, PendingRound
 from lightning_loco.fault_points import on_reach
 from lightning_loco.parameters.flat import FlatLayout
 from lightning_loco.schedules import EveryInterval, EverySteps, Schedule
@@ -26,20 +26,20 @@ from tests.engine.toys import SMALL_BUCKET, Counting, approach, rounding
 from tests.pool import Pool
 
 FITS = 2000
-"""Elements that two parcels of the smallest bucket hold."""
+"""Elements that two buckets of the smallest bucket hold."""
 
 # ------------------------------------------------------------- between real processes
 
 
 @contextmanager
 def losing(number: int) -> Iterator[list[str]]:
-    """Let the parcel of that number not come; what it gives are the fault points since."""
+    """Let the bucket of that number not come; what it gives are the fault points since."""
     reached: list[str] = []
 
     def act(point: str) -> None:
         reached.append(point)
         if point == "after receiving" and reached.count(point) == number:
-            raise RuntimeError("the parcel is lost")
+            raise RuntimeError("the bucket is lost")
 
     with on_reach(act):
         yield reached
@@ -48,8 +48,8 @@ def losing(number: int) -> Iterator[list[str]]:
 def everything(engine: Engine) -> list[Any]:
     """The parameters and all entries of all states, to compare exactly."""
     values: list[Any] = [engine.worker.replica.layout.new_flat()]
-    for rounds in engine.lanes:
-        for state in (rounds.lane.state, rounds.lane.residual):
+    for rounds in engine.fragments:
+        for state in (rounds.fragment.state, rounds.fragment.residual):
             values += [copy.deepcopy(state[key]) for key in sorted(state)]
     return values
 
@@ -64,7 +64,7 @@ def same(first: list[Any], second: list[Any]) -> bool:
 def fail_in_round(
     rank: int, world: int, settings: RoundSettings, numel: int, number: int
 ) -> dict[str, Any]:
-    """Two good rounds, and one of which a parcel is lost."""
+    """Two good rounds, and one of which a bucket is lost."""
     model = Point(torch.zeros(numel, dtype=torch.float64))
     engine = Engine.from_settings(model, settings)
     error, before, armed = "", everything(engine), False
@@ -85,8 +85,8 @@ def fail_in_round(
     result = {
         "error": error,
         "same": same(before, everything(engine)),
-        "torn": engine.lanes[0].is_torn,
-        "parcels": len(engine.lanes[0].lane.parcels),
+        "torn": engine.fragments[0].is_torn,
+        "buckets": len(engine.fragments[0].fragment.buckets),
     }
     if result["torn"]:
         with pytest.raises(RuntimeError, match="Go back to the last checkpoint"):
@@ -121,20 +121,20 @@ def test_a_round_that_loses_its_second_parcel_changes_nothing(
             )
             for result in pool.run(fail_in_round, settings, FITS, 2, world=2):
                 assert result == {
-                    "error": "the parcel is lost",
+                    "error": "the bucket is lost",
                     "same": True,
                     "torn": False,
-                    "parcels": 2,
+                    "buckets": 2,
                 }
 
 
 def test_a_round_larger_than_the_bucket_that_fails_is_torn_and_not_saved(pool: Pool) -> None:
-    """With two parcels under way, the first has landed when the fourth does not come."""
+    """With two buckets under way, the first has landed when the fourth does not come."""
     settings = RoundSettings(
         DiLoCo(), STEPS, compression=rounding(DiLoCo()), bucket_bytes=SMALL_BUCKET
     )
     for result in pool.run(fail_in_round, settings, 5000, 4, world=2):
-        assert result == {"error": "the parcel is lost", "same": False, "torn": True, "parcels": 5}
+        assert result == {"error": "the bucket is lost", "same": False, "torn": True, "buckets": 5}
 
 
 def vanish(rank: int, world: int, settings: RoundSettings) -> tuple[bool, bool, str]:
@@ -155,7 +155,7 @@ def vanish(rank: int, world: int, settings: RoundSettings) -> tuple[bool, bool, 
             engine.step()
         except RuntimeError as raised:
             error = str(raised)
-    result = same(before, everything(engine)), engine.lanes[0].is_torn, error
+    result = same(before, everything(engine)), engine.fragments[0].is_torn, error
     engine.close()
     return result
 
@@ -174,9 +174,9 @@ def test_a_worker_that_vanishes_leaves_the_others_as_they_were(
 # --------------------------------------------------------------- turns, without an engine
 
 
-def flight(index: int, weight: float = 1.0, valid: bool = True) -> Flight:
-    table = torch.tensor([[*Row(0.0, index, 1.0, weight, 1.0)[:-1]]], dtype=torch.float64)
-    return Flight(index, PendingRows(lambda: table, f"round {index}"), valid, 0)
+def pending(index: int, weight: float = 1.0, valid: bool = True) -> PendingRound:
+    table = torch.tensor([[*WorkerStatus(0.0, index, 1.0, weight, 1.0)[:-1]]], dtype=torch.float64)
+    return PendingRound(index, PendingStatuses(lambda: table, f"round {index}"), valid, 0)
 
 
 def rounds_of(
@@ -184,15 +184,15 @@ def rounds_of(
     numel: int,
     overlap: bool = False,
     bucket_bytes: int = SMALL_BUCKET,
-) -> tuple[Rounds, FlatLayout]:
+) -> tuple[FragmentSync, FlatLayout]:
     schedule = EverySteps(1, overlap)
     settings = RoundSettings(algorithm, schedule, bucket_bytes=bucket_bytes).prepare(1)
     layout = FlatLayout([("p", randn(numel))], settings.cuts({"p": numel}, 8))
     state = settings.algorithm.init(layout.new_flat())
-    elements = settings.parcel_elements(numel, 8)
-    lane = Lane(layout, [range(numel)], settings, state, {}, elements)
+    elements = settings.bucket_elements(numel, 8)
+    fragment = Fragment(layout, [range(numel)], settings, state, {}, elements)
     exchange = make_exchange(LocalSGD(), WorkerGroup(0, 1), Statistics(), None)
-    return Rounds(lane, settings, exchange), layout
+    return FragmentSync(fragment, settings, exchange), layout
 
 
 @pytest.mark.parametrize(("fails", "torn"), [(1, False), (2, True), (5, True)])
@@ -201,8 +201,8 @@ def test_a_streamed_round_is_torn_from_its_first_landing_on(fails: int, torn: bo
     layout.tensors[0].add_(1.0)
     before = layout.new_flat()
     rounds.look()
-    with losing(fails), pytest.raises(RuntimeError, match="the parcel is lost"):
-        rounds.make(flight(0))
+    with losing(fails), pytest.raises(RuntimeError, match="the bucket is lost"):
+        rounds.make(pending(0))
     assert rounds.is_torn is torn
     assert torch.equal(layout.new_flat(), before) is not torn
 
@@ -211,20 +211,20 @@ def test_a_late_round_that_is_lost_can_be_landed_no_more_and_has_changed_nothing
     for algorithm in (DiLoCo(0.7, 0.0), ModelAverage(), Counting()):
         rounds, layout = rounds_of(algorithm, 5000, overlap=True)
         rounds.look()
-        rounds.begin(flight(0))
+        rounds.begin(pending(0))
         layout.tensors[0].add_(1.0)
-        params, state = layout.new_flat(), copy.deepcopy(rounds.lane.state)
+        params, state = layout.new_flat(), copy.deepcopy(rounds.fragment.state)
         rounds.look()
-        with losing(2) as reached, pytest.raises(RuntimeError, match="the parcel is lost"):
-            rounds.begin(flight(1))
+        with losing(2) as reached, pytest.raises(RuntimeError, match="the bucket is lost"):
+            rounds.begin(pending(1))
         assert "before sending" not in reached  # nothing new has left
         assert torch.equal(layout.new_flat(), params)
-        assert same(list(rounds.lane.state.values()), list(state.values()))
+        assert same(list(rounds.fragment.state.values()), list(state.values()))
         assert not rounds.is_torn
 
 
 def test_looking_finds_what_is_not_finite_wherever_it_is() -> None:
-    for numel in (FITS, 5000):  # proposed at once, or parcel by parcel
+    for numel in (FITS, 5000):  # proposed at once, or bucket by bucket
         rounds, layout = rounds_of(DiLoCo(), numel)
         assert rounds.look()
         layout.tensors[0][numel - 1] = torch.inf
@@ -243,7 +243,7 @@ def test_the_norm_of_the_outer_gradient_is_measured_on_request() -> None:
     for measure in (False, True):
         rounds.measure_gradient = measure
         rounds.look()
-        rounds.make(flight(0))
+        rounds.make(pending(0))
         if not measure:
             assert rounds.gradient_norm is None
             rounds, layout = rounds_of(DiLoCo(), 5000)
@@ -254,7 +254,7 @@ def test_the_norm_of_the_outer_gradient_is_measured_on_request() -> None:
 def test_a_round_under_way_cannot_be_taken_over_without_overlap() -> None:
     late, _ = rounds_of(DiLoCo(0.7, 0.0), 5000, overlap=True)
     late.look()
-    late.begin(flight(0))
+    late.begin(pending(0))
     saved = late.state_dict()
     blocking, _ = rounds_of(DiLoCo(0.7, 0.0), 5000)
     with pytest.raises(ValueError, match="holds a round under way, but overlap is off"):

@@ -287,5 +287,5 @@ def test_a_backend_that_ends_processes_has_more_patience_than_we(pool: Pool) -> 
 
 
 def test_the_table_has_rounds_that_land_late() -> None:
-    landing = [case for case in map(CASES.get, without_variants()) if case and case.overlap]
-    assert {type(case.algorithm) for case in landing} >= {DiLoCo, GASLoC, ModelAverage}
+    merge_policy = [case for case in map(CASES.get, without_variants()) if case and case.overlap]
+    assert {type(case.algorithm) for case in merge_policy} >= {DiLoCo, GASLoC, ModelAverage}

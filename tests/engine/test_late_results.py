@@ -20,17 +20,17 @@ ALGORITHMS = [DiLoCo(0.7, 0.3), DiLoCo(outer_optimizer=torch.optim.Adam), Counti
 
 
 def landed(
-    algorithm: Algorithm, flight: dict[str, Any], params: Tensor
+    algorithm: Algorithm, pending: dict[str, Any], params: Tensor
 ) -> tuple[Tensor, dict[str, Any], dict[str, Any]]:
     """The parameters, and the state before and after, of one worker alone."""
     model = Point(randn(LARGE, seed=1))
     settings = RoundSettings(algorithm, EverySteps(2), bucket_bytes=SMALL_BUCKET)
     engine = Engine.from_settings(model, settings)
     model.value.data.copy_(params)
-    lane = engine.lanes[0].lane
-    before = copy.deepcopy(lane.state)
-    engine.lanes[0].land_saved(flight)
-    after = copy.deepcopy(lane.state)
+    fragment = engine.fragments[0].fragment
+    before = copy.deepcopy(fragment.state)
+    engine.fragments[0].apply_saved(pending)
+    after = copy.deepcopy(fragment.state)
     engine.close()
     return flat(model), before, after
 
@@ -40,14 +40,14 @@ def test_parameters_move_by_the_result(subtests: pytest.Subtests) -> None:
         with subtests.test(str(algorithm), has_departure=has_departure):
             received, message, left = (randn(LARGE, seed=seed) for seed in (2, 3, 4))
             params = randn(LARGE, seed=5)
-            departure = left if has_departure else None
-            flight = {
+            sent_params = left if has_departure else None
+            pending = {
                 "received": received,
                 "messages": message,
-                "departure": departure,
+                "sent_params": sent_params,
                 "told": None,
             }
-            found, before, after = landed(algorithm, flight, params)
+            found, before, after = landed(algorithm, pending, params)
             prepared = RoundSettings(algorithm).prepare(1).algorithm
             start = left if has_departure else prepared.restart(before)
             assert start is not None
@@ -64,7 +64,7 @@ def test_parameters_move_by_the_result(subtests: pytest.Subtests) -> None:
 def test_parameters_that_are_not_finite_become_the_result() -> None:
     params = randn(LARGE, seed=5)
     params[7] = float("nan")
-    flight = {"received": randn(LARGE, seed=2), "departure": None, "told": None}
-    found, _, after = landed(Counting(), flight, params)
+    pending = {"received": randn(LARGE, seed=2), "sent_params": None, "told": None}
+    found, _, after = landed(Counting(), pending, params)
     assert torch.isfinite(found).all()
     assert torch.equal(found[7], after["outer"][7])

@@ -28,9 +28,9 @@ from lightning_loco import (
 )
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.distributed import Statistics, WorkerGroup
-from lightning_loco.distributed.work import Sum
+from lightning_loco.distributed.work import AllReduceSum
 from lightning_loco.engine import RoundSettings
-from lightning_loco.engine.buckets import Parcel
+from lightning_loco.engine.buckets import Bucket
 from lightning_loco.engine.exchanges.all_reduce import MeanExchange
 from lightning_loco.engine.link_emulator import LinkEmulator
 from lightning_loco.links.link_times import LinkTimes
@@ -166,7 +166,7 @@ def test_the_slowest_worker_keeps_a_mean_waiting(pool: Pool) -> None:
 
 
 def test_parcels_follow_each_other_on_the_link(pool: Pool) -> None:
-    """Eight parcels in pieces of two: the next one leaves when the last but one is here."""
+    """Eight buckets in pieces of two: the next one leaves when the last but one is here."""
     settings = {"bucket_bytes": MEGABYTE // 4}
     for took in pool.run(make_rounds, LocalSGD(), SLOW, 1, settings, world=2):
         check_seconds(took.seconds, 4 * (0.5 / 8 + 2 * 0.05) + 0.5 / 8)
@@ -245,9 +245,9 @@ def look(rank: int, world: int) -> tuple[list[bool], float]:
     group, clock = skipping_group()
     engine = ClockEngine(model(rank), interval_s=0, link=SLOW, group=group)
     engine.step()
-    flight = engine.lanes[0].flight
-    assert flight is not None
-    assert all(handle.arrives_within(HARNESS_S) for handle in flight.handles)
+    pending = engine.fragments[0].pending
+    assert pending is not None
+    assert all(handle.arrives_within(HARNESS_S) for handle in pending.handles)
     clock.advance(0.5 + 2 * 0.05 - 0.01)
     early = [engine.step() for _ in range(5)]
     clock.advance(0.02)
@@ -376,7 +376,7 @@ class TwiceHandle:
     """Adds up a second time, what is here, once somebody waits for it."""
 
     def __init__(self, group: WorkerGroup, statistics: Statistics, wire: Tensor) -> None:
-        self._send = lambda: Sum(group, statistics, wire, "round 0")
+        self._send = lambda: AllReduceSum(group, statistics, wire, "round 0")
         self._first = self._send()
 
     def has_arrived(self) -> bool:
@@ -393,8 +393,8 @@ class TwiceHandle:
 class Twice(MeanExchange):
     """An exchange in two parts; the second one leaves when the first is here."""
 
-    def start(self, parcel: Parcel, round_index: int) -> Any:
-        return TwiceHandle(self._group, self._statistics, parcel.wire)
+    def start(self, bucket: Bucket, round_index: int) -> Any:
+        return TwiceHandle(self._group, self._statistics, bucket.wire)
 
 
 def exchange_twice(rank: int, world: int) -> tuple[float, float, int, float]:
@@ -403,7 +403,7 @@ def exchange_twice(rank: int, world: int) -> tuple[float, float, int, float]:
     exchange = LinkEmulator(Twice(group, statistics), links, group, statistics)
     simulated = exchange.simulate([torch.tensor([1.0]), torch.tensor([4.0])], 0)
     assert [tensor.item() for tensor in simulated] == [2.5, 2.5]
-    handle = exchange.start(Parcel(torch.ones(NUMEL), []), 0)
+    handle = exchange.start(Bucket(torch.ones(NUMEL), []), 0)
     assert not handle.has_arrived()
     clock.advance(0.3)
     received = handle.wait()
@@ -448,8 +448,8 @@ def fail_while_another_sleeps(rank: int, world: int) -> list[float]:
     engine = StepEngine(model(rank), LocalSGD(), sync_every=1, group=group, link=Link(0.5))
     if rank == 1:
         engine.count_step()
-        engine.lanes[0].look()
-        engine.lanes[0].send_first(0, True)
+        engine.fragments[0].look()
+        engine.fragments[0].send_first(0, True)
         wait_until(lambda: group.own_store("test").check(["asleep"]))
         group.tell(ValueError("broken"))
     else:

@@ -13,7 +13,7 @@ from lightning_loco import DiLoCo, GASLoC, LocalSGD, LocoStrategy, ModelAverage,
 from lightning_loco.algorithms import (
     Algorithm,
     KeepProgress,
-    Landing,
+    MergePolicy,
     Mix,
     NeighborAverage,
     Restart,
@@ -34,26 +34,32 @@ SYNC_EVERY = 2
 
 def test_restarting_takes_the_result() -> None:
     result, local = torch.tensor([7.0, 8.0]), torch.tensor([1.0, 2.0])
-    assert Restart().land(result, local, None) is result
+    assert Restart().apply(result, local, None) is result
 
 
 def test_progress_made_meanwhile_is_kept() -> None:
     result, local = torch.tensor([7.0, 8.0]), torch.tensor([1.0, 2.0])
-    departure = torch.tensor([0.5, 0.0])
-    landed = KeepProgress().land(result, local, departure)
-    assert landed is departure  # what was written, exactly, is kept
+    sent_params = torch.tensor([0.5, 0.0])
+    landed = KeepProgress().apply(result, local, sent_params)
+    assert landed is sent_params  # what was written, exactly, is kept
     assert landed.tolist() == [7.5, 10.0]
 
 
 def test_results_are_mixed_with_what_is_local_now() -> None:
     result, local = torch.tensor([7.0, 8.0]), torch.tensor([1.0, 2.0])
-    assert Mix(0.25).land(result, local.clone(), None).tolist() == [5.5, 6.5]
-    assert torch.equal(Mix(1.0).land(result, local.clone(), None), local)
-    assert Mix(0.0).land(result, local * math.nan, None) is result
+    assert Mix(0.25).apply(result, local.clone(), None).tolist() == [5.5, 6.5]
+    assert torch.equal(Mix(1.0).apply(result, local.clone(), None), local)
+    assert Mix(0.0).apply(result, local * math.nan, None) is result
     assert result.tolist() == [7.0, 8.0]
-    kept = [landing.keeps_what_left(True) for landing in (Restart(), KeepProgress(), Mix(0.5))]
+    kept = [
+        merge_policy.keeps_sent_params(True)
+        for merge_policy in (Restart(), KeepProgress(), Mix(0.5))
+    ]
     assert kept == [False, True, True]
-    kept = [landing.keeps_what_left(False) for landing in (Restart(), KeepProgress(), Mix(0.5))]
+    kept = [
+        merge_policy.keeps_sent_params(False)
+        for merge_policy in (Restart(), KeepProgress(), Mix(0.5))
+    ]
     assert kept == [False, True, False]
 
 
@@ -87,21 +93,21 @@ def test_where_local_steps_go_on(pool: Pool, subtests: pytest.Subtests) -> None:
 
 
 def test_algorithms_get_the_landing_they_name(subtests: pytest.Subtests) -> None:
-    rows: list[tuple[Algorithm, Landing]] = [
+    rows: list[tuple[Algorithm, MergePolicy]] = [
         (DiLoCo(), Restart()),
         (LocalSGD(), Restart()),
         (GASLoC(), KeepProgress()),
         (ModelAverage(), KeepProgress()),
         (NeighborAverage(), KeepProgress()),
     ]
-    for algorithm, landing in rows:
+    for algorithm, merge_policy in rows:
         with subtests.test(str(algorithm)):
-            assert RoundSettings(algorithm).prepare(num_workers=2).landing == landing
+            assert RoundSettings(algorithm).prepare(num_workers=2).merge_policy == merge_policy
 
 
 def test_a_landing_must_be_one() -> None:
     with pytest.raises(TypeError, match=r"such as KeepProgress\(\), got 'restart'"):
-        RoundSettings(DiLoCo(), landing="restart").prepare(2)  # type: ignore[arg-type]
+        RoundSettings(DiLoCo(), merge_policy="restart").prepare(2)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------ plain loops
@@ -138,27 +144,27 @@ def gossiped_late(algorithm: GASLoC, warm_start: bool) -> Tensor:
     targets = torch.stack([randn(LARGE, seed=10 * worker) for worker in range(WORLD)])
     start = torch.zeros_like(targets)
     local, before = start, start  # u_{-1} = theta_0
-    flight: tuple[Tensor, Tensor] | None = None
+    pending: tuple[Tensor, Tensor] | None = None
 
-    def land(u: Tensor, before: Tensor) -> Tensor:
+    def apply(u: Tensor, before: Tensor) -> Tensor:
         return u + algorithm.gossip_step * (matrix @ u - u) + algorithm.momentum * (u - before)
 
     history = []
     for t in range(ROUNDS):
         local = approached(local, targets)
-        if flight is not None:
-            u, departed = flight
-            start, progress = land(u, before), local - departed
+        if pending is not None:
+            u, departed = pending
+            start, progress = apply(u, before), local - departed
             local, before = start + progress, u
         u = start + algorithm.outer_lr * (local - start)
-        flight = u, local
+        pending = u, local
         if t == 0 and warm_start:
-            start, before, flight = land(u, before), u, None
+            start, before, pending = apply(u, before), u, None
             local = start
         history.append(local)
-    assert flight is not None
-    u, departed = flight
-    local = land(u, before) + (local - departed)
+    assert pending is not None
+    u, departed = pending
+    local = apply(u, before) + (local - departed)
     return torch.stack([*history, local.mean(0).expand(WORLD, -1)])
 
 
@@ -189,12 +195,12 @@ def gossip_still(rank: int, world: int, overlap: bool) -> Tensor:
     model.value.data.copy_(randn(4, seed=rank))
     engine.step()
     if overlap:
-        engine.lanes[0].land()
+        engine.fragments[0].apply()
     history = [flat(model)]
     for _ in range(4):
         engine.step()
         if overlap:  # at once, so that results are as early as without overlap
-            engine.lanes[0].land()
+            engine.fragments[0].apply()
         history.append(flat(model))
     engine.close()
     return torch.stack(history)
@@ -231,7 +237,7 @@ def serve_others_and_go_on(rank: int, world: int) -> float:
         for _ in range(epoch_steps):
             model.value.data.add_(rank + 1.0)
             engine.step()
-        engine.worker.meet("the end of an epoch")
+        engine.worker.sync_point("the end of an epoch")
     engine.finish()
     engine.close()
     return model.value.item()
@@ -249,7 +255,7 @@ class Impatient(Algorithm):
     """Takes its own progress when it leaves, and the last mean as often as messages have left."""
 
     exchange = "mean"
-    late_landing = Restart()
+    merge_policy = Restart()
 
     def init(self, params: Tensor) -> State:
         return {"outer": params, "departures": 0}
@@ -257,7 +263,7 @@ class Impatient(Algorithm):
     def propose(self, params: Tensor, state: State) -> Tensor:
         return torch.sub(state["outer"], params, out=params)
 
-    def depart(self, message: Tensor, ended: tuple[Tensor, Tensor] | None, state: State) -> Tensor:
+    def on_send(self, message: Tensor, ended: tuple[Tensor, Tensor] | None, state: State) -> Tensor:
         assert (ended is None) == (state["departures"] == 0)
         state["departures"] += 1
         return state["outer"].sub_(message)
@@ -270,7 +276,7 @@ class Impatient(Algorithm):
 
 
 def test_an_algorithm_says_where_steps_go_on_when_a_message_leaves(pool: Pool) -> None:
-    """In processes and in the simulation, in several parcels, and after a resume."""
+    """In processes and in the simulation, in several buckets, and after a resume."""
     settings = RoundSettings(Impatient(), EverySteps(SYNC_EVERY, overlap=True, warm_start=False))
     models = [zeros() for _ in range(WORLD)]
     rows = []

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC
-from lightning_loco.earlier_run import Saved
-from lightning_loco.engine import Engine, RoundSettings, carry_over
+from lightning_loco.earlier_run import EarlierRun
+from lightning_loco.engine import Engine, RoundSettings, resume_from
 from lightning_loco.schedules import EverySteps
 from tests.conftest import cover
 from tests.engine.toys import (
@@ -41,7 +41,7 @@ def write(rank: int, world: int, settings: RoundSettings) -> tuple[State, State]
     for _ in range(STEPS):
         approach(rank, model)
         engine.step()
-    engine.worker.meet("a checkpoint")
+    engine.worker.sync_point("a checkpoint")
     state = saved_and_loaded(engine.state_dict())
     described = engine.settings.describe()
     engine.close()
@@ -53,7 +53,7 @@ def go_on(
 ) -> tuple[list[str], State, bool]:
     """What is dropped, the state that is taken over, and whether training goes on well."""
     algorithm = settings.algorithm
-    saved = Saved(
+    saved = EarlierRun(
         states[rank if rank < len(states) else 0],
         described["algorithm"],
         described,
@@ -68,7 +68,7 @@ def go_on(
         outer = states[0]["shared"][0]["state"].get("outer")
         mean = torch.stack([state["params"] for state in states]).mean(0)
         model.value.copy_(mean if outer is None else outer)
-    notes = carry_over(engine, saved)
+    notes = resume_from(engine, saved)
     taken = saved_and_loaded(engine.state_dict())
     for _ in range(3):
         approach(rank, model)
@@ -141,17 +141,17 @@ def test_a_setting_that_was_described_in_other_words_changes_nothing(pool: Pool)
     for (notes, taken, _), state in zip(found, states, strict=True):
         assert notes == []
         assert torch.equal(taken["params"], state["params"])
-        for name in ("shared", "lanes", "began_at"):
+        for name in ("shared", "fragments", "began_at"):
             torch.testing.assert_close(taken[name], state[name], rtol=0, atol=0, msg=name)
 
 
 def test_what_compression_had_left_over_becomes_the_mean(pool: Pool) -> None:
     settings = settings_of(DiLoCo(), EverySteps(2), compression=rounding(DiLoCo()))
     states, found = carried(pool, settings, settings, (3, 2))
-    left = torch.stack([state["lanes"][0]["residual"]["residual"] for state in states])
+    left = torch.stack([state["fragments"][0]["residual"]["residual"] for state in states])
     assert left.abs().max() > 0
     for _, taken in found:
-        residual = taken["lanes"][0]["residual"]["residual"]
+        residual = taken["fragments"][0]["residual"]["residual"]
         torch.testing.assert_close(residual, left.mean(0), rtol=0, atol=1e-15)
 
 
@@ -200,7 +200,7 @@ def test_a_flight_lands_at_once_where_none_stays(
     states, found = carried(pool, before, now, (2, 2))
     for own, (notes, taken) in zip(states, found, strict=True):
         assert notes == ["a round that was under way is landed at once"]
-        assert all(lane["flight"] is None for lane in taken["lanes"])
+        assert all(fragment["pending"] is None for fragment in taken["fragments"])
         assert not torch.equal(taken["params"], own["params"])
     for name, value in states[0]["shared"][0]["state"].items():
         if isinstance(value, int):  # rounds that were made and heard of

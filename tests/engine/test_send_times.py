@@ -6,14 +6,14 @@ import torch.distributed as dist
 
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.engine import link_emulator
-from lightning_loco.engine.link_emulator import Departures
+from lightning_loco.engine.link_emulator import SendTimes
 from tests.pool import Pool
 
 
 def note_and_read(rank: int, world: int) -> list[float]:
     """Times of message 5 and of one a whole circle of slots later."""
     group = WorkerGroup.create(timeout_s=20)
-    told = Departures(group)
+    told = SendTimes(group)
     others = [worker for worker in range(world) if worker != rank]
     found = [told.latest(5, others, own=7.5)]  # nobody has noted anything
     dist.barrier()

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_loco import DiLoCo, GASLoC, LocalSGD, LocoStrategy, Simulation, StepEngine
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.engine import RoundSettings
-from lightning_loco.engine.settings import CHUNK_ELEMENTS, PARCELS_UNDER_WAY
+from lightning_loco.engine.settings import CHUNK_ELEMENTS, PENDING_BUCKETS
 from lightning_loco.schedules import EverySteps
 from lightning_loco.topology import RandomMatching, Ring
 from tests.algorithms.toys import Point, assert_close, randn
@@ -155,8 +155,8 @@ def test_an_algorithm_of_the_whole_vector_cannot_be_exchanged_in_parts() -> None
 class Gappy(Halves):
     """Forgets the last parameter."""
 
-    def lanes(self, sizes: Any) -> list[list[range]]:
-        return super().lanes({**sizes, "last": sizes["last"] - 1})
+    def fragment_slices(self, sizes: Any) -> list[list[range]]:
+        return super().fragment_slices({**sizes, "last": sizes["last"] - 1})
 
 
 @pytest.mark.parametrize(
@@ -177,13 +177,13 @@ def test_lanes_that_do_not_fit_are_refused(schedule: Halves, text: str) -> None:
 def test_all_parcels_under_way_fit_into_the_bucket() -> None:
     megabyte = 2**20
     mean = RoundSettings(LocalSGD(), bucket_bytes=megabyte).prepare(4)
-    assert PARCELS_UNDER_WAY * 4 * mean.parcel_elements(10**7, 4) == megabyte
+    assert PENDING_BUCKETS * 4 * mean.bucket_elements(10**7, 4) == megabyte
     ring = RoundSettings(GASLoC(), bucket_bytes=megabyte).prepare(4)  # its own and two of others
-    assert 3 * PARCELS_UNDER_WAY * 4 * ring.parcel_elements(10**7, 4) <= megabyte
+    assert 3 * PENDING_BUCKETS * 4 * ring.bucket_elements(10**7, 4) <= megabyte
     halves = RoundSettings(LocalSGD(), Halves(2), bucket_bytes=megabyte).prepare(4)
-    assert 2 * PARCELS_UNDER_WAY * 4 * halves.parcel_elements(10**7, 4) == megabyte
+    assert 2 * PENDING_BUCKETS * 4 * halves.bucket_elements(10**7, 4) == megabyte
     whole = RoundSettings(Counting(whole=True), bucket_bytes=1).prepare(4)
-    assert whole.parcel_elements(10**7, 4) == 10**7
+    assert whole.bucket_elements(10**7, 4) == 10**7
 
 
 def test_chunks_are_for_the_cache_and_end_where_lanes_do() -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_loco import Simulation
 from lightning_loco.algorithms import DiLoCo, GASLoC, Mix, ModelAverage
-from lightning_loco.earlier_run import Saved
-from lightning_loco.engine import Engine, RoundSettings, carry_over
+from lightning_loco.earlier_run import EarlierRun
+from lightning_loco.engine import Engine, RoundSettings, resume_from
 from lightning_loco.schedules import EverySteps, Schedule, Staggered
 from tests.algorithms.toys import assert_close
 from tests.conftest import cover
@@ -28,7 +28,7 @@ LAG_S = 1.0
 def settings_of(
     every: int, fragments: int, delay: int, mix: float, pattern: Any = "strided"
 ) -> RoundSettings:
-    return RoundSettings(DILOCO, Staggered(every, fragments, delay, pattern), landing=Mix(mix))
+    return RoundSettings(DILOCO, Staggered(every, fragments, delay, pattern), merge_policy=Mix(mix))
 
 
 # ------------------------------------------------------------------------- torchft's numbers
@@ -58,7 +58,7 @@ def drift(rank: int, world: int, delay: int, mix: float) -> tuple[list[Tensor], 
         p.data.fill_(1.0)
     schedule = Staggered(6, 2, delay)
     engine = Engine.from_settings(
-        model, RoundSettings(DiLoCo(2.0, 0.0), schedule, landing=Mix(mix))
+        model, RoundSettings(DiLoCo(2.0, 0.0), schedule, merge_policy=Mix(mix))
     )
     local, outer = [], []
     for step in range(1, 13 + delay):
@@ -206,7 +206,7 @@ def test_results_aside_workers_train_alone_and_outer_parameters_move(pool: Pool)
     [
         RoundSettings(GASLoC(), Staggered(6, 2, 2), topology="ring"),
         RoundSettings(ModelAverage(), Staggered(6, 3, 5)),
-        RoundSettings(Counting(), Staggered(6, 3, 2), landing=Mix(0.5)),
+        RoundSettings(Counting(), Staggered(6, 3, 2), merge_policy=Mix(0.5)),
     ],
     ids=lambda settings: type(settings.algorithm).__name__,
 )
@@ -221,7 +221,7 @@ def train_unevenly(rank: int, world: int, settings: RoundSettings) -> Tensor:
 
 
 def test_workers_of_different_pace(pool: Pool) -> None:
-    settings = RoundSettings(DILOCO, Staggered([6, 12], 3, 2), landing=Mix(0.5))
+    settings = RoundSettings(DILOCO, Staggered([6, 12], 3, 2), merge_policy=Mix(0.5))
     models = [Layers() for _ in range(2)]
     simulation = Simulation.from_settings(models, settings)
     simulation.run(lambda worker: approach(worker, models[worker]), 6)
@@ -257,7 +257,7 @@ RESUMED = {
     **{f"{delay=}": settings_of(6, 3, delay, 0.5) for delay in (0, 5, 6, 2)},
     "a whole phase late": RoundSettings(DiLoCo(0.7, 0.0), Staggered(6, 3, 6)),
     "with a residual": RoundSettings(
-        DILOCO, Staggered(6, 3, 5), compression=rounding(DILOCO), landing=Mix(0.5)
+        DILOCO, Staggered(6, 3, 5), compression=rounding(DILOCO), merge_policy=Mix(0.5)
     ),
     "gossip": RoundSettings(GASLoC(), Staggered(6, 3, 5), topology="ring"),
 }
@@ -296,14 +296,14 @@ def test_a_resumed_run_equals_the_unbroken_one(
 
 
 def under_way(rank: int, world: int) -> list[int]:
-    """How many flights there are after each step."""
+    """How many pending rounds there are after each step."""
     model = Layers()
     engine = Engine.from_settings(model, settings_of(6, 3, 5, 0.5))
     counts = []
     for _ in range(14):
         approach(rank, model)
         engine.step()
-        counts.append(sum(lane.flight is not None for lane in engine.lanes))
+        counts.append(sum(fragment.pending is not None for fragment in engine.fragments))
     engine.close()
     return counts
 
@@ -339,13 +339,13 @@ def test_a_landing_waits_for_no_round_that_has_begun_since(pool: Pool) -> None:
 
 def elements(rank: int, world: int, delay: int, dtype: torch.dtype) -> dict[str, Any]:
     engine = Engine.from_settings(Layers(dtype=dtype), settings_of(6, 3, delay, 0.5))
-    lanes = [rounds.lane for rounds in engine.lanes]
-    kept = [lane.departure for lane in lanes]
-    messages = [message for lane in lanes for message in lane.messages()]
+    fragments = [rounds.fragment for rounds in engine.fragments]
+    kept = [fragment.sent_params for fragment in fragments]
+    messages = [message for fragment in fragments for message in fragment.messages()]
     found = {
         "messages": sum(message.numel() for message in messages),
         "memory": len({message.untyped_storage().data_ptr() for message in messages}),
-        "outer": len({lane.state["outer"].data_ptr() for lane in lanes}),
+        "outer": len({fragment.state["outer"].data_ptr() for fragment in fragments}),
         "departures": len({None if d is None else d.data_ptr() for d in kept} - {None}),
     }
     engine.close()
@@ -363,7 +363,7 @@ def test_fragments_share_what_is_as_long_as_the_model(pool: Pool) -> None:
 def hold_still(rank: int, world: int, dtype: torch.dtype) -> Tensor:
     """One step moves the parameters, and then none: the outer ones, which go on to them."""
     model = Layers((4, 4), dtype)
-    settings = RoundSettings(DiLoCo(0.3, 0.0), Staggered(4, 2, 1), landing=Mix(0.75))
+    settings = RoundSettings(DiLoCo(0.3, 0.0), Staggered(4, 2, 1), merge_policy=Mix(0.75))
     engine = Engine.from_settings(model, settings)
     for step in range(40):
         for p in model.parameters():
@@ -385,11 +385,11 @@ def test_narrow_parameters_lose_nothing_of_what_is_mixed(pool: Pool) -> None:
 # ------------------------------------------------------------------------------- figures, input
 
 
-def figures(rank: int, world: int) -> tuple[list[float], int, float]:
+def metrics(rank: int, world: int) -> tuple[list[float], int, float]:
     model = Layers((1, 1))
     schedule = Staggered(4, 2, 1)
     engine = Engine.from_settings(
-        model, RoundSettings(DiLoCo(1.0, 0.0), schedule, landing=Mix(0.0))
+        model, RoundSettings(DiLoCo(1.0, 0.0), schedule, merge_policy=Mix(0.0))
     )
     engine.measure_outer_gradient = True
     norms = []
@@ -403,7 +403,7 @@ def figures(rank: int, world: int) -> tuple[list[float], int, float]:
 
 
 def test_figures_are_those_of_the_fragment_that_has_landed_last(pool: Pool) -> None:
-    for norms, rounds, staleness in pool.run(figures, world=2):
+    for norms, rounds, staleness in pool.run(metrics, world=2):
         assert norms == pytest.approx([0, 0, 2, 2, 40, 40, 3, 3])
         assert (rounds, staleness) == (4, 0.25)
 
@@ -441,21 +441,21 @@ def go_on(
     for _ in range(8):
         approach(rank, model)
         engine.step()
-    engine.worker.meet("a checkpoint")
+    engine.worker.sync_point("a checkpoint")
     state, described = saved_and_loaded(engine.state_dict()), engine.settings.describe()
     engine.close()
     engine = Engine.from_settings(Layers(), now)
     engine.worker.replica.layout.write(state["shared"][0]["state"]["outer"])
-    saved = Saved(state, "DiLoCo", described, world, "outer", True, read=lambda worker: state)
-    notes = carry_over(engine, saved)
-    flights = sum(lane.flight is not None for lane in engine.lanes)
+    saved = EarlierRun(state, "DiLoCo", described, world, "outer", True, read=lambda worker: state)
+    notes = resume_from(engine, saved)
+    pending_rounds = sum(fragment.pending is not None for fragment in engine.fragments)
     for _ in range(7):
         engine.step()
     engine.finish()
     outer = engine.outer()
     assert outer is not None
     engine.close()
-    return notes, flights, outer.clone()
+    return notes, pending_rounds, outer.clone()
 
 
 PARTS = "a round that was under way is dropped, because other parts are exchanged"
@@ -474,8 +474,8 @@ def test_a_run_goes_on_with_other_fragments(pool: Pool, subtests: pytest.Subtest
     calls = {name: (settings_of(6, 3, 5, 0.5), now) for name, (now, _, _) in rows.items()}
     for name, results in run_each(pool, go_on, calls, world=2).items():
         with subtests.test(name):
-            _, notes, flights = rows[name]
+            _, notes, pending_rounds = rows[name]
             for found, under_way_now, outer in results:
-                assert (found, under_way_now) == (notes, flights)
+                assert (found, under_way_now) == (notes, pending_rounds)
                 assert torch.isfinite(outer).all()
                 assert torch.equal(outer, results[0][2])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco import NeighborAverage, Simulation
-from lightning_loco.algorithms import Algorithm, KeepProgress, Landing, Restart, State
+from lightning_loco.algorithms import Algorithm, KeepProgress, MergePolicy, Restart, State
 from lightning_loco.compression import Codec, ErrorFeedback, Int4, Int8
 from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.schedules import EverySteps, Now
@@ -20,7 +20,7 @@ from tests.algorithms.toys import Point, randn
 from tests.pool import Pool
 
 LARGE = 5000
-"""Elements of a model that takes five parcels in the smallest bucket."""
+"""Elements of a model that takes five buckets in the smallest bucket."""
 SMALL_BUCKET = 4096
 
 Move = Callable[[nn.Module, int], None]
@@ -43,7 +43,7 @@ class Counting(Algorithm):
     exchange = "mean"
     consensus_key = "outer"
     replicated = True
-    late_landing = Restart()
+    merge_policy = Restart()
 
     @property
     def granularity(self) -> int | None:
@@ -127,7 +127,7 @@ class Talking(Algorithm):
     """
 
     exchange: ClassVar[Literal["mean", "neighbors"]] = "mean"
-    late_landing: ClassVar[Landing | None] = Restart()
+    merge_policy: ClassVar[MergePolicy | None] = Restart()
     num_scalars = 2
 
     def init(self, params: Tensor) -> State:
@@ -147,7 +147,7 @@ class Talking(Algorithm):
     def scalars(self, state: State) -> Sequence[float]:
         return float(state["own"][0]), state["rounds"]
 
-    def hear(self, told: Sequence[Sequence[float]], state: State) -> None:
+    def receive_scalars(self, told: Sequence[Sequence[float]], state: State) -> None:
         assert len({rounds for _, rounds in told}) == 1
         state["heard"] = sum((i + 1) * own + rounds for i, (own, rounds) in enumerate(told))
         state["rounds"] += 1
@@ -157,7 +157,7 @@ class TalkingGossip(Talking):
     """The same between neighbours."""
 
     exchange = "neighbors"
-    late_landing = KeepProgress()
+    merge_policy = KeepProgress()
 
     def default_topology(self, seed: int) -> Topology:
         return Ring()
@@ -214,10 +214,10 @@ class Halves(EverySteps):
     granularity: int = 4
 
     @property
-    def num_lanes(self) -> int:
+    def num_fragments(self) -> int:
         return 2
 
-    def lanes(self, sizes: Mapping[str, int]) -> list[list[range]]:
+    def fragment_slices(self, sizes: Mapping[str, int]) -> list[list[range]]:
         total = sum(sizes.values())
         middle = total // 2
         middle -= middle % self.granularity
@@ -225,8 +225,8 @@ class Halves(EverySteps):
 
     def due(self, now: Now) -> tuple[bool, bool]:
         due, _ = super().due(now)
-        due = due and now.round_index % 2 == now.lane
-        return due, due and now.flight is not None
+        due = due and now.round_index % 2 == now.fragment
+        return due, due and now.pending is not None
 
 
 # ------------------------------------------------------------------------------ drivers
@@ -268,7 +268,7 @@ def approach(worker: int, model: nn.Module) -> None:
 
 
 def zeros() -> nn.Module:
-    """A model that takes several parcels."""
+    """A model that takes several buckets."""
     return Point(torch.zeros(LARGE, dtype=torch.float64))
 
 
@@ -308,7 +308,7 @@ def train(
     model = make()
     engine = Engine.from_settings(model, settings)
     if own:
-        engine.lanes[0].lane.state["own"].fill_(rank + 1.0)
+        engine.fragments[0].fragment.state["own"].fill_(rank + 1.0)
     history: list[Tensor] = []
     saves_at = None
     while len(history) < rounds:
@@ -317,7 +317,7 @@ def train(
             history.append(flat(model))
             saves_at = engine.worker.steps + 1 if len(history) == resume_after else saves_at
         if engine.worker.steps == saves_at:
-            engine.worker.meet("a checkpoint")
+            engine.worker.sync_point("a checkpoint")
             saved = saved_and_loaded(engine.state_dict())
             engine.close()
             model = make()

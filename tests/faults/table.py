@@ -103,7 +103,7 @@ class Fault(NamedTuple):
             "hangs": rf"{who} \(alive, last exchange: ",
         }
         if self.method in REMOTE:
-            late = r"[^\n]* It has ended, or is later than|no (step|meeting) \d+ s after another"
+            late = r"[^\n]* It has ended, or is later than|no (step|sync point) \d+ s after another"
             words["hangs"] = f"{who}: ({late})"
             words["killed"] += f"|{lost}|{words['hangs']}"
             words["frozen"] += f"|{lost}|{words['hangs']}"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_loco.distributed.job import Job
-from lightning_loco.distributed.store import PromptStore
+from lightning_loco.distributed.store import TimeoutStore
 from lightning_loco.parameter_server import Transport
 from lightning_loco.parameter_server.optimizer_state import OptimizerState
 from lightning_loco.parameter_server.service_group import ServiceGroup
@@ -91,7 +91,7 @@ def test_descriptions_of_a_state(pool: Pool, subtests: pytest.Subtests) -> None:
                 assert "The aggregator has described no tensor" in text
 
 
-def wait_for(store: PromptStore, key: str) -> None:
+def wait_for(store: TimeoutStore, key: str) -> None:
     while not store.check([key]):
         time.sleep(0.01)
 
@@ -102,7 +102,7 @@ def agree_with_garbage(rank: int, world: int, port: int, garbage: str) -> str:
     group = ServiceGroup(job, "group")
     try:
         if rank == 1:
-            store: PromptStore = job.store.under("group")
+            store: TimeoutStore = job.store.under("group")
             store.set("agreement2/1", garbage)
             return "sent"
         group.raise_together(None)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_loco.distributed.store import PromptStore
+from lightning_loco.distributed.store import TimeoutStore
 from lightning_loco.distributed.watchdog import Watchdog, WorkerFailure
 from lightning_loco.parameter_server import RemoteOptimizer, Transport, run_role
 from tests.forked_jobs import Job, freeze
@@ -25,7 +25,7 @@ LONGEST_S = 20.0
 
 def go(rank: int, world: int) -> float | None:
     """Make a step together, and then none; the server says how long it went on after a report."""
-    store = PromptStore(dist.distributed_c10d._get_default_store())
+    store = TimeoutStore(dist.distributed_c10d._get_default_store())
     watchdog = Watchdog(store.under("watchdog"), rank, world)
     watchdog.start()
     model = nn.Linear(3, 1)

@@ -12,19 +12,19 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.distributed.worker_status import Row
-from lightning_loco.parameters.averaged_copies import Companions
+from lightning_loco.distributed.worker_status import WorkerStatus
+from lightning_loco.parameters.averaged_copies import AveragedCopies
 from lightning_loco.parameters.replica import pruning_masks
 from tests.pool import Pool, PoolError
 from tests.small_model import flat, norm_model
 
 
-def agree(companions: Companions) -> None:
+def agree(averaged_copies: AveragedCopies) -> None:
     group = WorkerGroup.create(timeout_s=20)
-    found = group.gather_objects(companions.look())
-    rows = [Row(1.0, 0.0, 0.0, scalars=numbers) for numbers in found]
+    found = group.gather_objects(averaged_copies.look())
+    statuses = [WorkerStatus(1.0, 0.0, 0.0, scalars=numbers) for numbers in found]
     try:
-        companions.agree(rows, group, Statistics())
+        averaged_copies.agree(statuses, group, Statistics())
     finally:
         group.close()
 
@@ -36,10 +36,10 @@ def average_copies(rank: int, world: int, broken: int) -> tuple[Tensor, Tensor, 
         copy.update_parameters(model)
     for tensor in [*copy.parameters(), copy.module[1].running_mean]:
         tensor.data.fill_(math.nan if rank == broken else 1.0 + rank)
-    companions = Companions(model)
-    companions.find_copies = lambda: [copy]
+    averaged_copies = AveragedCopies(model)
+    averaged_copies.find_copies = lambda: [copy]
     before = flat(model)
-    agree(companions)
+    agree(averaged_copies)
     assert torch.equal(flat(model), before)
     return flat(copy), copy.module[1].running_mean, int(copy.n_averaged)
 
@@ -66,9 +66,9 @@ def average_large_values(rank: int, world: int) -> tuple[Tensor, Tensor, Tensor]
         torch.tensor([[LARGEST, 0.1], [1e-300, 0.7]], dtype=torch.float64)
     )
     copy.module.bias.data.copy_(torch.tensor([LARGEST, 1.0 + rank], dtype=torch.float64))
-    companions = Companions(model)
-    companions.find_copies = lambda: [copy]
-    agree(companions)
+    averaged_copies = AveragedCopies(model)
+    averaged_copies.find_copies = lambda: [copy]
+    agree(averaged_copies)
     return copy.module.weight.detach(), copy.module.mask, copy.module.bias.detach()
 
 
@@ -87,7 +87,7 @@ def share_masks(rank: int, world: int) -> list[Tensor]:
     prune.random_unstructured(model[0], "weight", amount=0.5)
     prune.random_unstructured(model[3], "bias", amount=1)
     own = [mask.clone() for _, mask in pruning_masks(model)]
-    agree(Companions(model))
+    agree(AveragedCopies(model))
     return [*own, *(mask for _, mask in pruning_masks(model))]
 
 
@@ -102,10 +102,10 @@ def test_masks_become_those_of_worker_0(pool: Pool) -> None:
 
 def differ(rank: int, world: int) -> None:
     model = norm_model()
-    companions = Companions(model)
+    averaged_copies = AveragedCopies(model)
     if rank == 1:
-        companions.find_copies = lambda: [AveragedModel(model)]
-    agree(companions)
+        averaged_copies.find_copies = lambda: [AveragedModel(model)]
+    agree(averaged_copies)
 
 
 def test_other_copies_on_another_worker_are_an_error_everywhere(pool: Pool) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from lightning_loco.parameters.owners import Places
+from lightning_loco.parameters.owners import ParameterOwners
 
 
 def test_a_parameter_that_moves_is_found_and_one_that_is_gone_is_named() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     weight = model[1].weight
-    places = Places(model, ["1.weight"], [weight])
+    places = ParameterOwners(model, ["1.weight"], [weight])
     assert places.found == [(model[1], "weight", weight)]
     del model[1].weight
     model[0].other = weight

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.parameters.flat import FlatLayout
-from lightning_loco.parameters.untracked import Unexchanged
+from lightning_loco.parameters.untracked import UntrackedParameters
 from tests.pool import Pool
 
 
@@ -28,7 +28,7 @@ class Net(nn.Module):
 
 def compare(rank: int, world: int, how: str) -> tuple[list[str], list[str], list[float]]:
     net = Net()
-    others = Unexchanged(net, [net.weight], None)
+    others = UntrackedParameters(net, [net.weight], None)
     with torch.no_grad():
         if how == "in place":
             net.teacher.add_(rank)
@@ -73,7 +73,7 @@ def test_what_cannot_be_averaged_is_named_once_by_worker_0(pool: Pool) -> None:
 
 def test_values_come_back() -> None:
     net = Net()
-    others = Unexchanged(net, [net.weight], None)
+    others = UntrackedParameters(net, [net.weight], None)
     others.load(["teacher"], torch.arange(6.0))
     assert net.teacher.flatten().tolist() == list(range(6))
     assert others.differing.names == ["teacher"]

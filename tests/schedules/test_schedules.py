@@ -36,7 +36,7 @@ MIDDLE = LARGE // 2
 
 @dataclasses.dataclass
 class Flying:
-    """A flight that has arrived or not."""
+    """A pending round that has arrived or not."""
 
     arrived: bool
 
@@ -44,8 +44,8 @@ class Flying:
         return self.arrived
 
 
-def now(steps: int, since: int, idle_s: float = math.inf, flight: Any = None) -> Now:
-    return Now(steps, since, 1, 0, idle_s, flight)
+def now(steps: int, since: int, idle_s: float = math.inf, pending: Any = None) -> Now:
+    return Now(steps, since, 1, 0, idle_s, pending)
 
 
 # ------------------------------------------------------------------------------- the shipped
@@ -53,22 +53,22 @@ def now(steps: int, since: int, idle_s: float = math.inf, flight: Any = None) ->
 
 def test_by_steps_a_flight_ends_when_the_next_one_begins(subtests: pytest.Subtests) -> None:
     schedule = EverySteps(3, overlap=True)
-    for since, flight, expected in (
+    for since, pending, expected in (
         (2, None, (False, False)),
         (3, None, (True, False)),
         (2, Flying(True), (False, False)),
         (3, Flying(False), (True, True)),
         (5, Flying(True), (True, True)),
     ):
-        with subtests.test(since=since, flight=flight):
-            assert schedule.due(now(10, since, flight=flight)) == expected
+        with subtests.test(since=since, pending=pending):
+            assert schedule.due(now(10, since, pending=pending)) == expected
 
 
 def test_by_the_clock_rounds_wait_for_pauses_and_end_when_all_is_here(
     subtests: pytest.Subtests,
 ) -> None:
     schedule = EveryInterval(0.5, warmup_steps=5)
-    for steps, idle_s, flight, expected in (
+    for steps, idle_s, pending, expected in (
         (4, math.inf, None, (False, False)),  # still warming up
         (5, math.inf, None, (True, False)),
         (5, 0.4, None, (False, False)),
@@ -76,19 +76,19 @@ def test_by_the_clock_rounds_wait_for_pauses_and_end_when_all_is_here(
         (5, 9.0, Flying(False), (False, False)),
         (5, 0.0, Flying(True), (False, True)),
     ):
-        with subtests.test(steps=steps, idle_s=idle_s, flight=flight):
-            assert schedule.due(now(steps, steps, idle_s, flight)) == expected
+        with subtests.test(steps=steps, idle_s=idle_s, pending=pending):
+            assert schedule.due(now(steps, steps, idle_s, pending)) == expected
 
 
 def test_which_rounds_are_under_way_while_steps_are_made(subtests: pytest.Subtests) -> None:
-    for schedule, stays in (
+    for schedule, is_overlapped in (
         (EverySteps(3), [False] * 3),
         (EverySteps(3, overlap=True), [False, True, True]),
         (EverySteps(3, overlap=True, warm_start=False), [True] * 3),
         (EveryInterval(), [True] * 3),
     ):
         with subtests.test(repr(schedule)):
-            assert [schedule.stays(index) for index in range(3)] == stays
+            assert [schedule.is_overlapped(index) for index in range(3)] == is_overlapped
 
 
 def test_workers_of_different_speed_share_data_and_steps() -> None:
@@ -112,7 +112,7 @@ def test_settings_are_plain_values() -> None:
     assert str(EverySteps(3)) == "a round every 3 local steps"
     assert str(Halves(3)) == "a round every 3 local steps"
     assert str(EveryInterval(0.5)) == "a round after every 0.5 s, 0 steps of warm-up"
-    assert EverySteps().lanes({"a": 3, "b": 4}) == [[range(7)]]
+    assert EverySteps().fragment_slices({"a": 3, "b": 4}) == [[range(7)]]
 
 
 # ------------------------------------------------------------------------------ one of halves
@@ -181,7 +181,7 @@ def watch_halves(rank: int, world: int) -> list[tuple[bool, bool]]:
     model = Point(torch.zeros(LARGE, dtype=torch.float64))
     settings = RoundSettings(LocalSGD(), Halves(1), bucket_bytes=SMALL_BUCKET)
     engine = Engine.from_settings(model, settings)
-    assert [len(rounds.lane.parcels) for rounds in engine.lanes] == [3, 3]
+    assert [len(rounds.fragment.buckets) for rounds in engine.fragments] == [3, 3]
     moved = []
     for _ in range(3):
         approach(rank, model)

@@ -10,7 +10,7 @@ from lightning_loco.schedules import EverySteps, Now, Schedule, Staggered
 
 
 class Flying:
-    """A flight of which only the begin matters."""
+    """A pending round of which only the begin matters."""
 
     def __init__(self, began_at: int) -> None:
         self.began_at = began_at
@@ -20,25 +20,25 @@ class Flying:
 
 
 def played(schedule: Schedule, steps: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(step, lane) of each begin and of each end, as an engine asks for them."""
+    """(step, fragment) of each begin and of each end, as an engine asks for them."""
     begun: list[tuple[int, int]] = []
     ended: list[tuple[int, int]] = []
-    flights: dict[int, Flying] = {}
+    pending_rounds: dict[int, Flying] = {}
     round_index = since = 0
     for step in range(1, steps + 1):
         since += 1
-        for lane in range(schedule.num_lanes):
-            now = Now(step, since, round_index, lane, math.inf, flights.get(lane))
+        for fragment in range(schedule.num_fragments):
+            now = Now(step, since, round_index, fragment, math.inf, pending_rounds.get(fragment))
             begins, ends = schedule.due(now)
             if ends:
-                del flights[lane]
-                ended.append((step, lane))
+                del pending_rounds[fragment]
+                ended.append((step, fragment))
             if begins:
-                begun.append((step, lane))
-                if schedule.stays(round_index):
-                    flights[lane] = Flying(step)
+                begun.append((step, fragment))
+                if schedule.is_overlapped(round_index):
+                    pending_rounds[fragment] = Flying(step)
                 else:
-                    ended.append((step, lane))
+                    ended.append((step, fragment))
         if begun and begun[-1][0] == step:
             round_index, since = round_index + 1, 0
     return begun, ended
@@ -52,13 +52,13 @@ def test_the_order_of_two_fragments() -> None:
 def test_results_land_after_the_delay_also_beyond_the_next_begin() -> None:
     begun, ended = played(Staggered(6, 2, delay=4), 16)
     assert begun == [(3, 0), (6, 1), (9, 0), (12, 1), (15, 0)]
-    assert ended == [(step + 4, lane) for step, lane in begun if step + 4 <= 16]
+    assert ended == [(step + 4, fragment) for step, fragment in begun if step + 4 <= 16]
 
 
 def test_a_whole_phase_late_a_flight_ends_when_the_next_one_begins() -> None:
     for fragments in (1, 2, 3):
         begun, ended = played(Staggered(6, fragments, delay=6), 30)
-        assert ended == [(step + 6, lane) for step, lane in begun if step + 6 <= 30]
+        assert ended == [(step + 6, fragment) for step, fragment in begun if step + 6 <= 30]
     expected = played(EverySteps(6, overlap=True, warm_start=False), 30)
     assert played(Staggered(6, 1, delay=6), 30) == expected
     late = Staggered(6, 1, delay=6)
@@ -79,7 +79,7 @@ def test_begins_are_distinct_and_every_fragment_has_one_in_a_phase(
             with subtests.test(every=every, fragments=fragments):
                 begun, _ = played(Staggered(every, fragments), 3 * every)
                 steps = [step for step, _ in begun]
-                assert [lane for _, lane in begun] == list(range(fragments)) * 3
+                assert [fragment for _, fragment in begun] == list(range(fragments)) * 3
                 assert len(set(steps)) == 3 * fragments
                 assert steps[fragments - 1 :: fragments] == [every, 2 * every, 3 * every]
                 assert steps[fragments:] == [step + every for step in steps[:-fragments]]

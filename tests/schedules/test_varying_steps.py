@@ -68,8 +68,8 @@ def test_a_flight_ends_when_the_next_one_begins() -> None:
             due = since == steps
             assert schedule.due(Now(99, since, index, 0, 0.0, None)) == (due, False)
             assert schedule.due(Now(99, since, index, 0, 0.0, Flying())) == (due, due)
-    assert [schedule.stays(index) for index in range(3)] == [False, True, True]
-    assert [VaryingSteps(VARYING).stays(index) for index in range(3)] == [False] * 3
+    assert [schedule.is_overlapped(index) for index in range(3)] == [False, True, True]
+    assert [VaryingSteps(VARYING).is_overlapped(index) for index in range(3)] == [False] * 3
 
 
 def test_places_to_stop_at_come_in_order() -> None:
@@ -193,8 +193,8 @@ class Noting(CommunicationMonitor):
         super().__init__(prog_bar=True)
         self.found: list[tuple[float, float]] = []
 
-    def figures(self, strategy: Any) -> dict[str, float]:
-        found = super().figures(strategy)
+    def metrics(self, strategy: Any) -> dict[str, float]:
+        found = super().metrics(strategy)
         self.found.append((found["loco/round"], found["loco/sync_every"]))
         return found
 

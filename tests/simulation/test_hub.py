@@ -7,7 +7,7 @@ import torch
 
 from lightning_loco.algorithms import GASLoC, LocalSGD
 from lightning_loco.distributed import Statistics, WorkerGroup
-from lightning_loco.engine.buckets import Parcel, Part
+from lightning_loco.engine.buckets import Bucket, Part
 from lightning_loco.engine.exchanges.base import make_exchange
 from lightning_loco.parameters.flat import Chunk
 from lightning_loco.simulation.hub import Hub
@@ -17,46 +17,46 @@ from lightning_loco.topology import Ring, Topology
 def hub(num_workers: int, topology: Topology | None = None) -> Hub:
     algorithm = LocalSGD() if topology is None else GASLoC()
     exchange = make_exchange(algorithm, WorkerGroup(0, 1), Statistics(), topology)
-    return Hub(exchange, num_workers, parcel_elements=2)
+    return Hub(exchange, num_workers, bucket_elements=2)
 
 
-def parcel(value: float, start: int = 0) -> Parcel:
+def bucket(value: float, start: int = 0) -> Bucket:
     tensor = torch.full((2,), float(value))
     chunk = Chunk(start, [tensor])
     message = tensor.clone()
-    return Parcel(message, [Part(chunk, message, LocalSGD(), {})])
+    return Bucket(message, [Part(chunk, message, LocalSGD(), {})])
 
 
 def test_everyone_receives_what_the_exchange_makes_of_all_messages() -> None:
     common = hub(3)
-    handles = [common.of_worker(w).start(parcel(w), 0) for w in range(3)]
+    handles = [common.of_worker(w).start(bucket(w), 0) for w in range(3)]
     assert [handle.wait().tolist() for handle in handles] == [[1.0, 1.0]] * 3
 
 
 def test_a_message_is_what_it_was_when_it_left() -> None:
     common = hub(2)
-    first = parcel(1.0)
+    first = bucket(1.0)
     handle = common.of_worker(0).start(first, 0)
     first.wire.fill_(9.0)
-    common.of_worker(1).start(parcel(3.0), 0)
+    common.of_worker(1).start(bucket(3.0), 0)
     assert handle.wait().tolist() == [2.0, 2.0]
     handle.release()
 
 
 def test_it_has_arrived_when_all_have_sent_and_not_before() -> None:
     common = hub(2)
-    handle = common.of_worker(0).start(parcel(1.0), 0)
+    handle = common.of_worker(0).start(bucket(1.0), 0)
     assert not handle.has_arrived()
     with pytest.raises(RuntimeError, match="ends before all workers have begun it"):
         handle.wait()
-    common.of_worker(1).start(parcel(2.0), 0)
+    common.of_worker(1).start(bucket(2.0), 0)
     assert handle.has_arrived()
 
 
 def test_parcels_and_rounds_are_kept_apart_also_if_one_is_still_under_way() -> None:
     common = hub(2, Ring())
-    late = [common.of_worker(w).start(parcel(w), 0) for w in range(2)]
+    late = [common.of_worker(w).start(bucket(w), 0) for w in range(2)]
     for start in (0, 2):
-        now = [common.of_worker(w).start(parcel(10.0 * w + start, start), 1) for w in range(2)]
+        now = [common.of_worker(w).start(bucket(10.0 * w + start, start), 1) for w in range(2)]
         assert [h.wait().tolist()[0] for h in now] == [5.0 + start] * 2
     assert [h.wait().tolist() for h in late] == [[0.5, 0.5]] * 2

@@ -96,7 +96,7 @@ class Looking(TinyModule):
         assert strategy.engine is not None
         self.under_way = [
             *getattr(self, "under_way", ()),
-            strategy.engine.lanes[0].flight is not None,
+            strategy.engine.fragments[0].pending is not None,
         ]
         return super().training_step(batch, batch_idx)
 

@@ -84,9 +84,9 @@ def test_shared_state_is_written_once(pool: Pool, tmp_path: Path) -> None:
     pool.run(fit, run, world=2)
     folder = next(Path(f"{tmp_path}/often.ckpt.loco").iterdir())
     shared = torch.load(folder / "shared.pt")
-    (lane,) = shared["shared"]
-    assert sorted(lane["state"]) == ["momentum", "outer"]
-    assert lane["received"] is not None
+    (fragment,) = shared["shared"]
+    assert sorted(fragment["state"]) == ["momentum", "outer"]
+    assert fragment["received"] is not None
     assert sorted(p.name for p in folder.iterdir()) == [
         "shared.pt",
         "worker_00000.pt",
@@ -94,7 +94,7 @@ def test_shared_state_is_written_once(pool: Pool, tmp_path: Path) -> None:
     ]
     own = torch.load(folder / "worker_00001.pt")["engine"]
     assert "shared" not in own
-    assert "state" not in own["lanes"][0]
+    assert "state" not in own["fragments"][0]
 
 
 def test_deletion_removes_the_side_files_and_a_link_resumes(pool: Pool, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_batches_have_ended_before_the_hooks_of_an_epochs_end(tmp_path: Path) ->
         batches_end=lambda: callback.seen.append("end"),
         end=nullcontext,
         saving=nullcontext,
-        meet=callback.seen.append,
+        sync_point=callback.seen.append,
     )
     with hooks:
         trainer.fit(TinyModule(), make_loader(0, 2))
@@ -310,7 +310,7 @@ def test_local_steps_make_no_collective(pool: Pool) -> None:
 def test_only_batches_with_a_round_make_collectives(pool: Pool) -> None:
     strategy = LocoStrategy(DiLoCo(), sync_every=3)
     for counts in pool.run(count_collectives, strategy, world=2):
-        # One for all: the numbers beside the round ride on its single parcel.
+        # One for all: the numbers beside the round ride on its single bucket.
         assert counts == [0, 0, 1, 0, 0, 1, 0, 0]
 
 

@@ -162,7 +162,7 @@ def test_fit_returns_what_its_last_validation_has_seen(
     """With every method, in a round and at its borders, and with results under way."""
     for name in without_variants():
         case = CASES[name]
-        if case.by_clock:  # rounds begin and end at meetings, too
+        if case.by_clock:  # rounds begin and end at sync points, too
             continue
         with subtests.test(name):
             lengths = (9, 11, 12)

@@ -44,7 +44,7 @@ def fit(
     with heard(RANK_ZERO) as texts:
         trainer.fit(TinyModule(), make_loader(rank, STEPS))
     told = [line for text in texts for line in text.splitlines() if "on the link" in line]
-    is_logged = "loco/emulated_s" in monitor.figures(strategy)
+    is_logged = "loco/emulated_s" in monitor.metrics(strategy)
     return told, strategy.statistics.emulated_s, is_logged
 
 

@@ -93,10 +93,10 @@ def leave_out(case: Case, broken: int, world: int) -> Tensor:
     algorithm = case.prepared(world)
     states = [algorithm.init(start.clone()) for _ in range(world)]
     params = [start.clone() for _ in range(world)]
-    keeps = case.overlap and algorithm.late_landing == KeepProgress()
+    keeps = case.overlap and algorithm.merge_policy == KeepProgress()
     under_way: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
-    def land() -> None:
+    def apply() -> None:
         """The results, moved by what was learned since the messages left."""
         for worker, (message, received, departed) in enumerate(under_way):
             result = algorithm.update(message.clone(), received.clone(), states[worker]).clone()
@@ -117,7 +117,7 @@ def leave_out(case: Case, broken: int, world: int) -> Tensor:
         if round_index == 2:
             break
         if keeps:
-            land()
+            apply()
         pairs = zip(params, states, strict=True)
         messages = [algorithm.propose(p.clone(), state).clone() for p, state in pairs]
         if case.graph is not None:
@@ -131,7 +131,7 @@ def leave_out(case: Case, broken: int, world: int) -> Tensor:
             ended = [(m.clone(), r.clone()) for m, r, _ in under_way] or [None] * world
             under_way.clear()
             three = zip(messages, ended, states, strict=True)
-            again = [algorithm.depart(message, one, state) for message, one, state in three]
+            again = [algorithm.on_send(message, one, state) for message, one, state in three]
             params = [
                 p if new is None else new.clone() for p, new in zip(params, again, strict=True)
             ]
@@ -140,7 +140,7 @@ def leave_out(case: Case, broken: int, world: int) -> Tensor:
             departed[broken] = None
         under_way.extend(zip(messages, received, departed, strict=True))
         if not late:
-            land()
+            apply()
     return torch.stack(params).mean(0)
 
 

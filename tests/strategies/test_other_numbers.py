@@ -248,7 +248,10 @@ def check_start(case: Case, saved: Files, starts: list[Start]) -> None:
 
 def check_flight(saved: Files, engine: dict[str, Any]) -> None:
     """A round under way stays under way, with the mean of what it brings."""
-    before, now = saved.workers[0]["engine"]["lanes"][0]["flight"], engine["lanes"][0]["flight"]
+    before, now = (
+        saved.workers[0]["engine"]["fragments"][0]["pending"],
+        engine["fragments"][0]["pending"],
+    )
     assert (before is None) == (now is None)
     if now is None:
         return
@@ -260,7 +263,7 @@ def check_flight(saved: Files, engine: dict[str, Any]) -> None:
         near(received, saved.mean("shared", 0, "received"))
         assert ("messages" in now) == ("messages" in before)
         if "messages" in now:
-            near(now["messages"], saved.mean("lanes", 0, "flight", "messages"))
+            near(now["messages"], saved.mean("fragments", 0, "pending", "messages"))
 
 
 def check_words(case: Case, before: int, starts: list[Start]) -> None:
@@ -440,13 +443,13 @@ def test_an_eager_round_under_way_is_made_up_for(resumed: Resume) -> None:
 
 def test_a_round_under_way_lands_where_none_stays_under_way(resumed: Resume) -> None:
     files, starts = resumed("async_diloco_momentum", CASES["diloco"])
-    lane = files.shared["shared"][0]
-    expected = {name: value.clone() for name, value in lane["state"].items()}
-    CASES["diloco"].algorithm.update(lane["received"], lane["received"].clone(), expected)
+    fragment = files.shared["shared"][0]
+    expected = {name: value.clone() for name, value in fragment["state"].items()}
+    CASES["diloco"].algorithm.update(fragment["received"], fragment["received"].clone(), expected)
     for worker, start in enumerate(starts):
         assert_same(start.engine["shared"][0]["state"], expected)
-        assert start.engine["lanes"][0]["flight"] is None
-        progress = files.workers[worker]["engine"]["params"] - lane["state"]["outer"]
+        assert start.engine["fragments"][0]["pending"] is None
+        progress = files.workers[worker]["engine"]["params"] - fragment["state"]["outer"]
         near(start.engine["params"], expected["outer"] + progress)
     assert "go on from it: a round that was under way is landed at once." in starts[0].warnings[0]
 
@@ -456,11 +459,11 @@ def test_a_round_with_neighbours_lands_under_the_progress(resumed: Resume) -> No
     algorithm = CASES["gasloc"].prepared(2)
     for worker, start in enumerate(starts):
         own = files.workers[worker]["engine"]
-        lane, flight = own["lanes"][0], own["lanes"][0]["flight"]
+        fragment, pending = own["fragments"][0], own["fragments"][0]["pending"]
         state = {name: value.clone() for name, value in files.of_lane(worker).items()}
         received = own["shared"][0]["received"].clone()
-        result = algorithm.update(flight["messages"].clone(), received, state)
-        near(start.engine["params"], result + own["params"] - lane["departure"])
+        result = algorithm.update(pending["messages"].clone(), received, state)
+        near(start.engine["params"], result + own["params"] - fragment["sent_params"])
         assert_same(start.engine["shared"][0]["state"], state)
 
 

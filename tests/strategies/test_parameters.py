@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_loco.distributed.worker_status import Row
+from lightning_loco.distributed.worker_status import WorkerStatus
 from tests.pool import Pool, PoolEnvironment
 from tests.small_model import TinyModule, flat, loss_of, make_model, worker_batch
 from tests.strategies.plain_runs import LR, assert_all_close, fit, simulate
@@ -187,7 +187,7 @@ def test_frozen_parameters_neither_travel_nor_change(pool: Pool) -> None:
     for frozen, trained, bytes_sent in pool.run(fit_frozen, world=2):
         assert torch.equal(frozen, flat(make_model()[0]))
         torch.testing.assert_close(trained, simulate(2, 2, make=make), rtol=0, atol=1e-12)
-        rows_bytes = 2 * Row.width(0) * 8  # what the two workers tell each other
+        rows_bytes = 2 * WorkerStatus.width(0) * 8  # what the two workers tell each other
         assert bytes_sent == trained.nbytes + rows_bytes  # 2 (N - 1) / N times what is trainable
 
 

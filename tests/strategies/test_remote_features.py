@@ -182,21 +182,21 @@ def test_bfloat16_on_the_wire(pool: Pool, tmp_path: Path) -> None:
 
 
 def note_order(rank: int, world: int, path: str) -> list[str]:
-    """What happens on a rank while a checkpoint is saved: meetings and changes of files."""
+    """What happens on a rank while a checkpoint is saved: sync points and changes of files."""
     done: list[str] = []
     with all_ranks() as environment:
         strategy = RemoteOptimizerStrategy(2, timeout_s=30)
         trainer = remote_trainer(environment, strategy, max_steps=2)
         module = TinyModule()
 
-        def meet(purpose: str) -> None:
+        def sync_point(purpose: str) -> None:
             done.append(purpose)
-            RemoteOptimizerStrategy.meet(strategy, purpose)
+            RemoteOptimizerStrategy.sync_point(strategy, purpose)
 
         def save(*_: Any) -> None:
             if trainer.global_step == 2:
                 with pytest.MonkeyPatch.context() as patch, on_reach(done.append):
-                    patch.setattr(strategy, "meet", meet)
+                    patch.setattr(strategy, "sync_point", sync_point)
                     trainer.save_checkpoint(path)
 
         module.on_train_batch_end = save  # type: ignore[method-assign]

@@ -257,6 +257,10 @@ def test_fragments_under_way_survive_at_each_step_of_a_phase(
         with pytest.raises(PoolError):
             pool.run(fit_interrupted, run, step, interrupt, world=WORLD)
     files = sorted(tmp_path.glob(f"{file}.loco/*/worker_*.pt"))
-    flights = [lane["flight"] for path in files for lane in torch.load(path)["engine"]["lanes"]]
-    assert any(flight is not None for flight in flights)
+    pending_rounds = [
+        fragment["pending"]
+        for path in files
+        for fragment in torch.load(path)["engine"]["fragments"]
+    ]
+    assert any(pending is not None for pending in pending_rounds)
     check_goes_on(pool, run, file, f"{kind} at {step}")

@@ -56,17 +56,17 @@ def by_hand(world: int) -> Tensor:
     layers = [[0, 1], [2, 3]]  # the parameters of the first linear layer and of the second one
     outer = [p.detach().clone() for p in models[0].parameters()]
     momentum = [torch.zeros_like(p) for p in outer]
-    flights: dict[int, tuple[int, list[Tensor]]] = {}
+    pending_rounds: dict[int, tuple[int, list[Tensor]]] = {}
 
     def begin(layer: int, step: int) -> None:
         locals_of = [list(model.parameters()) for model in models]
         means = [torch.stack([p[i].detach() for p in locals_of]).mean(0) for i in layers[layer]]
         starts = [outer[i] for i in layers[layer]]
-        flights[layer] = step, [s - mean for s, mean in zip(starts, means, strict=True)]
+        pending_rounds[layer] = step, [s - mean for s, mean in zip(starts, means, strict=True)]
 
     @torch.no_grad()
-    def land(layer: int) -> None:
-        _, gradients = flights.pop(layer)
+    def apply(layer: int) -> None:
+        _, gradients = pending_rounds.pop(layer)
         for i, gradient in zip(layers[layer], gradients, strict=True):
             momentum[i] = 0.6 * momentum[i] + gradient
             outer[i] -= 0.5 * (gradient + 0.6 * momentum[i])
@@ -79,8 +79,8 @@ def by_hand(world: int) -> Tensor:
             train_step(model, optimizer, worker_batch(worker, step - 1))
         if step == STEPS:
             break
-        for layer in [one for one, (began, _) in flights.items() if step - began == 4]:
-            land(layer)
+        for layer in [one for one, (began, _) in pending_rounds.items() if step - began == 4]:
+            apply(layer)
         if step % 3 == 0:
             begin(step // 3 % 2 == 0, step)
     return torch.stack([flat(model) for model in models]).mean(0)
@@ -160,8 +160,12 @@ def test_a_fit_is_the_plain_loop(pool: Pool, tmp_path: Path, make: Make) -> None
 def test_a_run_goes_on_with_what_was_under_way(pool: Pool, tmp_path: Path, step: int) -> None:
     unbroken = pool.run(fit, streaming, str(tmp_path), world=2)
     files = sorted(tmp_path.glob(f"step={step}.ckpt.loco/*/worker_*.pt"))
-    flights = [lane["flight"] for file in files for lane in torch.load(file)["engine"]["lanes"]]
-    assert any(flight is not None for flight in flights)
+    pending_rounds = [
+        fragment["pending"]
+        for file in files
+        for fragment in torch.load(file)["engine"]["fragments"]
+    ]
+    assert any(pending is not None for pending in pending_rounds)
     resumed = pool.run(fit, streaming, str(tmp_path), str(tmp_path / f"step={step}.ckpt"), world=2)
     for one, other in zip(unbroken, resumed, strict=True):
         assert torch.equal(one, other)
@@ -171,7 +175,7 @@ def test_fragments_write_what_they_share_once(pool: Pool, tmp_path: Path) -> Non
     pool.run(fit, streaming, str(tmp_path), world=2)
     shared = torch.load(next(tmp_path.glob("step=10.ckpt.loco/*/shared.pt")))["shared"]
     for key in ("outer", "momentum"):
-        first, second = (lane["state"][key] for lane in shared)
+        first, second = (fragment["state"][key] for fragment in shared)
         assert first.data_ptr() == second.data_ptr()
     outer = torch.zeros(2)
     first, second = moved_once([{"outer": outer}, {"outer": outer}], torch.device("meta"))
@@ -202,24 +206,26 @@ def test_identities_bit_for_bit(pool: Pool, subtests: pytest.Subtests) -> None:
 def test_the_strategies_choose_schedule_and_landing() -> None:
     settings = StreamingDiLoCoStrategy().settings
     assert settings.algorithm == DiLoCo(0.4, 0.9)
-    assert (settings.schedule, settings.landing) == (Staggered(100, 3, 5), Mix(0.5))
+    assert (settings.schedule, settings.merge_policy) == (Staggered(100, 3, 5), Mix(0.5))
     assert StreamingDiLoCoStrategy(4).settings.schedule == Staggered(4, 3, 2)
     assert StreamingDiLoCoStrategy(1).settings.schedule == Staggered(1, 1, 1)
     assert StreamingDiLoCoStrategy([9, 30]).settings.schedule == Staggered([9, 30], 3, 4)
-    assert StreamingDiLoCoStrategy(10, 1, 10, 0.0).settings.landing is None  # the algorithm's own
+    assert (
+        StreamingDiLoCoStrategy(10, 1, 10, 0.0).settings.merge_policy is None
+    )  # the algorithm's own
     hidden = AsyncDiLoCoStrategy(10).settings
     assert hidden.algorithm == DiLoCo(0.6, 0.8)
-    assert (hidden.schedule, hidden.landing) == (Staggered(10, 4, 2, "even"), Mix(0.25))
+    assert (hidden.schedule, hidden.merge_policy) == (Staggered(10, 4, 2, "even"), Mix(0.25))
     assert AsyncDiLoCoStrategy(3).settings.schedule == Staggered(3, 3, 1, "even")
     assert AsyncDiLoCoStrategy([9, 30]).settings.schedule == Staggered([9, 30], 4, 2, "even")
     late = AsyncDiLoCoStrategy(10, fragments=None).settings
     assert late.algorithm == DiLoCo(0.7, 0.0)
-    assert (late.schedule, late.landing) == (EverySteps(10, True), None)
+    assert (late.schedule, late.merge_policy) == (EverySteps(10, True), None)
     late = AsyncDiLoCoStrategy(10, fragments=None, mix=0.5).settings
-    assert (late.schedule, late.landing) == (EverySteps(10, True), Mix(0.5))
+    assert (late.schedule, late.merge_policy) == (EverySteps(10, True), Mix(0.5))
     soon = AsyncDiLoCoStrategy(10, fragments=None, delay=2).settings
     assert soon.algorithm == DiLoCo(0.6, 0.8)
-    assert (soon.schedule, soon.landing) == (Staggered(10, 1, 2, "even"), Mix(0.25))
+    assert (soon.schedule, soon.merge_policy) == (Staggered(10, 1, 2, "even"), Mix(0.25))
 
 
 def test_bad_arguments(subtests: pytest.Subtests) -> None:

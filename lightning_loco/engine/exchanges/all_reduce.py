@@ -1,7 +1,9 @@
-"""The mean over all workers: an all-reduce, whose first parcel can carry the workers' rows along.
+"""The mean over all workers: an all-reduce, whose first bucket can carry the workers' statuses
+along.
 
-A separate exchange of the rows would cost as much time as a small model's parameters. Only when all
-workers are at a meeting, which the notice board tells, do the rows travel by themselves.
+A separate exchange of the statuses would cost as much time as a small model's parameters. Only
+when all workers are at a sync point, which the notice board tells, do the statuses travel by
+themselves.
 """
 
 from __future__ import annotations
@@ -14,28 +16,34 @@ import torch
 from torch import Tensor
 
 from lightning_loco.distributed.statistics import Statistics
-from lightning_loco.distributed.work import Explained, Sum, Timed
+from lightning_loco.distributed.work import AllReduceSum, ExplainErrors, WaitTimer
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.distributed.worker_status import ROUND, PendingRows, Row, start_rows, write_row
-from lightning_loco.engine.buckets import Parcel
+from lightning_loco.distributed.worker_status import (
+    IN_ROUND,
+    PendingStatuses,
+    WorkerStatus,
+    start_statuses,
+    write_status,
+)
+from lightning_loco.engine.buckets import Bucket
 
 PATIENCE_S = 0.02
-"""How long a round may travel before those at a meeting are told of it."""
+"""How long a round may travel before those at a sync point are told of it."""
 
 
 class MeanExchange:
     """All-reduce: everyone receives the sum of the messages, to be divided by the total weight."""
 
     is_weighted = True
-    can_carry_rows = True
+    can_carry_status = True
 
     def __init__(self, group: WorkerGroup, statistics: Statistics) -> None:
         self._group = group
         self._statistics = statistics
 
-    def start(self, parcel: Parcel, round_index: int) -> Sum:
+    def start(self, bucket: Bucket, round_index: int) -> AllReduceSum:
         """Sum the messages in place; a worker of weight 0 must send zeros."""
-        return Sum(self._group, self._statistics, parcel.wire, f"round {round_index}")
+        return AllReduceSum(self._group, self._statistics, bucket.wire, f"round {round_index}")
 
     @property
     def hops(self) -> int:
@@ -48,13 +56,13 @@ class MeanExchange:
         return [mean.clone() for _ in messages]
 
 
-class RidingRows:
-    """Rows travel behind the first parcel of a round, in a ``table`` of shape ``(N, width)``.
+class StatusesWithBucket:
+    """Rows travel behind the first bucket of a round, in a ``table`` of shape ``(N, width)``.
 
-    ``send`` sends that parcel, given the number of the round and whether its message is one of
-    valid progress. If a round ``stays`` under way while local steps go on, those at a meeting are
-    told of it before it begins wherever the host does not wait: a local step that waits for its
-    device may wait for the round, and with it for those who are at the meeting.
+    ``send`` sends that bucket, given the number of the round and whether its message is one of
+    valid progress. If a round ``is_overlapped`` under way while local steps go on, those at a sync
+    point are told of it before it begins wherever the host does not wait: a local step that waits
+    for its device may wait for the round, and with it for those who are at the sync point.
     """
 
     def __init__(
@@ -62,50 +70,56 @@ class RidingRows:
         group: WorkerGroup,
         table: Tensor,
         send: Callable[[int, bool], Any],
-        stays: bool = False,
+        is_overlapped: bool = False,
     ) -> None:
         self._group = group
         self._table = table
         self._send = send
-        self._stays = stays
+        self._is_overlapped = is_overlapped
         self._is_known = False
 
-    def meet(self, statistics: Statistics, row: Row, place: str) -> PendingRows | None:
-        """Leave a notice with the row, and wait for those of all workers."""
-        group, board, watchdog = self._group, self._group.board, self._group.watchdog
-        if board is None or watchdog is None:
-            return start_rows(group, statistics, row, place)
-        board.exchange += 1
-        group.come_to(place)
-        with Timed(statistics, group.clock), Explained(group, place):
-            found = board.meet(row.numbers, watchdog, place, group.timeout_s)
+    def sync_point(
+        self, statistics: Statistics, status: WorkerStatus, label: str
+    ) -> PendingStatuses | None:
+        """Leave a notice with the status, and wait for those of all workers."""
+        group, store_barrier, watchdog = (
+            self._group,
+            self._group.store_barrier,
+            self._group.watchdog,
+        )
+        if store_barrier is None or watchdog is None:
+            return start_statuses(group, statistics, status, label)
+        store_barrier.exchange += 1
+        group.announce_wait(label)
+        with WaitTimer(statistics, group.clock), ExplainErrors(group, label):
+            found = store_barrier.meet(status.numbers, watchdog, label, group.timeout_s)
         self._is_known = found is None
         if found is None:
             return None
         table = torch.tensor(found, dtype=torch.float64)
-        return PendingRows(lambda: table, place)
+        return PendingStatuses(lambda: table, label)
 
-    def carry(self, statistics: Statistics, row: Row, place: str) -> PendingRows:
-        """Send the row with the first parcel; invite those at a meeting when it is late."""
-        group, is_known = self._group, self._is_known or row.place != ROUND
+    def carry(self, statistics: Statistics, status: WorkerStatus, label: str) -> PendingStatuses:
+        """Send the status with the first bucket; invite those at a sync point when it is late."""
+        group, is_known = self._group, self._is_known or status.place != IN_ROUND
         if not self._is_known:
-            group.come_to(place)
-            if group.board is not None:
-                group.board.exchange += 1
+            group.announce_wait(label)
+            if group.store_barrier is not None:
+                group.store_barrier.exchange += 1
         self._is_known = False
-        write_row(self._table, group.worker, row)
+        write_status(self._table, group.worker, status)
         began = time.monotonic()
 
         def invite() -> None:
             nonlocal is_known
-            if group.board is not None and not is_known:
+            if group.store_barrier is not None and not is_known:
                 is_known = True
-                with Explained(group, place):
-                    group.board.call_to_round(group.timeout_s)
+                with ExplainErrors(group, label):
+                    group.store_barrier.call_to_round(group.timeout_s)
 
-        if self._stays and not group.host_waits:
+        if self._is_overlapped and not group.host_waits:
             invite()
-        handle: Sum = self._send(int(row.round_index), row.weight > 0)
+        handle: AllReduceSum = self._send(int(status.round_index), status.weight > 0)
 
         def receive() -> Tensor:
             if not handle.arrives_within(PATIENCE_S):
@@ -118,4 +132,4 @@ class RidingRows:
                 invite()
             return handle.has_arrived()
 
-        return PendingRows(receive, place, has_arrived)
+        return PendingStatuses(receive, label, has_arrived)

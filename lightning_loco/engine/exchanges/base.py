@@ -15,7 +15,7 @@ from lightning_loco.algorithms import Algorithm
 from lightning_loco.compression import Compression
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.engine.buckets import Handle, Parcel
+from lightning_loco.engine.buckets import Bucket, Handle
 from lightning_loco.engine.exchanges.all_reduce import MeanExchange
 from lightning_loco.engine.exchanges.compressed import CompressedMean
 from lightning_loco.engine.exchanges.neighbor import NeighborExchange
@@ -29,14 +29,14 @@ class Exchange(Protocol):
     Attributes:
         is_weighted: Whether what arrives is a sum, to be divided by the total weight of the
             workers; one of weight 0 sends zeros then.
-        can_carry_rows: Whether numbers behind the message are summed over all workers.
+        can_carry_status: Whether numbers behind the message are summed over all workers.
     """
 
     is_weighted: bool
-    can_carry_rows: bool
+    can_carry_status: bool
 
-    def start(self, parcel: Parcel, round_index: int) -> Handle:
-        """Send a parcel; its memory must stay untouched until :meth:`Handle.wait` has returned."""
+    def start(self, bucket: Bucket, round_index: int) -> Handle:
+        """Send a bucket; its memory must stay untouched until :meth:`Handle.wait` has returned."""
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
         """What each worker would receive, given all messages in order of the workers.
@@ -45,10 +45,10 @@ class Exchange(Protocol):
         """
 
 
-def send(exchange: Exchange, parcel: Parcel, round_index: int) -> Handle:
+def send(exchange: Exchange, bucket: Bucket, round_index: int) -> Handle:
     """Start an exchange; the handle is what to wait for."""
     reach("before sending")
-    handle = exchange.start(parcel, round_index)
+    handle = exchange.start(bucket, round_index)
     reach("after sending")
     return handle
 
@@ -66,7 +66,7 @@ def make_exchange(
     statistics: Statistics,
     topology: Topology | None,
     compression: Compression | None = None,
-    stays: bool = False,
+    is_overlapped: bool = False,
 ) -> Exchange:
     """The exchange that the algorithm names; ValueError if it has none that makes rounds.
 
@@ -87,7 +87,7 @@ def make_exchange(
     if algorithm.exchange == "mean":
         if compression is None:
             return MeanExchange(group, statistics)
-        return CompressedMean(group, statistics, compression, stays)
+        return CompressedMean(group, statistics, compression, is_overlapped)
     if topology is None:
         raise ValueError(f"{name} needs a topology to know its neighbours.")
     codec = None if compression is None else compression.codec

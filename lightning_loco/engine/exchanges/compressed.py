@@ -13,9 +13,9 @@ from lightning_loco.background import begin
 from lightning_loco.compression import Compression
 from lightning_loco.compression.sums import add_up, shards, subtract_written
 from lightning_loco.distributed.statistics import Statistics
-from lightning_loco.distributed.work import Explained, Timed, Works
+from lightning_loco.distributed.work import ExplainErrors, PendingWork, WaitTimer
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.engine.buckets import Arrived, Parcel
+from lightning_loco.engine.buckets import Arrived, Bucket
 
 Swap = Callable[[dict[int, Tensor], dict[int, Tensor]], None]
 """Sends each worker its tensor, and fills the memory for what each has sent; an empty one does not
@@ -133,8 +133,8 @@ class CompressedMean:
     """Everyone receives the sum of the messages, to be divided by the total weight.
 
     Between its two swaps of bytes a worker has to add up. If rounds stay under way, a thread does
-    it beside the local steps, parcel after parcel, so that all workers make their calls in one
-    order; otherwise whoever waits for the parcel does.
+    it beside the local steps, bucket after bucket, so that all workers make their calls in one
+    order; otherwise whoever waits for the bucket does.
 
     Args:
         group: The workers.
@@ -144,21 +144,25 @@ class CompressedMean:
     """
 
     is_weighted = True
-    can_carry_rows = False
+    can_carry_status = False
 
     def __init__(
-        self, group: WorkerGroup, statistics: Statistics, compression: Compression, stays: bool
+        self,
+        group: WorkerGroup,
+        statistics: Statistics,
+        compression: Compression,
+        is_overlapped: bool,
     ) -> None:
         self._group = group
         self._statistics = statistics
         self._compression = compression
-        self._stays = stays
+        self._is_overlapped = is_overlapped
         self._spare: list[Tensor] = []
-        self._last: Future[Tensor] | None = None  # of the parcel that was sent last
+        self._last: Future[Tensor] | None = None  # of the bucket that was sent last
 
-    def start(self, parcel: Parcel, round_index: int) -> CompressedHandle | Arrived:
+    def start(self, bucket: Bucket, round_index: int) -> CompressedHandle | Arrived:
         """Write the message; a worker of weight 0 must send zeros."""
-        group, message = self._group, parcel.wire
+        group, message = self._group, bucket.wire
         if group.num_workers == 1:
             lost = torch.zeros_like(message) if self._compression.has_feedback else None
             return Arrived(message, lost)
@@ -166,21 +170,21 @@ class CompressedMean:
         under_way = CompressedSum(
             self._compression, message, group.worker, group.num_workers, memory
         )
-        place, statistics = f"round {round_index}", self._statistics
+        label, statistics = f"round {round_index}", self._statistics
 
         def swap(sent: dict[int, Tensor], inbox: dict[int, Tensor]) -> None:
-            self._swap(place, sent, inbox)
+            self._swap(label, sent, inbox)
 
         def run() -> Tensor:
             return under_way.run(swap)
 
         n = group.num_workers
         statistics.count_compressed(under_way.num_bytes, 2 * (n - 1) * message.nbytes // n)
-        if self._stays:
+        if self._is_overlapped:
             self._last = begin(_in_turn(self._last, run, message.device))
         lost = message if self._compression.has_feedback else None
-        coming = self._last if self._stays else None
-        timed = Timed(statistics, group.clock)
+        coming = self._last if self._is_overlapped else None
+        timed = WaitTimer(statistics, group.clock)
         return CompressedHandle(run, coming, lost, timed, lambda: self._give_back(memory))
 
     @property
@@ -197,7 +201,7 @@ class CompressedMean:
         mean = simulate_sum(self._compression, messages).div_(len(messages))
         return [mean.clone() for _ in messages]
 
-    def _swap(self, place: str, sent: dict[int, Tensor], inbox: dict[int, Tensor]) -> None:
+    def _swap(self, label: str, sent: dict[int, Tensor], inbox: dict[int, Tensor]) -> None:
         group = self._group
         wires = {peer: tensor for peer, tensor in sent.items() if tensor.numel()}
         staged = group.host_waits and any(tensor.is_cuda for tensor in inbox.values())
@@ -209,9 +213,9 @@ class CompressedMean:
         ]
         if not operations:
             return
-        with Explained(group, place):
+        with ExplainErrors(group, label):
             works = dist.batch_isend_irecv(operations)
-        Works(group, place, works).wait()
+        PendingWork(group, label, works).wait()
         for peer in places if staged else ():
             inbox[peer].copy_(places[peer])
 
@@ -248,7 +252,7 @@ def _in_turn(
 
 
 class CompressedHandle:
-    """The sum of a parcel's messages, under way.
+    """The sum of a bucket's messages, under way.
 
     Args:
         run: Exchanges, and returns the sum.
@@ -263,7 +267,7 @@ class CompressedHandle:
         run: Callable[[], Tensor],
         coming: Future[Tensor] | None,
         lost: Tensor | None,
-        timed: Timed,
+        timed: WaitTimer,
         give_back: Callable[[], None],
     ) -> None:
         self._run = run

@@ -13,9 +13,9 @@ from torch import Tensor
 from lightning_loco.background import begin
 from lightning_loco.compression import Codec
 from lightning_loco.distributed.statistics import Statistics
-from lightning_loco.distributed.work import Explained, Timed, Works
+from lightning_loco.distributed.work import ExplainErrors, PendingWork, WaitTimer
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.engine.buckets import Parcel
+from lightning_loco.engine.buckets import Bucket
 from lightning_loco.engine.exchanges.mixing import Mix, mix_all
 from lightning_loco.topology import Topology
 
@@ -26,7 +26,7 @@ class NeighborExchange:
     """Send the message to the neighbours of a topology and mix, as in :class:`Mix`."""
 
     is_weighted = False
-    can_carry_rows = False
+    can_carry_status = False
 
     def __init__(
         self,
@@ -41,9 +41,9 @@ class NeighborExchange:
         self._codec = codec
         self._spare: list[Tensor] = []
 
-    def start(self, parcel: Parcel, round_index: int) -> NeighborHandle:
-        """Post all sends and receives of one parcel; its message is not changed."""
-        group, message, place = self._group, parcel.wire, f"round {round_index}"
+    def start(self, bucket: Bucket, round_index: int) -> NeighborHandle:
+        """Post all sends and receives of one bucket; its message is not changed."""
+        group, message, label = self._group, bucket.wire, f"round {round_index}"
         row = Mix.of(self._topology, group.worker, group.num_workers, round_index)
         receivers = self._topology.receivers(group.worker, group.num_workers, round_index)
         written = message if self._codec is None else self._codec.encode(message)
@@ -58,17 +58,17 @@ class NeighborExchange:
         ]
         under_way: list[dist.Work] = []
         if operations:
-            with Explained(group, place):
+            with ExplainErrors(group, label):
                 under_way = dist.batch_isend_irecv(operations)
         copies = len(receivers)
         self._statistics.count_compressed(written.nbytes * copies, message.nbytes * copies)
-        works = Works(group, place, under_way)
+        works = PendingWork(group, label, under_way)
 
         def mix() -> Tensor:
             found = {peer: m.to(message.device) for peer, m in inbox.items()}
             return row.apply(message, written, found, self._codec)
 
-        timed = Timed(self._statistics, group.clock)
+        timed = WaitTimer(self._statistics, group.clock)
         give_back = functools.partial(self._spare.extend, memory)
         return NeighborHandle(works, group.host_waits, mix, timed, give_back)
 
@@ -108,10 +108,10 @@ class NeighborHandle:
 
     def __init__(
         self,
-        works: Works,
+        works: PendingWork,
         host_waits: bool,
         mix: Callable[[], Tensor],
-        timed: Timed,
+        timed: WaitTimer,
         give_back: Callable[[], None],
     ) -> None:
         self._works = works

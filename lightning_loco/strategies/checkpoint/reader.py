@@ -13,7 +13,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_loco.distributed import WorkerGroup
-from lightning_loco.earlier_run import Saved
+from lightning_loco.earlier_run import EarlierRun
 from lightning_loco.schedules.base import proportion
 from lightning_loco.strategies.checkpoint.atomic_io import damage_of, local_path
 from lightning_loco.strategies.checkpoint.manifest import NEW_RUN, content_of, read_entry, steps_of
@@ -97,12 +97,12 @@ class SavedRun:
             and self._entry.settings == engine.settings.describe()
         )
 
-    def saved(self) -> Saved:
+    def saved(self) -> EarlierRun:
         """What engines with other settings, or of another number of workers, go on from."""
         state, entry = self.own["engine"], self._entry
         if self.is_new:
             state = {**state, "statistics": {**state["statistics"], "bytes_sent": 0, "wait_s": 0.0}}
-        return Saved(
+        return EarlierRun(
             state,
             self.algorithm,
             entry.settings,

@@ -72,7 +72,7 @@ class RemoteCheckpoints:
             return read()
         assert remote is not None
         assert module is not None
-        strategy.meet("checkpoint")  # brings a worker that has run out of data up to date
+        strategy.sync_point("checkpoint")  # brings a worker that has run out of data up to date
         state = read()
         is_rounded = strategy.compression is not None
         if strategy.is_global_zero and is_rounded and not remote.is_changed:
@@ -99,7 +99,7 @@ class RemoteCheckpoints:
             assert strategy.remote is not None
             assert strategy.lightning_module is not None
             self._saved_on_stop = checkpoint["global_step"] if strategy.remote.stop_agreed else None
-            strategy.meet("checkpoint")
+            strategy.sync_point("checkpoint")
             position = Position.of(strategy.lightning_module.trainer)
             own = {"loops": checkpoint["loops"], "position": position._asdict()}
             with strategy.waiting_in("a checkpoint"):
@@ -120,7 +120,7 @@ class RemoteCheckpoints:
             if is_first:
                 before = files.stamps()
                 save.write_common(files.can_wait)
-            self._strategy.meet("checkpoint")
+            self._strategy.sync_point("checkpoint")
             if is_first:
                 save.complete(files.can_wait, before, [])
         except BaseException:

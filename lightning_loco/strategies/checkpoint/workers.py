@@ -134,7 +134,7 @@ class WorkerCheckpoints:
         if engine is None or engine.worker.replica.shows_consensus:
             yield
             return
-        self._strategy.meet("checkpoint")
+        self._strategy.sync_point("checkpoint")
         engine.worker.show_consensus("checkpoint of the consensus")
         try:
             yield
@@ -260,7 +260,7 @@ class WorkerCheckpoints:
             with engine.worker.group.errors_shared("the start of training"):
                 self._load(run, engine.load_state_dict, run.own["engine"])
         else:
-            notes += self._load(run, self._strategy.begin_anew, run.saved())
+            notes += self._load(run, self._strategy.reset, run.saved())
         link = link_of(engine)
         notes += place.restore(trainer, deals=link is None)
         notes += [] if link is None else go_on_in_stream(link, run.own.get("stream"))
