@@ -68,7 +68,8 @@ def test_a_port_that_does_not_answer() -> None:
 
 
 def test_addresses_that_lead_nowhere(subtests: pytest.Subtests) -> None:
-    for address, port in [("240.0.0.1", 40000), ("no-address", 40000), ("127.0.0.1", 10**9)]:
+    # TCP leads to no multicast address; other reserved ones are refused on some networks.
+    for address, port in [("224.0.0.1", 40000), ("no-address", 40000), ("127.0.0.1", 10**9)]:
         with subtests.test(address=address, port=port):
             assert failure_of(there(address, port)) == "unreachable"
 
