@@ -39,7 +39,9 @@ SETTING_FAULTS = (
     HydraException,
     OmegaConfBaseException,
 )
-LIGHT = tuple(f"lightning_loco.{part}." for part in ("algorithms", "compression", "links", "topology"))
+LIGHT = tuple(
+    f"lightning_loco.{part}." for part in ("algorithms", "compression", "links", "topology")
+)
 """Where classes are that can be imported without Lightning; those of users may need all of it."""
 
 HIDDEN: dict[str, Callable[..., HiddenRounds]] = {

@@ -201,7 +201,7 @@ class Worker:
         loss = float(self.last_loss)
         return WorkerStatus(place, self.round_index, self.steps_since_round, loss=loss)
 
-    def tell(self, status: WorkerStatus, words: str) -> PendingStatuses:
+    def send_status(self, status: WorkerStatus, words: str) -> PendingStatuses:
         """Send this worker's status by itself."""
         return start_statuses(self.group, self.statistics, status, words)
 
@@ -224,10 +224,10 @@ class Worker:
                 self.engine.rest()
                 statuses = self.engine.statuses_at_sync_point(place, purpose)
             else:
-                statuses = self.tell(self.status(place), purpose).wait()
+                statuses = self.send_status(self.status(place), purpose).wait()
             if statuses is None:
                 continue
-            if all(status.place == place for status in statuses):
+            if all(status.sync_point == place for status in statuses):
                 return statuses
             self._part(purpose)
 
@@ -246,7 +246,7 @@ class Worker:
             "(Trainer(limit_train_batches=...)), or validate and save at the end of epochs only."
         )
 
-    def note(self, statuses: list[WorkerStatus]) -> None:
+    def record_statuses(self, statuses: list[WorkerStatus]) -> None:
         """Take note of what the workers said; RuntimeError if no parameters are finite."""
         self.statistics.losses = [status.loss for status in statuses]
         broken = [worker for worker, status in enumerate(statuses) if status.finite == 0]
@@ -279,7 +279,7 @@ class Worker:
         valid = are_finite(replica.layout.chunks())
         status = self.status(sync_point_id(purpose))
         status = status._replace(finite=float(valid), scalars=self.averaged_copies.look())
-        statuses = self.tell(status, purpose).wait()
+        statuses = self.send_status(status, purpose).wait()
         num_valid = round(sum(status.finite for status in statuses))
         if num_valid == 0:
             raise RuntimeError(_NO_CONSENSUS)

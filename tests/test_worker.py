@@ -204,11 +204,11 @@ def test_worker_0_names_those_that_are_left_out(caplog: pytest.LogCaptureFixture
         WorkerStatus(0.0, 4, 1, float(f), float(f), loss=i) for i, f in enumerate((1, 0, 1, 0))
     ]
     with caplog.at_level(logging.WARNING, "lightning_loco"):
-        worker.note(statuses)
+        worker.record_statuses(statuses)
     assert "worker 1, 3 at round 4: left out" in caplog.text
     assert worker.statistics.losses == [0, 1, 2, 3]
     with pytest.raises(RuntimeError, match="Lower the learning rate"):
-        worker.note(statuses[1::2])
+        worker.record_statuses(statuses[1::2])
 
 
 def test_a_state_is_where_the_worker_was() -> None:

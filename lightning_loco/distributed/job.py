@@ -71,9 +71,11 @@ class Job:
                 meeting = rendezvous("env://", rank, _NOBODY_ELSE, timeout=timeout)
                 _stores[key], _, _ = with_timeout(lambda: next(meeting), timeout_s + 1)
             self.raw_store = _stores[key]
-            self.store = TimeoutStore.beside(self.raw_store, timeout_s)
+            self.store = TimeoutStore.connected_to(self.raw_store, timeout_s)
         job = JobName(launched, len(names))
-        self._same_job = SameJob(self.store.under("lightning_loco/same"), rank, job, timeout_s)
+        self._same_job = SameJob(
+            self.store.with_prefix("lightning_loco/same"), rank, job, timeout_s
+        )
         try:
             with self._named():
                 self._same_job.check(self._place, names[0])
@@ -104,7 +106,7 @@ class Job:
         own, keys = ranks.index(self.rank), f"lightning_loco/training{len(ranks)}"
         names = [self.names[rank] for rank in ranks]
         with self._named():
-            came, look = self.store.under(f"{keys}/came"), self._same_job.raise_if_refused
+            came, look = self.store.with_prefix(f"{keys}/came"), self._same_job.raise_if_refused
             arrivals = Rendezvous(came, own, names, self.timeout_s, look)
             check_device_here(device, arrivals)
             store = PrefixStore(f"{keys}/{arrivals.attempt}", self.raw_store)
@@ -195,7 +197,7 @@ def _check_default_group(device: torch.device, timeout_s: float) -> None:
     if (num_workers := dist.get_world_size()) == 1:
         return
     store = connect_to_default_store(timeout_s)
-    came, names = store.under("lightning_loco/kind"), _names(num_workers)
+    came, names = store.with_prefix("lightning_loco/kind"), _names(num_workers)
     try:
         check_device_here(device, Rendezvous(came, dist.get_rank(), names, timeout_s))
     finally:

@@ -92,7 +92,7 @@ class Rendezvous:
 
     def part(self) -> None:
         """Before an error that all workers raise: worker 0 hosts the store, and ends last."""
-        parted = self._store.under(f"parted/{self.attempt}")
+        parted = self._store.with_prefix(f"parted/{self.attempt}")
         with suppress(RuntimeError):
             wait_until_others_know(parted, self._worker, len(self._names))
 
@@ -105,7 +105,7 @@ class Rendezvous:
             waits = [self._store.check([f"waits/{w}"], _LOOK_S) for w in range(len(self._names))]
             pairs = zip(self._names, waits, strict=True)
             late = [name for name, waits in pairs if not (waits or self._has_met_all)]
-            looked = self._store.under(f"looked/{self.attempt}")
+            looked = self._store.with_prefix(f"looked/{self.attempt}")
             wait_until_others_know(looked, self._worker, len(self._names) - len(late))
         except RuntimeError as error:
             return explain_lost_store(self._names[0], error)

@@ -50,14 +50,16 @@ class TimeoutStore:
         self._line.start()
 
     @classmethod
-    def beside(cls, store: Store, patience_s: float, *, clock: Clock = REAL_CLOCK) -> TimeoutStore:
+    def connected_to(
+        cls, store: Store, patience_s: float, *, clock: Clock = REAL_CLOCK
+    ) -> TimeoutStore:
         """A connection of its own to the server of a store that others use.
 
         Where the kind of store has no such thing, it is the same connection.
         """
         return cls(with_timeout(lambda: _own_connection(store), patience_s), clock=clock)
 
-    def under(self, prefix: str) -> TimeoutStore:
+    def with_prefix(self, prefix: str) -> TimeoutStore:
         """The same connection, for keys that begin with ``prefix/``."""
         part = TimeoutStore.__new__(TimeoutStore)
         part._store = PrefixStore(prefix, self._store)  # noqa: SLF001

@@ -55,7 +55,7 @@ class StoreBarrier:
         Args:
             numbers: What this worker has to tell; as many on all workers.
             watchdog: Says who is late.
-            place: Where this worker is, in words.
+            label: Where this worker is, in words.
             timeout_s: Longest wait, in seconds.
 
         Returns:

@@ -62,7 +62,7 @@ class Watchdog(BackgroundThread):
 
     Attributes:
         failure: What another worker reported before it died, or None.
-        place: Where this worker is, in words; set by the engine.
+        label: Where this worker is, in words; set by the engine.
         sync points: How many exchanges this worker has started; set by the engine.
         position: ``(rounds, local steps since the last round, sync_every)``; set by the engine.
         stop_reason: Why this worker was asked to stop, or None; set by the engine.

@@ -44,7 +44,7 @@ class ExplainErrors:
 
     Args:
         group: The workers.
-        place: What is being waited for, e.g. ``"round 12"``.
+        label: What is being waited for, e.g. ``"round 12"``.
         since: When the wait began, by the group's clock. Default: on entering.
     """
 
@@ -79,7 +79,7 @@ class PendingWork:
 
     Args:
         group: The workers.
-        place: What it is for, e.g. ``"round 12"``.
+        label: What it is for, e.g. ``"round 12"``.
         works: What has just begun.
     """
 
@@ -92,11 +92,11 @@ class PendingWork:
 
     def have_ended(self) -> bool:
         """Whether :meth:`wait` would return or raise at once; never waits."""
-        return self._are_completed() or (not self._group.host_waits and self._is_hopeless())
+        return self._are_completed() or (not self._group.wait_blocks_host and self._is_hopeless())
 
     def end_within(self, seconds: float) -> bool:
         """Wait a little; whether they have ended well. For works that can be looked after."""
-        if not self._group.host_waits:
+        if not self._group.wait_blocks_host:
             return self._look_until(self._clock.now() + seconds)
         try:
             for work in self._works:
@@ -109,7 +109,7 @@ class PendingWork:
     def wait(self) -> None:
         """Wait for their end; raises RuntimeError as :class:`ExplainErrors`."""
         group = self._group
-        if group.host_waits:
+        if group.wait_blocks_host:
             with ExplainErrors(group, self._label):
                 for work in self._works:
                     work.wait()
@@ -147,7 +147,7 @@ class AllReduceSum:
         group: The workers.
         statistics: Where bytes and seconds are counted.
         flat: The same size on all workers; must stay untouched until :meth:`wait` has returned.
-        place: What it is for, e.g. ``"round 12"``.
+        label: What it is for, e.g. ``"round 12"``.
     """
 
     lost = None

@@ -30,7 +30,7 @@ MARGIN_S = 60.0
 
 def connect_to_default_store(timeout_s: float) -> TimeoutStore:
     """A connection of its own to the key-value store of the default process group."""
-    return TimeoutStore.beside(dist.distributed_c10d._get_default_store(), timeout_s)
+    return TimeoutStore.connected_to(dist.distributed_c10d._get_default_store(), timeout_s)
 
 
 def _is_of_a_signal(error: RuntimeError) -> bool:
@@ -59,11 +59,11 @@ class WorkerGroup:
         data: Group for messages (NCCL on GPUs, gloo on CPUs); None for a single worker.
         control: gloo group for the few numbers that accompany a round; None for a single worker.
         watchdog: Tells of failed workers; None for a single worker.
-        board: Tells who makes a round and who waits; None for a single worker.
+        store_barrier: Tells who makes a round and who waits; None for a single worker.
         timeout_s: Longest wait for another worker, in seconds.
         store: The job's key-value store, with keys of this group's own; None for a single worker.
-        host_waits: Whether waiting for a message blocks the host until it is here, as with gloo;
-            with NCCL only the device waits, and the host must look whether it has come.
+        wait_blocks_host: Whether waiting for a message blocks the host until it is here, as with
+            gloo; with NCCL only the device waits, and the host must look whether it has come.
         clock: What exchanges are waited for by; the watchdog has its own.
         failed: Whether an exchange has failed or this worker has, so that nothing that is under way
             will end; set it before :meth:`close`.
@@ -77,7 +77,7 @@ class WorkerGroup:
     store_barrier: StoreBarrier | None = None
     timeout_s: float = 600.0
     store: TimeoutStore | None = None
-    host_waits: bool = True
+    wait_blocks_host: bool = True
     clock: Clock = REAL_CLOCK
     failed: bool = False
 
@@ -130,19 +130,19 @@ class WorkerGroup:
 
     def _begin(self, store: TimeoutStore) -> None:
         names = [f"worker {worker}" for worker in range(self.num_workers)]
-        came = store.under("lightning_loco/arrivals")
+        came = store.with_prefix("lightning_loco/arrivals")
         arrivals = Rendezvous(came, self.worker, names, self.timeout_s)
         _give_groups_the_same_names(arrivals)
         try:
             self.control = self._connected_by_gloo()
         except RuntimeError as error:
             raise WorkerFailure(arrivals.explain()) from error
-        self.store = store.under(f"lightning_loco/{arrivals.attempt}")
-        dog = self.store.under("watchdog")
+        self.store = store.with_prefix(f"lightning_loco/{arrivals.attempt}")
+        dog = self.store.with_prefix("watchdog")
         self.watchdog = Watchdog(dog, self.worker, self.num_workers, timeout_s=self.timeout_s)
         self.watchdog.start()
         self.store_barrier = StoreBarrier(
-            self.store.under("store_barrier"), self.worker, self.num_workers
+            self.store.with_prefix("store_barrier"), self.worker, self.num_workers
         )
 
     def connect(self, device: torch.device = CPU, backend: str | None = None) -> None:
@@ -153,10 +153,10 @@ class WorkerGroup:
         check_same_kind(self.gather_objects(device.type, _SET_UP))
         if backend is None and device.type == "cpu":
             backend = "gloo"
-        self.host_waits = backend_on(device, backend) == "gloo"
+        self.wait_blocks_host = backend_on(device, backend) == "gloo"
         began = self.clock.now()
         try:
-            if self.host_waits:
+            if self.wait_blocks_host:
                 self.data = self._connected_by_gloo(backend)
             else:
                 longest = timedelta(seconds=self.timeout_s + MARGIN_S)
@@ -179,7 +179,7 @@ class WorkerGroup:
         """
         if self.store is None:
             raise RuntimeError("There is no key-value store: one worker alone, or a closed group.")
-        return self.store.under(name)
+        return self.store.with_prefix(name)
 
     # ----------------------------------------------------------------- waiting
 
@@ -195,7 +195,7 @@ class WorkerGroup:
         Args:
             error: Of the backend; or one that names somebody already, or that a signal handler has
                 raised during the wait, which stays as it is.
-            place: What was being waited for, in words.
+            label: What was being waited for, in words.
             began: Since when, by the group's clock.
         """
         self.failed = True
@@ -208,7 +208,7 @@ class WorkerGroup:
 
         Args:
             value: Of text, numbers, None, lists and dictionaries; tuples arrive as lists.
-            place: What it is for, in words.
+            label: What it is for, in words.
 
         Raises:
             RuntimeError: If a worker is missing or has failed; the message names it.
@@ -265,7 +265,7 @@ class WorkerGroup:
             error = found
         self.raise_together(error, label)
 
-    def tell(self, error: BaseException) -> None:
+    def report_error(self, error: BaseException) -> None:
         """Let the others know of an error that this worker ends with."""
         self.failed = True
         if self.watchdog is not None:
@@ -281,7 +281,7 @@ class WorkerGroup:
             error: What this worker ends with, for the others to know.
         """
         if error is not None:
-            self.tell(error)
+            self.report_error(error)
         if self.store is not None:
             self.store.close()
         if self.watchdog is not None:

@@ -22,14 +22,14 @@ from lightning_loco.distributed.work import ExplainErrors, WaitTimer
 from lightning_loco.distributed.worker_group import WorkerGroup
 
 IN_ROUND = 0.0
-"""The ``place`` of a worker that makes a round; sync points have a positive number."""
+"""The ``sync_point`` of a worker that makes a round; sync points have a positive number."""
 
 
 class WorkerStatus(NamedTuple):
     """What one worker tells all others; NaN stands for what it does not know.
 
     Attributes:
-        place: :data:`IN_ROUND`, or the number of a sync point.
+        sync_point: :data:`IN_ROUND`, or the number of a sync point.
         round_index: Rounds this worker has begun; equal on all workers.
         steps: Local steps since the last round.
         weight: Share in a mean: 1, or 0 for a worker without valid progress.
@@ -39,7 +39,7 @@ class WorkerStatus(NamedTuple):
         scalars: The algorithm's own numbers.
     """
 
-    place: float
+    sync_point: float
     round_index: float
     steps: float
     weight: float = math.nan
@@ -64,7 +64,7 @@ class PendingStatuses:
 
     Args:
         receive: Waits and returns the table ``(N, width)``.
-        place: Where this worker is, in words.
+        label: Where this worker is, in words.
         has_arrived: Whether ``receive`` would return at once.
 
     Attributes:
@@ -75,11 +75,11 @@ class PendingStatuses:
     def __init__(
         self,
         receive: Callable[[], Tensor],
-        place: str,
+        label: str,
         has_arrived: Callable[[], bool] = lambda: True,
     ) -> None:
         self._receive = receive
-        self._place = place
+        self._label = label
         self._has_arrived = has_arrived
         self._statuses: list[WorkerStatus] | None = None
         self.complete: Callable[[], list[WorkerStatus]] | None = None
@@ -97,7 +97,7 @@ class PendingStatuses:
                         f"round {statuses[0].round_index:.0f}. Resume all workers from the same "
                         "checkpoint."
                     )
-            makes_round = any(status.place == IN_ROUND for status in statuses)
+            makes_round = any(status.sync_point == IN_ROUND for status in statuses)
             if (
                 self.complete
                 and makes_round
@@ -121,7 +121,7 @@ class PendingStatuses:
         total = sum(status.weight for status in self.wait())
         if total == 0:
             raise RuntimeError(
-                f"No worker has made finite progress in {self._place}: the parameters hold NaN or "
+                f"No worker has made finite progress in {self._label}: the parameters hold NaN or "
                 "infinity everywhere. Lower the learning rate, clip gradients, or look at the data."
             )
         return total
@@ -131,11 +131,11 @@ class StatusCarrier(Protocol):
     """How the statuses of a round travel: by themselves, or with its first bucket."""
 
     def sync_point(
-        self, statistics: Statistics, status: WorkerStatus, place: str
+        self, statistics: Statistics, status: WorkerStatus, label: str
     ) -> PendingStatuses | None:
         """Send the status at a sync point; None if there is a round to take part in."""
 
-    def carry(self, statistics: Statistics, status: WorkerStatus, place: str) -> PendingStatuses:
+    def carry(self, statistics: Statistics, status: WorkerStatus, label: str) -> PendingStatuses:
         """Send the status of a worker that takes part in a round."""
 
 
@@ -146,14 +146,14 @@ class SeparateStatuses:
         self._group = group
 
     def sync_point(
-        self, statistics: Statistics, status: WorkerStatus, place: str
+        self, statistics: Statistics, status: WorkerStatus, label: str
     ) -> PendingStatuses:
         """Send this worker's status; all statuses tell whether there is a round."""
-        return start_statuses(self._group, statistics, status, place)
+        return start_statuses(self._group, statistics, status, label)
 
-    def carry(self, statistics: Statistics, status: WorkerStatus, place: str) -> PendingStatuses:
+    def carry(self, statistics: Statistics, status: WorkerStatus, label: str) -> PendingStatuses:
         """Send this worker's status."""
-        return start_statuses(self._group, statistics, status, place)
+        return start_statuses(self._group, statistics, status, label)
 
 
 def sync_point_id(purpose: str) -> float:
@@ -168,23 +168,23 @@ def write_status(table: Tensor, worker: int, status: WorkerStatus) -> None:
 
 
 def start_statuses(
-    group: WorkerGroup, statistics: Statistics, status: WorkerStatus, place: str
+    group: WorkerGroup, statistics: Statistics, status: WorkerStatus, label: str
 ) -> PendingStatuses:
     """Send this worker's status to all workers, by a small all-gather of its own.
 
-    ``place`` says in words what the status is for: ``"round 12"``, ``"validation"``.
+    ``label`` says in words what the status is for: ``"round 12"``, ``"validation"``.
     """
     own = torch.tensor(status.numbers, dtype=torch.float64)
     if group.control is None:
-        return PendingStatuses(lambda: own[None], place)
+        return PendingStatuses(lambda: own[None], label)
     table = own.new_empty(group.num_workers, len(own))
-    group.announce_wait(place)
-    with ExplainErrors(group, place):
+    group.announce_wait(label)
+    with ExplainErrors(group, label):
         work = dist.all_gather(list(table), own, group=group.control, async_op=True)
 
     def receive() -> Tensor:
-        with WaitTimer(statistics, group.clock), ExplainErrors(group, place):
+        with WaitTimer(statistics, group.clock), ExplainErrors(group, label):
             work.wait()
         return table
 
-    return PendingStatuses(receive, place, work.is_completed)
+    return PendingStatuses(receive, label, work.is_completed)

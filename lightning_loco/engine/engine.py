@@ -167,7 +167,7 @@ class Engine:
             status = self._look(place)
             unread = self._carriers[turn].carry(self.statistics, status, words)
             if self._is_weighted:
-                unread.complete = lambda: self.worker.tell(status, words).wait()
+                unread.complete = lambda: self.worker.send_status(status, words).wait()
         self._unread = unread
         every = self.consensus_every if self._sync_every is not None and self.link is None else 0
         if every and worker.round_index % every == 0:
@@ -241,7 +241,7 @@ class Engine:
         unread, self._unread = self._unread, None
         if unread is None:
             return
-        self.worker.note(statuses := unread.wait())
+        self.worker.record_statuses(statuses := unread.wait())
         if self.link is not None:
             self.link.catch_up()
         spreads = [status.spread for status in statuses if math.isfinite(status.spread)]
@@ -261,14 +261,14 @@ class Engine:
             self._begin(place, words)
             return None
         if self._is_weighted:
-            unread.complete = lambda: self.worker.tell(self._look(place), words).wait()
+            unread.complete = lambda: self.worker.send_status(self._look(place), words).wait()
         statuses = unread.wait()
-        if any(status.place == IN_ROUND for status in statuses):
+        if any(status.sync_point == IN_ROUND for status in statuses):
             if not self._is_weighted:
                 self._look(place)
             self._begin(place, words, unread)
             return None
-        self.worker.note(statuses)
+        self.worker.record_statuses(statuses)
         return statuses
 
     def outer(self) -> Tensor | None:

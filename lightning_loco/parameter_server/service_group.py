@@ -73,7 +73,7 @@ class AllRanks:
         Does nothing if this rank has come already.
         """
         if self._is_awaited:
-            notes = self._job.store.under(f"{self._next_group_keys()}/watchdog")
+            notes = self._job.store.with_prefix(f"{self._next_group_keys()}/watchdog")
             watchdog = Watchdog(notes, self._job.rank, len(self._job.names), self._job.names)
             watchdog.report("".join(traceback.format_exception(error)))
 
@@ -155,7 +155,7 @@ class ServiceGroup:
     """
 
     def __init__(self, job: Job, keys: str, is_patient: bool = False) -> None:
-        self._store = job.store.under(keys)
+        self._store = job.store.with_prefix(keys)
         self._look = job.raise_if_refused
         self._rank = job.rank
         self._names = names = job.names
@@ -163,7 +163,7 @@ class ServiceGroup:
         self._patience_s = math.inf if is_patient else job.timeout_s
         self._agreements = 0
         self.group: dist.ProcessGroup | None = None
-        notes = self._store.under("watchdog")
+        notes = self._store.with_prefix("watchdog")
         self.watchdog = Watchdog(notes, job.rank, len(names), names, job.timeout_s, follows=True)
         self.watchdog.start()
         try:

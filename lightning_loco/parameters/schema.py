@@ -74,7 +74,7 @@ def _compare(schema: Sequence[Sequence[object]], what: str, gather: Gather) -> N
 
 def check_carries(group: WorkerGroup, outer_device: Literal["cpu"] | None) -> None:
     """Raise ValueError if messages cannot travel in a group from where the user wants them."""
-    if outer_device is not None and not group.host_waits:
+    if outer_device is not None and not group.wait_blocks_host:
         raise ValueError(
             "outer_device='cpu' sends messages from the host's memory, which this group's backend "
             "cannot. Make the group with WorkerGroup.create(backend='gloo')."

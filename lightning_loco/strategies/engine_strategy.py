@@ -353,7 +353,7 @@ class EngineStrategy(SyncPointStrategy):
             worker.show_local()
             self.checkpoints.save_interrupted(self._trainer, worker.stop_agreed)
         else:
-            self.group.tell(exception)
+            self.group.report_error(exception)
 
     def teardown(self) -> None:
         """Close the engine and the groups."""

@@ -47,7 +47,7 @@ def test_it_does_what_a_store_does(store: TimeoutStore) -> None:
 
 
 def test_parts_have_keys_of_their_own(store: TimeoutStore) -> None:
-    one, two = store.under("one"), store.under("two")
+    one, two = store.with_prefix("one"), store.with_prefix("two")
     one.set("key", "1")
     assert not two.check(["key"])
     assert store.check(["one/key"])
@@ -179,7 +179,7 @@ pipe = subprocess.PIPE
 server = subprocess.Popen([sys.executable, "-c", host], stdin=pipe, stdout=pipe, text=True)
 port = int(server.stdout.readline())
 client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-store = TimeoutStore.beside(client, 10.0)
+store = TimeoutStore.connected_to(client, 10.0)
 store.set("key", "value")
 os.kill(server.pid, signal.SIGSTOP)
 try:

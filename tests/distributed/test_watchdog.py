@@ -59,7 +59,7 @@ def test_workers_are_called_by_their_names() -> None:
 def test_a_text_with_the_separator_arrives_whole() -> None:
     with make_watchdogs(2) as watchdogs:
         start(*watchdogs)
-        watchdogs[1].place = "a | b"
+        watchdogs[1].label = "a | b"
         watchdogs[1].report("x | y")
         wait_until(lambda: watchdogs[0].failure)
         assert watchdogs[0].failure == "Worker 1 failed:\nx | y"
@@ -194,7 +194,7 @@ def test_waiting_for_a_failure() -> None:
 def test_who_gives_no_sign_of_life_is_named_with_where_it_was() -> None:
     clock = ManualClock()
     with make_watchdogs(4, clock=clock) as watchdogs:
-        watchdogs[1].place = "round 7"
+        watchdogs[1].label = "round 7"
         start(*watchdogs[:3])
         watchdogs[1].end()
         text = clock.pass_during(lambda: watchdogs[0].explain("round 8", 12.4), others=2)
@@ -210,7 +210,7 @@ def test_who_is_alive_and_behind_is_named_with_its_last_exchange() -> None:
         for watchdog, meetings, place in zip(
             watchdogs, (5, 4, 5), ("r5", "validation", "r5"), strict=True
         ):
-            watchdog.meetings, watchdog.place = meetings, place
+            watchdog.meetings, watchdog.label = meetings, place
         start(*watchdogs)
         text = clock.pass_during(lambda: watchdogs[0].explain("round 5", 3.0), others=3)
     assert "from worker 1 (alive, last exchange: validation). Check" in text
@@ -220,7 +220,7 @@ def test_who_waits_elsewhere_is_named_with_the_place() -> None:
     clock = ManualClock()
     with make_watchdogs(3, clock=clock) as watchdogs:
         for watchdog, place in zip(watchdogs, ("r5", "validation", "r5"), strict=True):
-            watchdog.meetings, watchdog.place = 5, place
+            watchdog.meetings, watchdog.label = 5, place
         start(*watchdogs)
         text = clock.pass_during(lambda: watchdogs[0].explain("round 5", 3.0), others=3)
     assert "from worker 1 (alive, but waiting in validation). Check" in text

@@ -56,7 +56,7 @@ def fail(watchdog: Watchdog, num_workers: int, error: Exception) -> None:
 def test_an_error_names_the_missing_worker_and_keeps_its_cause() -> None:
     cause, clock = RuntimeError("Connection closed by peer"), ManualClock()
     with make_watchdogs(3, clock=clock) as watchdogs:
-        watchdogs[1].place = "round 3"
+        watchdogs[1].label = "round 3"
         start(*watchdogs)
         watchdogs[1].end()
         with pytest.raises(RuntimeError) as raised:
@@ -207,7 +207,7 @@ class Stuck(dist.Work):
 
 def test_what_began_too_long_ago_is_given_up() -> None:
     clock = SkippingClock()
-    group = WorkerGroup(0, 2, timeout_s=0.5, host_waits=False, clock=clock)
+    group = WorkerGroup(0, 2, timeout_s=0.5, wait_blocks_host=False, clock=clock)
     works = PendingWork(group, "round 4", [Stuck()])
     assert not works.have_ended()
     with pytest.raises(RuntimeError, match="^No message in round 4 after 0.5 s"):
@@ -224,7 +224,7 @@ def test_a_failure_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     hurry(monkeypatch)
     with make_watchdogs(2) as watchdogs:
         start(*watchdogs)
-        group = dataclasses.replace(group_of(watchdogs[0], 0, 2), host_waits=False)
+        group = dataclasses.replace(group_of(watchdogs[0], 0, 2), wait_blocks_host=False)
         works = PendingWork(group, "round 4", [Stuck()])
         assert not works.end_within(0.05)
         watchdogs[1].report("IndexError: 7")

@@ -201,7 +201,7 @@ def close_in_the_middle(rank: int, world: int) -> float:
         work = dist.all_reduce(torch.ones(10), group=group.data, async_op=True)
         assert work is not None
         del work
-        group.tell(RuntimeError("a bad day"))
+        group.report_error(RuntimeError("a bad day"))
     began = time.monotonic()
     if rank != 1:
         group.close()

@@ -51,7 +51,7 @@ def test_rows_come_back_as_they_were_written() -> None:
 
 def test_what_a_worker_has_not_looked_at_is_unknown() -> None:
     (status,) = pending(WorkerStatus(7.0, 4, 10)).wait()
-    assert (status.place, status.round_index, status.steps) == (7, 4, 10)
+    assert (status.sync_point, status.round_index, status.steps) == (7, 4, 10)
     assert all(map(math.isnan, (status.weight, status.finite, status.loss, status.spread)))
 
 
@@ -90,7 +90,9 @@ def test_rows_are_told_again_if_a_worker_that_has_not_looked_finds_a_round(
     places: tuple[float, float], again: bool
 ) -> None:
     known = [WorkerStatus(place, 4, 1, weight=1.0) for place in places]
-    statuses = pending(*(r if r.place == IN_ROUND else r._replace(weight=math.nan) for r in known))
+    statuses = pending(
+        *(r if r.sync_point == IN_ROUND else r._replace(weight=math.nan) for r in known)
+    )
     completed: list[bool] = []
 
     def complete() -> list[WorkerStatus]:
@@ -125,7 +127,7 @@ def tell(rank: int, world: int) -> dict[str, Any]:
     assert [other.steps for other in met] == list(range(world))
     status = WorkerStatus(IN_ROUND, 0, rank, weight=1.0, scalars=(10.0 * rank,))
     statuses = carrier.carry(statistics, status, "round 0").wait()
-    place = group.watchdog.place
+    place = group.watchdog.label
     group.close()
     return {"statuses": statuses, "place": place, "waited": statistics.wait_s > 0}
 

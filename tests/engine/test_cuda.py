@@ -196,9 +196,9 @@ def test_between_two_gpus_gloo_sends_the_hosts_memory(monkeypatch: pytest.Monkey
     sent: list[tuple[Any, str]] = []
     monkeypatch.setattr(dist, "P2POp", lambda op, tensor, peer, group: (op, tensor.device.type))
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda batch: sent.extend(batch) or [])
-    for host_waits, device in ((True, "cpu"), (False, "meta")):
+    for wait_blocks_host, device in ((True, "cpu"), (False, "meta")):
         sent.clear()
-        group = dataclasses.replace(WorkerGroup(1, 3), host_waits=host_waits)
+        group = dataclasses.replace(WorkerGroup(1, 3), wait_blocks_host=wait_blocks_host)
         exchange = NeighborExchange(group, Statistics(), Ring())
         with copies_to_the_host():
             handle = exchange.start(Bucket(torch.ones(4, device=DEVICE), []), 0)
@@ -213,7 +213,7 @@ def test_between_two_gpus_gloo_sends_the_hosts_memory(monkeypatch: pytest.Monkey
 def alone_on_nccl(rank: int, world: int, fails: bool) -> tuple[float, float, bool]:
     torch.cuda.set_device(0)
     data = dist.new_group(backend="nccl")
-    group = WorkerGroup(0, 1, data=data, timeout_s=30, host_waits=False)
+    group = WorkerGroup(0, 1, data=data, timeout_s=30, wait_blocks_host=False)
     values, statistics = torch.ones(2**20, device="cuda"), Statistics()
     total = AllReduceSum(group, statistics, values, "a sum")
     result = float(total.wait().sum())

@@ -274,14 +274,14 @@ def patience(rank: int, world: int) -> tuple[bool, float, bool]:
     group = late_group(timeout_s=7)
     data = group.data
     assert isinstance(data, LateGroup)
-    found = group.host_waits, data.timeout.total_seconds(), data.was_aborted
+    found = group.wait_blocks_host, data.timeout.total_seconds(), data.was_aborted
     group.close()
     return *found[:2], data.was_aborted
 
 
 def test_a_backend_that_ends_processes_has_more_patience_than_we(pool: Pool) -> None:
-    for host_waits, seconds, was_aborted in pool.run(patience, world=2):
-        assert not host_waits
+    for wait_blocks_host, seconds, was_aborted in pool.run(patience, world=2):
+        assert not wait_blocks_host
         assert seconds > 7 + 6
         assert not was_aborted
 

@@ -451,7 +451,7 @@ def fail_while_another_sleeps(rank: int, world: int) -> list[float]:
         engine.fragments[0].look()
         engine.fragments[0].send_first(0, True)
         wait_until(lambda: group.own_store("test").check(["asleep"]))
-        group.tell(ValueError("broken"))
+        group.report_error(ValueError("broken"))
     else:
         with pytest.raises(RuntimeError, match="broken"):
             engine.step()

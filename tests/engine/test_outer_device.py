@@ -100,7 +100,7 @@ def test_other_devices_are_refused(subtests: pytest.Subtests) -> None:
 
 
 def test_a_group_that_cannot_send_the_hosts_memory_is_refused() -> None:
-    group = WorkerGroup(0, 1, host_waits=False)
+    group = WorkerGroup(0, 1, wait_blocks_host=False)
     with pytest.raises(ValueError, match=r"WorkerGroup\.create\(backend='gloo'\)"):
         StepEngine(nn.Linear(1, 1), DiLoCo(), outer_device="cpu", group=group)
 

@@ -102,7 +102,7 @@ def agree_with_garbage(rank: int, world: int, port: int, garbage: str) -> str:
     group = ServiceGroup(job, "group")
     try:
         if rank == 1:
-            store: TimeoutStore = job.store.under("group")
+            store: TimeoutStore = job.store.with_prefix("group")
             store.set("agreement2/1", garbage)
             return "sent"
         group.raise_together(None)

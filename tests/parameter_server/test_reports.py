@@ -26,7 +26,7 @@ LONGEST_S = 20.0
 def go(rank: int, world: int) -> float | None:
     """Make a step together, and then none; the server says how long it went on after a report."""
     store = TimeoutStore(dist.distributed_c10d._get_default_store())
-    watchdog = Watchdog(store.under("watchdog"), rank, world)
+    watchdog = Watchdog(store.with_prefix("watchdog"), rank, world)
     watchdog.start()
     model = nn.Linear(3, 1)
     told_at: list[float] = []

@@ -101,7 +101,7 @@ class StatusesWithBucket:
 
     def carry(self, statistics: Statistics, status: WorkerStatus, label: str) -> PendingStatuses:
         """Send the status with the first bucket; invite those at a sync point when it is late."""
-        group, is_known = self._group, self._is_known or status.place != IN_ROUND
+        group, is_known = self._group, self._is_known or status.sync_point != IN_ROUND
         if not self._is_known:
             group.announce_wait(label)
             if group.store_barrier is not None:
@@ -117,7 +117,7 @@ class StatusesWithBucket:
                 with ExplainErrors(group, label):
                     group.store_barrier.call_to_round(group.timeout_s)
 
-        if self._is_overlapped and not group.host_waits:
+        if self._is_overlapped and not group.wait_blocks_host:
             invite()
         handle: AllReduceSum = self._send(int(status.round_index), status.weight > 0)
 

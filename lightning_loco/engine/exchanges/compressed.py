@@ -204,7 +204,7 @@ class CompressedMean:
     def _swap(self, label: str, sent: dict[int, Tensor], inbox: dict[int, Tensor]) -> None:
         group = self._group
         wires = {peer: tensor for peer, tensor in sent.items() if tensor.numel()}
-        staged = group.host_waits and any(tensor.is_cuda for tensor in inbox.values())
+        staged = group.wait_blocks_host and any(tensor.is_cuda for tensor in inbox.values())
         if staged:
             wires = {peer: tensor.cpu() for peer, tensor in wires.items()}
         places = {p: t.cpu() if staged else t for p, t in inbox.items() if t.numel()}

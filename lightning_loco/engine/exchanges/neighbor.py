@@ -70,7 +70,7 @@ class NeighborExchange:
 
         timed = WaitTimer(self._statistics, group.clock)
         give_back = functools.partial(self._spare.extend, memory)
-        return NeighborHandle(works, group.host_waits, mix, timed, give_back)
+        return NeighborHandle(works, group.wait_blocks_host, mix, timed, give_back)
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
         """Apply the rows of the mixing matrix of this round."""
@@ -87,7 +87,7 @@ class NeighborExchange:
 
     def _is_staged(self, message: Tensor) -> bool:
         """Whether messages go through the host's memory: gloo sends nothing else to one peer."""
-        return self._group.host_waits and message.device.type != "cpu"
+        return self._group.wait_blocks_host and message.device.type != "cpu"
 
 
 class NeighborHandle:
@@ -98,7 +98,7 @@ class NeighborHandle:
 
     Args:
         works: Bring the messages.
-        host_waits: Whether the backend is gloo.
+        wait_blocks_host: Whether the backend is gloo.
         mix: Mixes them, in the thread that calls :meth:`wait`.
         timed: Counts the seconds of the wait.
         give_back: Gives the memory of what was received back.
@@ -109,13 +109,13 @@ class NeighborHandle:
     def __init__(
         self,
         works: PendingWork,
-        host_waits: bool,
+        wait_blocks_host: bool,
         mix: Callable[[], Tensor],
         timed: WaitTimer,
         give_back: Callable[[], None],
     ) -> None:
         self._works = works
-        self._host_waits = host_waits
+        self._host_waits = wait_blocks_host
         self._coming: Future[None] | None = None
         self._mix: Callable[[], Tensor] | None = mix
         self._timed = timed
