@@ -48,7 +48,7 @@ from common import HOST, against, make_parser, print_machine, print_table
 from torch import nn
 
 from lightning_loco import DiLoCo, GASLoC, StepEngine
-from lightning_loco.distributed.worker_status import Row
+from lightning_loco.distributed.worker_status import WorkerStatus
 
 SIZES = [2, 4, 8, 16, 32, 64]
 WIDTH = 100
@@ -98,7 +98,7 @@ def measure(clock: Clock, rank: int, num_workers: int, port: int, repetitions: i
         for topology in ("ring", "one_peer_exponential")
     ]
     flat = torch.zeros(WIDTH * WIDTH + WIDTH)
-    row = torch.zeros(Row.width(0), dtype=torch.float64)
+    row = torch.zeros(WorkerStatus.width(0), dtype=torch.float64)
     table = [torch.empty_like(row) for _ in range(num_workers)]
 
     with tempfile.TemporaryFile() as file:

@@ -66,8 +66,8 @@ class EagerDiLoCo(Algorithm):
         >>> algorithm.on_send(torch.tensor([-2.0]), None, state)  # half of its own progress
         tensor([1.])
         >>> mean = torch.tensor([-3.0])  # of the two workers
-        >>> algorithm.on_send(torch.tensor([0.0]), (mean, mean), state)  # the other half, and
-        theirs tensor([3.])
+        >>> algorithm.on_send(torch.tensor([0.0]), (mean, mean), state)  # the rest, theirs
+        tensor([3.])
     """
 
     outer_lr: OuterLR = 0.7

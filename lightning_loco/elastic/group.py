@@ -336,7 +336,7 @@ class Groups:
 
     def begin_gather(self, status: Tensor) -> Callable[[], Tensor]:
         """Begin to :meth:`gather`, beside what follows; what is returned waits for the end."""
-        reach("statuses")
+        reach("rows")
         group = self._open
         table = status.new_empty(group.size(), len(status))
         options = AllgatherOptions()

@@ -10,15 +10,19 @@ from torch import Tensor
 
 _WORD = 8
 _PIECE_BYTES = 2**24
+_WORDS_IN_CACHE = 2**17
+_WORDS_ON_GPU = 2**24
 
 
 @torch.no_grad()
 def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
-    """One number for each tensor: the sum of its memory, read as 64-bit integers.
+    r"""Compute one number for each tensor: a sum over its memory, read as 64-bit words.
 
-    It is the same on every machine and for every number of threads, and costs one read of the
-    memory and one device sync. Changes that cancel out in the sum go unnoticed: words that only
-    changed places, or new signs of as many positive values as negative ones.
+    Word w adds :math:`w ((w \oplus (w \gg 31)) \lor 1)` modulo 2^64. A sum of the words alone
+    would miss an element that grows by one unit in the last place while another one shrinks by one,
+    which is how the same mean, rounded on two workers, differs. The number is the same on every
+    machine and for every number of threads; it costs about three reads of the memory and one device
+    sync. An exchange of two words goes unnoticed.
 
     Example:
         >>> fingerprints([torch.ones(3), torch.zeros(3)]) == fingerprints([torch.ones(3)] * 2)
@@ -64,4 +68,8 @@ def _sum(tensor: Tensor) -> Tensor:
         flat = flat.clone()
     raw = flat.view(torch.uint8)
     words = raw.numel() // _WORD * _WORD
-    return raw[:words].view(torch.int64).sum() + raw[words:].sum(dtype=torch.int64)
+    total = raw[words:].sum(dtype=torch.int64)
+    longest = _WORDS_IN_CACHE if raw.device.type == "cpu" else _WORDS_ON_GPU
+    for piece in torch.split(raw[:words].view(torch.int64), longest):
+        total += (piece >> 31).bitwise_xor_(piece).bitwise_or_(1).mul_(piece).sum()
+    return total

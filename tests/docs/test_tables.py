@@ -102,12 +102,12 @@ def test_metrics_exist() -> None:
     strategy.engine = engine = StepEngine(nn.Linear(1, 1), algorithm, sync_every={0: 1})
     logged: set[str] = set()
     for monitor in (loco.CommunicationMonitor(), loco.ConsensusMonitor()):
-        logged |= set(monitor.figures(strategy))
+        logged |= set(monitor.metrics(strategy))
     engine.close()
     nodes = [{"name": name, "host": "127.0.0.1", "port": 45103} for name in "ab"]
     strategy.engine = loco.PairwiseEngine(nn.Linear(1, 1), nodes=nodes, name="a")
     strategy.engine.factors, strategy.engine.stalenesses = [0.5], [0.0, 1.0]
-    logged |= set(loco.PeerMonitor().figures(strategy))
+    logged |= set(loco.PeerMonitor().metrics(strategy))
     strategy.engine.close()
     assert set(re.findall(r"`(loco/\w+)`", doc("logging.md").text)) == logged
     for page in PAGES:

@@ -118,11 +118,11 @@ def train(
         engine.step()
         history.append(flat(model))
         if meets:
-            engine.worker.meet("a validation")
+            engine.worker.sync_point("a validation")
             engine.worker.show_consensus()
             engine.worker.show_local()
         if step in cuts:
-            engine.worker.meet("a checkpoint")
+            engine.worker.sync_point("a checkpoint")
             saved = saved_and_loaded(engine.state_dict())
             engine.close()
             model = Layers()

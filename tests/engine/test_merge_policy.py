@@ -34,22 +34,22 @@ SYNC_EVERY = 2
 
 def test_restarting_takes_the_result() -> None:
     result, local = torch.tensor([7.0, 8.0]), torch.tensor([1.0, 2.0])
-    assert Restart().apply(result, local, None) is result
+    assert Restart().merge(result, local, None) is result
 
 
 def test_progress_made_meanwhile_is_kept() -> None:
     result, local = torch.tensor([7.0, 8.0]), torch.tensor([1.0, 2.0])
     sent_params = torch.tensor([0.5, 0.0])
-    landed = KeepProgress().apply(result, local, sent_params)
+    landed = KeepProgress().merge(result, local, sent_params)
     assert landed is sent_params  # what was written, exactly, is kept
     assert landed.tolist() == [7.5, 10.0]
 
 
 def test_results_are_mixed_with_what_is_local_now() -> None:
     result, local = torch.tensor([7.0, 8.0]), torch.tensor([1.0, 2.0])
-    assert Mix(0.25).apply(result, local.clone(), None).tolist() == [5.5, 6.5]
-    assert torch.equal(Mix(1.0).apply(result, local.clone(), None), local)
-    assert Mix(0.0).apply(result, local * math.nan, None) is result
+    assert Mix(0.25).merge(result, local.clone(), None).tolist() == [5.5, 6.5]
+    assert torch.equal(Mix(1.0).merge(result, local.clone(), None), local)
+    assert Mix(0.0).merge(result, local * math.nan, None) is result
     assert result.tolist() == [7.0, 8.0]
     kept = [
         merge_policy.keeps_sent_params(True)

@@ -64,3 +64,24 @@ def test_signs_and_writes_past_autograd_are_noticed() -> None:
     assert fingerprints([weight]) != [before]
     weight.data.neg_()
     assert fingerprints([weight]) == [before]
+
+
+def test_changes_that_a_plain_sum_would_cancel_are_noticed(subtests: pytest.Subtests) -> None:
+    values = torch.tensor([0.3, 0.7, -0.2, -0.4, 0.25, 0.5])
+    up, down = torch.tensor([torch.inf, -torch.inf])
+    last_bits = values.clone()
+    last_bits[2], last_bits[5] = values[2].nextafter(up), values[5].nextafter(down)
+    signs = values.clone()
+    signs[[0, 2]] *= -1
+    for name, changed in {"last bits": last_bits, "signs": signs}.items():
+        for dtype in (torch.float32, torch.float64):
+            with subtests.test(name, dtype=dtype):
+                one, other = fingerprints([values.to(dtype), changed.to(dtype)])
+                assert one != other
+
+
+def test_pieces_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(1001)
+    whole = fingerprints([values])
+    monkeypatch.setattr(fingerprint, "_WORDS_IN_CACHE", 7)
+    assert fingerprints([values]) == whole
