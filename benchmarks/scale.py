@@ -104,7 +104,7 @@ def measure(clock: Clock, rank: int, num_workers: int, port: int, repetitions: i
     with tempfile.TemporaryFile() as file:
 
         def save() -> None:
-            engine.worker.show_consensus("checkpoint")
+            engine.show_consensus("checkpoint")
             engine.worker.show_local()
             file.seek(0)
             torch.save(engine.state_dict(), file)
@@ -115,7 +115,7 @@ def measure(clock: Clock, rank: int, num_workers: int, port: int, repetitions: i
             "ring": gossips[0].step,
             "one-peer": gossips[1].step,
             "gather": lambda: dist.all_gather(table, row, group=rows),
-            "meeting": lambda: engine.worker.sync_point("validation"),
+            "meeting": lambda: engine.sync_point("validation"),
             "checkpoint": save,
         }
         order = random.Random(0)  # the same on all workers

@@ -63,11 +63,28 @@ class EarlierRun:
         if names := sorted(set().union(*states) - {self.consensus_key}):
             notes.append(f"what {self.algorithm} remembered ({', '.join(names)}) is dropped")
         if any(fragment["pending"] is not None for fragment in self.state.get("fragments", ())):
-            notes.append("a round that was under way is dropped")
+            notes.append("a pending round is dropped")
         steps = self.state["steps_since_round"]
         if self.consensus_key is not None and steps:
             notes.append(f"the last {steps} local steps, which no round has shared, are dropped")
         return notes
+
+
+def with_present_names(state: dict[str, Any]) -> dict[str, Any]:
+    """An engine's state in which entries of versions before 0.2 have the names of today."""
+    if "lanes" not in state:
+        return state
+    state = dict(state)
+    state["fragments"] = [_renamed_fragment(dict(lane)) for lane in state.pop("lanes")]
+    return state
+
+
+def _renamed_fragment(lane: dict[str, Any]) -> dict[str, Any]:
+    pending = lane.pop("flight")
+    if pending is not None:
+        pending = dict(pending)
+        pending["scalars"] = pending.pop("told")
+    return {**lane, "pending": pending, "sent_params": lane.pop("departure")}
 
 
 def mean_of_states(worker: Worker, saved: EarlierRun, names: Iterable[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One worker: its copy of the model, its place among the others, and where all meet."""
+"""One worker: its group, its copy of the model, its counters, and the consensus of all."""
 
 from __future__ import annotations
 
@@ -16,12 +16,7 @@ from lightning_loco.distributed.graceful_stop import StopAgreed, StopAgreement
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.work import AllReduceSum
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.distributed.worker_status import (
-    PendingStatuses,
-    WorkerStatus,
-    start_statuses,
-    sync_point_id,
-)
+from lightning_loco.distributed.worker_status import WorkerStatus, send_status, sync_point_id
 from lightning_loco.fault_points import reach
 from lightning_loco.links.links import Links
 from lightning_loco.parameters.averaged_copies import AveragedCopies
@@ -46,7 +41,7 @@ _NO_CONSENSUS = (
 
 
 class Settings(Protocol):
-    """What an engine is told by its user."""
+    """The settings of an engine."""
 
     def prepare(self, num_workers: int, seed: int) -> Any:
         """Check everything against the number of workers and resolve ``"auto"`` settings."""
@@ -72,21 +67,8 @@ class Settings(Protocol):
 S = TypeVar("S", bound=Settings)
 
 
-class Engine(Protocol):
-    """What a worker asks of its engine at a sync point."""
-
-    def rest(self) -> None:
-        """Bring to an end what cannot wait until after the sync point."""
-
-    def statuses_at_sync_point(self, place: float, words: str) -> list[WorkerStatus] | None:
-        """Tell the others this worker's status; None if they had a round to make, which is done."""
-
-    def outer(self) -> Tensor | None:
-        """The outer parameters ``(P,)``, or None if there are none that all workers share."""
-
-
 class Worker:
-    """Everything of a worker that does not depend on when and how it exchanges.
+    """What every worker has, whatever engine decides when and how it exchanges.
 
     Args:
         group: The workers.
@@ -96,12 +78,9 @@ class Worker:
     Attributes:
         statistics: What communication cost so far.
         stop: This worker's part in the agreement to stop.
-        engine: Who makes rounds for this worker; without one, sync points are all there is.
         steps: Local steps so far.
         steps_since_round: Local steps since the last round began.
         round_index: Rounds begun.
-        shows_outer: Whether the consensus is the engine's outer parameters, if it has any, instead
-            of the mean of the local ones.
         was_finite: Whether this worker's parameters were finite when it last looked.
         companions: What belongs to the consensus beside the replica.
     """
@@ -113,12 +92,10 @@ class Worker:
         self.averaged_copies = AveragedCopies(replica.model)
         self.statistics = Statistics()
         self.stop = StopAgreement(group)
-        self.engine: Engine | None = None
         self.steps = 0
         self.steps_since_round = 0
         self.round_index = 0
         self.was_finite = True
-        self.shows_outer = False
         self._last_loss: float | Tensor = math.nan
 
     @classmethod
@@ -196,58 +173,59 @@ class Worker:
         if self.stop.requested is not None or (watchdog is not None and watchdog.stop_seen):
             self.stop.note(self.round_index, self.steps_since_round, sync_every)
 
-    def status(self, place: float) -> WorkerStatus:
-        """Where this worker is, for the others."""
+    def status(self, sync_point: float) -> WorkerStatus:
+        """This worker's status: its round, its steps and its loss."""
         loss = float(self.last_loss)
-        return WorkerStatus(place, self.round_index, self.steps_since_round, loss=loss)
+        return WorkerStatus(sync_point, self.round_index, self.steps_since_round, loss=loss)
 
-    def send_status(self, status: WorkerStatus, words: str) -> PendingStatuses:
-        """Send this worker's status by itself."""
-        return start_statuses(self.group, self.statistics, status, words)
-
-    # ---------------------------------------------------------------- sync points
+    # -------------------------------------------------------------- sync points
 
     @torch.no_grad()
     def sync_point(self, purpose: str) -> list[WorkerStatus]:
-        """Wait until all workers have come to the same place, taking part in rounds meanwhile.
+        """Wait until all workers have reached the same sync point; for engines without rounds.
 
-        The parameters are looked at only if there is a round to take part in. ``purpose`` says
-        where, in words that are equal on all workers. Returns what every worker said on arrival.
+        Args:
+            purpose: What it is for, in words that are equal on all workers.
+
+        Returns:
+            The statuses with which the workers arrived.
 
         Raises:
-            RuntimeError: If a worker is missing or has failed, or waits somewhere else.
+            RuntimeError: If a worker is missing or has failed, or waits at another sync point.
             StopAgreed: If the others have stopped, as agreed, before they came here.
         """
-        place = sync_point_id(purpose)
+        sync_point = sync_point_id(purpose)
         while True:
-            if self.engine is not None:
-                self.engine.rest()
-                statuses = self.engine.statuses_at_sync_point(place, purpose)
-            else:
-                statuses = self.send_status(self.status(place), purpose).wait()
-            if statuses is None:
-                continue
-            if all(status.sync_point == place for status in statuses):
+            status = self.status(sync_point)
+            statuses = send_status(self.group, self.statistics, status, purpose).wait()
+            if self.are_together(statuses, sync_point, purpose):
                 return statuses
-            self._part(purpose)
 
-    def _part(self, purpose: str) -> None:
-        """Leave a sync point that cannot take place, because some workers wait elsewhere."""
+    def are_together(self, statuses: list[WorkerStatus], sync_point: float, purpose: str) -> bool:
+        """Whether all workers are at this sync point; False if they are to try again.
+
+        Raises:
+            RuntimeError: If some wait at another sync point.
+            StopAgreed: If the others have stopped, as agreed, before they came here.
+        """
+        if all(status.sync_point == sync_point for status in statuses):
+            return True
         if self.stop.agreed is None and self.stop.catch_up():
             raise StopAgreed(self.stop.agreed)
         if self.stop.agreed is not None:
-            return
-        places = self.group.gather_objects(f"{purpose} after {self.steps} local steps", purpose)
+            return False
+        own = f"{purpose} after {self.steps} local steps"
+        found = self.group.gather_objects(own, purpose)
         raise RuntimeError(
             "Workers wait for each other in different places: "
-            + "; ".join(f"worker {i} in {where}" for i, where in enumerate(places))
+            + "; ".join(f"worker {i} in {where}" for i, where in enumerate(found))
             + ". They have different numbers of batches, or not all do the same in their hooks. "
             "Give every worker the same number of batches "
             "(Trainer(limit_train_batches=...)), or validate and save at the end of epochs only."
         )
 
     def record_statuses(self, statuses: list[WorkerStatus]) -> None:
-        """Take note of what the workers said; RuntimeError if no parameters are finite."""
+        """Record the workers' losses and warn of those with NaN; RuntimeError if all have NaN."""
         self.statistics.losses = [status.loss for status in statuses]
         broken = [worker for worker, status in enumerate(statuses) if status.finite == 0]
         if len(broken) == len(statuses):
@@ -263,30 +241,32 @@ class Worker:
     # --------------------------------------------------------------- consensus
 
     @torch.no_grad()
-    def show_consensus(self, purpose: str = "the consensus") -> None:
-        """Put the consensus into the model; :meth:`show_local` brings the local parameters back.
+    def show_consensus(self, purpose: str = "the consensus", outer: Tensor | None = None) -> None:
+        """Put the consensus into the model, at a sync point; all workers must call it.
 
-        The consensus is the mean over the workers whose parameters are finite, or the outer
-        parameters (see :attr:`shows_outer`). All workers must call it.
+        The consensus is the mean over the workers whose parameters are finite. :meth:`show_local`
+        brings the local parameters back.
+
+        Args:
+            purpose: What it is for, in words that are equal on all workers.
+            outer: Outer parameters ``(P,)`` to show instead of the mean, equal on all workers.
 
         Raises:
-            RuntimeError: If no worker's parameters are finite, or as in :meth:`sync_point`.
+            RuntimeError: If no worker's parameters are finite, or one is missing or has failed.
         """
         replica, group, statistics = self.replica, self.group, self.statistics
         if replica.shows_consensus:
             return
-        self.sync_point(purpose)
         valid = are_finite(replica.layout.chunks())
         status = self.status(sync_point_id(purpose))
         status = status._replace(finite=float(valid), scalars=self.averaged_copies.look())
-        statuses = self.send_status(status, purpose).wait()
+        statuses = send_status(group, statistics, status, purpose).wait()
         num_valid = round(sum(status.finite for status in statuses))
         if num_valid == 0:
             raise RuntimeError(_NO_CONSENSUS)
         replica.keep_local()
         replica.running.leave_since_round()
         others, buffers = replica.find_differing(group)
-        outer = self.engine.outer() if self.engine is not None and self.shows_outer else None
         if outer is not None:
             replica.layout.write(outer)
         else:

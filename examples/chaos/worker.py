@@ -43,7 +43,7 @@ def make_data(seed: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 def checksum(engine: loco.StepEngine) -> int:
     """Of outer parameters and momentum."""
     value = 0
-    for _, tensor in sorted(engine.fragments[0].fragment.state.items()):
+    for _, tensor in sorted(engine.fragments[0].memory.state.items()):
         value = zlib.crc32(tensor.numpy().tobytes(), value)
     return value
 

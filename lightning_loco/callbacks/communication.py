@@ -56,7 +56,7 @@ class CommunicationMonitor(RoundMonitor):
             metrics["loco/members"] = float(statistics.members)
             metrics["loco/repaired"] = float(statistics.repaired)
         if isinstance(engine := getattr(strategy, "engine", None), Engine):
-            own = engine.settings.algorithm.metrics(engine.fragments[0].fragment.state)
+            own = engine.settings.algorithm.metrics(engine.fragments[0].memory.state)
             own |= engine.settings.schedule.metrics(engine.worker.round_index)
             metrics |= {f"loco/{name}": value for name, value in own.items()}
         if statistics.emulated_s is not None:

@@ -1,9 +1,9 @@
-"""A notice board in the job's key-value store: who makes a round, who waits at a sync point.
+"""A barrier in the job's key-value store at which a worker with a round can call the others.
 
 An all-reduce must be called by all workers, and those at a sync point cannot know whether another
-one has a round to make. So those at a sync point leave a notice, with what they have to tell, and
-wait for the notices of all. A worker with a round leaves one only when its all-reduce is late,
-since somebody may then be at a sync point.
+one makes a round. So a worker at a sync point writes its status to the store and waits for those of
+all. A worker in a round comes to the barrier only when its all-reduce is late, because some workers
+may then be at a sync point.
 """
 
 from __future__ import annotations
@@ -15,47 +15,49 @@ from lightning_loco.distributed import notes
 from lightning_loco.distributed.store import StoreTimeout, TimeoutStore
 from lightning_loco.distributed.watchdog import Watchdog
 
-_PAUSE_FOR_EACH_S = 0.0001
+_SHORTEST_PAUSE_PER_WORKER_S = 0.0001
 _LONGEST_PAUSE_S = 0.01
-_WITH_A_ROUND = 2**32
-_A_ROUND = b"round"
+_ROUND_COUNT = 2**32
+_ROUND = b"round"
 
 
 class StoreBarrier:
-    """The notices of all workers.
+    """One worker's access to the barrier.
 
-    The store counts the notices of an exchange; who leaves the last one sums up what they say.
+    A counter in the store counts the workers that have come to an exchange of statuses; it grows by
+    ``_ROUND_COUNT`` more for each that makes a round. The last one writes the result.
 
     Args:
         store: Key-value store shared by all workers.
-        worker: Number of this worker, out of ``num_workers``.
+        worker: Number of this worker.
+        num_workers: Number of workers N.
 
     Attributes:
-        exchange: How many exchanges this worker has begun; all workers count alike.
+        exchange: How many exchanges of statuses this worker has begun; all workers count alike.
     """
 
     def __init__(self, store: TimeoutStore, worker: int, num_workers: int) -> None:
         self._store = store
         self._worker = worker
         self._num_workers = num_workers
-        self._opened: list[int] = []
+        self._counted: list[int] = []
         self.exchange = 0
 
     def call_to_round(self, timeout_s: float) -> None:
-        """Say that this worker makes a round in the exchange that has begun; once."""
-        self._post(1 + _WITH_A_ROUND, timeout_s)
+        """Come to the barrier with a round; once per exchange."""
+        self._come(1 + _ROUND_COUNT, timeout_s)
 
-    def meet(
+    def wait(
         self, numbers: Sequence[float], watchdog: Watchdog, label: str, timeout_s: float
     ) -> list[list[float]] | None:
-        """Wait until all workers have left a notice for this exchange; an error says who has not.
+        """Wait until all workers have come to the barrier.
 
-        Nobody can be further than this worker: every exchange needs all of them.
+        No worker can be further than this one: every exchange needs all of them.
 
         Args:
-            numbers: What this worker has to tell; as many on all workers.
-            watchdog: Says who is late.
-            label: Where this worker is, in words.
+            numbers: This worker's status; as many on all workers.
+            watchdog: Finds out who is late.
+            label: What the sync point is for.
             timeout_s: Longest wait, in seconds.
 
         Returns:
@@ -63,14 +65,14 @@ class StoreBarrier:
 
         Raises:
             WorkerFailure: If a worker is late, or has failed.
-            RuntimeError: If there is something else on the board.
+            RuntimeError: If the store holds something else.
         """
         deadline = time.monotonic() + timeout_s
-        # Nobody changes its numbers before the last notice of this exchange is summed up.
-        said = notes.write(list(map(float, numbers))).decode()
-        self._store.set(self._key_of(self._worker), said, timeout_s)
-        num_missing = self._post(1, timeout_s)
-        pause_s = _PAUSE_FOR_EACH_S * num_missing
+        # No worker changes its numbers before the last one of this exchange has read them.
+        own = notes.write(list(map(float, numbers))).decode()
+        self._store.set(self._key_of(self._worker), own, timeout_s)
+        num_missing = self._come(1, timeout_s)
+        pause_s = _SHORTEST_PAUSE_PER_WORKER_S * num_missing
         key = f"{self.exchange}/all"
         while True:
             time.sleep(min(pause_s, _LONGEST_PAUSE_S))
@@ -85,40 +87,42 @@ class StoreBarrier:
                 left_s = 0.0
             if left_s <= 0:
                 raise watchdog.blame(label, timeout_s)
-        return None if found == _A_ROUND else _table(found, self._num_workers, len(numbers))
+        return None if found == _ROUND else _table(found, self._num_workers, len(numbers))
 
     def _key_of(self, worker: int) -> str:
         return f"numbers/{worker}"
 
-    def _post(self, notice: int, timeout_s: float) -> int:
-        """Leave a notice, and sum them up if it is the last one; how many are missing."""
+    def _come(self, count: int, timeout_s: float) -> int:
+        """Add to the counter, and write the result if all have come; how many are missing."""
         number, store = self.exchange, self._store
-        notices = store.add(f"{number}/notices", notice, timeout_s)
-        num_rounds, num_posted = divmod(notices, _WITH_A_ROUND)
-        if num_posted == self._num_workers:
-            said = _A_ROUND
+        num_rounds, num_present = divmod(
+            store.add(f"{number}/count", count, timeout_s), _ROUND_COUNT
+        )
+        if num_present == self._num_workers:
+            result = _ROUND
             if not num_rounds:
                 keys = [self._key_of(worker) for worker in range(self._num_workers)]
-                said = b"[" + b",".join(store.get_all(keys, timeout_s)) + b"]"
-            store.set(f"{number}/all", said.decode(), timeout_s)
-        if num_posted == 1:
-            self._opened.append(number)
-        # Whoever is in the exchange before this one has read everything that is older.
-        while self._opened and self._opened[0] < number - 1:
-            old = self._opened.pop(0)
-            for key in (f"{old}/notices", f"{old}/all"):
+                result = b"[" + b",".join(store.get_all(keys, timeout_s)) + b"]"
+            store.set(f"{number}/all", result.decode(), timeout_s)
+        if num_present == 1:
+            self._counted.append(number)
+        # Whoever has begun an exchange has read everything of those before the previous one.
+        while self._counted and self._counted[0] < number - 1:
+            old = self._counted.pop(0)
+            for key in (f"{old}/count", f"{old}/all"):
                 store.delete_key(key, timeout_s)
-        return self._num_workers - num_posted
+        return self._num_workers - num_present
 
 
-def _table(said: bytes, num_workers: int, width: int) -> list[list[float]]:
-    """The numbers of all workers, if it is those."""
-    found = notes.read(said, "The notice board")
+def _table(text: bytes, num_workers: int, width: int) -> list[list[float]]:
+    """The numbers of all workers; RuntimeError if the text holds something else."""
+    found = notes.read(text, "The barrier in the job's key-value store")
     rows = found if isinstance(found, list) else []
     fitting = [r for r in rows if isinstance(r, list) and [type(n) for n in r] == [float] * width]
     if len(fitting) != num_workers or len(rows) != num_workers:
         raise RuntimeError(
-            f"The notice board has {str(found)[:200]!r} instead of {width} numbers of each of "
-            f"{num_workers} workers. Does another program use the port of this job?"
+            f"The barrier in the job's key-value store holds {str(found)[:200]!r} instead of "
+            f"{width} numbers of each of {num_workers} workers. Does another program use the port "
+            "of this job?"
         )
     return fitting

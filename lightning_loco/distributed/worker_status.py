@@ -1,17 +1,17 @@
-"""The few numbers that every worker tells all others, so that all agree on what happens next.
+"""The status that every worker sends with a round or at a sync point, so that all agree.
 
-A worker comes to an exchange of statuses either with a round to make or to wait at a *sync point*:
-a place that all workers must reach together (validation, a checkpoint, the end of training). As
-long as anyone has a round to make, those who wait take part in it. So no worker hangs when data is
-uneven, and all see the same statuses.
+A *sync point* is a place in the program that all workers must reach together: validation, a
+checkpoint, the end of training. A worker that reaches one early takes part in the rounds of the
+others until all are there, as with ``torch.distributed.algorithms.join``. So no worker waits
+forever when data are uneven, and all see the same statuses.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,20 +22,21 @@ from lightning_loco.distributed.work import ExplainErrors, WaitTimer
 from lightning_loco.distributed.worker_group import WorkerGroup
 
 IN_ROUND = 0.0
-"""The ``sync_point`` of a worker that makes a round; sync points have a positive number."""
+"""The ``sync_point`` of a worker that makes a round."""
 
 
 class WorkerStatus(NamedTuple):
-    """What one worker tells all others; NaN stands for what it does not know.
+    """What one worker sends to all others; NaN stands for what it does not know.
 
     Attributes:
-        sync_point: :data:`IN_ROUND`, or the number of a sync point.
-        round_index: Rounds this worker has begun; equal on all workers.
+        sync_point: Id of the sync point at which the worker waits, as :func:`sync_point_id` gives
+            it; :data:`IN_ROUND` if it makes a round.
+        round_index: Rounds that this worker has begun; equal on all workers.
         steps: Local steps since the last round.
-        weight: Share in a mean: 1, or 0 for a worker without valid progress.
-        finite: 0 when the parameters hold NaN or infinity.
+        weight: Weight in a mean: 1, or 0 for a worker without valid progress.
+        finite: 0 if the parameters hold NaN or infinity, else 1.
         loss: Last training loss.
-        spread: Squared distance to the mean in the round before.
+        squared_distance: Squared distance to the mean of the round before.
         scalars: The algorithm's own numbers.
     """
 
@@ -45,31 +46,30 @@ class WorkerStatus(NamedTuple):
     weight: float = math.nan
     finite: float = math.nan
     loss: float = math.nan
-    spread: float = math.nan
+    squared_distance: float = math.nan
     scalars: tuple[float, ...] = ()
 
     @property
     def numbers(self) -> list[float]:
-        """All of it, in a fixed order."""
+        """All values in a fixed order."""
         return [*map(float, self[:-1]), *self.scalars]
 
     @classmethod
     def width(cls, num_scalars: int) -> int:
-        """Numbers in a status."""
+        """How many values a status has."""
         return len(cls._fields) - 1 + num_scalars
 
 
 class PendingStatuses:
-    """The statuses of all workers, under way.
+    """The statuses of all workers, which are being received.
 
     Args:
         receive: Waits and returns the table ``(N, width)``.
-        label: Where this worker is, in words.
+        label: What they are for, e.g. ``"round 12"``.
         has_arrived: Whether ``receive`` would return at once.
-
-    Attributes:
-        complete: Has all workers tell their statuses again, if one that had not looked at its
-            parameters finds itself in a round; None if nobody needs to know.
+        resend: Exchanges the statuses once more. It is called if a worker at a sync point has to
+            take part in a round: its first status had no weight, because it had not looked at its
+            parameters. None if the weights are not needed.
     """
 
     def __init__(
@@ -77,15 +77,21 @@ class PendingStatuses:
         receive: Callable[[], Tensor],
         label: str,
         has_arrived: Callable[[], bool] = lambda: True,
+        resend: Callable[[], PendingStatuses] | None = None,
     ) -> None:
         self._receive = receive
         self._label = label
         self._has_arrived = has_arrived
+        self._resend = resend
         self._statuses: list[WorkerStatus] | None = None
-        self.complete: Callable[[], list[WorkerStatus]] | None = None
 
     def wait(self) -> list[WorkerStatus]:
-        """Return the statuses of all workers; a RuntimeError names who is missing or has failed."""
+        """Return the statuses of all workers.
+
+        Raises:
+            RuntimeError: If a worker is missing, has failed or is in another round; the message
+                names it.
+        """
         if self._statuses is None:
             width = WorkerStatus.width(0)
             table = self._receive().tolist()
@@ -97,15 +103,18 @@ class PendingStatuses:
                         f"round {statuses[0].round_index:.0f}. Resume all workers from the same "
                         "checkpoint."
                     )
-            makes_round = any(status.sync_point == IN_ROUND for status in statuses)
-            if (
-                self.complete
-                and makes_round
-                and any(math.isnan(status.weight) for status in statuses)
-            ):
-                statuses = self.complete()
+            is_incomplete = any(math.isnan(status.weight) for status in statuses)
+            if self._resend is not None and is_incomplete and is_round(statuses):
+                statuses = self._resend().wait()
             self._statuses = statuses
         return self._statuses
+
+    @classmethod
+    def known(cls, statuses: Sequence[WorkerStatus] = (), label: str = "") -> PendingStatuses:
+        """Statuses that have been received already."""
+        pending = cls(lambda: torch.zeros(0, WorkerStatus.width(0)), label)
+        pending._statuses = list(statuses)
+        return pending
 
     @property
     def has_been_read(self) -> bool:
@@ -127,33 +136,9 @@ class PendingStatuses:
         return total
 
 
-class StatusCarrier(Protocol):
-    """How the statuses of a round travel: by themselves, or with its first bucket."""
-
-    def sync_point(
-        self, statistics: Statistics, status: WorkerStatus, label: str
-    ) -> PendingStatuses | None:
-        """Send the status at a sync point; None if there is a round to take part in."""
-
-    def carry(self, statistics: Statistics, status: WorkerStatus, label: str) -> PendingStatuses:
-        """Send the status of a worker that takes part in a round."""
-
-
-class SeparateStatuses:
-    """Rows travel by themselves; those at a sync point learn from them whether there is a round."""
-
-    def __init__(self, group: WorkerGroup) -> None:
-        self._group = group
-
-    def sync_point(
-        self, statistics: Statistics, status: WorkerStatus, label: str
-    ) -> PendingStatuses:
-        """Send this worker's status; all statuses tell whether there is a round."""
-        return start_statuses(self._group, statistics, status, label)
-
-    def carry(self, statistics: Statistics, status: WorkerStatus, label: str) -> PendingStatuses:
-        """Send this worker's status."""
-        return start_statuses(self._group, statistics, status, label)
+def is_round(statuses: list[WorkerStatus]) -> bool:
+    """Whether a worker makes a round, in which those at a sync point must take part."""
+    return any(status.sync_point == IN_ROUND for status in statuses)
 
 
 def sync_point_id(purpose: str) -> float:
@@ -162,17 +147,26 @@ def sync_point_id(purpose: str) -> float:
 
 
 def write_status(table: Tensor, worker: int, status: WorkerStatus) -> None:
-    """Put one worker's status into a table ``(N, width)`` of zeros that will be summed."""
+    """Write one worker's status into a table ``(N, width)`` of zeros that will be summed."""
     table.zero_()
     table[worker] = torch.tensor(status.numbers, dtype=table.dtype)
 
 
-def start_statuses(
-    group: WorkerGroup, statistics: Statistics, status: WorkerStatus, label: str
+def send_status(
+    group: WorkerGroup,
+    statistics: Statistics,
+    status: WorkerStatus,
+    label: str,
+    needs_weights: bool = False,
 ) -> PendingStatuses:
-    """Send this worker's status to all workers, by a small all-gather of its own.
+    """Send this worker's status to all workers, in a small all-gather of its own.
 
-    ``label`` says in words what the status is for: ``"round 12"``, ``"validation"``.
+    Args:
+        group: The workers.
+        statistics: Where seconds are counted.
+        status: Of this worker.
+        label: What it is for: ``"round 12"``, ``"validation"``.
+        needs_weights: Whether statuses without weight are to be exchanged again in a round.
     """
     own = torch.tensor(status.numbers, dtype=torch.float64)
     if group.control is None:
@@ -187,4 +181,7 @@ def start_statuses(
             work.wait()
         return table
 
-    return PendingStatuses(receive, label, work.is_completed)
+    def resend() -> PendingStatuses:
+        return send_status(group, statistics, status, label)
+
+    return PendingStatuses(receive, label, work.is_completed, resend if needs_weights else None)

@@ -38,7 +38,7 @@ class Summing:
     def exchange(self, pending: ElasticRound, plan: Plan) -> Tensor:
         """The sum of the messages; that of a newcomer would not fit."""
         if plan.own in plan.newcomers:
-            fragment = fragment_of(self._engine, plan.round_index).fragment
+            fragment = fragment_of(self._engine, plan.round_index).memory
             total = torch.zeros(sum(map(len, fragment.buckets)), dtype=fragment.layout.dtype)
         else:
             pending.is_sent.wait()

@@ -8,7 +8,6 @@ import socket
 from collections.abc import Sequence
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from lightning_loco.distributed.statistics import Statistics
@@ -34,7 +33,8 @@ from lightning_loco.elastic.recovery import (
 from lightning_loco.elastic.rounds import ElasticRounds
 from lightning_loco.engine.buckets import Bucket
 from lightning_loco.engine.engine import Engine
-from lightning_loco.engine.exchanges.base import make_exchange
+from lightning_loco.engine.exchanges import make_exchange
+from lightning_loco.engine.exchanges.base import Handle
 from lightning_loco.engine.membership import DataShare, Host
 from lightning_loco.engine.settings import RoundSettings
 
@@ -57,7 +57,7 @@ class ElasticLink:
         first one.
     """
 
-    can_carry_status = False
+    carries_status = False
 
     def __init__(self, asked: Elastic, settings: RoundSettings) -> None:
         self.is_weighted = settings.algorithm.exchange == "mean"
@@ -97,14 +97,21 @@ class ElasticLink:
 
     # ------------------------------------------------------------------ rounds
 
-    def sync_point(
-        self, statistics: Statistics, status: WorkerStatus, place: str
-    ) -> PendingStatuses:
-        """Nobody else comes to the sync points of this job."""
-        table = torch.tensor([status.numbers], dtype=torch.float64)
-        return PendingStatuses(lambda: table, place)
+    def wait_at_sync_point(self, status: WorkerStatus, label: str) -> list[WorkerStatus]:
+        """Return this worker's status: it is the only one in this job."""
+        return [status]
 
-    def carry(self, statistics: Statistics, status: WorkerStatus, place: str) -> PendingStatuses:
+    def write_status(self, bucket: Bucket, status: WorkerStatus, label: str) -> None:
+        """Raise RuntimeError: messages carry no status."""
+        raise RuntimeError("The statuses of members are sent by themselves.")
+
+    def read_statuses(
+        self, bucket: Bucket, handle: Handle, status: WorkerStatus, label: str
+    ) -> PendingStatuses:
+        """Raise RuntimeError: messages carry no status."""
+        raise RuntimeError("The statuses of members are sent by themselves.")
+
+    def send_status(self, status: WorkerStatus, label: str) -> PendingStatuses:
         """Begin a pending round with the status; its message follows by :meth:`start`.
 
         A pending round that stays begins then, not to take the processor from those who make
@@ -114,7 +121,7 @@ class ElasticLink:
         pending.is_overlapped = self.engine.settings.schedule.is_overlapped(pending.round_index)
         if not pending.is_overlapped:
             self._carry(pending)
-        return statuses_of(pending, self.engine, place)
+        return statuses_of(pending, self.engine, label)
 
     def start(self, bucket: Bucket, round_index: int) -> Carried:
         """Give the pending round its message."""
@@ -187,7 +194,7 @@ class ElasticLink:
         begun = engine.worker.round_index - pending.round_index
         missed = self._missed(pending) if begun else 0
         for rounds in engine.fragments:
-            rounds.give_up()
+            rounds.drop_pending()
         follow(engine, self.host, pending, missed)
         take_part(engine, pending, Carried(pending, engine, self._note))
         engine.worker.round_index = pending.plan.round_index + begun

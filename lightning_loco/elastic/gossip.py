@@ -13,7 +13,7 @@ from lightning_loco.elastic.quorum import NO_STATE, Plan
 from lightning_loco.elastic.recovery import copy_state, longest_state
 from lightning_loco.elastic.state_transfer import StateTransfer, receive, send
 from lightning_loco.engine.engine import Engine
-from lightning_loco.engine.exchanges.mixing import Mix
+from lightning_loco.engine.exchanges.neighbor import MixingRow
 from lightning_loco.fault_points import reach
 from lightning_loco.topology import Topology
 
@@ -53,7 +53,7 @@ class Mixing:
         message = pending.message.cpu()
         members = [place for place in range(len(plan.names)) if place not in plan.newcomers]
         place_here = members.index(plan.own), len(members), plan.round_index
-        mix = Mix.of(self._topology, *place_here)
+        mix = MixingRow.of(self._topology, *place_here)
         receivers = self._topology.receivers(*place_here)
         written = message if self._codec is None else self._codec.encode(message)
         inbox = {peer: torch.empty_like(written) for peer in mix.others}

@@ -40,8 +40,8 @@ def outer_state(engine: Engine) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for index, rounds in enumerate(engine.fragments):
-        fragment = rounds.fragment
-        present = fragment.parts[0].state if fragment.has_uncut_state else fragment.state
+        fragment = rounds.memory
+        present = fragment.chunks[0].state if fragment.has_uncut_state else fragment.state
         for key, value in fragment.state.items():
             is_shared = fragment.is_cut(value)
             found[key if is_shared else f"{index}/{key}"] = value if is_shared else present[key]
@@ -62,7 +62,7 @@ def copy_state(engine: Engine, pending: ElasticRound) -> StateTransfer:
     It may be called beside the local steps: outer parameters stand still meanwhile. Where the
     algorithm has none, the model's parameters are taken, and the round replaces them.
     """
-    fragment, worker, state = engine.fragments[0].fragment, engine.worker, outer_state(engine)
+    fragment, worker, state = engine.fragments[0].memory, engine.worker, outer_state(engine)
     tensors = {f"{_STATE}{k}": _copied(v) for k, v in state.items() if isinstance(v, Tensor)}
     if engine.settings.algorithm.restart(fragment.state) is None:
         tensors[_PARAMS] = worker.replica.layout.set_aside()
@@ -99,7 +99,7 @@ def adopt_state(engine: Engine, pending: ElasticRound) -> None:
     found = {**tensors, **state.values["numbers"]}
     states = [_state_of_fragment(found, index) for index in range(len(engine.fragments))]
     for rounds, values in zip(engine.fragments, states, strict=True):
-        for key, own in rounds.fragment.state.items():
+        for key, own in rounds.memory.state.items():
             if isinstance(own, Tensor) and getattr(values.get(key), "shape", None) != own.shape:
                 message = f"The state of the run does not fit this worker's: {key!r} differs."
                 raise RuntimeError(message)
@@ -140,7 +140,7 @@ def apply_saved_rounds(engine: Engine) -> None:
             "received": shared["received"],
             "sent_params": own["sent_params"],
         }
-        for handle in rounds.give_up():
+        for handle in rounds.drop_pending():
             handle.release()
         rounds.apply_saved(pending)
 
@@ -220,9 +220,9 @@ def take_part(engine: Engine, pending: ElasticRound, handle: Carried) -> Fragmen
     rounds = fragment_of(engine, index)
     rounds.began_at = int(position["steps"])
     statuses = statuses_of(pending, engine, f"round {index}")
-    rounds.pending = PendingRound(index, statuses, False, rounds.began_at, [handle])
-    rounds.pending.was_overlapped = engine.settings.schedule.is_overlapped(index)
-    for message in rounds.fragment.messages():
+    rounds.pending = PendingRound(index, False, rounds.began_at, statuses, [handle])
+    rounds.pending.is_overlapped = engine.settings.schedule.is_overlapped(index)
+    for message in [bucket.message for bucket in rounds.memory.buckets]:
         if engine.settings.algorithm.exchange == "mean" or pending.received is None:
             message.zero_()
         else:

@@ -1,14 +1,13 @@
-"""What a round works on: parts, small enough for the cache, and buckets of them, which travel.
+"""Chunks of the parameters that fit the cache, and the buckets that they are sent in.
 
-Parts are small, so that they stay in the processor's cache from one operation to the next. Buckets
-are long, because every exchange has fixed costs. Both are tied to their memory once, because making
-views of many small tensors takes longer than copying them.
+Chunks are small, so that one stays in the processor's cache from one operation to the next. Buckets
+are large, because every collective has fixed costs. Both keep views of the parameters and of the
+messages, because making views of many small tensors takes longer than copying them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,34 +18,23 @@ from lightning_loco.fault_points import reach
 from lightning_loco.parameters.flat import Chunk
 
 
-def slice_state(state: State, numel: int, chunk: Chunk) -> State:
-    """The state of a chunk: entries of shape ``(numel,)`` cut along, a copy of everything else."""
-    sliced: State = {}
-    for key, value in state.items():
-        if isinstance(value, Tensor):
-            is_cut = value.shape == (numel,)
-            value = value[chunk.start : chunk.stop] if is_cut else value.clone()
-        sliced[key] = value
-    return sliced
-
-
-class Part:
-    """A chunk of the parameters with its memory in a message and its slice of the state.
+class BucketChunk:
+    """One chunk of a bucket: parameters, their part of the message, and slices of the state.
 
     Args:
-        chunk: The pieces of parameters.
-        message: Where the message is made, of shape ``(len(chunk),)``.
+        params: The chunk of the parameters.
+        message: Memory for the message, of shape ``(len(params),)``.
         algorithm: What a round computes.
-        state: The algorithm's slice.
-        departure: Where the parameters that left are kept, if they are.
-        scratch: Memory of the same length or longer. Default: the message's.
+        state: The algorithm's state, cut to this chunk.
+        sent_params: Memory for the parameters as they were sent, if they are kept.
+        scratch: Memory of the same length or longer. Default: that of the message.
         compression: How messages are compressed.
-        residual: What that remembers, likewise.
+        residual: State of the compression, cut to this chunk.
     """
 
     def __init__(
         self,
-        chunk: Chunk,
+        params: Chunk,
         message: Tensor,
         algorithm: Algorithm,
         state: State,
@@ -55,52 +43,52 @@ class Part:
         compression: Compression | None = None,
         residual: State | None = None,
     ) -> None:
-        self.chunk = chunk
+        self.params = params
         self.message = message
         self.state = state
         self.residual = residual or {}
         self.sent_params = sent_params
-        self.scratch = message if scratch is None else scratch[: len(chunk)]
+        self.scratch = message if scratch is None else scratch[: len(params)]
         self._algorithm = algorithm
         self._compression = compression
-        self._is_rounded = chunk.is_rounded(message.dtype)
+        self._is_rounded = params.is_rounded(message.dtype)
         kept = [message, self.scratch, sent_params, *self.state.values()]
         self._kept = [v for v in kept if isinstance(v, Tensor) and v.shape == message.shape]
-        self._windows = {id(v): chunk.tied(v) for v in self._kept}
+        self._windows = {id(v): params.tied(v) for v in self._kept}
 
     def __len__(self) -> int:
-        return len(self.chunk)
+        return len(self.params)
 
     def pack(self, into: Tensor) -> None:
-        """Copy the local parameters as they are, into memory of shape ``(len(self),)``."""
-        (self._windows.get(id(into)) or self.chunk.tied(into)).pack()
+        """Copy the local parameters into ``into``, of shape ``(len(self),)``."""
+        (self._windows.get(id(into)) or self.params.tied(into)).pack()
 
     def unpack(self, values: Tensor) -> None:
         """Copy ``values``, of shape ``(len(self),)``, into the model."""
-        (self._windows.get(id(values)) or self.chunk.tied(values)).unpack()
+        (self._windows.get(id(values)) or self.params.tied(values)).unpack()
 
-    def start(self) -> Tensor | None:
-        """The parameters at which the round began, if the algorithm remembers them."""
+    def pack_exact(self, into: Tensor) -> None:
+        """Copy the local parameters into ``into`` without the error of their last rounding.
+
+        Parameters in a narrow dtype (bfloat16) were rounded when they were written last. The
+        rounding error is added again; otherwise the algorithm would take it for progress and undo
+        small steps of the float32 outer parameters.
+        """
+        self.pack(into)
+        if self._is_rounded:
+            written = self.round_start() if self.sent_params is None else self.sent_params
+            if written is not None:
+                into.add_(self.params.rounding_error(written))
+
+    def round_start(self) -> Tensor | None:
+        """The parameters at the start of the round; None if the algorithm does not keep them."""
         start = self._algorithm.restart(self.state)
         if start is None or self._compression is None:
             return start
         return self._compression.begin(start, self.residual)
 
-    def read_local(self, into: Tensor) -> None:
-        """Pack the local parameters, exact to the drift.
-
-        Parameters in a narrow dtype (bfloat16) were rounded when they were written last. What was
-        lost then is added again, or the algorithm would take it for a drift and undo small steps
-        of its masters.
-        """
-        self.pack(into)
-        if self._is_rounded:
-            written = self.start() if self.sent_params is None else self.sent_params
-            if written is not None:
-                into.add_(self.chunk.rounding_error(written))
-
     def propose(self, params: Tensor) -> None:
-        """Replace the parameters by the message."""
+        """Replace ``params`` by the message."""
         reach("packing")
         message = self._algorithm.propose(params, self.state)
         if message is not params:
@@ -108,115 +96,101 @@ class Part:
         if self._compression is not None:
             self._compression.prepare(params, self.residual)
 
-    def keep(self, lost: Tensor, was_prepared: bool) -> None:
-        """Remember what was lost of a message; see :meth:`Compression.keep`."""
-        if self._compression is not None:
-            self._compression.keep(lost, self.residual, was_prepared)
-
-    def make_absolute(self, received: Tensor) -> None:
-        """Make of what was received what it would be without compression."""
-        if self._compression is not None:
-            self._compression.make_absolute(received, self.residual)
-
-    def note_received(self, received: Tensor) -> None:
-        """Remember what the algorithm is about to get, if compression needs to know."""
-        if self._compression is not None:
-            self._compression.land(received, self.residual)
-
-    def begin_again(self) -> None:
-        """Let local steps begin again, right before the message leaves that was made."""
+    def restart(self) -> None:
+        """Write the parameters from which local steps go on once the message is sent."""
         if (start := self._algorithm.on_send(self.message, None, self.state)) is not None:
             self.unpack(start)
 
-    def end(self, received: Tensor, leaving: Tensor | None) -> Tensor:
-        """The result of a round, at whose end another message may leave."""
-        if leaving is None:
+    def keep_lost(self, lost: Tensor, was_prepared: bool) -> None:
+        """Keep for the next round what was lost; see :meth:`Compression.keep`."""
+        if self._compression is not None:
+            self._compression.keep(lost, self.residual, was_prepared)
+
+    def decode(self, received: Tensor) -> None:
+        """Turn what was received, in place, into what it would be without compression."""
+        if self._compression is not None:
+            self._compression.make_absolute(received, self.residual)
+
+    def record_received(self, received: Tensor) -> None:
+        """Show the compression what the algorithm is about to get."""
+        if self._compression is not None:
+            self._compression.land(received, self.residual)
+
+    def update(self, received: Tensor, next_message: Tensor | None) -> Tensor:
+        """Compute the result of a round.
+
+        Args:
+            received: What the exchange has brought for this chunk.
+            next_message: The message of the next round, if that is sent at the same time.
+        """
+        if next_message is None:
             return self._algorithm.update(self.message, received, self.state)
-        result = self._algorithm.on_send(leaving, (self.message, received), self.state)
+        result = self._algorithm.on_send(next_message, (self.message, received), self.state)
         assert result is not None
         return result
 
-    def begin(self, result: Tensor) -> Tensor:
-        """Where local steps begin, given the result of a round that has ended."""
+    def local_start(self, result: Tensor) -> Tensor:
+        """The parameters from which local steps go on, given the result of a round."""
         if self._compression is None:
             return result
         return self._compression.begin(result, self.residual, out=self.scratch)
 
 
 class Bucket:
-    """Parts that travel together.
+    """Chunks that travel in one collective.
 
     Args:
-        wire: The memory that is sent: the message, and what rides behind it.
-        parts: What the message is made of; each knows its slice of the flat vector.
+        wire: The memory that is sent: the message, and behind the first one the statuses.
+        chunks: What the message consists of.
     """
 
-    def __init__(self, wire: Tensor, parts: list[Part]) -> None:
+    def __init__(self, wire: Tensor, chunks: list[BucketChunk]) -> None:
         self.wire = wire
-        self.parts = parts
-        self._lengths = [len(part) for part in parts]
+        self.chunks = chunks
+        self._lengths = [len(chunk) for chunk in chunks]
         self._length = sum(self._lengths)
 
     def __len__(self) -> int:
         return self._length
 
     @property
+    def message(self) -> Tensor:
+        """The memory of the message alone, of shape ``(len(self),)``."""
+        return self.wire[: self._length]
+
+    @property
     def slices(self) -> list[range]:
-        """Which elements of the flat vector it carries."""
-        return [range(part.chunk.start, part.chunk.stop) for part in self.parts]
+        """Which elements of the flat vector it holds."""
+        return [range(chunk.params.start, chunk.params.stop) for chunk in self.chunks]
 
-    def keep(self, lost: Tensor | None, was_prepared: bool) -> None:
-        """Have each part remember its share of what was lost, if somebody asks."""
-        for part, share in self.split(lost) if lost is not None else ():
-            part.keep(share, was_prepared)
+    def keep_lost(self, lost: Tensor | None, was_prepared: bool) -> None:
+        """Let each chunk keep its slice of what was lost, if that is fed back."""
+        for chunk, part in self.split(lost) if lost is not None else ():
+            chunk.keep_lost(part, was_prepared)
 
-    def split(self, received: Tensor, weight: float = 1.0) -> Iterator[tuple[Part, Tensor]]:
-        """Each part with its share of what was received, of shape ``(len(self),)`` or longer.
+    def split(self, received: Tensor, weight: float = 1.0) -> Iterator[tuple[BucketChunk, Tensor]]:
+        """Yield each chunk with its slice of what was received, ``(len(self),)`` or longer.
 
         Sums are divided by the total ``weight``, in place.
         """
-        shares = torch.split_with_sizes(received[: self._length], self._lengths)
-        for part, share in zip(self.parts, shares, strict=True):
-            yield part, share if weight == 1 else share.div_(weight)
+        parts = torch.split_with_sizes(received[: self._length], self._lengths)
+        for chunk, part in zip(self.chunks, parts, strict=True):
+            yield chunk, part if weight == 1 else part.div_(weight)
 
 
-class Handle(Protocol):
-    """A bucket under way."""
-
-    @property
-    def lost(self) -> Tensor | None:
-        """Once it is here, what was lost of the own message, in its place; None if nobody asks."""
-
-    def has_arrived(self) -> bool:
-        """Whether :meth:`wait` would return at once; never waits."""
-
-    def wait(self) -> Tensor:
-        """Return what was received, perhaps in the message's memory; called once."""
-
-    def release(self) -> None:
-        """What was received has been used, and its memory may serve again."""
-
-
-class Arrived(NamedTuple):
-    """A handle whose wait is over."""
-
-    received: Tensor
-    lost: Tensor | None = None
-
-    def has_arrived(self) -> bool:
-        """Yes."""
-        return True
-
-    def wait(self) -> Tensor:
-        """What was received."""
-        return self.received
-
-    def release(self) -> None:
-        """The memory belongs to someone else."""
+def slice_state(state: State, numel: int, params: Chunk) -> State:
+    """The state of a chunk: slices of entries of shape ``(numel,)``, copies of all others."""
+    sliced: State = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            is_cut = value.shape == (numel,)
+            value = value[params.start : params.stop] if is_cut else value.clone()
+        sliced[key] = value
+    return sliced
 
 
 def group_chunks(chunks: list[Chunk], longest: int) -> list[list[Chunk]]:
-    """Put neighbouring chunks together, up to ``longest`` elements if a chunk is not longer."""
+    """Group neighbouring chunks, up to ``longest`` elements unless one chunk is longer."""
     groups: list[list[Chunk]] = []
     length = 0
     for chunk in chunks:

@@ -12,44 +12,54 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from lightning_loco.distributed.devices import device_of
+from lightning_loco.distributed.work import AllReduceSum
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.distributed.worker_status import (
     IN_ROUND,
     PendingStatuses,
-    SeparateStatuses,
-    StatusCarrier,
     WorkerStatus,
+    is_round,
+    send_status,
+    sync_point_id,
 )
-from lightning_loco.engine.exchanges.all_reduce import StatusesWithBucket
-from lightning_loco.engine.exchanges.base import Exchange, make_exchange
-from lightning_loco.engine.fragment import Fragment
+from lightning_loco.earlier_run import with_present_names
+from lightning_loco.engine.exchanges import make_exchange
+from lightning_loco.engine.exchanges.base import Exchange
+from lightning_loco.engine.fragment_memory import FragmentMemory
 from lightning_loco.engine.fragment_sync import FragmentSync, PendingRound
 from lightning_loco.engine.link_emulator import LinkEmulator
 from lightning_loco.engine.membership import Link
 from lightning_loco.engine.settings import RoundSettings
-from lightning_loco.schedules import Now
+from lightning_loco.schedules import EveryInterval, Now
 from lightning_loco.worker import Worker
 
 
 class Engine:
     """One worker's part in the training of all.
 
+    Call :meth:`step` after every step of the optimizer, on every rank, and in the end
+    :meth:`finish`, which leaves the consensus in the model, and :meth:`close`.
+    :class:`~lightning_loco.engine.StepEngine` and :class:`~lightning_loco.engine.ClockEngine` make
+    one from single arguments.
+
     Args:
         model: The module to train; its trainable parameters are exchanged.
-        make_settings: Makes the settings; may raise, on all workers then.
+        make_settings: Makes the settings; may raise, which then happens on all workers.
         group: The workers. Default: all ranks of the default process group, with groups of its own.
-        optimized: Exchange only those trainable parameters. Default: all of them.
+        optimized: Exchange only these trainable parameters. Default: all of them.
 
     Attributes:
-        worker: What is this worker's whatever its schedule: place, replica, sync points, consensus.
-        fragments: The rounds of each part of the parameters that the schedule exchanges by itself.
+        worker: The worker's group, replica and counters.
+        fragments: The rounds of each fragment of the parameters.
         settings: Checked against the number of workers, without ``"auto"``.
-        statistics: What communication cost so far.
+        statistics: What communication has cost so far.
         paused: Set it to make no rounds for a while; the same on all workers.
+        shows_outer: Whether the consensus is the outer parameters, if there are any, instead
+            of the mean of the local ones.
         consensus_every: Measure the consensus distance every that many rounds; 0 for never.
-        consensus_elements: How many elements to look at.
-        link: Connects with members that come and go; None if all ranks take part all the time.
+        consensus_elements: How many elements to measure it from.
         measure_outer_gradient: Whether rounds measure its norm (one more pass over memory).
+        link: The connection with members that join and leave; None if all ranks always take part.
 
     Raises:
         ValueError: Or TypeError on every worker, if the model or the settings do not fit.
@@ -65,23 +75,22 @@ class Engine:
         group = group if group is not None else WorkerGroup.create(device=device_of(model))
         try:
             self.worker, self.settings = Worker.join(model, make_settings, group, optimized)
-            made = make_fragments(self.worker, self.settings)
+            self.link = connect_members(self.worker, self.settings)
+            self._exchange = self.link or make_group_exchange(self.worker, self.settings)
+            self.fragments = make_fragments(self.worker, self.settings, self._exchange)
         except BaseException as error:
             group.close(error)
             raise
-        self.fragments, self._carriers, exchange, self.link = made
         self.statistics = self.worker.statistics
         self.paused = self.measure_outer_gradient = False
         self.consensus_every, self.consensus_elements = 0, 8192
         self._schedule = self.settings.schedule.of_worker(group.worker)
         self._sync_every = self._schedule.sync_every_of(group.worker)
-        self._is_weighted = exchange.is_weighted
-        self._takes_part = False
-        self._unread: PendingStatuses | None = None
+        self._has_progress = False
+        self._unrecorded: PendingStatuses | None = None
         self.statistics.staleness = self._schedule.staleness_of(group.worker)
         self.buffers_at_start = self.worker.replica.buffers.new_flat()
-        self.worker.engine = self
-        self.worker.shows_outer = self.link is not None
+        self.shows_outer = self.link is not None
 
     @classmethod
     def from_settings(
@@ -91,14 +100,16 @@ class Engine:
         group: WorkerGroup | None = None,
         optimized: Iterable[Tensor] | None = None,
     ) -> Self:
-        """An engine of settings that are made already."""
+        """Make an engine from settings."""
         Engine.__init__(engine := cls.__new__(cls), model, lambda: settings, group, optimized)
         return engine
 
     def join(self) -> None:
-        """Where workers come and go: take part, before the first step, in the run's state."""
+        """Take part in an elastic run, in its present state; call it before the first step."""
         if self.link is not None:
             self.link.join(self)
+
+    # ---------------------------------------------------------------- local steps
 
     def step(self) -> bool:
         """Count one local step and make the rounds that are due.
@@ -121,107 +132,127 @@ class Engine:
     @property
     def is_due(self) -> bool:
         """Whether a round is to begin or to end after the step that was counted last."""
-        return not self.paused and any(begin or end for begin, end in self._due())
+        return not self.paused and any(begins or ends for begins, ends in self._due())
 
     @property
-    def _turn(self) -> int:  # the fragment that the next round moves
+    def stop_agreed(self) -> str | None:
+        """The reason to stop, once this worker is at the step that all have agreed on."""
+        return self.worker.stop_agreed
+
+    @property
+    def _turn(self) -> int:
+        """Index of the fragment whose round begins next."""
         return self.worker.round_index % len(self.fragments)
 
     def _due(self) -> list[tuple[bool, bool]]:
+        """For each fragment whether a round begins, and whether its pending round ends."""
         worker, now_s = self.worker, time.monotonic()
         counts = (worker.steps, worker.steps_since_round, worker.round_index)
-        fragments = enumerate(self.fragments)
-        nows = [
-            Now(*counts, i, now_s - fragment.applied_at, fragment.pending)
-            for i, fragment in fragments
+        return [
+            self._schedule.due(Now(*counts, index, now_s - fragment.applied_at, fragment.pending))
+            for index, fragment in enumerate(self.fragments)
         ]
-        return [self._schedule.due(now) for now in nows]
+
+    # --------------------------------------------------------------------- rounds
 
     @torch.no_grad()
     def make_round(self) -> None:
-        """End the rounds that have come to their end and begin what is due; at least begin one."""
+        """Apply the pending rounds that end and begin the round that is due; at least begin one."""
         if self.link is not None:
-            self._settle()
+            self._record_statuses()
         dues = self._due()
         begins = any(begin for begin, _ in dues) or not any(end for _, end in dues)
-        for index, (_, end) in enumerate(dues):
-            if end and not (begins and index == self._turn):
+        for index, (_, ends) in enumerate(dues):
+            if ends and not (begins and index == self._turn):
                 self._apply(index)
         if begins:
-            self._settle()
+            self._record_statuses()
             self._begin(IN_ROUND, f"round {self.worker.round_index}")
 
-    def _begin(self, place: float, words: str, unread: PendingStatuses | None = None) -> None:
-        """Begin a round, and end it in the same turn if the schedule says so.
+    def _begin(
+        self, sync_point: float, label: str, statuses: PendingStatuses | None = None
+    ) -> None:
+        """Begin a round, and end it at once if the schedule says so.
 
-        ``place`` and ``words`` say where this worker is; ``unread`` are the workers' statuses, if
-        they are under way already.
+        Args:
+            sync_point: Id of the sync point at which this worker waits, or ``IN_ROUND``.
+            label: What this worker does, for error messages.
+            statuses: Of all workers, if they were exchanged already.
         """
-        worker, turn = self.worker, self._turn
-        for index in range(len(self.fragments)) if self.link is not None else ():
-            if index != turn:
-                self._apply(index)  # newcomers get the state as it is between two rounds
-        fragment = self.fragments[turn]
+        worker, fragment = self.worker, self.fragments[self._turn]
+        if self.link is not None:
+            for index in range(len(self.fragments)):
+                if index != self._turn:
+                    self._apply(index)  # who joins gets the state as it is between two rounds
         worker.check_trainable()
-        if unread is None:
-            status = self._look(place)
-            unread = self._carriers[turn].carry(self.statistics, status, words)
-            if self._is_weighted:
-                unread.complete = lambda: self.worker.send_status(status, words).wait()
-        self._unread = unread
-        every = self.consensus_every if self._sync_every is not None and self.link is None else 0
-        if every and worker.round_index % every == 0:
-            unread.wait()
-            self.statistics.consensus_distance = worker.measure_consensus(self.consensus_elements)
-        before = fragment.pending
-        pending = PendingRound(worker.round_index, unread, self._takes_part, worker.steps)
-        if self._schedule.is_overlapped(worker.round_index):
+        index, steps = worker.round_index, worker.steps
+        if statuses is None:
+            status = self._prepare(sync_point)
+            pending = fragment.start(index, steps, self._has_progress, status, label)
+        else:
+            pending = PendingRound(index, self._has_progress, steps, statuses)
+        self._unrecorded = pending.statuses
+        self._measure_consensus(pending)
+        had_pending = fragment.pending is not None
+        if self._schedule.is_overlapped(index):
             fragment.begin(pending)
         elif self.link is None:
-            fragment.make(pending)
+            fragment.make_blocking(pending)
         else:
             fragment.begin(pending, is_overlapped=False)
             self.link.catch_up()
             fragment = self.fragments[self._turn]
             fragment.apply()
-        is_blocking = fragment.pending is None
-        if before is not None or is_blocking:
+        is_over = fragment.pending is None
+        if had_pending or is_over:
             self.statistics.outer_grad_norm = fragment.gradient_norm
         self.statistics.rounds += self._sync_every is not None
         fragment.began_at = fragment.fresh_at = worker.steps
         if not worker.was_finite:
             worker.replica.put_back_buffers(self.buffers_at_start)
-        if is_blocking:
+        if is_over:
             worker.replica.running.note(worker.steps_since_round)
         self.buffers_at_start = worker.replica.buffers.new_flat()
         worker.round_index += 1
         worker.steps_since_round = 0
-        if unread.has_been_read:
-            self._settle()
+        if pending.statuses.has_been_read:
+            self._record_statuses()
 
-    def _look(self, place: float) -> WorkerStatus:
-        """Look at the parameters, and say what the others should know of them."""
+    def _prepare(self, sync_point: float) -> WorkerStatus:
+        """Prepare the next round as far as possible alone, and return this worker's status."""
         worker, fragment = self.worker, self.fragments[self._turn]
         fragment.measure_gradient = self.measure_outer_gradient
-        worker.was_finite = finite = fragment.look()
-        moved = worker.steps > fragment.fresh_at or self._sync_every is None
-        self._takes_part = finite and moved
+        worker.was_finite = finite = fragment.prepare()
+        has_moved = worker.steps > fragment.fresh_at or self._sync_every is None
+        self._has_progress = finite and has_moved
         if not finite:
-            for rounds in self.fragments:
-                if rounds is not fragment:
-                    rounds.go_back()
-        spread = math.nan if fragment.gradient_norm is None else fragment.gradient_norm**2
-        return self._status(place)._replace(weight=self._takes_part, finite=finite, spread=spread)
+            for other in self.fragments:
+                if other is not fragment:
+                    other.restore_start()
+        norm = math.nan if fragment.gradient_norm is None else fragment.gradient_norm
+        return self._status(sync_point)._replace(
+            weight=self._has_progress, finite=finite, squared_distance=norm**2
+        )
 
-    def _status(self, place: float) -> WorkerStatus:
-        """Where this worker is, without a look at its parameters."""
+    def _status(self, sync_point: float) -> WorkerStatus:
+        """This worker's status, without a look at its parameters."""
         algorithm, fragment = self.settings.algorithm, self.fragments[self._turn]
-        numbers = algorithm.scalars(fragment.fragment.state) if algorithm.num_scalars else ()
+        numbers = algorithm.scalars(fragment.state) if algorithm.num_scalars else ()
         steps = self.worker.steps - fragment.began_at
-        return self.worker.status(place)._replace(steps=steps, scalars=tuple(map(float, numbers)))
+        status = self.worker.status(sync_point)
+        return status._replace(steps=steps, scalars=tuple(map(float, numbers)))
+
+    def _measure_consensus(self, pending: PendingRound) -> None:
+        """Measure the consensus distance right before a round, if that is wanted."""
+        every = self.consensus_every if self._sync_every is not None and self.link is None else 0
+        if every and pending.index % every == 0:
+            pending.statuses.wait()  # so that workers at a sync point take part
+            self.statistics.consensus_distance = self.worker.measure_consensus(
+                self.consensus_elements
+            )
 
     def _apply(self, index: int) -> None:
-        """End the pending round of a fragment, if there is one."""
+        """Apply the pending round of a fragment, if there is one."""
         fragment, statistics = self.fragments[index], self.statistics
         if (pending := fragment.pending) is None:
             return
@@ -233,56 +264,142 @@ class Engine:
         if self._sync_every is None:
             statistics.rounds += 1
             statistics.staleness = self.worker.steps - pending.began_at
-        if self._unread is pending.statuses:
-            self._settle()
+        if self._unrecorded is pending.statuses:
+            self._record_statuses()
 
-    def _settle(self) -> None:
-        """Take note of what the workers said with the last round, at the end of a local step."""
-        unread, self._unread = self._unread, None
-        if unread is None:
-            return
-        self.worker.record_statuses(statuses := unread.wait())
-        if self.link is not None:
-            self.link.catch_up()
-        spreads = [status.spread for status in statuses if math.isfinite(status.spread)]
-        if spreads and self._sync_every is None:
-            self.statistics.consensus_distance = math.sqrt(sum(spreads) / len(spreads))
-
-    def rest(self) -> None:
-        """Bring to an end what cannot wait until after a sync point."""
-        self._settle()
-        for index in range(len(self.fragments)) if self._schedule.applies_at_sync_points else ():
+    def _apply_all(self) -> None:
+        self._record_statuses()
+        for index in range(len(self.fragments)):
             self._apply(index)
 
-    def statuses_at_sync_point(self, place: float, words: str) -> list[WorkerStatus] | None:
-        """Tell the others that this worker is at a sync point; None after a round with them."""
-        unread = self._carriers[self._turn].sync_point(self.statistics, self._status(place), words)
-        if unread is None:
-            self._begin(place, words)
-            return None
-        if self._is_weighted:
-            unread.complete = lambda: self.worker.send_status(self._look(place), words).wait()
-        statuses = unread.wait()
-        if any(status.sync_point == IN_ROUND for status in statuses):
-            if not self._is_weighted:
-                self._look(place)
-            self._begin(place, words, unread)
-            return None
-        self.worker.record_statuses(statuses)
-        return statuses
+    def _record_statuses(self) -> None:
+        """Record the statuses of the last round: losses, workers with NaN, consensus distance."""
+        pending, self._unrecorded = self._unrecorded, None
+        if pending is None:
+            return
+        self.worker.record_statuses(statuses := pending.wait())
+        if self.link is not None:
+            self.link.catch_up()
+        squares = [s.squared_distance for s in statuses if math.isfinite(s.squared_distance)]
+        if squares and self._sync_every is None:
+            self.statistics.consensus_distance = math.sqrt(sum(squares) / len(squares))
+
+    # ---------------------------------------------------------------- sync points
+
+    @torch.no_grad()
+    def sync_point(self, purpose: str) -> list[WorkerStatus]:
+        """Wait until all workers have reached the same sync point; take part in rounds until then.
+
+        Parameters are read only if there is a round to take part in.
+
+        Args:
+            purpose: What it is for, in words that are equal on all workers.
+
+        Returns:
+            The statuses with which the workers arrived.
+
+        Raises:
+            RuntimeError: If a worker is missing or has failed, or waits at another sync point.
+            StopAgreed: If the others have stopped, as agreed, before they came here.
+        """
+        sync_point = sync_point_id(purpose)
+        while True:
+            self._record_statuses()
+            if self._schedule.applies_at_sync_points:
+                self._apply_all()
+            statuses = self._exchange.wait_at_sync_point(self._status(sync_point), purpose)
+            if statuses is None:
+                self._begin(sync_point, purpose)
+            elif is_round(statuses):
+                self._join_round(sync_point, purpose, statuses)
+            else:
+                self.worker.record_statuses(statuses)
+                if self.worker.are_together(statuses, sync_point, purpose):
+                    return statuses
+
+    def _join_round(self, sync_point: float, label: str, statuses: list[WorkerStatus]) -> None:
+        """Take part in the round of others, which the statuses at a sync point have shown."""
+        status, group = self._prepare(sync_point), self.worker.group
+        if self._exchange.is_weighted:  # the others need this worker's weight
+            statuses = send_status(group, self.statistics, status, label).wait()
+        self._begin(sync_point, label, PendingStatuses.known(statuses, label))
+
+    @torch.no_grad()
+    def show_consensus(self, purpose: str = "the consensus") -> None:
+        """Put the consensus into the model; all workers must call it.
+
+        The consensus is the mean over the workers whose parameters are finite, or the outer
+        parameters (see :attr:`shows_outer`). :meth:`Worker.show_local` brings the local parameters
+        back.
+
+        Raises:
+            RuntimeError: If no worker's parameters are finite, or as in :meth:`sync_point`.
+        """
+        if not self.worker.replica.shows_consensus:
+            self.sync_point(purpose)
+            self.worker.show_consensus(purpose, self.outer() if self.shows_outer else None)
 
     def outer(self) -> Tensor | None:
-        """The outer parameters ``(P,)``; None if the algorithm has none that all workers share."""
+        """Return the outer parameters ``(P,)``; None if the algorithm has none that all workers share."""
         key = self.settings.consensus_key
-        return None if key is None else self.fragments[0].fragment.state[key]
+        return None if key is None else self.fragments[0].state[key]
+
+    # ---------------------------------------------------------- averaging by time
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether :meth:`average_gradients` is to be called in the coming step."""
+        schedule = self.settings.schedule
+        return isinstance(schedule, EveryInterval) and self.worker.steps < schedule.warmup_steps
+
+    @torch.no_grad()
+    def average_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Replace gradients by their mean over the workers; a missing one counts as zero.
+
+        Args:
+            parameters: The same ones, in the same order, on all workers. Those without a gradient
+                on any worker stay without.
+
+        Raises:
+            RuntimeError: If a worker is missing or has failed.
+        """
+        group, label = self.worker.group, f"warm-up step {self.worker.steps}"
+        trainable = [p for p in parameters if p.requires_grad]
+        if group.data is None or not trainable:
+            return
+        wide = torch.promote_types(torch.float32, trainable[0].dtype)
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainable]
+        present = torch.tensor([p.grad is not None for p in trainable], device=gradients[0].device)
+        flat = torch.cat([*(g.reshape(-1).to(wide) for g in gradients), present.to(wide)])
+        AllReduceSum(group, self.statistics, flat, label).wait().div_(group.num_workers)
+        lengths = [*(g.numel() for g in gradients), len(trainable)]
+        *means, counts = torch.split_with_sizes(flat, lengths)
+        pairs = zip(trainable, gradients, means, counts.tolist(), strict=True)
+        for p, gradient, mean, count in pairs:
+            if count > 0:
+                p.grad = gradient.copy_(mean.view(gradient.shape))
+
+    def abort(self) -> None:
+        """Stop making rounds; all workers must call it, and may call it twice."""
+        if not self.paused:
+            self.sync_point("abort of the averaging")
+            self.paused = True
+
+    def resume(self) -> None:
+        """Make rounds again after :meth:`abort`; all workers must call it."""
+        if self.paused:
+            self.sync_point("resumption of the averaging")
+            self.paused = False
+
+    # ---------------------------------------------------------------- end and state
 
     @torch.no_grad()
     def finish(self, purpose: str = "the end of training") -> None:
         """Leave the mean of the local parameters in the model, on all workers.
 
-        No round is made: a short last one would move the parameters as far as a whole one. What is
-        under way is waited for and not applied, unless :meth:`drain` was called. Members that come
-        and go make a last round, whose outer parameters are the same on all.
+        No round is made: a short last one would move the parameters as far as a whole one. Pending
+        rounds are waited for and not applied, unless :meth:`drain` was called. Elastic members make
+        a last round, whose outer parameters are the same on all.
 
         Raises:
             RuntimeError: If a worker is missing or has failed, or no worker is finite.
@@ -290,45 +407,40 @@ class Engine:
         if self.link is not None:
             self._make_last_rounds(purpose)
         else:
-            self.worker.sync_point(purpose)
+            self.sync_point(purpose)
             for fragment in self.fragments:
                 fragment.wait()
-            self._settle()
-            self.worker.shows_outer = False
-        self.worker.show_consensus("the final consensus")
+            self._record_statuses()
+            self.shows_outer = False
+        self.show_consensus("the final consensus")
 
     def _make_last_rounds(self, purpose: str) -> None:
         assert self.link is not None
         self.link.finish()
         for _ in self.fragments:
-            statuses = self.worker.sync_point(purpose)
+            statuses = self.sync_point(purpose)
             if self._sync_every is not None and any(status.steps > 0 for status in statuses):
                 self._begin(IN_ROUND, f"round {self.worker.round_index}")
             elif len(self.fragments) > 1:
                 self.worker.round_index += 1
         self._apply_all()
 
-    def _apply_all(self) -> None:
-        self._settle()
-        for index in range(len(self.fragments)):
-            self._apply(index)
-
     @torch.no_grad()
     def drain(self) -> None:
-        """Wait for all that is under way and apply it; all workers must call it.
+        """Apply all pending rounds; all workers must call it.
 
         Raises:
             RuntimeError: If a worker is missing or has failed.
         """
-        self.worker.sync_point("the draining of rounds")
+        self.sync_point("the draining of rounds")
         self._apply_all()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything this worker needs to go on exactly, also in the middle of a round.
+        """Return everything that this worker needs to resume exactly, also within a round.
 
         What stands under ``"shared"`` is equal on all workers if the algorithm is replicated.
         """
-        self._settle()
+        self._record_statuses()
         shared, own = zip(*(fragment.state_dict() for fragment in self.fragments), strict=True)
         return {
             **self.worker.state_dict(),
@@ -340,7 +452,8 @@ class Engine:
 
     @torch.no_grad()
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from a state of :meth:`state_dict` of the same worker."""
+        """Load a state of :meth:`state_dict` of the same worker."""
+        saved = with_present_names(saved)
         self.worker.load_state_dict(saved)
         self.buffers_at_start = saved["buffers_at_start"]
         states = zip(saved["shared"], saved["fragments"], saved["began_at"], strict=True)
@@ -352,10 +465,9 @@ class Engine:
     def reset(self) -> None:
         """Make what the model holds now the start of the rounds, as if there had been none before.
 
-        Outer parameters are the present ones and momentum is zero; what a pending round
-        brings is dropped, and the next round is a whole one. All workers must call it at the same
-        place, and hold the same parameters. A member of a run whose workers come and go calls it
-        alone, and keeps in step with the others.
+        Outer parameters are the present ones and momentum is zero; pending rounds are dropped, and
+        the next round is a whole one. All workers must call it at the same step, and hold the same
+        parameters. An elastic member calls it alone, and keeps in step with the others.
         """
         worker, settings = self.worker, self.settings
         start = worker.replica.layout.new_flat()
@@ -377,9 +489,9 @@ class Engine:
 
     def close(self) -> None:
         """Destroy the process groups and stop all threads; a second call does nothing."""
-        self.worker.group.failed |= any(fragment.is_under_way for fragment in self.fragments)
-        handles = [handle for fragment in self.fragments for handle in fragment.give_up()]
-        self._unread = self.worker.engine = None
+        self.worker.group.failed |= any(fragment.is_receiving for fragment in self.fragments)
+        handles = [handle for fragment in self.fragments for handle in fragment.drop_pending()]
+        self._unrecorded = None
         if self.link is not None:
             self.link.close()
         self.worker.group.close()
@@ -387,51 +499,55 @@ class Engine:
             handle.release()
 
 
-def make_fragments(
-    worker: Worker, settings: RoundSettings
-) -> tuple[list[FragmentSync], list[StatusCarrier], Exchange, Link | None]:
-    """The fragments of an engine, how statuses travel with each, the exchange of all, and the link
-    if any.
+def connect_members(worker: Worker, settings: RoundSettings) -> Link | None:
+    """The connection with members that join and leave; None if all ranks always take part."""
+    if settings.membership is None:
+        return None
+    return settings.membership.connect(settings, worker.group)
 
-    Rows ride with a round's first bucket where the exchange can carry them and somebody attends to
-    the round until it ends: those at a sync point must be called when it is late.
+
+def make_group_exchange(worker: Worker, settings: RoundSettings) -> Exchange:
+    """The exchange between all ranks, on emulated links if the settings say so.
+
+    An all-reduce carries the statuses if its rounds are waited for until they end, as workers at a
+    sync point must be called when a round is late.
     """
-    group, layout, algorithm = worker.group, worker.replica.layout, settings.algorithm
-    membership = settings.membership
-    link = None if membership is None else membership.connect(settings, group)
-    exchange = link or make_exchange(
-        algorithm,
+    group, schedule = worker.group, settings.schedule
+    exchange = make_exchange(
+        settings.algorithm,
         group,
         worker.statistics,
         settings.topology,
         settings.compression,
         settings.is_overlapped,
+        not settings.is_overlapped or schedule.applies_at_sync_points,
     )
     if settings.link is not None and group.num_workers > 1:
-        slow = settings.link, group, worker.statistics, settings.topology
-        exchange = LinkEmulator(exchange, *slow)
-    is_attended = not settings.is_overlapped or settings.schedule.applies_at_sync_points
-    rides = exchange.can_carry_status and is_attended
-    width = WorkerStatus.width(algorithm.num_scalars)
-    status_elements = group.num_workers * width if rides else 0
+        emulated = settings.link, group, worker.statistics, settings.topology
+        return LinkEmulator(exchange, *emulated)
+    return exchange
+
+
+def make_fragments(
+    worker: Worker, settings: RoundSettings, exchange: Exchange
+) -> list[FragmentSync]:
+    """The fragments of the schedule, which share the memory of vectors ``(P,)``."""
+    layout, algorithm = worker.replica.layout, settings.algorithm
+    status_elements = worker.group.num_workers * WorkerStatus.width(algorithm.num_scalars)
     longest = settings.bucket_elements(layout.numel, layout.dtype.itemsize)
     start = layout.new_flat()
-    residual = settings.init_residual(start)
-    state = algorithm.init(start)
+    residual, state = settings.init_residual(start), algorithm.init(start)
     fragments: list[FragmentSync] = []
-    carriers: list[StatusCarrier] = []
-    for stretches in settings.schedule.fragment_slices(layout.sizes):
-        sent_params = fragments[0].fragment.sent_params if fragments else None
-        fragment = Fragment(
-            layout, stretches, settings, state, residual, longest, status_elements, sent_params
+    for slices in settings.schedule.fragment_slices(layout.sizes):
+        memory = FragmentMemory(
+            layout,
+            slices,
+            settings,
+            state,
+            residual,
+            longest,
+            status_elements if exchange.carries_status else 0,
+            fragments[0].memory.sent_params if fragments else None,
         )
-        rounds = FragmentSync(fragment, settings, exchange)
-        fragments.append(rounds)
-        table = fragment.status_memory.view(-1, width)
-        rider = (
-            StatusesWithBucket(group, table, rounds.send_first, settings.is_overlapped)
-            if rides
-            else None
-        )
-        carriers.append(link or rider or SeparateStatuses(group))
-    return fragments, carriers, exchange, link
+        fragments.append(FragmentSync(memory, settings, exchange))
+    return fragments

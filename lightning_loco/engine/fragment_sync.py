@@ -1,8 +1,13 @@
-"""The rounds of one fragment: propose, send, land, bucket by bucket.
+"""The rounds of one fragment: pack, propose, encode, exchange, decode, update, unpack.
 
-Three turns are all there is: :meth:`FragmentSync.make` begins and ends a round,
-:meth:`FragmentSync.begin` leaves one under way, after the one before has landed or while it does,
-:meth:`FragmentSync.apply` ends it.
+A round starts with :meth:`FragmentSync.start`, which sends the status of this worker, and with the
+messages that :meth:`FragmentSync.begin` sends, bucket by bucket. It ends with
+:meth:`FragmentSync.apply`. In a blocking round, :meth:`FragmentSync.make_blocking`, both happen
+before the next local step; in an overlapped one, local steps lie in between.
+
+A round that fails before ``apply`` leaves parameters and state as they were: everything has been
+received before anything changes. The exception is a blocking round that is larger than
+``bucket_bytes``. It is applied bucket by bucket, and one that fails in between is marked as torn.
 """
 
 from __future__ import annotations
@@ -16,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_loco.algorithms import Restart
+from lightning_loco.algorithms import Restart, State
 from lightning_loco.distributed.work import labelled
 from lightning_loco.distributed.worker_status import PendingStatuses, WorkerStatus
-from lightning_loco.engine.buckets import Arrived, Bucket, Handle, Part
-from lightning_loco.engine.exchanges.base import Exchange, send, wait_for
-from lightning_loco.engine.fragment import Fragment
+from lightning_loco.engine.buckets import Bucket, BucketChunk
+from lightning_loco.engine.exchanges.base import Arrived, Exchange, Handle
+from lightning_loco.engine.fragment_memory import FragmentMemory
 from lightning_loco.engine.settings import PENDING_BUCKETS, RoundSettings
 from lightning_loco.fault_points import reach
 from lightning_loco.parameters.flat import are_finite
@@ -29,88 +34,85 @@ from lightning_loco.parameters.flat import are_finite
 
 @dataclasses.dataclass
 class PendingRound:
-    """Messages of one fragment under way, and what their landing needs to know.
+    """A round that has begun and is not applied yet.
 
     Attributes:
         index: Number of the round.
-        statuses: What the workers tell with it.
-        valid: Whether this worker's message is one of its own progress, with weight in a mean.
-        finite: Whether its parameters were finite when it began.
-        began_at: Local steps of this worker when it began.
-        handles: The buckets under way, in order.
-        received: What they have brought; None before it is here.
-        stayed: Whether local steps were made while it was under way.
-        told: The algorithm's own numbers of all workers; None before they are known.
-        is_divided: Whether what has arrived is divided by the total weight already, and what was
-            lost on the wire is taken care of.
+        valid: Whether this worker's message holds progress of its own, with weight in a mean.
+        began_at: Local steps of this worker when the round began.
+        statuses: Of all workers; none in a round from a checkpoint.
+        handles: Of the buckets that have been sent, in order.
+        received: What they have brought; None before :meth:`FragmentSync.wait`.
+        is_overlapped: Whether local steps are made while it is pending.
+        scalars: The algorithm's own numbers of all workers; None before they are known.
+        is_divided: Whether what was received is divided by the total weight already, and what was
+            lost on the wire is kept already.
+        finite: Whether this worker's parameters were finite when it began.
     """
 
     index: int
-    statuses: PendingStatuses
     valid: bool
     began_at: int
+    statuses: PendingStatuses = dataclasses.field(default_factory=PendingStatuses.known)
     handles: list[Handle] = dataclasses.field(default_factory=list)
     received: list[Tensor] | None = None
-    was_overlapped: bool = False
-    told: list[tuple[float, ...]] | None = None
+    is_overlapped: bool = False
+    scalars: list[tuple[float, ...]] | None = None
     is_divided: bool = False
     finite: bool = True
 
     def has_arrived(self) -> bool:
-        """Whether everything is here; never waits, and calls others who may not know of it."""
-        are_statuses_here = (
-            self.statuses.has_arrived()
-        )  # whatever the handles say: this is the call
-        return all(handle.has_arrived() for handle in self.handles) and are_statuses_here
+        """Whether everything has been received; never waits, but calls workers that are late."""
+        have_statuses_arrived = self.statuses.has_arrived()  # also if no bucket has: it calls them
+        return all(handle.has_arrived() for handle in self.handles) and have_statuses_arrived
 
     def state_dict(self) -> dict[str, Any]:
-        """What to know of it besides what it brings."""
-        return {
-            name: getattr(self, name) for name in ("index", "valid", "began_at", "told", "finite")
-        }
+        """All but what is received, for a checkpoint."""
+        names = ("index", "valid", "began_at", "scalars", "finite")
+        return {name: getattr(self, name) for name in names}
 
     @classmethod
-    def arrived(cls, saved: dict[str, Any], received: Sequence[Tensor]) -> PendingRound:
-        """A pending round of which only the landing is left, as from a checkpoint.
+    def from_state(cls, saved: dict[str, Any], received: Sequence[Tensor]) -> PendingRound:
+        """A round from a checkpoint, which is only to be applied.
 
-        ``received`` has arrived, bucket by bucket, and is divided by the total weight.
+        Args:
+            saved: What :meth:`state_dict` has returned.
+            received: By bucket, divided by the total weight.
         """
-        statuses = PendingStatuses(
-            lambda: torch.zeros(0, WorkerStatus.width(0)), f"round {saved['index']}"
+        scalars = saved["scalars"] and [tuple(numbers) for numbers in saved["scalars"]]
+        return cls(
+            saved["index"],
+            saved["valid"],
+            saved["began_at"],
+            handles=[Arrived(tensor) for tensor in received],
+            is_overlapped=True,
+            scalars=scalars,
+            is_divided=True,
+            finite=saved["finite"],
         )
-        told = saved["told"] and [tuple(numbers) for numbers in saved["told"]]
-        pending = cls(saved["index"], statuses, saved["valid"], saved["began_at"], told=told)
-        pending.finite = saved["finite"]
-        pending.handles = [Arrived(tensor) for tensor in received]
-        pending.was_overlapped = pending.is_divided = True
-        return pending
 
 
 class FragmentSync:
-    """All that one fragment of one worker exchanges.
-
-    Where every message has a place of its own, everything has arrived before anything changes: a
-    round that fails leaves parameters and state as they were. A blocking round that is larger than
-    the bucket lands in pieces, and one that fails in between is marked as torn.
+    """The rounds of one fragment on one worker.
 
     Args:
-        fragment: The parameters, their memory and their state.
+        memory: The fragment's parameters, buckets and state.
         settings: What to compute and how; prepared.
         exchange: How messages move.
 
     Attributes:
-        pending: The round under way, or None.
+        pending: The round that has begun and is not applied yet, or None.
         began_at: Local steps of this worker when the last round began.
-        fresh_at: Local steps after which this worker has something to tell; those of ``began_at``,
+        fresh_at: Local steps after which this worker has progress to send; those of ``began_at``,
             unless its parameters have come from another worker since.
-        applied_at: When a pending round ended last, by the monotonic clock in seconds.
+        applied_at: When a pending round was applied last, in seconds of the engine's clock.
         measure_gradient: Whether rounds measure the norm of the outer gradient.
         gradient_norm: That of the last round.
-        is_torn: Whether a round has failed after some of its parts had landed.
+        is_torn: Whether a round has failed when some of its buckets had been applied.
     """
 
-    def __init__(self, fragment: Fragment, settings: RoundSettings, exchange: Exchange) -> None:
-        self.fragment = fragment
+    def __init__(self, memory: FragmentMemory, settings: RoundSettings, exchange: Exchange) -> None:
+        self.memory = memory
         self.pending: PendingRound | None = None
         self.began_at, self.fresh_at, self.applied_at = 0, 0, -math.inf
         self.measure_gradient = False
@@ -123,323 +125,366 @@ class FragmentSync:
         self._squares: list[Tensor] = []
         self._is_proposed = False
         self._is_finite = True
-        self._first: Handle | None = None
 
-    def look(self) -> bool:
-        """Prepare a round as far as possible alone, and say whether the parameters are finite.
+    @property
+    def state(self) -> State:
+        """The algorithm's state."""
+        return self.memory.state
 
-        Messages that have a place which is free are made here: then a look at the packed values,
-        still in the cache, replaces one at the parameters.
+    # ----------------------------------------------------------- before a round
+
+    def prepare(self) -> bool:
+        """Do what needs no other worker, and return whether the parameters are finite.
+
+        Messages whose memory is free are made here. Their sums, taken while they are in the cache,
+        show whether all values are finite; otherwise the parameters are read for that.
         """
-        self._make_ready()
-        fragment, sums = self.fragment, [math.nan]
-        self._is_proposed = fragment.holds and self.pending is None
+        self._make_writable()
+        memory, sums = self.memory, [math.nan]
+        self._is_proposed = memory.holds_all and self.pending is None
         if self._is_proposed:
             with labelled("loco/propose"):
-                for part, total in zip(fragment.parts, fragment.sums.unbind(), strict=True):
-                    self._propose_local(part, part.message, total)
-            sums = fragment.sums.tolist()
+                for chunk, total in zip(memory.chunks, memory.sums.unbind(), strict=True):
+                    self._propose_local(chunk, chunk.message, total)
+            sums = memory.sums.tolist()
         self._is_finite = all(map(math.isfinite, sums)) or are_finite(
-            [p.chunk for p in fragment.parts]
+            [chunk.params for chunk in memory.chunks]
         )
         return self._is_finite
 
-    def _make_ready(self) -> None:
-        layout = self.fragment.layout
+    def _make_writable(self) -> None:
+        layout = self.memory.layout
         if layout.before_write is not None:
             layout.before_write()
-        self._tie()
+        self.memory.refresh()
 
-    def _tie(self) -> None:
-        if self.fragment.layout.chunks() is not self.fragment.tied_to:
-            self.fragment.tie()
+    def restore_start(self) -> None:
+        """Go back to where the last round began if the parameters hold NaN or infinity.
 
-    def go_back(self) -> None:
-        """Go on from where the last round began, if the parameters hold NaN or infinity.
-
-        For fragments that have no round now: one local step spreads NaN over all parameters, so
-        that a fragment alone cannot get rid of it. Of a pending round the result is
-        taken as it is.
+        For fragments without a round now: one local step spreads NaN over all parameters, so that a
+        fragment cannot get rid of it alone. The result of a pending round is taken without what
+        local steps have made since.
         """
-        self._tie()
-        if are_finite([part.chunk for part in self.fragment.parts]):
+        self.memory.refresh()
+        chunks = self.memory.chunks
+        if are_finite([chunk.params for chunk in chunks]):
             return
-        for part in self.fragment.parts:
-            if (start := part.start()) is not None:
-                part.unpack(start)
+        for chunk in chunks:
+            if (start := chunk.round_start()) is not None:
+                chunk.unpack(start)
         if self.pending is not None:
             self.pending.finite = False
 
-    def _propose_local(self, part: Part, into: Tensor, total: Tensor | None = None) -> None:
-        part.read_local(into)
-        if total is not None:
-            torch.sum(into, 0, out=total)
-        if part.sent_params is not None:
-            part.sent_params.copy_(into)
-        part.propose(into)
+    # ------------------------------------------------------- a round: the start
 
-    def _propose(self, part: Part, into: Tensor, valid: bool) -> None:
-        """Make the message of a part; without valid parameters, that of where the round began."""
+    def start(
+        self, index: int, began_at: int, valid: bool, status: WorkerStatus, label: str
+    ) -> PendingRound:
+        """Send this worker's status, with the first bucket if the exchange carries it.
+
+        Args:
+            index: Number of the round.
+            began_at: Local steps of this worker.
+            valid: Whether it has progress of its own.
+            status: To send.
+            label: What the round is called in messages.
+        """
+        exchange, pending = self._exchange, PendingRound(index, valid, began_at)
+        if exchange.carries_status:
+            bucket = self.memory.buckets[0]
+            exchange.write_status(bucket, status, label)
+            handle = self._propose_and_send(bucket, pending)
+            pending.handles.append(handle)
+            pending.statuses = exchange.read_statuses(bucket, handle, status, label)
+        else:
+            pending.statuses = exchange.send_status(status, label)
+        return pending
+
+    def make_blocking(self, pending: PendingRound) -> None:
+        """Send the other buckets and apply what is received, before the next local step."""
+        if self.memory.holds_all:
+            self.begin(pending, is_overlapped=False)
+            self.apply()
+            return
+        sent, waiting = iter(pending.handles), deque[tuple[Bucket, Handle]]()
+        for bucket in self.memory.buckets:
+            if len(waiting) == PENDING_BUCKETS:
+                self._apply_bucket(pending, *waiting.popleft())
+            handle = next(sent, None) or self._propose_and_send(bucket, pending)
+            waiting.append((bucket, handle))
+        while waiting:
+            self._apply_bucket(pending, *waiting.popleft())
+        self._finish()
+
+    def begin(self, pending: PendingRound, is_overlapped: bool = True) -> None:
+        """Send the other buckets, and apply the round before, if one is pending.
+
+        With a merge policy that keeps progress, the round before is applied first. Otherwise the
+        message must hold the progress made since, so each chunk is proposed right before the result
+        of the round before replaces it.
+        """
+        before = self.pending
+        pending.is_overlapped, pending.finite = is_overlapped, self._is_finite
+        if before is not None and not self._merge_policy.keeps_progress:
+            self._apply(before, True, pending)
+            return
+        if before is not None:
+            self._apply(before, pending.finite)
+        for bucket in self.memory.buckets[len(pending.handles) :]:
+            pending.handles.append(self._propose_and_send(bucket, pending))
+        if self.memory.has_uncut_state:
+            self.memory.take_back_state()
+        self.pending = pending
+
+    def _propose_and_send(self, bucket: Bucket, pending: PendingRound) -> Handle:
+        if not (pending.valid and self._is_proposed):
+            with labelled("loco/propose"):
+                for chunk in bucket.chunks:
+                    self._propose(chunk, chunk.message, pending.valid)
+        keeps_progress = self._merge_policy.keeps_progress and self._is_finite
+        if self._is_overlapped(pending.index) and self.pending is None and not keeps_progress:
+            for chunk in bucket.chunks:
+                chunk.restart()
+        return self._send(bucket, pending.index)
+
+    def _propose(self, chunk: BucketChunk, into: Tensor, valid: bool) -> None:
+        """Make the message of a chunk; a worker without valid progress sends the round's start."""
         is_weighted = self._exchange.is_weighted
         if valid or (self._is_finite and not is_weighted):
-            self._propose_local(part, into)
+            self._propose_local(chunk, into)
             return
-        if part.sent_params is not None and self._is_finite:
-            part.read_local(part.sent_params)
+        if chunk.sent_params is not None and self._is_finite:
+            chunk.pack_exact(chunk.sent_params)
         if is_weighted:
             into.zero_()
-        elif (start := part.start()) is not None:
-            part.propose(into.copy_(start))
+        elif (start := chunk.round_start()) is not None:
+            chunk.propose(into.copy_(start))
         else:
             raise RuntimeError(
                 "The parameters hold NaN or infinity, and the algorithm does not remember where "
                 "the round began. Lower the learning rate, or go back to the last checkpoint."
             )
 
-    def _send(self, bucket: Bucket, index: int, valid: bool) -> Handle:
-        if not (valid and self._is_proposed):
-            with labelled("loco/propose"):
-                for part in bucket.parts:
-                    self._propose(part, part.message, valid)
-        goes_on = self.pending is not None or (
-            self._merge_policy.keeps_progress and self._is_finite
-        )
-        for part in bucket.parts if self._is_overlapped(index) and not goes_on else ():
-            part.begin_again()
-        return send(self._exchange, bucket, index)
+    def _propose_local(self, chunk: BucketChunk, into: Tensor, total: Tensor | None = None) -> None:
+        chunk.pack_exact(into)
+        if total is not None:
+            torch.sum(into, 0, out=total)
+        if chunk.sent_params is not None:
+            chunk.sent_params.copy_(into)
+        chunk.propose(into)
 
-    def send_first(self, index: int, valid: bool) -> Handle:
-        """Send the first bucket ahead, because the workers' statuses ride behind it."""
-        self._first = self._send(self.fragment.buckets[0], index, valid)
-        return self._first
+    def _send(self, bucket: Bucket, index: int) -> Handle:
+        reach("before sending")
+        handle = self._exchange.start(bucket, index)
+        reach("after sending")
+        return handle
 
-    def _send_next(self, bucket: Bucket, pending: PendingRound) -> Handle:
-        first, self._first = self._first, None
-        return first or self._send(bucket, pending.index, pending.valid)
-
-    def make(self, pending: PendingRound) -> None:
-        """Send all messages and apply what comes back, before the next local step."""
-        if self.fragment.holds:
-            self.begin(pending, is_overlapped=False)
-            self.apply()
-            return
-        waiting: deque[tuple[Bucket, Handle]] = deque()
-        for bucket in self.fragment.buckets:
-            if len(waiting) == PENDING_BUCKETS:
-                self._apply_bucket(pending, *waiting.popleft())
-            waiting.append((bucket, self._send_next(bucket, pending)))
-        while waiting:
-            self._apply_bucket(pending, *waiting.popleft())
-        self._finish()
-
-    def begin(self, pending: PendingRound, is_overlapped: bool = True) -> None:
-        """Send all messages, and apply the round before, which is pending."""
-        before, pending.was_overlapped, pending.finite = (
-            self.pending,
-            is_overlapped,
-            self._is_finite,
-        )
-        if before is not None and not self._merge_policy.keeps_progress:
-            self._apply(before, True, pending)
-            return
-        if before is not None:
-            self._apply(before, pending.finite)
-        pending.handles = [self._send_next(bucket, pending) for bucket in self.fragment.buckets]
-        if self.fragment.has_uncut_state:
-            self.fragment.take_back_state()
-        self.pending = pending
+    # --------------------------------------------------------- a round: the end
 
     def apply(self) -> None:
         """Wait for the pending round, if any, and apply all that it brings, or nothing."""
         if self.pending is not None:
-            self._make_ready()
+            self._make_writable()
             self._apply(self.pending, True)
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether messages may still be on their way."""
-        return self.pending is not None and self.pending.received is None
 
     def wait(self) -> None:
         """Wait for all that the pending round brings, without applying it."""
         if self.pending is not None:
             self._receive(self.pending)
 
+    @property
+    def is_receiving(self) -> bool:
+        """Whether messages may still be on their way."""
+        return self.pending is not None and self.pending.received is None
+
     def _apply(
-        self, pending: PendingRound, valid: bool, successor: PendingRound | None = None
+        self, pending: PendingRound, keeps_local: bool, following: PendingRound | None = None
     ) -> None:
-        """Apply a pending round; the successor's message is made right before, part by part."""
+        """Apply a pending round; the messages of one that follows are made right before.
+
+        Args:
+            pending: The round.
+            keeps_local: Whether the local parameters may enter the merge policy.
+            following: A round that begins at the same time.
+        """
         received, weight = self._receive(pending)
-        self._commit(pending, self.fragment.parts)
-        self._keep_lost(pending)
-        for bucket, whole in zip(self.fragment.buckets, received, strict=True):
+        self._commit(pending, self.memory.chunks)
+        for bucket, handle in zip(self.memory.buckets, pending.handles, strict=True):
+            bucket.keep_lost(None if pending.is_divided else handle.lost, pending.valid)
+        for bucket, whole in zip(self.memory.buckets, received, strict=True):
             with labelled("loco/apply"):
-                for part, share in bucket.split(whole, weight):
-                    if successor is not None:
-                        self._propose(part, part.scratch, successor.valid)
-                    leaving = None if successor is None else part.scratch
-                    self._apply_chunk(pending, part, share, valid, leaving)
-                    if successor is not None:
-                        part.message.copy_(part.scratch)
-            if successor is not None:
-                successor.handles.append(send(self._exchange, bucket, successor.index))
+                for chunk, part in bucket.split(whole, weight):
+                    next_message = None
+                    if following is not None:
+                        self._propose(chunk, chunk.scratch, following.valid)
+                        next_message = chunk.scratch
+                    self._apply_chunk(pending, chunk, part, keeps_local, next_message)
+                    if following is not None:
+                        chunk.message.copy_(chunk.scratch)
+            if following is not None:
+                following.handles.append(self._send(bucket, following.index))
         for handle in pending.handles:
             handle.release()
-        self.pending = successor
+        self.pending = following
         self._finish()
 
     def _apply_bucket(self, pending: PendingRound, bucket: Bucket, handle: Handle) -> None:
-        weight = self._weight(pending)
+        weight = self._total_weight(pending)
         with labelled("loco/exchange"):
-            received = wait_for(handle)
-        self._commit(pending, bucket.parts)
-        bucket.keep(handle.lost, pending.valid)
+            received = self._wait_for(handle)
+        self._commit(pending, bucket.chunks)
+        bucket.keep_lost(handle.lost, pending.valid)
         with labelled("loco/apply"):
-            for part, share in bucket.split(received, weight):
-                self._apply_chunk(pending, part, share, True, None)
+            for chunk, part in bucket.split(received, weight):
+                self._apply_chunk(pending, chunk, part, True, None)
         handle.release()
 
     def _receive(self, pending: PendingRound) -> tuple[list[Tensor], float]:
         with labelled("loco/exchange"):
-            weight = self._weight(
-                pending
-            )  # first, because it calls those who may be at a sync point
+            # Statuses first: waiting for them calls workers that are at a sync point.
+            weight = self._total_weight(pending)
             if pending.received is None:
-                pending.received = [wait_for(handle) for handle in pending.handles]
+                pending.received = [self._wait_for(handle) for handle in pending.handles]
             return pending.received, weight
 
-    def _weight(self, pending: PendingRound) -> float:
-        """What sums are to be divided by; waits for the statuses only if they matter."""
-        if self._algorithm.num_scalars and pending.told is None:
-            pending.told = [status.scalars for status in pending.statuses.wait()]
+    def _wait_for(self, handle: Handle) -> Tensor:
+        received = handle.wait()
+        reach("after receiving")
+        return received
+
+    def _total_weight(self, pending: PendingRound) -> float:
+        """What sums are to be divided by; waits for the statuses only if they are needed."""
+        if self._algorithm.num_scalars and pending.scalars is None:
+            pending.scalars = [status.scalars for status in pending.statuses.wait()]
         is_sum = self._exchange.is_weighted and not pending.is_divided
         return pending.statuses.total_weight() if is_sum else 1.0
 
-    def _commit(self, pending: PendingRound, parts: list[Part]) -> None:
-        """From here on the round counts: these parts wait for no other worker any more."""
+    def _commit(self, pending: PendingRound, chunks: list[BucketChunk]) -> None:
+        """From here on the round counts: these chunks wait for no other worker any more."""
         reach("outer step")
         self.is_torn = True
-        for part in parts if pending.told is not None else ():
-            self._algorithm.receive_scalars(pending.told or (), part.state)
-
-    def _keep_lost(self, pending: PendingRound) -> None:
-        for bucket, handle in zip(self.fragment.buckets, pending.handles, strict=True):
-            bucket.keep(None if pending.is_divided else handle.lost, pending.valid)
+        if pending.scalars is not None:
+            for chunk in chunks:
+                self._algorithm.receive_scalars(pending.scalars, chunk.state)
 
     def _apply_chunk(
         self,
         pending: PendingRound,
-        part: Part,
+        chunk: BucketChunk,
         received: Tensor,
-        valid: bool,
-        leaving: Tensor | None,
+        keeps_local: bool,
+        next_message: Tensor | None,
     ) -> None:
         if not pending.is_divided:
-            part.make_absolute(received)
-        part.note_received(received)
+            chunk.decode(received)
+        chunk.record_received(received)
         if self.measure_gradient:
-            gradient = self._algorithm.outer_gradient(part.message, received, part.state)
-            if gradient is None and part.sent_params is not None:
-                gradient = received - part.sent_params
-            if gradient is not None:
-                self._squares.append(torch.linalg.vector_norm(gradient))
-        result = part.end(received, leaving)
-        if (
-            pending.was_overlapped
-            and valid
-            and pending.finite
-            and self._merge_policy.keeps_progress
-        ):
-            part.read_local(part.scratch)
-            result = self._merge_policy.merge(result, part.scratch, part.sent_params)
-        result = part.begin(result)
-        part.unpack(result)
-        if part.sent_params is not None and part.sent_params is not result:
-            part.sent_params.copy_(result)
+            self._measure_gradient(chunk, received)
+        result = chunk.update(received, next_message)
+        is_merged = pending.is_overlapped and keeps_local and pending.finite
+        if is_merged and self._merge_policy.keeps_progress:
+            chunk.pack_exact(chunk.scratch)
+            result = self._merge_policy.merge(result, chunk.scratch, chunk.sent_params)
+        result = chunk.local_start(result)
+        chunk.unpack(result)
+        if chunk.sent_params is not None and chunk.sent_params is not result:
+            chunk.sent_params.copy_(result)
+
+    def _measure_gradient(self, chunk: BucketChunk, received: Tensor) -> None:
+        gradient = self._algorithm.outer_gradient(chunk.message, received, chunk.state)
+        if gradient is None and chunk.sent_params is not None:
+            gradient = received - chunk.sent_params
+        if gradient is not None:
+            self._squares.append(torch.linalg.vector_norm(gradient))
 
     def _finish(self) -> None:
-        fragment = self.fragment
-        if fragment.has_uncut_state or len(fragment.state) != len(fragment.parts[0].state):
-            fragment.take_back_state()
+        self.memory.take_back_state()
         self.is_torn = False
         if self._squares:
             self.gradient_norm = math.hypot(*(float(norm) for norm in self._squares))
             self._squares = []
 
+    # -------------------------------------------------------------- checkpoints
+
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The algorithm's state with what has arrived for it, and what is this worker's own."""
+        """Return the algorithm's state with what was received for it, and this worker's own state.
+
+        Raises:
+            RuntimeError: If a round has failed while it was being applied.
+        """
         if self.is_torn:
             raise RuntimeError(
                 "A round has failed while it was being applied, so the parameters are half those "
                 "of before. Go back to the last checkpoint."
             )
-        fragment, received, pending = self.fragment, None, None
+        memory, received, pending = self.memory, None, None
         if self.pending is not None:
-            received = self._arrived(self.pending)
+            received = self._received_and_divided(self.pending)
             pending = self.pending.state_dict()
             if not self._exchange.is_weighted:
-                pending["messages"] = fragment.gather(fragment.messages())
-        shared = {"state": dict(fragment.state), "received": received}
-        return shared, {"pending": pending, **fragment.state_dict()}
+                pending["messages"] = memory.gather([bucket.message for bucket in memory.buckets])
+        shared = {"state": dict(memory.state), "received": received}
+        return shared, {"pending": pending, **memory.state_dict()}
 
-    def _arrived(self, pending: PendingRound) -> Tensor:
-        """All that a pending round has brought, once it is here, as it is applied later."""
+    def _received_and_divided(self, pending: PendingRound) -> Tensor:
+        """What a pending round brings, as it is applied later."""
         received, weight = self._receive(pending)
-        self._keep_lost(pending)
-        for bucket, whole in zip(self.fragment.buckets, received, strict=True):
-            whole[: len(bucket)].div_(weight)
-            for part, share in bucket.split(whole) if not pending.is_divided else ():
-                part.make_absolute(share)
-        pending.is_divided = True
-        return self.fragment.gather(received)
+        if not pending.is_divided:
+            for bucket, handle in zip(self.memory.buckets, pending.handles, strict=True):
+                bucket.keep_lost(handle.lost, pending.valid)
+            for bucket, whole in zip(self.memory.buckets, received, strict=True):
+                for chunk, part in bucket.split(whole, weight):
+                    chunk.decode(part)
+            pending.is_divided = True
+        return self.memory.gather(received)
 
-    @torch.no_grad()
-    def apply_saved(self, pending: dict[str, Any]) -> None:
-        """Apply a round that another run had left under way, where nothing stays under way.
+    def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` has returned."""
+        memory, pending = self.memory, own["pending"]
+        if self.pending is not None:
+            self._receive(self.pending)
+        for handle in self.drop_pending():
+            handle.release()
+        memory.load_state_dict(shared["state"], own)
+        if pending is None:
+            return
+        if not memory.holds_all:
+            raise ValueError("The checkpoint holds a pending round, but overlap is off.")
+        received = memory.load_pending(shared["received"], pending.get("messages"))
+        self.pending = PendingRound.from_state(pending, received)
 
-        The parameters move by as much as the result moves the start. So the local steps made
-        meanwhile stay, and are in the message of the next round.
-
-        Args:
-            pending: What to know of it; its ``"received"``, the own ``"messages"`` if the
-                algorithm needs them, and the parameters at the ``"sent_params"``, flat, or None.
-        """
-        fragment, algorithm = self.fragment, self._algorithm
-        received, sent_params = fragment.split(pending["received"]), pending["sent_params"]
-        messages = fragment.split(pending["messages"]) if "messages" in pending else received
-        for part, share, message in zip(fragment.parts, received, messages, strict=True):
-            local = torch.empty_like(share)
-            part.read_local(local)
-            before = part.start()
-            if sent_params is not None:
-                before = sent_params[part.chunk.start : part.chunk.stop].to(local)
-            moved = None if before is None else local - before
-            if pending["told"] is not None:
-                algorithm.receive_scalars(
-                    [tuple(numbers) for numbers in pending["told"]], part.state
-                )
-            result = algorithm.update(message, share, part.state)
-            is_sound = moved is not None and bool(torch.isfinite(moved).all())
-            part.unpack(moved.add_(result) if moved is not None and is_sound else result)
-        if fragment.has_uncut_state:
-            fragment.take_back_state()
-
-    def give_up(self) -> list[Handle]:
+    def drop_pending(self) -> list[Handle]:
         """Forget the pending round; its handles are still to be released."""
         pending, self.pending = self.pending, None
         return [] if pending is None else pending.handles
 
-    def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` has given."""
-        fragment, pending = self.fragment, own["pending"]
-        if self.pending is not None:
-            self._receive(self.pending)
-        for handle in self.give_up():
-            handle.release()
-        fragment.load_state_dict(shared["state"], own)
-        if pending is None:
-            return
-        if not fragment.holds:
-            raise ValueError("The checkpoint holds a round under way, but overlap is off.")
-        received = fragment.load_pending(shared["received"], pending.get("messages"))
-        self.pending = PendingRound.arrived(pending, received)
+    @torch.no_grad()
+    def apply_saved(self, pending: dict[str, Any]) -> None:
+        """Apply a pending round of a checkpoint where no round may be pending.
+
+        The parameters move by as much as the result moves the start of the round. So the local
+        steps made since then are kept, and are in the message of the next round.
+
+        Args:
+            pending: Its state with ``"received"``, the own ``"messages"`` if the algorithm needs
+                them, and the ``"sent_params"``, flat, or None.
+        """
+        memory, algorithm = self.memory, self._algorithm
+        received, sent_params = memory.scatter(pending["received"]), pending["sent_params"]
+        messages = memory.scatter(pending["messages"]) if "messages" in pending else received
+        for chunk, part, message in zip(memory.chunks, received, messages, strict=True):
+            local = torch.empty_like(part)
+            chunk.pack_exact(local)
+            before = chunk.round_start()
+            if sent_params is not None:
+                before = sent_params[chunk.params.start : chunk.params.stop].to(local)
+            moved = None if before is None else local - before
+            if pending["scalars"] is not None:
+                algorithm.receive_scalars(
+                    [tuple(numbers) for numbers in pending["scalars"]], chunk.state
+                )
+            result = algorithm.update(message, part, chunk.state)
+            is_sound = moved is not None and bool(torch.isfinite(moved).all())
+            chunk.unpack(moved.add_(result) if moved is not None and is_sound else result)
+        if memory.has_uncut_state:
+            memory.take_back_state()

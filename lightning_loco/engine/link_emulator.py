@@ -12,10 +12,11 @@ from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.store import publish
 from lightning_loco.distributed.work import ExplainErrors, WaitTimer
 from lightning_loco.distributed.worker_group import WorkerGroup
+from lightning_loco.distributed.worker_status import PendingStatuses, WorkerStatus
 from lightning_loco.engine.buckets import Bucket
-from lightning_loco.engine.exchanges.all_reduce import MeanExchange
-from lightning_loco.engine.exchanges.base import Exchange
-from lightning_loco.engine.exchanges.compressed import CompressedMean
+from lightning_loco.engine.exchanges.all_reduce import AllReduce
+from lightning_loco.engine.exchanges.base import Exchange, Handle
+from lightning_loco.engine.exchanges.compressed import CompressedAllReduce
 from lightning_loco.links.link_times import LinkTimes, Span
 from lightning_loco.links.links import Links
 from lightning_loco.topology import Topology
@@ -93,7 +94,7 @@ class LinkEmulator:
         topology: Topology | None = None,
     ) -> None:
         self.is_weighted = exchange.is_weighted
-        self.can_carry_status = exchange.can_carry_status
+        self.carries_status = exchange.carries_status
         self._exchange = exchange
         self._times = LinkTimes(links, group.num_workers)
         self._group = group
@@ -137,6 +138,24 @@ class LinkEmulator:
         """What the exchange itself would bring: a link changes no number."""
         return self._exchange.simulate(messages, round_index)
 
+    def write_status(self, bucket: Bucket, status: WorkerStatus, label: str) -> None:
+        """As the exchange does."""
+        self._exchange.write_status(bucket, status, label)
+
+    def read_statuses(
+        self, bucket: Bucket, handle: Handle, status: WorkerStatus, label: str
+    ) -> PendingStatuses:
+        """The statuses behind the message, which arrive with it."""
+        return self._exchange.read_statuses(bucket, handle, status, label)
+
+    def send_status(self, status: WorkerStatus, label: str) -> PendingStatuses:
+        """Send the status as the exchange does, without delay."""
+        return self._exchange.send_status(status, label)
+
+    def wait_at_sync_point(self, status: WorkerStatus, label: str) -> list[WorkerStatus] | None:
+        """Wait as the exchange does, without delay."""
+        return self._exchange.wait_at_sync_point(status, label)
+
     def _others(self, round_index: int) -> list[int]:
         own, n = self._group.worker, self._group.num_workers
         senders: Any = range(n)
@@ -149,7 +168,9 @@ class LinkEmulator:
         own, n = self._group.worker, self._group.num_workers
         if self._topology is None:
             exchange = self._exchange
-            hops = exchange.hops if isinstance(exchange, (MeanExchange, CompressedMean)) else 1
+            hops = (
+                exchange.num_hops if isinstance(exchange, (AllReduce, CompressedAllReduce)) else 1
+            )
             return self._times.mean(num_bytes, hops, round_index)
         copies = len(self._topology.receivers(own, n, round_index))
         message = num_bytes / copies if copies else whole_bytes

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.distributed.worker_status import StatusCarrier
 from lightning_loco.engine.exchanges.base import Exchange
 from lightning_loco.topology import Topology
 
@@ -92,7 +91,7 @@ class DataShare:
             self._taken = self._taken_before = 0
 
 
-class Link(StatusCarrier, Exchange, Protocol):
+class Link(Exchange, Protocol):
     """One engine's connection with those who take part at present; carries messages and rows.
 
     Attributes:

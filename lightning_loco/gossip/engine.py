@@ -26,6 +26,7 @@ from lightning_loco.algorithms.pairwise import PairwiseAverage, Tag
 from lightning_loco.distributed.devices import device_of
 from lightning_loco.distributed.work import WaitTimer
 from lightning_loco.distributed.worker_group import WorkerGroup
+from lightning_loco.distributed.worker_status import WorkerStatus
 from lightning_loco.earlier_run import EarlierRun
 from lightning_loco.gossip.blending import Blending, served_layout
 from lightning_loco.gossip.fetcher import Received
@@ -306,8 +307,38 @@ class PairwiseEngine:
                 trainable after the start.
         """
         self.worker.check_trainable()
-        self.worker.sync_point(purpose)
-        self.worker.show_consensus("the final consensus")
+        self.sync_point(purpose)
+        self.show_consensus("the final consensus")
+
+    @property
+    def stop_agreed(self) -> str | None:
+        """The reason to stop, once this worker is at the step that all have agreed on."""
+        return self.worker.stop_agreed
+
+    def sync_point(self, purpose: str) -> list[WorkerStatus]:
+        """Wait until all ranks of this job have reached the same sync point; serve until then.
+
+        Args:
+            purpose: What it is for, in words that are equal on all ranks.
+
+        Raises:
+            RuntimeError: If a rank is missing or has failed, or waits at another sync point.
+            StopAgreed: If the others have stopped, as agreed, before they came here.
+        """
+        return self.worker.sync_point(purpose)
+
+    @torch.no_grad()
+    def show_consensus(self, purpose: str = "the consensus") -> None:
+        """Put the mean of all ranks into the model; all ranks must call it.
+
+        :meth:`Worker.show_local` brings the local parameters back.
+
+        Raises:
+            RuntimeError: If no rank's parameters are finite, or as in :meth:`sync_point`.
+        """
+        if not self.worker.replica.shows_consensus:
+            self.sync_point(purpose)
+            self.worker.show_consensus(purpose)
 
     def state_dict(self) -> dict[str, Any]:
         """The parameters, buffers, counters and the clock; not the draws and not the scores."""

@@ -9,8 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_loco.distributed.statistics import Statistics
+from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.engine.buckets import Bucket, group_chunks
-from lightning_loco.engine.exchanges.base import Exchange
+from lightning_loco.engine.exchanges.base import Exchange, SeparateStatuses
 
 
 class Hub:
@@ -46,7 +48,7 @@ class Hub:
         """Where this bucket's messages of a round are; earlier rounds are forgotten."""
         key = (index, bucket.slices[0].start)
         if key not in self._rounds:
-            groups = group_chunks([part.chunk for part in bucket.parts], self._bucket_elements)
+            groups = group_chunks([chunk.params for chunk in bucket.chunks], self._bucket_elements)
             lengths = [sum(map(len, group)) for group in groups]
             self._rounds = {k: r for k, r in self._rounds.items() if k[0] == index}
             self._rounds[key] = HubRound(self, index, lengths)
@@ -89,7 +91,7 @@ class HubRound:
         return self.received[worker]
 
 
-class HubExchange:
+class HubExchange(SeparateStatuses):
     """One worker's access to the hub; what it receives is divided by the weights already.
 
     Args:
@@ -97,10 +99,8 @@ class HubExchange:
         worker: Number of this one.
     """
 
-    is_weighted = False
-    can_carry_status = False
-
     def __init__(self, hub: Hub, worker: int) -> None:
+        super().__init__(WorkerGroup(0, 1), Statistics())
         self._hub = hub
         self._worker = worker
 

@@ -13,8 +13,8 @@ from lightning_loco.algorithms import Algorithm, State
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.distributed.worker_status import IN_ROUND, PendingStatuses, WorkerStatus
-from lightning_loco.engine.exchanges.base import make_exchange
-from lightning_loco.engine.fragment import Fragment
+from lightning_loco.engine.exchanges import make_exchange
+from lightning_loco.engine.fragment_memory import FragmentMemory
 from lightning_loco.engine.fragment_sync import FragmentSync, PendingRound
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.parameters.flat import FlatLayout
@@ -104,7 +104,7 @@ class Simulation:
                 )
             model.load_state_dict(models[0].state_dict())
         self._fragments = self._make_fragments()
-        self.states: list[State] = [rounds.fragment.state for rounds in self._fragments[0]]
+        self.states: list[State] = [fragment.state for fragment in self._fragments[0]]
 
     def _layout_of(self, model: nn.Module) -> FlatLayout:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -113,7 +113,7 @@ class Simulation:
         return FlatLayout(named, cuts)
 
     def _make_fragments(self) -> list[list[FragmentSync]]:
-        """By fragment and worker; all workers of a fragment exchange through one hub."""
+        """The fragments of all workers, by fragment and worker; those of a row share one hub."""
         settings, layouts = self.settings, self._layouts
         alone, statistics = WorkerGroup(0, 1), Statistics()
         exchange = make_exchange(
@@ -125,14 +125,14 @@ class Simulation:
         residuals = [settings.init_residual(start) for _ in layouts]
         longest = settings.bucket_elements(layouts[0].numel, layouts[0].dtype.itemsize)
         fragments = []
-        for stretches in settings.schedule.fragment_slices(layouts[0].sizes):
+        for slices in settings.schedule.fragment_slices(layouts[0].sizes):
             hub = Hub(exchange, self.num_workers, longest, has_feedback)
-            fragment = []
+            row = []
             for worker, layout in enumerate(layouts):
                 state, residual = states[worker], residuals[worker]
-                memory = Fragment(layout, stretches, settings, state, residual, layout.numel)
-                fragment.append(FragmentSync(memory, settings, hub.of_worker(worker)))
-            fragments.append(fragment)
+                memory = FragmentMemory(layout, slices, settings, state, residual, layout.numel)
+                row.append(FragmentSync(memory, settings, hub.of_worker(worker)))
+            fragments.append(row)
         return fragments
 
     @property
@@ -158,47 +158,44 @@ class Simulation:
 
     @torch.no_grad()
     def _turn(self, worker: int, since_round: int) -> bool:
-        """Land the pending rounds of a worker that end now; whether it is to begin a round."""
+        """Apply the pending rounds of a worker that end now; whether it is to begin a round."""
         schedule, begins = self._schedule.of_worker(worker), False
-        for index, fragment in enumerate(self._fragments):
-            rounds = fragment[worker]
+        for index, row in enumerate(self._fragments):
+            fragment = row[worker]
             counts = self._steps[worker], since_round, self.round_index
-            begin, end = schedule.due(Now(*counts, index, math.inf, rounds.pending))
+            begin, end = schedule.due(Now(*counts, index, math.inf, fragment.pending))
             begins = begins or begin
             if end and not begin:
-                rounds.apply()
+                fragment.apply()
         return begins
 
     @torch.no_grad()
     def make_round(self) -> None:
         """Exchange and apply, for all workers."""
-        fragment = self._fragments[self.round_index % len(self._fragments)]
-        statuses = self._statuses(fragment)
+        fragments = self._fragments[self.round_index % len(self._fragments)]
+        statuses = self._statuses(fragments)
         is_overlapped = self._schedule.is_overlapped(self.round_index)
-        for rounds, steps in zip(fragment, self._steps, strict=True):
-            rounds.look()
-            rounds.begin(
-                PendingRound(self.round_index, statuses, valid=True, began_at=steps), is_overlapped
-            )
+        for fragment, steps in zip(fragments, self._steps, strict=True):
+            fragment.prepare()
+            pending = PendingRound(self.round_index, True, steps, statuses)
+            fragment.begin(pending, is_overlapped)
         if not is_overlapped:
-            for rounds in fragment:
-                rounds.apply()
+            for fragment in fragments:
+                fragment.apply()
         self.round_index += 1
 
-    def _statuses(self, fragment: list[FragmentSync]) -> PendingStatuses:
+    def _statuses(self, fragments: list[FragmentSync]) -> PendingStatuses:
         status = WorkerStatus(IN_ROUND, self.round_index, steps=1, weight=1.0, finite=1.0)
-        table = torch.tensor(
-            [[*status[:-1], *self.algorithm.scalars(rounds.fragment.state)] for rounds in fragment],
-            dtype=torch.float64,
-        )
-        return PendingStatuses(lambda: table, f"round {self.round_index}")
+        found = [self.algorithm.scalars(fragment.state) for fragment in fragments]
+        statuses = [status._replace(scalars=tuple(map(float, numbers))) for numbers in found]
+        return PendingStatuses.known(statuses, f"round {self.round_index}")
 
     @torch.no_grad()
     def drain(self) -> None:
         """Apply what overlap has left under way, as :meth:`Engine.drain` does."""
-        for fragment in self._fragments:
-            for rounds in fragment:
-                rounds.apply()
+        for row in self._fragments:
+            for fragment in row:
+                fragment.apply()
 
     def params(self) -> list[Tensor]:
         """A flat copy of each worker's parameters, ``(P,)``."""

@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from lightning_loco.compression import Codec, ErrorFeedback
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.engine.clock_engine import ClockEngine, clock_settings
+from lightning_loco.engine.constructors import ClockEngine, clock_settings
 from lightning_loco.links.links import LinkLike
 from lightning_loco.strategies.arguments import CommonArguments, spelled_out
 from lightning_loco.strategies.local_steps import optimized_by

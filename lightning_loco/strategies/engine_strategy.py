@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.distributed.devices import device_of_messages
 from lightning_loco.earlier_run import EarlierRun
+from lightning_loco.engine import Engine as RoundEngine
 from lightning_loco.engine import RoundSettings
 from lightning_loco.schedules import Schedule
 from lightning_loco.strategies import lightning_private
@@ -42,7 +43,6 @@ from lightning_loco.strategies.local_steps import (
 from lightning_loco.strategies.meeting import SyncPointStrategy
 from lightning_loco.strategies.pace import Pace, share_data
 from lightning_loco.values import check_choice, check_common_arguments
-from lightning_loco.worker import Worker
 
 SAMPLED = 8192
 """Elements from which the consensus distance at the end is estimated."""
@@ -130,9 +130,9 @@ class EngineStrategy(SyncPointStrategy):
         """Start from the model, with what fits of another run, and say what does not fit."""
 
     @property
-    def sync_points(self) -> Worker | None:
-        """This worker, which takes part in the others' rounds while it waits."""
-        return None if self.engine is None else self.engine.worker
+    def sync_points(self) -> Engine | None:
+        """The engine, which takes part in the others' rounds while it waits."""
+        return self.engine
 
     @property
     def _engine(self) -> Engine:
@@ -198,7 +198,8 @@ class EngineStrategy(SyncPointStrategy):
                     "evaluate='outer' needs outer parameters that are the same on all workers, "
                     f"which {engine.settings.algorithm} has not. Use evaluate='average'."
                 )
-            engine.worker.shows_outer = True
+            assert isinstance(engine, RoundEngine)
+            engine.shows_outer = True
         for callback in trainer.checkpoint_callbacks if self.evaluate == "local" else ():
             monitor = getattr(callback, "monitor", None)
             if monitor not in NO_METRICS:
@@ -346,12 +347,12 @@ class EngineStrategy(SyncPointStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Save once more after an agreed stop; tell the other workers of a failure."""
-        worker = self.sync_points
+        engine = self.engine
         if self.group is None or self._finished:
             return
-        if worker is not None and worker.stop_agreed and isinstance(exception, SIGTERMException):
-            worker.show_local()
-            self.checkpoints.save_interrupted(self._trainer, worker.stop_agreed)
+        if engine is not None and engine.stop_agreed and isinstance(exception, SIGTERMException):
+            engine.worker.show_local()
+            self.checkpoints.save_interrupted(self._trainer, engine.stop_agreed)
         else:
             self.group.report_error(exception)
 
@@ -373,7 +374,7 @@ class EngineStrategy(SyncPointStrategy):
         if self.is_training and self.evaluate != "local":
             self._weights.share_start()
             self.sync_point("validation")
-            self._engine.worker.show_consensus("validation of the consensus")
+            self._engine.show_consensus("validation of the consensus")
 
     def _end_validation(self) -> None:
         if self.is_training:

@@ -184,7 +184,8 @@ class WrittenWeights:
         """Begin anew with what was written, and with the consensus of all other parameters."""
         written, self._written = self._written, {}
         self._strategy.sync_point(_PLACE)
-        worker = self._worker
+        engine, worker = self._strategy.engine, self._worker
+        assert engine is not None
         prints = fingerprints(list(written.values()))
         own = dict(zip(written, prints, strict=True))
         for other, theirs in enumerate(everyone := worker.group.gather_objects(own, _PLACE)):
@@ -198,7 +199,7 @@ class WrittenWeights:
                     )
         layout = worker.replica.layout
         if len(written) < len(layout.names):
-            worker.show_consensus(_PLACE)
+            engine.show_consensus(_PLACE)
             worker.replica.forget_local()
         for name, parameter in zip(layout.names, layout.tensors, strict=True):
             if name in written:
@@ -248,7 +249,7 @@ def finish_with_averages(engine: Engine, trainer: pl.Trainer, *, keeps_local: bo
     """
     in_place = _averages_in_place(trainer)
     if in_place:
-        engine.worker.show_consensus("the averaged model")
+        engine.show_consensus("the averaged model")
         engine.worker.show_local()
         _put_in_place(in_place, trainer)
     engine.finish()

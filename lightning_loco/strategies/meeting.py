@@ -26,7 +26,7 @@ from lightning_loco.parameter_server import RemoteOptimizer
 from lightning_loco.strategies import lightning_private
 from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO
 from lightning_loco.strategies.checkpoint.reader import complete_one
-from lightning_loco.worker import Worker
+from lightning_loco.strategies.driven import Engine
 
 if TYPE_CHECKING:
     from lightning_loco.strategies.checkpoint.remote import RemoteCheckpoints
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _BROADCAST = "a broadcast (Timer and max_time make one after every batch)"
 
 
-SyncPoints = Worker | RemoteOptimizer
+SyncPoints = Engine | RemoteOptimizer
 """What brings all workers to the same place of the program."""
 
 

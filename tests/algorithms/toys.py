@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_loco import Simulation, StepEngine
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.distributed import Statistics, WorkerGroup
-from lightning_loco.engine.exchanges.base import make_exchange
+from lightning_loco.engine.exchanges import make_exchange
 from lightning_loco.topology import as_topology
 from tests.small_model import flat, make_model, train_step, worker_batch
 

@@ -1,4 +1,4 @@
-"""The notice board on one store: those at a sync point learn whether anybody makes a round."""
+"""The barrier on one store: workers at a sync point learn whether another one makes a round."""
 
 from __future__ import annotations
 
@@ -55,73 +55,73 @@ def store() -> Iterator[TimeoutStore]:
     store.close()
 
 
-def boards(store: TimeoutStore, num_workers: int) -> list[StoreBarrier]:
+def barriers(store: TimeoutStore, num_workers: int) -> list[StoreBarrier]:
     return [StoreBarrier(store, worker, num_workers) for worker in range(num_workers)]
 
 
-def comes_with_a_round(store_barrier: StoreBarrier) -> None:
+def calls_to_round(store_barrier: StoreBarrier) -> None:
     """A worker begins the next exchange with a round to make, and its all-reduce is late."""
     store_barrier.exchange += 1
     store_barrier.call_to_round(TIMEOUT_S)
 
 
-def comes_to_a_meeting(
+def reaches_a_sync_point(
     store_barrier: StoreBarrier, watchdog: Watchdog, timeout_s: float = TIMEOUT_S
 ) -> bool:
     """A worker begins the next exchange at a sync point; whether it is to take part in a round."""
     store_barrier.exchange += 1
     return (
-        store_barrier.meet([float(store_barrier.exchange)], watchdog, "validation", timeout_s)
+        store_barrier.wait([float(store_barrier.exchange)], watchdog, "validation", timeout_s)
         is None
     )
 
 
-def test_if_all_are_at_a_meeting_nobody_makes_a_round(store: TimeoutStore) -> None:
+def test_if_all_are_at_a_sync_point_nobody_makes_a_round(store: TimeoutStore) -> None:
     with make_watchdogs(3) as watchdogs:
-        all_boards = boards(store, 3)
-        answers = on_every_worker(3, lambda w: comes_to_a_meeting(all_boards[w], watchdogs[w]))
+        all_barriers = barriers(store, 3)
+        answers = on_every_worker(3, lambda w: reaches_a_sync_point(all_barriers[w], watchdogs[w]))
     assert answers == [False] * 3
 
 
 @pytest.mark.parametrize("with_round", [{0}, {2}, {0, 1}], ids=str)
 def test_one_worker_with_a_round_is_enough(store: TimeoutStore, with_round: set[int]) -> None:
     with make_watchdogs(3) as watchdogs:
-        all_boards = boards(store, 3)
+        all_barriers = barriers(store, 3)
 
         def come(worker: int) -> bool:
             if worker in with_round:
-                comes_with_a_round(all_boards[worker])
+                calls_to_round(all_barriers[worker])
                 return True
-            return comes_to_a_meeting(all_boards[worker], watchdogs[worker])
+            return reaches_a_sync_point(all_barriers[worker], watchdogs[worker])
 
         assert on_every_worker(3, come) == [True] * 3
 
 
 def test_those_who_come_early_wait(store: TimeoutStore) -> None:
     with make_watchdogs(2) as watchdogs:
-        first, second = boards(store, 2)
+        first, second = barriers(store, 2)
 
         has_come = threading.Event()
 
         def come(worker: int) -> tuple[bool, bool]:
             if worker == 1:
-                wait_until(lambda: store.check(["1/notices"]))  # that of the first
+                wait_until(lambda: store.check(["1/count"]))  # that of the first
                 time.sleep(0.1)
                 has_come.set()
-                comes_with_a_round(second)
+                calls_to_round(second)
                 return True, True
-            return comes_to_a_meeting(first, watchdogs[0]), has_come.is_set()
+            return reaches_a_sync_point(first, watchdogs[0]), has_come.is_set()
 
         assert on_every_worker(2, come) == [(True, True)] * 2
 
 
-def test_a_notice_counts_for_its_own_exchange_only(store: TimeoutStore) -> None:
+def test_an_arrival_counts_for_its_own_exchange_only(store: TimeoutStore) -> None:
     with make_watchdogs(2) as watchdogs:
-        first, second = boards(store, 2)
-        comes_with_a_round(second)
-        assert comes_to_a_meeting(first, watchdogs[0])
+        first, second = barriers(store, 2)
+        calls_to_round(second)
+        assert reaches_a_sync_point(first, watchdogs[0])
         with pytest.raises(RuntimeError, match="No message in validation"):
-            comes_to_a_meeting(first, watchdogs[0], timeout_s=0.2)
+            reaches_a_sync_point(first, watchdogs[0], timeout_s=0.2)
 
 
 def test_many_exchanges_at_different_speeds(store: TimeoutStore) -> None:
@@ -133,17 +133,17 @@ def test_many_exchanges_at_different_speeds(store: TimeoutStore) -> None:
     ]
     together = threading.Barrier(num_workers)
     with make_watchdogs(num_workers) as watchdogs:
-        all_boards = boards(store, num_workers)
+        all_barriers = barriers(store, num_workers)
 
         def come(worker: int) -> list[bool]:
             answers = []
             for makes_round in plans[worker]:
                 time.sleep(0.002 * random.random())
                 if makes_round:
-                    comes_with_a_round(all_boards[worker])
+                    calls_to_round(all_barriers[worker])
                     answers.append(True)
                 else:
-                    answers.append(comes_to_a_meeting(all_boards[worker], watchdogs[worker]))
+                    answers.append(reaches_a_sync_point(all_barriers[worker], watchdogs[worker]))
                 together.wait(TIMEOUT_S)
             return answers
 
@@ -158,11 +158,11 @@ def test_who_does_not_come_is_named_to_the_others_too(store: TimeoutStore) -> No
     clock = ManualClock()
     with make_watchdogs(3, clock=clock) as watchdogs:
         start(*watchdogs[:2])
-        first, second, _ = boards(store, 3)
-        comes_with_a_round(second)
+        first, second, _ = barriers(store, 3)
+        calls_to_round(second)
 
         def come() -> None:
-            comes_to_a_meeting(first, watchdogs[0], timeout_s=0.2)
+            reaches_a_sync_point(first, watchdogs[0], timeout_s=0.2)
 
         with pytest.raises(RuntimeError, match="No message in validation .* from worker 2"):
             clock.pass_during(come, others=2)
@@ -172,33 +172,33 @@ def test_who_does_not_come_is_named_to_the_others_too(store: TimeoutStore) -> No
 def test_a_failure_ends_the_wait(store: TimeoutStore) -> None:
     with make_watchdogs(2) as watchdogs:
         start(*watchdogs)
-        first, _ = boards(store, 2)
+        first, _ = barriers(store, 2)
         watchdogs[1].report("no more power")
         began = time.monotonic()
         with pytest.raises(RuntimeError, match="Worker 1 failed:\nno more power"):
-            comes_to_a_meeting(first, watchdogs[0], timeout_s=LONG_S)
+            reaches_a_sync_point(first, watchdogs[0], timeout_s=LONG_S)
         assert time.monotonic() - began < SOON_S
 
 
-def test_notices_of_old_exchanges_are_taken_down(store: TimeoutStore) -> None:
+def test_counters_of_old_exchanges_are_deleted(store: TimeoutStore) -> None:
     with make_watchdogs(2) as watchdogs:
-        both = boards(store, 2)
+        both = barriers(store, 2)
         for _ in range(5):
-            answers = on_every_worker(2, lambda w: comes_to_a_meeting(both[w], watchdogs[w]))
+            answers = on_every_worker(2, lambda w: reaches_a_sync_point(both[w], watchdogs[w]))
             assert answers == [False, False]
-    kept = [n for n in range(1, 6) if store.check([f"{n}/notices"]) or store.check([f"{n}/all"])]
+    kept = [n for n in range(1, 6) if store.check([f"{n}/count"]) or store.check([f"{n}/all"])]
     assert kept == [4, 5]
 
 
 def test_numbers_arrive_as_they_are(store: TimeoutStore) -> None:
     told = [[0.1 + 0.2, -0.0, 5e-324], [1.7976931348623157e308, math.nan, -math.inf]]
     with make_watchdogs(2) as watchdogs:
-        both = boards(store, 2)
+        both = barriers(store, 2)
         for _ in range(2):
             for store_barrier in both:
                 store_barrier.exchange += 1
             found = on_every_worker(
-                2, lambda w: both[w].meet(told[w], watchdogs[w], "here", TIMEOUT_S)
+                2, lambda w: both[w].wait(told[w], watchdogs[w], "here", TIMEOUT_S)
             )
             assert [repr(table) for table in found] == [repr(told)] * 2
             told.reverse()
@@ -208,15 +208,17 @@ def test_numbers_arrive_as_they_are(store: TimeoutStore) -> None:
 def test_the_numbers_of_all_workers_are_one_question_to_the_store(num_workers: int) -> None:
     counting = CountingStore()
     with closing(TimeoutStore(counting)) as store, make_watchdogs(num_workers) as watchdogs:
-        all_boards = boards(store, num_workers)
+        all_barriers = barriers(store, num_workers)
         for _ in range(3):
             counting.reads.clear()
-            on_every_worker(num_workers, lambda w: comes_to_a_meeting(all_boards[w], watchdogs[w]))
+            on_every_worker(
+                num_workers, lambda w: reaches_a_sync_point(all_barriers[w], watchdogs[w])
+            )
             # Who comes last reads what all have said; all others, and it, too, what it makes of it.
             assert sorted(counting.reads) == [1] * num_workers + [num_workers]
 
 
-def test_garbage_on_the_board_is_an_error(subtests: pytest.Subtests) -> None:
+def test_garbage_in_the_store_is_an_error(subtests: pytest.Subtests) -> None:
     rows = ("no rows", "null", "{}", "[1, 2]", "[[1.0]]", '[["a"], [1.0]]', "[[true], [1.0]]")
     for garbage in rows:
         with (
@@ -224,7 +226,9 @@ def test_garbage_on_the_board_is_an_error(subtests: pytest.Subtests) -> None:
             closing(TimeoutStore(dist.HashStore())) as store,
             make_watchdogs(2) as watchdogs,
         ):
-            store_barrier, _ = boards(store, 2)
+            store_barrier, _ = barriers(store, 2)
             store.set("1/all", garbage)
-            with pytest.raises(RuntimeError, match="he notice board has"):
-                comes_to_a_meeting(store_barrier, watchdogs[0])
+            with pytest.raises(
+                RuntimeError, match="he barrier in the job.s key-value store (holds|has sent)"
+            ):
+                reaches_a_sync_point(store_barrier, watchdogs[0])

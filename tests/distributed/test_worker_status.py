@@ -13,9 +13,8 @@ from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.distributed.worker_status import (
     IN_ROUND,
     PendingStatuses,
-    SeparateStatuses,
     WorkerStatus,
-    start_statuses,
+    send_status,
     sync_point_id,
     write_status,
 )
@@ -37,13 +36,27 @@ def pending(*statuses: WorkerStatus) -> PendingStatuses:
     return PendingStatuses(lambda: table_of(*statuses), "round 4")
 
 
-def test_rows_come_back_as_they_were_written() -> None:
+def test_statuses_come_back_as_they_were_written() -> None:
     statuses = [
         WorkerStatus(
-            IN_ROUND, 4, steps=10, weight=1, finite=1, loss=0.5, spread=2.25, scalars=(1.5, -2.0)
+            IN_ROUND,
+            4,
+            steps=10,
+            weight=1,
+            finite=1,
+            loss=0.5,
+            squared_distance=2.25,
+            scalars=(1.5, -2.0),
         ),
         WorkerStatus(
-            IN_ROUND, 4, steps=0, weight=0, finite=0, loss=3.0, spread=0.0, scalars=(7.0, 8.0)
+            IN_ROUND,
+            4,
+            steps=0,
+            weight=0,
+            finite=0,
+            loss=3.0,
+            squared_distance=0.0,
+            scalars=(7.0, 8.0),
         ),
     ]
     assert pending(*statuses).wait() == statuses
@@ -52,7 +65,9 @@ def test_rows_come_back_as_they_were_written() -> None:
 def test_what_a_worker_has_not_looked_at_is_unknown() -> None:
     (status,) = pending(WorkerStatus(7.0, 4, 10)).wait()
     assert (status.sync_point, status.round_index, status.steps) == (7, 4, 10)
-    assert all(map(math.isnan, (status.weight, status.finite, status.loss, status.spread)))
+    assert all(
+        map(math.isnan, (status.weight, status.finite, status.loss, status.squared_distance))
+    )
 
 
 def test_one_workers_nan_leaves_the_rows_of_others_alone() -> None:
@@ -63,7 +78,7 @@ def test_one_workers_nan_leaves_the_rows_of_others_alone() -> None:
     assert math.isnan(second.weight)
 
 
-def test_rows_are_received_once() -> None:
+def test_statuses_are_received_once() -> None:
     calls = []
 
     def receive() -> Tensor:
@@ -82,27 +97,24 @@ def test_workers_in_different_rounds_are_told_to_resume_from_one_checkpoint() ->
 
 
 @pytest.mark.parametrize(
-    ("places", "again"),
+    ("sync_points", "again"),
     [((IN_ROUND, 9.0), True), ((9.0, 9.0), False), ((IN_ROUND, IN_ROUND), False)],
     ids=str,
 )
-def test_rows_are_told_again_if_a_worker_that_has_not_looked_finds_a_round(
-    places: tuple[float, float], again: bool
+def test_statuses_without_weight_are_exchanged_again_in_a_round(
+    sync_points: tuple[float, float], again: bool
 ) -> None:
-    known = [WorkerStatus(place, 4, 1, weight=1.0) for place in places]
-    statuses = pending(
-        *(r if r.sync_point == IN_ROUND else r._replace(weight=math.nan) for r in known)
-    )
-    completed: list[bool] = []
+    known = [WorkerStatus(sync_point, 4, 1, weight=1.0) for sync_point in sync_points]
+    sent = [s if s.sync_point == IN_ROUND else s._replace(weight=math.nan) for s in known]
+    resent: list[bool] = []
 
-    def complete() -> list[WorkerStatus]:
-        completed.append(True)
-        return known
+    def resend() -> PendingStatuses:
+        resent.append(True)
+        return PendingStatuses.known(known)
 
-    statuses.complete = complete
-    told = statuses.wait()
-    assert bool(completed) is again
-    assert (told is known) is again
+    statuses = PendingStatuses(lambda: table_of(*sent), "round 4", resend=resend)
+    assert (statuses.wait() == known) is again
+    assert bool(resent) is again
 
 
 def test_weights_add_up_and_none_at_all_is_an_error() -> None:
@@ -120,39 +132,39 @@ def test_a_purpose_has_a_number_that_float32_holds_and_a_round_has_not() -> None
     assert torch.tensor(numbers, dtype=torch.float32).double().tolist() == numbers
 
 
-def tell(rank: int, world: int) -> dict[str, Any]:
+def exchange(rank: int, world: int) -> dict[str, Any]:
     group, statistics = WorkerGroup.create(timeout_s=20), Statistics()
-    carrier = SeparateStatuses(group)
-    met = carrier.sync_point(statistics, WorkerStatus(3.0, 0, rank), "a sync point").wait()
-    assert [other.steps for other in met] == list(range(world))
+    at_sync_point = WorkerStatus(3.0, 0, rank)
+    others = send_status(group, statistics, at_sync_point, "a sync point").wait()
+    assert [other.steps for other in others] == list(range(world))
     status = WorkerStatus(IN_ROUND, 0, rank, weight=1.0, scalars=(10.0 * rank,))
-    statuses = carrier.carry(statistics, status, "round 0").wait()
-    place = group.watchdog.label
+    statuses = send_status(group, statistics, status, "round 0").wait()
+    label = group.watchdog.label
     group.close()
-    return {"statuses": statuses, "place": place, "waited": statistics.wait_s > 0}
+    return {"statuses": statuses, "label": label, "waited": statistics.wait_s > 0}
 
 
-def test_rows_that_travel_by_themselves_reach_all_workers(pool: Pool) -> None:
-    for told in pool.run(tell, world=3):
-        assert [status.steps for status in told["statuses"]] == [0, 1, 2]
-        assert [status.scalars for status in told["statuses"]] == [(0.0,), (10.0,), (20.0,)]
-        assert (told["place"], told["waited"]) == ("round 0", True)
+def test_statuses_reach_all_workers(pool: Pool) -> None:
+    for found in pool.run(exchange, world=3):
+        assert [status.steps for status in found["statuses"]] == [0, 1, 2]
+        assert [status.scalars for status in found["statuses"]] == [(0.0,), (10.0,), (20.0,)]
+        assert (found["label"], found["waited"]) == ("round 0", True)
 
 
-def test_a_worker_alone_hears_itself() -> None:
-    status = WorkerStatus(IN_ROUND, 3, 1, weight=1.0, finite=1.0, loss=2.0, spread=0.0)
-    assert start_statuses(WorkerGroup(0, 1), Statistics(), status, "round 3").wait() == [status]
+def test_a_worker_alone_receives_its_own_status() -> None:
+    status = WorkerStatus(IN_ROUND, 3, 1, weight=1.0, finite=1.0, loss=2.0, squared_distance=0.0)
+    assert send_status(WorkerGroup(0, 1), Statistics(), status, "round 3").wait() == [status]
 
 
 def part(rank: int, world: int) -> None:
     group = WorkerGroup.create(timeout_s=20)
     try:
-        start_statuses(group, Statistics(), WorkerStatus(IN_ROUND, rank, 1), "a test").wait()
+        send_status(group, Statistics(), WorkerStatus(IN_ROUND, rank, 1), "a test").wait()
     finally:
         group.close()
 
 
-def test_every_worker_hears_of_different_rounds(pool: Pool) -> None:
+def test_every_worker_is_told_of_different_rounds(pool: Pool) -> None:
     with pytest.raises(PoolError, match="Resume all workers from the same checkpoint") as error:
         pool.run(part, world=2)
     assert sorted(error.value.failures) == [0, 1]

@@ -44,13 +44,13 @@ def test_a_round_that_was_saved_lands_once() -> None:
     again = StepEngine(model, DiLoCo(0.7, 0.3), sync_every=3, overlap=True, warm_start=False)
     again.load_state_dict(engine.state_dict())
     (rounds,) = again.fragments
-    before = {name: value.clone() for name, value in rounds.fragment.state.items()}
+    before = {name: value.clone() for name, value in rounds.memory.state.items()}
     received = again.state_dict()["shared"][0]["received"].clone()
     progress = again.worker.replica.layout.new_flat() - before["outer"]
     apply_saved_rounds(again)
     DiLoCo(0.7, 0.3).update(received, received.clone(), before)
     for name, value in before.items():
-        torch.testing.assert_close(rounds.fragment.state[name], value)
+        torch.testing.assert_close(rounds.memory.state[name], value)
     moved = again.worker.replica.layout.new_flat() - before["outer"]
     torch.testing.assert_close(moved, progress)
     assert rounds.pending is None

@@ -38,7 +38,7 @@ PULL = 0.05
 
 def checksum(engine: Engine) -> int:
     """Of all vectors of the outer state, or of the parameters where there are none."""
-    state = engine.fragments[0].fragment.state
+    state = engine.fragments[0].memory.state
     vectors = [v for _, v in sorted(state.items()) if isinstance(v, torch.Tensor)]
     vectors = vectors or [engine.worker.replica.layout.new_flat()]
     value = 0
@@ -49,7 +49,7 @@ def checksum(engine: Engine) -> int:
 
 def first_of(engine: Engine) -> float:
     """The first element of the outer parameters, or of the parameters where there are none."""
-    state = engine.fragments[0].fragment.state
+    state = engine.fragments[0].memory.state
     return float(state.get("outer", engine.worker.replica.layout.new_flat())[0])
 
 
@@ -67,7 +67,7 @@ def algorithm_of(name: str, overlap: bool) -> Algorithm:
 
 def vectors(engine: Engine) -> dict[str, list[float]]:
     """The vectors of the outer state."""
-    return {key: value.tolist() for key, value in engine.fragments[0].fragment.state.items()}
+    return {key: value.tolist() for key, value in engine.fragments[0].memory.state.items()}
 
 
 class Layers(nn.Module):
@@ -217,7 +217,7 @@ def train(asked: argparse.Namespace, engine: Engine) -> None:
                 if worker.round_index == asked.save_at:
                     engine.state_dict()
                 if worker.round_index == asked.flip_at:
-                    engine.fragments[0].fragment.state["outer"].view(torch.int32)[0] ^= 2**16
+                    engine.fragments[0].memory.state["outer"].view(torch.int32)[0] ^= 2**16
                     asked.flip_at = -1
                     if asked.other_past:
                         engine.link._rounds.made = "another/1"

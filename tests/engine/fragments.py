@@ -118,11 +118,11 @@ def train(
         engine.step()
         history.append(flat(model))
         if meets:
-            engine.worker.sync_point("a validation")
-            engine.worker.show_consensus()
+            engine.sync_point("a validation")
+            engine.show_consensus()
             engine.worker.show_local()
         if step in cuts:
-            engine.worker.sync_point("a checkpoint")
+            engine.sync_point("a checkpoint")
             saved = saved_and_loaded(engine.state_dict())
             engine.close()
             model = Layers()

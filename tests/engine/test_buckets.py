@@ -1,11 +1,11 @@
-"""Parts and buckets: exact copies, whatever memory the values are in."""
+"""Chunks and buckets: exact copies, whatever memory the values are in."""
 
 from __future__ import annotations
 
 import torch
 
 from lightning_loco.algorithms import DiLoCo, LocalSGD
-from lightning_loco.engine.buckets import Bucket, Part, group_chunks
+from lightning_loco.engine.buckets import Bucket, BucketChunk, group_chunks
 from lightning_loco.parameters.flat import Cuts, FlatLayout
 
 
@@ -14,16 +14,16 @@ def layout_of(*sizes: int, chunk_elements: int | None = None) -> FlatLayout:
     return FlatLayout(((f"p{i}", t) for i, t in enumerate(tensors)), Cuts(chunk_elements))
 
 
-def test_a_part_unpacks_values_from_the_bucket_from_the_state_and_from_anywhere() -> None:
+def test_a_chunk_unpacks_values_from_the_bucket_from_the_state_and_from_anywhere() -> None:
     layout = layout_of(3, 2)
-    (chunk,) = layout.chunks()
+    (params,) = layout.chunks()
     algorithm = DiLoCo()
     state = algorithm.init(layout.new_flat())
-    part = Part(chunk, torch.empty(5), algorithm, state)
+    chunk = BucketChunk(params, torch.empty(5), algorithm, state)
     elsewhere = torch.arange(5.0)
-    for values in (part.message, part.state["outer"], elsewhere):
+    for values in (chunk.message, chunk.state["outer"], elsewhere):
         values.copy_(torch.randn(5))
-        part.unpack(values)
+        chunk.unpack(values)
         assert torch.equal(torch.cat(layout.tensors), values)
 
 
@@ -31,26 +31,26 @@ def test_a_state_entry_that_is_replaced_is_not_confused_with_the_old_one() -> No
     layout = layout_of(4)
     algorithm = DiLoCo()
     state = algorithm.init(layout.new_flat())
-    part = Part(layout.chunks()[0], torch.empty(4), algorithm, state)
+    chunk = BucketChunk(layout.chunks()[0], torch.empty(4), algorithm, state)
     for value in range(50):  # new tensors would take over the identity of a forgotten one
-        part.state["outer"] = torch.full((4,), float(value))
-        part.unpack(part.state["outer"])
-        assert torch.equal(layout.tensors[0], part.state["outer"])
+        chunk.state["outer"] = torch.full((4,), float(value))
+        chunk.unpack(chunk.state["outer"])
+        assert torch.equal(layout.tensors[0], chunk.state["outer"])
 
 
-def test_a_parcel_splits_what_was_received_and_ignores_what_rides_behind() -> None:
+def test_a_bucket_splits_what_was_received_and_ignores_the_statuses_behind() -> None:
     layout = layout_of(3, 3, 1, chunk_elements=3)
     message = torch.empty(7)
-    parts = [Part(c, message[c.start : c.stop], LocalSGD(), {}) for c in layout.chunks()]
-    bucket = Bucket(message, parts)
-    shares = [share.tolist() for _, share in bucket.split(torch.arange(9.0))]
-    assert shares == [[0, 1, 2], [3, 4, 5], [6]]
-    means = [share.tolist() for _, share in bucket.split(torch.arange(9.0), weight=2.0)]
+    chunks = [BucketChunk(c, message[c.start : c.stop], LocalSGD(), {}) for c in layout.chunks()]
+    bucket = Bucket(message, chunks)
+    slices = [part.tolist() for _, part in bucket.split(torch.arange(9.0))]
+    assert slices == [[0, 1, 2], [3, 4, 5], [6]]
+    means = [part.tolist() for _, part in bucket.split(torch.arange(9.0), weight=2.0)]
     assert means == [[0, 0.5, 1], [1.5, 2, 2.5], [3]]
     assert len(bucket) == 7
 
 
-def test_chunks_are_grouped_up_to_the_longest_parcel() -> None:
+def test_chunks_are_grouped_up_to_the_longest_bucket() -> None:
     chunks = layout_of(3, 3, 3, 3, 2, chunk_elements=3).chunks()
     lengths = [[len(c) for c in group] for group in group_chunks(chunks, 7)]
     assert lengths == [[3, 3], [3, 3], [2]]

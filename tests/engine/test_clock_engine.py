@@ -98,7 +98,7 @@ def race(rank: int, world: int, topology: str | None, num_rounds: int) -> tuple[
         steps += 1
         engine.step()
         time.sleep(1e-4)  # leaves two cores to the threads that communicate
-    engine.worker.sync_point("the end of the race")
+    engine.sync_point("the end of the race")
     engine.close()
     return model.values.detach().clone(), steps
 
@@ -230,7 +230,7 @@ def stop_on_request(rank: int, world: int, kind: str) -> tuple[str | None, float
         if engine.worker.stop_agreed is not None:
             break
     seconds = time.monotonic() - requested
-    engine.worker.sync_point("the checkpoint after the stop")
+    engine.sync_point("the checkpoint after the stop")
     reason = engine.worker.stop_agreed
     engine.close()
     return reason, seconds
@@ -404,7 +404,7 @@ def state_comes_back(rank: int, world: int) -> bool:
     for _ in range(10 + rank):
         model.values.data.add_(1.0)
         engine.step()
-    engine.worker.sync_point("checkpoint")
+    engine.sync_point("checkpoint")
     saved = engine.state_dict()
     values = model.values.detach().clone()
     engine.close()

@@ -154,7 +154,7 @@ def in_bfloat16(rank: int, world: int, codec: Codec) -> list[Tensor]:
     seen = [flat(model).float()]
     for _ in range(3):
         engine.step()
-        fragment = engine.fragments[0].fragment
+        fragment = engine.fragments[0].memory
         begun = fragment.state["outer"] - fragment.residual["residual"]
         assert torch.equal(flat(model), begun.bfloat16())
         seen.append(begun)
@@ -172,7 +172,7 @@ def stumble(rank: int, world: int) -> dict[str, Tensor]:
     """Worker 1 has NaN in the third round."""
     model = small()
     engine = Engine.from_settings(model, settings_of(DiLoCo(0.7, 0.0), Sparse(4, 16)))
-    fragment = engine.fragments[0].fragment
+    fragment = engine.fragments[0].memory
     for step in range(3 * STEPS):
         approach(rank, model)
         if step == 3 * STEPS - 1:
@@ -201,7 +201,7 @@ def work_alone(rank: int, world: int) -> bool:
     """Worker 0 has no more steps to make, and serves the others' rounds."""
     model = small()
     engine = Engine.from_settings(model, settings_of(DiLoCo(1.0, 0.0), Sparse(4, 16)))
-    fragment = engine.fragments[0].fragment
+    fragment = engine.fragments[0].memory
     for _ in range(STEPS):
         approach(rank, model)
         engine.step()
@@ -209,7 +209,7 @@ def work_alone(rank: int, world: int) -> bool:
     for _ in range(2 * STEPS * (rank > 0)):
         approach(rank, model)
         engine.step()
-    engine.worker.sync_point("the end of an epoch")
+    engine.sync_point("the end of an epoch")
     kept = torch.equal(fragment.residual["residual"], before)
     kept = kept and torch.equal(
         flat(model), fragment.state["outer"] - fragment.residual["residual"]

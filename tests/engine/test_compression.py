@@ -268,7 +268,7 @@ def hold(rank: int, world: int, settings: RoundSettings) -> tuple[Tensor, Tensor
     engine = Engine.from_settings(model, settings)
     model.value.data.copy_(randn(150, seed=rank))
     engine.step()
-    residual = engine.fragments[0].fragment.residual["residual"].clone()
+    residual = engine.fragments[0].memory.residual["residual"].clone()
     result = flat(model), -residual
     engine.close()
     return result
@@ -334,16 +334,16 @@ def race(rank: int, world: int, algorithm: Algorithm) -> dict[str, Any]:
             steps += 1
             engine.step()
             time.sleep(1e-4)
-        engine.worker.sync_point("a checkpoint")
+        engine.sync_point("a checkpoint")
         saved = saved_and_loaded(engine.state_dict())
         before = flat(model)
-        residual = engine.fragments[0].fragment.residual["residual"].clone()
+        residual = engine.fragments[0].memory.residual["residual"].clone()
         engine.close()
         model = Point(randn(LARGE, seed=99))
         engine = Engine.from_settings(model, settings)
         engine.load_state_dict(saved)
         assert torch.equal(flat(model), before)
-        assert torch.equal(engine.fragments[0].fragment.residual["residual"], residual)
+        assert torch.equal(engine.fragments[0].memory.residual["residual"], residual)
     engine.close()
     return {"model": flat(model), "residual": residual, "steps": steps}
 
@@ -373,12 +373,12 @@ def stumble(rank: int, world: int, overlap: bool) -> dict[str, Any]:
     for step in range(3):
         approach(rank, model)
         if step == 2:
-            before = engine.fragments[0].fragment.residual["residual"].clone()
+            before = engine.fragments[0].memory.residual["residual"].clone()
             if rank == 1:
                 model.value.data[3] = torch.nan
         engine.step()
     engine.finish()
-    residual = engine.fragments[0].fragment.residual["residual"].clone()
+    residual = engine.fragments[0].memory.residual["residual"].clone()
     result = {"params": flat(model), "before": before, "residual": residual}
     engine.close()
     return result

@@ -119,13 +119,14 @@ def test_what_is_set_aside_is_in_the_hosts_memory() -> None:
 
 
 @pytest.mark.usefixtures("no_checksum")
-def test_what_waits_for_its_landing_is_saved_in_the_hosts_memory() -> None:
+def test_a_pending_round_is_saved_in_the_hosts_memory() -> None:
     case = CASES["async_diloco"]
     model = nn.Linear(3, 4).to(DEVICE)
     engine = StepEngine(model, case.algorithm, **case.settings(sync_every=1))
-    fragment = engine.fragments[0].fragment
+    memory = engine.fragments[0].memory
     with copies_to_the_host():
-        assert fragment.gather(fragment.messages()).device.type == "cpu"
+        found = memory.gather([bucket.message for bucket in memory.buckets])
+    assert found.device.type == "cpu"
     engine.close()
 
 
@@ -152,20 +153,20 @@ def test_a_loaded_outer_optimizer_steps_on_the_device(make_optimizer: Any, step_
 
 @pytest.mark.usefixtures("no_checksum")
 @pytest.mark.parametrize("name", ["gasloc_overlap", "async_diloco"])
-def test_a_flight_that_was_loaded_lands_on_the_device(name: str) -> None:
-    """Saved with a round under way, between neighbours and over all workers."""
+def test_a_pending_round_that_was_loaded_is_on_the_device(name: str) -> None:
+    """Saved with a pending round, between neighbours and over all workers."""
     case = CASES[name]
     engine = StepEngine(nn.Linear(3, 4).to(DEVICE), case.algorithm, **case.settings(sync_every=1))
-    (rounds,) = engine.fragments
-    received = torch.ones(rounds.fragment.layout.numel)
-    pending: dict[str, Any] = {"index": 0, "valid": True, "began_at": 1, "told": None}
+    (fragment,) = engine.fragments
+    received = torch.ones(fragment.memory.layout.numel)
+    pending: dict[str, Any] = {"index": 0, "valid": True, "began_at": 1, "scalars": None}
     pending["finite"] = True
-    if not rounds._exchange.is_weighted:
+    if not fragment._exchange.is_weighted:
         pending["messages"] = received.clone()
-    shared = {"state": dict(rounds.fragment.state), "received": received}
-    rounds.load_state_dict(shared, {"pending": pending, **rounds.fragment.state_dict()})
-    assert rounds.pending is not None
-    assert {handle.wait().device for handle in rounds.pending.handles} == {DEVICE}
+    shared = {"state": dict(fragment.memory.state), "received": received}
+    fragment.load_state_dict(shared, {"pending": pending, **fragment.memory.state_dict()})
+    assert fragment.pending is not None
+    assert {handle.wait().device for handle in fragment.pending.handles} == {DEVICE}
     engine.close()
 
 

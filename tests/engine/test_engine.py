@@ -67,7 +67,7 @@ def receive_scalars(
 ) -> tuple[float, int]:
     model = zeros()
     engine = StepEngine(model, algorithm, sync_every=1, overlap=overlap)
-    state = engine.fragments[0].fragment.state
+    state = engine.fragments[0].memory.state
     state["own"].fill_(rank + 1.0)
     for _ in range(3):
         approach(rank, model)
@@ -136,7 +136,7 @@ def sync_point(
         model.value.data[3] = math.nan
     with pytest.MonkeyPatch.context() as monkeypatch:
         passes = Passes(monkeypatch)
-        statuses = engine.worker.sync_point("a barrier")
+        statuses = engine.sync_point("a barrier")
         at_meeting = passes.count
     rounds, finite = engine.statistics.rounds, engine.worker.was_finite
     engine.finish()

@@ -14,8 +14,8 @@ from lightning_loco import StepEngine
 from lightning_loco.algorithms import DiLoCo, GASLoC, LocalSGD
 from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.engine.buckets import Bucket
-from lightning_loco.engine.exchanges.all_reduce import MeanExchange
-from lightning_loco.engine.exchanges.base import make_exchange
+from lightning_loco.engine.exchanges import make_exchange
+from lightning_loco.engine.exchanges.all_reduce import AllReduce
 from lightning_loco.engine.exchanges.neighbor import NeighborExchange
 from lightning_loco.topology import TOPOLOGIES, Ring, get_topology
 from tests.conftest import cover
@@ -69,7 +69,7 @@ def exchange_all(
     for name in names:
         statistics = Statistics()
         exchange: Any = (
-            MeanExchange(group, statistics)
+            AllReduce(group, statistics)
             if name is None
             else NeighborExchange(group, statistics, get_topology(name))
         )
@@ -100,7 +100,7 @@ def simulate_all(exchange: Any, num_workers: int, dtype: torch.dtype) -> list[li
 def alone(name: str | None) -> Any:
     group, statistics = WorkerGroup(0, 1), Statistics()
     if name is None:
-        return MeanExchange(group, statistics)
+        return AllReduce(group, statistics)
     return NeighborExchange(group, statistics, get_topology(name))
 
 
@@ -182,7 +182,7 @@ def mean_of_some(rank: int, world: int, valid: list[bool]) -> Tensor:
     """Workers without progress send zeros, and the sum is divided by the weight of the others."""
     group = WorkerGroup.create(timeout_s=20)
     message = torch.full((3,), float(rank + 1)) if valid[rank] else torch.zeros(3)
-    exchange = MeanExchange(group, Statistics())
+    exchange = AllReduce(group, Statistics())
     received = received_from(exchange, start(exchange, message, 0), sum(valid))
     group.close()
     return received
@@ -229,7 +229,7 @@ def test_memory_for_received_messages_is_used_again(pool: Pool) -> None:
 def test_algorithms_get_the_exchange_they_name() -> None:
     group, statistics = WorkerGroup(0, 1), Statistics()
     for algorithm in (LocalSGD(), DiLoCo()):
-        assert isinstance(make_exchange(algorithm, group, statistics, None), MeanExchange)
+        assert isinstance(make_exchange(algorithm, group, statistics, None), AllReduce)
     exchange = make_exchange(GASLoC(), group, statistics, Ring())
     assert isinstance(exchange, NeighborExchange)
 
@@ -248,7 +248,7 @@ def meet_and_count(rank: int, world: int) -> tuple[list[float], int]:
 
     all_gather, dist.all_gather = dist.all_gather, count
     try:
-        statuses = engine.worker.sync_point("validation")
+        statuses = engine.sync_point("validation")
     finally:
         dist.all_gather = all_gather
     engine.close()

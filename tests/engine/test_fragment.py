@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_loco import Simulation, StepEngine
 from lightning_loco.algorithms import DiLoCo
 from lightning_loco.engine import RoundSettings
-from lightning_loco.engine.fragment import Fragment
+from lightning_loco.engine.fragment_memory import FragmentMemory
 from lightning_loco.parameters.flat import FlatLayout
 from lightning_loco.schedules import EverySteps
 from tests.algorithms.toys import assert_close, randn
@@ -56,23 +56,23 @@ def test_state_that_is_not_cut_counts_rounds_and_not_chunks(pool: Pool, overlap:
 def counters(rank: int, world: int) -> list[dict[str, Any]]:
     model = zeros()
     engine = StepEngine(model, Counting(), sync_every=1, bucket_bytes=SMALL_BUCKET)
-    fragment = engine.fragments[0].fragment
-    assert len(fragment.buckets) == 5
+    memory = engine.fragments[0].memory
+    assert len(memory.buckets) == 5
     seen = []
     for _ in range(2):
         approach(rank, model)
         engine.step()
-        seen.append({k: v for k, v in fragment.state.items() if k != "outer"})
+        seen.append({k: v for k, v in memory.state.items() if k != "outer"})
     saved = saved_and_loaded(engine.state_dict())
     engine.close()
     engine = StepEngine(zeros(), Counting(), sync_every=1, bucket_bytes=SMALL_BUCKET)
     engine.load_state_dict(saved)
-    seen.append({k: v for k, v in engine.fragments[0].fragment.state.items() if k != "outer"})
+    seen.append({k: v for k, v in engine.fragments[0].state.items() if k != "outer"})
     engine.close()
     return seen
 
 
-def test_counters_of_any_kind_are_in_the_lanes_state_and_come_back(pool: Pool) -> None:
+def test_counters_of_any_kind_are_in_the_fragments_state_and_are_resumed(pool: Pool) -> None:
     for first, second, loaded in pool.run(counters, world=2):
         assert (first["rounds"], second["rounds"], loaded["rounds"]) == (1, 2, 2)
         assert float(second["scale"]) == float(loaded["scale"]) == pytest.approx(0.81)
@@ -135,38 +135,38 @@ def test_slices_are_multiples_of_the_granularity(pool: Pool) -> None:
         assert torch.equal(sliced, whole)
 
 
-def fragment_of(
+def memory_of(
     numel: int, bucket_bytes: int, overlap: bool = False, statuses: int = 0
-) -> Fragment:
+) -> FragmentMemory:
     schedule = EverySteps(1, overlap)
     settings = RoundSettings(DiLoCo(0.7, 0.0), schedule, bucket_bytes=bucket_bytes).prepare(1)
     layout = FlatLayout([("p", randn(numel))], settings.cuts({"p": numel}, 8))
-    start = layout.new_flat()
+    state = {"outer": layout.new_flat()}
     elements = settings.bucket_elements(numel, 8)
-    return Fragment(layout, [range(numel)], settings, {"outer": start}, {}, elements, statuses)
+    return FragmentMemory(layout, [range(numel)], settings, state, {}, elements, statuses)
 
 
-def places(fragment: Fragment) -> int:
-    return len({bucket.wire.data_ptr() for bucket in fragment.buckets})
+def num_wires(memory: FragmentMemory) -> int:
+    return len({bucket.wire.data_ptr() for bucket in memory.buckets})
 
 
-def test_a_blocking_lane_larger_than_the_bucket_has_two_places() -> None:
-    fragment = fragment_of(LARGE, SMALL_BUCKET)
-    assert (len(fragment.buckets), places(fragment), fragment.holds) == (5, 2, False)
+def test_a_blocking_fragment_larger_than_the_bucket_uses_two_buckets_in_turn() -> None:
+    memory = memory_of(LARGE, SMALL_BUCKET)
+    assert (len(memory.buckets), num_wires(memory), memory.holds_all) == (5, 2, False)
 
 
 @pytest.mark.parametrize(("numel", "overlap"), [(1500, False), (LARGE, True)])
-def test_other_lanes_have_a_place_for_every_message(numel: int, overlap: bool) -> None:
-    fragment = fragment_of(numel, SMALL_BUCKET, overlap)
-    assert places(fragment) == len(fragment.buckets) > 1
-    assert fragment.holds
+def test_other_fragments_have_memory_for_every_bucket(numel: int, overlap: bool) -> None:
+    memory = memory_of(numel, SMALL_BUCKET, overlap)
+    assert num_wires(memory) == len(memory.buckets) > 1
+    assert memory.holds_all
 
 
-def test_parcels_cover_the_lane_once_and_the_rows_lie_behind_the_first() -> None:
-    fragment = fragment_of(LARGE, SMALL_BUCKET, statuses=7)
-    covered = [i for bucket in fragment.buckets for stretch in bucket.slices for i in stretch]
+def test_buckets_cover_the_fragment_once_and_statuses_are_behind_the_first() -> None:
+    memory = memory_of(LARGE, SMALL_BUCKET, statuses=7)
+    covered = [i for bucket in memory.buckets for part in bucket.slices for i in part]
     assert covered == list(range(LARGE))
-    first = fragment.buckets[0]
-    assert (len(first.wire) - len(first), fragment.status_memory.numel()) == (7, 7)
-    assert fragment.status_memory.data_ptr() == first.wire[len(first) :].data_ptr()
-    assert all(len(bucket.wire) == len(bucket) for bucket in fragment.buckets[1:])
+    first = memory.buckets[0]
+    assert (len(first.wire) - len(first), memory.statuses.numel()) == (7, 7)
+    assert memory.statuses.data_ptr() == first.wire[len(first) :].data_ptr()
+    assert all(len(bucket.wire) == len(bucket) for bucket in memory.buckets[1:])

@@ -15,8 +15,8 @@ from lightning_loco.algorithms import Algorithm, DiLoCo, GASLoC, LocalSGD, Model
 from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.distributed.worker_status import PendingStatuses, WorkerStatus
 from lightning_loco.engine import Engine, RoundSettings
-from lightning_loco.engine.exchanges.base import make_exchange
-from lightning_loco.engine.fragment import Fragment
+from lightning_loco.engine.exchanges import make_exchange
+from lightning_loco.engine.fragment_memory import FragmentMemory
 from lightning_loco.engine.fragment_sync import FragmentSync, PendingRound
 from lightning_loco.fault_points import on_reach
 from lightning_loco.parameters.flat import FlatLayout
@@ -33,7 +33,7 @@ FITS = 2000
 
 @contextmanager
 def losing(number: int) -> Iterator[list[str]]:
-    """Let the bucket of that number not come; what it gives are the fault points since."""
+    """Lose the bucket of that number; yields the fault points that were reached since."""
     reached: list[str] = []
 
     def act(point: str) -> None:
@@ -48,8 +48,8 @@ def losing(number: int) -> Iterator[list[str]]:
 def everything(engine: Engine) -> list[Any]:
     """The parameters and all entries of all states, to compare exactly."""
     values: list[Any] = [engine.worker.replica.layout.new_flat()]
-    for rounds in engine.fragments:
-        for state in (rounds.fragment.state, rounds.fragment.residual):
+    for fragment in engine.fragments:
+        for state in (fragment.memory.state, fragment.memory.residual):
             values += [copy.deepcopy(state[key]) for key in sorted(state)]
     return values
 
@@ -86,7 +86,7 @@ def fail_in_round(
         "error": error,
         "same": same(before, everything(engine)),
         "torn": engine.fragments[0].is_torn,
-        "buckets": len(engine.fragments[0].fragment.buckets),
+        "buckets": len(engine.fragments[0].memory.buckets),
     }
     if result["torn"]:
         with pytest.raises(RuntimeError, match="Go back to the last checkpoint"):
@@ -98,7 +98,7 @@ def fail_in_round(
 STEPS, LATE, CLOCK = EverySteps(1), EverySteps(1, overlap=True), EveryInterval(0.0)
 
 
-def test_a_round_that_loses_its_second_parcel_changes_nothing(
+def test_a_round_that_loses_its_second_bucket_changes_nothing(
     pool: Pool, subtests: pytest.Subtests
 ) -> None:
     """Neither parameters nor state nor residuals, at once, late and by the clock."""
@@ -129,7 +129,7 @@ def test_a_round_that_loses_its_second_parcel_changes_nothing(
 
 
 def test_a_round_larger_than_the_bucket_that_fails_is_torn_and_not_saved(pool: Pool) -> None:
-    """With two buckets under way, the first has landed when the fourth does not come."""
+    """With two buckets under way, the first has been applied when the fourth is lost."""
     settings = RoundSettings(
         DiLoCo(), STEPS, compression=rounding(DiLoCo()), bucket_bytes=SMALL_BUCKET
     )
@@ -171,15 +171,15 @@ def test_a_worker_that_vanishes_leaves_the_others_as_they_were(
     assert "No message in round 2" in error
 
 
-# --------------------------------------------------------------- turns, without an engine
+# ---------------------------------------------------------------- without an engine
 
 
 def pending(index: int, weight: float = 1.0, valid: bool = True) -> PendingRound:
     table = torch.tensor([[*WorkerStatus(0.0, index, 1.0, weight, 1.0)[:-1]]], dtype=torch.float64)
-    return PendingRound(index, PendingStatuses(lambda: table, f"round {index}"), valid, 0)
+    return PendingRound(index, valid, 0, PendingStatuses(lambda: table, f"round {index}"))
 
 
-def rounds_of(
+def fragment_of(
     algorithm: Algorithm,
     numel: int,
     overlap: bool = False,
@@ -190,72 +190,74 @@ def rounds_of(
     layout = FlatLayout([("p", randn(numel))], settings.cuts({"p": numel}, 8))
     state = settings.algorithm.init(layout.new_flat())
     elements = settings.bucket_elements(numel, 8)
-    fragment = Fragment(layout, [range(numel)], settings, state, {}, elements)
+    memory = FragmentMemory(layout, [range(numel)], settings, state, {}, elements)
     exchange = make_exchange(LocalSGD(), WorkerGroup(0, 1), Statistics(), None)
-    return FragmentSync(fragment, settings, exchange), layout
+    return FragmentSync(memory, settings, exchange), layout
 
 
 @pytest.mark.parametrize(("fails", "torn"), [(1, False), (2, True), (5, True)])
-def test_a_streamed_round_is_torn_from_its_first_landing_on(fails: int, torn: bool) -> None:
-    rounds, layout = rounds_of(DiLoCo(), 5000)
+def test_a_round_applied_bucket_by_bucket_is_torn_once_one_was_applied(
+    fails: int, torn: bool
+) -> None:
+    fragment, layout = fragment_of(DiLoCo(), 5000)
     layout.tensors[0].add_(1.0)
     before = layout.new_flat()
-    rounds.look()
+    fragment.prepare()
     with losing(fails), pytest.raises(RuntimeError, match="the bucket is lost"):
-        rounds.make(pending(0))
-    assert rounds.is_torn is torn
+        fragment.make_blocking(pending(0))
+    assert fragment.is_torn is torn
     assert torch.equal(layout.new_flat(), before) is not torn
 
 
-def test_a_late_round_that_is_lost_can_be_landed_no_more_and_has_changed_nothing() -> None:
+def test_an_overlapped_round_that_is_lost_has_changed_nothing() -> None:
     for algorithm in (DiLoCo(0.7, 0.0), ModelAverage(), Counting()):
-        rounds, layout = rounds_of(algorithm, 5000, overlap=True)
-        rounds.look()
-        rounds.begin(pending(0))
+        fragment, layout = fragment_of(algorithm, 5000, overlap=True)
+        fragment.prepare()
+        fragment.begin(pending(0))
         layout.tensors[0].add_(1.0)
-        params, state = layout.new_flat(), copy.deepcopy(rounds.fragment.state)
-        rounds.look()
+        params, state = layout.new_flat(), copy.deepcopy(fragment.memory.state)
+        fragment.prepare()
         with losing(2) as reached, pytest.raises(RuntimeError, match="the bucket is lost"):
-            rounds.begin(pending(1))
-        assert "before sending" not in reached  # nothing new has left
+            fragment.begin(pending(1))
+        assert "before sending" not in reached  # nothing new was sent
         assert torch.equal(layout.new_flat(), params)
-        assert same(list(rounds.fragment.state.values()), list(state.values()))
-        assert not rounds.is_torn
+        assert same(list(fragment.memory.state.values()), list(state.values()))
+        assert not fragment.is_torn
 
 
-def test_looking_finds_what_is_not_finite_wherever_it_is() -> None:
+def test_prepare_finds_values_that_are_not_finite_wherever_they_are() -> None:
     for numel in (FITS, 5000):  # proposed at once, or bucket by bucket
-        rounds, layout = rounds_of(DiLoCo(), numel)
-        assert rounds.look()
+        fragment, layout = fragment_of(DiLoCo(), numel)
+        assert fragment.prepare()
         layout.tensors[0][numel - 1] = torch.inf
-        assert not rounds.look()
+        assert not fragment.prepare()
 
 
 def test_large_finite_values_are_finite_although_their_sum_is_not() -> None:
-    rounds, layout = rounds_of(LocalSGD(), FITS)
+    fragment, layout = fragment_of(LocalSGD(), FITS)
     layout.tensors[0].fill_(1e308)
-    assert rounds.look()
+    assert fragment.prepare()
 
 
 def test_the_norm_of_the_outer_gradient_is_measured_on_request() -> None:
-    rounds, layout = rounds_of(DiLoCo(), 5000)
+    fragment, layout = fragment_of(DiLoCo(), 5000)
     layout.tensors[0].add_(2.0)
     for measure in (False, True):
-        rounds.measure_gradient = measure
-        rounds.look()
-        rounds.make(pending(0))
+        fragment.measure_gradient = measure
+        fragment.prepare()
+        fragment.make_blocking(pending(0))
         if not measure:
-            assert rounds.gradient_norm is None
-            rounds, layout = rounds_of(DiLoCo(), 5000)
+            assert fragment.gradient_norm is None
+            fragment, layout = fragment_of(DiLoCo(), 5000)
             layout.tensors[0].add_(2.0)
-    assert rounds.gradient_norm == pytest.approx(2.0 * 5000**0.5)
+    assert fragment.gradient_norm == pytest.approx(2.0 * 5000**0.5)
 
 
-def test_a_round_under_way_cannot_be_taken_over_without_overlap() -> None:
-    late, _ = rounds_of(DiLoCo(0.7, 0.0), 5000, overlap=True)
-    late.look()
+def test_a_pending_round_cannot_be_loaded_without_overlap() -> None:
+    late, _ = fragment_of(DiLoCo(0.7, 0.0), 5000, overlap=True)
+    late.prepare()
     late.begin(pending(0))
     saved = late.state_dict()
-    blocking, _ = rounds_of(DiLoCo(0.7, 0.0), 5000)
-    with pytest.raises(ValueError, match="holds a round under way, but overlap is off"):
+    blocking, _ = fragment_of(DiLoCo(0.7, 0.0), 5000)
+    with pytest.raises(ValueError, match="holds a pending round, but overlap is off"):
         blocking.load_state_dict(*saved)

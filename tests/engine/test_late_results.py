@@ -1,4 +1,4 @@
-"""A round that another run had left under way, against the formula on whole vectors."""
+"""A round that was pending in another run, against the formula on whole vectors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def landed(
     settings = RoundSettings(algorithm, EverySteps(2), bucket_bytes=SMALL_BUCKET)
     engine = Engine.from_settings(model, settings)
     model.value.data.copy_(params)
-    fragment = engine.fragments[0].fragment
+    fragment = engine.fragments[0].memory
     before = copy.deepcopy(fragment.state)
     engine.fragments[0].apply_saved(pending)
     after = copy.deepcopy(fragment.state)
@@ -45,7 +45,7 @@ def test_parameters_move_by_the_result(subtests: pytest.Subtests) -> None:
                 "received": received,
                 "messages": message,
                 "sent_params": sent_params,
-                "told": None,
+                "scalars": None,
             }
             found, before, after = landed(algorithm, pending, params)
             prepared = RoundSettings(algorithm).prepare(1).algorithm
@@ -64,7 +64,7 @@ def test_parameters_move_by_the_result(subtests: pytest.Subtests) -> None:
 def test_parameters_that_are_not_finite_become_the_result() -> None:
     params = randn(LARGE, seed=5)
     params[7] = float("nan")
-    pending = {"received": randn(LARGE, seed=2), "sent_params": None, "told": None}
+    pending = {"received": randn(LARGE, seed=2), "sent_params": None, "scalars": None}
     found, _, after = landed(Counting(), pending, params)
     assert torch.isfinite(found).all()
     assert torch.equal(found[7], after["outer"][7])

@@ -29,9 +29,10 @@ from lightning_loco import (
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.distributed.work import AllReduceSum
+from lightning_loco.distributed.worker_status import IN_ROUND, WorkerStatus
 from lightning_loco.engine import RoundSettings
 from lightning_loco.engine.buckets import Bucket
-from lightning_loco.engine.exchanges.all_reduce import MeanExchange
+from lightning_loco.engine.exchanges.all_reduce import AllReduce
 from lightning_loco.engine.link_emulator import LinkEmulator
 from lightning_loco.links.link_times import LinkTimes
 from lightning_loco.links.links import Links, as_links
@@ -390,7 +391,7 @@ class TwiceHandle:
         pass
 
 
-class Twice(MeanExchange):
+class Twice(AllReduce):
     """An exchange in two parts; the second one leaves when the first is here."""
 
     def start(self, bucket: Bucket, round_index: int) -> Any:
@@ -448,8 +449,9 @@ def fail_while_another_sleeps(rank: int, world: int) -> list[float]:
     engine = StepEngine(model(rank), LocalSGD(), sync_every=1, group=group, link=Link(0.5))
     if rank == 1:
         engine.count_step()
-        engine.fragments[0].look()
-        engine.fragments[0].send_first(0, True)
+        (fragment,), label = engine.fragments, "round 0"
+        fragment.prepare()
+        fragment.start(0, 1, True, WorkerStatus(IN_ROUND, 0, 1, 1.0, 1.0), label)
         wait_until(lambda: group.own_store("test").check(["asleep"]))
         group.report_error(ValueError("broken"))
     else:

@@ -237,7 +237,7 @@ def serve_others_and_go_on(rank: int, world: int) -> float:
         for _ in range(epoch_steps):
             model.value.data.add_(rank + 1.0)
             engine.step()
-        engine.worker.sync_point("the end of an epoch")
+        engine.sync_point("the end of an epoch")
     engine.finish()
     engine.close()
     return model.value.item()

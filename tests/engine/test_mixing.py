@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from lightning_loco.engine.exchanges.mixing import Mix, mix_all
+from lightning_loco.engine.exchanges.neighbor import MixingRow, simulate_mixing
 from lightning_loco.topology import Exponential, RandomMatching, Ring
 
 
@@ -17,11 +17,11 @@ def test_all_mixes_are_the_product_with_the_matrix(subtests: pytest.Subtests) ->
         with subtests.test(str(topology), count=count):
             messages = torch.randn(count, 4, dtype=torch.float64)
             kept = messages.clone()
-            mixed = torch.stack(mix_all(topology, messages.unbind(), round_index=2))
+            mixed = torch.stack(simulate_mixing(topology, messages.unbind(), round_index=2))
             torch.testing.assert_close(mixed, topology.mixing_matrix(count, 2) @ messages)
             assert torch.equal(messages, kept)
 
 
 def test_without_neighbours_the_message_is_the_result() -> None:
     message = torch.ones(2)
-    assert Mix.of(Ring(), 0, 1, 0).apply(message, message, {}) is message
+    assert MixingRow.of(Ring(), 0, 1, 0).apply(message, message, {}) is message

@@ -84,9 +84,9 @@ def test_all_memory_of_rounds_is_the_hosts(name: str) -> None:
     with copies_to_the_host():
         settings = case.settings(sync_every=2, outer_device="cpu")
         engine = StepEngine(model, case.algorithm, **settings)
-    (rounds,) = engine.fragments
+    memory = engine.fragments[0].memory
     assert not engine.step()  # a local step copies nothing
-    kept = [*rounds.fragment.messages(), *rounds.fragment.state.values()]
+    kept = [*(bucket.message for bucket in memory.buckets), *memory.state.values()]
     assert {value.device.type for value in kept if isinstance(value, Tensor)} == {"cpu"}
     assert engine.worker.replica.buffers.device == DEVICE
     assert {parameter.device for parameter in model.parameters()} == {DEVICE}

@@ -26,7 +26,7 @@ def train(rank: int, world: int, case: Case) -> tuple[Tensor, Tensor]:
             train_step(model, optimizer, worker_batch(rank, 100 + step))
             engine.step()
         if has_past:
-            engine.worker.sync_point("the second model")
+            engine.sync_point("the second model")
             model.load_state_dict(make_model(seed=1).state_dict())
             engine.reset()
         for step in range(6):

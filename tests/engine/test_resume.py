@@ -41,7 +41,7 @@ def write(rank: int, world: int, settings: RoundSettings) -> tuple[State, State]
     for _ in range(STEPS):
         approach(rank, model)
         engine.step()
-    engine.worker.sync_point("a checkpoint")
+    engine.sync_point("a checkpoint")
     state = saved_and_loaded(engine.state_dict())
     described = engine.settings.describe()
     engine.close()
@@ -163,7 +163,7 @@ def test_what_compression_had_left_over_becomes_the_mean(pool: Pool) -> None:
         (Halves(2, overlap=True), EverySteps(2)),
     ],
 )
-def test_a_flight_of_other_parts_is_dropped(
+def test_a_pending_round_of_other_parts_is_dropped(
     pool: Pool, before: EverySteps, now: EverySteps
 ) -> None:
     algorithm = DiLoCo(0.7, 0.3)
@@ -171,7 +171,7 @@ def test_a_flight_of_other_parts_is_dropped(
         pool, settings_of(algorithm, before), settings_of(algorithm, now), (2, 2)
     )
     for notes, taken in found:
-        assert notes == ["a round that was under way is dropped, because other parts are exchanged"]
+        assert notes == ["a pending round is dropped, because other parts are exchanged"]
         for shared in taken["shared"]:
             for name in ("outer", "momentum"):
                 assert torch.equal(shared["state"][name], states[0]["shared"][0]["state"][name])
@@ -192,14 +192,14 @@ def test_a_compression_that_is_no_more_is_named(pool: Pool) -> None:
         [Counting(), DiLoCo(0.7, 0.3), Talking(), GASLoC()], [EverySteps(2), Halves(2)], strength=1
     ),
 )
-def test_a_flight_lands_at_once_where_none_stays(
+def test_a_pending_round_is_applied_where_none_may_be_pending(
     pool: Pool, algorithm: Algorithm, schedule: EverySteps
 ) -> None:
     late = dataclasses.replace(schedule, overlap=True)
     before, now = settings_of(algorithm, late), settings_of(algorithm, schedule)
     states, found = carried(pool, before, now, (2, 2))
     for own, (notes, taken) in zip(states, found, strict=True):
-        assert notes == ["a round that was under way is landed at once"]
+        assert notes == ["a pending round is applied at once"]
         assert all(fragment["pending"] is None for fragment in taken["fragments"])
         assert not torch.equal(taken["params"], own["params"])
     for name, value in states[0]["shared"][0]["state"].items():

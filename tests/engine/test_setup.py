@@ -1,4 +1,4 @@
-"""What engines are made of: how rows travel, and one fragment for each part."""
+"""How an engine is set up: which exchange it has, what carries the statuses, the fragments."""
 
 from __future__ import annotations
 
@@ -9,32 +9,34 @@ import torch
 
 from lightning_loco import DiLoCo, GASLoC, ModelAverage
 from lightning_loco.algorithms import Algorithm
-from lightning_loco.distributed.worker_status import SeparateStatuses, WorkerStatus
+from lightning_loco.distributed import WorkerGroup
+from lightning_loco.distributed.worker_status import WorkerStatus
 from lightning_loco.engine import RoundSettings
-from lightning_loco.engine.engine import make_fragments
-from lightning_loco.engine.exchanges.all_reduce import MeanExchange, StatusesWithBucket
+from lightning_loco.engine.engine import connect_members, make_fragments, make_group_exchange
+from lightning_loco.engine.exchanges.all_reduce import AllReduce
 from lightning_loco.engine.exchanges.neighbor import NeighborExchange
 from lightning_loco.schedules import EveryInterval, EverySteps, Schedule
-from lightning_loco.worker import Worker, WorkerGroup
+from lightning_loco.worker import Worker
 
 
-def test_rows_ride_with_sums_that_somebody_attends_to(subtests: pytest.Subtests) -> None:
-    """A round that nobody looks after until the next one cannot call those at a sync point."""
+def test_sums_carry_statuses_if_rounds_are_waited_for(subtests: pytest.Subtests) -> None:
+    """An overlapped round, which nobody waits for, cannot call workers at a sync point."""
     late = EverySteps(2, overlap=True)
-    rows: dict[str, tuple[Algorithm, Schedule, type, type]] = {
-        "attended": (DiLoCo(), EverySteps(2), StatusesWithBucket, MeanExchange),
-        "left alone": (DiLoCo(outer_momentum=0.0), late, SeparateStatuses, MeanExchange),
-        "by the clock": (ModelAverage(), EveryInterval(), StatusesWithBucket, MeanExchange),
-        "neighbours": (GASLoC(), EverySteps(2), SeparateStatuses, NeighborExchange),
+    rows: dict[str, tuple[Algorithm, Schedule, type, bool]] = {
+        "blocking": (DiLoCo(), EverySteps(2), AllReduce, True),
+        "overlapped": (DiLoCo(outer_momentum=0.0), late, AllReduce, False),
+        "by time": (ModelAverage(), EveryInterval(), AllReduce, True),
+        "neighbours": (GASLoC(), EverySteps(2), NeighborExchange, False),
     }
-    for name, (algorithm, schedule, carrier, exchange) in rows.items():
+    for name, (algorithm, schedule, kind, carries_status) in rows.items():
         with subtests.test(name):
             make = partial(RoundSettings, algorithm, schedule)
             worker, settings = Worker.join(torch.nn.Linear(2, 3), make, WorkerGroup(0, 1))
-            (fragment,), (made,), shared, link = make_fragments(worker, settings)
-            assert link is None
-            assert type(made) is carrier
-            assert type(shared) is exchange
-            room = WorkerStatus.width(0) if carrier is StatusesWithBucket else 0
-            assert fragment.fragment.status_memory.numel() == room
-            assert [len(bucket) for bucket in fragment.fragment.buckets] == [9]
+            assert connect_members(worker, settings) is None
+            exchange = make_group_exchange(worker, settings)
+            assert type(exchange) is kind
+            assert exchange.carries_status is carries_status
+            (fragment,) = make_fragments(worker, settings, exchange)
+            room = WorkerStatus.width(0) if carries_status else 0
+            assert fragment.memory.statuses.numel() == room
+            assert [len(bucket) for bucket in fragment.memory.buckets] == [9]

@@ -339,9 +339,9 @@ def test_a_landing_waits_for_no_round_that_has_begun_since(pool: Pool) -> None:
 
 def elements(rank: int, world: int, delay: int, dtype: torch.dtype) -> dict[str, Any]:
     engine = Engine.from_settings(Layers(dtype=dtype), settings_of(6, 3, delay, 0.5))
-    fragments = [rounds.fragment for rounds in engine.fragments]
+    fragments = [fragment.memory for fragment in engine.fragments]
     kept = [fragment.sent_params for fragment in fragments]
-    messages = [message for fragment in fragments for message in fragment.messages()]
+    messages = [message for memory in fragments for message in (b.message for b in memory.buckets)]
     found = {
         "messages": sum(message.numel() for message in messages),
         "memory": len({message.untyped_storage().data_ptr() for message in messages}),
@@ -441,7 +441,7 @@ def go_on(
     for _ in range(8):
         approach(rank, model)
         engine.step()
-    engine.worker.sync_point("a checkpoint")
+    engine.sync_point("a checkpoint")
     state, described = saved_and_loaded(engine.state_dict()), engine.settings.describe()
     engine.close()
     engine = Engine.from_settings(Layers(), now)
@@ -458,11 +458,11 @@ def go_on(
     return notes, pending_rounds, outer.clone()
 
 
-PARTS = "a round that was under way is dropped, because other parts are exchanged"
+PARTS = "a pending round is dropped, because other parts are exchanged"
 
 
 def test_a_run_goes_on_with_other_fragments(pool: Pool, subtests: pytest.Subtests) -> None:
-    at_once = "a round that was under way is landed at once"
+    at_once = "a pending round is applied at once"
     rows: dict[str, tuple[RoundSettings, list[str], int]] = {
         "the same": (settings_of(6, 3, 5, 0.5), [], 3),
         "other rounds": (settings_of(8, 3, 1, 0.0), [], 3),

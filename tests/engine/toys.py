@@ -308,7 +308,7 @@ def train(
     model = make()
     engine = Engine.from_settings(model, settings)
     if own:
-        engine.fragments[0].fragment.state["own"].fill_(rank + 1.0)
+        engine.fragments[0].memory.state["own"].fill_(rank + 1.0)
     history: list[Tensor] = []
     saves_at = None
     while len(history) < rounds:
@@ -317,7 +317,7 @@ def train(
             history.append(flat(model))
             saves_at = engine.worker.steps + 1 if len(history) == resume_after else saves_at
         if engine.worker.steps == saves_at:
-            engine.worker.sync_point("a checkpoint")
+            engine.sync_point("a checkpoint")
             saved = saved_and_loaded(engine.state_dict())
             engine.close()
             model = make()

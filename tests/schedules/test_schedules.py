@@ -181,7 +181,7 @@ def watch_halves(rank: int, world: int) -> list[tuple[bool, bool]]:
     model = Point(torch.zeros(LARGE, dtype=torch.float64))
     settings = RoundSettings(LocalSGD(), Halves(1), bucket_bytes=SMALL_BUCKET)
     engine = Engine.from_settings(model, settings)
-    assert [len(rounds.fragment.buckets) for rounds in engine.fragments] == [3, 3]
+    assert [len(rounds.memory.buckets) for rounds in engine.fragments] == [3, 3]
     moved = []
     for _ in range(3):
         approach(rank, model)

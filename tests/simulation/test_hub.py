@@ -7,8 +7,8 @@ import torch
 
 from lightning_loco.algorithms import GASLoC, LocalSGD
 from lightning_loco.distributed import Statistics, WorkerGroup
-from lightning_loco.engine.buckets import Bucket, Part
-from lightning_loco.engine.exchanges.base import make_exchange
+from lightning_loco.engine.buckets import Bucket, BucketChunk
+from lightning_loco.engine.exchanges import make_exchange
 from lightning_loco.parameters.flat import Chunk
 from lightning_loco.simulation.hub import Hub
 from lightning_loco.topology import Ring, Topology
@@ -24,7 +24,7 @@ def bucket(value: float, start: int = 0) -> Bucket:
     tensor = torch.full((2,), float(value))
     chunk = Chunk(start, [tensor])
     message = tensor.clone()
-    return Bucket(message, [Part(chunk, message, LocalSGD(), {})])
+    return Bucket(message, [BucketChunk(chunk, message, LocalSGD(), {})])
 
 
 def test_everyone_receives_what_the_exchange_makes_of_all_messages() -> None:

@@ -63,7 +63,7 @@ class Look(pl.Callback):
         }
         if getattr(strategy, "engine", None) is not None:
             self.seen["engine"] = copied(strategy.engine.state_dict())
-            strategy.engine.worker.show_consensus("a look")
+            strategy.engine.show_consensus("a look")
         self.seen["consensus"] = flat(module).clone()
         if self.seen["engine"]:
             strategy.engine.worker.show_local()
@@ -281,7 +281,7 @@ def check_words(case: Case, before: int, starts: list[Start]) -> None:
         assert "the optimizers, schedules and positions of worker 2 are dropped" in text
     else:
         assert "new are workers 2 to 3, with the optimizers, schedules and positions of" in text
-    assert "under way" not in text
+    assert "pending" not in text
 
 
 def test_one_worker_becomes_two_and_one_again(pool: Pool, tmp_path: Path) -> None:
@@ -338,12 +338,12 @@ def test_another_algorithm_begins_at_the_consensus(
     pool: Pool, saved: Callable[[str], Path], subtests: pytest.Subtests
 ) -> None:
     rows = [
-        ("local_sgd", "diloco", "what DiLoCo remembers (momentum) begins anew"),
+        ("local_sgd", "diloco", "what DiLoCo remembers (momentum) is reset"),
         ("diloco", "gasloc", "what DiLoCo remembered (momentum) is dropped"),
         ("diloco", "local_sgd", "the last 2 local steps, which no round has shared, are dropped"),
-        ("async_diloco", "gasloc", "a round that was under way is dropped"),
+        ("async_diloco", "gasloc", "a pending round is dropped"),
         ("gasloc", "noloco", "what GASLoC remembered (previous, start) is dropped"),
-        ("noloco", "diloco", "what DiLoCo remembers (momentum) begins anew"),
+        ("noloco", "diloco", "what DiLoCo remembers (momentum) is reset"),
     ]
     runs = [(CASES[now], None, str(saved(before)), SAVED_AT + 1) for before, now, _ in rows]
     found = zip(*pool.run(fit_each, runs, world=2), strict=True)
@@ -418,14 +418,14 @@ def test_momentum_begins_anew_where_there_was_none(resumed: Resume) -> None:
         expected = {"start": begun, "previous": begun}
         assert_same(start.engine["shared"][0]["state"], expected)
         assert torch.equal(start.engine["params"], files.workers[worker]["engine"]["params"])
-    assert "go on from it: what GASLoC remembers (previous) begins anew." in starts[0].warnings[0]
+    assert "go on from it: what GASLoC remembers (previous) is reset." in starts[0].warnings[0]
 
 
 def test_rounds_are_counted_anew_where_they_begin_to_matter(resumed: Resume) -> None:
     files, starts = resumed("diloco", CASES["diloco_schedule"])
     for start in starts:
         assert_same(start.engine["shared"][0]["state"], {**files.of_lane(0), "rounds": 0})
-    assert "go on from it: what DiLoCo remembers (rounds) begins anew." in starts[0].warnings[0]
+    assert "go on from it: what DiLoCo remembers (rounds) is reset." in starts[0].warnings[0]
 
 
 def test_an_eager_round_under_way_is_made_up_for(resumed: Resume) -> None:
@@ -451,7 +451,7 @@ def test_a_round_under_way_lands_where_none_stays_under_way(resumed: Resume) -> 
         assert start.engine["fragments"][0]["pending"] is None
         progress = files.workers[worker]["engine"]["params"] - fragment["state"]["outer"]
         near(start.engine["params"], expected["outer"] + progress)
-    assert "go on from it: a round that was under way is landed at once." in starts[0].warnings[0]
+    assert "go on from it: a pending round is applied at once." in starts[0].warnings[0]
 
 
 def test_a_round_with_neighbours_lands_under_the_progress(resumed: Resume) -> None:

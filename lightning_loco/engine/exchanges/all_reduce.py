@@ -1,15 +1,14 @@
-"""The mean over all workers: an all-reduce, whose first bucket can carry the workers' statuses
-along.
+"""The mean over all workers: an all-reduce, whose first bucket can carry the statuses.
 
-A separate exchange of the statuses would cost as much time as a small model's parameters. Only
-when all workers are at a sync point, which the notice board tells, do the statuses travel by
-themselves.
+A separate all-gather of the statuses would take as long as the parameters of a small model. Only
+when all workers are at a sync point, which the store barrier finds out, are statuses sent without a
+round.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,32 +21,47 @@ from lightning_loco.distributed.worker_status import (
     IN_ROUND,
     PendingStatuses,
     WorkerStatus,
-    start_statuses,
     write_status,
 )
 from lightning_loco.engine.buckets import Bucket
+from lightning_loco.engine.exchanges.base import SeparateStatuses
 
 PATIENCE_S = 0.02
-"""How long a round may travel before those at a sync point are told of it."""
+"""How long a round may take before workers at a sync point are called to it, in seconds."""
 
 
-class MeanExchange:
-    """All-reduce: everyone receives the sum of the messages, to be divided by the total weight."""
+class AllReduce(SeparateStatuses):
+    """Every worker receives the sum of the messages, to be divided by the total weight.
+
+    Args:
+        group: The workers.
+        statistics: Where bytes and seconds are counted.
+        carries_status: Whether statuses travel behind the first bucket of a round.
+        is_overlapped: Whether local steps are made while rounds are pending. Workers at a sync
+            point are then called before a round starts wherever waiting does not block the host: a
+            local step that waits for its device may wait for the round, and with it for them.
+    """
 
     is_weighted = True
-    can_carry_status = True
 
-    def __init__(self, group: WorkerGroup, statistics: Statistics) -> None:
-        self._group = group
-        self._statistics = statistics
+    def __init__(
+        self,
+        group: WorkerGroup,
+        statistics: Statistics,
+        carries_status: bool = False,
+        is_overlapped: bool = False,
+    ) -> None:
+        super().__init__(group, statistics)
+        self.carries_status = carries_status
+        self._calls_at_once = is_overlapped and not group.wait_blocks_host
 
     def start(self, bucket: Bucket, round_index: int) -> AllReduceSum:
         """Sum the messages in place; a worker of weight 0 must send zeros."""
         return AllReduceSum(self._group, self._statistics, bucket.wire, f"round {round_index}")
 
     @property
-    def hops(self) -> int:
-        """How many messages follow upon each other: an all-reduce goes around a ring twice."""
+    def num_hops(self) -> int:
+        """How many messages follow each other: a ring all-reduce goes around twice."""
         return 2 * (self._group.num_workers - 1)
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
@@ -55,81 +69,64 @@ class MeanExchange:
         mean = torch.stack(list(messages)).sum(0).div_(len(messages))
         return [mean.clone() for _ in messages]
 
+    # ---------------------------------------------------------------- statuses
 
-class StatusesWithBucket:
-    """Rows travel behind the first bucket of a round, in a ``table`` of shape ``(N, width)``.
-
-    ``send`` sends that bucket, given the number of the round and whether its message is one of
-    valid progress. If a round ``is_overlapped`` under way while local steps go on, those at a sync
-    point are told of it before it begins wherever the host does not wait: a local step that waits
-    for its device may wait for the round, and with it for those who are at the sync point.
-    """
-
-    def __init__(
-        self,
-        group: WorkerGroup,
-        table: Tensor,
-        send: Callable[[int, bool], Any],
-        is_overlapped: bool = False,
-    ) -> None:
-        self._group = group
-        self._table = table
-        self._send = send
-        self._is_overlapped = is_overlapped
-        self._is_known = False
-
-    def sync_point(
-        self, statistics: Statistics, status: WorkerStatus, label: str
-    ) -> PendingStatuses | None:
-        """Leave a notice with the status, and wait for those of all workers."""
-        group, store_barrier, watchdog = (
-            self._group,
-            self._group.store_barrier,
-            self._group.watchdog,
-        )
-        if store_barrier is None or watchdog is None:
-            return start_statuses(group, statistics, status, label)
-        store_barrier.exchange += 1
-        group.announce_wait(label)
-        with WaitTimer(statistics, group.clock), ExplainErrors(group, label):
-            found = store_barrier.meet(status.numbers, watchdog, label, group.timeout_s)
-        self._is_known = found is None
-        if found is None:
-            return None
-        table = torch.tensor(found, dtype=torch.float64)
-        return PendingStatuses(lambda: table, label)
-
-    def carry(self, statistics: Statistics, status: WorkerStatus, label: str) -> PendingStatuses:
-        """Send the status with the first bucket; invite those at a sync point when it is late."""
-        group, is_known = self._group, self._is_known or status.sync_point != IN_ROUND
-        if not self._is_known:
+    def write_status(self, bucket: Bucket, status: WorkerStatus, label: str) -> None:
+        """Write the status behind the message."""
+        group = self._group
+        if status.sync_point == IN_ROUND:
             group.announce_wait(label)
             if group.store_barrier is not None:
                 group.store_barrier.exchange += 1
-        self._is_known = False
-        write_status(self._table, group.worker, status)
-        began = time.monotonic()
+        write_status(self._table(bucket), group.worker, status)
+        if self._calls_at_once and status.sync_point == IN_ROUND:
+            self._call_to_round(label)
 
-        def invite() -> None:
-            nonlocal is_known
-            if group.store_barrier is not None and not is_known:
-                is_known = True
-                with ExplainErrors(group, label):
-                    group.store_barrier.call_to_round(group.timeout_s)
+    def read_statuses(
+        self, bucket: Bucket, handle: Any, status: WorkerStatus, label: str
+    ) -> PendingStatuses:
+        """The statuses behind the message; workers at a sync point are called if they are late."""
+        is_called = self._calls_at_once or status.sync_point != IN_ROUND
+        started = time.monotonic()
 
-        if self._is_overlapped and not group.wait_blocks_host:
-            invite()
-        handle: AllReduceSum = self._send(int(status.round_index), status.weight > 0)
+        def call() -> None:
+            nonlocal is_called
+            if not is_called:
+                is_called = True
+                self._call_to_round(label)
 
         def receive() -> Tensor:
             if not handle.arrives_within(PATIENCE_S):
-                invite()
+                call()
             handle.wait()
-            return self._table
+            return self._table(bucket)
 
         def has_arrived() -> bool:
-            if not handle.has_arrived() and time.monotonic() > began + PATIENCE_S:
-                invite()
-            return handle.has_arrived()
+            if not handle.has_arrived() and time.monotonic() > started + PATIENCE_S:
+                call()
+            return bool(handle.has_arrived())
 
         return PendingStatuses(receive, label, has_arrived)
+
+    def _table(self, bucket: Bucket) -> Tensor:
+        return bucket.wire[len(bucket) :].view(self._group.num_workers, -1)
+
+    def _call_to_round(self, label: str) -> None:
+        group = self._group
+        if group.store_barrier is not None:
+            with ExplainErrors(group, label):
+                group.store_barrier.call_to_round(group.timeout_s)
+
+    def wait_at_sync_point(self, status: WorkerStatus, label: str) -> list[WorkerStatus] | None:
+        """Wait at the store barrier for the statuses of all, or for a call to a round."""
+        group, barrier, watchdog = self._group, self._group.store_barrier, self._group.watchdog
+        if not self.carries_status or barrier is None or watchdog is None:
+            return super().wait_at_sync_point(status, label)
+        barrier.exchange += 1
+        group.announce_wait(label)
+        with WaitTimer(self._statistics, group.clock), ExplainErrors(group, label):
+            found = barrier.wait(status.numbers, watchdog, label, group.timeout_s)
+        if found is None:
+            return None
+        table = torch.tensor(found, dtype=torch.float64)
+        return PendingStatuses(lambda: table, label).wait()

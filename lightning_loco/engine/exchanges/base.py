@@ -1,4 +1,4 @@
-"""How messages move: what every exchange must offer, and which one an algorithm gets.
+"""What every exchange must offer: it moves the messages and the statuses of all workers.
 
 Every exchange has two faces that must agree: ``start(...).wait()`` between processes, and
 ``simulate(...)`` on the list of all messages.
@@ -7,88 +7,123 @@ Every exchange has two faces that must agree: ``start(...).wait()`` between proc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from lightning_loco.algorithms import Algorithm
-from lightning_loco.compression import Compression
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.engine.buckets import Bucket, Handle
-from lightning_loco.engine.exchanges.all_reduce import MeanExchange
-from lightning_loco.engine.exchanges.compressed import CompressedMean
-from lightning_loco.engine.exchanges.neighbor import NeighborExchange
-from lightning_loco.fault_points import reach
-from lightning_loco.topology import Topology
+from lightning_loco.distributed.worker_status import PendingStatuses, WorkerStatus, send_status
+from lightning_loco.engine.buckets import Bucket
+
+
+class Handle(Protocol):
+    """The exchange of one bucket that has been started, like ``torch.distributed.Work``."""
+
+    @property
+    def lost(self) -> Tensor | None:
+        """After :meth:`wait`: what was lost of the own message; None if it is not fed back."""
+
+    def has_arrived(self) -> bool:
+        """Whether :meth:`wait` would return at once; never waits."""
+
+    def wait(self) -> Tensor:
+        """Return what was received, perhaps in the message's memory; called once."""
+
+    def release(self) -> None:
+        """Let the memory of what was received be used again."""
+
+
+class Arrived(NamedTuple):
+    """A handle whose wait is over."""
+
+    received: Tensor
+    lost: Tensor | None = None
+
+    def has_arrived(self) -> bool:
+        """True."""
+        return True
+
+    def wait(self) -> Tensor:
+        """Return what was received."""
+        return self.received
+
+    def release(self) -> None:
+        """Do nothing: the memory belongs to the caller."""
 
 
 class Exchange(Protocol):
-    """One way of moving messages.
+    """One way to move messages.
 
     Attributes:
-        is_weighted: Whether what arrives is a sum, to be divided by the total weight of the
-            workers; one of weight 0 sends zeros then.
-        can_carry_status: Whether numbers behind the message are summed over all workers.
+        is_weighted: Whether what is received is a sum, to be divided by the total weight of the
+            workers; a worker of weight 0 then sends zeros.
+        carries_status: Whether statuses travel behind the message of a round's first bucket.
     """
 
     is_weighted: bool
-    can_carry_status: bool
+    carries_status: bool
 
     def start(self, bucket: Bucket, round_index: int) -> Handle:
         """Send a bucket; its memory must stay untouched until :meth:`Handle.wait` has returned."""
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
-        """What each worker would receive, given all messages in order of the workers.
+        """What each worker receives, given all messages in the order of the workers.
 
-        What is lost of them is left in their place, if it is fed back.
+        What is lost of the messages is left in their memory, if it is fed back.
+        """
+
+    def write_status(self, bucket: Bucket, status: WorkerStatus, label: str) -> None:
+        """Write the status behind the message of a bucket that will be sent next.
+
+        Only if :attr:`carries_status`.
+        """
+
+    def read_statuses(
+        self, bucket: Bucket, handle: Handle, status: WorkerStatus, label: str
+    ) -> PendingStatuses:
+        """The statuses of all workers behind a message that has been sent, likewise."""
+
+    def send_status(self, status: WorkerStatus, label: str) -> PendingStatuses:
+        """Send the status of a worker in a round by itself, if the message does not carry it."""
+
+    def wait_at_sync_point(self, status: WorkerStatus, label: str) -> list[WorkerStatus] | None:
+        """Wait at a sync point until all workers have sent their status.
+
+        Returns:
+            The statuses; None if a worker makes a round that carries them.
         """
 
 
-def send(exchange: Exchange, bucket: Bucket, round_index: int) -> Handle:
-    """Start an exchange; the handle is what to wait for."""
-    reach("before sending")
-    handle = exchange.start(bucket, round_index)
-    reach("after sending")
-    return handle
-
-
-def wait_for(handle: Handle) -> Tensor:
-    """Return what an exchange has received; blocks until it is complete."""
-    received = handle.wait()
-    reach("after receiving")
-    return received
-
-
-def make_exchange(
-    algorithm: Algorithm,
-    group: WorkerGroup,
-    statistics: Statistics,
-    topology: Topology | None,
-    compression: Compression | None = None,
-    is_overlapped: bool = False,
-) -> Exchange:
-    """The exchange that the algorithm names; ValueError if it has none that makes rounds.
+class SeparateStatuses:
+    """Statuses of all workers in an all-gather of their own.
 
     Args:
-        algorithm: Prepared.
         group: The workers.
         statistics: Where bytes and seconds are counted.
-        topology: Who exchanges with whom, for gossip.
-        compression: How messages are written. Default: as they are.
-        stays: Whether local steps are made while rounds are under way.
     """
-    name = type(algorithm).__name__
-    if algorithm.exchange == "pull":
-        raise ValueError(
-            f"{name} pulls from one peer at a time and makes no rounds. Use PairwiseEngine, or "
-            "PairwiseGossipStrategy (algorithm=pairwise_gossip)."
-        )
-    if algorithm.exchange == "mean":
-        if compression is None:
-            return MeanExchange(group, statistics)
-        return CompressedMean(group, statistics, compression, is_overlapped)
-    if topology is None:
-        raise ValueError(f"{name} needs a topology to know its neighbours.")
-    codec = None if compression is None else compression.codec
-    return NeighborExchange(group, statistics, topology, codec)
+
+    is_weighted = False
+    carries_status = False
+
+    def __init__(self, group: WorkerGroup, statistics: Statistics) -> None:
+        self._group = group
+        self._statistics = statistics
+
+    def write_status(self, bucket: Bucket, status: WorkerStatus, label: str) -> None:
+        """Raise RuntimeError: messages carry no status."""
+        raise RuntimeError(f"{type(self).__name__} sends statuses by themselves.")
+
+    def read_statuses(
+        self, bucket: Bucket, handle: Handle, status: WorkerStatus, label: str
+    ) -> PendingStatuses:
+        """Raise RuntimeError: messages carry no status."""
+        raise RuntimeError(f"{type(self).__name__} sends statuses by themselves.")
+
+    def send_status(self, status: WorkerStatus, label: str) -> PendingStatuses:
+        """Send this worker's status."""
+        return send_status(self._group, self._statistics, status, label, self.is_weighted)
+
+    def wait_at_sync_point(self, status: WorkerStatus, label: str) -> list[WorkerStatus] | None:
+        """Send this worker's status and wait for all."""
+        return send_status(self._group, self._statistics, status, label).wait()

@@ -15,7 +15,8 @@ from lightning_loco.compression.sums import add_up, shards, subtract_written
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.work import ExplainErrors, PendingWork, WaitTimer
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.engine.buckets import Arrived, Bucket
+from lightning_loco.engine.buckets import Bucket
+from lightning_loco.engine.exchanges.base import Arrived, SeparateStatuses
 
 Swap = Callable[[dict[int, Tensor], dict[int, Tensor]], None]
 """Sends each worker its tensor, and fills the memory for what each has sent; an empty one does not
@@ -129,7 +130,7 @@ def simulate_sum(compression: Compression, messages: Sequence[Tensor]) -> Tensor
     return codec.decode(sums, total)
 
 
-class CompressedMean:
+class CompressedAllReduce(SeparateStatuses):
     """Everyone receives the sum of the messages, to be divided by the total weight.
 
     Between its two swaps of bytes a worker has to add up. If rounds stay under way, a thread does
@@ -144,7 +145,6 @@ class CompressedMean:
     """
 
     is_weighted = True
-    can_carry_status = False
 
     def __init__(
         self,
@@ -153,8 +153,7 @@ class CompressedMean:
         compression: Compression,
         is_overlapped: bool,
     ) -> None:
-        self._group = group
-        self._statistics = statistics
+        super().__init__(group, statistics)
         self._compression = compression
         self._is_overlapped = is_overlapped
         self._spare: list[Tensor] = []
@@ -188,8 +187,8 @@ class CompressedMean:
         return CompressedHandle(run, coming, lost, timed, lambda: self._give_back(memory))
 
     @property
-    def hops(self) -> int:
-        """How many messages follow upon each other."""
+    def num_hops(self) -> int:
+        """How many messages follow each other."""
         return 1 if self._compression.codec.is_sparse else 2
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:

@@ -1,10 +1,21 @@
-"""The mix of one's neighbours in a topology."""
+r"""Gossip: every worker mixes its message with those of its neighbours in a topology.
+
+.. math:: r_i = \sum_j W_{ij} u_j
+
+With compressed messages the mean over all workers stays exact:
+
+.. math:: r_i = \sum_j W_{ij} Q(u_j) + (u_i - Q(u_i))
+
+Each worker adds what its own message has lost, so the mean loses nothing and no residual is needed.
+Messages that are encoded alike mix no further: workers stay as far apart as that.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,17 +27,14 @@ from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.work import ExplainErrors, PendingWork, WaitTimer
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.engine.buckets import Bucket
-from lightning_loco.engine.exchanges.mixing import Mix, mix_all
+from lightning_loco.engine.exchanges.base import SeparateStatuses
 from lightning_loco.topology import Topology
 
 _LONGEST_JOIN_S = 5.0
 
 
-class NeighborExchange:
-    """Send the message to the neighbours of a topology and mix, as in :class:`Mix`."""
-
-    is_weighted = False
-    can_carry_status = False
+class NeighborExchange(SeparateStatuses):
+    """Send the message to the neighbours of a topology and mix, as in :class:`MixingRow`."""
 
     def __init__(
         self,
@@ -35,8 +43,7 @@ class NeighborExchange:
         topology: Topology,
         codec: Codec | None = None,
     ) -> None:
-        self._group = group
-        self._statistics = statistics
+        super().__init__(group, statistics)
         self._topology = topology
         self._codec = codec
         self._spare: list[Tensor] = []
@@ -44,37 +51,37 @@ class NeighborExchange:
     def start(self, bucket: Bucket, round_index: int) -> NeighborHandle:
         """Post all sends and receives of one bucket; its message is not changed."""
         group, message, label = self._group, bucket.wire, f"round {round_index}"
-        row = Mix.of(self._topology, group.worker, group.num_workers, round_index)
+        row = MixingRow.of(self._topology, group.worker, group.num_workers, round_index)
         receivers = self._topology.receivers(group.worker, group.num_workers, round_index)
-        written = message if self._codec is None else self._codec.encode(message)
-        memory = [self._take(written) for _ in row.others]
-        inbox = {peer: m[: written.numel()] for peer, m in zip(row.others, memory, strict=True)}
-        wire = written
-        if receivers and self._is_staged(written):
-            memory.append(self._take(written))
-            wire = memory[-1][: written.numel()].copy_(written)
-        operations = [dist.P2POp(dist.irecv, inbox[peer], peer, group.data) for peer in inbox] + [
-            dist.P2POp(dist.isend, wire, peer, group.data) for peer in receivers
-        ]
-        under_way: list[dist.Work] = []
+        encoded = message if self._codec is None else self._codec.encode(message)
+        memory = [self._take(encoded) for _ in row.others]
+        received = {peer: m[: encoded.numel()] for peer, m in zip(row.others, memory, strict=True)}
+        wire = encoded
+        if receivers and self._is_staged(encoded):
+            memory.append(self._take(encoded))
+            wire = memory[-1][: encoded.numel()].copy_(encoded)
+        operations = [
+            dist.P2POp(dist.irecv, received[peer], peer, group.data) for peer in received
+        ] + [dist.P2POp(dist.isend, wire, peer, group.data) for peer in receivers]
+        works: list[dist.Work] = []
         if operations:
             with ExplainErrors(group, label):
-                under_way = dist.batch_isend_irecv(operations)
+                works = dist.batch_isend_irecv(operations)
         copies = len(receivers)
-        self._statistics.count_compressed(written.nbytes * copies, message.nbytes * copies)
-        works = PendingWork(group, label, under_way)
+        self._statistics.count_compressed(encoded.nbytes * copies, message.nbytes * copies)
+        pending = PendingWork(group, label, works)
 
         def mix() -> Tensor:
-            found = {peer: m.to(message.device) for peer, m in inbox.items()}
-            return row.apply(message, written, found, self._codec)
+            found = {peer: m.to(message.device) for peer, m in received.items()}
+            return row.apply(message, encoded, found, self._codec)
 
         timed = WaitTimer(self._statistics, group.clock)
         give_back = functools.partial(self._spare.extend, memory)
-        return NeighborHandle(works, group.wait_blocks_host, mix, timed, give_back)
+        return NeighborHandle(pending, group.wait_blocks_host, mix, timed, give_back)
 
     def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
         """Apply the rows of the mixing matrix of this round."""
-        return mix_all(self._topology, messages, round_index, self._codec)
+        return simulate_mixing(self._topology, messages, round_index, self._codec)
 
     def _take(self, message: Tensor) -> Tensor:
         for index, spare in enumerate(self._spare):
@@ -91,17 +98,17 @@ class NeighborExchange:
 
 
 class NeighborHandle:
-    """The messages of the neighbours, under way.
+    """The messages of the neighbours, which are being received.
 
-    Gloo can only wait for works between two processes: a thread does it, if asked to look. It
-    touches no tensor.
+    Gloo cannot tell whether point-to-point works have completed: :meth:`has_arrived` has a thread
+    wait for them. It touches no tensor.
 
     Args:
-        works: Bring the messages.
+        works: Of the sends and receives.
         wait_blocks_host: Whether the backend is gloo.
-        mix: Mixes them, in the thread that calls :meth:`wait`.
+        mix: Mixes the messages, in the thread that calls :meth:`wait`.
         timed: Counts the seconds of the wait.
-        give_back: Gives the memory of what was received back.
+        give_back: Gives back the memory of what was received.
     """
 
     lost = None
@@ -141,8 +148,76 @@ class NeighborHandle:
         return mix()
 
     def release(self) -> None:
-        """Give the inbox back; a thread gets a moment to end once its works have failed."""
+        """Give the memory back; a thread gets a moment to end once its works have failed."""
         if self._coming is not None:
             wait([self._coming], _LONGEST_JOIN_S)
         self._give_back()
         self._mix = None
+
+
+class MixingRow(NamedTuple):
+    """One worker's row of a round's mixing matrix.
+
+    Attributes:
+        own: Weight of its own message.
+        others: Weights of the messages that it receives, in the order in which they are added up.
+
+    Example:
+        >>> from lightning_loco.topology import Complete
+        >>> MixingRow.of(Complete(), worker=1, num_workers=2, round_index=0)
+        MixingRow(own=0.5, others={0: 0.5})
+    """
+
+    own: float
+    others: dict[int, float]
+
+    @classmethod
+    def of(cls, topology: Topology, worker: int, num_workers: int, round_index: int) -> MixingRow:
+        """The row of a worker."""
+        others = dict(topology.weights(worker, num_workers, round_index))
+        return cls(others.pop(worker, 0.0), others)
+
+    def apply(
+        self,
+        message: Tensor,
+        encoded: Tensor,
+        received: Mapping[int, Tensor],
+        codec: Codec | None = None,
+    ) -> Tensor:
+        """Sum the weighted messages; without a codec, in the memory of the first one received.
+
+        Args:
+            message: This worker's own; only read. It is the result if there are no others.
+            encoded: The same, encoded.
+            received: Those of the others, encoded.
+            codec: How messages are encoded. Default: not at all.
+        """
+        if not self.others:
+            return message
+        if codec is None:
+            first, *rest = self.others
+            mixed = received[first].mul_(self.others[first]).add_(message, alpha=self.own)
+            for peer in rest:
+                mixed.add_(received[peer], alpha=self.others[peer])
+            return mixed
+        mixed = torch.empty_like(message)
+        for part, piece in codec.pieces(mixed):
+            own, read = mixed[part], torch.empty_like(mixed[part])
+            codec.decode(encoded[piece], own)
+            own.mul_(self.own - 1).add_(message[part])
+            for peer, weight in self.others.items():
+                own.add_(codec.decode(received[peer][piece], read), alpha=weight)
+        return mixed
+
+
+def simulate_mixing(
+    topology: Topology, messages: Sequence[Tensor], round_index: int, codec: Codec | None = None
+) -> list[Tensor]:
+    """What every worker receives, given all messages in order of the workers."""
+    encoded = [message if codec is None else codec.encode(message) for message in messages]
+    mixed = []
+    for worker, message in enumerate(messages):
+        mix = MixingRow.of(topology, worker, len(messages), round_index)
+        received = {peer: encoded[peer].clone() for peer in mix.others}
+        mixed.append(mix.apply(message.clone(), encoded[worker], received, codec))
+    return mixed

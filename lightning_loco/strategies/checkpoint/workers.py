@@ -135,7 +135,7 @@ class WorkerCheckpoints:
             yield
             return
         self._strategy.sync_point("checkpoint")
-        engine.worker.show_consensus("checkpoint of the consensus")
+        engine.show_consensus("checkpoint of the consensus")
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""Rounds after every H local steps, whose results are applied at once or one round late."""
+"""``StepEngine`` and ``ClockEngine``: engines from single arguments instead of settings."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import Any, Literal
 
 from torch import nn
 
-from lightning_loco.algorithms import Algorithm
+from lightning_loco.algorithms import Algorithm, ModelAverage, NeighborAverage
 from lightning_loco.distributed.devices import CPU
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.engine.engine import Engine
 from lightning_loco.engine.membership import Membership
-from lightning_loco.engine.settings import BUCKET_BYTES, RoundSettings
+from lightning_loco.engine.settings import BUCKET_BYTES, WHOLE_MODEL_BYTES, RoundSettings
 from lightning_loco.links.links import LinkLike, as_links
-from lightning_loco.schedules import SyncEvery, by_steps
+from lightning_loco.schedules import EveryInterval, SyncEvery, by_steps
 
 
 class StepEngine(Engine):
-    """Count local steps and make the rounds of one worker, in a plain loop or under Lightning.
+    """An engine whose rounds begin after every H local steps, for plain loops and Lightning.
 
     Call :meth:`step` after every step of the optimizer, on every rank, and in the end
     :meth:`finish`, which leaves the consensus in the model, and :meth:`close`.
@@ -91,3 +91,78 @@ class StepEngine(Engine):
         if group is None and outer_device is not None:
             group = WorkerGroup.create(device=CPU)
         super().__init__(model, make_settings, group)
+
+
+class ClockEngine(Engine):
+    r"""An engine that averages the workers' models again and again while training goes on.
+
+    A round begins at the end of a local step: a snapshot of the parameters is sent. It ends at the
+    end of the first local step after the mean of all snapshots has arrived: the parameters then
+    move by ``mean - snapshot``, so that local steps made in between are kept. Meanwhile the
+    backend's thread communicates. Only the training thread changes parameters, between local steps,
+    so no lock is needed. Use it like a :class:`~lightning_loco.engine.StepEngine`; each worker
+    makes as many steps as it has batches.
+
+    Args:
+        model: The module to train; its trainable parameters are exchanged.
+        interval_s: Pause between the end of a round and the next one, in seconds; 0 for none.
+        warmup_steps: Local steps at the start in which :meth:`average_gradients` is to be called
+            before the optimizer's step, which makes them steps of DDP.
+        topology: Average with the neighbours of a topology only. Default: with all workers.
+        compression: How messages are written on the wire, ``"int8"`` say. Default: as they are.
+        group: The workers. Default: all ranks of the default process group, with groups of its own.
+        link: Links that rounds are to take as long as on, as in
+            :func:`~lightning_loco.links.links.as_links`. Default: those that there are.
+
+    Raises:
+        ValueError: On every worker, if the model or the settings do not fit.
+
+    Source:
+        Bagua's Asynchronous Model Average; see :class:`~lightning_loco.algorithms.ModelAverage`.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(1, 1)
+        >>> engine = ClockEngine(model, interval_s=0)
+        >>> [engine.step() for _ in range(4)]  # a round begins, ends, begins, ends
+        [True, True, True, True]
+        >>> engine.statistics.rounds
+        2
+        >>> engine.close()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        interval_s: float = 0.5,
+        warmup_steps: int = 0,
+        topology: Any | None = None,
+        compression: Any | None = None,
+        group: WorkerGroup | None = None,
+        link: LinkLike | None = None,
+    ) -> None:
+        def make_settings() -> RoundSettings:
+            return clock_settings(interval_s, warmup_steps, topology, compression, link)
+
+        super().__init__(model, make_settings, group)
+
+
+def clock_settings(
+    interval_s: float,
+    warmup_steps: int,
+    topology: Any | None,
+    compression: Any | None = None,
+    link: LinkLike | None = None,
+) -> RoundSettings:
+    """Settings for averaging over all workers, or with the neighbours of a topology."""
+    algorithm = ModelAverage() if topology is None else NeighborAverage()
+    schedule = EveryInterval(interval_s, warmup_steps)
+    return RoundSettings(
+        algorithm,
+        schedule,
+        topology,
+        compression,
+        bucket_bytes=WHOLE_MODEL_BYTES,
+        link=as_links(link),
+    )

@@ -1,0 +1,196 @@
+"""The memory of one fragment: its buckets, and the state of the algorithm and the compression."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_loco.algorithms import State
+from lightning_loco.engine.buckets import Bucket, BucketChunk, group_chunks, slice_state
+from lightning_loco.engine.settings import PENDING_BUCKETS, RoundSettings
+from lightning_loco.parameters.flat import Chunk, FlatLayout
+
+
+class FragmentMemory:
+    """The buckets of a fragment and the state of the algorithm and of the compression.
+
+    A fragment with overlapped rounds, or whose messages fit into ``bucket_bytes``, has memory for
+    every bucket. Others use the memory of two buckets in turn.
+
+    Args:
+        layout: The trainable parameters, cut where fragments begin.
+        slices: The fragment's slices of the flat vector.
+        settings: Prepared.
+        state: The algorithm's state; fragments share its entries of shape ``(P,)``.
+        residual: The compression's state, shared likewise.
+        bucket_elements: Longest bucket.
+        status_elements: Elements of the table of statuses behind the first bucket.
+        sent_params: Memory ``(P,)`` for parameters as they were sent, shared between fragments.
+            Default: new memory.
+
+    Attributes:
+        holds_all: Whether every bucket has memory of its own.
+        buckets: In order; :meth:`build` replaces them.
+        chunks: Of all buckets, in order.
+        sums: Memory for one number per chunk.
+        statuses: The table of statuses, flat.
+        sent_params: The parameters as they were sent or written last, if they are kept.
+        has_uncut_state: Whether chunks have copies of some entries of the state.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        slices: Sequence[range],
+        settings: RoundSettings,
+        state: State,
+        residual: State,
+        bucket_elements: int,
+        status_elements: int = 0,
+        sent_params: Tensor | None = None,
+    ) -> None:
+        self.layout = layout
+        self._slices = slices
+        self._algorithm = settings.algorithm
+        self._compression = settings.compression
+        self._is_whole = settings.algorithm.granularity is None
+        self._bucket_elements = bucket_elements
+        self._status_elements = status_elements
+        uncut = {} if self._is_whole else {k: v for k, v in state.items() if not self.is_cut(v)}
+        self.has_uncut_state = bool(uncut)
+        self.state = {**state, **copy.deepcopy(uncut)}
+        self.residual = residual
+        groups = self._groups()
+        lengths = [sum(map(len, group)) for group in groups] or [0]
+        self.holds_all = settings.is_overlapped or len(groups) <= PENDING_BUCKETS
+        if not self.holds_all:
+            lengths = [lengths[0], *[max(lengths)] * (PENDING_BUCKETS - 1)]
+        self._wires = [layout.empty(n + status_elements * (i == 0)) for i, n in enumerate(lengths)]
+        self.statuses = self._wires[0][lengths[0] :]
+        self._scratch: Tensor | None = None
+        self.sent_params: Tensor | None = None
+        if settings.is_overlapped:
+            self._scratch = layout.empty(max((len(c) for g in groups for c in g), default=0))
+            policy = settings.merge_policy
+            if policy is not None and policy.keeps_sent_params(layout.is_rounded):
+                self.sent_params = layout.new_flat() if sent_params is None else sent_params
+        self.build()
+
+    def is_cut(self, value: object) -> bool:
+        """Whether an entry of the state has one value per parameter, so that chunks get slices."""
+        return isinstance(value, Tensor) and value.shape == (self.layout.numel,)
+
+    def _groups(self) -> list[list[Chunk]]:
+        chunks = self.layout.chunks()
+        own = [c for c in chunks if any(c.start in part for part in self._slices)]
+        return group_chunks(own, self._bucket_elements)
+
+    def build(self) -> None:
+        """Make all views; again when the memory of parameters or state has moved."""
+        self._built_for = self.layout.chunks()
+        self.buckets = [self._bucket(index, group) for index, group in enumerate(self._groups())]
+        self.chunks = [chunk for bucket in self.buckets for chunk in bucket.chunks]
+        self.sums = self.layout.empty(len(self.chunks))
+
+    def refresh(self) -> None:
+        """Make all views again if the memory of parameters has moved."""
+        if self.layout.chunks() is not self._built_for:
+            self.build()
+
+    def _bucket(self, index: int, group: list[Chunk]) -> Bucket:
+        wire = self._wires[index % len(self._wires)]
+        chunks: list[BucketChunk] = []
+        length = 0
+        for params in group:
+            chunks.append(self._chunk(params, wire[length : length + len(params)]))
+            length += len(params)
+        return Bucket(wire[: length + (0 if index else self._status_elements)], chunks)
+
+    def _chunk(self, params: Chunk, message: Tensor) -> BucketChunk:
+        numel, sent_params = self.layout.numel, self.sent_params
+        state = self.state if self._is_whole else slice_state(self.state, numel, params)
+        residual = slice_state(self.residual, numel, params)
+        if sent_params is not None:
+            sent_params = sent_params[params.start : params.stop]
+        return BucketChunk(
+            params,
+            message,
+            self._algorithm,
+            state,
+            sent_params,
+            self._scratch,
+            self._compression,
+            residual,
+        )
+
+    def take_back_state(self) -> None:
+        """Copy entries that are not cut back from the first chunk.
+
+        Raises:
+            RuntimeError: If a round has made or dropped an entry of the state.
+        """
+        if self._is_whole or not self.chunks:
+            return
+        seen = self.chunks[0].state
+        if seen.keys() != self.state.keys():
+            new = ", ".join(sorted(seen.keys() ^ self.state.keys()))
+            raise RuntimeError(
+                f"{type(self._algorithm).__name__} has made or dropped the state entry {new} in a "
+                "round. Make all entries in init, or set granularity to None."
+            )
+        if self.has_uncut_state:
+            self.state.update({k: v for k, v in seen.items() if not self.is_cut(self.state[k])})
+
+    def gather(self, wires: Sequence[Tensor]) -> Tensor:
+        """Concatenate the messages in ``wires``, one per bucket, in the host's memory."""
+        pairs = zip(self.buckets, wires, strict=True)
+        return torch.cat(
+            [self.layout.empty(0).cpu(), *(w[: len(bucket)].cpu() for bucket, w in pairs)]
+        )
+
+    def scatter(self, flat: Tensor) -> list[Tensor]:
+        """Copy a vector of :meth:`gather` into new memory, one tensor per chunk."""
+        parts = torch.split_with_sizes(flat, [len(chunk) for chunk in self.chunks])
+        return [part.to(self.layout.device, copy=True) for part in parts]
+
+    def load_pending(self, received: Tensor, messages: Tensor | None) -> list[Tensor]:
+        """Cut what a pending round has received into buckets.
+
+        Args:
+            received: As :meth:`gather` has returned it.
+            messages: The own messages, for algorithms that need them. Without them, what was
+                received is put into the memory of the messages.
+        """
+        memory = [bucket.message for bucket in self.buckets]
+        lengths = [part.numel() for part in memory]
+        if messages is None:
+            torch._foreach_copy_(memory, list(torch.split_with_sizes(received, lengths)))
+            return memory
+        torch._foreach_copy_(memory, list(torch.split_with_sizes(messages, lengths)))
+        pairs = zip(memory, torch.split_with_sizes(received, lengths), strict=True)
+        return [torch.empty_like(own).copy_(part) for own, part in pairs]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The compression's state and the parameters as they were sent."""
+        return {"residual": dict(self.residual), "sent_params": self.sent_params}
+
+    def load_state_dict(self, state: State, saved: dict[str, Any]) -> None:
+        """Load a state of the algorithm, and what :meth:`state_dict` has returned."""
+        for own, values in ((self.state, state), (self.residual, saved["residual"])):
+            for key in own.keys() - values.keys():
+                del own[key]
+            for key, value in values.items():
+                current = own.get(key)
+                if isinstance(current, Tensor) and current.shape == value.shape:
+                    current.copy_(value)
+                else:
+                    own[key] = value
+        for part in self._slices:
+            elements = slice(part.start, part.stop)
+            if self.sent_params is not None:
+                self.sent_params[elements].copy_(saved["sent_params"][elements])
+        self.build()
