@@ -45,7 +45,7 @@ from lightning_loco.strategies import (
     StreamingDiLoCoStrategy,
     register_strategies,
 )
-from lightning_loco.strategies.methods import MADE
+from lightning_loco.strategies.registry import MADE
 from lightning_loco.topology import Topology, get_topology
 
 __all__ = [

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig
 
 from lightning_loco.checked_settings import check_takes_topology, codec_of, settings_of
-from lightning_loco.strategies.engine_strategy import EngineStrategy
+from lightning_loco.strategies.base import EngineStrategy
 
 log = logging.getLogger(__name__)
 

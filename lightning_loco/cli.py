@@ -31,8 +31,8 @@ from lightning_loco.demo.launch import (
 from lightning_loco.demo.model import ByteGPT
 from lightning_loco.demo.report import Report, draw_run, measure
 from lightning_loco.strategies import RemoteOptimizerStrategy
-from lightning_loco.strategies.engine_strategy import EngineStrategy
-from lightning_loco.strategies.lightning_private import choose_checkpoint
+from lightning_loco.strategies.base import EngineStrategy
+from lightning_loco.strategies.lightning_compat import choose_checkpoint
 
 log = logging.getLogger(__name__)
 

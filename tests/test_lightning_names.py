@@ -18,7 +18,7 @@ import pytest
 from lightning_loco import LocalSGDStrategy
 from tests.sources import sources
 
-ALLOWED = "lightning_loco.strategies.lightning_private"
+ALLOWED = "lightning_loco.strategies.lightning_compat"
 READERS = {"getattr", "hasattr", "setattr", "delattr"}
 
 

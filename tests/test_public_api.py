@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 import lightning_loco as loco
-from lightning_loco.strategies.engine_strategy import EngineStrategy
+from lightning_loco.strategies.base import EngineStrategy
 
 # Arguments and defaults that stay; more may follow.
 STRATEGIES = {

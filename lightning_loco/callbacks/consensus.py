@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 
 from lightning_loco.callbacks.monitor import RoundMonitor
 from lightning_loco.engine import Engine
-from lightning_loco.strategies.engine_strategy import EngineStrategy
+from lightning_loco.strategies.base import EngineStrategy
 
 
 class ConsensusMonitor(RoundMonitor):

@@ -8,8 +8,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_loco.strategies.engine_strategy import EngineStrategy
-from lightning_loco.strategies.lightning_private import is_logging_step
+from lightning_loco.strategies.base import EngineStrategy
+from lightning_loco.strategies.lightning_compat import is_logging_step
 
 
 class RoundMonitor(pl.Callback):

@@ -6,7 +6,7 @@ import statistics
 
 from lightning_loco.callbacks.monitor import RoundMonitor
 from lightning_loco.gossip import PairwiseEngine
-from lightning_loco.strategies.engine_strategy import EngineStrategy
+from lightning_loco.strategies.base import EngineStrategy
 
 
 class PeerMonitor(RoundMonitor):

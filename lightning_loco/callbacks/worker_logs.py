@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_loco.strategies.lightning_private import is_logging_step, metrics_of_this_loop
+from lightning_loco.strategies.lightning_compat import is_logging_step, metrics_of_this_loop
 
 
 class WorkerLogs(pl.Callback):

@@ -15,8 +15,8 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lightning_loco.demo.data import ByteTextData
 from lightning_loco.strategies import LocoStrategy, RemoteOptimizerStrategy
+from lightning_loco.strategies.base import EngineStrategy
 from lightning_loco.strategies.driven import bytes_of_ddp, in_units, on_the_link
-from lightning_loco.strategies.engine_strategy import EngineStrategy
 from lightning_loco.topology import as_topology
 
 Curve = list[tuple[int, float]]

@@ -2,7 +2,6 @@
 
 from lightning_loco.strategies.async_average import AsyncModelAverageStrategy
 from lightning_loco.strategies.loco import LocoStrategy
-from lightning_loco.strategies.methods import MADE, METHODS, register_strategies
 from lightning_loco.strategies.named import (
     AsyncDiLoCoStrategy,
     DiLoCoStrategy,
@@ -12,6 +11,7 @@ from lightning_loco.strategies.named import (
     StreamingDiLoCoStrategy,
 )
 from lightning_loco.strategies.pairwise import PairwiseGossipStrategy
+from lightning_loco.strategies.registry import MADE, METHODS, register_strategies
 from lightning_loco.strategies.remote import RemoteOptimizerStrategy
 
 __all__ = [

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from lightning_loco.strategies.lightning_private import TorchDispatchMode
+from lightning_loco.strategies.lightning_compat import TorchDispatchMode
 
 Surrounding = Callable[[], AbstractContextManager[object]]
 

@@ -13,7 +13,7 @@ from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.engine.constructors import ClockEngine, clock_settings
 from lightning_loco.links.links import LinkLike
 from lightning_loco.strategies.arguments import CommonArguments, spelled_out
-from lightning_loco.strategies.local_steps import optimized_by
+from lightning_loco.strategies.local_training import optimized_by
 from lightning_loco.strategies.loco import LocoStrategy
 
 

@@ -18,13 +18,13 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.parameters.fingerprint import fingerprints
 from lightning_loco.parameters.schema import share_from_worker_0
-from lightning_loco.strategies import lightning_private
+from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.driven import Engine
 from lightning_loco.worker import Worker
 
 if TYPE_CHECKING:
+    from lightning_loco.strategies.base import EngineStrategy
     from lightning_loco.strategies.checkpoint.workers import WorkerCheckpoints
-    from lightning_loco.strategies.engine_strategy import EngineStrategy
 
 _PLACE = "a new start from weights that a hook has set on this worker"
 
@@ -154,7 +154,7 @@ class WrittenWeights:
         self.share_start()
         self.note()
         self._forget()
-        if lightning_private.only_measures(self._model.trainer):
+        if lightning_compat.only_measures(self._model.trainer):
             self._written = {}
             return
         if self._written:
@@ -214,7 +214,7 @@ def averaged_models(trainer: pl.Trainer) -> list[nn.Module]:
     for callback in callbacks:
         found += [value for value in vars(callback).values() if isinstance(value, AveragedModel)]
         if isinstance(callback, StochasticWeightAveraging):
-            found += lightning_private.average_of(callback)
+            found += lightning_compat.average_of(callback)
     return found
 
 
@@ -264,7 +264,7 @@ def _averages_in_place(trainer: pl.Trainer) -> list[pl.LightningModule]:
         average
         for callback in callbacks
         if isinstance(callback, StochasticWeightAveraging) and callback.momenta
-        for average in lightning_private.average_of(callback)
+        for average in lightning_compat.average_of(callback)
     ]
 
 

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_loco.strategies import lightning_private
+from lightning_loco.strategies import lightning_compat
 
 
 class LocalModel(nn.Module):
@@ -53,7 +53,7 @@ class LocalModel(nn.Module):
 
 def check_batch_norm(strategy: DDPStrategy) -> None:
     """Refuse BatchNorm that is synchronised in every forward pass."""
-    if lightning_private.syncs_batch_norm(strategy):
+    if lightning_compat.syncs_batch_norm(strategy):
         raise MisconfigurationException(
             "sync_batchnorm=True communicates in every forward pass, which low-communication "
             "training avoids. Use Trainer(sync_batchnorm=False); statistics of BatchNorm are "

@@ -20,9 +20,9 @@ from lightning_loco.engine.settings import BUCKET_BYTES
 from lightning_loco.links.links import LinkLike, as_links
 from lightning_loco.schedules import Schedule, SyncEvery, by_steps
 from lightning_loco.strategies.arguments import CommonArguments, RoundArguments, spelled_out
+from lightning_loco.strategies.base import EngineStrategy
 from lightning_loco.strategies.driven import link_of
-from lightning_loco.strategies.engine_strategy import EngineStrategy
-from lightning_loco.strategies.local_steps import optimized_by
+from lightning_loco.strategies.local_training import optimized_by
 from lightning_loco.strategies.membership import TrainerPosition, share_among_members
 
 

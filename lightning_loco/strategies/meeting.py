@@ -23,7 +23,7 @@ from lightning_loco.distributed.job import init_workers
 from lightning_loco.distributed.work import ExplainErrors
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.parameter_server import RemoteOptimizer
-from lightning_loco.strategies import lightning_private
+from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO
 from lightning_loco.strategies.checkpoint.reader import complete_one
 from lightning_loco.strategies.driven import Engine
@@ -74,7 +74,7 @@ class SyncPointStrategy(DDPStrategy):
         init_workers(
             lambda: (place.main_address, place.main_port),
             (self.global_rank, self.world_size),
-            lightning_private.backend_of(self),
+            lightning_compat.backend_of(self),
             self.root_device,
             self.timeout_s,
             launched_as(place),
@@ -99,7 +99,7 @@ class SyncPointStrategy(DDPStrategy):
     def _is_alone(self) -> bool:
         """Whether nobody else comes to this rank's collectives: it has failed by itself."""
         module = self.lightning_module
-        trainer = None if module is None else lightning_private.trainer_of(module)
+        trainer = None if module is None else lightning_compat.trainer_of(module)
         interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
         place = self.sync_points
         return interrupted and (place is None or place.stop_agreed is None)
@@ -150,7 +150,7 @@ class SyncPointStrategy(DDPStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Tell samplers the present epoch before the first iterator is made."""
-        lightning_private.set_present_epoch(self._trainer, dataloader)
+        lightning_compat.set_present_epoch(self._trainer, dataloader)
         return dataloader
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -194,7 +194,7 @@ class SyncPointStrategy(DDPStrategy):
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """How files are written and read; by default as a whole or not at all."""
-        lightning_private.write_files_by(self, WholeFileIO())
+        lightning_compat.write_files_by(self, WholeFileIO())
         return super().checkpoint_io
 
     @checkpoint_io.setter

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_loco.elastic.data_stream import MembersSampler
 from lightning_loco.engine.membership import DataShare
 from lightning_loco.parameter_server.step_request import read_hyperparameters, write_hyperparameters
-from lightning_loco.strategies import lightning_private
+from lightning_loco.strategies import lightning_compat
 
 
 class JoiningLoader:
@@ -51,11 +51,11 @@ def share_among_members(
         join: Joins, if that is still to be done.
     """
     if isinstance(dataloader, DataLoader):
-        even = lightning_private.sampler_of(dataloader)
+        even = lightning_compat.sampler_of(dataloader)
         if isinstance(even, DistributedSampler):
             data = cast(Sized, even.dataset)
             sampler = MembersSampler(data, share, parts, shuffle=even.shuffle, seed=even.seed)
-            return JoiningLoader(lightning_private.with_sampler(dataloader, sampler), join)
+            return JoiningLoader(lightning_compat.with_sampler(dataloader, sampler), join)
     rank_zero_warn(
         "The members of this run cannot share data that are not read by index with a sampler of "
         "Lightning's: every member reads all of them, unless the data see to that themselves. Use "
@@ -92,7 +92,7 @@ class TrainerPosition:
     def read(self) -> dict[str, Any]:
         """The present position."""
         return {
-            "logged_step": lightning_private.logged_step(self._trainer),
+            "logged_step": lightning_compat.logged_step(self._trainer),
             "total_steps": self._total_steps,
             "groups": read_hyperparameters(self._groups),
             "schedulers": [
@@ -131,7 +131,7 @@ class TrainerPosition:
         for config, saved in zip(configs, position["schedulers"], strict=True):
             config.scheduler.load_state_dict({**config.scheduler.state_dict(), **saved})
         write_hyperparameters(groups, found)
-        lightning_private.log_from(self._trainer, position["logged_step"])
+        lightning_compat.log_from(self._trainer, position["logged_step"])
 
     def count(self) -> None:
         """Count as many steps as this worker."""
@@ -142,7 +142,7 @@ class TrainerPosition:
 
     def end_step(self) -> None:
         """Let the schedulers step that do so after every so many steps of the optimizer."""
-        lightning_private.log_from(self._trainer, lightning_private.logged_step(self._trainer) + 1)
+        lightning_compat.log_from(self._trainer, lightning_compat.logged_step(self._trainer) + 1)
         for config in self._trainer.lr_scheduler_configs:
             is_due = config.interval == "step" and self._steps() % config.frequency == 0
             if is_due and not config.reduce_on_plateau:

@@ -25,8 +25,8 @@ from lightning_loco.gossip.nearness import MAX_PEER_DISTANCE
 from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.links.links import LinkLike, as_links
 from lightning_loco.strategies.arguments import CommonArguments, spelled_out
-from lightning_loco.strategies.engine_strategy import EngineStrategy
-from lightning_loco.strategies.local_steps import optimized_by
+from lightning_loco.strategies.base import EngineStrategy
+from lightning_loco.strategies.local_training import optimized_by
 
 
 class PairwiseGossipStrategy(EngineStrategy):

@@ -22,11 +22,11 @@ from lightning_loco.parameter_server.plan import BUCKET_BYTES
 from lightning_loco.parameter_server.tiers import check_ranks
 from lightning_loco.parameter_server.wire import as_codec
 from lightning_loco.parameters.schema import share_from_worker_0
-from lightning_loco.strategies import lightning_private
+from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.remote import RemoteCheckpoints
 from lightning_loco.strategies.driven import bytes_of_ddp, summarize
 from lightning_loco.strategies.local_model import leave_shared_memory
-from lightning_loco.strategies.local_steps import LocalSteps
+from lightning_loco.strategies.local_training import LocalSteps
 from lightning_loco.strategies.remote_arguments import (
     check_before_setup,
     check_optimizers,
@@ -145,7 +145,7 @@ class RemoteOptimizerStrategy(ServedStrategy):
             super().setup(trainer)
             return
         assert self.lightning_module is not None
-        lightning_private.remove_lockstep(trainer, self.request_stop)
+        lightning_compat.remove_lockstep(trainer, self.request_stop)
         self._stop_reason = None
         self.checkpoints.begin_fit()
         service = self.service
@@ -161,7 +161,7 @@ class RemoteOptimizerStrategy(ServedStrategy):
         service.raise_together(error)
         self.check_same_models(service)
         if self.serves:
-            lightning_private.replace_loops(trainer, self._serve)
+            lightning_compat.replace_loops(trainer, self._serve)
         else:
             self._connect(trainer)
 
@@ -176,7 +176,7 @@ class RemoteOptimizerStrategy(ServedStrategy):
         with self.waiting_in("the set-up"):
             share_from_worker_0(self.lightning_module, self.present_workers())
         (local,) = self.optimizers
-        lightning_private.expect_no_step(local)
+        lightning_compat.expect_no_step(local)
         self.remote = RemoteOptimizer(
             local.param_groups,
             self.tiers.aggregators,
@@ -259,7 +259,7 @@ class RemoteOptimizerStrategy(ServedStrategy):
         self.statistics.rounds += 1
         self.statistics.wait_s = remote.wait_s
         if remote.stop_agreed is not None:
-            lightning_private.stop_after_batch(self._trainer, self._added)
+            lightning_compat.stop_after_batch(self._trainer, self._added)
 
     # ------------------------------------------------------------- checkpoints
 

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from lightning_loco.parameter_server.backends import check_optimizer
 from lightning_loco.parameters.schema import check_model
-from lightning_loco.strategies import lightning_private
+from lightning_loco.strategies import lightning_compat
 
 _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
@@ -41,7 +41,7 @@ def check_optimizers(optimizers: list[Optimizer], module: pl.LightningModule) ->
     Raises:
         ValueError: If there is not exactly one optimizer, or it needs a closure.
     """
-    given = sum(not lightning_private.is_no_optimizer(optimizer) for optimizer in optimizers)
+    given = sum(not lightning_compat.is_no_optimizer(optimizer) for optimizer in optimizers)
     if given != 1:
         raise ValueError(
             "RemoteOptimizerStrategy needs exactly one optimizer, but configure_optimizers of "

@@ -8,7 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_loco.parameter_server import RemoteOptimizer
-from lightning_loco.strategies import lightning_private
+from lightning_loco.strategies import lightning_compat
 
 
 class RemotePrecision:
@@ -63,7 +63,7 @@ class AgreedGradScaler:
         """Unscale the gradients, and note when those of any worker are not finite."""
         assert isinstance(optimizer, RemoteOptimizer)
         self.scaler.unscale_(optimizer)
-        notes = lightning_private.found_inf(self.scaler, optimizer)
+        notes = lightning_compat.found_inf(self.scaler, optimizer)
         if not optimizer.are_finite(not any(bool(note) for note in notes)):
             for note in notes:
                 note.fill_(1.0)

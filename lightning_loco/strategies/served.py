@@ -23,7 +23,7 @@ from lightning_loco.parameter_server.service_group import AllRanks, ServiceGroup
 from lightning_loco.parameter_server.tiers import new_replica_group
 from lightning_loco.parameters.owners import ParameterOwners
 from lightning_loco.parameters.schema import check_same_tensors
-from lightning_loco.strategies import lightning_private
+from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.added_hooks import add_hooks
 from lightning_loco.strategies.external_updates import averaged_models, share_complete_averages
 from lightning_loco.strategies.local_model import LocalModel
@@ -123,7 +123,7 @@ class ServedStrategy(SyncPointStrategy):
 
     def _init_default_group(self) -> None:
         assert self._all_ranks is not None
-        backend = lightning_private.backend_of(self)
+        backend = lightning_compat.backend_of(self)
         self._all_ranks.init_default_group(self._present, backend, self.root_device)
 
     def setup_environment(self) -> None:
@@ -155,7 +155,7 @@ class ServedStrategy(SyncPointStrategy):
             self.model_to_device()
             self.setup_optimizers(trainer)
         else:
-            lightning_private.replace_loops(trainer, lambda: None)
+            lightning_compat.replace_loops(trainer, lambda: None)
 
     def _find_places(self) -> ParameterOwners:
         """Where the parameters are that the optimizers have, of those that require gradients."""
@@ -222,7 +222,7 @@ class ServedStrategy(SyncPointStrategy):
         else:
             self.replica_group = new_replica_group(self.tiers, self.global_rank, "gloo")
             self._gradients_group = new_replica_group(self.tiers, self.global_rank)
-            lightning_private.average_gradients_in(self, self._gradients_group)
+            lightning_compat.average_gradients_in(self, self._gradients_group)
             super().configure_ddp()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -269,7 +269,7 @@ class ServedStrategy(SyncPointStrategy):
     def _leave_replica_groups(self) -> None:
         if self.replica_group is None:
             return
-        lightning_private.average_gradients_in(self, None)
+        lightning_compat.average_gradients_in(self, None)
         groups = [group for group in (self.replica_group, self._gradients_group) if group]
         self.replica_group = self._gradients_group = None
         if self._trainer.state.status == TrainerStatus.INTERRUPTED:
@@ -285,7 +285,7 @@ class ServedStrategy(SyncPointStrategy):
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for the ranks that train; before ``setup`` for all that still prepare data."""
         name = args[0] if args else kwargs.get("name")
-        if self.service is not None and name == lightning_private.BEFORE_SETUP:
+        if self.service is not None and name == lightning_compat.BEFORE_SETUP:
             self.service.wait_for_all()
         super().barrier(*args, **kwargs)
 

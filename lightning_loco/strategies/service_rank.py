@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_loco.parameter_server import Serving, Tiers, Transport, serve
-from lightning_loco.strategies import lightning_private
+from lightning_loco.strategies import lightning_compat
 
 _PATHS = ("best_model_path", "last_model_path", "kth_best_model_path", "dirpath")
 
@@ -38,7 +38,7 @@ def farewell_of(trainer: pl.Trainer) -> dict[str, Any]:
 def take_in_farewell(trainer: pl.Trainer, farewell: dict[str, Any]) -> None:
     """Make ``callback_metrics`` and ``ckpt_path="best"`` work here as well."""
     metrics = {name: torch.tensor(v) for name, v in farewell.get("metrics", {}).items()}
-    lightning_private.set_callback_metrics(trainer, metrics)
+    lightning_compat.set_callback_metrics(trainer, metrics)
     callbacks = _checkpoints(trainer)
     for callback, paths in zip(callbacks, farewell.get("checkpoints", []), strict=False):
         for name, path in paths.items():

@@ -23,7 +23,7 @@ from lightning_loco import (
     LocoStrategy,
     StreamingDiLoCoStrategy,
 )
-from lightning_loco.strategies import lightning_private
+from lightning_loco.strategies import lightning_compat
 from tests.elastic.arguments import elastic_of, make_parser
 from tests.elastic.worker import checksum
 from tests.small_model import TinyModule, flat, quiet_trainer
@@ -100,7 +100,7 @@ class Notes(Callback):
         if line:
             metrics = trainer.callback_metrics.items()
             line["logged"] = {name: float(value) for name, value in metrics}
-            line["logged_step"] = lightning_private.logged_step(trainer)
+            line["logged_step"] = lightning_compat.logged_step(trainer)
             line["samples"], self._samples = self._samples, []
             line["time"] = time.time()
             with open(self._path, "a") as log:

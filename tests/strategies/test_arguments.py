@@ -29,7 +29,7 @@ from lightning_loco.links.link import LINKS
 from lightning_loco.links.links import Links
 from lightning_loco.strategies import METHODS
 from lightning_loco.strategies.arguments import CommonArguments, RoundArguments
-from lightning_loco.strategies.engine_strategy import EngineStrategy
+from lightning_loco.strategies.base import EngineStrategy
 from tests.small_model import TinyModule
 
 WITH_WORKERS = [kind for kind in METHODS.values() if issubclass(kind, EngineStrategy)]

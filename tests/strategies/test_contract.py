@@ -37,9 +37,9 @@ from lightning_loco import (
     StragglerSimulator,
     StreamingDiLoCoStrategy,
 )
-from lightning_loco.strategies import METHODS, lightning_private, register_strategies
+from lightning_loco.strategies import METHODS, lightning_compat, register_strategies
 from lightning_loco.strategies.added_hooks import add_hooks
-from lightning_loco.strategies.engine_strategy import EngineStrategy
+from lightning_loco.strategies.base import EngineStrategy
 from lightning_loco.topology import Hypercube
 from tests.pool import Pool, make_trainer
 from tests.small_model import TinyModule, make_loader, quiet_trainer, worker_batch
@@ -54,16 +54,16 @@ def test_private_names_of_lightning_exist() -> None:
     for handler in (signals._sigterm_notifier_fn, signals._slurm_sigusr_handler_fn):
         assert list(inspect.signature(handler).parameters) == ["signum", "_"]
     assert isinstance(trainer._logger_connector.should_update_logs, bool)
-    parameters = list(inspect.signature(lightning_private._update_dataloader).parameters)
+    parameters = list(inspect.signature(lightning_compat._update_dataloader).parameters)
     assert parameters[:2] == ["dataloader", "sampler"]
-    parameters = list(inspect.signature(lightning_private._set_sampler_epoch).parameters)
+    parameters = list(inspect.signature(lightning_compat._set_sampler_epoch).parameters)
     assert parameters == ["dataloader", "epoch"]
     loop = trainer.fit_loop.epoch_loop
     assert isinstance(loop.max_steps, int)
     assert list(inspect.signature(loop.advance).parameters) == ["data_fetcher"]
     assert (loop._skip_next_val, loop.val_loop._has_run) == (False, False)
     assert LocalSGDStrategy()._checkpoint_io is None
-    assert isinstance(AsyncCheckpointIO(), lightning_private._WrappingCheckpointIO)
+    assert isinstance(AsyncCheckpointIO(), lightning_compat._WrappingCheckpointIO)
     assert trainer.fit_loop._skip_backward is False
 
 
@@ -98,7 +98,7 @@ def test_batches_have_ended_before_the_hooks_of_an_epochs_end(tmp_path: Path) ->
 def test_the_lockstep_is_taken_out_of_one_trainer_only() -> None:
     trainer, other = (quiet_trainer(devices=1) for _ in range(2))
     reasons: list[str] = []
-    lightning_private.remove_lockstep(trainer, reasons.append)
+    lightning_compat.remove_lockstep(trainer, reasons.append)
     for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
         assert name in vars(trainer._signal_connector)
         assert name not in vars(other._signal_connector)
@@ -108,7 +108,7 @@ def test_the_lockstep_is_taken_out_of_one_trainer_only() -> None:
         assert "_broadcast_sigterm_tensor" not in vars(other.fit_loop.epoch_loop)
     trainer._signal_connector._slurm_sigusr_handler_fn(10, None)
     trainer._signal_connector._sigterm_notifier_fn(15, None)
-    assert reasons == [lightning_private.REQUEUE, lightning_private.TERMINATE]
+    assert reasons == [lightning_compat.REQUEUE, lightning_compat.TERMINATE]
 
 
 def test_received_sigterm_ends_the_training_loop(pool: Pool) -> None:
@@ -118,7 +118,7 @@ def test_received_sigterm_ends_the_training_loop(pool: Pool) -> None:
 class StopAfterThree(pl.Callback):
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         if trainer.global_step == 3:
-            lightning_private.raise_in_loop(trainer)
+            lightning_compat.raise_in_loop(trainer)
 
 
 def stop_after_three(rank: int, world: int) -> int:
@@ -155,8 +155,8 @@ class NewerFiles(OlderFiles):
 @pytest.mark.parametrize("wraps", [False, True])
 def test_files_are_read_with_every_version_of_checkpoint_io(wraps: bool) -> None:
     older, newer = (AsyncCheckpointIO(io) if wraps else io for io in (OlderFiles(), NewerFiles()))
-    assert lightning_private.load_checkpoint(older, "a", weights_only=True) == {"read": "a"}
-    told = lightning_private.load_checkpoint(newer, "a", weights_only=True)
+    assert lightning_compat.load_checkpoint(older, "a", weights_only=True) == {"read": "a"}
+    told = lightning_compat.load_checkpoint(newer, "a", weights_only=True)
     assert told == {"read": "a", "weights_only": True}
 
 

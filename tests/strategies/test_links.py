@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_loco import CommunicationMonitor, Link
 from lightning_loco.strategies import METHODS
-from lightning_loco.strategies.engine_strategy import EngineStrategy
+from lightning_loco.strategies.base import EngineStrategy
 from tests.pool import Pool, make_trainer
 from tests.small_model import TinyModule, make_loader
 from tests.strategies.heard import RANK_ZERO, heard

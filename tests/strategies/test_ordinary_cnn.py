@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_loco import RemoteOptimizerStrategy
-from lightning_loco.strategies.methods import METHODS
+from lightning_loco.strategies.registry import METHODS
 from tests.pool import Pool
 from tests.strategies.remote_runs import fit_with
 

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_loco import RemoteOptimizerStrategy
-from lightning_loco.strategies.methods import METHODS
+from lightning_loco.strategies.registry import METHODS
 from tests.pool import Pool
 from tests.small_model import TinyModule
 from tests.strategies.remote_runs import fit_with

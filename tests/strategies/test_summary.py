@@ -7,7 +7,7 @@ import re
 import pytest
 
 from lightning_loco.strategies.driven import in_units
-from lightning_loco.strategies.methods import METHODS
+from lightning_loco.strategies.registry import METHODS
 from tests.pool import Pool
 from tests.small_model import TinyModule, flat, make_loader
 from tests.strategies.heard import RANK_ZERO, heard

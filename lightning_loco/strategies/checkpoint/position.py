@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_loco.strategies import lightning_private
+from lightning_loco.strategies import lightning_compat
 
 Place = Literal["batch end", "validation end", "next batch", "next epoch", "stopped"]
 """What was done last: a batch, or its validation too, or all that comes before the next batch, or
@@ -63,13 +63,13 @@ class Position(NamedTuple):
     def restore(self, trainer: pl.Trainer) -> None:
         """Take it up; the loops have been restored by Lightning."""
         if self.has_validation_data:
-            lightning_private.load_validation_data(trainer)
+            lightning_compat.load_validation_data(trainer)
         if self.random is not None:
             set_random_states(self.random)
         if self.place == "next epoch" and trainer.current_epoch > 0:
-            lightning_private.start_epoch_data(trainer)
+            lightning_compat.start_epoch_data(trainer)
         if self.place != "stopped":
-            lightning_private.skip_to(trainer, self.place)
+            lightning_compat.skip_to(trainer, self.place)
 
 
 def train_loaders(trainer: pl.Trainer) -> list[Any]:
@@ -81,7 +81,7 @@ def train_loaders(trainer: pl.Trainer) -> list[Any]:
 def deals_out(trainer: pl.Trainer) -> bool:
     """Whether samplers deal all training data out among the workers."""
     loaders = train_loaders(trainer)
-    samplers = [lightning_private.sampler_of(o) for o in loaders if isinstance(o, DataLoader)]
+    samplers = [lightning_compat.sampler_of(o) for o in loaders if isinstance(o, DataLoader)]
     is_dealt = [isinstance(sampler, DistributedSampler) for sampler in samplers]
     return bool(is_dealt) and len(is_dealt) == len(loaders) and all(is_dealt)
 
@@ -143,7 +143,7 @@ class ResumedPlace:
             What is begun anew, in words.
         """
         notes = []
-        lightning_private.go_on_in_data(trainer)
+        lightning_compat.go_on_in_data(trainer)
         if (
             deals
             and self._before != self._now
@@ -184,17 +184,17 @@ class ResumedPlace:
         for loader, state in zip(loaders, self._loader_states, strict=False):
             loader.load_state_dict(state)
         if loaders:
-            lightning_private.start_epoch_data(trainer)
+            lightning_compat.start_epoch_data(trainer)
 
     def _deal_out(self, trainer: pl.Trainer) -> list[str]:
-        lightning_private.start_epoch_data(trainer)
+        lightning_compat.start_epoch_data(trainer)
         progress = trainer.fit_loop.epoch_loop.batch_progress
         length = int(trainer.num_training_batches)
         count = length
         if not progress.is_last_batch:
             count = min(self._rescaled(progress.current.ready), length - 1)
             count -= count % trainer.accumulate_grad_batches
-            lightning_private.leave_out_batches(trainer, count)
+            lightning_compat.leave_out_batches(trainer, count)
         for name in ("ready", "started", "processed", "completed"):
             setattr(progress.current, name, count)
         return [f"the data of the epoch are dealt out anew, from batch {count} of {length} on"]

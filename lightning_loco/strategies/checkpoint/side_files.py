@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_loco.fault_points import reach
 from lightning_loco.parameters.fingerprint import crc32
-from lightning_loco.strategies import lightning_private
+from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.atomic_io import (
     WholeFileIO,
     damage_of,
@@ -208,7 +208,7 @@ class SideFiles:
     def _read(self, stamp: str, worker: int | None, weights_only: bool | None) -> dict[str, Any]:
         name = self.find(stamp, worker)
         try:
-            sealed = lightning_private.load_checkpoint(self._io, name, weights_only is not False)
+            sealed = lightning_compat.load_checkpoint(self._io, name, weights_only is not False)
         except Exception as error:  # damaged files fail in many ways
             if isinstance(error, OSError) and error.filename is not None:
                 raise

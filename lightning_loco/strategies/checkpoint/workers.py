@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from lightning_loco.engine.membership import Link
-from lightning_loco.strategies import lightning_private
+from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.manifest import (
     KEY,
     NEW_RUN,
@@ -45,8 +45,8 @@ from lightning_loco.strategies.driven import link_of
 from lightning_loco.values import check_choice
 
 if TYPE_CHECKING:
+    from lightning_loco.strategies.base import EngineStrategy
     from lightning_loco.strategies.driven import Engine
-    from lightning_loco.strategies.engine_strategy import EngineStrategy
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class WorkerCheckpoints:
                 )
             module = self._strategy.lightning_module
             assert module is not None
-            lightning_private.choose_checkpoint(module.trainer, self._choose)
+            lightning_compat.choose_checkpoint(module.trainer, self._choose)
 
     def _choose(self, path: str | Path | None) -> str | Path | None:
         """The checkpoint on this worker's disk that all go on from; None if there is none."""
@@ -346,7 +346,7 @@ def stream_position(
     if len(loaders) != 1 or not deals_out(trainer):
         return None
     (loader,) = loaders
-    sampler = lightning_private.sampler_of(loader)
+    sampler = lightning_compat.sampler_of(loader)
     batch_size = getattr(loader.batch_sampler, "batch_size", None)
     assert isinstance(sampler, DistributedSampler)
     if batch_size is None:

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.distributed.watchdog import WorkerFailure
-from lightning_loco.strategies import lightning_private
+from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.side_files import SideFiles
 
 _PLACE = "writing a checkpoint"
@@ -146,8 +146,8 @@ def save_where_stopped(trainer: pl.Trainer, reason: str, saved: bool) -> None:
         reason: Why they have stopped: a requeue of SLURM makes its own checkpoint.
         saved: Whether a checkpoint of this step has been written already.
     """
-    if reason == lightning_private.REQUEUE:
-        lightning_private.requeue(trainer)
+    if reason == lightning_compat.REQUEUE:
+        lightning_compat.requeue(trainer)
     elif not saved and not trainer.fast_dev_run:  # type: ignore[attr-defined]
         callback = trainer.checkpoint_callback
         folder = getattr(callback, "dirpath", None) or trainer.default_root_dir

@@ -23,10 +23,10 @@ from lightning_loco.earlier_run import EarlierRun
 from lightning_loco.engine import Engine as RoundEngine
 from lightning_loco.engine import RoundSettings
 from lightning_loco.schedules import Schedule
-from lightning_loco.strategies import lightning_private
+from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.added_hooks import add_hooks
-from lightning_loco.strategies.advice import NO_METRICS, advice
 from lightning_loco.strategies.checkpoint.workers import WorkerCheckpoints
+from lightning_loco.strategies.data import Pace, share_data
 from lightning_loco.strategies.driven import Engine, bytes_of_ddp, describe, link_of, summarize
 from lightning_loco.strategies.external_updates import (
     WrittenWeights,
@@ -34,14 +34,14 @@ from lightning_loco.strategies.external_updates import (
     finish_with_averages,
 )
 from lightning_loco.strategies.local_model import LocalModel, check_batch_norm, leave_shared_memory
-from lightning_loco.strategies.local_steps import (
+from lightning_loco.strategies.local_training import (
     LocalSteps,
     check_left_out,
     clear_non_finite,
     loss_in,
 )
 from lightning_loco.strategies.meeting import SyncPointStrategy
-from lightning_loco.strategies.pace import Pace, share_data
+from lightning_loco.strategies.summary import NO_METRICS, advice
 from lightning_loco.values import check_choice, check_common_arguments
 
 SAMPLED = 8192
@@ -161,7 +161,7 @@ class EngineStrategy(SyncPointStrategy):
             super().setup(trainer)
             return
         check_batch_norm(self)
-        lightning_private.remove_lockstep(trainer, self.request_stop)
+        lightning_compat.remove_lockstep(trainer, self.request_stop)
         super().setup(trainer)
         assert self.lightning_module is not None
         leave_shared_memory(self.lightning_module)
@@ -249,7 +249,7 @@ class EngineStrategy(SyncPointStrategy):
         if self.engine is not None:
             self.engine.worker.stop.request(reason)
         else:
-            lightning_private.raise_in_loop(self._trainer)
+            lightning_compat.raise_in_loop(self._trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Make the round that is due before the coming step; end soon if a worker has failed.
@@ -316,7 +316,7 @@ class EngineStrategy(SyncPointStrategy):
 
     def _stop_if_agreed(self) -> None:
         if self._engine.worker.stop_agreed is not None:
-            lightning_private.stop_after_batch(self._trainer, self._added)
+            lightning_compat.stop_after_batch(self._trainer, self._added)
 
     def _make_due_round(self) -> None:
         """Make the round that is due; none before the first step, when all workers are equal."""

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_loco.schedules import Schedule
-from lightning_loco.strategies import lightning_private
+from lightning_loco.strategies import lightning_compat
 
 
 def share_data(dataloader: object, shares: list[int], worker: int) -> object:
@@ -21,9 +21,9 @@ def share_data(dataloader: object, shares: list[int], worker: int) -> object:
         worker: This worker.
     """
     if len(set(shares)) > 1 and isinstance(dataloader, DataLoader):
-        even = lightning_private.sampler_of(dataloader)
+        even = lightning_compat.sampler_of(dataloader)
         if isinstance(even, DistributedSampler):
-            return lightning_private.with_sampler(dataloader, ShareSampler(even, shares, worker))
+            return lightning_compat.with_sampler(dataloader, ShareSampler(even, shares, worker))
     return dataloader
 
 
