@@ -41,7 +41,7 @@ OBJECTS = {*COLLECTIVES, "send_pyobj", "recv_pyobj", "allow_pickle"}
 
 GIVES_TO_LIGHTNING = {
     "lightning_loco.callbacks.worker_logs",
-    "lightning_loco.strategies.meeting",
+    "lightning_loco.strategies.base",
 }
 """Who may call Lightning's ``Strategy.broadcast``, which pickles: see docs/security.md."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_loco.strategies.lightning_compat import is_logging_step, metrics_of_this_loop
+from lightning_loco.strategies.lightning_compat import current_metrics, is_logging_step
 
 
 class WorkerLogs(pl.Callback):
@@ -63,5 +63,5 @@ class WorkerLogs(pl.Callback):
             return
         with self._path.open("a", newline="") as file:
             writer = csv.writer(file)
-            for metric, value in sorted(metrics_of_this_loop(trainer).items()):
+            for metric, value in sorted(current_metrics(trainer).items()):
                 writer.writerow([trainer.global_step, metric, float(value)])

@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning_loco.demo.data import ByteTextData
 from lightning_loco.strategies import LocoStrategy, RemoteOptimizerStrategy
 from lightning_loco.strategies.base import EngineStrategy
-from lightning_loco.strategies.driven import bytes_of_ddp, in_units, on_the_link
+from lightning_loco.strategies.summary import bytes_of_ddp, format_bytes, format_link_time
 from lightning_loco.topology import as_topology
 
 Curve = list[tuple[int, float]]
@@ -73,7 +73,9 @@ class Report:
             "consensus distance": _number(self.consensus_distance, ".3e"),
         }
         if self.emulated_s is not None and self.hidden_s is not None:
-            lines["on the link"] = on_the_link(self.emulated_s, self.emulated_s - self.hidden_s)
+            lines["on the link"] = format_link_time(
+                self.emulated_s, self.emulated_s - self.hidden_s
+            )
         width = max(map(len, lines))
         return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
 
@@ -81,10 +83,10 @@ class Report:
         if self.bytes_sent is None:
             return "-"
         if not self.bytes_saved:
-            return in_units(self.bytes_sent)
+            return format_bytes(self.bytes_sent)
         whole = self.bytes_sent + self.bytes_saved
-        part = self.bytes_sent / whole
-        return f"{in_units(self.bytes_sent)}, {part:.1%} of {in_units(whole)} without compression"
+        sent, part = format_bytes(self.bytes_sent), self.bytes_sent / whole
+        return f"{sent}, {part:.1%} of {format_bytes(whole)} without compression"
 
     def write(self, folder: Path) -> None:
         """Write ``report.txt`` (the table) and ``report.json`` (the plain figures)."""

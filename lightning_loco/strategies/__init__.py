@@ -1,9 +1,9 @@
 """Lightning strategies: hooks, process groups, checkpoints."""
 
-from lightning_loco.strategies.async_average import AsyncModelAverageStrategy
 from lightning_loco.strategies.loco import LocoStrategy
 from lightning_loco.strategies.named import (
     AsyncDiLoCoStrategy,
+    AsyncModelAverageStrategy,
     DiLoCoStrategy,
     EagerDiLoCoStrategy,
     GASLoCStrategy,
@@ -29,6 +29,6 @@ __all__ = [
     "register_strategies",
 ]
 
-# Strategies that the table of methods makes out of algorithms.
+# Strategies that the registry makes from algorithms.
 globals().update(MADE)
 __all__ += sorted(MADE)

@@ -1,4 +1,4 @@
-"""Arguments that several strategies have: declared once, shown everywhere."""
+"""Arguments that several strategies have: defined once, in the signature of each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Constructor = TypeVar("_Constructor", bound=Callable[..., None])
 
 
 class CommonArguments(TypedDict, total=False):
-    """What every strategy of workers takes; meanings and defaults are those of LocoStrategy."""
+    """Arguments of every strategy with an engine; see LocoStrategy for meanings and defaults."""
 
     evaluate: Literal["average", "outer", "local"]
     finalize: Literal["average", "keep"]
@@ -38,7 +38,7 @@ class CommonArguments(TypedDict, total=False):
 
 
 class RoundArguments(CommonArguments, total=False):
-    """And what those take that make rounds after so many steps."""
+    """Arguments of every strategy whose rounds start by local steps."""
 
     bucket_bytes: int
     compression: Codec | ErrorFeedback | Compensated | str | None
@@ -48,12 +48,12 @@ class RoundArguments(CommonArguments, total=False):
 
 
 def spelled_out(source: Callable[..., None]) -> Callable[[_Constructor], _Constructor]:
-    """Write a constructor's ``**common: Unpack[Table]`` out, one argument after the other.
+    """Replace a constructor's ``**common: Unpack[Table]`` by the arguments of the table.
 
     ``help()``, ``inspect.signature`` and LightningCLI then show all arguments, and others raise.
 
     Args:
-        source: A function that has these arguments; their defaults and types are taken from it.
+        source: A function with these arguments, which gives their defaults and types.
     """
 
     def decorate(init: _Constructor) -> _Constructor:
@@ -65,7 +65,7 @@ def spelled_out(source: Callable[..., None]) -> Callable[[_Constructor], _Constr
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters of a function, with types instead of their names."""
+    """Return the parameters of a function, with annotations that are types and not strings."""
     hints = get_type_hints(function)
     return [
         parameter.replace(annotation=hints.get(parameter.name, parameter.annotation))
@@ -76,7 +76,7 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 def common_parameters(
     table: type[CommonArguments], source: Callable[..., None]
 ) -> list[inspect.Parameter]:
-    """The parameters of a function that a table of common arguments names."""
+    """Return those parameters of a function that are in a table of common arguments."""
     return [
         parameter for parameter in parameters_of(source) if parameter.name in get_type_hints(table)
     ]
@@ -85,7 +85,7 @@ def common_parameters(
 def with_signature(
     parameters: Sequence[inspect.Parameter],
 ) -> Callable[[_Constructor], _Constructor]:
-    """Give a constructor these arguments; it is called with those given, by name."""
+    """Set the signature of a constructor, which is then called with keyword arguments only."""
     signature = inspect.Signature(parameters, return_annotation=None)
 
     def decorate(init: _Constructor) -> _Constructor:

@@ -1,69 +1,297 @@
-"""A strategy whose workers are driven by an engine each: where Lightning's hooks call it."""
+"""Lightning strategies whose ranks are workers; those with an engine each count local steps.
+
+:class:`WorkerStrategy` makes Lightning's collectives safe for workers that are at different steps.
+:class:`EngineStrategy` adds the engine, which makes the exchanges between the workers.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_loco.distributed import Statistics, WorkerGroup
 from lightning_loco.distributed.devices import device_of_messages
+from lightning_loco.distributed.graceful_stop import StopAgreed
+from lightning_loco.distributed.job import init_workers
+from lightning_loco.distributed.work import ExplainErrors
 from lightning_loco.earlier_run import EarlierRun
 from lightning_loco.engine import Engine as RoundEngine
 from lightning_loco.engine import RoundSettings
+from lightning_loco.engine.membership import Link
+from lightning_loco.gossip import PairwiseEngine
+from lightning_loco.parameter_server import RemoteOptimizer
 from lightning_loco.schedules import Schedule
 from lightning_loco.strategies import lightning_compat
-from lightning_loco.strategies.added_hooks import add_hooks
+from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO
+from lightning_loco.strategies.checkpoint.reader import newest_requeued
 from lightning_loco.strategies.checkpoint.workers import WorkerCheckpoints
-from lightning_loco.strategies.data import Pace, share_data
-from lightning_loco.strategies.driven import Engine, bytes_of_ddp, describe, link_of, summarize
+from lightning_loco.strategies.data import MaxSteps, share_data
 from lightning_loco.strategies.external_updates import (
-    WrittenWeights,
+    ExternalUpdates,
     averaged_models,
     finish_with_averages,
 )
-from lightning_loco.strategies.local_model import LocalModel, check_batch_norm, leave_shared_memory
+from lightning_loco.strategies.lightning_compat import add_hooks
 from lightning_loco.strategies.local_training import (
+    LocalModel,
     LocalSteps,
-    check_left_out,
+    check_batch_norm,
+    check_untracked,
     clear_non_finite,
+    leave_shared_memory,
     loss_in,
 )
-from lightning_loco.strategies.meeting import SyncPointStrategy
-from lightning_loco.strategies.summary import NO_METRICS, advice
+from lightning_loco.strategies.summary import NO_METRICS, advice, bytes_of_ddp, describe, summarize
 from lightning_loco.values import check_choice, check_common_arguments
 
-SAMPLED = 8192
-"""Elements from which the consensus distance at the end is estimated."""
+if TYPE_CHECKING:
+    from lightning_loco.strategies.checkpoint.remote import RemoteCheckpoints
 
+Engine = RoundEngine | PairwiseEngine
+"""Counts the local steps of one worker and makes its exchanges when they are due."""
+
+Synchronizer = Engine | RemoteOptimizer
+"""Has the method ``sync_point(purpose)``, which waits for all workers."""
+
+MAX_SAMPLED = 8192
+"""Elements from which the consensus distance at the end of training is estimated."""
+
+_BROADCAST = "a broadcast (Timer and max_time make one after every batch)"
 _NO_TRAINING = (
     "the end of a fit that trained nothing: no batches there, or nothing left of max_steps, "
     "max_epochs or max_time"
 )
 
 
-class EngineStrategy(SyncPointStrategy):
-    """Each rank is a worker with its own copy of the model, which an engine drives.
+class WorkerStrategy(DDPStrategy):
+    """A ``DDPStrategy`` whose collectives start with a sync point of all workers.
 
-    Gradients are never reduced. The engine is told of every local (optimizer) step and decides when
-    this worker exchanges with others. Validation, checkpoints and the model after ``fit`` are the
-    mean of the workers' local parameters.
+    Workers that have different numbers of batches reach Lightning's barriers and reductions at
+    different times. Each of these calls first waits until all workers have reached the same one;
+    a worker that waits keeps taking part in the rounds of those that still train.
 
     Attributes:
-        settings: What the engine is made of; given to :meth:`_init_with`.
-        engine: During ``fit``.
-        checkpoints: Writes and reads them.
+        checkpoints: Implements the hooks for checkpoints.
+        timeout_s: Longest wait for another worker, in seconds.
+        group: The workers with a watchdog, so that errors name one of them; or None.
+    """
+
+    checkpoints: WorkerCheckpoints | RemoteCheckpoints
+    timeout_s: float
+    group: WorkerGroup | None = None
+    _finished = False
+
+    # ------------------------------------------------------------------- workers
+
+    @property
+    @abstractmethod
+    def synchronizer(self) -> Synchronizer | None:
+        """The object that provides sync points during ``fit``; None at other times."""
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers, each with its own copy of the model."""
+        return self.world_size
+
+    @property
+    def worker(self) -> int:
+        """Number of the worker that this process belongs to."""
+        return self.global_rank
+
+    @property
+    def is_fitting(self) -> bool:
+        """Whether the Trainer is in ``fit``, from before the setup to after the teardown."""
+        return self._trainer.state.fn == TrainerFn.FITTING
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether sync points are possible: during ``fit``, unless this worker alone has failed."""
+        return self.synchronizer is not None and not self._is_alone
+
+    @property
+    def is_training(self) -> bool:
+        """Whether other workers may be making rounds or steps."""
+        return self.is_connected and not self._finished
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether no other rank joins this rank's collectives, because it alone has failed."""
+        module = self.lightning_module
+        trainer = None if module is None else lightning_compat.trainer_of(module)
+        interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+        synchronizer = self.synchronizer
+        return interrupted and (synchronizer is None or synchronizer.stop_agreed is None)
+
+    # ------------------------------------------------------------- process group
+
+    def setup_distributed(self) -> None:
+        """Make the default process group; errors name ranks that are missing or do not fit."""
+        self.set_world_ranks()
+        self._init_default_group()
+        super().setup_distributed()
+
+    def _init_default_group(self) -> None:
+        environment = self.cluster_environment
+        assert environment is not None
+        init_workers(
+            lambda: (environment.main_address, environment.main_port),
+            (self.global_rank, self.world_size),
+            lightning_compat.backend_of(self),
+            self.root_device,
+            self.timeout_s,
+            job_name(environment),
+        )
+
+    # --------------------------------------------------------------- collectives
+
+    def sync_point(self, purpose: str) -> None:
+        """Wait until all workers have reached the same sync point; a no-op outside training.
+
+        Args:
+            purpose: Why they wait, in words; equal on all workers.
+
+        Raises:
+            SIGTERMException: If the other workers have stopped at an agreed step before this one.
+        """
+        synchronizer = self.synchronizer
+        if synchronizer is not None and self.is_training:
+            try:
+                synchronizer.sync_point(purpose)
+            except StopAgreed as stop:
+                raise SIGTERMException from stop
+
+    def waiting_in(self, label: str) -> AbstractContextManager[object]:
+        """Return a context in which an error names the worker that others wait for.
+
+        Outside training all workers gather before the context is entered: if one of them fails
+        before that, the others get its error, and the default group can still be used.
+
+        Args:
+            label: What is being waited for, in words.
+        """
+        if self.group is None:
+            return nullcontext()
+        if not self.is_training:
+            self.group.gather_objects(None, label)
+        self.group.announce_wait(label)
+        return ExplainErrors(self.group, label)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all workers."""
+        label = f"barrier {args[0] if args else kwargs.get('name', '')}"
+        self.sync_point(label)
+        if not self._is_alone:
+            with self.waiting_in(label):
+                super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Send an object from one worker to all."""
+        self.sync_point(_BROADCAST)
+        if self._is_alone:
+            return obj
+        with self.waiting_in(_BROADCAST):
+            return super().broadcast(obj, src)
+
+    def reduce(
+        self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Any:
+        """Reduce a tensor over all workers."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        self.sync_point("reduce")
+        if self._is_alone:
+            return tensor
+        with self.waiting_in("reduce"):
+            return super().reduce(tensor, group, reduce_op)
+
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        """Gather a tensor from all workers."""
+        self.sync_point("all_gather")
+        if self._is_alone:
+            return tensor
+        with self.waiting_in("all_gather"):
+            return super().all_gather(tensor, group, sync_grads)
+
+    # --------------------------------------------------------- data, checkpoints
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Set the epoch of the samplers before the first iterator is made."""
+        lightning_compat.set_sampler_epoch(self._trainer, dataloader)
+        return dataloader
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Writes and reads files; the default one writes a file atomically."""
+        lightning_compat.set_default_checkpoint_io(self, WholeFileIO())
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        DDPStrategy.checkpoint_io.fset(self, io)  # type: ignore[attr-defined]
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's state for a checkpoint."""
+        return self.checkpoints.model_state(super().lightning_module_state_dict)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Write a checkpoint with the state of all workers."""
+        self.checkpoints.save(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint and, to resume training, this worker's own state."""
+        checkpoint_path = newest_requeued(checkpoint_path)
+        # Older versions of Lightning do not have weights_only.
+        options = {} if weights_only is None else {"weights_only": weights_only}
+        read = partial(super().load_checkpoint, checkpoint_path, **options)
+        return self.checkpoints.load(read, checkpoint_path, weights_only)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Delete a checkpoint with the state of all workers."""
+        self.checkpoints.remove(filepath)
+
+
+class EngineStrategy(WorkerStrategy):
+    """A strategy in which each rank is a worker with its own copy of the model and an engine.
+
+    Gradients are never reduced. The engine counts local (optimizer) steps and decides when this
+    worker exchanges with others. Validation, checkpoints and the model after ``fit`` are the mean
+    of the workers' local parameters.
+
+    Attributes:
+        settings: Settings of the engine, as given to :meth:`_init_with`.
+        engine: The engine during ``fit``; None at other times.
+        checkpoints: Writes and reads checkpoints.
     """
 
     settings: Any
@@ -87,9 +315,12 @@ class EngineStrategy(SyncPointStrategy):
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        """What the constructor of every strategy of workers ends with.
+        """Set the arguments that all strategies with an engine share; called by constructors.
 
-        :meth:`make_engine` makes one of ``settings``; the common arguments have defaults here.
+        Args:
+            settings: From which :meth:`make_engine` makes the engine.
+            evaluate: This and the other arguments are those of :class:`LocoStrategy`; their
+                defaults are defined here.
         """
         check_choice("evaluate", evaluate, ("average", "outer", "local"))
         check_choice("finalize", finalize, ("average", "keep"))
@@ -109,30 +340,43 @@ class EngineStrategy(SyncPointStrategy):
         self.summary = summary
         self.statistics = Statistics()
         self._steps = LocalSteps()
-        self._pace: Pace | None = None
+        self._max_steps: MaxSteps | None = None
         self._added = ExitStack()
         self._loss: Any = math.nan
         self.engine: Engine | None = None
         self.checkpoints = WorkerCheckpoints(self, checkpoint_folder)
-        self._weights = WrittenWeights(self)
+        self._external_updates = ExternalUpdates(self)
 
     @property
     def schedule(self) -> Schedule | None:
-        """When rounds begin and end; None if there are none."""
+        """When rounds start and end; None if there are no rounds."""
         return None
 
     @abstractmethod
     def make_engine(self, group: WorkerGroup) -> Engine:
-        """Decide when and with whom this worker exchanges; called on every worker."""
+        """Make the engine of this worker from the settings; called on every worker."""
 
     @abstractmethod
     def reset(self, saved: EarlierRun | None = None) -> list[str]:
-        """Start from the model, with what fits of another run, and say what does not fit."""
+        """Start the algorithm from the parameters in the model.
+
+        Args:
+            saved: State of a run with other settings or another number of workers, from which to
+                take what fits.
+
+        Returns:
+            What was not taken, in words.
+        """
 
     @property
-    def sync_points(self) -> Engine | None:
-        """The engine, which takes part in the others' rounds while it waits."""
+    def synchronizer(self) -> Engine | None:
+        """The engine, which takes part in the rounds of the others while it waits."""
         return self.engine
+
+    @property
+    def member_link(self) -> Link | None:
+        """The connection to members that join and leave; None if the workers are fixed."""
+        return self.engine.link if isinstance(self.engine, RoundEngine) else None
 
     @property
     def _engine(self) -> Engine:
@@ -143,20 +387,20 @@ class EngineStrategy(SyncPointStrategy):
     # ------------------------------------------------------------------- setup
 
     def configure_ddp(self) -> None:
-        """Put the model into a shell with the names of DDP's; gradients stay local."""
+        """Wrap the model under the attribute names of DDP; gradients stay local."""
         assert self.lightning_module is not None
         self.model = LocalModel(self.lightning_module)
 
     def setup_environment(self) -> None:
-        """Connect the ranks; from here on those of a ``fit`` watch over each other."""
+        """Connect the ranks, and start the watchdog of a ``fit``."""
         super().setup_environment()
         if self.is_fitting:
             self._finished = False
             self.group = WorkerGroup.begin(timeout_s=self.timeout_s)
-            self.checkpoints.begin_fit()
+            self.checkpoints.start_fit()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Make the engine: check the model on all workers and give them the same start."""
+        """Make the engine: check the model on all workers and broadcast that of worker 0."""
         if not self.is_fitting:
             super().setup(trainer)
             return
@@ -168,35 +412,35 @@ class EngineStrategy(SyncPointStrategy):
         assert self.group is not None
         self.group.connect(device_of_messages(self.settings.outer_device, self.root_device))
         self.engine = self.make_engine(self.group)
-        self._choose_evaluated(self.engine, trainer)
+        self._set_evaluated(self.engine, trainer)
         self.statistics = self.engine.statistics
         self._steps = LocalSteps()
         if self.schedule is not None:
-            self._pace = Pace(trainer, self.schedule, self.worker, self.num_workers)
-        self._weights.begin_fit()
+            self._max_steps = MaxSteps(trainer, self.schedule, self.worker, self.num_workers)
+        self._external_updates.start_fit()
         self.engine.worker.averaged_copies.find_copies = lambda: averaged_models(trainer)
         self._added = add_hooks(
             trainer,
-            batches_end=self._weights.end_batches,
+            batches_end=self._external_updates.on_batches_end,
             end=self._end_training,
             saving=self.checkpoints.consensus_shown,
             sync_point=self.sync_point,
-            validation_start=self._begin_validation,
+            validation_start=self._start_validation,
             validation_end=self._end_validation,
         )
         trained = self.lightning_module.parameters()
         self._added.callback(self._steps.watch(trained, self._before_raw_step, self._count))
-        if self._pace is not None:
-            self._added.callback(self._pace.restore)
+        if self._max_steps is not None:
+            self._added.callback(self._max_steps.restore)
         rank_zero_info(describe(self.engine, self.schedule))
 
-    def _choose_evaluated(self, engine: Engine, trainer: pl.Trainer) -> None:
-        """Refuse what cannot be evaluated so, and files that were chosen by another model."""
+    def _set_evaluated(self, engine: Engine, trainer: pl.Trainer) -> None:
+        """Choose what validations show; refuse settings that contradict the choice."""
         if self.evaluate == "outer":
             if engine.settings.consensus_key is None:
                 raise ValueError(
                     "evaluate='outer' needs outer parameters that are the same on all workers, "
-                    f"which {engine.settings.algorithm} has not. Use evaluate='average'."
+                    f"which {engine.settings.algorithm} does not have. Use evaluate='average'."
                 )
             assert isinstance(engine, RoundEngine)
             engine.shows_outer = True
@@ -204,43 +448,37 @@ class EngineStrategy(SyncPointStrategy):
             monitor = getattr(callback, "monitor", None)
             if monitor not in NO_METRICS:
                 raise ValueError(
-                    f"{type(callback).__name__}(monitor={monitor!r}) would choose files by what "
-                    "each worker's own model has reached, but they hold the mean of all. Use "
+                    f"{type(callback).__name__}(monitor={monitor!r}) would choose files by a "
+                    "metric of each worker's own model, but files hold the mean of all. Use "
                     "evaluate='average', or leave monitor out."
                 )
 
-    def sync_point(self, purpose: str) -> None:
-        """Wait until all workers have come to the same place, as in :class:`SyncPointStrategy`."""
-        self._weights.note()
-        super().sync_point(purpose)
-        self._weights.expect()
-
     def process_dataloader(self, dataloader: object) -> object:
-        """Share the training data in proportion to ``sync_every`` when it is a list."""
+        """Divide the training data in proportion to ``sync_every`` if that is a list."""
         if self.schedule is not None:
             dataloader = share_data(dataloader, self.schedule.shares(self.num_workers), self.worker)
         return super().process_dataloader(dataloader)
 
     def on_train_start(self) -> None:
-        """Refuse a run too short for overlap; go on from this worker's own checkpoint."""
-        if self._pace is not None:
+        """Refuse a run that is too short for overlap; resume from this worker's checkpoint."""
+        if self._max_steps is not None:
             with self._engine.worker.group.errors_shared("the start of training"):
-                self._pace.check_length(self._trainer)
+                self._max_steps.check_length(self._trainer)
             for line in self._advice():
                 rank_zero_info(line)
-        self._go_on()
+        self._resume()
 
     def _advice(self) -> Iterator[str]:
         engine, shown = self._engine, self.evaluate
         settings, layout = engine.settings, engine.worker.replica.layout
         assert isinstance(settings, RoundSettings)
-        if link_of(engine) is not None:  # such a worker cannot average with the others
+        if self.member_link is not None:  # such a worker cannot average with the others
             shown = "local" if settings.consensus_key is None else "outer"
         return advice(self._trainer, settings, self.worker, layout, shown)
 
-    def _go_on(self) -> None:
-        self._finished = False  # a search for the learning rate may have trained before
-        self._weights.resume(self.checkpoints)
+    def _resume(self) -> None:
+        self._finished = False  # a learning rate finder may have trained before
+        self._external_updates.resume_from(self.checkpoints)
 
     # ---------------------------------------------------------------- training
 
@@ -251,24 +489,40 @@ class EngineStrategy(SyncPointStrategy):
         else:
             lightning_compat.raise_in_loop(self._trainer)
 
+    def sync_point(self, purpose: str) -> None:
+        """Wait until all workers have reached the same sync point, see :class:`WorkerStrategy`."""
+        self._external_updates.before_sync_point()
+        super().sync_point(purpose)
+        self._external_updates.after_sync_point()
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Make the round that is due before the coming step; end soon if a worker has failed.
+        """Make the round that is due before the next step; raise if another worker has failed.
 
         Rounds are made here and not after the step, because a validation, a checkpoint or the end
-        of ``fit`` may lie in between: they are those of the parameters and of the statistics of
-        BatchNorm that local steps have brought about.
+        of ``fit`` may come between: these use the parameters and the BatchNorm statistics after
+        the local steps.
         """
         if self._finished:
-            self._go_on()
-        self._steps.begin_batch()
-        self._weights.begin_batches()
+            self._resume()
+        self._steps.start_batch()
+        self._external_updates.on_batch_start()
         watchdog = self._engine.worker.group.watchdog
         if watchdog is not None:
             watchdog.raise_if_failed()
         self._make_due_round()
 
+    def _make_due_round(self) -> None:
+        """Make the round that is due; none before the first step, when all workers are equal."""
+        engine = self._engine
+        if engine.worker.steps and engine.is_due:
+            check_untracked(engine.worker.replica.left_out, self.optimizers)
+            engine.worker.last_loss = self._loss
+            engine.make_round()
+            if not engine.worker.was_finite:
+                clear_non_finite(self.optimizers)
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step; its optimizers see the parameters that its gradients belong to."""
+        """Run the user's step; a round that ends during it is applied after the optimizer step."""
         copy_on_write = self._engine.worker.replica.copy_on_write
         copy_on_write.hold()
         output = super().training_step(*args, **kwargs)
@@ -278,21 +532,6 @@ class EngineStrategy(SyncPointStrategy):
             copy_on_write.release()
             self._stop_if_agreed()
         return output
-
-    def prepare_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Do what comes before a step of the optimizer, and say what it is to call.
-
-        A step that is not made through Lightning has no closure: it comes as one that does nothing,
-        and what is returned is called at once, right before the step.
-        """
-        return closure
-
-    def _before_raw_step(self, optimizer: Optimizer) -> None:
-        self.prepare_step(optimizer, lambda: None)()
-
-    def _count(self, optimizer: Optimizer) -> None:
-        if self._steps.is_new(optimizer):
-            self._engine.count_step()
 
     def optimizer_step(
         self,
@@ -314,29 +553,48 @@ class EngineStrategy(SyncPointStrategy):
             self._stop_if_agreed()
         return output
 
+    def prepare_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return the closure to pass to the optimizer; subclasses may wrap it.
+
+        A step that is not made through Lightning has no closure: then ``closure`` does nothing, and
+        the returned one is called right before the step.
+        """
+        return closure
+
+    def _before_raw_step(self, optimizer: Optimizer) -> None:
+        self.prepare_step(optimizer, lambda: None)()
+
+    def _count(self, optimizer: Optimizer) -> None:
+        if self._steps.count(optimizer):
+            self._engine.count_step()
+
     def _stop_if_agreed(self) -> None:
         if self._engine.worker.stop_agreed is not None:
             lightning_compat.stop_after_batch(self._trainer, self._added)
 
-    def _make_due_round(self) -> None:
-        """Make the round that is due; none before the first step, when all workers are equal."""
-        engine = self._engine
-        if engine.worker.steps and engine.is_due:
-            check_left_out(engine.worker.replica.left_out, self.optimizers)
-            engine.worker.last_loss = self._loss
-            engine.make_round()
-            if not engine.worker.was_finite:
-                clear_non_finite(self.optimizers)
+    # -------------------------------------------------------------- validation
+
+    def _start_validation(self) -> None:
+        if self.is_training and self.evaluate != "local":
+            self._external_updates.broadcast_start()
+            self.sync_point("validation")
+            self._engine.show_consensus("validation of the consensus")
+
+    def _end_validation(self) -> None:
+        if self.is_training:
+            self._engine.worker.show_local()
+
+    # --------------------------------------------------------------------- end
 
     @contextmanager
     def _end_training(self) -> Iterator[None]:
-        """Leave the consensus in the model, before all hooks."""
-        self._weights.end_fit()
+        """Leave the consensus in the model before all hooks of the end of training."""
+        self._external_updates.on_training_end()
         engine, worker, distance = self._engine, self._engine.worker, None
-        check_left_out(worker.replica.left_out, self.optimizers)
+        check_untracked(worker.replica.left_out, self.optimizers)
         if self.summary and worker.group.num_workers > 1:
             self.sync_point("the end of training")
-            distance = worker.measure_consensus(SAMPLED)
+            distance = worker.measure_consensus(MAX_SAMPLED)
         finish_with_averages(engine, self._trainer, keeps_local=self.finalize == "keep")
         self._finished = True
         if self.summary:
@@ -346,7 +604,7 @@ class EngineStrategy(SyncPointStrategy):
         yield
 
     def on_exception(self, exception: BaseException) -> None:
-        """Save once more after an agreed stop; tell the other workers of a failure."""
+        """Save a checkpoint after an agreed stop; report a failure to the other workers."""
         engine = self.engine
         if self.group is None or self._finished:
             return
@@ -365,17 +623,18 @@ class EngineStrategy(SyncPointStrategy):
         for part in (self.engine, self.group):
             if part is not None:
                 part.close()
-        self.engine = self.group = self._pace = None
+        self.engine = self.group = self._max_steps = None
         if isinstance(self.model, LocalModel):
             self.model = self.lightning_module
         super().teardown()
 
-    def _begin_validation(self) -> None:
-        if self.is_training and self.evaluate != "local":
-            self._weights.share_start()
-            self.sync_point("validation")
-            self._engine.show_consensus("validation of the consensus")
 
-    def _end_validation(self) -> None:
-        if self.is_training:
-            self._engine.worker.show_local()
+def job_name(environment: ClusterEnvironment) -> str:
+    """Return a name that is the same on all ranks of a job; empty if the launcher gives none."""
+    if isinstance(environment, SLURMEnvironment) and "SLURM_JOB_ID" in os.environ:
+        step = os.environ.get("SLURM_STEP_ID")
+        return f"SLURM job {os.environ['SLURM_JOB_ID']}" + (f", step {step}" if step else "")
+    if isinstance(environment, TorchElasticEnvironment):
+        name = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # torchrun's default without --rdzv-id
+        return "" if name == "none" else f"torchrun's run {name!r}"
+    return ""

@@ -1,11 +1,12 @@
-"""Workers of different pace: their share of the data and of ``max_steps``; the shortest run."""
+"""How workers divide the training data, and the steps of a run, when their speeds differ."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence, Sized
+from typing import Any, cast
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_loco.schedules import Schedule
@@ -13,10 +14,10 @@ from lightning_loco.strategies import lightning_compat
 
 
 def share_data(dataloader: object, shares: list[int], worker: int) -> object:
-    """Deal the training data out in proportion.
+    """Divide the training data in proportion to shares.
 
     Args:
-        dataloader: With the even sampler that Lightning puts in; others are left as they are.
+        dataloader: With the even sampler that Lightning sets; others are returned unchanged.
         shares: One positive integer per worker.
         worker: This worker.
     """
@@ -28,10 +29,10 @@ def share_data(dataloader: object, shares: list[int], worker: int) -> object:
 
 
 class ShareSampler(DistributedSampler[Any]):
-    """Give each worker a part of the data in proportion to its share, disjoint from the others'.
+    """Gives each worker a part of the data in proportion to its share, disjoint from the others'.
 
     Args:
-        sampler: The even sampler to stand in for; its dataset, seed and shuffling are kept.
+        sampler: The even sampler to replace; its dataset, seed and shuffling are kept.
         shares: One positive integer per worker, for instance its local steps per round.
         worker: This worker.
 
@@ -52,29 +53,36 @@ class ShareSampler(DistributedSampler[Any]):
             seed=sampler.seed,
             drop_last=sampler.drop_last,
         )
-        self._first = sum(shares[:worker])
-        self._share = shares[worker]
-        self._rows = self.num_samples
+        self._first_column = sum(shares[:worker])
+        self._num_columns = shares[worker]
+        self._num_rows = self.num_samples
 
     def __iter__(self) -> Iterator[Any]:
-        """Walk over this worker's part of the present epoch."""
-        lanes = []
-        for lane in range(self._first, self._first + self._share):
-            self.rank = lane
-            lanes.append(list(super().__iter__()))
-        return iter([index for row in zip(*lanes, strict=True) for index in row])
+        """Iterate over this worker's part of the present epoch.
+
+        The epoch is a table with as many columns as all shares together; column c holds what the
+        even sampler gives to rank c. This worker reads its columns row by row.
+        """
+        columns = []
+        for column in range(self._first_column, self._first_column + self._num_columns):
+            self.rank = column
+            columns.append(list(super().__iter__()))
+        return iter([index for row in zip(*columns, strict=True) for index in row])
 
     def __len__(self) -> int:
         """Number of samples of this worker."""
-        return self._rows * self._share
+        return self._num_rows * self._num_columns
 
 
-class Pace:
-    """``max_steps`` counts the local steps of the worker that makes most of them per round.
+class MaxSteps:
+    """Sets the Trainer's ``max_steps`` of workers that make fewer local steps per round.
+
+    ``max_steps`` of the user counts the local steps of the worker that makes most of them; the
+    others get a limit in proportion to their share.
 
     Args:
-        trainer: Whose limit is lowered on the other workers, until :meth:`restore`.
-        schedule: Of the run.
+        trainer: Its limit is lowered until :meth:`restore`.
+        schedule: Schedule of the run.
         worker: This worker.
         num_workers: Number of workers N.
     """
@@ -92,20 +100,20 @@ class Pace:
         self._own_max_steps = self._loop.max_steps
 
     def restore(self) -> None:
-        """Give the Trainer its limit back."""
+        """Restore the limit that the user has set."""
         self._loop.max_steps = self._max_steps
 
     def check_length(self, trainer: pl.Trainer) -> None:
-        """Refuse a run that is over before a result that comes one round late.
+        """Refuse a run that ends before the result of an overlapped round is applied.
 
         A run whose length is not known is not refused, and neither are ``fast_dev_run`` and the
-        short runs of a search for the learning rate.
+        short runs of a learning rate finder.
 
         Args:
             trainer: Right before its first step.
 
         Raises:
-            ValueError: If there is room for a single round.
+            ValueError: If the run has a single round.
         """
         sync_every = self._schedule.sync_every_of(self._worker)
         shortest = self._schedule.shortest_run(self._worker)
@@ -116,7 +124,52 @@ class Pace:
         steps = trainer.estimated_stepping_batches
         if 0 <= steps < shortest:
             raise ValueError(
-                f"The result of a round comes one round later, but this run of {steps:.0f} local "
-                f"steps has room for a single round of sync_every={sync_every}. Use sync_every of "
-                f"at most {steps // 2:.0f}, or a method whose results come at once, such as DiLoCo."
+                "The result of a round is applied one round later, but this run of "
+                f"{steps:.0f} local steps has only a single round of sync_every={sync_every}. Use "
+                f"sync_every of at most {steps // 2:.0f}, or a method whose results are applied at "
+                "once, such as DiLoCo."
             )
+
+
+def train_loaders(trainer: pl.Trainer) -> list[Any]:
+    """Return the loaders of the training data; empty if they have not been made yet."""
+    loaders = trainer.train_dataloader
+    return [] if loaders is None else list(CombinedLoader(loaders).flattened)
+
+
+def is_distributed(trainer: pl.Trainer) -> bool:
+    """Return whether samplers divide all training data among the workers."""
+    loaders = train_loaders(trainer)
+    samplers = [lightning_compat.sampler_of(o) for o in loaders if isinstance(o, DataLoader)]
+    flags = [isinstance(sampler, DistributedSampler) for sampler in samplers]
+    return bool(flags) and len(flags) == len(loaders) and all(flags)
+
+
+def samples_read(
+    trainer: pl.Trainer, shares: Sequence[int], worker: int, is_epoch_over: bool
+) -> int | None:
+    """Return how many samples all workers together have read, counted over the epochs.
+
+    Args:
+        trainer: Within ``fit``.
+        shares: In what proportion the workers share the data, one number each.
+        worker: This worker.
+        is_epoch_over: Whether the present epoch has no more batches.
+
+    Returns:
+        None if the data are not one loader whose sampler divides them among the workers.
+    """
+    loaders = train_loaders(trainer)
+    if len(loaders) != 1 or not is_distributed(trainer):
+        return None
+    (loader,) = loaders
+    sampler = lightning_compat.sampler_of(loader)
+    batch_size = getattr(loader.batch_sampler, "batch_size", None)
+    assert isinstance(sampler, DistributedSampler)
+    if batch_size is None:
+        return None
+    size, loop = len(cast(Sized, sampler.dataset)), trainer.fit_loop
+    batches = 0 if is_epoch_over else loop.epoch_loop.batch_progress.current.ready
+    taken = min(batches * batch_size * sum(shares) // shares[worker], size)
+    epochs: Any = loop.epoch_progress.current
+    return int(epochs.processed) * size + taken

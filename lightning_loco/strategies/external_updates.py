@@ -1,8 +1,8 @@
-"""Weights that callbacks and hooks keep or write: averaged copies of the model, and new starts.
+"""Weights that callbacks and hooks write: restarts from them, and averaged copies of the model.
 
-The algorithm takes its start (outer parameters) when the engine is made, but Lightning calls hooks
-afterwards, and at every border of two epochs: a backbone may be loaded there, or all be drawn anew.
-What is written within a batch is a part of the local step, like a clipping of weights.
+The algorithm copies its start (outer parameters) when the engine is made, but Lightning calls hooks
+afterwards, and between two epochs: these may load a backbone, or initialize all parameters again.
+Weights that are written within a batch belong to the local step, like a clipping of weights.
 """
 
 from __future__ import annotations
@@ -19,40 +19,34 @@ from lightning_loco.distributed import WorkerGroup
 from lightning_loco.parameters.fingerprint import fingerprints
 from lightning_loco.parameters.schema import share_from_worker_0
 from lightning_loco.strategies import lightning_compat
-from lightning_loco.strategies.driven import Engine
 from lightning_loco.worker import Worker
 
 if TYPE_CHECKING:
-    from lightning_loco.strategies.base import EngineStrategy
+    from lightning_loco.strategies.base import Engine, EngineStrategy
     from lightning_loco.strategies.checkpoint.workers import WorkerCheckpoints
 
-_PLACE = "a new start from weights that a hook has set on this worker"
+_RESTART = "a new start from weights that a hook has set on this worker"
 
 
-class WrittenWeights:
-    """Notices weights that were written between batches, and lets all workers begin anew with them.
+class ExternalUpdates:
+    """Detects weights that were written between batches, and restarts all workers from them.
 
-    Before the first batch those of worker 0 count, as when the model is made. At later borders of
-    epochs all workers must have written the same ones. A border without such writes costs three
-    reads of the parameters, and no message; a batch costs nothing.
+    Before the first batch the weights of worker 0 are used, as when the model is made. Between two
+    later epochs all workers must have written the same ones. Without such writes this costs three
+    reads of the parameters per epoch, and no message; a batch costs nothing.
 
-    It also notices when an epoch has moved the parameters without a step that was counted.
+    It also detects an epoch that has changed the parameters without a counted step.
 
     Args:
-        strategy: Whose worker's weights they are.
+        strategy: The strategy of this worker.
     """
 
     def __init__(self, strategy: EngineStrategy) -> None:
         self._strategy = strategy
         self._is_before_start = False
         self._written: dict[str, Tensor] = {}
-        self._seen: list[int] | None = None
+        self._last_prints: list[int] | None = None
         self._epoch_start: tuple[int, int, list[int]] | None = None
-
-    def begin_fit(self) -> None:
-        """The engine has taken its start; hooks follow."""
-        self._written, self._is_before_start = {}, True
-        self._seen = self._look()
 
     @property
     def _worker(self) -> Worker:
@@ -64,55 +58,65 @@ class WrittenWeights:
         assert self._strategy.lightning_module is not None
         return self._strategy.lightning_module
 
-    def _look(self) -> list[int]:
+    def _fingerprints(self) -> list[int]:
         trained = self._worker.replica.layout.tensors
         if not self._is_before_start:
             return fingerprints(trained)
         return fingerprints([*trained, *self._model.parameters(), *self._model.buffers()])
 
-    def share_start(self) -> None:
-        """Before the first batch: if a hook has changed the model, begin anew with worker 0's.
+    # ---------------------------------------------------------- before the first batch
 
-        All workers must call it, at the same place; later it does nothing.
-        """
-        if not self._is_before_start:
-            return
-        group = self._worker.group
-        if any(group.gather_objects(self._look() != self._seen, "the first batch")):
-            self._worker.checksum = share_from_worker_0(self._model, group)
-            self._strategy.reset()
-            self._seen = self._look()
+    def start_fit(self) -> None:
+        """Start watching, once the engine has copied the parameters; hooks follow."""
+        self._written, self._is_before_start = {}, True
+        self._last_prints = self._fingerprints()
 
-    def resume(self, checkpoints: WorkerCheckpoints) -> None:
-        """Go on from a checkpoint, if one was loaded.
+    def resume_from(self, checkpoints: WorkerCheckpoints) -> None:
+        """Resume from the checkpoint that was loaded, if there is one.
 
         Raises:
             ValueError: On all workers, if a hook has set weights after it was loaded.
         """
         if not checkpoints.is_resuming:
-            self._is_before_start, self._seen = True, self._seen or []
+            self._is_before_start, self._last_prints = True, self._last_prints or []
             return
         with self._worker.group.errors_shared():
             self._check_loaded()
         checkpoints.resume(self._model.trainer)
         self._is_before_start = False
-        self._seen = self._look()
+        self._last_prints = self._fingerprints()
 
     def _check_loaded(self) -> None:
-        num_trained = len(self._worker.replica.layout.tensors)
-        if self._seen is not None and self._look()[:num_trained] != self._seen[:num_trained]:
+        last, num_trained = self._last_prints, len(self._worker.replica.layout.tensors)
+        if last is not None and self._fingerprints()[:num_trained] != last[:num_trained]:
             raise ValueError(
                 "A hook (on_fit_start, on_train_start, ...) has set weights after the checkpoint "
                 "was loaded, which would be lost. Set them only if trainer.ckpt_path is None; or "
-                "fit without ckpt_path to begin a new run with them."
+                "fit without ckpt_path to start a new run with them."
             )
 
-    def end_batches(self) -> None:
-        """The batches of an epoch have ended; its hooks follow."""
+    def broadcast_start(self) -> None:
+        """Before the first batch: if a hook has changed the model, restart from worker 0's.
+
+        All workers must call it at the same point of the program. Later it does nothing.
+        """
+        if not self._is_before_start:
+            return
+        group = self._worker.group
+        is_changed = self._fingerprints() != self._last_prints
+        if any(group.gather_objects(is_changed, "the first batch")):
+            self._worker.checksum = share_from_worker_0(self._model, group)
+            self._strategy.reset()
+            self._last_prints = self._fingerprints()
+
+    # ---------------------------------------------------------- between two epochs
+
+    def on_batches_end(self) -> None:
+        """Start watching at the end of the batches of an epoch; its hooks follow."""
         self._worker.replica.copy_on_write.release()
-        self.begin_batches()
-        self._seen = self._look()
-        self._check_steps(self._seen)
+        self.on_batch_start()
+        self._last_prints = self._fingerprints()
+        self._check_steps(self._last_prints)
 
     def _check_steps(self, now: list[int]) -> None:
         start, self._epoch_start = self._epoch_start, None
@@ -124,91 +128,101 @@ class WrittenWeights:
                 "parameters by the step() of an optimizer that has them."
             )
 
-    def note(self) -> None:
-        """Keep what was written since the batches ended, before a round of others changes it."""
-        if not self._is_between_epochs:
-            return
-        layout, seen = self._worker.replica.layout, self._seen or ()
-        pairs = zip(layout.names, layout.tensors, self._look(), seen, strict=True)
-        self._written |= {name: p.detach().clone() for name, p, now, then in pairs if now != then}
-
-    def expect(self) -> None:
-        """What the model holds now is not a hook's work."""
+    def before_sync_point(self) -> None:
+        """Copy what hooks have written, before a round of other workers changes it."""
         if self._is_between_epochs:
-            self._seen = self._look()
+            self._record_writes()
+
+    def after_sync_point(self) -> None:
+        """Take the present parameters, which rounds may have changed, as not written by hooks."""
+        if self._is_between_epochs:
+            self._last_prints = self._fingerprints()
 
     @property
     def _is_between_epochs(self) -> bool:
-        if self._seen is None or self._strategy.engine is None or self._is_before_start:
+        if self._last_prints is None or self._strategy.engine is None or self._is_before_start:
             return False
         return not self._worker.replica.shows_consensus
 
-    def begin_batches(self) -> None:
-        """The next batch follows: begin anew if weights were written since the last one.
+    def _record_writes(self) -> None:
+        layout, last = self._worker.replica.layout, self._last_prints or ()
+        pairs = zip(layout.names, layout.tensors, self._fingerprints(), last, strict=True)
+        self._written |= {name: p.detach().clone() for name, p, now, then in pairs if now != then}
+
+    def on_batch_start(self) -> None:
+        """Before a batch: restart if weights were written since the last one.
 
         Raises:
             RuntimeError: On all workers, if not all have written the same ones.
         """
-        if self._seen is None:
+        if self._last_prints is None:
             return
-        self.share_start()
-        self.note()
-        self._forget()
-        if lightning_compat.only_measures(self._model.trainer):
+        self.broadcast_start()
+        if self._is_between_epochs:
+            self._record_writes()
+        self._stop_watching()
+        if lightning_compat.skips_backward(self._model.trainer):
             self._written = {}
             return
         if self._written:
-            self._take_over()
-        self._epoch_start = self._worker.steps, self._worker.round_index, self._look()
+            self._restart()
+        self._epoch_start = self._worker.steps, self._worker.round_index, self._fingerprints()
 
-    def _forget(self) -> None:
-        """Look at nothing until the batches of an epoch have ended."""
-        self._is_before_start, self._seen = False, None
-
-    def end_fit(self) -> None:
-        """There are no more batches; those who had none at all begin with worker 0's weights."""
-        self.share_start()
+    def on_training_end(self) -> None:
+        """Stop watching; workers that had no batch at all get the weights of worker 0."""
+        self.broadcast_start()
         self._written = {}
-        self._forget()
+        self._stop_watching()
 
-    def _of_switching_optimizers(self) -> str:
-        """What to do with optimizers that move the weights themselves, in words."""
-        if not any(hasattr(one, "eval") for one in self._strategy.optimizers):
-            return ""
-        return (
-            " Call the eval() of a schedule-free optimizer in on_validation_model_eval and its "
-            "train() in on_validation_model_train: what they change then ends with the validation."
-        )
+    def _stop_watching(self) -> None:
+        self._is_before_start, self._last_prints = False, None
 
-    def _take_over(self) -> None:
-        """Begin anew with what was written, and with the consensus of all other parameters."""
+    def _restart(self) -> None:
+        """Restart from the written parameters, and from the consensus of all others."""
         written, self._written = self._written, {}
-        self._strategy.sync_point(_PLACE)
+        self._strategy.sync_point(_RESTART)
+        self._check_same(written)
         engine, worker = self._strategy.engine, self._worker
         assert engine is not None
-        prints = fingerprints(list(written.values()))
-        own = dict(zip(written, prints, strict=True))
-        for other, theirs in enumerate(everyone := worker.group.gather_objects(own, _PLACE)):
-            for name in {**theirs, **everyone[0]}:
-                if theirs.get(name) != everyone[0].get(name):
-                    raise RuntimeError(
-                        f"A hook has set weights between two epochs, and {name!r} is not the same "
-                        f"on workers 0 and {other}. Set the same weights on all workers; what "
-                        "each worker does to its own belongs into a batch (training_step, "
-                        f"on_train_batch_end).{self._of_switching_optimizers()}"
-                    )
         layout = worker.replica.layout
         if len(written) < len(layout.names):
-            engine.show_consensus(_PLACE)
+            engine.show_consensus(_RESTART)
             worker.replica.forget_local()
         for name, parameter in zip(layout.names, layout.tensors, strict=True):
             if name in written:
                 parameter.detach().copy_(written[name])
         self._strategy.reset()
 
+    def _check_same(self, written: dict[str, Tensor]) -> None:
+        """Raise RuntimeError on all workers if they have written different weights."""
+        own = dict(zip(written, fingerprints(list(written.values())), strict=True))
+        first, *_ = everyone = self._worker.group.gather_objects(own, _RESTART)
+        for other, theirs in enumerate(everyone):
+            for name in {**theirs, **first}:
+                if theirs.get(name) != first.get(name):
+                    raise RuntimeError(
+                        f"A hook has set weights between two epochs, and {name!r} is not the same "
+                        f"on workers 0 and {other}. Set the same weights on all workers; changes "
+                        "of each worker's own weights belong into a batch (training_step, "
+                        f"on_train_batch_end).{self._schedule_free_hint()}"
+                    )
+
+    def _schedule_free_hint(self) -> str:
+        """Return what to do about optimizers that move the weights outside of their steps."""
+        if not any(hasattr(one, "eval") for one in self._strategy.optimizers):
+            return ""
+        return (
+            " Call the eval() of a schedule-free optimizer in on_validation_model_eval and its "
+            "train() in on_validation_model_train: what they change is then undone after the "
+            "validation."
+        )
+
+
+# -------------------------------------------------------- averaged copies of the model
+
 
 def averaged_models(trainer: pl.Trainer) -> list[nn.Module]:
-    """Every ``AveragedModel`` that is an attribute of a callback, and the average of SWA."""
+    """Return every ``AveragedModel`` that is an attribute of a callback, and the average of SWA."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     found: list[nn.Module] = []
     for callback in callbacks:
@@ -219,9 +233,9 @@ def averaged_models(trainer: pl.Trainer) -> list[nn.Module]:
 
 
 def share_complete_averages(trainer: pl.Trainer, group: WorkerGroup) -> None:
-    """Give all workers the averages of the one that has updated them most often, if they differ.
+    """Broadcast the averages of the worker with the most updates, if they differ.
 
-    For workers whose parameters are the same: who has had fewer batches has missed some of them.
+    For workers whose parameters are the same: a worker with fewer batches has missed some updates.
     """
     models = averaged_models(trainer)
     tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
@@ -237,28 +251,28 @@ def share_complete_averages(trainer: pl.Trainer, group: WorkerGroup) -> None:
 
 
 def finish_with_averages(engine: Engine, trainer: pl.Trainer, *, keeps_local: bool) -> None:
-    """End the training of an engine, before callbacks write their final weights into the model.
+    """Finish the training of an engine, before callbacks write their final weights into the model.
 
-    An average that is in the model already stays there, as that of all workers: SWA puts it there
-    one epoch early, to renew the statistics of BatchNorm with it.
+    If the model already holds an average, the mean of all workers' averages replaces it: SWA writes
+    it there one epoch early, to update the statistics of BatchNorm with it.
 
     Args:
-        engine: Of this worker.
+        engine: Engine of this worker.
         trainer: With the callbacks and the module.
         keeps_local: Whether to leave this worker's own parameters in the model.
     """
-    in_place = _averages_in_place(trainer)
-    if in_place:
+    averages = _swa_averages_in_model(trainer)
+    if averages:
         engine.show_consensus("the averaged model")
         engine.worker.show_local()
-        _put_in_place(in_place, trainer)
+        _write_to_model(averages, trainer)
     engine.finish()
     if keeps_local:
         engine.worker.show_local()
-    _put_in_place(in_place, trainer)
+    _write_to_model(averages, trainer)
 
 
-def _averages_in_place(trainer: pl.Trainer) -> list[pl.LightningModule]:
+def _swa_averages_in_model(trainer: pl.Trainer) -> list[pl.LightningModule]:
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return [
         average
@@ -268,6 +282,6 @@ def _averages_in_place(trainer: pl.Trainer) -> list[pl.LightningModule]:
     ]
 
 
-def _put_in_place(averages: list[pl.LightningModule], trainer: pl.Trainer) -> None:
+def _write_to_model(averages: list[pl.LightningModule], trainer: pl.Trainer) -> None:
     for average in averages:
         StochasticWeightAveraging.transfer_weights(average, trainer.lightning_module)

@@ -1,8 +1,8 @@
-"""The only place that touches private names of Lightning, or asks what its versions differ in.
+"""The only module that uses private names of Lightning or depends on its version.
 
 Lightning (2.5.2 and later) broadcasts a termination flag before every batch, which makes every
 worker wait for the slowest one, and its signal handlers call collectives at any point of the
-program. Here signals only leave a note; the workers then agree on where to stop.
+program. Here signals only set a flag; the workers then agree on a step at which to stop.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import functools
 import inspect
 import logging
 import signal
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FrameType
 from typing import Any, Literal
 
@@ -28,13 +28,17 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Sampler
 
 log = logging.getLogger(__name__)
 
+Surrounding = Callable[[], AbstractContextManager[object]]
+"""Makes a context to enter around a method."""
+
 REQUEUE = "requeue"
-"""Reason to stop: SLURM is about to take the machines away and the job should be queued again."""
+"""Reason to stop: SLURM is about to end the job, and it should be queued again."""
 
 TERMINATE = "SIGTERM"
 """Reason to stop: the process was asked to terminate."""
@@ -43,13 +47,16 @@ BEFORE_SETUP = "pre_setup"
 """Name of the barrier between the hooks ``prepare_data`` and ``setup``."""
 
 
+# ------------------------------------------------------------------ signals and stopping
+
+
 def remove_lockstep(trainer: pl.Trainer, request_stop: Callable[[str], None]) -> None:
     """Replace Lightning's per-batch broadcast and its signal handlers on this trainer.
 
     Must be called before the trainer registers its signal handlers, that is in ``Strategy.setup``.
 
     Args:
-        trainer: The trainer to change; only the instance is touched.
+        trainer: The trainer to change; other trainers are not affected.
         request_stop: Called from the signal handler with :data:`REQUEUE` or :data:`TERMINATE`.
     """
     loop = trainer.fit_loop.epoch_loop
@@ -64,6 +71,20 @@ def remove_lockstep(trainer: pl.Trainer, request_stop: Callable[[str], None]) ->
     )
 
 
+def _on_sigterm(
+    trainer: pl.Trainer, request_stop: Callable[[str], None], signum: int, _: FrameType | None
+) -> None:
+    log.info("Received signal %s: stopping all workers at the next common step.", signum)
+    if (launcher := trainer.strategy.launcher) is not None:
+        launcher.kill(signum)
+    request_stop(TERMINATE)
+
+
+def _on_requeue(request_stop: Callable[[str], None], signum: int, _: FrameType | None) -> None:
+    log.info("Received signal %s: saving and requeueing at the next common step.", signum)
+    request_stop(REQUEUE)
+
+
 def raise_in_loop(trainer: pl.Trainer) -> None:
     """Make the training loop raise ``SIGTERMException`` at the end of the present batch."""
     trainer._signal_connector.received_sigterm = True
@@ -72,12 +93,13 @@ def raise_in_loop(trainer: pl.Trainer) -> None:
 def stop_after_batch(trainer: pl.Trainer, at_teardown: ExitStack) -> None:
     """Make the training loop raise ``SIGTERMException`` right after the present batch.
 
-    A validation that is due there comes when the run is resumed: begun here, it would draw random
-    numbers and be cut off. Until then the batch counts as it does in ``on_train_batch_end``.
+    A validation that is due at this point is made when the run is resumed: here it would draw
+    random numbers and be interrupted. Until then the counters of the batch are those of
+    ``on_train_batch_end``.
 
     Args:
-        trainer: Whose loop it is.
-        at_teardown: Takes the stop back, if an error comes before it.
+        trainer: Trainer of the loop.
+        at_teardown: Gets a callback that cancels the stop, in case an error is raised before it.
     """
     loop = trainer.fit_loop.epoch_loop
     if "on_advance_end" in vars(loop):
@@ -97,49 +119,52 @@ def stop_after_batch(trainer: pl.Trainer, at_teardown: ExitStack) -> None:
 
 
 def requeue(trainer: pl.Trainer) -> None:
-    """Save the checkpoint for the next SLURM job and put the job back into the queue."""
+    """Save the checkpoint for the next SLURM job and queue the job again."""
     signals = trainer._signal_connector
     type(signals)._slurm_sigusr_handler_fn(signals, signal.SIGUSR1, None)  # type: ignore[arg-type]
 
 
 def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
-    """The trainer that a module is attached to; its public name raises when there is none."""
+    """Return the trainer of a module or None; the public attribute raises if there is none."""
     return module._trainer
 
 
+# ------------------------------------------------------------------------------- data
+
+
 def with_sampler(loader: DataLoader, sampler: Sampler) -> DataLoader:
-    """The same data loader with another sampler."""
+    """Return a copy of a data loader with another sampler."""
     return _update_dataloader(loader, sampler)
 
 
 def sampler_of(loader: DataLoader) -> object:
-    """The sampler that chooses single samples; Lightning may have put it into a batch sampler."""
+    """Return the sampler of single samples; Lightning may have put it into a batch sampler."""
     return getattr(loader.batch_sampler, "sampler", loader.sampler)
 
 
-def set_present_epoch(trainer: pl.Trainer, dataloader: object) -> None:
-    """Tell the sampler its epoch before the first iterator is made.
+def set_sampler_epoch(trainer: pl.Trainer, dataloader: object) -> None:
+    """Set the epoch of the samplers before the first iterator is made.
 
-    Lightning does so only afterwards; loaders that draw their order at once, as torchdata's do,
+    Lightning sets it only afterwards: a loader that draws its order at once, as torchdata's does,
     would then resume an epoch in the order of the first one.
     """
     _set_sampler_epoch(dataloader, trainer.fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
 
 
 def start_epoch_data(trainer: pl.Trainer) -> None:
-    """Begin a new pass over the training data, as an unbroken run does at the start of an epoch."""
+    """Start a new pass over the training data, as at the start of an epoch."""
     loop = trainer.fit_loop
     assert loop._combined_loader is not None
     for dataloader in loop._combined_loader.flattened:
-        set_present_epoch(trainer, dataloader)
+        set_sampler_epoch(trainer, dataloader)
     iter(loop._data_fetcher)  # type: ignore[arg-type]
 
 
-def go_on_in_data(trainer: pl.Trainer) -> None:
-    """Take up the places of the training loaders that a checkpoint holds, if that is still to do.
+def load_loader_states(trainer: pl.Trainer) -> None:
+    """Load the states of the training loaders from a checkpoint, if that was not done yet.
 
-    Lightning does so when it makes the loaders. Where ``configure_optimizers`` asks for
-    ``trainer.estimated_stepping_batches``, they are made before the checkpoint is read.
+    Lightning loads them when it makes the loaders. If ``configure_optimizers`` reads
+    ``trainer.estimated_stepping_batches``, these are made before the checkpoint is loaded.
     """
     loop = trainer.fit_loop
     if loop._combined_loader is not None and loop._combined_loader_states_to_load:
@@ -147,8 +172,8 @@ def go_on_in_data(trainer: pl.Trainer) -> None:
         start_epoch_data(trainer)
 
 
-def leave_out_batches(trainer: pl.Trainer, count: int) -> None:
-    """Read the first batches of an epoch that has begun, without training on them."""
+def skip_batches(trainer: pl.Trainer, count: int) -> None:
+    """Read the first batches of an epoch that has started, without training on them."""
     fetcher = trainer.fit_loop._data_fetcher
     assert fetcher is not None
     assert fetcher.iterator is not None
@@ -157,10 +182,10 @@ def leave_out_batches(trainer: pl.Trainer, count: int) -> None:
 
 
 def load_validation_data(trainer: pl.Trainer) -> None:
-    """Make the loaders of validation, if there is one, as the check before training does.
+    """Make the validation loaders, if there are any, as the sanity check before training does.
 
-    That check is left out when a run is resumed; who makes them later draws random numbers that an
-    unbroken run has not drawn.
+    A resumed run skips that check, and loaders that are made later draw random numbers that the
+    uninterrupted run has not drawn.
     """
     if trainer.enable_validation:
         trainer.validating = True
@@ -168,13 +193,20 @@ def load_validation_data(trainer: pl.Trainer) -> None:
         trainer.training = True
 
 
-def skip_to(
+# --------------------------------------------------------------------- loops, logging
+
+
+def resume_loop_at(
     trainer: pl.Trainer,
-    place: Literal["batch end", "validation end", "next batch", "next epoch"],
+    phase: Literal["batch end", "validation end", "next batch", "next epoch"],
 ) -> None:
-    """Let a resumed loop go on from where this was done last, once, instead of where it guesses.
+    """Make a resumed loop continue once after this phase, instead of where Lightning guesses.
 
     The loops must have been restored, with the last batch counted as completed.
+
+    Args:
+        trainer: Trainer of the loop.
+        phase: What was done last when the checkpoint was saved.
     """
     loop = trainer.fit_loop.epoch_loop
     loop.val_loop._has_run = False  # or an epoch at its last batch counts as over
@@ -182,16 +214,21 @@ def skip_to(
     def advance(data_fetcher: Any) -> None:
         del loop.advance
         resumed, loop.restarting = loop.restarting, False
-        if not resumed or place in ("next batch", "next epoch"):
+        if not resumed or phase in ("next batch", "next epoch"):
             loop.advance(data_fetcher)
         else:
-            loop._skip_next_val = place == "validation end"
+            loop._skip_next_val = phase == "validation end"
 
     loop.advance = advance  # type: ignore[method-assign]
 
 
 def choose_checkpoint(trainer: pl.Trainer, choose: Callable[[Any], Any]) -> None:
-    """Let ``choose`` say what the coming run resumes from, once; it gets Lightning's choice."""
+    """Let ``choose`` replace the checkpoint that the next run resumes from, once.
+
+    Args:
+        trainer: Trainer of the run.
+        choose: Gets the path that Lightning has chosen, or None; returns the path to use.
+    """
     connector = trainer._checkpoint_connector
 
     def resume_start(path: Any = None, **options: Any) -> None:
@@ -202,41 +239,41 @@ def choose_checkpoint(trainer: pl.Trainer, choose: Callable[[Any], Any]) -> None
 
 
 def is_logging_step(trainer: pl.Trainer) -> bool:
-    """Whether ``log_every_n_steps`` lets this batch write to the loggers."""
+    """Return whether the loggers are written after this batch (``log_every_n_steps``)."""
     return trainer._logger_connector.should_update_logs
 
 
 def logged_step(trainer: pl.Trainer) -> int:
-    """The step that loggers are told."""
+    """Return the step that is passed to the loggers."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
-def log_from(trainer: pl.Trainer, step: int) -> None:
-    """Let loggers be told this step from now on."""
+def set_logged_step(trainer: pl.Trainer, step: int) -> None:
+    """Set the step that is passed to the loggers."""
     trainer.fit_loop.epoch_loop._batches_that_stepped = step
 
 
-def metrics_of_this_loop(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
-    """What was logged in the present epoch of training or validation, as callbacks see it."""
+def current_metrics(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
+    """Return what was logged in the present epoch of training or validation, for callbacks."""
     return trainer._logger_connector.metrics["callback"]
 
 
 def expect_no_step(optimizer: torch.optim.Optimizer) -> None:
-    """Schedulers of this optimizer need not warn that it makes no steps: another one makes them."""
+    """Disable the warning of schedulers that this optimizer makes no steps: another one does."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def is_no_optimizer(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it only stands where ``configure_optimizers`` has returned None."""
+    """Return whether this is Lightning's placeholder for None from ``configure_optimizers``."""
     return isinstance(optimizer, _MockOptimizer)
 
 
 def replace_loops(trainer: pl.Trainer, fit: Callable[[], None]) -> None:
-    """Take training, validation, test and prediction out of a trainer, and what profiles them.
+    """Replace training, validation, test, prediction and the profiler of a trainer.
 
     Args:
-        trainer: The trainer to change; only the instance is touched.
-        fit: What to do in ``trainer.fit`` instead.
+        trainer: The trainer to change; other trainers are not affected.
+        fit: Called in ``trainer.fit`` instead; the other loops do nothing.
     """
     trainer.num_sanity_val_steps = 0
     trainer.profiler = PassThroughProfiler()  # type: ignore[attr-defined]
@@ -246,17 +283,20 @@ def replace_loops(trainer: pl.Trainer, fit: Callable[[], None]) -> None:
 
 
 def set_callback_metrics(trainer: pl.Trainer, metrics: dict[str, torch.Tensor]) -> None:
-    """Let ``trainer.callback_metrics`` show what another rank has logged."""
+    """Add what another rank has logged to ``trainer.callback_metrics``."""
     trainer._logger_connector._callback_metrics.update(metrics)
 
 
 def found_inf(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Where a gradient scaler notes, after ``unscale_``, whether a gradient is not finite."""
+    """Return the tensors in which ``GradScaler.unscale_`` records that gradients are not finite."""
     return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
 
 
+# ---------------------------------------------------------- checkpoints, strategies, callbacks
+
+
 def load_checkpoint(io: CheckpointIO, path: str, weights_only: bool) -> dict[str, Any]:
-    """Read a file with a ``CheckpointIO``; before 2.6 Lightning's do not know ``weights_only``."""
+    """Read a file with a ``CheckpointIO``; before Lightning 2.6 they have no ``weights_only``."""
     innermost: CheckpointIO | None = io
     while isinstance(innermost, _WrappingCheckpointIO):
         innermost = innermost.checkpoint_io
@@ -269,47 +309,156 @@ def load_checkpoint(io: CheckpointIO, path: str, weights_only: bool) -> dict[str
 
 
 def average_of(callback: StochasticWeightAveraging) -> list[pl.LightningModule]:
-    """The averaged copy of the model, if there is one already."""
+    """Return the averaged copy of the model, in a list that is empty before there is one."""
     return [] if callback._average_model is None else [callback._average_model]
 
 
 def syncs_batch_norm(strategy: ParallelStrategy) -> bool:
-    """Whether ``Trainer(sync_batchnorm=True)`` was asked for."""
+    """Return whether ``Trainer(sync_batchnorm=True)`` was set."""
     return strategy._layer_sync is not None
 
 
 def backend_of(strategy: DDPStrategy) -> str:
-    """The backend of the default process group: what the user has said, or what fits the device."""
+    """Return the backend of the default process group: the user's, or that of the device."""
     return strategy._get_process_group_backend()
 
 
-def write_files_by(strategy: DDPStrategy, io: CheckpointIO) -> None:
-    """Let a strategy write its checkpoints so, or what wraps this, unless the user has said how."""
+def set_default_checkpoint_io(strategy: DDPStrategy, io: CheckpointIO) -> None:
+    """Set how a strategy, or a wrapper such as AsyncCheckpointIO, writes files by default."""
     if strategy._checkpoint_io is None:
         strategy._checkpoint_io = io
     elif isinstance(strategy._checkpoint_io, _WrappingCheckpointIO):
-        strategy._checkpoint_io.checkpoint_io = io  # does nothing where there is one
+        strategy._checkpoint_io.checkpoint_io = io  # has no effect if one is set
 
 
 def average_gradients_in(strategy: DDPStrategy, group: dist.ProcessGroup | None) -> None:
-    """Let DDP average gradients over this group, None for all ranks, once it wraps a model."""
+    """Set the group over which DDP will average gradients; None for all ranks."""
     strategy._ddp_kwargs["process_group"] = group
 
 
-def only_measures(trainer: pl.Trainer) -> bool:
-    """Whether the present epoch trains nothing: it renews statistics for averaged weights."""
+def skips_backward(trainer: pl.Trainer) -> bool:
+    """Return whether the present epoch only updates BatchNorm statistics of averaged weights."""
     return trainer.fit_loop._skip_backward
 
 
-def _on_sigterm(
-    trainer: pl.Trainer, request_stop: Callable[[str], None], signum: int, _: FrameType | None
-) -> None:
-    log.info("Received signal %s: stopping all workers at the next common step.", signum)
-    if (launcher := trainer.strategy.launcher) is not None:
-        launcher.kill(signum)
-    request_stop(TERMINATE)
+# -------------------------------------------------------------------------- added hooks
 
 
-def _on_requeue(request_stop: Callable[[str], None], signum: int, _: FrameType | None) -> None:
-    log.info("Received signal %s: saving and requeueing at the next common step.", signum)
-    request_stop(REQUEUE)
+def _nothing() -> None:
+    pass
+
+
+def add_hooks(
+    trainer: pl.Trainer,
+    *,
+    end: Surrounding,
+    sync_point: Callable[[str], None],
+    batches_end: Callable[[], None] = _nothing,
+    saving: Surrounding = nullcontext,
+    validation_start: Callable[[], None] = _nothing,
+    validation_end: Callable[[], None] = _nothing,
+) -> ExitStack:
+    """Add hooks that Lightning does not have, by wrapping methods of one trainer.
+
+    Args:
+        trainer: The trainer to change; other trainers are not affected.
+        end: Context around all hooks of the end of training. The strategy's own hook is the last
+            of them, where it would overwrite what callbacks and the module write into the model.
+        sync_point: Waits for all workers; called with a label before a collective of user code in
+            the hooks at the start and the end of training epochs.
+        batches_end: Called after the batches of a training epoch, before all hooks of its end.
+        saving: Context from before a checkpoint is collected until it is written.
+        validation_start: Called before all hooks of the start of a validation, so that what they
+            write into the model is validated.
+        validation_end: Called after all hooks of its end, which may undo what they wrote.
+
+    Returns:
+        A stack that restores the trainer's own methods when it is closed.
+    """
+    stack = ExitStack()
+    loop, collectives = trainer.fit_loop, SyncBeforeCollectives(sync_point)
+
+    @contextmanager
+    def epoch_start() -> Iterator[None]:
+        loop.setup_data()  # first: loader processes must not inherit the dispatch mode
+        with collectives:
+            yield
+
+    @contextmanager
+    def epoch_end() -> Iterator[None]:
+        batches_end()
+        with collectives:
+            yield
+
+    @contextmanager
+    def around(before: Callable[[], None], after: Callable[[], None]) -> Iterator[None]:
+        before()
+        yield
+        after()
+
+    validation = loop.epoch_loop.val_loop
+    for owner, name, surrounding in (
+        (loop, "on_run_end", end),
+        (trainer, "save_checkpoint", saving),
+        (loop, "on_advance_start", epoch_start),
+        (loop, "on_advance_end", epoch_end),
+        (validation, "on_run_start", lambda: around(validation_start, _nothing)),
+        (validation, "on_run_end", lambda: around(_nothing, validation_end)),
+    ):
+        stack.callback(_surround(owner, name, surrounding))
+    return stack
+
+
+def _surround(owner: object, name: str, surrounding: Surrounding) -> Callable[[], None]:
+    method, had_own = getattr(owner, name), name in vars(owner)
+
+    def surrounded(*args: Any, **kwargs: Any) -> Any:
+        with surrounding():
+            return method(*args, **kwargs)
+
+    def undo() -> None:
+        if had_own:
+            setattr(owner, name, method)
+        else:
+            delattr(owner, name)
+
+    setattr(owner, name, surrounded)
+    return undo
+
+
+class SyncBeforeCollectives(TorchDispatchMode):
+    """A mode in which each collective of the default process group starts with a sync point.
+
+    A worker with fewer batches reaches the end of its epoch, and the hooks there, while others
+    still make rounds. At a sync point it takes part in these rounds; inside a collective that does
+    not go through the strategy it could not.
+
+    Args:
+        sync_point: Waits for all workers; gets a label.
+    """
+
+    def __init__(self, sync_point: Callable[[str], None]) -> None:
+        super().__init__()
+        self._sync_point = sync_point
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call the function, after a sync point if it is such a collective."""
+        if func.namespace == "c10d" and any(map(_is_default_group, args)):
+            name = func.name().removeprefix("c10d::").strip("_")
+            self._sync_point(f"{name} in a hook of an epoch")
+        return func(*args, **(kwargs or {}))
+
+
+def _is_default_group(argument: object) -> bool:
+    if not isinstance(argument, torch.ScriptObject):
+        return False
+    try:
+        return ProcessGroup.unbox(argument) is dist.group.WORLD
+    except RuntimeError:  # another C++ object, such as an option
+        return False

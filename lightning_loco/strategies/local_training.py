@@ -1,51 +1,118 @@
-"""What a local step is, with whatever optimizers and calls, and what those optimizers hold."""
+"""What a worker trains by itself: the wrapped model, its local steps, and its optimizers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from torch import Tensor
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from lightning_loco.strategies import lightning_compat
+
+# ------------------------------------------------------------------------- model
+
+
+class LocalModel(nn.Module):
+    """A wrapper with the attributes of DDP's whose backward pass reduces no gradients.
+
+    It is ``trainer.model`` during ``fit``: ``trainer.model.module`` is the module, and
+    ``trainer.model.no_sync()`` does nothing. All other attributes are the module's, and it compares
+    equal to the module.
+
+    Args:
+        module: The module to train.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        return self.module(*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context without effect: gradients are never reduced."""
+        return nullcontext()
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up other attributes in the module."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal to its module, so that Lightning calls the module's steps directly."""
+        return other is self or other is self.module
+
+    def __hash__(self) -> int:
+        """The hash of the module, to which it is equal."""
+        return hash(self.module)
+
+
+def check_batch_norm(strategy: DDPStrategy) -> None:
+    """Refuse BatchNorm that is synchronised in every forward pass."""
+    if lightning_compat.syncs_batch_norm(strategy):
+        raise MisconfigurationException(
+            "sync_batchnorm=True communicates in every forward pass, which low-communication "
+            "training avoids. Use Trainer(sync_batchnorm=False); statistics of BatchNorm are "
+            "averaged for validation and checkpoints."
+        )
+
+
+def leave_shared_memory(model: nn.Module) -> None:
+    """Copy parameters and buffers out of shared memory: forkserver passes it to all ranks."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.device.type == "cpu" and not is_lazy(tensor) and tensor.is_shared():
+            tensor.data = tensor.data.clone()
+
+
+# ------------------------------------------------------------------- local steps
+
 
 class LocalSteps:
-    """Counts the steps of each optimizer; local steps are those of the one that has made most.
+    """Counts the steps of each optimizer; local steps are those of the one with the most steps.
 
-    Lightning tells of the steps that are made through it. Code may also call the ``step`` of a
-    torch optimizer itself: while :meth:`watch` lasts, hooks of torch tell of those.
+    Steps that are made through Lightning are counted by the strategy. User code may also call the
+    ``step`` of a torch optimizer itself: between :meth:`watch` and its end, hooks of torch report
+    those steps.
     """
 
     def __init__(self) -> None:
-        self._done: dict[int, int] = {}
+        self._steps: dict[int, int] = {}
         self._most = 0
-        self._inside = 0
+        self._depth = 0
 
     def is_next(self, optimizer: Optimizer) -> bool:
-        """Whether the coming step of an optimizer is one local step more."""
-        return self._done.get(id(optimizer), 0) == self._most
+        """Whether the next step of an optimizer will be a new local step."""
+        return self._steps.get(id(optimizer), 0) == self._most
 
-    def is_new(self, optimizer: Optimizer) -> bool:
-        """Count one step of an optimizer; whether it is one local step more."""
+    def count(self, optimizer: Optimizer) -> bool:
+        """Count one step of an optimizer; return whether it is a new local step."""
         is_next = self.is_next(optimizer)
-        self._done[id(optimizer)] = self._done.get(id(optimizer), 0) + 1
+        self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
         self._most += is_next
         return is_next
 
     @contextmanager
     def through_lightning(self) -> Iterator[None]:
-        """A step that Lightning makes; those of optimizers in it are not told of."""
-        self._inside += 1
+        """A context in which steps are not reported, because Lightning makes them."""
+        self._depth += 1
         try:
             yield
         finally:
-            self._inside -= 1
+            self._depth -= 1
 
     def watch(
         self,
@@ -53,80 +120,88 @@ class LocalSteps:
         before: Callable[[Optimizer], None],
         after: Callable[[Optimizer], None],
     ) -> Callable[[], None]:
-        """Tell of steps that are not made through Lightning.
+        """Report steps that are not made through Lightning.
 
         An optimizer that steps another one within its own step, as wrappers do, counts once.
 
         Args:
-            parameters: Optimizers without any of them are not told of.
+            parameters: Optimizers that have none of them are ignored.
             before: Called before such a step, with its optimizer.
-            after: Called after it.
+            after: Called after such a step, with its optimizer.
 
         Returns:
-            What ends it.
+            A function that ends the watching.
         """
         watched = {id(parameter) for parameter in parameters}
 
-        def concerns(optimizer: Optimizer) -> bool:
+        def is_watched(optimizer: Optimizer) -> bool:
             groups = optimizer.param_groups
             return any(id(p) in watched for group in groups for p in group["params"])
 
-        def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if not self._inside and concerns(optimizer):
+        def pre_hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if not self._depth and is_watched(optimizer):
                 before(optimizer)
-            self._inside += 1
+            self._depth += 1
 
-        def end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            self._inside -= 1
-            if not self._inside and concerns(optimizer):
+        def post_hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            self._depth -= 1
+            if not self._depth and is_watched(optimizer):
                 after(optimizer)
 
-        handles = register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)
+        handles = [
+            register_optimizer_step_pre_hook(pre_hook),
+            register_optimizer_step_post_hook(post_hook),
+        ]
 
-        def stop() -> None:
+        def remove() -> None:
             for handle in handles:
                 handle.remove()
 
-        return stop
+        return remove
 
-    def begin_batch(self) -> None:
-        """No step is under way; one that has failed may have left the impression."""
-        self._inside = 0
+    def start_batch(self) -> None:
+        """Reset the depth of nested steps, which a step that raised may have left above zero."""
+        self._depth = 0
 
 
 def loss_in(output: Any) -> Tensor | float:
-    """The loss that ``training_step`` has returned, detached; NaN if that is not one number."""
+    """Return the loss in the output of ``training_step``, detached; NaN if there is not one."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(loss, Tensor):
         return loss.detach() if loss.numel() == 1 else math.nan
     return float(loss) if isinstance(loss, (int, float)) else math.nan
 
 
+# -------------------------------------------------------------------- optimizers
+
+
 def optimized_by(optimizers: Sequence[Optimizer]) -> list[Tensor] | None:
-    """The parameters that optimizers step; None if they have none, so that nothing is known."""
+    """Return the parameters that optimizers step; None if there are none."""
     found = [p for one in optimizers for group in one.param_groups for p in group["params"]]
     return found or None
 
 
-def check_left_out(left_out: Sequence[tuple[str, Tensor]], optimizers: Sequence[Optimizer]) -> None:
-    """Raise RuntimeError if an optimizer has got a parameter that is not exchanged.
+def check_untracked(
+    untracked: Sequence[tuple[str, Tensor]], optimizers: Sequence[Optimizer]
+) -> None:
+    """Raise RuntimeError if a parameter that is not exchanged was given to an optimizer.
 
     Args:
-        left_out: Names and parameters that no optimizer had at the start.
-        optimizers: As they are now.
+        untracked: Names and parameters that no optimizer had at the start.
+        optimizers: The present optimizers.
     """
-    optimized = {id(p) for p in optimized_by(optimizers) or ()} if left_out else set()
-    for name, parameter in left_out:
+    optimized = {id(p) for p in optimized_by(optimizers) or ()} if untracked else set()
+    for name, parameter in untracked:
         if id(parameter) in optimized:
             raise RuntimeError(
                 f"Parameter {name!r} was given to an optimizer during fit, but only parameters "
-                "that one has at its start are exchanged. Return it from configure_optimizers, or "
-                "call fit again with it."
+                "that an optimizer has at the start of fit are exchanged. Return it from "
+                "configure_optimizers, or call fit again with it."
             )
 
 
 def clear_non_finite(optimizers: Sequence[Optimizer]) -> None:
-    """Zero what NaN and infinity have left in the memory of the optimizers."""
+    """Replace NaN and infinity in the states of optimizers by zero."""
     for optimizer in optimizers:
         for state in optimizer.state.values():
             for value in state.values():

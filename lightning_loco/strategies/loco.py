@@ -15,13 +15,12 @@ from lightning_loco.compression import Codec, Compensated, ErrorFeedback
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.earlier_run import EarlierRun
 from lightning_loco.engine import Engine, RoundSettings, resume_from
-from lightning_loco.engine.membership import Link, Membership
+from lightning_loco.engine.membership import Membership
 from lightning_loco.engine.settings import BUCKET_BYTES
 from lightning_loco.links.links import LinkLike, as_links
 from lightning_loco.schedules import Schedule, SyncEvery, by_steps
 from lightning_loco.strategies.arguments import CommonArguments, RoundArguments, spelled_out
 from lightning_loco.strategies.base import EngineStrategy
-from lightning_loco.strategies.driven import link_of
 from lightning_loco.strategies.local_training import optimized_by
 from lightning_loco.strategies.membership import TrainerPosition, share_among_members
 
@@ -37,36 +36,36 @@ class LocoStrategy(EngineStrategy):
     Args:
         algorithm: What a round computes: ``LocalSGD()``, ``DiLoCo()``, ``GASLoC()`` or your own.
         sync_every: Local (optimizer) steps between rounds, at least 1; or a list with one number
-            per worker, whose share of the data and of ``max_steps`` is then in proportion. Or as it
-            changes: ``{0: 10, 1000: 50}`` is 10 up to step 1000, then 50.
+            per worker, whose share of the data and of ``max_steps`` is then in proportion; or a
+            dictionary: ``{0: 10, 1000: 50}`` is 10 up to step 1000, then 50.
         overlap: Apply a round's result one round later and hide its communication. With DiLoCo the
-            local steps made meanwhile begin again at the result; with GASLoC, ModelAverage and
-            NeighborAverage the result moves under them.
+            parameters restart from the result; with GASLoC, ModelAverage and NeighborAverage the
+            progress made meanwhile is added to it.
         warm_start: With overlap, make the first round a blocking one.
         topology: Who exchanges with whom, for gossip: a name such as ``"ring"``, a ``Topology``, a
             networkx graph, an ``(N, N)`` mixing matrix or an edge-list file.
         evaluate: ``"average"`` validates and saves the mean of the workers' local parameters;
-            ``"outer"`` the outer parameters of DiLoCo as the last round has left them, which costs
-            no communication but changes with rounds only; ``"local"`` validates each worker's own
+            ``"outer"`` the outer parameters of DiLoCo after the last round, which costs no
+            communication but changes with rounds only; ``"local"`` validates each worker's own
             parameters and saves the mean.
         finalize: ``"average"`` leaves the mean in the model after fit, ``"keep"`` each worker's
-            own parameters (until ``Trainer.validate``, which shares worker 0's).
+            own parameters (until ``Trainer.validate``, which broadcasts worker 0's).
         checkpoint_folder: ``"private"`` if each worker writes checkpoints to a disk of its own,
             ``"shared"`` if all see the same folder.
         timeout_s: Longest wait for another worker, in seconds.
         summary: Whether fit ends with a short table of steps, rounds, bytes and seconds.
-        bucket_bytes: Memory for messages under way, in bytes.
+        bucket_bytes: Memory for pending messages, in bytes.
         compression: How messages are written on the wire: ``"bf16"``, ``"fp16"``, ``"int8"``,
             ``"int4"``, ``"e3m0"``, ``"sparse"``, or a codec such as ``Int8(block=128)`` or
-            ``ErrorFeedback(Sparse(k=32))`` or ``Compensated(Sparse())``. Default: as they are.
-        membership: Who takes part, if workers come and go: ``Elastic("host:port")``. Every job is
-            then one worker. Default: all ranks, from begin to end.
+            ``ErrorFeedback(Sparse(k=32))`` or ``Compensated(Sparse())``. Default: uncompressed.
+        membership: Source of the members, if workers join and leave: ``Elastic("host:port")``.
+            Every job is then one worker. Default: all ranks, during the whole run.
         link: A slower link to emulate: ``"wan"``, ``"dsl"``, ``"lan"``, ``"datacentre"``, a
             ``Link``, a list with one for each worker, or the path of a file that names workers or
-            pairs. Default: exchanges take as long as they do.
-        outer_device: ``"cpu"`` to keep what rounds remember (outer parameters, momentum) and all
-            messages in the host's memory, which leaves that of the GPU to training; messages then
-            travel by gloo. Default: where the parameters are.
+            pairs. Default: no emulation.
+        outer_device: ``"cpu"`` to keep the state of the algorithm (outer parameters, momentum) and
+            all messages in the host's memory, which leaves that of the GPU to training; messages
+            are then sent by gloo. Default: the device of the parameters.
         accelerator: As in ``DDPStrategy``; usually set by the Trainer.
         parallel_devices: As in ``DDPStrategy``.
         cluster_environment: As in ``DDPStrategy``.
@@ -104,7 +103,7 @@ class LocoStrategy(EngineStrategy):
         outer_device: Literal["cpu"] | None = None,
         **common: Unpack[CommonArguments],
     ) -> None:
-        """What the constructor of every strategy with rounds by the step ends with."""
+        """Set the arguments of every strategy whose rounds start by local steps."""
         settings = RoundSettings(
             algorithm,
             schedule,
@@ -134,11 +133,11 @@ class LocoStrategy(EngineStrategy):
 
     @property
     def schedule(self) -> Schedule:
-        """When rounds begin and end; it goes by local steps."""
+        """When rounds start and end, in local steps."""
         return self.settings.schedule
 
     def make_engine(self, group: WorkerGroup) -> Engine:
-        """An engine that makes the rounds of the settings."""
+        """Make an engine that makes the rounds of the settings."""
         assert self.lightning_module is not None
         optimized = optimized_by(self.optimizers)
         return Engine.from_settings(self.lightning_module, self.settings, group, optimized)
@@ -146,35 +145,31 @@ class LocoStrategy(EngineStrategy):
     # ----------------------------------------------------------------- members
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Share the training data among the workers, or among the present members."""
-        link, membership = self._link, self.settings.membership
+        """Divide the training data among the workers, or among the present members."""
+        link, membership = self.member_link, self.settings.membership
         if link is None or membership is None or not self._trainer.training:
             return super().process_dataloader(dataloader)
         return share_among_members(dataloader, link.share, membership.min_workers, self._join)
 
-    @property
-    def _link(self) -> Link | None:
-        return link_of(self.engine)
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """End soon when another worker has failed; make no step if the run that it joins is over.
+        """Raise if another worker has failed; make no step if the run to join is over.
 
         Raises:
-            StopIteration: Which ends Lightning's loop, if it is over.
+            StopIteration: Ends Lightning's loop, if the run is over.
         """
         self._join()
         trainer = self._trainer
-        if self._link is not None and -1 < trainer.max_steps <= trainer.global_step:
+        if self.member_link is not None and -1 < trainer.max_steps <= trainer.global_step:
             raise StopIteration
         super().on_train_batch_start(batch, batch_idx)
 
     def _join(self) -> None:
-        """Where members come and go: take part from now on, the weights of all hooks being set."""
-        link, engine = self._link, self.engine
+        """Join the other members, once hooks have written their weights."""
+        link, engine = self.member_link, self.engine
         if link is None or link.has_joined or engine is None:
             return
         assert isinstance(engine, Engine)
-        self._weights.begin_batches()
+        self._external_updates.on_batch_start()
         link.host = TrainerPosition(self._trainer, lambda: engine.worker.steps)
         engine.join()
         if (members := engine.statistics.members) is not None:
@@ -183,18 +178,18 @@ class LocoStrategy(EngineStrategy):
     @contextmanager
     def _end_training(self) -> Iterator[None]:
         with super()._end_training():
-            if self._link is not None:
-                self._link.leave()  # the hooks that follow may take long
+            if self.member_link is not None:
+                self.member_link.leave()  # now, because the hooks that follow may take long
             yield
 
     def on_exception(self, exception: BaseException) -> None:
-        """Where members come and go, one that is asked to stop leaves after its pending round."""
-        if self._link is not None and isinstance(exception, SIGTERMException):
-            self._link.leave()
+        """Save or report, see the base class; a member that is asked to stop also leaves."""
+        if self.member_link is not None and isinstance(exception, SIGTERMException):
+            self.member_link.leave()
         super().on_exception(exception)
 
     def reset(self, saved: EarlierRun | None = None) -> list[str]:
-        """Rounds begin anew from what the model holds, or go on from what another run has saved."""
+        """Start the rounds from the parameters in the model, or from the state of another run."""
         assert isinstance(self._engine, Engine)
         if saved is not None:
             return resume_from(self._engine, saved)

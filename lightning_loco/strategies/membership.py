@@ -131,7 +131,7 @@ class TrainerPosition:
         for config, saved in zip(configs, position["schedulers"], strict=True):
             config.scheduler.load_state_dict({**config.scheduler.state_dict(), **saved})
         write_hyperparameters(groups, found)
-        lightning_compat.log_from(self._trainer, position["logged_step"])
+        lightning_compat.set_logged_step(self._trainer, position["logged_step"])
 
     def count(self) -> None:
         """Count as many steps as this worker."""
@@ -142,7 +142,9 @@ class TrainerPosition:
 
     def end_step(self) -> None:
         """Let the schedulers step that do so after every so many steps of the optimizer."""
-        lightning_compat.log_from(self._trainer, lightning_compat.logged_step(self._trainer) + 1)
+        lightning_compat.set_logged_step(
+            self._trainer, lightning_compat.logged_step(self._trainer) + 1
+        )
         for config in self._trainer.lr_scheduler_configs:
             is_due = config.interval == "step" and self._steps() % config.frequency == 0
             if is_due and not config.reduce_on_plateau:

@@ -1,18 +1,24 @@
-"""The named strategies: one method each, its arguments spelled out, no logic."""
+"""The named strategies: one method each, with its own arguments and the common ones."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from lightning_loco.algorithms import DiLoCo, EagerDiLoCo, GASLoC, LocalSGD
 from lightning_loco.algorithms.diloco import OuterOptimizer
 from lightning_loco.algorithms.outer_lr import OuterLR
+from lightning_loco.compression import Codec, ErrorFeedback
+from lightning_loco.distributed.worker_group import WorkerGroup
+from lightning_loco.engine.clock_engine import ClockEngine, clock_settings
 from lightning_loco.engine.hidden_rounds import async_diloco, streaming_diloco
+from lightning_loco.links.links import LinkLike
 from lightning_loco.schedules import SyncEvery
-from lightning_loco.strategies.arguments import RoundArguments, spelled_out
+from lightning_loco.strategies.arguments import CommonArguments, RoundArguments, spelled_out
+from lightning_loco.strategies.local_training import optimized_by
 from lightning_loco.strategies.loco import LocoStrategy
 from lightning_loco.topology import Topology
 
@@ -68,34 +74,35 @@ class DiLoCoStrategy(LocoStrategy):
 class AsyncDiLoCoStrategy(LocoStrategy):
     """DiLoCo whose communication is hidden behind the next local steps.
 
-    The model is divided into equal fragments that take turns: the round of one begins every
+    The model is divided into equal fragments that take turns: the round of one starts every
     ``sync_every / fragments`` local steps, and its result is mixed into the local parameters when
-    the next one begins. So the link may be busy all the time, nobody waits for it, and no result is
-    late by more than a part of a round. :class:`StreamingDiLoCoStrategy` is the same with other
+    the next one starts. So the link can be used all the time, no worker waits for it, and a result
+    is late by at most a part of a round. :class:`StreamingDiLoCoStrategy` is the same with other
     choices: fragments of whole layers, and a delay of a few local steps.
 
-    With ``fragments=None`` the whole model is exchanged at once and its result is needed a whole
-    phase later, where local steps begin again at it: the order of PCCL's async DiLoCo. There outer
-    momentum is off by default, because DiLoCo's (0.7, 0.9) is unstable one round late.
+    With ``fragments=None`` the whole model is exchanged at once, and its result is applied a whole
+    round later, from where local steps restart: the order of PCCL's async DiLoCo. Then outer
+    momentum is off by default, because DiLoCo's (0.7, 0.9) is unstable with a delay of one round.
 
     Args:
         sync_every: Local steps between the rounds of a fragment.
-        outer_lr: Outer learning rate, or a schedule of rates. Default: 0.6; 0.7 a phase late.
-        outer_momentum: Outer momentum in [0, 1). Default: 0.8; 0 a phase late, where (0.7, 0.3) or
-            (0.2, 0.9) are stable.
+        outer_lr: Outer learning rate, or a schedule of rates. Default: 0.6; 0.7 without fragments.
+        outer_momentum: Outer momentum in [0, 1). Default: 0.8; 0 without fragments, where
+            (0.7, 0.3) or (0.2, 0.9) are stable.
         nesterov: Nesterov momentum.
         outer_optimizer: Another outer optimizer, as in :class:`DiLoCoStrategy`; it needs
             ``fragments=1`` or None.
-        warm_start: Make the first round of each fragment a blocking one. Default: only a phase
-            late, where the first one would be thrown away; False is PCCL's order.
+        warm_start: Make the first round of each fragment a blocking one. Default: only without
+            fragments, where the progress before the first result would be lost; False is PCCL's
+            order.
         fragments: In how many equal parts the parameters are exchanged, at most ``sync_every``.
-            ``"auto"`` is 4, or ``sync_every`` if that is less. None for the whole model, which is
-            a phase late unless there is a ``delay``.
-        delay: Local steps after which a result is applied, at most ``sync_every``. Default: with
-            the begin of the next round, ``sync_every // fragments``. Fewer hide a faster exchange.
-        mix: Share in [0, 1] of the local parameters when a result is applied. Default: 0.25; 0 a
-            phase late. With 0 it replaces them, and the local steps made since the round began are
-            lost or, a phase late, told of by the next message.
+            ``"auto"`` is 4, or ``sync_every`` if that is less. None for the whole model, whose
+            result is applied a whole round later unless there is a ``delay``.
+        delay: Local steps after which a result is applied, at most ``sync_every``. Default: at the
+            start of the next round, ``sync_every // fragments``. Fewer suffice for a fast link.
+        mix: Share in [0, 1] of the local parameters when a result is applied. Default: 0.25; 0
+            without fragments. With 0 it replaces them, and the local steps made since the start of
+            the round are lost or, without fragments, part of the next message.
         evaluate: As in :class:`LocoStrategy`, like all arguments that follow.
 
     Source:
@@ -140,11 +147,11 @@ class StreamingDiLoCoStrategy(LocoStrategy):
     """DiLoCo of fragments that take turns, each exchanged while local steps go on.
 
     The model is divided into fragments by layer. Every ``sync_every / fragments`` local steps the
-    round of one of them begins; its result is mixed into the local parameters ``delay`` local steps
-    later. So the most that travels at once is a part of the model, and nobody waits.
+    round of one of them starts; its result is mixed into the local parameters ``delay`` local steps
+    later. So a single exchange sends only a part of the model, and no worker waits.
 
     See :class:`~lightning_loco.algorithms.DiLoCo` for the formula and the outer arguments,
-    :class:`~lightning_loco.schedules.Staggered` for when rounds begin and end, and
+    :class:`~lightning_loco.schedules.Staggered` for when rounds start and end, and
     :class:`LocoStrategy` for the arguments that all strategies share.
 
     Args:
@@ -152,15 +159,16 @@ class StreamingDiLoCoStrategy(LocoStrategy):
             number per worker.
         fragments: In how many parts the model is exchanged; at most its layers. ``"auto"`` is 3, or
             ``sync_every`` if that is less.
-        delay: Local steps after which a result is applied, from 0, which waits for it, up to
+        delay: Local steps after which a result is applied, from 0 (a blocking round) up to
             ``sync_every``. ``"auto"`` is 5, or half of ``sync_every`` if that is less.
-        mix: Share in [0, 1] of the local parameters when a result is applied; 0 takes the result.
+        mix: Share in [0, 1] of the local parameters when a result is applied; with 0 the
+            result replaces them.
         outer_lr: Outer learning rate.
         outer_momentum: Outer momentum in [0, 1).
         nesterov: Nesterov momentum.
         outer_optimizer: Another outer optimizer, as in :class:`DiLoCoStrategy`; it needs
             ``fragments=1``.
-        pattern: ``"strided"`` deals the layers out in turns, ``"contiguous"`` keeps neighbours
+        pattern: ``"strided"`` assigns the layers in turns, ``"contiguous"`` keeps neighbours
             together, ``"even"`` makes equal parts; or a list with a regular expression on parameter
             names for each fragment.
         evaluate: As in :class:`LocoStrategy`, like all arguments that follow.
@@ -202,7 +210,7 @@ class StreamingDiLoCoStrategy(LocoStrategy):
 
 
 class EagerDiLoCoStrategy(LocoStrategy):
-    """Async DiLoCo in which no worker waits for its own part of the mean.
+    """Async DiLoCo in which each worker applies its own pseudo-gradient without delay.
 
     See :class:`~lightning_loco.algorithms.EagerDiLoCo` for the formula and :class:`LocoStrategy`
     for the arguments that all strategies share.
@@ -250,9 +258,9 @@ class GASLoCStrategy(LocoStrategy):
             one_peer_exponential xor random_matching random_two_peer``), a ``Topology``, a networkx
             graph, an ``(N, N)`` mixing matrix or an edge-list file.
         sync_every: Local steps between rounds, or one number per worker.
-        outer_lr: How far along the drift, eta; or a schedule of rates.
-        gossip_step: How far towards the neighbours, alpha; ``"auto"`` fits the topology.
-        momentum: gamma; ``"auto"`` fits the topology.
+        outer_lr: Factor of the drift, eta; or a schedule of rates.
+        gossip_step: Factor of the step towards the neighbours, alpha; ``"auto"`` fits the topology.
+        momentum: Factor gamma; ``"auto"`` fits the topology.
         momentum_on: ``"local"`` or ``"gossiped"``.
         evaluate: As in :class:`LocoStrategy`, like all arguments that follow.
 
@@ -278,3 +286,78 @@ class GASLoCStrategy(LocoStrategy):
             topology=topology,
             **common,
         )
+
+
+class AsyncModelAverageStrategy(LocoStrategy):
+    """Average the workers' models in the background at fixed time intervals.
+
+    Every ``interval_s`` seconds each worker sends a snapshot of its parameters between two local
+    steps, and between two later ones it adds the mean of the snapshots minus its own. No worker
+    waits for a slower one. See :class:`~lightning_loco.algorithms.ModelAverage` for the formula and
+    :class:`~lightning_loco.ClockEngine` for what happens when.
+
+    Workers may make different numbers of steps. Before validation, checkpoints and the end of
+    training the averaging pauses; workers that arrive early take part in the rounds of the others
+    until all have arrived. When rounds start depends on the clock, so two runs are never equal bit
+    for bit; a resumed run starts from the workers' exact states.
+
+    Args:
+        interval_s: Pause between the end of a round and the next one, in seconds; may be 0.
+        warmup_steps: Local steps at the start whose gradients are averaged as in DDP.
+        topology: Average with the neighbours of a topology only. Default: with all workers.
+        compression: How messages are written on the wire, as in :class:`LocoStrategy`.
+        link: A slower link to emulate, as in :class:`LocoStrategy`.
+        evaluate: As in :class:`LocoStrategy`, like all arguments that follow.
+
+    Raises:
+        ValueError: If a value is out of range, at construction or before training starts.
+        TypeError: If a value has the wrong type or an argument is unknown.
+
+    Example::
+
+        Trainer(strategy=AsyncModelAverageStrategy(interval_s=0.5), devices=8)
+    """
+
+    @spelled_out(LocoStrategy.__init__)
+    def __init__(
+        self,
+        interval_s: float = 0.5,
+        warmup_steps: int = 0,
+        topology: Any | None = None,
+        compression: Codec | ErrorFeedback | str | None = None,
+        *,
+        link: LinkLike | None = None,
+        **common: Unpack[CommonArguments],
+    ) -> None:
+        settings = clock_settings(interval_s, warmup_steps, topology, compression, link)
+        self._init_with(settings, **common)
+
+    def make_engine(self, group: WorkerGroup) -> ClockEngine:
+        """Make an engine whose rounds start after a pause and end when all messages are there."""
+        assert self.lightning_module is not None
+        optimized = optimized_by(self.optimizers)
+        return ClockEngine.from_settings(self.lightning_module, self.settings, group, optimized)
+
+    @property
+    def _clock(self) -> ClockEngine:
+        assert isinstance(self._engine, ClockEngine)
+        return self._engine
+
+    def prepare_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Average the gradients after the backward pass while warming up."""
+        clock = self._clock
+
+        def averaged() -> Any:
+            output = closure()
+            clock.average_gradients(p for group in optimizer.param_groups for p in group["params"])
+            return output
+
+        return averaged if clock.is_warming_up else closure
+
+    def abort(self) -> None:
+        """Stop the averaging during ``fit``; every worker must call it; twice is safe."""
+        self._clock.abort()
+
+    def resume(self) -> None:
+        """Resume averaging after :meth:`abort`; every worker must call it; twice is safe."""
+        self._clock.resume()

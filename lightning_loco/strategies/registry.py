@@ -2,25 +2,114 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import inspect
+from typing import Any, ClassVar, get_type_hints
+
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
-from lightning_loco.strategies.async_average import AsyncModelAverageStrategy
+from lightning_loco.algorithms import Algorithm
+from lightning_loco.strategies.arguments import (
+    RoundArguments,
+    common_parameters,
+    parameters_of,
+    with_signature,
+)
+from lightning_loco.strategies.loco import LocoStrategy
 from lightning_loco.strategies.named import (
     AsyncDiLoCoStrategy,
+    AsyncModelAverageStrategy,
     DiLoCoStrategy,
     EagerDiLoCoStrategy,
     GASLoCStrategy,
     LocalSGDStrategy,
     StreamingDiLoCoStrategy,
 )
-from lightning_loco.strategies.of_algorithm import AlgorithmStrategy, of_algorithm
 from lightning_loco.strategies.pairwise import PairwiseGossipStrategy
 from lightning_loco.strategies.remote import RemoteOptimizerStrategy
 
-__all__ = ["MADE", "METHODS", "of_algorithm", "register_strategies"]
+PACKAGE = "lightning_loco.strategies"
+"""Module of the classes, from which pickle imports them by name."""
 
-# The name is also that of the file in conf/algorithm/. An algorithm that needs no strategy of its
-# own is one line: "noloco": of_algorithm("lightning_loco.algorithms.noloco", "NoLoCo").
+_DOCSTRING = """{summary}
+
+See :class:`~{algorithm}` for the formula and its arguments, and :class:`LocoStrategy` for
+``topology``, ``sync_every`` and the arguments that all strategies share.
+"""
+
+
+class AlgorithmStrategy(LocoStrategy):
+    """Base class of the strategies that :func:`of_algorithm` makes."""
+
+    algorithm_type: ClassVar[type[Algorithm]]
+    """The algorithm that the strategy runs."""
+
+
+def of_algorithm(module: str, name: str) -> type[AlgorithmStrategy]:
+    """Make the strategy class of an algorithm, called ``<name>Strategy``.
+
+    Its arguments are ``topology`` (if the algorithm exchanges with neighbours), ``sync_every``, the
+    fields of the algorithm except those that ``prepare`` sets, and the common ones.
+
+    Args:
+        module: The module of the algorithm.
+        name: The algorithm's class, a dataclass whose fields have defaults.
+
+    Raises:
+        TypeError: If a field has no default; ``Trainer(strategy="...")`` gives no arguments.
+    """
+    algorithm: type[Algorithm] = getattr(importlib.import_module(module), name)
+    fields = _fields(algorithm)
+    has_topology = algorithm.exchange == "neighbors"
+    general = {parameter.name: parameter for parameter in parameters_of(LocoStrategy.__init__)}
+    before = ["topology", "sync_every"] if has_topology else ["sync_every"]
+    parameters = [
+        general["self"],
+        *(general[one].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for one in before),
+        *fields,
+        *common_parameters(RoundArguments, LocoStrategy.__init__),
+    ]
+    parameters.sort(key=lambda parameter: parameter.kind)
+    own = {field.name for field in fields}
+
+    def __init__(self: LocoStrategy, **given: Any) -> None:
+        values = {key: given.pop(key) for key in own & given.keys()}
+        LocoStrategy.__init__(self, algorithm(**values), **given)
+
+    __init__.__qualname__ = f"{name}Strategy.__init__"
+    summary = (algorithm.__doc__ or name).partition("\n")[0]
+    namespace = {
+        "__init__": with_signature(parameters)(__init__),
+        "__module__": PACKAGE,
+        "__doc__": _DOCSTRING.format(summary=summary, algorithm=f"{module}.{name}"),
+        "algorithm_type": algorithm,
+    }
+    return type(f"{name}Strategy", (AlgorithmStrategy,), namespace)
+
+
+def _fields(algorithm: type[Algorithm]) -> list[inspect.Parameter]:
+    """Return the hyper-parameters that a user may set."""
+    hints = get_type_hints(algorithm)
+    prepared = {
+        field.name for field in dataclasses.fields(algorithm) if field.metadata.get("prepared")
+    }
+    parameters = [
+        parameter.replace(annotation=hints[name])
+        for name, parameter in inspect.signature(algorithm).parameters.items()
+        if name not in prepared
+    ]
+    for parameter in parameters:
+        if parameter.default is parameter.empty:
+            raise TypeError(
+                f"{algorithm.__name__}.{parameter.name} needs a default, because "
+                "Trainer(strategy='...') makes the strategy without arguments."
+            )
+    return parameters
+
+
+# Each name is also that of a file in conf/algorithm/. An algorithm without arguments of its own for
+# the strategy is one line: "noloco": of_algorithm("lightning_loco.algorithms.noloco", "NoLoCo").
 METHODS: dict[str, type[DDPStrategy]] = {
     "local_sgd": LocalSGDStrategy,
     "diloco": DiLoCoStrategy,
@@ -37,7 +126,7 @@ METHODS: dict[str, type[DDPStrategy]] = {
     "remote_optimizer": RemoteOptimizerStrategy,
 }
 
-# What of_algorithm has made, by the names that the package exports.
+# The classes that of_algorithm has made, by name.
 MADE = {
     strategy.__name__: strategy
     for strategy in METHODS.values()
@@ -46,7 +135,7 @@ MADE = {
 
 
 def register_strategies() -> None:
-    """Register every strategy, and its ``_spawn`` and ``_fork`` twins, with Lightning once."""
+    """Register every strategy with Lightning once, also as ``<name>_spawn`` and ``<name>_fork``."""
     for name, strategy in METHODS.items():
         for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork")):
             if name + suffix not in StrategyRegistry:

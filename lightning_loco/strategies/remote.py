@@ -24,9 +24,7 @@ from lightning_loco.parameter_server.wire import as_codec
 from lightning_loco.parameters.schema import share_from_worker_0
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.remote import RemoteCheckpoints
-from lightning_loco.strategies.driven import bytes_of_ddp, summarize
-from lightning_loco.strategies.local_model import leave_shared_memory
-from lightning_loco.strategies.local_training import LocalSteps
+from lightning_loco.strategies.local_training import LocalSteps, leave_shared_memory
 from lightning_loco.strategies.remote_arguments import (
     check_before_setup,
     check_optimizers,
@@ -35,6 +33,7 @@ from lightning_loco.strategies.remote_arguments import (
 from lightning_loco.strategies.remote_precision import RemotePrecision
 from lightning_loco.strategies.served import ServedStrategy
 from lightning_loco.strategies.service_rank import farewell_of, serve_fit
+from lightning_loco.strategies.summary import bytes_of_ddp, summarize
 from lightning_loco.values import check_bytes, check_common_arguments
 
 

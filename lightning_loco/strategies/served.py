@@ -24,15 +24,15 @@ from lightning_loco.parameter_server.tiers import new_replica_group
 from lightning_loco.parameters.owners import ParameterOwners
 from lightning_loco.parameters.schema import check_same_tensors
 from lightning_loco.strategies import lightning_compat
-from lightning_loco.strategies.added_hooks import add_hooks
+from lightning_loco.strategies.base import WorkerStrategy, job_name
 from lightning_loco.strategies.external_updates import averaged_models, share_complete_averages
-from lightning_loco.strategies.local_model import LocalModel
-from lightning_loco.strategies.meeting import SyncPointStrategy, launched_as
+from lightning_loco.strategies.lightning_compat import add_hooks
+from lightning_loco.strategies.local_training import LocalModel
 
 log = logging.getLogger(__name__)
 
 
-class ServedStrategy(SyncPointStrategy):
+class ServedStrategy(WorkerStrategy):
     """Shows Lightning the ranks that train; its collectives do nothing on those that serve.
 
     Attributes:
@@ -55,7 +55,7 @@ class ServedStrategy(SyncPointStrategy):
     _places: ParameterOwners | None = None
 
     @property
-    def sync_points(self) -> RemoteOptimizer | None:
+    def synchronizer(self) -> RemoteOptimizer | None:
         """The connection to the servers: they let the workers meet."""
         return self.remote
 
@@ -117,7 +117,7 @@ class ServedStrategy(SyncPointStrategy):
             self.global_rank,
             names,
             self.timeout_s,
-            launched_as(place),
+            job_name(place),
         )
         return AllRanks(job)
 

@@ -1,25 +1,46 @@
-"""Settings that work, but badly: what is said of them before training starts, in a line each."""
+"""What a strategy prints: the settings of a run, advice on them, and a table at its end."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import lightning.pytorch as pl
 
+from lightning_loco.distributed import Statistics
 from lightning_loco.engine import RoundSettings
 from lightning_loco.parameters.flat import FlatLayout
-from lightning_loco.schedules import Staggered
+from lightning_loco.schedules import Schedule, Staggered
 
-FEWEST_ROUNDS = 10
-"""Outer momentum takes about as many rounds to show."""
+if TYPE_CHECKING:
+    from lightning_loco.strategies.base import Engine
+
+MIN_ROUNDS = 10
+"""Outer momentum needs about as many rounds to have an effect."""
 
 NO_METRICS = (None, "step", "epoch")
-"""What a callback may monitor that is no metric."""
+"""Values of a callback's ``monitor`` that are not metrics."""
 
 SHORT_ROUND = 20
-"""Local steps; with as many or fewer, momentum of 0.9 and more goes too far."""
+"""Local steps; in rounds of as many or fewer, outer momentum of 0.9 and more overshoots."""
+
+# ------------------------------------------------------------ before training
+
+
+def describe(engine: Engine, schedule: Schedule | None) -> str:
+    """Return one line about a run: its algorithm, workers, parameters and rounds."""
+    worker, settings = engine.worker, engine.settings
+    group, membership = worker.group, getattr(settings, "membership", None)
+    workers = f"{group.num_workers} workers" if membership is None else "workers that come and go"
+    topology = getattr(settings, "topology", None)
+    parts = [
+        f"{settings.algorithm} on {workers}",
+        f"{worker.replica.layout.numel:,} trainable parameters",
+        *([] if schedule is None else [str(schedule)]),
+        *([] if topology is None else [f"topology {topology}"]),
+    ]
+    return ", ".join(parts) + "."
 
 
 def advice(
@@ -29,13 +50,13 @@ def advice(
     layout: FlatLayout,
     shown: Literal["average", "outer", "local"],
 ) -> Iterator[str]:
-    """What of a run's settings is likely to disappoint, and what to use instead.
+    """Yield one line for each setting that works but is likely to give poor results.
 
     Args:
         trainer: Right before its first step.
-        settings: Of the rounds, prepared.
+        settings: Settings of the rounds, prepared.
         worker: This worker.
-        layout: Of the exchanged parameters.
+        layout: Layout of the exchanged parameters.
         shown: What a validation shows: the average of all workers' parameters, outer parameters, or
             this worker's own.
     """
@@ -45,8 +66,8 @@ def advice(
         return
     steps = trainer.estimated_stepping_batches
     batches = trainer.num_training_batches / trainer.accumulate_grad_batches
-    if steps < FEWEST_ROUNDS * every:
-        fitting = max(1, int(steps) // FEWEST_ROUNDS)
+    if steps < MIN_ROUNDS * every:
+        fitting = max(1, int(steps) // MIN_ROUNDS)
         yield (
             f"sync_every={every} leaves {int(steps) // every} rounds in this run of {steps:.0f} "
             f"local steps, and the workers train mostly alone. Use sync_every={fitting} or less."
@@ -84,17 +105,74 @@ def advice(
 
 
 def _monitors(trainer: pl.Trainer) -> list[str]:
-    """The callbacks that decide by the value of a metric, in words."""
+    """Describe the callbacks that monitor a metric."""
     callbacks = [*trainer.early_stopping_callbacks, *trainer.checkpoint_callbacks]
     found = [(type(one).__name__, getattr(one, "monitor", None)) for one in callbacks]
     return [f"{kind}(monitor={name!r})" for kind, name in found if name not in NO_METRICS]
 
 
 def _steps_between_validations(trainer: pl.Trainer) -> float:
-    """Local steps; infinite if there is no validation."""
+    """Return the number of local steps; infinite if there is no validation."""
     batches = trainer.val_check_batch
     if not trainer.enable_validation or batches is None:
         return math.inf
     is_at_end = batches == trainer.num_training_batches
     epochs = trainer.check_val_every_n_epoch or 1
     return batches * (epochs if is_at_end else 1) / trainer.accumulate_grad_batches
+
+
+# ------------------------------------------------------------- after training
+
+
+def summarize(
+    statistics: Statistics, steps: int, of_ddp: int, distance: float | None = None
+) -> str:
+    """Return a short table of the steps, rounds, bytes and seconds of this worker.
+
+    Args:
+        statistics: Statistics of the worker.
+        steps: Its local steps.
+        of_ddp: Bytes that DDP would have sent; 0 if unknown.
+        distance: The consensus distance at the end, if it was measured.
+    """
+    sent = format_bytes(statistics.bytes_sent)
+    rows = {
+        "local steps": f"{steps:,}",
+        "rounds": f"{statistics.rounds:,}",
+        "sent": f"{sent} (DDP: {format_bytes(of_ddp)})" if of_ddp else sent,
+        "waited": f"{statistics.wait_s:.1f} s",
+    }
+    if statistics.emulated_s is not None:
+        rows["on the link"] = format_link_time(statistics.emulated_s, statistics.emulated_wait_s)
+    if distance is not None:
+        rows["consensus distance"] = f"{distance:.3g}"
+    lines = [f"  {name:<20}{value}" for name, value in rows.items()]
+    return "\n".join(["Training is over. On worker 0:", *lines])
+
+
+def bytes_of_ddp(num_workers: int, num_bytes: int, steps: int) -> int:
+    """Return the bytes that a worker would send with DDP.
+
+    A ring all-reduce sends ``2 (N - 1) / N`` times the bytes of the gradients.
+
+    Args:
+        num_workers: Number of workers N.
+        num_bytes: Bytes of the gradients.
+        steps: Number of steps.
+    """
+    return 2 * (num_workers - 1) * num_bytes * steps // num_workers
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Format a number of bytes with a decimal unit, such as 12.3 MB."""
+    value, unit = float(num_bytes), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:,.{0 if unit == 'B' else 1}f} {unit}"
+
+
+def format_link_time(sent_s: float, waited_s: float) -> str:
+    """Format the seconds that messages took on an emulated link, and how many were waited for."""
+    return f"{sent_s:.1f} s: {sent_s - waited_s:.1f} s hidden, {waited_s:.1f} s waited"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco import Algorithm, DiLoCo, LocalSGD, LocoStrategy, Simulation, StepEngine
-from lightning_loco.strategies.of_algorithm import of_algorithm
+from lightning_loco.strategies.registry import of_algorithm
 from tests.docs.pages import doc
 
 PAGE = doc("your_own_algorithm.md")

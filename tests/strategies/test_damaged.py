@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_loco import DiLoCoStrategy, PairwiseGossipStrategy, RemoteOptimizerStrategy
 from lightning_loco.strategies.checkpoint.atomic_io import damage_of
-from lightning_loco.strategies.checkpoint.manifest import KEY
+from lightning_loco.strategies.checkpoint.side_files import KEY
 from tests.pool import Pool, PoolError
 from tests.small_model import TinyModule, make_loader
 from tests.strategies.remote_runs import fit_with

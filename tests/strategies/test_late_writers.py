@@ -17,13 +17,12 @@ from lightning_loco.distributed import WorkerGroup
 from lightning_loco.distributed.watchdog import WorkerFailure
 from lightning_loco.fault_points import on_reach
 from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO
-from lightning_loco.strategies.checkpoint.manifest import KEY, new_stamp
-from lightning_loco.strategies.checkpoint.side_files import SideFiles
-from lightning_loco.strategies.checkpoint.writer import Save, save_apart, save_together
+from lightning_loco.strategies.checkpoint.side_files import KEY, SideFiles, new_stamp
+from lightning_loco.strategies.checkpoint.writer import Save
 
 pytestmark = pytest.mark.recovery
 OLDER, NEWER = 10, 20
-WAYS = {"shared": save_together, "private": save_apart}
+WAYS = {"shared": Save.to_shared_folder, "private": Save.to_private_folders}
 
 
 @dataclasses.dataclass
@@ -49,7 +48,7 @@ def save(
     main = {"step": step, **({KEY: {"stamp": stamp}} if whole else {})}
     own, shared = ({"own": step}, {"shared": step}) if whole else (None, None)
     write_main = partial(io.save_checkpoint, main)
-    WAYS[way](group or WorkerGroup(0, 1), Save(SideFiles(io, path), stamp, own, shared, write_main))
+    WAYS[way](Save(SideFiles(io, path), stamp, own, shared, write_main), group or WorkerGroup(0, 1))
 
 
 def saved_step(path: Path) -> int:

@@ -9,21 +9,21 @@ from lightning.fabric.plugins.environments import (
     TorchElasticEnvironment,
 )
 
-from lightning_loco.strategies.meeting import launched_as
+from lightning_loco.strategies.base import job_name
 
 
 def test_launchers_name_their_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.delenv("SLURM_STEP_ID", raising=False)
-    assert launched_as(SLURMEnvironment()) == "SLURM job 17"
+    assert job_name(SLURMEnvironment()) == "SLURM job 17"
     monkeypatch.setenv("SLURM_STEP_ID", "2")
-    assert launched_as(SLURMEnvironment()) == "SLURM job 17, step 2"
+    assert job_name(SLURMEnvironment()) == "SLURM job 17, step 2"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
-    assert launched_as(TorchElasticEnvironment()) == "torchrun's run 'mine'"
+    assert job_name(TorchElasticEnvironment()) == "torchrun's run 'mine'"
 
 
 def test_in_a_job_that_is_started_by_hand_a_name_from_around_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    assert launched_as(LightningEnvironment()) == ""
+    assert job_name(LightningEnvironment()) == ""

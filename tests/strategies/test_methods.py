@@ -22,8 +22,8 @@ from lightning_loco import LocoStrategy, strategies
 from lightning_loco.algorithms import Algorithm
 from lightning_loco.algorithms.base import State
 from lightning_loco.schedules import SyncEvery
-from lightning_loco.strategies import methods
-from lightning_loco.strategies.of_algorithm import AlgorithmStrategy, of_algorithm
+from lightning_loco.strategies import registry
+from lightning_loco.strategies.registry import AlgorithmStrategy, of_algorithm
 from lightning_loco.topology import Ring, Topology
 from tests.conftest import ROOT
 from tests.pool import Pool, make_trainer
@@ -247,7 +247,7 @@ def checkout(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "train.py", tmp_path)
     (tmp_path / "lightning_loco" / "algorithms" / "blend.py").write_text(MODULE)
     (tmp_path / "conf" / "algorithm" / "blend.yaml").write_text(CONFIG)
-    table = tmp_path / "lightning_loco" / "strategies" / "methods.py"
+    table = tmp_path / "lightning_loco" / "strategies" / "registry.py"
     before, row, after = table.read_text().partition('    "async_model_average": ')
     table.write_text(before + LINE + row + after)
     return tmp_path
@@ -279,6 +279,6 @@ def test_a_module_a_config_and_a_line_are_enough(checkout: Path) -> None:
 
 
 def test_the_table_names_every_strategy_by_its_place_in_the_package() -> None:
-    for kind in methods.METHODS.values():
+    for kind in registry.METHODS.values():
         found: Any = getattr(strategies, kind.__name__)
         assert found is kind

@@ -308,12 +308,12 @@ def test_a_worker_that_is_not_finite_is_left_out_of_the_mean(pool: Pool, tmp_pat
 
 def spoil(file: Path) -> None:
     """Make the parameters of a worker NaN."""
-    from lightning_loco.strategies.checkpoint.side_files import seal
+    from lightning_loco.strategies.checkpoint.side_files import with_header
 
     content = torch.load(file)
     made = content.pop("seal")
     content["engine"]["params"][0] = float("nan")
-    torch.save(seal(content, made["stamp"], made["worker"]), file)
+    torch.save(with_header(content, made["stamp"], made["worker"]), file)
 
 
 # ------------------------------------------------------------------ other settings

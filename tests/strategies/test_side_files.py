@@ -16,9 +16,15 @@ from torch import Tensor
 
 from lightning_loco import LocoStrategy, PairwiseGossipStrategy
 from lightning_loco.strategies.checkpoint.atomic_io import WholeFileIO
-from lightning_loco.strategies.checkpoint.manifest import KEY, is_stamp, new_stamp
 from lightning_loco.strategies.checkpoint.position import random_states
-from lightning_loco.strategies.checkpoint.side_files import SideFiles, checksum, seal
+from lightning_loco.strategies.checkpoint.side_files import (
+    KEY,
+    SideFiles,
+    checksum,
+    is_stamp,
+    new_stamp,
+    with_header,
+)
 from tests.cases import CASES, without_variants
 from tests.pool import Pool, PoolError, make_trainer
 from tests.small_model import TinyModule, make_loader
@@ -115,7 +121,7 @@ def test_file_of_another_save_is_refused(pool: Pool, checkpoint: Path) -> None:
     file = folder_of(checkpoint) / "worker_00001.pt"
     content = torch.load(file)
     del content["seal"]
-    torch.save(seal(content, new_stamp(4), 1), file)
+    torch.save(with_header(content, new_stamp(4), 1), file)
     check_refused(pool, checkpoint, str(file), f"not to worker 1 in save '{file.parent.name}'")
 
 
@@ -193,7 +199,7 @@ def test_missing_entry_names_the_file(
             content = torch.load(file)
             del content["seal"]
             del (content if part is None else content[part])[entry]
-            torch.save(seal(content, folder.name, worker), file)
+            torch.save(with_header(content, folder.name, worker), file)
         with subtests.test(entry, part=part):
             check_refused(pool, checkpoint, f"{folder}/worker_0000", message)
 
@@ -298,7 +304,7 @@ def test_files_of_every_kind_are_looked_at(pool: Pool, tmp_path: Path, kind: str
         content = torch.load(file)
         del content["seal"]
         del (content if part is None else content[part])[name]
-        torch.save(seal(content, stamp, 1), file)
+        torch.save(with_header(content, stamp, 1), file)
         check_refused(pool, checkpoint, str(file), f"has no {name!r}", kind=kind)
         file.write_bytes(whole)
 

@@ -22,7 +22,7 @@ from lightning_loco import (
 )
 from lightning_loco.algorithms import Mix
 from lightning_loco.schedules import EverySteps, Staggered
-from lightning_loco.strategies.checkpoint.workers import moved_once
+from lightning_loco.strategies.checkpoint.workers import to_device
 from tests.algorithms.toys import assert_close
 from tests.pool import Pool, PoolError, make_trainer
 from tests.small_model import (
@@ -178,7 +178,7 @@ def test_fragments_write_what_they_share_once(pool: Pool, tmp_path: Path) -> Non
         first, second = (fragment["state"][key] for fragment in shared)
         assert first.data_ptr() == second.data_ptr()
     outer = torch.zeros(2)
-    first, second = moved_once([{"outer": outer}, {"outer": outer}], torch.device("meta"))
+    first, second = to_device([{"outer": outer}, {"outer": outer}], torch.device("meta"))
     assert first["outer"] is second["outer"]
     assert first["outer"].device.type == "meta"
 

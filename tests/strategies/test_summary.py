@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from lightning_loco.strategies.driven import in_units
 from lightning_loco.strategies.registry import METHODS
+from lightning_loco.strategies.summary import format_bytes
 from tests.pool import Pool
 from tests.small_model import TinyModule, flat, make_loader
 from tests.strategies.heard import RANK_ZERO, heard
@@ -28,7 +28,7 @@ def fit(rank: int, world: int, name: str, summary: bool) -> list[str]:
 
 
 def test_every_fit_ends_with_its_summary(pool: Pool, subtests: pytest.Subtests) -> None:
-    of_ddp = in_units(STEPS * flat(TinyModule()).nbytes)  # two workers
+    of_ddp = format_bytes(STEPS * flat(TinyModule()).nbytes)  # two workers
     for name in METHODS:
         with subtests.test(name):
             world = 3 if name == "remote_optimizer" else 2
@@ -55,4 +55,4 @@ def test_it_is_left_out_on_request(pool: Pool) -> None:
 
 def test_bytes_are_in_units() -> None:
     rows = {0: "0 B", 999: "999 B", 1000: "1.0 kB", 12_345_678: "12.3 MB", 4.2e15: "4,200.0 TB"}
-    assert {number: in_units(number) for number in rows} == rows
+    assert {number: format_bytes(number) for number in rows} == rows

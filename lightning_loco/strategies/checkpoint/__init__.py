@@ -1,8 +1,7 @@
-"""Checkpoints: one main file, and what belongs to it.
+"""Checkpoints: an ordinary main file, and a folder with the state of each worker beside it.
 
-``workers`` writes and reads those of workers that move independently, with side files; ``remote``
-those of a run whose optimizer is on another rank. ``writer`` is one save of all workers, ``reader``
-what a run goes on from, ``side_files`` and ``manifest`` what lies beside the main file and in it,
-``position`` where a worker is in its data, ``atomic_io`` how a file is written as a whole, and
-``other_checkpoint`` which one can be used in place of a damaged one.
+``workers`` implements saving and resuming for workers with an engine each, ``remote`` for a run
+whose optimizer is on another rank. ``writer`` writes one save, ``reader`` chooses and reads one;
+``side_files`` holds the files and the manifest in the main file, ``position`` where a worker is in
+its loops and data, and ``atomic_io`` how one file is written.
 """

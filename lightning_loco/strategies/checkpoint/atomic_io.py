@@ -1,4 +1,4 @@
-"""Files that appear as a whole or not at all, on whatever file system they are."""
+"""Files that are written atomically: completely, or not at all."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ _ARCHIVE = b"PK\x03\x04"
 
 
 class WholeFileIO(TorchCheckpointIO):
-    """Lightning's way to write checkpoints, safe against a loss of the process or the machine.
+    """A ``CheckpointIO`` that survives the end of the process or the machine at any time.
 
-    Lightning writes a local file into the folder for temporary files and moves it, which is a copy
-    onto the old file where that folder is on another file system. Here it is written beside its
-    target, brought to the disk, and renamed. Addresses such as ``s3://`` are left to Lightning.
+    Lightning writes a local file to the folder for temporary files and moves it, which overwrites
+    the old file if that folder is on another file system. Here the file is written beside its
+    target, synced to the disk, and renamed. For addresses such as ``s3://`` it does as Lightning.
     """
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
-        """Write a file in the place of the one that is there, which stays until then.
+        """Write a file, or replace one atomically.
 
         Args:
-            checkpoint: What to write.
-            path: Where to; missing folders are made.
-            storage_options: None; there is nothing to set.
+            checkpoint: Content of the file.
+            path: Path of the file; missing folders are made.
+            storage_options: Must be None.
 
         Raises:
-            OSError: If that is not possible; what was there is as it was.
+            OSError: If the file cannot be written; an existing one is unchanged.
             TypeError: If there are ``storage_options``.
         """
         target = local_path(path)
@@ -54,20 +54,20 @@ class WholeFileIO(TorchCheckpointIO):
 
 
 def local_path(path: str | Path) -> Path | None:
-    """Where a file is on this machine's file systems; None for addresses elsewhere."""
+    """Return the path of a file on this machine; None for addresses such as ``s3://``."""
     files, name = url_to_fs(str(path))
     return Path(name) if isinstance(files, LocalFileSystem) else None
 
 
 def move_file(source: Path, target: Path) -> None:
-    """Put a whole file into the place of another one; FileNotFoundError if it is not there."""
+    """Replace a file by another one; FileNotFoundError if ``source`` does not exist."""
     source.replace(target)
     _sync_folder(target.parent)
     _sync_folder(source.parent)
 
 
 def is_archive(path: str | Path) -> bool:
-    """Whether a local file begins as those do that ``torch.save`` writes."""
+    """Return whether a local file starts like those that ``torch.save`` writes."""
     local = local_path(path)
     if local is None or not local.is_file():
         return False
@@ -76,16 +76,16 @@ def is_archive(path: str | Path) -> bool:
 
 
 def damage_of(path: str | Path, reads_all: bool = True) -> str | None:
-    """What is wrong with a file that ``torch.save`` has written, in words.
+    """Describe what is wrong with a file that ``torch.save`` has written.
 
-    ``torch.load`` does not compare the checksums that are in it. This reads the file once more.
+    ``torch.load`` does not compare the checksums in the file. This reads it once more.
 
     Args:
-        path: Of the file.
-        reads_all: Whether to compare the checksums too, and not only to look at the file's end.
+        path: Path of the file.
+        reads_all: Whether to compare the checksums, too, and not only to read the end of the file.
 
     Returns:
-        None if nothing is wrong, and for files elsewhere or of another format.
+        None if nothing is wrong, and for remote files or those of another format.
     """
     local = local_path(path)
     if local is None or not local.is_file():
@@ -94,10 +94,10 @@ def damage_of(path: str | Path, reads_all: bool = True) -> str | None:
         return None if local.stat().st_size else "it is empty"
     try:
         with zipfile.ZipFile(local) as archive:
-            # torch.serialization.set_crc32_options(False) leaves them out.
+            # Not with torch.serialization.set_crc32_options(False).
             has_checksums = any(part.CRC for part in archive.infolist())
             changed = archive.testzip() if reads_all and has_checksums else None
-    except Exception as error:  # damaged archives fail in many ways
+    except Exception as error:  # damaged archives raise errors of many types
         return f"it was cut short or has changed since it was written ({error})"
     return changed and f"its part {changed!r} has changed since it was written"
 
@@ -118,7 +118,7 @@ def _replace(target: Path, content: Any) -> None:
             part.replace(target)
     except BaseException as error:
         part.unlink(missing_ok=True)
-        # torch hides a full disk behind what it found when it closed its archive.
+        # torch hides the error of a full disk behind that of closing its archive.
         if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
             cause = error.__context__
             raise OSError(cause.errno, cause.strerror, str(target)) from error
@@ -127,18 +127,18 @@ def _replace(target: Path, content: Any) -> None:
 
 
 def _new_part(stem: Path) -> BufferedWriter:
-    """Create a temporary file that no other process writes, and lock it until it is closed."""
+    """Create a temporary file with a unique name, and lock it until it is closed."""
     while True:
         file = stem.with_name(f"{stem.name}.{secrets.token_hex(4)}.part").open("xb")
         with suppress(OSError):  # not every file system has locks
             fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file.fileno()).st_nlink:
             return file
-        file.close()  # it was taken for an abandoned one before it was locked
+        file.close()  # another process removed it as abandoned before it was locked
 
 
 def _remove_abandoned(parts: Iterable[Path]) -> None:
-    """Remove temporary files of killed processes: those that no process holds a lock on."""
+    """Remove temporary files of killed processes: those without a lock."""
     for part in parts:
         with suppress(OSError):
             descriptor = os.open(part, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -161,7 +161,7 @@ def _sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not every file system can
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not every file system supports it
             raise
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Where a worker is in its data and its random numbers, and how another run goes on from there."""
+"""Where a worker is in its loops, data and random numbers, and how another run resumes there."""
 
 from __future__ import annotations
 
@@ -9,84 +9,87 @@ from typing import Any, Literal, NamedTuple
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_loco.strategies import lightning_compat
+from lightning_loco.strategies.data import is_distributed, train_loaders
 
-Place = Literal["batch end", "validation end", "next batch", "next epoch", "stopped"]
-"""What was done last: a batch, or its validation too, or all that comes before the next batch, or
-the whole epoch. ``"stopped"`` is the end of a run within an epoch."""
+Phase = Literal["batch end", "validation end", "next batch", "next epoch", "stopped"]
+"""What was done last: a batch, its validation, everything before the next batch, or the whole
+epoch. ``"stopped"`` is the end of a run within an epoch."""
 
 
 class Position(NamedTuple):
-    """What a worker takes up right before its first resumed batch.
+    """The position of a worker right before its first resumed batch.
 
     Attributes:
-        place: Where in the loops it is.
-        random: States of the random number generators; None to leave them as they are.
-        has_validation_data: Whether the loaders of validation had been made.
-        is_dealt: Whether a sampler deals the training data out among the workers.
+        phase: What the loops have done last.
+        random: States of the random number generators; None to leave them unchanged.
+        has_validation_data: Whether the validation loaders had been made.
+        is_distributed: Whether a sampler divides the training data among the workers.
     """
 
-    place: Place
+    phase: Phase
     random: dict[str, Any] | None
     has_validation_data: bool
-    is_dealt: bool = False
+    is_distributed: bool = False
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> Position:
-        """Where the run is now."""
+        """Return the present position of a run."""
         has_validation_data = trainer.val_dataloaders is not None
-        return cls(_place(trainer), random_states(), has_validation_data, deals_out(trainer))
+        return cls(_phase(trainer), random_states(), has_validation_data, is_distributed(trainer))
 
-    def enter(self, loops: dict[str, Any]) -> None:
-        """Set counters that Lightning would take for another place.
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values and tensors for a checkpoint."""
+        return dict(zip(POSITION_KEYS, self, strict=True))
 
-        Left alone, it skips the validation and the end of an epoch whose last batch was saved, and
-        decides by the counters of the next epoch whether to draw the random numbers for them.
+    @classmethod
+    def from_state_dict(cls, saved: dict[str, Any]) -> Position:
+        """Read what :meth:`state_dict` has returned.
+
+        Raises:
+            KeyError: If an entry is missing.
+        """
+        phase, states, has_validation_data = (saved[key] for key in POSITION_KEYS[:3])
+        return cls(phase, states, has_validation_data, saved.get(POSITION_KEYS[3], False))
+
+    def prepare_loops(self, loops: dict[str, Any]) -> None:
+        """Change counters from which Lightning would derive another position.
+
+        Unchanged, Lightning skips the validation and the end of an epoch whose last batch was
+        saved, and decides by the counters of the next epoch whether to draw random numbers for it.
 
         Args:
-            loops: Of a checkpoint, before Lightning reads them.
+            loops: Loops of a checkpoint, before Lightning loads them.
         """
         fit = loops["fit_loop"]
         batches, epochs = fit["epoch_loop.batch_progress"], fit["epoch_progress"]
-        if self.place == "batch end":
+        if self.phase == "batch end":
             for counts in (batches["current"], batches["total"]):
                 counts["completed"] = counts["processed"]
-        elif self.place == "next epoch":
+        elif self.phase == "next epoch":
             batches["is_last_batch"] = False
             batches["current"] = dict.fromkeys(batches["current"], 0)
             for counts in (epochs["current"], epochs["total"]):
                 counts.update(dict.fromkeys(counts, counts["processed"]))
 
     def restore(self, trainer: pl.Trainer) -> None:
-        """Take it up; the loops have been restored by Lightning."""
+        """Restore the position, after Lightning has restored the loops."""
         if self.has_validation_data:
             lightning_compat.load_validation_data(trainer)
         if self.random is not None:
             set_random_states(self.random)
-        if self.place == "next epoch" and trainer.current_epoch > 0:
+        if self.phase == "next epoch" and trainer.current_epoch > 0:
             lightning_compat.start_epoch_data(trainer)
-        if self.place != "stopped":
-            lightning_compat.skip_to(trainer, self.place)
+        if self.phase != "stopped":
+            lightning_compat.resume_loop_at(trainer, self.phase)
 
 
-def train_loaders(trainer: pl.Trainer) -> list[Any]:
-    """The loaders of the training data, as far as they have been made."""
-    loaders = trainer.train_dataloader
-    return [] if loaders is None else list(CombinedLoader(loaders).flattened)
+POSITION_KEYS = ("place", "random", "has_validation_data", "is_dealt")
+"""Keys of a saved position."""
 
 
-def deals_out(trainer: pl.Trainer) -> bool:
-    """Whether samplers deal all training data out among the workers."""
-    loaders = train_loaders(trainer)
-    samplers = [lightning_compat.sampler_of(o) for o in loaders if isinstance(o, DataLoader)]
-    is_dealt = [isinstance(sampler, DistributedSampler) for sampler in samplers]
-    return bool(is_dealt) and len(is_dealt) == len(loaders) and all(is_dealt)
-
-
-def _place(trainer: pl.Trainer) -> Place:
+def _phase(trainer: pl.Trainer) -> Phase:
     loop = trainer.fit_loop
     epochs: Any = loop.epoch_progress.current
     batches: Any = loop.epoch_loop.batch_progress
@@ -103,17 +106,17 @@ def _place(trainer: pl.Trainer) -> Place:
     return "validation end" if batches.is_last_batch else "next batch"
 
 
-class ResumedPlace:
-    """Takes up a position in the data that a worker has saved, perhaps one of other workers.
+class ResumedPosition:
+    """Restores a position, also one that was saved with another number of workers.
 
-    Data that a sampler deals out among the workers have come as far as all of them together: the
-    epoch is dealt out anew, and the batches that were trained on are read and left out. Data that
-    each worker brings by itself go on where it was.
+    If a sampler divides the data among the workers, their common progress counts: the epoch is
+    divided again, and the batches that were trained on are read and skipped. If each worker has
+    data of its own, these continue where they were.
 
     Args:
-        position: Where the worker was; where worker 0 was, if this one is new.
-        before: In what proportion the workers that there were shared the data, one number each.
-        now: In what proportion they share them now.
+        position: Where the worker was; where worker 0 was, if this worker is new.
+        before: In what proportion the former workers shared the data, one number each.
+        now: In what proportion the present workers share them.
         worker: This worker.
     """
 
@@ -126,39 +129,65 @@ class ResumedPlace:
         self._worker = worker
         self._loader_states: list[Any] = []
 
-    def enter(self, loops: dict[str, Any]) -> None:
-        """Prepare the counters of a checkpoint before Lightning reads them."""
+    def prepare_loops(self, loops: dict[str, Any]) -> None:
+        """Prepare the counters of a checkpoint before Lightning loads them."""
         if self._before != self._now:
             self._loader_states = loops["fit_loop"]["state_dict"].pop("combined_loader", [])
-        self._position.enter(loops)
+        self._position.prepare_loops(loops)
 
-    def restore(self, trainer: pl.Trainer, deals: bool = True) -> list[str]:
-        """Take the position up, once Lightning has restored its loops.
+    def restore(self, trainer: pl.Trainer, divides: bool = True) -> list[str]:
+        """Restore the position, after Lightning has restored its loops.
 
         Args:
-            trainer: Whose loops they are.
-            deals: Whether data are to be dealt out anew; members that come and go do so themselves.
+            trainer: Trainer of the loops.
+            divides: Whether to divide the data again; members of an elastic group do it themselves.
 
         Returns:
-            What is begun anew, in words.
+            What does not continue where it was, in words.
         """
         notes = []
-        lightning_compat.go_on_in_data(trainer)
+        lightning_compat.load_loader_states(trainer)
         if (
-            deals
+            divides
             and self._before != self._now
-            and self._position.place not in ("next epoch", "stopped")
+            and self._position.phase not in ("next epoch", "stopped")
         ):
-            # one worker has no sampler that deals out
-            if deals_out(trainer) or (len(self._now) == 1 and self._position.is_dealt):
-                notes = self._deal_out(trainer)
+            # a single worker has no distributed sampler
+            if is_distributed(trainer) or (len(self._now) == 1 and self._position.is_distributed):
+                notes = self._divide_again(trainer)
             else:
                 self._load_states(trainer)
         self._position.restore(trainer)
         return notes
 
+    def _load_states(self, trainer: pl.Trainer) -> None:
+        loaders = [one for one in train_loaders(trainer) if hasattr(one, "load_state_dict")]
+        for loader, state in zip(loaders, self._loader_states, strict=False):
+            loader.load_state_dict(state)
+        if loaders:
+            lightning_compat.start_epoch_data(trainer)
+
+    def _divide_again(self, trainer: pl.Trainer) -> list[str]:
+        lightning_compat.start_epoch_data(trainer)
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        length = int(trainer.num_training_batches)
+        count = length
+        if not progress.is_last_batch:
+            count = min(self._rescaled(progress.current.ready), length - 1)
+            count -= count % trainer.accumulate_grad_batches
+            lightning_compat.skip_batches(trainer, count)
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(progress.current, name, count)
+        return [f"the data of the epoch are divided again, from batch {count} of {length} on"]
+
+    def _rescaled(self, batches: int) -> int:
+        """Return the batches of this worker when all together have read as much as before."""
+        former = self._worker if self._worker < len(self._before) else 0
+        own, all_of_before = self._before[former], sum(self._before)
+        return batches * all_of_before * self._now[self._worker] // (own * sum(self._now))
+
     def other_workers(self, own: str) -> list[str]:
-        """What becomes of workers that are no more, or are new, in words.
+        """Describe what happens to workers that no longer exist, or are new.
 
         Args:
             own: What each worker has of its own, in words.
@@ -174,46 +203,23 @@ class ResumedPlace:
         return []
 
     def numbers(self) -> tuple[str, str]:
-        """How many workers there were and are, in words."""
+        """Describe how many workers there were, and how many there are."""
         counts = len(self._before), len(self._now)
         before, now = ("1 worker" if count == 1 else f"{count} workers" for count in counts)
         return before, now
-
-    def _load_states(self, trainer: pl.Trainer) -> None:
-        loaders = [one for one in train_loaders(trainer) if hasattr(one, "load_state_dict")]
-        for loader, state in zip(loaders, self._loader_states, strict=False):
-            loader.load_state_dict(state)
-        if loaders:
-            lightning_compat.start_epoch_data(trainer)
-
-    def _deal_out(self, trainer: pl.Trainer) -> list[str]:
-        lightning_compat.start_epoch_data(trainer)
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        length = int(trainer.num_training_batches)
-        count = length
-        if not progress.is_last_batch:
-            count = min(self._rescaled(progress.current.ready), length - 1)
-            count -= count % trainer.accumulate_grad_batches
-            lightning_compat.leave_out_batches(trainer, count)
-        for name in ("ready", "started", "processed", "completed"):
-            setattr(progress.current, name, count)
-        return [f"the data of the epoch are dealt out anew, from batch {count} of {length} on"]
-
-    def _rescaled(self, batches: int) -> int:
-        """How many batches each share comes to, if all together have come as far as before."""
-        former = self._worker if self._worker < len(self._before) else 0
-        own, all_of_before = self._before[former], sum(self._before)
-        return batches * all_of_before * self._now[self._worker] // (own * sum(self._now))
 
 
 def _span(first: int, end: int) -> str:
     return f"worker {first}" if end == first + 1 else f"workers {first} to {end - 1}"
 
 
-def random_states() -> dict[str, Any]:
-    """The states of all random number generators, as plain values and tensors.
+# --------------------------------------------------------------- random number generators
 
-    That of CUDA is among them only if this process uses CUDA already.
+
+def random_states() -> dict[str, Any]:
+    """Return the states of all random number generators, as plain values and tensors.
+
+    That of CUDA is included only if this process already uses CUDA.
     """
     version, words, gauss = random.getstate()
     name, keys, *rest = np.random.get_state(legacy=True)
@@ -228,7 +234,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Put all random number generators where :func:`random_states` found them."""
+    """Set all random number generators to what :func:`random_states` has returned."""
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
     torch.set_rng_state(states["torch"])

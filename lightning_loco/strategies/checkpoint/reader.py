@@ -1,183 +1,190 @@
-"""The save that a run goes on from: which one, and what is in it."""
+"""Reading a checkpoint: the main file, the choice among several saves, a worker's side files."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.earlier_run import EarlierRun
 from lightning_loco.schedules.base import proportion
-from lightning_loco.strategies.checkpoint.atomic_io import damage_of, local_path
-from lightning_loco.strategies.checkpoint.manifest import NEW_RUN, content_of, read_entry, steps_of
-from lightning_loco.strategies.checkpoint.other_checkpoint import other_one_named
-from lightning_loco.strategies.checkpoint.position import Position
-from lightning_loco.strategies.checkpoint.side_files import SideFiles
-from lightning_loco.strategies.driven import Engine
+from lightning_loco.strategies.checkpoint.atomic_io import damage_of, is_archive, local_path
+from lightning_loco.strategies.checkpoint.position import POSITION_KEYS, Position
+from lightning_loco.strategies.checkpoint.side_files import (
+    KEY,
+    NEW_RUN,
+    Manifest,
+    SideFiles,
+    errors_naming,
+    steps_of,
+)
+
+if TYPE_CHECKING:
+    from lightning_loco.strategies.base import Engine
 
 _REQUEUED = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
-_PLACE = "the choice of a checkpoint"
-_NEEDED = (("engine", ()), ("lightning", ("loops",)), ("position", Position._fields))
-_PLAIN = ""
-"""In place of a stamp: a main file without side files."""
+_LABEL = "the choice of a checkpoint"
+_REQUIRED = (("engine", ()), ("lightning", ("loops",)), ("position", POSITION_KEYS))
+_NO_STAMP = ""
+"""Instead of a stamp: a main file without side files."""
 
-Found = dict[str, list[int]]
-"""The saves on a worker's disk, and whose side files of each are there."""
+# ----------------------------------------------------------------------- the main file
 
 
-class SavedRun:
-    """A main file's entry and the side files that it names.
+def newest_requeued(path: str | Path) -> str | Path:
+    """Return the checkpoint to resume from, if a requeue of SLURM was killed while it saved.
 
-    A worker that did not exist then reads those of worker 0, and so does one whose own are lost.
+    Lightning takes the highest number in its folder, even that of side files without a main file.
 
     Args:
-        entry: Of the main file.
-        files: Beside it.
-        path: The main file.
-        worker: Who reads.
-        weights_only: As the main file was read: False if any object may be in the files.
-        readers: For each side file, who can read it; None if all can read all.
+        path: The checkpoint that Lightning has chosen.
 
-    Attributes:
-        name: The file that the worker goes on from.
-        is_new: Whether the worker has none of its own.
-        num_workers: How many workers wrote it.
-        algorithm: With what.
-        own: What the worker goes on from.
+    Returns:
+        The newest complete checkpoint of a requeue in the same folder, if ``path`` is the name of
+        one that does not exist; in all other cases ``path``.
+    """
+    local = local_path(path)
+    if local is None or local.exists() or not _REQUEUED.fullmatch(local.name):
+        return path
+    found = [file for file in local.parent.iterdir() if _REQUEUED.fullmatch(file.name)]
+    if not found:
+        return path
+    last = max(found, key=lambda file: int(file.stem.rpartition("_")[2]))
+    rank_zero_info(f"{path} was not completed. Going on from {last}.")
+    return last
+
+
+def read_main(read: Callable[[], dict[str, Any]], path: str | Path) -> dict[str, Any]:
+    """Read a main file, and refuse one that is damaged.
+
+    Args:
+        read: Reads the file, as Lightning does.
+        path: Path of the file.
 
     Raises:
-        ValueError: If a file is missing, damaged or another's, or something is missing in it.
+        ValueError: With the name of the file and what is wrong with it.
     """
+    try:
+        loaded = read()
+    except Exception as error:  # damaged files raise errors of many types
+        if isinstance(error, FileNotFoundError) or getattr(error, "filename", None) is not None:
+            raise
+        local = local_path(path)
+        is_local = local is not None and local.is_file()
+        if (found := damage_of(path)) is None and (is_archive(path) or not is_local):
+            raise
+        raise ValueError(f"The checkpoint {path} cannot be read: {found or error}.") from error
+    if (found := damage_of(path)) is not None:
+        raise ValueError(f"The checkpoint {path} is damaged: {found}.")
+    return loaded
 
-    def __init__(
-        self,
-        entry: Any,
-        files: SideFiles,
-        path: str | Path,
-        worker: int,
-        weights_only: bool | None = None,
-        readers: dict[int, int] | None = None,
-    ) -> None:
-        self._entry = read_entry(entry, path)
-        self._files = files
-        self._weights_only = weights_only
-        self._readers = readers
-        self.num_workers = self._entry.num_workers
-        self.algorithm = self._entry.algorithm
-        self.is_new = worker >= self.num_workers or worker in self._lost
-        number = 0 if self.is_new else worker
-        self.name = files.name_of(self._entry.stamp, number)
-        self.own = self._read(number)
-        if readers is None:
-            files.find(self._entry.stamp, self.num_workers - 1)
 
-    def position(self) -> Position:
-        """Where the worker goes on; a new one with its own random numbers."""
-        found = Position(**self.own["position"])
-        return found._replace(random=None) if self.is_new else found
+@contextmanager
+def other_one_named(
+    io: CheckpointIO, path: str | Path, worker: int | None = None
+) -> Iterator[None]:
+    """A context that adds to a ValueError which other checkpoint in the folder can be used.
 
-    def shares(self) -> list[int]:
-        """In what proportion its workers shared the data, one number each."""
-        every = self._entry.settings.get("sync_every")
-        return proportion(every) if isinstance(every, list) else [1] * self.num_workers
+    Args:
+        io: Reads files.
+        path: The main file that is refused.
+        worker: Worker whose side file must exist; None for those of all workers.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{error} {_other_one(io, path, worker)}".rstrip()) from error
 
-    def equals(self, engine: Engine) -> bool:
-        """Whether the present run has the same settings and number of workers."""
-        return (
-            self.num_workers == engine.worker.group.num_workers
-            and not self._lost
-            and self.algorithm == type(engine.settings.algorithm).__name__
-            and self._entry.settings == engine.settings.describe()
-        )
 
-    def saved(self) -> EarlierRun:
-        """What engines with other settings, or of another number of workers, go on from."""
-        state, entry = self.own["engine"], self._entry
-        if self.is_new:
-            state = {**state, "statistics": {**state["statistics"], "bytes_sent": 0, "wait_s": 0.0}}
-        return EarlierRun(
-            state,
-            self.algorithm,
-            entry.settings,
-            self.num_workers,
-            entry.consensus_key,
-            entry.has_shared,
-            read=lambda worker: self._read(worker)["engine"],
-            readers=self._readers,
-        )
+def _other_one(io: CheckpointIO, path: str | Path, worker: int | None) -> str:
+    local = local_path(path)
+    if local is None:
+        return ""
+    own = os.path.realpath(local)
+    others: list[tuple[float, Path]] = []
+    for file in local.parent.glob("*.ckpt"):
+        with suppress(OSError):  # deleted meanwhile
+            if file.is_file() and os.path.realpath(file) != own:
+                others.append((file.stat().st_mtime, file))
+    for _, file in sorted(others, reverse=True):
+        if _is_intact(io, file, worker):
+            return f"Go on from {file}, the newest other checkpoint in its folder that is intact."
+    return f"No other checkpoint in {local.parent} is intact."
 
-    @property
-    def _lost(self) -> list[int]:
-        readers = self._readers
-        return [] if readers is None else [n for n in range(self.num_workers) if n not in readers]
 
-    def lost(self) -> list[str]:
-        """What is missing, in words."""
-        names = ", ".join(map(str, self._lost))
-        return [f"what worker {names} had, which is on no disk, is left out"] if names else []
+def _is_intact(io: CheckpointIO, path: Path, worker: int | None) -> bool:
+    """Return whether a run can resume from a file; of side files only the ends are checked."""
+    try:
+        if damage_of(path) is not None:
+            return False
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if KEY in content:
+            manifest, files = Manifest.from_state_dict(content[KEY], path), SideFiles(io, path)
+            writers = range(manifest.num_workers) if worker is None else [worker]
+            for writer in [*writers, None] if manifest.has_shared else writers:
+                if damage_of(files.find(manifest.stamp, writer), reads_all=False) is not None:
+                    return False
+        return "loops" in content and "optimizer_states" in content
+    except Exception:  # damaged files raise errors of many types
+        return False
 
-    def _read(self, worker: int) -> dict[str, Any]:
-        entry = self._entry
-        own, shared = self._files.load(entry.stamp, worker, entry.has_shared, self._weights_only)
-        file = self._files.name_of(entry.stamp, worker)
-        with content_of(file):
-            for key, entries in _NEEDED:
-                for name in ("", *entries):
-                    if key not in own or (name and name not in own[key]):
-                        raise ValueError(f"{file} has no {name or key!r}. {NEW_RUN}")
-            own["engine"].update(shared)
-        return own
+
+# --------------------------------------------- the choice of a save on disks of their own
+
+Found = dict[str, list[int]]
+"""The stamps of saves on a worker's disk, with the workers whose side files are there."""
 
 
 class ChosenSave(NamedTuple):
-    """What all workers go on from.
+    """The save that all workers resume from.
 
     Attributes:
         path: The main file on this worker's disk.
-        seen: For each worker, whose side files are on its disk.
+        seen: For each worker, the workers whose side files are on its disk.
     """
 
     path: str
     seen: list[list[int]]
 
     def readers(self) -> dict[int, int]:
-        """For each worker's side file, who reads it where one is to do so for all."""
+        """For each worker's side file, return the worker that reads it for all others."""
         first = {n: at for at, seen in reversed([*enumerate(self.seen)]) for n in seen}
         own = {worker: worker for worker, seen in enumerate(self.seen) if worker in seen}
         return first | own
 
 
 def path_on_own_disk(path: str | Path) -> str:
-    """The absolute path of a file on this machine.
+    """Return the absolute path of a file on this machine.
 
     Raises:
-        ValueError: If it is an address elsewhere.
+        ValueError: If it is the address of a remote file.
     """
     local = local_path(path)
     if local is None:
         raise ValueError(
             f"checkpoint_folder='private' keeps checkpoints on each worker's own disk, and {path} "
-            "is somewhere else. Use checkpoint_folder='shared' for it."
+            "is not on a disk. Use checkpoint_folder='shared' for it."
         )
     return str(local)
 
 
 def choose_save(group: WorkerGroup, io: CheckpointIO, path: str | Path | None) -> ChosenSave | None:
-    """Agree on the newest save that all workers have, and complete it where it was interrupted.
+    """Agree on the newest save that all workers have, and commit it if that was interrupted.
 
     All workers must call it.
 
     Args:
         group: The workers.
-        io: How files are read.
-        path: The main file that this worker would go on from; None if it has found none.
+        io: Reads files.
+        path: The main file that this worker would resume from; None if it has found none.
 
     Returns:
         None if no worker has found a file.
@@ -186,7 +193,7 @@ def choose_save(group: WorkerGroup, io: CheckpointIO, path: str | Path | None) -
         ValueError: On every worker, if they have none in common, with a list of what they have.
     """
     own = None if path is None else os.path.realpath(path_on_own_disk(path))
-    named = [one for one in group.gather_objects(own, _PLACE) if one is not None]
+    named = [one for one in group.gather_objects(own, _LABEL) if one is not None]
     if not named:
         return None
     where: dict[str, SideFiles] = {}
@@ -197,27 +204,30 @@ def choose_save(group: WorkerGroup, io: CheckpointIO, path: str | Path | None) -
         stamps = files.saves()
         if not stamps and os.path.exists(name):
             if (damage := damage_of(name)) is None:
-                stamps = {_PLAIN}
+                stamps = {_NO_STAMP}
             else:
                 damaged.append(f"Worker {group.worker}'s {name} is damaged: {damage}.")
         for stamp in stamps:
             if stamp not in found:
                 where[stamp], found[stamp] = files, files.workers_of(stamp) if stamp else []
-    everyone: list[Found] = group.gather_objects(found, _PLACE)
+    everyone: list[Found] = group.gather_objects(found, _LABEL)
     common = [stamp for stamp in found if all(stamp in theirs for theirs in everyone)]
-    ranks = {stamp: _rank(stamp, everyone) for stamp in common}
-    stamp = max(common, key=lambda one: (ranks[one], steps_of(one), one), default=_PLAIN)
-    if not ranks.get(stamp):
-        words = [_words(everyone, named[0]), *sum(group.gather_objects(damaged, _PLACE), [])]
+    grades = {stamp: _grade(stamp, everyone) for stamp in common}
+    stamp = max(common, key=lambda one: (grades[one], steps_of(one), one), default=_NO_STAMP)
+    if not grades.get(stamp):
+        lines = [
+            _nothing_in_common(everyone, named[0]),
+            *sum(group.gather_objects(damaged, _LABEL), []),
+        ]
         with other_one_named(io, own or named[0], group.worker) if damaged else nullcontext():
-            raise ValueError(" ".join(words))
-    with group.errors_shared(_PLACE):
-        where[stamp].put_main(stamp)
+            raise ValueError(" ".join(lines))
+    with group.errors_shared(_LABEL):
+        where[stamp].commit_main(stamp)
     return ChosenSave(where[stamp].path, [one[stamp] for one in everyone])
 
 
 def _candidates(own: str | None, named: Sequence[str]) -> list[str]:
-    """The files to look at: of others only the names count, if this worker has a folder."""
+    """Return the files to check: in this worker's folder, if it has one, under all names."""
     if own is None:
         return list(dict.fromkeys(named))
     folder = os.path.dirname(own)
@@ -225,13 +235,14 @@ def _candidates(own: str | None, named: Sequence[str]) -> list[str]:
     return list(dict.fromkeys([own, *others]))
 
 
-def _rank(stamp: str, everyone: Sequence[Found]) -> int:
-    """How good a save is that all have: 3 if each worker has its own side file.
+def _grade(stamp: str, everyone: Sequence[Found]) -> int:
+    """Grade a save that all workers have.
 
-    It is 2 if some have that of worker 0 only, because nobody has one of theirs; 1 if there are no
-    side files at all; and 0 if a worker can do nothing with it.
+    Returns:
+        3 if each worker has its own side file; 2 if some have only that of worker 0, because
+        nobody has theirs; 1 if there are no side files at all; 0 if a worker cannot use it.
     """
-    if stamp == _PLAIN:
+    if stamp == _NO_STAMP:
         return 1
     seen = [found[stamp] for found in everyone]
     if all(worker in numbers for worker, numbers in enumerate(seen)):
@@ -241,7 +252,7 @@ def _rank(stamp: str, everyone: Sequence[Found]) -> int:
     return 2 * all(number in numbers for number, numbers in zip(mine, seen, strict=True))
 
 
-def _words(everyone: Sequence[Found], path: str) -> str:
+def _nothing_in_common(everyone: Sequence[Found], path: str) -> str:
     parts = [
         f"worker {worker} has {_listed(found) or 'none'}" for worker, found in enumerate(everyone)
     ]
@@ -261,24 +272,109 @@ def _listed(found: Found) -> str:
     )
 
 
-def complete_one(path: str | Path) -> str | Path:
-    """The checkpoint to resume from, after a requeue of SLURM that may have been killed.
+# ------------------------------------------------------------------- a worker's own state
 
-    Lightning takes the highest number in its folder, be it that of side files without a main file.
+
+class SavedRun:
+    """The run that wrote a checkpoint, and the state that this worker resumes from.
+
+    A worker that did not exist in that run reads the state of worker 0, and so does one whose own
+    side file is missing.
 
     Args:
-        path: What is to be loaded.
+        entry: Manifest in the main file.
+        files: The side files.
+        path: The main file.
+        worker: This worker.
+        weights_only: As the main file was read: False if any object may be in the files.
+        readers: For each side file, the worker that can read it; None if all can read all.
 
-    Returns:
-        The newest complete checkpoint of a requeue in the same folder, if ``path`` is one that is
-        not there; in all other cases ``path``.
+    Attributes:
+        name: The side file that the worker resumes from.
+        is_new: Whether the worker has no side file of its own.
+        num_workers: Number of workers that wrote it.
+        algorithm: Name of the algorithm's class.
+        own: The state that the worker resumes from.
+
+    Raises:
+        ValueError: If a file is missing, is damaged, belongs to another save, or is incomplete.
     """
-    local = local_path(path)
-    if local is None or local.exists() or not _REQUEUED.fullmatch(local.name):
-        return path
-    found = [file for file in local.parent.iterdir() if _REQUEUED.fullmatch(file.name)]
-    if not found:
-        return path
-    last = max(found, key=lambda file: int(file.stem.rpartition("_")[2]))
-    rank_zero_info(f"{path} was not completed. Going on from {last}.")
-    return last
+
+    def __init__(
+        self,
+        entry: Any,
+        files: SideFiles,
+        path: str | Path,
+        worker: int,
+        weights_only: bool | None = None,
+        readers: dict[int, int] | None = None,
+    ) -> None:
+        self._manifest = Manifest.from_state_dict(entry, path)
+        self._files = files
+        self._weights_only = weights_only
+        self._readers = readers
+        self.num_workers = self._manifest.num_workers
+        self.algorithm = self._manifest.algorithm
+        self.is_new = worker >= self.num_workers or worker in self._missing
+        number = 0 if self.is_new else worker
+        self.name = files.path_of(self._manifest.stamp, number)
+        self.own = self._read(number)
+        if readers is None:
+            files.find(self._manifest.stamp, self.num_workers - 1)
+
+    def _read(self, worker: int) -> dict[str, Any]:
+        stamp, has_shared = self._manifest.stamp, self._manifest.has_shared
+        own, shared = self._files.load(stamp, worker, has_shared, self._weights_only)
+        file = self._files.path_of(stamp, worker)
+        with errors_naming(file):
+            for key, entries in _REQUIRED:
+                for name in ("", *entries):
+                    if key not in own or (name and name not in own[key]):
+                        raise ValueError(f"{file} has no {name or key!r}. {NEW_RUN}")
+            own["engine"].update(shared)
+        return own
+
+    def position(self) -> Position:
+        """Return where the worker resumes; a new worker keeps its own random states."""
+        found = Position.from_state_dict(self.own["position"])
+        return found._replace(random=None) if self.is_new else found
+
+    def shares(self) -> list[int]:
+        """Return in what proportion its workers shared the data, one number each."""
+        every = self._manifest.settings.get("sync_every")
+        return proportion(every) if isinstance(every, list) else [1] * self.num_workers
+
+    def equals(self, engine: Engine) -> bool:
+        """Return whether the present run has the same settings and number of workers."""
+        return (
+            self.num_workers == engine.worker.group.num_workers
+            and not self._missing
+            and self.algorithm == type(engine.settings.algorithm).__name__
+            and self._manifest.settings == engine.settings.describe()
+        )
+
+    def earlier_run(self) -> EarlierRun:
+        """Return what an engine with other settings or another number of workers resumes from."""
+        state, manifest = self.own["engine"], self._manifest
+        if self.is_new:
+            state = {**state, "statistics": {**state["statistics"], "bytes_sent": 0, "wait_s": 0.0}}
+        return EarlierRun(
+            state,
+            self.algorithm,
+            manifest.settings,
+            self.num_workers,
+            manifest.consensus_key,
+            manifest.has_shared,
+            read=lambda worker: self._read(worker)["engine"],
+            readers=self._readers,
+        )
+
+    def missing(self) -> list[str]:
+        """Describe which side files are missing."""
+        names = ", ".join(map(str, self._missing))
+        return [f"the state of worker {names}, which is on no disk, is dropped"] if names else []
+
+    @property
+    def _missing(self) -> list[int]:
+        readers = self._readers
+        return [] if readers is None else [n for n in range(self.num_workers) if n not in readers]

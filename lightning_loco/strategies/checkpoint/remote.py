@@ -11,10 +11,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_loco.parameter_server import RemoteOptimizer
-from lightning_loco.strategies.checkpoint.manifest import content_of, new_stamp
-from lightning_loco.strategies.checkpoint.other_checkpoint import other_one_named, read_main
-from lightning_loco.strategies.checkpoint.position import Position, ResumedPlace
-from lightning_loco.strategies.checkpoint.side_files import SideFiles
+from lightning_loco.strategies.checkpoint.position import Position, ResumedPosition
+from lightning_loco.strategies.checkpoint.reader import other_one_named, read_main
+from lightning_loco.strategies.checkpoint.side_files import SideFiles, errors_naming, new_stamp
 from lightning_loco.strategies.checkpoint.writer import Save, save_where_stopped
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ class RemoteCheckpoints:
 
     def __init__(self, strategy: RemoteOptimizerStrategy) -> None:
         self._strategy = strategy
-        self._resumed: ResumedPlace | None = None
+        self._resumed: ResumedPosition | None = None
         self._saved_on_stop: int | None = None
         self._final_state: dict[str, Any] = {}
 
@@ -101,7 +100,7 @@ class RemoteCheckpoints:
             self._saved_on_stop = checkpoint["global_step"] if strategy.remote.stop_agreed else None
             strategy.sync_point("checkpoint")
             position = Position.of(strategy.lightning_module.trainer)
-            own = {"loops": checkpoint["loops"], "position": position._asdict()}
+            own = {"loops": checkpoint["loops"], "position": position.state_dict()}
             with strategy.waiting_in("a checkpoint"):
                 checkpoint[_KEY] = strategy.present_workers().gather_states(own, "a checkpoint")
         io = strategy.checkpoint_io
@@ -113,19 +112,19 @@ class RemoteCheckpoints:
             write(path)
 
     def _write_and_meet(self, save: Save) -> None:
-        """Put the file into its place after all have met once more, as ``save_together`` does."""
+        """Put the file into its place after all have met once more, as ``Save`` does."""
         files, is_first = save.files, self._strategy.is_global_zero
         before: list[str] = []
         try:
             if is_first:
                 before = files.stamps()
-                save.write_common(files.can_wait)
+                save.write_shared(files.can_stage)
             self._strategy.sync_point("checkpoint")
             if is_first:
-                save.complete(files.can_wait, before, [])
+                save.commit(files.can_stage, before, [])
         except BaseException:
             if is_first:
-                files.drop(save.stamp)
+                files.discard(save.stamp)
             raise
 
     def load(
@@ -156,21 +155,21 @@ class RemoteCheckpoints:
                 self._resumed = self._entered(loaded, path) if _KEY in loaded else None
         return loaded
 
-    def _entered(self, loaded: dict[str, Any], path: str | Path) -> ResumedPlace:
+    def _entered(self, loaded: dict[str, Any], path: str | Path) -> ResumedPosition:
         positions, worker = loaded[_KEY], self._strategy.global_rank
-        with content_of(path):
+        with errors_naming(path):
             is_new = worker >= len(positions)
             own = positions[0 if is_new else worker]
             try:
-                loaded["loops"], position = own["loops"], Position(**own["position"])
+                loaded["loops"], position = own["loops"], Position.from_state_dict(own["position"])
             except (KeyError, TypeError) as missing:
                 text = f"{path} does not say where its workers were: {missing}."
                 raise ValueError(text) from missing
             if is_new:
                 position = position._replace(random=None)
             shares = [1] * len(positions), [1] * self._strategy.world_size
-            place = ResumedPlace(position, *shares, worker)
-            place.enter(loaded["loops"])
+            place = ResumedPosition(position, *shares, worker)
+            place.prepare_loops(loaded["loops"])
         return place
 
     def remove(self, path: str | Path) -> None:

@@ -1,23 +1,29 @@
-"""What lies beside a checkpoint: one file per worker and one for what all workers share.
+"""The files of one checkpoint: a main file, and a folder with one file per worker beside it.
 
 ``model.ckpt`` is an ordinary Lightning checkpoint. ``model.ckpt.loco/<stamp>/`` holds
-``worker_00000.pt`` and so on, and ``shared.pt``. The main file names its stamp. The next one is
-written last, waits in ``<stamp>/main.ckpt`` until all workers agree that the save is complete, and
-is renamed. Only when it has been read back, the saves are deleted that were there when this one
-began. So an interrupted save never spoils the checkpoint that was there before, and a worker that
-wakes late never one that came after: its main file does not wait any more.
+``worker_00000.pt`` and so on, and ``shared.pt`` with what all workers share. The main file has a
+:class:`Manifest` that names the stamp, a name that no two saves share.
+
+A new main file is written last, to ``<stamp>/main.ckpt``. It stays there until all workers agree
+that the save is complete, and is then renamed. Only after it has been read back, the saves that
+existed when this one started are deleted. So an interrupted save never damages the checkpoint
+before it; and a worker that was suspended never replaces a later one, because the file that it
+would rename has been deleted.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import secrets
+import zipfile
 import zlib
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import fsspec
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
@@ -32,22 +38,175 @@ from lightning_loco.strategies.checkpoint.atomic_io import (
     local_path,
     move_file,
 )
-from lightning_loco.strategies.checkpoint.manifest import NEW_RUN, is_stamp, stamps_in, steps_of
 
+if TYPE_CHECKING:
+    from lightning_loco.strategies.base import Engine
+
+KEY = "lightning_loco"
+"""Key of the manifest in the main file."""
+
+NEW_RUN = (
+    "To start a new run from its weights alone, use "
+    "YourModule.load_from_checkpoint(path) and fit without ckpt_path."
+)
+"""What a user can do if side files cannot be used."""
+
+MAX_WORKERS = 99_999
+"""Worker numbers have five digits in the names of side files."""
+
+_FORMAT = 4
+_STAMP = re.compile(rb"step\d+-[0-9a-f]{8}")
 _MAIN, _FILE = "main.ckpt", re.compile(r"worker_(\d{5})\.pt")
-_SEAL = "seal"
+_HEADER = "seal"
 _PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
+
+# ------------------------------------------------------------- stamps and the manifest
+
+
+def new_stamp(steps: int) -> str:
+    """Return a name for one save that no other save has.
+
+    Args:
+        steps: Local steps made so far.
+    """
+    return f"step{steps}-{secrets.token_hex(4)}"
+
+
+def is_stamp(value: Any) -> bool:
+    """Return whether this is a name of :func:`new_stamp`, and so not a path to elsewhere."""
+    return isinstance(value, str) and _STAMP.fullmatch(value.encode()) is not None
+
+
+def steps_of(stamp: str) -> int:
+    """Return the local steps in a stamp; 0 if it is not one."""
+    return int(stamp[4:].partition("-")[0]) if is_stamp(stamp) else 0
+
+
+def stamps_in(path: str, io: CheckpointIO) -> set[str]:
+    """Return the stamps in a main file; empty if there is no file that can be read.
+
+    Only the part of the file without tensors is read, if it is written as ``torch.save`` does.
+
+    Args:
+        path: The main file.
+        io: Reads a file of another kind.
+    """
+    with suppress(OSError, zipfile.BadZipFile), fsspec.open(path, "rb") as file:
+        archive = zipfile.ZipFile(file)
+        names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        return {found.decode() for name in names for found in _STAMP.findall(archive.read(name))}
+    with suppress(Exception):  # a user's CheckpointIO may raise anything
+        return {io.load_checkpoint(path)[KEY]["stamp"]}
+    return set()
+
+
+class Manifest(NamedTuple):
+    """The entry of a main file that names its side files, and describes the run that wrote them.
+
+    Attributes:
+        stamp: Name of the save.
+        num_workers: Number of workers that wrote it.
+        algorithm: Name of the algorithm's class.
+        settings: Settings of that run, as plain values.
+        has_shared: Whether there is a file of what all workers share.
+        consensus_key: The entry of the algorithm's state that is the consensus, or None.
+    """
+
+    stamp: str
+    num_workers: int
+    algorithm: str
+    settings: dict[str, Any]
+    has_shared: bool
+    consensus_key: str | None
+
+    @classmethod
+    def of(cls, engine: Engine, stamp: str) -> Manifest:
+        """Describe a save of the present run."""
+        algorithm = engine.settings.algorithm
+        return cls(
+            stamp,
+            engine.worker.group.num_workers,
+            type(algorithm).__name__,
+            engine.settings.describe(),
+            algorithm.replicated,
+            engine.settings.consensus_key,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the entry for the main file: plain values only."""
+        return {"format": _FORMAT, **self._asdict()}
+
+    @classmethod
+    def from_state_dict(cls, entry: Any, path: str | Path) -> Manifest:
+        """Read the entry of a main file.
+
+        Raises:
+            ValueError: With the name of the file, if it has another format or impossible values.
+        """
+        for name in ("format", *cls._fields):
+            if not isinstance(entry, dict) or name not in entry:
+                raise ValueError(f"The entry {KEY!r} of {path} has no {name!r}. {NEW_RUN}")
+            if name == "format" and entry["format"] != _FORMAT:
+                raise ValueError(
+                    f"The side files of {path} have format {entry['format']}, and this version of "
+                    f"lightning_loco reads format {_FORMAT} only. {NEW_RUN}"
+                )
+        found = cls(*(entry[name] for name in cls._fields))
+        if not is_stamp(found.stamp):
+            raise ValueError(
+                f"The checkpoint {path} names its side files {found.stamp!r}, which is not a name "
+                f"that lightning_loco gives. {NEW_RUN}"
+            )
+        number = found.num_workers
+        if not isinstance(number, int) or not 1 <= number <= MAX_WORKERS:
+            raise ValueError(
+                f"The checkpoint {path} says that {number!r} workers wrote it. {NEW_RUN}"
+            )
+        for name, kinds in _KINDS.items():
+            if not isinstance(value := getattr(found, name), kinds):
+                raise ValueError(
+                    f"The checkpoint {path} says {name}={value!r}, which lightning_loco does not "
+                    f"write. {NEW_RUN}"
+                )
+        return found
+
+
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "algorithm": str,
+    "settings": dict,
+    "has_shared": bool,
+    "consensus_key": (str, type(None)),
+}
+
+
+@contextmanager
+def errors_naming(file: str | Path) -> Iterator[None]:
+    """A context in which errors that impossible content causes become one that names the file.
+
+    Raises:
+        ValueError: In place of the original error.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{file} holds what lightning_loco does not write ({type(error).__name__}: {error}). "
+            f"{NEW_RUN}"
+        ) from error
+
+
+# ------------------------------------------------------------------- the side folder
 
 
 class SideFiles:
     """The side files of one checkpoint.
 
     Args:
-        io: How files are written and read.
-        path: The main file.
+        io: Writes and reads files.
+        path: Path of the main file.
 
     Attributes:
-        path: The same.
+        path: Path of the main file.
     """
 
     def __init__(self, io: CheckpointIO, path: str | Path) -> None:
@@ -59,15 +218,15 @@ class SideFiles:
         """Write a file of a save.
 
         Args:
-            stamp: The name of this save.
-            worker: Whose it is; None for what all workers share.
+            stamp: Name of this save.
+            worker: Worker of the file; None for what all workers share.
             content: Plain values and tensors.
 
         Raises:
             OSError: If the file cannot be written.
         """
-        path = f"{self._folder}/{stamp}/{_file_of(worker)}"
-        self._io.save_checkpoint(seal(content, stamp, worker), path)
+        path = f"{self._folder}/{stamp}/{_name_of(worker)}"
+        self._io.save_checkpoint(with_header(content, stamp, worker), path)
 
     def load(
         self, stamp: str, worker: int, has_shared: bool, weights_only: bool | None = None
@@ -75,88 +234,110 @@ class SideFiles:
         """Read what one worker needs.
 
         Args:
-            stamp: The name of the save, from the main file.
-            worker: Who reads.
-            has_shared: Whether there is something that all workers share.
+            stamp: Name of the save, from the main file.
+            worker: Worker whose file to read.
+            has_shared: Whether there is a file of what all workers share.
             weights_only: False to unpickle any object, as for the main file.
 
         Returns:
-            The worker's own part, and the shared one: empty if there is none.
+            The worker's own state, and the shared one: empty if there is none.
 
         Raises:
-            ValueError: Naming the first file that is not there, is damaged, or is another worker's
-                or of another save.
+            ValueError: With the name of the first file that does not exist, is damaged, or belongs
+                to another worker or another save.
         """
         own = self._read(stamp, worker, weights_only)
         return own, self._read(stamp, None, weights_only) if has_shared else {}
 
-    def name_of(self, stamp: str, worker: int | None) -> str:
-        """Where to read the part of a worker; with None, what all workers share.
-
-        The main file may be a link: the side files are beside the file that it leads to.
-        """
-        path = self.path if local_path(self.path) is None else os.path.realpath(self.path)
-        return f"{path}.loco/{stamp}/{_file_of(worker)}"
+    def _read(self, stamp: str, worker: int | None, weights_only: bool | None) -> dict[str, Any]:
+        path = self.find(stamp, worker)
+        try:
+            saved = lightning_compat.load_checkpoint(self._io, path, weights_only is not False)
+        except Exception as error:  # damaged files raise errors of many types
+            if isinstance(error, OSError) and error.filename is not None:
+                raise
+            text = damage_of(path) or error
+            raise ValueError(f"{path} is damaged and cannot be read: {text}. {NEW_RUN}") from error
+        try:
+            return without_header(saved, stamp, worker)
+        except ValueError as error:
+            raise ValueError(f"{path} {error}. {NEW_RUN}") from error
 
     def find(self, stamp: str, worker: int | None) -> str:
-        """As :meth:`name_of`, for a file that is to be read.
+        """Return the path of an existing side file, see :meth:`path_of`.
 
         Raises:
             ValueError: If it does not exist.
         """
-        name = self.name_of(stamp, worker)
-        if not get_filesystem(name).exists(name):
+        path = self.path_of(stamp, worker)
+        if not get_filesystem(path).exists(path):
             raise ValueError(
-                f"The checkpoint {self.path} needs {name}, which does not exist. "
-                f"Keep the folder {Path(name).parents[1].name} beside the checkpoint, on a file "
+                f"The checkpoint {self.path} needs {path}, which does not exist. "
+                f"Keep the folder {Path(path).parents[1].name} beside the checkpoint, on a file "
                 f"system that all machines share. {NEW_RUN}"
             )
-        return name
+        return path
 
-    # ------------------------------------------------------------- main files that wait
+    def path_of(self, stamp: str, worker: int | None) -> str:
+        """Return the path from which to read the file of a worker, or of all workers (None).
+
+        The main file may be a link: the side files are beside the file that it points to.
+        """
+        path = self.path if local_path(self.path) is None else os.path.realpath(self.path)
+        return f"{path}.loco/{stamp}/{_name_of(worker)}"
+
+    # -------------------------------------------------------------- the main file
 
     @property
-    def can_wait(self) -> bool:
-        """Whether a main file can be written to another place and be moved from there."""
+    def can_stage(self) -> bool:
+        """Whether the main file can be written to a temporary path and renamed."""
         return isinstance(self._io, WholeFileIO) and local_path(self.path) is not None
 
-    def waiting_main(self, stamp: str) -> str:
-        """Where the main file of a save waits until the save is complete."""
+    def staged_main(self, stamp: str) -> str:
+        """Return the path of the main file until the save is complete."""
         return f"{self._folder}/{stamp}/{_MAIN}"
 
-    def put_main(self, stamp: str) -> bool:
-        """Put the waiting main file of a save into its place; returns whether there was one."""
+    def commit_main(self, stamp: str) -> bool:
+        """Rename the staged main file of a save; return whether there was one."""
         reach("before the main file is in its place")
         try:
-            move_file(Path(self.waiting_main(stamp)), Path(self.path))
+            move_file(Path(self.staged_main(stamp)), Path(self.path))
         except FileNotFoundError:
             return False
         return True
 
+    # ----------------------------------------------------------- which saves exist
+
+    def stamps(self) -> list[str]:
+        """Return the stamps of all saves in the folder, complete or not."""
+        files = get_filesystem(self._folder)
+        entries = files.ls(self._folder, detail=False) if files.exists(self._folder) else []
+        return list(filter(is_stamp, (Path(entry).name for entry in entries)))
+
+    def saves(self) -> set[str]:
+        """Return the stamps of saves on this disk whose main file exists, staged or renamed."""
+        staged = {s for s in self.stamps() if os.path.exists(self.staged_main(s))}
+        return staged | stamps_in(self.path, self._io)
+
     def workers_of(self, stamp: str) -> list[int]:
-        """Whose files of a save are on this disk."""
+        """Return the workers whose files of a save are on this disk."""
         files = get_filesystem(self._folder)
         folder = f"{self._folder}/{stamp}"
         entries = files.ls(folder, detail=False) if files.exists(folder) else []
         found = [_FILE.fullmatch(Path(entry).name) for entry in entries]
         return sorted(int(match[1]) for match in found if match)
 
-    def saves(self) -> set[str]:
-        """The saves on this disk that have a main file, be it in its place or waiting."""
-        waiting = {s for s in self.stamps() if os.path.exists(self.waiting_main(s))}
-        return waiting | stamps_in(self.path, self._io)
+    # ------------------------------------------------------------------- deletion
 
-    # -------------------------------------------------------------------- the end of a save
+    def delete_older(self, stamp: str, before: list[str], is_named: bool = True) -> None:
+        """Delete older saves, unless the main file needs them.
 
-    def settle(self, stamp: str, before: list[str], is_named: bool = True) -> None:
-        """Delete the saves of before, unless the main file needs them.
-
-        What waits there goes first: from then on no process that wakes late can replace the main
-        file, which is read only after that.
+        Their staged main files are deleted first: then no process that was suspended can replace
+        the main file any more, which is read only after that.
 
         Args:
             stamp: The save that is complete now.
-            before: What :meth:`stamps` has returned when that save began.
+            before: What :meth:`stamps` has returned when that save started.
             is_named: Whether its main file names it; if not, it is deleted too.
 
         Raises:
@@ -165,13 +346,13 @@ class SideFiles:
         reach("before the last checkpoint is deleted")
         before = [found for found in before if found != stamp]
         for found in before:
-            if (waiting := local_path(self.waiting_main(found))) is not None:
-                waiting.unlink(missing_ok=True)
+            if (staged := local_path(self.staged_main(found))) is not None:
+                staged.unlink(missing_ok=True)
         kept = stamps_in(self.path, self._io)
-        is_late = is_named and stamp not in kept  # as another's way to write may be
+        is_late = is_named and stamp not in kept  # a user's CheckpointIO may write later
         if is_late and isinstance(self._io, TorchCheckpointIO):
             raise OSError(
-                f"The checkpoint {self.path} could not be replaced. What is there is complete."
+                f"The checkpoint {self.path} could not be replaced. The present one is complete."
             )
         first = min(map(steps_of, kept), default=0)
         for found in before if is_named else [*before, stamp]:
@@ -180,8 +361,8 @@ class SideFiles:
         if not is_named:
             self._remove_empty_folder()
 
-    def drop(self, stamp: str) -> None:
-        """Delete a save that has failed, unless the main file has come to need it."""
+    def discard(self, stamp: str) -> None:
+        """Delete a save that has failed, unless the main file already names it."""
         if stamp not in stamps_in(self.path, self._io):
             self.remove_save(stamp)
             self._remove_empty_folder()
@@ -194,86 +375,69 @@ class SideFiles:
         """Delete all saves."""
         self._remove(self._folder)
 
-    def stamps(self) -> list[str]:
-        """The saves that are there, complete or not."""
-        files = get_filesystem(self._folder)
-        entries = files.ls(self._folder, detail=False) if files.exists(self._folder) else []
-        return list(filter(is_stamp, (Path(entry).name for entry in entries)))
-
     def _remove_empty_folder(self) -> None:
         if (local := local_path(self._folder)) is not None:
-            with suppress(OSError):  # it is not there, or not empty, or a link
+            with suppress(OSError):  # it does not exist, is not empty, or is a link
                 local.rmdir()
-
-    def _read(self, stamp: str, worker: int | None, weights_only: bool | None) -> dict[str, Any]:
-        name = self.find(stamp, worker)
-        try:
-            sealed = lightning_compat.load_checkpoint(self._io, name, weights_only is not False)
-        except Exception as error:  # damaged files fail in many ways
-            if isinstance(error, OSError) and error.filename is not None:
-                raise
-            text = damage_of(name) or error
-            raise ValueError(f"{name} is damaged and cannot be read: {text}. {NEW_RUN}") from error
-        try:
-            return unseal(sealed, stamp, worker)
-        except ValueError as error:
-            raise ValueError(f"{name} {error}. {NEW_RUN}") from error
 
     def _remove(self, path: str) -> None:
         local = local_path(path)
         if local is not None and local.is_symlink():
-            local.unlink()  # not what it leads to
+            local.unlink()  # and not its target
         else:
             self._io.remove_checkpoint(path)
 
 
-def _file_of(worker: int | None) -> str:
+def _name_of(worker: int | None) -> str:
     return "shared.pt" if worker is None else f"worker_{worker:05d}.pt"
 
 
-def seal(content: dict[str, Any], stamp: str, worker: int | None) -> dict[str, Any]:
-    """Add a seal.
+# --------------------------------------------------------------- headers with checksums
+
+
+def with_header(content: dict[str, Any], stamp: str, worker: int | None) -> dict[str, Any]:
+    """Add a header with the owner and a checksum to the content of a side file.
 
     Args:
         content: Plain values and tensors.
-        stamp: The name of the save that it belongs to.
-        worker: Whose it is; None if it is all workers'.
+        stamp: Name of the save.
+        worker: Worker of the file; None if all workers share it.
     """
-    made = {"stamp": stamp, "worker": worker, "checksum": checksum(content)}
-    return {**content, _SEAL: made}
+    header = {"stamp": stamp, "worker": worker, "checksum": checksum(content)}
+    return {**content, _HEADER: header}
 
 
-def unseal(sealed: Any, stamp: str, worker: int | None) -> dict[str, Any]:
-    """The content behind a seal.
+def without_header(saved: Any, stamp: str, worker: int | None) -> dict[str, Any]:
+    """Check the header of a side file and return the content without it.
 
     Args:
-        sealed: What was read.
-        stamp: The name of the save that it must belong to.
-        worker: Whose it must be.
+        saved: What was read from the file.
+        stamp: Name of the save that it must belong to.
+        worker: Worker that it must belong to.
 
     Raises:
-        ValueError: If it is another worker's or of another save, or has changed.
+        ValueError: If it belongs to another worker or another save, or has changed.
     """
-    content = dict(sealed) if isinstance(sealed, Mapping) else {}
-    found = content.pop(_SEAL, None)
+    content = dict(saved) if isinstance(saved, Mapping) else {}
+    found = content.pop(_HEADER, None)
     if not isinstance(found, Mapping) or set(found) != {"stamp", "worker", "checksum"}:
-        raise ValueError("has no seal of lightning_loco")
+        raise ValueError("has no header of lightning_loco")
     if (found["stamp"], found["worker"]) != (stamp, worker):
         raise ValueError(
             f"belongs to {_owner(found['worker'])} in save {found['stamp']!r}, not to "
             f"{_owner(worker)} in save {stamp!r}"
         )
     if found["checksum"] != checksum(content):
-        raise ValueError("has changed since it was written: its checksum does not fit")
+        raise ValueError("has changed since it was written: its checksum does not match")
     return content
 
 
 def checksum(content: Any, start: int = 0) -> int:
-    """CRC-32 of plain values and dense tensors, in their order.
+    """Return the CRC-32 of plain values and dense tensors, in their order.
 
     Args:
-        content: Mappings, sequences, sets, tensors, numbers, texts and the like. Of objects of
-            other kinds, only the kind counts.
+        content: Mappings, sequences, sets, tensors, numbers, strings and the like. Of objects of
+            other types, only the name of the type is included.
         start: The checksum of what comes before.
 
     Example:

@@ -1,12 +1,12 @@
-"""Checkpoints of the consensus, with each worker's own state beside them."""
+"""Checkpoints of the consensus, with the state of each worker in side files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -14,39 +14,30 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.utils.data import DistributedSampler
 
-from lightning_loco.engine.membership import Link
 from lightning_loco.strategies import lightning_compat
-from lightning_loco.strategies.checkpoint.manifest import (
+from lightning_loco.strategies.checkpoint.position import Position, ResumedPosition
+from lightning_loco.strategies.checkpoint.reader import (
+    SavedRun,
+    choose_save,
+    other_one_named,
+    path_on_own_disk,
+    read_main,
+)
+from lightning_loco.strategies.checkpoint.side_files import (
     KEY,
     NEW_RUN,
-    content_of,
-    entry_of,
+    Manifest,
+    SideFiles,
+    errors_naming,
     new_stamp,
 )
-from lightning_loco.strategies.checkpoint.other_checkpoint import other_one_named, read_main
-from lightning_loco.strategies.checkpoint.position import (
-    Place,
-    Position,
-    ResumedPlace,
-    deals_out,
-    train_loaders,
-)
-from lightning_loco.strategies.checkpoint.reader import SavedRun, choose_save, path_on_own_disk
-from lightning_loco.strategies.checkpoint.side_files import SideFiles
-from lightning_loco.strategies.checkpoint.writer import (
-    Save,
-    save_apart,
-    save_together,
-    save_where_stopped,
-)
-from lightning_loco.strategies.driven import link_of
+from lightning_loco.strategies.checkpoint.writer import Save, save_where_stopped
+from lightning_loco.strategies.data import samples_read
 from lightning_loco.values import check_choice
 
 if TYPE_CHECKING:
-    from lightning_loco.strategies.base import EngineStrategy
-    from lightning_loco.strategies.driven import Engine
+    from lightning_loco.strategies.base import Engine, EngineStrategy
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -56,14 +47,14 @@ _OF_LIGHTNING = ("loops", "optimizer_states", "lr_schedulers", "MixedPrecision",
 
 
 class WorkerCheckpoints:
-    """Writes and reads the checkpoints of workers that move independently.
+    """Writes and reads the checkpoints of workers with an engine each.
 
-    The main file is an ordinary one of the consensus; its entry ``"lightning_loco"`` ties it to the
-    :class:`~lightning_loco.strategies.checkpoint.side_files.SideFiles`, from which a run resumes
-    exactly.
+    The main file is an ordinary checkpoint of the consensus; its entry ``"lightning_loco"`` names
+    the :class:`~lightning_loco.strategies.checkpoint.side_files.SideFiles`, from which a run
+    resumes exactly.
 
     Args:
-        strategy: Whose checkpoints they are; its engine, workers and files are used.
+        strategy: The strategy of this worker, with its engine and its ``CheckpointIO``.
         folder: ``"shared"`` if all workers see the same files, ``"private"`` if each may have a
             disk of its own.
 
@@ -77,14 +68,18 @@ class WorkerCheckpoints:
         self._is_private = folder == "private"
         self._writes_main: bool | None = None
         self._readers: dict[int, int] | None = None
-        self._resumed: tuple[SavedRun, ResumedPlace] | None = None
+        self._resumed: tuple[SavedRun, ResumedPosition] | None = None
         self._saved_on_stop: int | None = None
 
-    def begin_fit(self) -> None:
-        """Forget an earlier fit; on disks of their own, the workers will agree on a checkpoint.
+    @property
+    def _engine(self) -> Engine | None:
+        return self._strategy.engine if self._strategy.is_connected else None
+
+    def start_fit(self) -> None:
+        """Reset what an earlier fit has set; with private folders, prepare to choose a save.
 
         Raises:
-            ValueError: If files are written in a way that does not work on such disks.
+            ValueError: If the ``CheckpointIO`` does not work with private folders.
         """
         self._saved_on_stop = None
         self._readers = None
@@ -99,21 +94,13 @@ class WorkerCheckpoints:
             assert module is not None
             lightning_compat.choose_checkpoint(module.trainer, self._choose)
 
-    def _choose(self, path: str | Path | None) -> str | Path | None:
-        """The checkpoint on this worker's disk that all go on from; None if there is none."""
-        group = self._strategy.group
-        assert group is not None
-        chosen = choose_save(group, self._strategy.checkpoint_io, path)
-        if chosen is None:
-            return None
-        self._readers = chosen.readers()
-        return chosen.path
+    # ------------------------------------------------------------------------- save
 
     def model_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The consensus, for the main file; during ``fit`` all workers must call it.
+        """Return the consensus for the main file; during ``fit`` all workers must call it.
 
         Args:
-            read: Reads what the module holds.
+            read: Reads the state of the module.
         """
         with self.consensus_shown():
             state = read()
@@ -126,7 +113,7 @@ class WorkerCheckpoints:
 
     @contextmanager
     def consensus_shown(self) -> Iterator[None]:
-        """Show the consensus, also to hooks that read the module for a checkpoint.
+        """A context with the consensus in the module, also for hooks that collect a checkpoint.
 
         During ``fit`` all workers must enter it.
         """
@@ -149,12 +136,12 @@ class WorkerCheckpoints:
 
         Args:
             checkpoint: What Lightning has collected on this worker.
-            path: The main file; worker 0's word counts.
+            path: The main file; that of worker 0 is used.
             storage_options: Passed on to the ``CheckpointIO``.
 
         Raises:
-            OSError: On every worker, if one cannot write its files; the checkpoint that was there
-                is still complete.
+            OSError: On every worker, if one cannot write its files; the checkpoint that existed
+                before is still complete.
         """
         io, engine = self._strategy.checkpoint_io, self._engine
         write_main = partial(io.save_checkpoint, checkpoint, storage_options=storage_options)
@@ -171,10 +158,62 @@ class WorkerCheckpoints:
         if "optimizer_states" in checkpoint:
             stopped = engine.worker.stop_agreed
             self._saved_on_stop = checkpoint["global_step"] if stopped else None
-            checkpoint[KEY] = entry_of(engine, stamp)
-            own, shared = self._parts(engine, checkpoint)
+            manifest = Manifest.of(engine, stamp).state_dict()
+            checkpoint[KEY] = {**manifest, "round_index": engine.worker.round_index}
+            own, shared = self._worker_state(engine, checkpoint)
             save = save._replace(own=own, shared=shared)
-        self._writes_main = (save_apart if self._is_private else save_together)(group, save)
+        write = save.to_private_folders if self._is_private else save.to_shared_folder
+        self._writes_main = write(group)
+
+    def _worker_state(
+        self, engine: Engine, checkpoint: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """Return the state of this worker alone, and that which is the same on all workers."""
+        module = self._strategy.lightning_module
+        assert module is not None
+        state, shared = engine.state_dict(), None
+        if engine.settings.algorithm.replicated:
+            shared = {"shared": state.pop("shared")}
+        position = Position.of(module.trainer)
+        own = {
+            "engine": state,
+            "position": position.state_dict(),
+            "stream": self._samples_read(engine, position),
+            "lightning": {key: checkpoint[key] for key in _OF_LIGHTNING if key in checkpoint},
+        }
+        return to_device((own, shared), _CPU)
+
+    def _samples_read(self, engine: Engine, position: Position) -> int | None:
+        """Return how many samples all workers have read, for members that join and leave."""
+        strategy = self._strategy
+        if (link := strategy.member_link) is not None:
+            return link.share.reach
+        assert strategy.lightning_module is not None
+        trainer, worker = strategy.lightning_module.trainer, engine.worker.group.worker
+        return samples_read(trainer, self._shares(), worker, position.phase == "next epoch")
+
+    def save_interrupted(self, trainer: pl.Trainer, reason: str) -> None:
+        """Save after an agreed stop, unless that was done already; all workers must call it."""
+        save_where_stopped(trainer, reason, self._saved_on_stop == trainer.global_step)
+
+    def remove(self, path: str | Path) -> None:
+        """Delete a checkpoint and its side files."""
+        writes_main = self._writes_main
+        if self._strategy.is_global_zero if writes_main is None else writes_main:
+            self._strategy.checkpoint_io.remove_checkpoint(path)
+            SideFiles(self._strategy.checkpoint_io, path).remove()
+
+    # ----------------------------------------------------------------------- resume
+
+    def _choose(self, path: str | Path | None) -> str | Path | None:
+        """Return the checkpoint on this worker's disk to resume from; None if there is none."""
+        group = self._strategy.group
+        assert group is not None
+        chosen = choose_save(group, self._strategy.checkpoint_io, path)
+        if chosen is None:
+            return None
+        self._readers = chosen.readers()
+        return chosen.path
 
     def load(
         self,
@@ -182,11 +221,11 @@ class WorkerCheckpoints:
         path: str | Path,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Complete the main file with this worker's own state, to resume training.
+        """Read a checkpoint; in ``fit``, with this worker's own loops and optimizers.
 
         Args:
             read: Reads the main file, as Lightning does.
-            path: From where.
+            path: Path of the main file.
             weights_only: As it is read: False if other objects than tensors and numbers may be.
 
         Raises:
@@ -203,15 +242,15 @@ class WorkerCheckpoints:
             with other_one_named(io, path, own):
                 loaded = read_main(read, path)
                 if KEY in loaded:
-                    self._complete(loaded, path, weights_only, shares)
+                    self._load_own_state(loaded, path, weights_only, shares)
         if KEY not in loaded:
             rank_zero_info(
-                f"{path} was not written by lightning_loco: its model and optimizer are "
-                "the common start of all workers."
+                f"{path} was not written by lightning_loco: all workers start from its model and "
+                "optimizer."
             )
         return loaded
 
-    def _complete(
+    def _load_own_state(
         self,
         loaded: dict[str, Any],
         path: str | Path,
@@ -221,15 +260,16 @@ class WorkerCheckpoints:
         strategy, readers = self._strategy, self._readers
         files = SideFiles(strategy.checkpoint_io, path)
         run = SavedRun(loaded[KEY], files, path, strategy.worker, weights_only, readers)
-        with content_of(path):
+        with errors_naming(path):
             before = run.shares()
-        with content_of(run.name):
+        with errors_naming(run.name):
             loaded.update(run.own["lightning"])
-            place = ResumedPlace(run.position(), before, shares, strategy.worker)
-            place.enter(loaded["loops"])
-        self._resumed = run, place
+            position = ResumedPosition(run.position(), before, shares, strategy.worker)
+            position.prepare_loops(loaded["loops"])
+        self._resumed = run, position
 
     def _shares(self) -> list[int]:
+        """Return in what proportion the workers share the data, one number each."""
         schedule, num_workers = self._strategy.schedule, self._strategy.num_workers
         if schedule is None:
             return [1] * num_workers
@@ -238,86 +278,58 @@ class WorkerCheckpoints:
 
     @property
     def is_resuming(self) -> bool:
-        """Whether :meth:`load` has read what :meth:`resume` is to go on from."""
+        """Whether :meth:`load` has read a state for :meth:`resume`."""
         return self._resumed is not None
 
     def resume(self, trainer: pl.Trainer) -> None:
-        """Go on from what :meth:`load` has read, if it has; right before training starts.
+        """Resume from the state that :meth:`load` has read, right before training starts.
 
-        With other settings or another number of workers, as much as fits is taken over, and one
-        warning on worker 0 says what becomes of the rest.
+        With other settings or another number of workers, as much as fits is used, and one warning
+        on worker 0 says what happens to the rest.
 
         Raises:
             ValueError: On every worker, if something is missing in a side file.
         """
         if self._resumed is None:
             return
-        run, place = self._resumed
+        run, position = self._resumed
         self._resumed = None
         engine, notes = self._engine, []
         assert engine is not None
         if run.equals(engine):
             with engine.worker.group.errors_shared("the start of training"):
-                self._load(run, engine.load_state_dict, run.own["engine"])
+                self._load_engine(run, engine.load_state_dict, run.own["engine"])
         else:
-            notes += self._load(run, self._strategy.reset, run.saved())
-        link = link_of(engine)
-        notes += place.restore(trainer, deals=link is None)
-        notes += [] if link is None else go_on_in_stream(link, run.own.get("stream"))
-        notes += place.other_workers("the optimizers, schedules and positions") + run.lost()
+            notes += self._load_engine(run, self._strategy.reset, run.earlier_run())
+        link = self._strategy.member_link
+        notes += position.restore(trainer, divides=link is None)
+        if link is not None:
+            stream = run.own.get("stream")
+            if stream is None:
+                notes.append("the members start at the beginning of the data")
+            else:
+                link.share.begin_at(stream)
+        notes += position.other_workers("the optimizers, schedules and positions") + run.missing()
         if notes:
-            before, now = place.numbers()
+            before, now = position.numbers()
             rank_zero_warn(
                 f"The checkpoint was written by {before} with {run.algorithm}, and {now} with "
                 f"{type(engine.settings.algorithm).__name__} go on from it: {'; '.join(notes)}."
             )
 
-    def _load(self, run: SavedRun, load: Callable[[S], T], state: S) -> T:
-        with content_of(run.name):
+    def _load_engine(self, run: SavedRun, load: Callable[[S], T], state: S) -> T:
+        with errors_naming(run.name):
             try:
                 return load(state)
             except KeyError as missing:
                 text = f"{run.name} has no {missing} of the engine. {NEW_RUN}"
                 raise ValueError(text) from missing
 
-    def save_interrupted(self, trainer: pl.Trainer, reason: str) -> None:
-        """Save once more after an agreed stop, unless that is done; all workers must call it."""
-        save_where_stopped(trainer, reason, self._saved_on_stop == trainer.global_step)
 
-    def remove(self, path: str | Path) -> None:
-        """Delete a checkpoint and its side files."""
-        writes_main = self._writes_main
-        if self._strategy.is_global_zero if writes_main is None else writes_main:
-            self._strategy.checkpoint_io.remove_checkpoint(path)
-            SideFiles(self._strategy.checkpoint_io, path).remove()
+def to_device(data: Any, device: torch.device) -> Any:
+    """Move all tensors of a collection to a device; a tensor that it has twice stays one tensor.
 
-    @property
-    def _engine(self) -> Engine | None:
-        return self._strategy.engine if self._strategy.has_company else None
-
-    def _parts(
-        self, engine: Engine, checkpoint: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """What goes into this worker's own file, and what is the same on all workers."""
-        module = self._strategy.lightning_module
-        assert module is not None
-        state, shared = engine.state_dict(), None
-        if engine.settings.algorithm.replicated:
-            shared = {"shared": state.pop("shared")}
-        position = Position.of(module.trainer)
-        own = {
-            "engine": state,
-            "position": position._asdict(),
-            "stream": stream_position(engine, module.trainer, position.place, self._shares()),
-            "lightning": {key: checkpoint[key] for key in _OF_LIGHTNING if key in checkpoint},
-        }
-        return moved_once((own, shared), _CPU)
-
-
-def moved_once(data: Any, device: torch.device) -> Any:
-    """A collection with all tensors on a device, where one that it holds twice stays one.
-
-    Fragments of a model share vectors of its whole length, and a file has them once then.
+    Fragments of a model share vectors of its whole length, which a file then holds only once.
     """
     moved: dict[int, Tensor] = {}
 
@@ -327,41 +339,3 @@ def moved_once(data: Any, device: torch.device) -> Any:
         return moved[id(tensor)]
 
     return apply_to_collection(data, Tensor, move)
-
-
-def stream_position(
-    engine: Engine, trainer: pl.Trainer, place: Place, shares: list[int]
-) -> int | None:
-    """The first sample that no worker has taken; None if there is no such stream.
-
-    Args:
-        engine: Of this worker.
-        trainer: Within ``fit``.
-        place: Where its loops are.
-        shares: In what proportion the workers share the data, one number each.
-    """
-    if (link := link_of(engine)) is not None:
-        return link.share.reach
-    loaders = train_loaders(trainer)
-    if len(loaders) != 1 or not deals_out(trainer):
-        return None
-    (loader,) = loaders
-    sampler = lightning_compat.sampler_of(loader)
-    batch_size = getattr(loader.batch_sampler, "batch_size", None)
-    assert isinstance(sampler, DistributedSampler)
-    if batch_size is None:
-        return None
-    size, loop = len(cast(Sized, sampler.dataset)), trainer.fit_loop
-    batches = 0 if place == "next epoch" else loop.epoch_loop.batch_progress.current.ready
-    own = shares[engine.worker.group.worker]
-    taken = min(batches * batch_size * sum(shares) // own, size)
-    epochs: Any = loop.epoch_progress.current
-    return int(epochs.processed) * size + taken
-
-
-def go_on_in_stream(link: Link, position: int | None) -> list[str]:
-    """Let a member go on from a position, and say what it cannot go on from."""
-    if position is None:
-        return ["the members begin at the first of the data"]
-    link.share.begin_at(position)
-    return []

@@ -1,4 +1,4 @@
-"""One save of all workers: in one folder that they share, or each on a disk of its own."""
+"""One save by all workers: to one folder that they share, or each to a disk of its own."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from lightning_loco.distributed.watchdog import WorkerFailure
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.checkpoint.side_files import SideFiles
 
-_PLACE = "writing a checkpoint"
+_LABEL = "writing a checkpoint"
 
 
 class Save(NamedTuple):
     """What a worker has to write.
 
     Attributes:
-        files: Beside the main file.
-        stamp: The name of the save.
-        own: What is this worker's alone; None if the main file is all there is.
-        shared: What all workers share; None if there is nothing.
+        files: The files of the checkpoint.
+        stamp: Name of the save.
+        own: State of this worker alone; None if there are no side files.
+        shared: State that all workers share; None if there is none.
         write_main: Writes the main file to a path.
     """
 
@@ -34,115 +34,114 @@ class Save(NamedTuple):
     shared: dict[str, Any] | None
     write_main: Callable[[str], None]
 
-    def write_common(self, waits: bool) -> None:
-        """Write what all workers share, and the main file where it can wait."""
-        if self.shared is not None:
-            self.files.save(self.stamp, None, self.shared)
-        if waits:
-            self.write_main(self.files.waiting_main(self.stamp))
+    def to_shared_folder(self, group: WorkerGroup) -> bool:
+        """Write the save to a folder that all workers see; worker 0 writes what they share.
 
-    def complete(self, waits: bool, before: list[str], workers: list[int]) -> None:
-        """Put the main file into its place, and delete what it does not need any more.
+        All workers must call it. The main file is replaced after one more agreement: a worker 0
+        that was suspended while the others ended and a new run has saved changes nothing.
 
         Args:
-            waits: Whether it has been written, and waits.
-            before: The saves that were there when this one began.
-            workers: Whose files of this save must be there, as far as this machine has seen them.
+            group: The workers.
+
+        Returns:
+            Whether this worker has written the main file.
+
+        Raises:
+            OSError: On every worker, if one cannot write its files; the checkpoint that existed
+                before is still complete.
+        """
+        is_first, files = group.worker == 0, self.files
+        before: list[str] = []
+        try:
+            with group.errors_shared(_LABEL):
+                if is_first:
+                    before = files.stamps()
+                if self.own is not None:
+                    files.save(self.stamp, group.worker, self.own)
+            with group.errors_shared(_LABEL):
+                if is_first:
+                    self.write_shared(files.can_stage)
+            with group.errors_shared(_LABEL):
+                if is_first:
+                    own = [] if self.own is None else [group.worker]
+                    self.commit(files.can_stage, before, own)
+        except Exception:
+            if is_first:
+                files.discard(self.stamp)
+            raise
+        return is_first
+
+    def to_private_folders(self, group: WorkerGroup) -> bool:
+        """Write the save to the disk of each worker, see :meth:`to_shared_folder`.
+
+        Workers may share a disk: on each, the first of the workers whose files are there writes
+        what is shared. The main file is replaced only after everything is written on all disks: if
+        the workers are killed at any time, there is a save that all of them have.
+        """
+        files, stamp = self.files, self.stamp
+        before: list[str] = []
+        try:
+            with group.errors_shared(_LABEL):
+                before = files.stamps()
+                # A worker without a state of its own writes an empty file, to be found on its disk.
+                files.save(stamp, group.worker, self.own or {})
+            workers = files.workers_of(stamp)
+            is_first = _is_first_of(workers, group.worker)
+            with group.errors_shared(_LABEL):
+                if is_first:
+                    self.write_shared(staged=True)
+        except WorkerFailure:
+            raise  # the others may have found it complete
+        except Exception:
+            if _is_first_of(files.workers_of(stamp), group.worker):
+                files.discard(stamp)
+            raise
+        with group.errors_shared(_LABEL):
+            if is_first:
+                self.commit(True, before, workers)
+        return is_first
+
+    def write_shared(self, staged: bool) -> None:
+        """Write what all workers share, and the main file if it can be staged."""
+        if self.shared is not None:
+            self.files.save(self.stamp, None, self.shared)
+        if staged:
+            self.write_main(self.files.staged_main(self.stamp))
+
+    def commit(self, staged: bool, before: list[str], workers: list[int]) -> None:
+        """Replace the main file, and delete older saves.
+
+        Args:
+            staged: Whether the main file has been staged.
+            before: The saves that existed when this one started.
+            workers: Workers whose files of this save must be on this disk.
 
         Raises:
             OSError: If files of this save are gone, or the main file cannot be replaced.
         """
         files, stamp, has_side_files = self.files, self.stamp, self.own is not None
-        if not waits:
+        if not staged:
             self.write_main(files.path)
-        elif not {*workers} <= {*files.workers_of(stamp)} or not files.put_main(stamp):
+        elif not {*workers} <= {*files.workers_of(stamp)} or not files.commit_main(stamp):
             raise OSError(
                 f"The checkpoint {files.path} could not be replaced: files of the next one have "
                 "been deleted while it was written, as by another run that saves to the same path. "
                 "Let each run save to a folder of its own."
             )
-        if waits or has_side_files:
-            files.settle(stamp, before, is_named=has_side_files)
+        if staged or has_side_files:
+            files.delete_older(stamp, before, is_named=has_side_files)
 
 
-def save_together(group: WorkerGroup, save: Save) -> bool:
-    """Write a save into a folder that all workers see; what is common comes from worker 0.
-
-    All workers must call it. The main file takes its place after one more agreement: a worker 0
-    that has been asleep while the others ended, and while a new run has saved, changes nothing.
-
-    Args:
-        group: The workers.
-        save: What this one writes.
-
-    Returns:
-        Whether this worker has written the main file.
-
-    Raises:
-        OSError: On every worker, if one cannot write its files; the save before is complete.
-    """
-    is_first, files = group.worker == 0, save.files
-    before: list[str] = []
-    try:
-        with group.errors_shared(_PLACE):
-            if is_first:
-                before = files.stamps()
-            if save.own is not None:
-                files.save(save.stamp, group.worker, save.own)
-        with group.errors_shared(_PLACE):
-            if is_first:
-                save.write_common(files.can_wait)
-        with group.errors_shared(_PLACE):
-            if is_first:
-                own = [] if save.own is None else [group.worker]
-                save.complete(files.can_wait, before, own)
-    except Exception:
-        if is_first:
-            files.drop(save.stamp)
-        raise
-    return is_first
-
-
-def save_apart(group: WorkerGroup, save: Save) -> bool:
-    """Write a save onto the disk of each worker, as :func:`save_together`; disks may be shared too.
-
-    On each disk the first of those whose files are there writes what is common. The main file takes
-    its place only when all is written on all disks: wherever the workers are killed, there is a
-    save that all of them have.
-    """
-    files, stamp = save.files, save.stamp
-    before: list[str] = []
-    try:
-        with group.errors_shared(_PLACE):
-            before = files.stamps()
-            files.save(stamp, group.worker, save.own or {})  # also tells who shares this disk
-        workers = files.workers_of(stamp)
-        is_first = is_first_of(workers, group.worker)
-        with group.errors_shared(_PLACE):
-            if is_first:
-                save.write_common(waits=True)
-    except WorkerFailure:
-        raise  # the others may have found it complete
-    except Exception:
-        if is_first_of(files.workers_of(stamp), group.worker):
-            files.drop(stamp)
-        raise
-    with group.errors_shared(_PLACE):
-        if is_first:
-            save.complete(True, before, workers)
-    return is_first
-
-
-def is_first_of(workers: list[int], worker: int) -> bool:
-    """Whether no other worker has a lower number."""
+def _is_first_of(workers: list[int], worker: int) -> bool:
+    """Return whether no other worker has a lower number."""
     return min(workers, default=worker) >= worker
 
 
 def save_where_stopped(trainer: pl.Trainer, reason: str, saved: bool) -> None:
-    """Save all workers' state after they have stopped at a common step; every worker calls it.
+    """Save after all workers have stopped at a common step; every worker must call it.
 
     Args:
-        trainer: This worker's.
+        trainer: Trainer of this worker.
         reason: Why they have stopped: a requeue of SLURM makes its own checkpoint.
         saved: Whether a checkpoint of this step has been written already.
     """
