@@ -1,6 +1,6 @@
-"""What can be checked of a configuration before Lightning, which takes long, is imported.
+"""Checks of a configuration that are made before Lightning is imported, which takes long.
 
-Whatever is not known here is checked when the strategy and the Trainer are built.
+Everything else is checked when the strategy and the Trainer are built.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning_loco.schedules import by_steps
 from lightning_loco.topology import Topology
 from lightning_loco.values import check_common_arguments
 
-SETTING_FAULTS = (
+SETTING_ERRORS = (
     ValueError,
     TypeError,
     ImportError,
@@ -42,9 +42,9 @@ SETTING_FAULTS = (
 LIGHT = tuple(
     f"lightning_loco.{part}." for part in ("algorithms", "compression", "links", "topology")
 )
-"""Where classes are that can be imported without Lightning; those of users may need all of it."""
+"""Modules that can be imported without Lightning; those of users may need it."""
 
-HIDDEN: dict[str, Callable[..., HiddenRounds]] = {
+HIDDEN_ROUNDS: dict[str, Callable[..., HiddenRounds]] = {
     "AsyncDiLoCoStrategy": async_diloco,
     "StreamingDiLoCoStrategy": streaming_diloco,
 }
@@ -58,7 +58,7 @@ class SettingsError(ValueError):
 
 @contextlib.contextmanager
 def settings_of(key: str) -> Iterator[None]:
-    """Turn what goes wrong while ``key`` is being built into one line that names it."""
+    """A context that turns errors while ``key`` is being built into one line that names it."""
     try:
         yield
     except SettingsError:
@@ -69,36 +69,36 @@ def settings_of(key: str) -> Iterator[None]:
     except Exception as error:
         # Compared by name: importing the class would import all of Lightning.
         is_lightnings = type(error).__name__ == "MisconfigurationException"
-        if not is_lightnings and not isinstance(error, SETTING_FAULTS):
+        if not is_lightnings and not isinstance(error, SETTING_ERRORS):
             raise
         raise SettingsError(f"{key}: {one_line(error)}") from error
 
 
 def one_line(error: BaseException) -> str:
-    """The text of an error, or of its cause where Hydra has wrapped it, on one line."""
+    """Return the text of an error, or of its cause if Hydra has wrapped it, on one line."""
     if isinstance(error, HydraException) and error.__cause__ is not None:
         return one_line(error.__cause__)
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def checked(cfg: DictConfig) -> DictConfig:
-    """A configuration for the launcher that there is, whose values have been checked.
+    """Adapt a configuration to the launcher, and check its values.
 
     Raises:
-        SettingsError: A value that cannot work.
+        SettingsError: If a value cannot work.
     """
     with settings_of("trainer"):
         cfg = follow_launcher(cfg)
     settings = early_settings(cfg)
     if settings is not None and (num_workers := num_ranks(cfg)) is not None:
         with settings_of("algorithm"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is said once more before training
+            warnings.simplefilter("ignore")  # they are repeated before training
             settings.prepare(num_workers)
     return cfg
 
 
 def num_ranks(cfg: DictConfig) -> int | None:
-    """How many ranks the Trainer will have; None if only Lightning can tell."""
+    """Return how many ranks the Trainer will have; None if only Lightning knows it."""
     devices, num_nodes = cfg.trainer.get("devices"), cfg.trainer.get("num_nodes", 1)
     if type(devices) is not int or type(num_nodes) is not int or devices < 1 or num_nodes < 1:
         return None
@@ -106,13 +106,13 @@ def num_ranks(cfg: DictConfig) -> int | None:
 
 
 def early_settings(cfg: DictConfig) -> Settings | None:
-    """What the strategy of a configuration will make of its arguments.
+    """Return the settings that the strategy of a configuration will make of its arguments.
 
     Returns:
-        None for a strategy that is not known here, or settings that need more than this.
+        None for an unknown strategy, or settings that cannot be made without Lightning.
 
     Raises:
-        SettingsError: A value that cannot work.
+        SettingsError: If a value cannot work.
     """
     package, _, kind = str(cfg.algorithm.get("_target_")).rpartition(".")
     inner = [*cfg.algorithm.values(), cfg.topology, cfg.compression, cfg.link]
@@ -145,11 +145,7 @@ def early_settings(cfg: DictConfig) -> Settings | None:
 
 
 def check_takes_topology(kind: str, accepted: bool, topology: Topology) -> None:
-    """Refuse a topology for a strategy that has no use for it.
-
-    Raises:
-        ValueError: If it is not accepted.
-    """
+    """Raise ValueError for a topology if the strategy does not accept one."""
     if not accepted:
         raise ValueError(
             f"{kind.removesuffix('Strategy')} averages over all workers and takes no"
@@ -158,7 +154,7 @@ def check_takes_topology(kind: str, accepted: bool, topology: Topology) -> None:
 
 
 def codec_of(compression: DictConfig) -> Codec | ErrorFeedback | Compensated:
-    """The codec of a configuration, with an error feedback if it says how much or where."""
+    """Return the codec of a configuration, with error feedback if it is configured."""
     settings = {key: value for key, value in compression.items() if key != "error_feedback"}
     codec: Codec = hydra.utils.instantiate(settings)
     feedback = compression.error_feedback
@@ -168,15 +164,16 @@ def codec_of(compression: DictConfig) -> Codec | ErrorFeedback | Compensated:
 
 
 def _settings(kind: str, given: Mapping[str, Any]) -> Settings | None:
-    """The settings of a strategy with rounds or peers; None for another one."""
+    """Return the settings of a strategy with rounds or peers; None for another one."""
     if kind == "PairwiseGossipStrategy":
         own = _of_fields(PairwiseSettings, given)
         return PairwiseSettings(PairwiseAverage(**_of_fields(PairwiseAverage, given)), **own)
     try:
         if kind == "AsyncModelAverageStrategy":
             return clock_settings(**_arguments_of(clock_settings, given))
-        if kind in HIDDEN:
-            algorithm, schedule, merge_policy = HIDDEN[kind](**_arguments_of(HIDDEN[kind], given))
+        if kind in HIDDEN_ROUNDS:
+            make = HIDDEN_ROUNDS[kind]
+            algorithm, schedule, merge_policy = make(**_arguments_of(make, given))
         elif found := getattr(algorithms, kind.removesuffix("Strategy"), None):
             is_eager = kind == "EagerDiLoCoStrategy"
             schedule = by_steps(given["sync_every"], is_eager, given.get("warm_start", True))
@@ -191,18 +188,18 @@ def _settings(kind: str, given: Mapping[str, Any]) -> Settings | None:
 
 
 def _of_fields(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those arguments that are fields of a dataclass."""
+    """Return those arguments that are fields of a dataclass."""
     names = {field.name for field in dataclasses.fields(kind)}
     return {name: value for name, value in given.items() if name in names}
 
 
 def _arguments_of(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those arguments that a function takes; it must take all of them."""
+    """Return the arguments of a function; KeyError if one is missing."""
     return {name: given[name] for name in inspect.signature(function).parameters}
 
 
 def _check_tiers(given: Mapping[str, Any], world_size: int | None) -> None:
-    """Refuse numbers of ranks that a remote optimizer cannot work with."""
+    """Raise ValueError for numbers of ranks that a remote optimizer cannot work with."""
     if given.keys() >= set(inspect.signature(check_ranks).parameters):
         check_ranks(**_arguments_of(check_ranks, given))
         if world_size is not None:
@@ -212,7 +209,7 @@ def _check_tiers(given: Mapping[str, Any], world_size: int | None) -> None:
 
 
 def _targets(node: Any) -> Iterator[str]:
-    """The classes that a part of a configuration names, at any depth."""
+    """Yield the classes that a part of a configuration names, at any depth."""
     if OmegaConf.is_dict(node):
         if target := node.get("_target_"):
             yield str(target)

@@ -1,9 +1,11 @@
-"""From a composed configuration to a finished run: chooses and builds, nothing else."""
+"""Builds a run from a composed configuration, trains, and writes the report."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 import logging
 import signal
 import time
@@ -16,12 +18,18 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, ProgressBar, Timer
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 
 from lightning_loco.callbacks import WorkerLogs
-from lightning_loco.checked_settings import SettingsError, one_line, settings_of
-from lightning_loco.chosen_strategy import build_strategy
+from lightning_loco.checked_settings import (
+    SettingsError,
+    check_takes_topology,
+    codec_of,
+    one_line,
+    settings_of,
+)
 from lightning_loco.demo.data import ByteTextData
 from lightning_loco.demo.launch import (
     outer_launch,
@@ -36,17 +44,28 @@ from lightning_loco.strategies.lightning_compat import choose_checkpoint
 
 log = logging.getLogger(__name__)
 
-# How long a rank lets rank 0 speak first about a setting; it is ended meanwhile if rank 0 does.
-SILENCE_S = 10
-CHECKPOINT_WORDS = ("last", "best", "hpc", "registry")
+WAIT_FOR_RANK_0_S = 10
+"""How long a rank waits before it reports a setting, so that rank 0 can report it and end all."""
+
+CHECKPOINT_NAMES = ("last", "best", "hpc", "registry")
+"""Values of ckpt_path that are not paths."""
+
+OPTIONAL_PARTS = {
+    "membership": "cannot let workers come and go. Drop {group}=..., or choose algorithm=diloco, "
+    "async_diloco, streaming_diloco, local_sgd, gasloc or noloco.",
+    "link": "makes no rounds or fetches that a link could delay. Drop {group}=..., or choose "
+    "another algorithm than ddp and remote_optimizer.",
+    "compression": "has no messages to compress. Drop {group}=..., or choose another algorithm "
+    "than ddp.",
+}
 
 
 def run(cfg: DictConfig) -> float | None:
     """Build everything a configuration names, train, and report.
 
     Args:
-        cfg: Composed from ``conf/train.yaml`` and fitted to its launcher, as
-            :func:`~lightning_loco.checked_settings.checked` does; it is not changed.
+        cfg: Composed from ``conf/train.yaml`` and adapted to the launcher by
+            :func:`~lightning_loco.checked_settings.checked`; it is not changed.
 
     Returns:
         Validation loss of the final model; None if nothing was validated.
@@ -66,7 +85,7 @@ def run(cfg: DictConfig) -> float | None:
     with settings_of("num_threads"):
         set_num_threads(cfg.num_threads, trainer)
 
-    with settings_found_late(trainer):
+    with late_errors_reported(trainer):
         trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path)
     report = measure(trainer, model, data, timer.time_elapsed("train"))
     report = dataclasses.replace(report, val_loss=validate(trainer, model, data))
@@ -79,7 +98,7 @@ def run(cfg: DictConfig) -> float | None:
 
 
 def build_trainer(cfg: DictConfig, timer: Timer) -> Trainer:
-    """The Trainer with its strategy, callbacks and loggers, and a timer for the report."""
+    """Build the Trainer with its strategy, callbacks and loggers, and a timer for the report."""
     strategy = build_strategy(cfg)
     with settings_of("callbacks"):
         callbacks = [*build_callbacks(cfg), timer]
@@ -90,8 +109,56 @@ def build_trainer(cfg: DictConfig, timer: Timer) -> Trainer:
         return make(strategy=strategy, callbacks=callbacks, logger=loggers or False)
 
 
+def build_strategy(cfg: DictConfig) -> Strategy:
+    """Build the strategy of the ``algorithm`` group, with the choices of other groups."""
+    with settings_of("topology"):
+        topology = hydra.utils.instantiate(cfg.topology) if cfg.topology._target_ else None
+    with settings_of("algorithm"):
+        # Partial, because Hydra would turn the topology, a dataclass, into a configuration.
+        make: Callable[..., Strategy] = hydra.utils.instantiate(cfg.algorithm, _partial_=True)
+        kind = hydra.utils.get_class(cfg.algorithm._target_)
+        for group, instead in OPTIONAL_PARTS.items():
+            if cfg[group]._target_:
+                make = with_part(make, kind, group, cfg[group], instead)
+        accepted = inspect.signature(kind).parameters.get("topology")
+        if topology is not None:
+            check_takes_topology(kind.__name__, accepted is not None, topology)
+            return make(topology=topology)
+        strategy = make()
+        if accepted is not None and isinstance(accepted.default, str):
+            log.info("No topology chosen: %s uses a %s.", kind.__name__, accepted.default)
+        elif isinstance(strategy, EngineStrategy) and (
+            strategy.settings.algorithm.exchange == "neighbors"
+        ):
+            log.info("No topology chosen: %s uses that of its algorithm.", kind.__name__)
+        return strategy
+
+
+def with_part(
+    make: Callable[..., Strategy], kind: type, group: str, part: DictConfig, instead: str
+) -> Callable[..., Strategy]:
+    """Add the choice of a group to the constructor of a strategy.
+
+    Args:
+        make: Constructor of the strategy.
+        kind: Class of the strategy.
+        group: Name of the group.
+        part: Configuration of the group.
+        instead: End of the error message, if the strategy has no such argument.
+
+    Raises:
+        ValueError: If the strategy has no such argument.
+    """
+    if group not in inspect.signature(kind).parameters:
+        name = kind.__name__.removesuffix("Strategy")
+        raise ValueError(f"{name} {instead.format(group=group)}")
+    with settings_of(group):
+        made = codec_of(part) if group == "compression" else hydra.utils.instantiate(part)
+    return functools.partial(make, **{group: made})
+
+
 def build_callbacks(cfg: DictConfig) -> list[Callback]:
-    """The callbacks of the configuration, and those that the top-level keys ask for."""
+    """Build the callbacks of the configuration, and those of top-level keys."""
     callbacks: list[Callback] = [hydra.utils.instantiate(node) for node in cfg.callbacks.values()]
     if not cfg.trainer.get("enable_progress_bar", True):
         callbacks = [one for one in callbacks if not isinstance(one, ProgressBar)]
@@ -103,10 +170,10 @@ def build_callbacks(cfg: DictConfig) -> list[Callback]:
 def check_before_launch(
     cfg: DictConfig, trainer: Trainer, model: LightningModule, data: LightningDataModule
 ) -> None:
-    """Find what cannot work while there is but one process, so that it is said once.
+    """Check settings before other processes are started, so that an error is printed once.
 
     Raises:
-        SettingsError: What is wrong, and how to mend it.
+        SettingsError: With what is wrong, and how to fix it.
     """
     strategy = trainer.strategy
     starts_others = trainer.num_devices > 1 and cfg.algorithm.get("start_method") == "popen"
@@ -117,7 +184,7 @@ def check_before_launch(
             " would repeat the sweep. Use trainer.devices=1, or hydra/launcher=submitit_slurm."
         )
     path, is_private = cfg.ckpt_path, cfg.algorithm.get("checkpoint_folder") == "private"
-    if path and path not in CHECKPOINT_WORDS and not (is_private or Path(path).exists()):
+    if path and path not in CHECKPOINT_NAMES and not (is_private or Path(path).exists()):
         raise SettingsError(f"ckpt_path: there is no checkpoint at {Path(path).absolute()}.")
     if cfg.sample and not isinstance(model, ByteGPT):
         raise SettingsError(f"sample=true needs a ByteGPT, got {type(model).__name__}.")
@@ -133,10 +200,10 @@ def check_before_launch(
 
 
 def check_validation(strategy: EngineStrategy, trainer: Trainer) -> None:
-    """Workers of different pace meet at the ends of epochs only.
+    """Check that workers with different numbers of batches validate at the ends of epochs only.
 
     Raises:
-        ValueError: Validation after a number of batches, with several values of ``sync_every``.
+        ValueError: For validation after a number of batches, with several values of ``sync_every``.
     """
     schedule, workers = strategy.schedule, range(trainer.world_size)
     steps = [] if schedule is None else [schedule.sync_every_of(worker) for worker in workers]
@@ -149,28 +216,28 @@ def check_validation(strategy: EngineStrategy, trainer: Trainer) -> None:
 
 
 def validate(trainer: Trainer, model: LightningModule, data: LightningDataModule) -> float | None:
-    """Validation loss of the model as training left it; every rank must call it.
+    """Return the validation loss of the final model; every rank must call it.
 
     The last validation of ``fit`` may come before the end of the last overlapped round.
     """
     keep_model(trainer)
     with warnings.catch_warnings():
-        # The validation windows are a multiple of the number of workers: none counts twice.
+        # The number of validation windows is a multiple of that of workers: none counts twice.
         warnings.filterwarnings("ignore", message="Using `DistributedSampler` with")
         metrics = trainer.validate(model, datamodule=data, verbose=False)
     return metrics[0].get("val/loss") if metrics else None
 
 
 def keep_model(trainer: Trainer) -> None:
-    """Let the next validation or test take the model as it is.
+    """Make the next validation or test use the present model.
 
-    Under SLURM Lightning would load the checkpoint at which the job was last queued again.
+    Under SLURM Lightning would load the checkpoint with which the job was last queued again.
     """
     choose_checkpoint(trainer, lambda _: None)
 
 
 def present(cfg: DictConfig, report: Report, trainer: Trainer, model: LightningModule) -> None:
-    """Print and write the table, the text sample and the picture."""
+    """Print and write the table, the text sample and the plot of the loss."""
     folder = Path(cfg.run_dir)
     report.write(folder)
     print(f"\n{report.table()}")
@@ -182,16 +249,16 @@ def present(cfg: DictConfig, report: Report, trainer: Trainer, model: LightningM
     try:
         draw_run(report, folder, trainer.loggers)
     except ModuleNotFoundError as error:
-        print(f"\nNo picture of the loss: {error}. Install 'lightning-loco[report]'.")
+        print(f"\nNo plot of the loss: {error}. Install 'lightning-loco[report]'.")
     print(f"\nAll files are in {folder}")
 
 
 @contextlib.contextmanager
-def settings_found_late(trainer: Trainer) -> Iterator[None]:
-    """Turn errors that this package or Lightning raises about a setting into one line.
+def late_errors_reported(trainer: Trainer) -> Iterator[None]:
+    """A context that turns errors about a setting, of this package or Lightning, into one line.
 
-    Most are found on all ranks alike: rank 0 speaks for the ranks it has started, and ends them.
-    Faults keep their traceback.
+    Most of them are raised on all ranks: rank 0 reports the error for the ranks that it has
+    started, and ends them. Other errors keep their traceback.
     """
     try:
         yield
@@ -201,12 +268,12 @@ def settings_found_late(trainer: Trainer) -> Iterator[None]:
         if outer_launch() is None and trainer.is_global_zero and trainer.strategy.launcher:
             trainer.strategy.launcher.kill(signal.SIGKILL)
         elif outer_launch() is None:
-            time.sleep(SILENCE_S)
+            time.sleep(WAIT_FOR_RANK_0_S)
         raise SettingsError(one_line(error)) from error
 
 
 def raised_here(error: BaseException) -> bool:
-    """Whether this package raised an error, or Lightning's check of the launcher's settings."""
+    """Return whether this package raised an error, or Lightning's check of the launcher."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

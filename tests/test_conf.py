@@ -16,7 +16,7 @@ import train
 from lightning_loco import Elastic
 from lightning_loco.algorithms import Cosine
 from lightning_loco.checked_settings import SettingsError, early_settings
-from lightning_loco.chosen_strategy import build_strategy
+from lightning_loco.cli import build_strategy
 from lightning_loco.compression import (
     CODECS,
     Compensated,

@@ -1,25 +1,28 @@
-"""What the monitors share: log figures of the last round at the steps the user wants logged."""
+"""Monitors: callbacks that log metrics of rounds."""
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_loco.engine import Engine
+from lightning_loco.strategies import RemoteOptimizerStrategy
 from lightning_loco.strategies.base import EngineStrategy
 from lightning_loco.strategies.lightning_compat import is_logging_step
 
 
 class RoundMonitor(pl.Callback):
-    """Log some figures whenever a round has ended, as often as ``log_every_n_steps`` allows.
+    """Logs metrics after each round, at most every ``log_every_n_steps`` steps.
 
     Args:
-        prog_bar: Show the figures in the progress bar, too.
+        prog_bar: Show the metrics in the progress bar, too.
 
     Attributes:
-        strategies: Those that have the figures.
+        strategies: Classes of strategies that have the metrics.
     """
 
     strategies: tuple[type[Any], ...] = (EngineStrategy,)
@@ -30,19 +33,19 @@ class RoundMonitor(pl.Callback):
 
     @abstractmethod
     def metrics(self, strategy: Any) -> dict[str, float]:
-        """The names and values to log, of one of the :attr:`strategies`."""
+        """Return the names and values to log, of one of the :attr:`strategies`."""
 
     def news(self, strategy: Any) -> object:
-        """What is another thing as soon as there is something to log: the number of rounds."""
+        """Return a value that changes when there is something new to log: the number of rounds."""
         return strategy.statistics.rounds
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Forget the rounds of an earlier fit."""
+        """Reset what an earlier fit has set."""
         self._logged = 0
         if not isinstance(trainer.strategy, self.strategies):
             rank_zero_info(
                 f"{type(self).__name__} logs nothing with {type(trainer.strategy).__name__}, which "
-                "has no such figures."
+                "has no such metrics."
             )
 
     def on_train_batch_end(
@@ -53,7 +56,7 @@ class RoundMonitor(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Log if there are news since the last time; no communication."""
+        """Log if there is something new; no communication."""
         strategy: Any = trainer.strategy
         if not isinstance(strategy, self.strategies):
             return
@@ -66,3 +69,106 @@ class RoundMonitor(pl.Callback):
         pl_module.log_dict(
             self.metrics(strategy), prog_bar=self.prog_bar, on_step=True, on_epoch=False
         )
+
+
+class CommunicationMonitor(RoundMonitor):
+    """Log the bytes and seconds of worker 0's communication so far.
+
+    Metrics: ``loco/round``, ``loco/bytes_sent`` (payload bytes since the start), ``loco/wait_s``
+    (seconds blocked since the start), ``loco/staleness`` (rounds), ``loco/outer_grad_norm`` (of the
+    last round) and ``loco/train_loss_mean`` (over the workers, at the last round). With a remote
+    optimizer a round is a step, and only the first three change. If workers join and leave, also
+    ``loco/members`` (of the last round) and ``loco/repaired`` (members that had drifted); if they
+    change, ``loco/outer_lr`` and ``loco/sync_every``; with ``link=...`` ``loco/emulated_s``
+    (seconds that messages took on the link, waited for or hidden).
+
+    Args:
+        prog_bar: Show them in the progress bar, too.
+
+    Example::
+
+        Trainer(strategy=DiLoCoStrategy(), callbacks=[CommunicationMonitor()])
+    """
+
+    strategies = (EngineStrategy, RemoteOptimizerStrategy)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Make the engine measure the outer gradient."""
+        super().on_fit_start(trainer, pl_module)
+        strategy = trainer.strategy
+        if isinstance(strategy, EngineStrategy) and isinstance(strategy.engine, Engine):
+            strategy.engine.measure_outer_gradient = True
+
+    def metrics(self, strategy: EngineStrategy | RemoteOptimizerStrategy) -> dict[str, float]:
+        """Return rounds, bytes, waiting and staleness of this worker; the mean loss of all."""
+        statistics = strategy.statistics
+        metrics = {
+            "loco/round": float(statistics.rounds),
+            "loco/bytes_sent": float(statistics.bytes_sent),
+            "loco/wait_s": statistics.wait_s,
+            "loco/staleness": float(statistics.staleness),
+        }
+        if statistics.outer_grad_norm is not None:
+            metrics["loco/outer_grad_norm"] = statistics.outer_grad_norm
+        if statistics.members is not None:
+            metrics["loco/members"] = float(statistics.members)
+            metrics["loco/repaired"] = float(statistics.repaired)
+        if isinstance(engine := getattr(strategy, "engine", None), Engine):
+            own = engine.settings.algorithm.metrics(engine.fragments[0].state)
+            own |= engine.settings.schedule.metrics(engine.worker.round_index)
+            metrics |= {f"loco/{name}": value for name, value in own.items()}
+        if statistics.emulated_s is not None:
+            metrics["loco/emulated_s"] = statistics.emulated_s
+        known = [loss for loss in statistics.losses if math.isfinite(loss)]
+        if known:
+            metrics["loco/train_loss_mean"] = sum(known) / len(known)
+        return metrics
+
+
+class ConsensusMonitor(RoundMonitor):
+    r"""Log the consensus distance right before rounds, when it is largest.
+
+    .. math:: \sqrt{\tfrac{1}{N} \sum_i \lVert \theta^i - \bar\theta \rVert^2}
+
+    Metric: ``loco/consensus_distance``. It costs one small all-reduce in each measured round, of at
+    most ``max_elements`` parameters as float64; for larger models it is an estimate from every k-th
+    parameter, others in each round. On the demo the estimate from 8192 is within 1 %.
+
+    Args:
+        every_n_rounds: Measure in every n-th round, at least 1.
+        max_elements: Number of parameters in the sample, at most.
+        prog_bar: Show it in the progress bar, too.
+
+    Raises:
+        ValueError: If a number is smaller than 1.
+        TypeError: If a number is not an integer.
+
+    Example::
+
+        Trainer(strategy=GASLoCStrategy(), callbacks=[ConsensusMonitor(every_n_rounds=10)])
+    """
+
+    def __init__(
+        self, every_n_rounds: int = 1, max_elements: int = 8192, prog_bar: bool = False
+    ) -> None:
+        for name, value in (("every_n_rounds", every_n_rounds), ("max_elements", max_elements)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an integer, got {value!r}.")
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        super().__init__(prog_bar)
+        self.every_n_rounds = every_n_rounds
+        self.max_elements = max_elements
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Make the engine measure; the same on all workers."""
+        super().on_fit_start(trainer, pl_module)
+        strategy = trainer.strategy
+        if isinstance(strategy, EngineStrategy) and isinstance(strategy.engine, Engine):
+            strategy.engine.consensus_every = self.every_n_rounds
+            strategy.engine.consensus_elements = self.max_elements
+
+    def metrics(self, strategy: EngineStrategy) -> dict[str, float]:
+        """Return the distance that was measured last."""
+        distance = strategy.statistics.consensus_distance
+        return {} if distance is None else {"loco/consensus_distance": distance}

@@ -1,4 +1,4 @@
-"""StragglerSimulator: make chosen workers slow."""
+"""StragglerSimulator: delays chosen workers."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ class StragglerSimulator(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Sleep, if this worker is one of the slow ones."""
+        """Sleep, if this worker has a delay."""
         time.sleep(self.delays.get(trainer.global_rank, 0.0))

@@ -12,7 +12,7 @@ from lightning_loco.strategies.lightning_compat import current_metrics, is_loggi
 
 
 class WorkerLogs(pl.Callback):
-    """Write what each worker logs, since loggers only know worker 0.
+    """Write the metrics of each worker to a file, because loggers only get those of worker 0.
 
     Files: ``worker_00000.csv`` and so on, with the columns ``step,metric,value``: values of one
     worker only, at its own steps, every ``log_every_n_steps`` steps and after each validation.
@@ -30,7 +30,7 @@ class WorkerLogs(pl.Callback):
         self._path: Path | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Choose the same folder on all workers; an earlier run's rows stay when resuming."""
+        """Choose the same folder on all workers; a resumed run appends to existing files."""
         if stage != "fit":
             return
         folder = trainer.strategy.broadcast(

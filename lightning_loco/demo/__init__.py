@@ -1,1 +1,1 @@
-"""What the command line trains by default: a byte-level GPT on text that is already here."""
+"""The default model and data of the command line: a byte-level GPT on text of this machine."""

@@ -1,9 +1,14 @@
-"""Text as bytes, without a download: the Python standard library on this machine, or any file."""
+"""Text as bytes, without a download: the Python standard library on this machine, or any file.
+
+The loaders can resume at any batch.
+"""
 
 from __future__ import annotations
 
 import os
 import sysconfig
+import warnings
+from collections.abc import Callable, Iterator, Sized
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,9 +16,8 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset
-
-from lightning_loco.demo.loading import ResumableDataLoader, SeededShuffle
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, Subset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 # Third-party packages lie inside the library's folder; not every system ships its tests.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -22,13 +26,13 @@ AnyWindows = TypeVar("AnyWindows", bound=Dataset[Tensor])
 
 
 def standard_library(max_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The source of the Python standard library, files in the order of their paths, as uint8 bytes.
+    """Return the source of the Python standard library as uint8 bytes, files in order of paths.
 
     Args:
         max_bytes: Stop after this many bytes.
 
     Raises:
-        ValueError: This Python ships no source files.
+        ValueError: If this Python has no source files.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = []
@@ -49,10 +53,10 @@ def standard_library(max_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def text_file(path: str | Path, max_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The first ``max_bytes`` bytes of a file, memory-mapped so that large files cost no memory.
+    """Return the first ``max_bytes`` bytes of a file, memory-mapped to save memory.
 
     Raises:
-        ValueError: There is no such file, it is empty, or it cannot be read.
+        ValueError: If there is no such file, it is empty, or it cannot be read.
     """
     file = Path(path).expanduser()
     if not file.is_file():
@@ -93,6 +97,92 @@ class Windows(Dataset[Tensor]):
         return torch.from_numpy(np.array(self.text[start : start + self.context + 1]))
 
 
+class SeededShuffle(RandomSampler):
+    """A shuffle that depends on the seed and the epoch only, so that a resumed run can repeat it.
+
+    With several workers Lightning replaces it by a ``DistributedSampler``, which does the same.
+    """
+
+    def __init__(self, data_source: Sized, seed: int) -> None:
+        super().__init__(data_source)
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch; called by Lightning at the start of each."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return iter(torch.randperm(len(self.data_source), generator=generator).tolist())
+
+
+class ResumableDataLoader(StatefulDataLoader):
+    """A loader with whose state a run resumes at the next batch, in any epoch.
+
+    Lightning makes an iterator before it sets the epoch of the sampler, and a stateful iterator
+    draws its shuffle at once: a run resumed in its second epoch would repeat the order of the
+    first. So this iterator is made when its first batch is read. After the last batch of an epoch
+    there is no state, because the next epoch starts at its first batch.
+
+    The arguments are those of torch's loader; Lightning passes them when it sets its own sampler.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Tensor],
+        *,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[int] | None = None,
+        batch_sampler: Sampler[list[int]] | None = None,
+        num_workers: int = 0,
+        drop_last: bool = False,
+        worker_init_fn: Callable[[int], None] | None = None,
+    ) -> None:
+        with warnings.catch_warnings():
+            # torchdata calls a function that newer torch deprecates.
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+            super().__init__(
+                dataset,
+                batch_size=batch_size,
+                shuffle=shuffle,
+                sampler=sampler,
+                batch_sampler=batch_sampler,
+                num_workers=num_workers,
+                drop_last=drop_last,
+                worker_init_fn=worker_init_fn,
+            )
+        self._num_batches = 0
+        self._started = False
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self._started = False
+        if self.next_iter_state is None:
+            self._num_batches = 0
+        return self._batches()
+
+    def _batches(self) -> Iterator[Tensor]:
+        iterator = super().__iter__()
+        self._started = True
+        for batch in iterator:
+            self._num_batches += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position within the epoch: numbers, None, and dictionaries of them."""
+        if self._num_batches in (0, len(self)):
+            return {}
+        loader = super().state_dict() if self._started else self.next_iter_state
+        return {"num_batches": self._num_batches, "loader": loader}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue after the batch at which ``state_dict`` was called."""
+        self._started = False
+        self._num_batches = state_dict.get("num_batches", 0)
+        super().load_state_dict(state_dict.get("loader", {}))
+
+
 class ByteTextData(LightningDataModule):
     """Windows of bytes for next-byte prediction; the last part of the text is for validation.
 
@@ -107,7 +197,8 @@ class ByteTextData(LightningDataModule):
         num_workers: Loader processes per worker; 0 loads in the training process.
 
     Raises:
-        ValueError: A number outside its range; in ``setup``: a text that is missing or too small.
+        ValueError: If a number is outside its range; in ``setup``: if a text is missing or too
+            small.
 
     Example:
         >>> data = ByteTextData(batch_size=4, context=32)
@@ -161,10 +252,10 @@ class ByteTextData(LightningDataModule):
             self.check(self.trainer.world_size if self.trainer is not None else 1)
 
     def check(self, num_workers: int) -> None:
-        """Read and split the text for so many workers.
+        """Read and split the text for a number of workers.
 
         Raises:
-            ValueError: The text is missing, or too small for one batch per worker.
+            ValueError: If the text is missing, or too small for one batch per worker.
         """
         text = (
             standard_library(self.max_bytes)
@@ -181,13 +272,13 @@ class ByteTextData(LightningDataModule):
                 f" needs {self.batch_size * num_workers} and {num_workers}. Take a longer text, or"
                 " lower data.batch_size, data.context or the number of workers."
             )
-        # A multiple of the number of workers: no window is used twice to fill up a share.
+        # A multiple of the number of workers, so that no window is used twice.
         num_val = max(min(len(val), self.val_bytes // self.context) // num_workers, 1) * num_workers
         self.train_windows = train
         self.val_windows = Subset(val, [i * len(val) // num_val for i in range(num_val)])
 
     def train_dataloader(self) -> ResumableDataLoader:
-        """Shuffled windows (batch_size, context + 1), uint8; a last incomplete batch is dropped."""
+        """Return shuffled windows (batch_size, context + 1), uint8; drops the last partial batch."""
         windows = self._ready(self.train_windows)
         return ResumableDataLoader(
             windows,
@@ -198,12 +289,12 @@ class ByteTextData(LightningDataModule):
         )
 
     def val_dataloader(self) -> DataLoader[Tensor]:
-        """Windows (up to 4 * batch_size, context + 1), uint8, always the same ones in order."""
+        """Return windows (up to 4 * batch_size, context + 1), uint8, in a fixed order."""
         windows = self._ready(self.val_windows)
         return DataLoader(windows, batch_size=4 * self.batch_size, num_workers=self.num_workers)
 
     def test_dataloader(self) -> DataLoader[Tensor]:
-        """The validation windows."""
+        """Return the validation windows."""
         return self.val_dataloader()
 
     def _ready(self, windows: AnyWindows | None) -> AnyWindows:

@@ -1,4 +1,4 @@
-"""Fit a run of the command line to the launcher and the machine it finds itself on."""
+"""Adapts a run of the command line to its launcher and machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def follow_launcher(cfg: DictConfig) -> DictConfig:
 
 
 def outer_launch() -> tuple[str, int, int] | None:
-    """Who started this process among others: (launcher, processes per machine, machines).
+    """Return the launcher of this process: (name, processes per machine, machines), or None.
 
     Raises:
         ValueError: If this machine has another number of processes than the mean of all.
@@ -56,10 +56,10 @@ def outer_launch() -> tuple[str, int, int] | None:
 
 
 def set_num_threads(num_threads: int | None, trainer: Trainer) -> None:
-    """Threads of torch in this process and in those it starts.
+    """Set the number of torch's threads in this process and in those that it starts.
 
     Raises:
-        ValueError: Less than one thread.
+        ValueError: If it is less than 1.
     """
     if num_threads is None:
         if trainer.strategy.root_device.type != "cpu" or trainer.num_devices == 1:
@@ -72,9 +72,9 @@ def set_num_threads(num_threads: int | None, trainer: Trainer) -> None:
 
 
 def quieten_lightning() -> None:
-    """Drop Lightning's second copy of each message, its tips, and warnings about itself."""
+    """Disable Lightning's second copy of each message, its tips, and warnings about itself."""
     if HydraConfig.initialized():
-        # Hydra's handlers, on the root logger, show and file everything already.
+        # Hydra's handlers of the root logger already print and write everything.
         logging.getLogger("lightning").handlers.clear()
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_no_tip)
     warnings.filterwarnings("ignore", message=".*does not have many workers")
@@ -82,5 +82,5 @@ def quieten_lightning() -> None:
 
 
 def is_no_tip(record: logging.LogRecord) -> bool:
-    """Whether a message is more than Lightning's advice to install something."""
+    """Return whether a message is not one of Lightning's tips to install something."""
     return "Tip:" not in record.getMessage()

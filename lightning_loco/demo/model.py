@@ -1,4 +1,4 @@
-"""A small byte-level GPT: real enough to show what an algorithm does, small enough for a CPU."""
+"""A small byte-level GPT that trains on a CPU."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class ByteGPT(LightningModule):
             embeddings and vectors. Muon needs PyTorch 2.9.
 
     Raises:
-        ValueError: A size or rate outside its range, or an optimizer that does not exist.
+        ValueError: If a size or rate is outside its range, or an optimizer does not exist.
 
     Example:
         >>> model = ByteGPT(num_layers=1, num_heads=2, width=16, context=8)
@@ -151,17 +151,17 @@ class ByteGPT(LightningModule):
         return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """One local step's loss, logged as this worker's own."""
+        """Return the loss of one local step, logged for this worker only."""
         loss = self.loss(batch)
         self.log("train/loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Validation loss, reduced over all workers at the end of the pass."""
+        """Log the validation loss, reduced over all workers."""
         self._log_evaluation("val/loss", batch)
 
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Loss on the validation text under the name ``test/loss``."""
+        """Log the loss on the validation text as ``test/loss``."""
         self._log_evaluation("test/loss", batch)
 
     def _log_evaluation(self, name: str, batch: Tensor) -> None:
@@ -176,10 +176,10 @@ class ByteGPT(LightningModule):
         )
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """The optimizer with warm-up and cosine decay; vectors (norms, biases) are not decayed.
+        """Make the optimizer with warm-up and cosine decay, without weight decay of vectors.
 
         Raises:
-            ValueError: Neither ``total_steps`` nor the Trainer says when training ends.
+            ValueError: If neither ``total_steps`` nor the Trainer says when training ends.
         """
         total_steps = self.hparams["total_steps"] or self.trainer.estimated_stepping_batches
         if math.isinf(total_steps):
@@ -204,14 +204,14 @@ class ByteGPT(LightningModule):
         Args:
             prompt: Text to continue, at least one byte; the model sees its last ``context`` bytes.
             num_bytes: How many bytes to add, at least 0.
-            temperature: Divides the logits; 0 always takes the likeliest byte.
-            seed: Of the sampling; the same seed gives the same text.
+            temperature: Divides the logits; 0 always takes the most likely byte.
+            seed: Seed of the sampling; the same seed gives the same text.
 
         Returns:
             The new bytes, without the prompt.
 
         Raises:
-            ValueError: An empty prompt, or a negative count or temperature.
+            ValueError: If the prompt is empty, or a count or temperature is negative.
         """
         if not prompt:
             raise ValueError(
@@ -238,7 +238,7 @@ class ByteGPT(LightningModule):
 
 
 def learning_rate_factor(step: int, warmup_steps: int, total_steps: int) -> float:
-    """Factor of the peak learning rate: linear warm-up, then a cosine from 1 to 0.1.
+    """Return the factor of the peak learning rate: linear warm-up, then a cosine from 1 to 0.1.
 
     Example:
         >>> [round(learning_rate_factor(step, 2, 6), 2) for step in range(7)]

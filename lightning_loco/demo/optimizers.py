@@ -14,11 +14,7 @@ BETAS = (0.9, 0.95)
 
 
 def check_optimizer(name: str) -> None:
-    """Refuse a name that is none of :data:`OPTIMIZERS`, or that this PyTorch does not have.
-
-    Raises:
-        ValueError: With what to do.
-    """
+    """Raise ValueError for a name that is unknown, or not in this version of PyTorch."""
     if name not in OPTIMIZERS:
         raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {name!r}.")
     if name == "muon" and not hasattr(torch.optim, "Muon"):
@@ -35,10 +31,10 @@ def make_optimizer(
 
     Args:
         name: One of :data:`OPTIMIZERS`.
-        hidden: The part of the model whose matrices Muon moves.
-        whole: The model; its vectors (norms, biases) are not decayed.
-        lr: Of both optimizers.
-        weight_decay: Of matrices and embeddings.
+        hidden: The part of the model whose matrices Muon optimizes.
+        whole: The model; its vectors (norms, biases) have no weight decay.
+        lr: Learning rate of both optimizers.
+        weight_decay: Weight decay of matrices and embeddings.
     """
     trainable = [p for p in whole.parameters() if p.requires_grad]
     chosen = {id(p) for p in hidden.parameters() if p.ndim == 2} if name == "muon" else set()
@@ -51,7 +47,7 @@ def make_optimizer(
     adamw = AdamW(groups, lr=lr, betas=BETAS)
     if name == "adamw":
         return adamw
-    # Steps as long as AdamW's, so that the same rate and decay suit both.
+    # Steps have the size of AdamW's, so that the same learning rate and weight decay suit both.
     muon = torch.optim.Muon(
         matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
     )
@@ -59,13 +55,13 @@ def make_optimizer(
 
 
 class Together(Optimizer):
-    """Several optimizers of different parameters as one, which Lightning steps and saves as one.
+    """Several optimizers of different parameters, which Lightning steps and saves as one.
 
-    Its groups and its state are those of its parts: a schedule of learning rates, a checkpoint and
-    whoever looks into the state reach all of them.
+    It has the parameter groups and the state of its parts, so that a learning-rate schedule and a
+    checkpoint include all of them.
 
     Args:
-        parts: New ones, which have made no step.
+        parts: New optimizers, which have made no step.
     """
 
     def __init__(self, *parts: Optimizer) -> None:
@@ -93,6 +89,6 @@ class Together(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` gave."""
+        """Load what ``state_dict`` has returned."""
         super().load_state_dict(state_dict)
         self._share()

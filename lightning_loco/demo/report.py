@@ -1,4 +1,4 @@
-"""What a finished run has to show: a table, a picture of the loss, a text sample."""
+"""The report of a finished run: a table, and a plot of the loss."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ Curve = list[tuple[int, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The figures of a run; None where nothing was measured.
+    """Metrics of a run; None where nothing was measured.
 
     Attributes:
         algorithm: Name of the algorithm.
         topology: Name of the topology; None for algorithms without one.
-        num_workers: Workers; where they come and go, those of the last round.
+        num_workers: Workers; if they join and leave, those of the last round.
         val_loss: Validation loss of the final model, in nats per byte.
         tokens: Bytes trained on, all workers together.
         rounds: Exchanges between workers.
         bytes_sent: Bytes that a worker sent, mean over the workers.
-        bytes_saved: How many more it would have sent without compression, mean over the workers.
+        bytes_saved: Bytes that compression has saved, mean over the workers.
         wait_s: Seconds that a worker was blocked in exchanges, mean over the workers.
-        emulated_s: Seconds that a worker's messages were under way on a link that is emulated, mean
-            over the workers; None without one.
-        hidden_s: Those of them that it was not blocked for.
+        emulated_s: Seconds that a worker's messages took on an emulated link, mean over the
+            workers; None without one.
+        hidden_s: Those of them for which it was not blocked.
         train_s: Seconds from the first local step to the last, with validation and checkpoints.
-        consensus_distance: Root mean square distance of the workers' parameters to their mean when
-            it was last measured.
+        consensus_distance: Root mean square distance of the workers' parameters to their mean, as
+            measured last.
     """
 
     algorithm: str
@@ -59,7 +59,7 @@ class Report:
     consensus_distance: float | None = None
 
     def table(self) -> str:
-        """One aligned line per figure."""
+        """Format one aligned line per metric."""
         lines = {
             "algorithm": self.algorithm,
             "topology": self.topology or "-",
@@ -98,7 +98,7 @@ class Report:
 
 
 def read_curve(file: Path, column: str) -> Curve:
-    """The (step, value) pairs of one column of a metrics CSV; empty without such file or column."""
+    """Return (step, value) pairs of a column of a metrics CSV; empty without the file or column."""
     if not file.is_file():
         return []
     with file.open(newline="", encoding="utf-8") as lines:
@@ -110,7 +110,7 @@ def read_curve(file: Path, column: str) -> Curve:
 
 
 def read_worker_curve(file: Path) -> Curve:
-    """The (step, training loss) pairs of a file that ``WorkerLogs`` wrote."""
+    """Return (step, training loss) pairs of a file that ``WorkerLogs`` wrote."""
     with file.open(newline="", encoding="utf-8") as lines:
         rows = [row for row in csv.DictReader(lines) if row["metric"] == "train/loss"]
     return [(int(row["step"]), float(row["value"])) for row in rows]
@@ -119,13 +119,13 @@ def read_worker_curve(file: Path) -> Curve:
 def measure(
     trainer: Trainer, model: LightningModule, data: LightningDataModule, train_s: float
 ) -> Report:
-    """Collect the figures of a finished fit from all workers; every rank must call it.
+    """Collect the metrics of a finished fit from all workers; every rank must call it.
 
     Args:
         trainer: After ``fit``.
-        model: What was trained.
-        data: How many bytes a local step takes is known for ``ByteTextData``.
-        train_s: How long the training took.
+        model: The trained model.
+        data: With ``ByteTextData`` the trained bytes are counted.
+        train_s: Duration of the training.
     """
     strategy, steps = trainer.strategy, trainer.global_step
     report = Report(
@@ -149,16 +149,16 @@ def measure(
     if isinstance(strategy, LocoStrategy) and strategy.settings.topology is not None:
         report = replace(report, topology=as_topology(strategy.settings.topology).name)
     if trainer.world_size > 1 and not torch.distributed.is_initialized():
-        return report  # a rank that serves, or whose workers were other processes (spawn)
+        return report  # a server rank, or the workers were other processes (spawn)
     statistics = strategy.statistics
     link_s, link_wait_s = statistics.emulated_s, statistics.emulated_wait_s
     bytes_moved = [statistics.bytes_sent, statistics.bytes_saved]
     mine = [steps, *bytes_moved, statistics.wait_s, link_s or 0.0, link_wait_s]
-    figures = torch.tensor(mine, dtype=torch.float64, device=strategy.root_device)
-    totals = strategy.reduce(figures, reduce_op="sum").tolist()
+    own = torch.tensor(mine, dtype=torch.float64, device=strategy.root_device)
+    totals = strategy.reduce(own, reduce_op="sum").tolist()
     total_steps, total_bytes, total_saved, *seconds = totals
     wait_s, emulated_s, emulated_wait_s = (total / trainer.world_size for total in seconds)
-    is_elastic = statistics.members is not None  # what the others have done is not known here
+    is_elastic = statistics.members is not None  # the steps of other members are not known
     return replace(
         report,
         num_workers=statistics.members or strategy.num_workers,
@@ -175,10 +175,10 @@ def measure(
 
 
 def draw_run(report: Report, folder: Path, loggers: Sequence[Logger]) -> None:
-    """Draw ``loss.png`` from the CSV logger's file, and the workers' own files where they exist.
+    """Plot ``loss.png`` from the CSV logger's file, and the workers' own files if they exist.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed.
+        ModuleNotFoundError: If matplotlib is not installed.
     """
     from matplotlib.figure import Figure
 

@@ -340,7 +340,7 @@ class Engine:
             self.worker.show_consensus(purpose, self.outer() if self.shows_outer else None)
 
     def outer(self) -> Tensor | None:
-        """Return the outer parameters ``(P,)``; None if the algorithm has none that all workers share."""
+        """Return the outer parameters ``(P,)``, equal on all workers; None if there are none."""
         key = self.settings.consensus_key
         return None if key is None else self.fragments[0].state[key]
 

@@ -13,7 +13,7 @@ from lightning_loco.algorithms.diloco import OuterOptimizer
 from lightning_loco.algorithms.outer_lr import OuterLR
 from lightning_loco.compression import Codec, ErrorFeedback
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.engine.clock_engine import ClockEngine, clock_settings
+from lightning_loco.engine.constructors import ClockEngine, clock_settings
 from lightning_loco.engine.hidden_rounds import async_diloco, streaming_diloco
 from lightning_loco.links.links import LinkLike
 from lightning_loco.schedules import SyncEvery

@@ -24,7 +24,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import lightning_loco as loco
 import train
 from lightning_loco import compression, parameter_server, topology
-from lightning_loco.chosen_strategy import build_strategy
+from lightning_loco.cli import build_strategy
 from lightning_loco.transport import write_certificate
 from tests.conftest import ROOT
 from tests.docs.pages import DOCS, LINKING, PAGES, README, Page, doc, overrides_of
