@@ -278,7 +278,7 @@ class ByteTextData(LightningDataModule):
         self.val_windows = Subset(val, [i * len(val) // num_val for i in range(num_val)])
 
     def train_dataloader(self) -> ResumableDataLoader:
-        """Return shuffled windows (batch_size, context + 1), uint8; drops the last partial batch."""
+        """Return shuffled windows (batch_size, context + 1), uint8, in full batches."""
         windows = self._ready(self.train_windows)
         return ResumableDataLoader(
             windows,
