@@ -1,4 +1,4 @@
-"""The command line: from a configuration to a finished run, and what it says when it cannot."""
+"""The command line: from a configuration to a finished run, and its error messages."""
 
 from __future__ import annotations
 
@@ -38,8 +38,10 @@ def conf() -> Iterator[None]:
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Put back what a run leaves in its process, which is normally its own."""
-    monkeypatch.setenv("LOCAL_RANK", "0")  # no others to start, nor a thread to watch them
+    """Restore what a run changes in its process, which it normally has for itself."""
+    monkeypatch.setenv(
+        "LOCAL_RANK", "0"
+    )  # no other processes to start, and no thread that watches them
     num_threads, filters = torch.get_num_threads(), list(RANK_ZERO_LOG.filters)
     yield
     torch.set_num_threads(num_threads)
@@ -89,7 +91,7 @@ class TestRun:
 
     @pytest.mark.recovery
     @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-    def test_a_resumed_run_equals_an_unbroken_one(self, tmp_path: Path) -> None:
+    def test_a_resumed_run_equals_an_uninterrupted_one(self, tmp_path: Path) -> None:
         whole = cli.run(config(tmp_path / "whole"))
         saving = (
             "callbacks.checkpoint.monitor=null",
@@ -106,8 +108,8 @@ class TestRun:
         figures = json.loads((tmp_path / "report.json").read_text())
         assert (figures["algorithm"], figures["rounds"]) == ("DDP", 20)
 
-    def test_gossip_without_rounds_is_reported_as_such(self, tmp_path: Path) -> None:
-        """One worker alone has nobody to fetch from; DDP would count 20 steps."""
+    def test_gossip_without_rounds_is_reported(self, tmp_path: Path) -> None:
+        """A single worker has no peer to fetch from; DDP would count 20 steps."""
         cli.run(config(tmp_path, "algorithm=pairwise_gossip"))
         figures = json.loads((tmp_path / "report.json").read_text())
         found = [figures[key] for key in ("algorithm", "rounds", "bytes_sent", "tokens")]
@@ -135,7 +137,7 @@ class TestRun:
                     cli.run(config(tmp_path / str(number), override))
                 assert "\n" not in str(caught.value)
 
-    def test_workers_say_together_what_is_on_their_own_disks(self, tmp_path: Path) -> None:
+    def test_the_error_lists_the_disks_of_all_workers(self, tmp_path: Path) -> None:
         private = ("algorithm.checkpoint_folder=private", "ckpt_path=nowhere.ckpt")
         with pytest.raises(ValueError, match="nowhere.ckpt that all .* disks: worker 0 has none"):
             cli.run(config(tmp_path, *private))
@@ -146,12 +148,14 @@ class TestRun:
         with pytest.raises(cli.SettingsError, match="needs a power of two workers, got 6"):
             cli.run(config(tmp_path, "topology=hypercube", "trainer.devices=6"))
 
-    def test_workers_of_different_pace_validate_at_the_ends_of_epochs(self, tmp_path: Path) -> None:
+    def test_workers_with_different_numbers_of_steps_validate_at_the_ends_of_epochs(
+        self, tmp_path: Path
+    ) -> None:
         pace = ("trainer.devices=2", "algorithm.sync_every=[5,10]")
         with pytest.raises(cli.SettingsError, match="Use trainer.check_val_every_n_epoch=1"):
             cli.run(config(tmp_path, *pace))
 
-    def test_a_fault_in_a_run_keeps_its_traceback(
+    def test_an_error_in_a_run_keeps_its_traceback(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def fail(*_: object) -> None:
@@ -200,9 +204,7 @@ class TestChoices:
             ("algoritm=diloco", "algoritm is no setting. Did you mean algorithm=...?"),
         ],
     )
-    def test_unknown_ones_are_named_with_those_that_there_are(
-        self, argument: str, message: str
-    ) -> None:
+    def test_unknown_ones_are_named_with_all_choices(self, argument: str, message: str) -> None:
         found = train.unknown_choice(["--multirun", "seed=1", argument])
         assert found is not None
         assert found.startswith(message)
@@ -224,10 +226,10 @@ class TestChoices:
             ["hydra.searchpath=[file:///mine]", "model=mine"],
         ],
     )
-    def test_what_may_be_there_is_left_to_hydra(self, arguments: list[str]) -> None:
+    def test_what_may_exist_is_checked_by_hydra(self, arguments: list[str]) -> None:
         assert train.unknown_choice(arguments) is None
 
-    def test_choices_of_the_user_count(self, tmp_path: Path) -> None:
+    def test_choices_of_the_user_are_known(self, tmp_path: Path) -> None:
         (tmp_path / "model").mkdir()
         (tmp_path / "model/mine.yaml").touch()
         assert train.unknown_choice([f"--config-dir={tmp_path}", "model=mine"]) is None
@@ -236,7 +238,7 @@ class TestChoices:
         assert found.endswith("Did you mean model=mine?\nThere are gpt, mine.")
 
     @pytest.mark.parametrize("program", ["train", "command"])
-    def test_the_version_comes_without_slow_imports(
+    def test_the_version_needs_no_slow_imports(
         self, program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setattr(sys, "argv", [program, "--version"])
@@ -247,7 +249,7 @@ class TestChoices:
 
 
 class TestLaunchers:
-    def test_nobody(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_no_launcher(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "SLURM_JOB_ID"):
             monkeypatch.delenv(name, raising=False)
         assert launch.outer_launch() is None
@@ -283,7 +285,7 @@ class TestLaunchers:
         assert launch.outer_launch() is None
         assert "slurm" not in train.run_stamp()
 
-    def test_the_parent_has_started_before(self) -> None:
+    def test_the_parent_has_started_earlier(self) -> None:
         assert train.parent_start() <= datetime.now()
         assert train.parent_start() == train.parent_start()
 
@@ -300,7 +302,7 @@ class TestLaunchers:
 class TestCommand:
     @pytest.mark.alone
     @pytest.mark.parametrize("arguments", [("--help",), ("--cfg", "job", "algorithm=diloco")])
-    def test_help_and_configuration_come_at_once(
+    def test_help_and_configuration_are_fast(
         self, tmp_path: Path, arguments: tuple[str, ...]
     ) -> None:
         start = time.monotonic()
@@ -408,7 +410,7 @@ class TestCommand:
         assert 3 * figures["bytes_sent"] == pytest.approx(figures["bytes_saved"], rel=0.1)
 
     @pytest.mark.soak
-    def test_torchrun_decides_the_number_of_workers(self, tmp_path: Path) -> None:
+    def test_torchrun_sets_the_number_of_workers(self, tmp_path: Path) -> None:
         done = subprocess.run(
             [
                 sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3",
@@ -455,12 +457,12 @@ class TestCommand:
             ),
             pytest.param(
                 ["algorithm=async_diloco", "algorithm.fragments=null", "algorithm.sync_every=15"],
-                "error: The result of a round comes one round later",
+                "error: The result of a round is applied one round later",
                 marks=pytest.mark.soak,
             ),
         ],
     )
-    def test_what_cannot_work_ends_with_one_message(
+    def test_invalid_settings_end_with_one_message(
         self, tmp_path: Path, arguments: list[str], message: str
     ) -> None:
         done = command(*arguments, "experiment=smoke", cwd=tmp_path)
@@ -469,7 +471,7 @@ class TestCommand:
         assert "Traceback" not in done.stderr
 
     @pytest.mark.soak
-    def test_the_place_of_an_error_is_shown_on_request(self, tmp_path: Path) -> None:
+    def test_the_traceback_of_an_error_is_shown_on_request(self, tmp_path: Path) -> None:
         done = command("algorithm.sync_every=0", cwd=tmp_path, HYDRA_FULL_ERROR="1")
         assert done.returncode == 1
         assert "Traceback" in done.stderr

@@ -1,4 +1,4 @@
-"""Every file under conf/ composes, and what it builds can be built."""
+"""Every file in conf/ composes, and its objects can be built."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def conf() -> Iterator[None]:
 
 
 def config(*overrides: str) -> DictConfig:
-    """Composed, with paths where a choice needs one."""
+    """Return a function that composes, with paths for choices that need one."""
     files = [f"{group}.path=/file" for group in GROUPS if f"{group}=file" in overrides]
     return compose("train", [*overrides, "run_dir=/run", "++data.path=/text", *files])
 
@@ -75,7 +75,7 @@ def test_the_groups_are_known() -> None:
 
 
 def check_targets(composed: DictConfig) -> None:
-    """Nothing is missing, and what is named can be built."""
+    """Check that no value is missing, and that all targets can be imported."""
     plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     nodes = list(targets(plain))
     assert len(nodes) >= 5
@@ -87,7 +87,7 @@ def check_targets(composed: DictConfig) -> None:
 
 
 def test_every_choice_composes(subtests: pytest.Subtests) -> None:
-    """A choice of each group at a time; those of a group with fewer of them are used again."""
+    """One choice of each group at a time; choices of small groups are used repeatedly."""
     groups = {
         group: names(group) for group in GROUPS if group not in ("experiment", "hydra", *BUILT)
     }
@@ -112,7 +112,7 @@ def test_the_defaults_are_the_demo() -> None:
 
 
 def test_algorithms_are_built_as_the_file_says_with_every_link(subtests: pytest.Subtests) -> None:
-    """A choice of both groups at a time, for they do not depend on each other."""
+    """One choice of both groups at a time, because they are independent."""
     pairs = zip(names("algorithm"), itertools.cycle(names("link")), strict=False)
     configs = {pair: config(f"algorithm={pair[0]}", f"link={pair[1]}") for pair in pairs}
     links = {link: composed.link for (_, link), composed in configs.items() if link in LINKS}
@@ -137,7 +137,7 @@ def test_algorithms_are_built_as_the_file_says_with_every_link(subtests: pytest.
                     assert build_strategy(composed).settings.link.default.mbit_per_s == 7
 
 
-def test_what_is_checked_before_lightning_is_imported_are_the_settings_of_the_strategy(
+def test_early_settings_equal_those_of_the_strategy(
     subtests: pytest.Subtests,
 ) -> None:
     choices = [(f"algorithm={name}",) for name in names("algorithm")]
@@ -158,7 +158,7 @@ def test_what_is_checked_before_lightning_is_imported_are_the_settings_of_the_st
                 assert early == strategy.settings
 
 
-def test_topologies_reach_the_strategy(subtests: pytest.Subtests) -> None:
+def test_topologies_are_passed_to_the_strategy(subtests: pytest.Subtests) -> None:
     for name in names("topology"):
         with subtests.test(name):
             composed = config(f"topology={name}")
@@ -171,7 +171,7 @@ def test_topologies_reach_the_strategy(subtests: pytest.Subtests) -> None:
                 assert topology.name == name
 
 
-def test_compressions_reach_the_strategy(subtests: pytest.Subtests) -> None:
+def test_compressions_are_passed_to_the_strategy(subtests: pytest.Subtests) -> None:
     for name in names("compression"):
         with subtests.test(name):
             composed = config("algorithm=diloco", f"compression={name}")
@@ -187,7 +187,7 @@ def test_an_error_feedback_by_hand() -> None:
     assert settings.compression == ErrorFeedback(Int8(64), 0.5)
 
 
-def test_what_is_lost_stays_in_the_model_if_one_wants() -> None:
+def test_compression_errors_can_stay_in_the_model() -> None:
     choice = ["algorithm=diloco", "compression=sparse", "compression.error_feedback=model"]
     settings = build_strategy(config(*choice, "compression.k=32")).settings
     assert settings.compression == Compensated(Sparse(k=32))
@@ -206,13 +206,13 @@ def test_compressions_of_a_remote_optimizer(name: str) -> None:
         ("compression=int8 compression.error_feedback=1.0", "algorithm: .* Give the codec alone"),
     ],
 )
-def test_what_a_remote_optimizer_cannot_compress(choice: str, words: str) -> None:
+def test_compressions_that_a_remote_optimizer_refuses(choice: str, words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         build_strategy(config("algorithm=remote_optimizer", *choice.split()))
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "int8"])
-def test_compressions_reach_pairwise_gossip(name: str) -> None:
+def test_compressions_are_passed_to_pairwise_gossip(name: str) -> None:
     choice = ["algorithm=pairwise_gossip", f"compression={name}"]
     settings = build_strategy(config(*choice)).settings
     assert settings.codec == CODECS[name]()
@@ -221,18 +221,18 @@ def test_compressions_reach_pairwise_gossip(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["int4", "e3m0", "sparse"])
-def test_what_writes_too_roughly_for_pairwise_gossip(name: str) -> None:
+def test_compressions_that_pairwise_gossip_refuses(name: str) -> None:
     with pytest.raises(SettingsError, match="algorithm: .*too roughly for gossip"):
         build_strategy(config("algorithm=pairwise_gossip", f"compression={name}"))
 
 
-def test_what_has_no_rounds_has_nothing_to_compress() -> None:
+def test_strategies_without_messages_refuse_compression() -> None:
     with pytest.raises(SettingsError, match="no messages to compress"):
         build_strategy(config("algorithm=ddp", "compression=int8"))
 
 
 @pytest.mark.parametrize("name", ["gasloc", "noloco"])
-def test_gossip_of_workers_that_come_and_go(name: str) -> None:
+def test_gossip_with_elastic_members(name: str) -> None:
     choice = [f"algorithm={name}", "membership=elastic", "topology=random_matching"]
     settings = build_strategy(compose("train", choice)).settings
     assert settings.membership == Elastic("localhost:29510")
@@ -271,12 +271,12 @@ def test_one_number_per_worker() -> None:
     assert strategy.settings.schedule.sync_every == [10, 20]
 
 
-def test_a_number_that_changes() -> None:
+def test_sync_every_that_changes() -> None:
     strategy = build_strategy(compose("train", ["algorithm.sync_every={0:10,1000:50}"]))
     assert strategy.settings.schedule == VaryingSteps({0: 10, 1000: 50})
 
 
-def test_outer_rates_that_change() -> None:
+def test_outer_lr_schedules() -> None:
     schedule = "{_target_:lightning_loco.algorithms.Cosine,start:0.9,end:0.3,rounds:60}"
     strategy = build_strategy(
         compose("train", ["algorithm=diloco", f"algorithm.outer_lr={schedule}"])

@@ -1,4 +1,4 @@
-"""What the callbacks log, where, and that they change nothing else."""
+"""Callbacks: what they log, where, and that they have no other effect."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ P_BYTES = 26 * 8  # the small model in float64
 
 
 class RecordingSGD(torch.optim.SGD):
-    """Keeps the parameters as they are after each step, that is right before a round."""
+    """Records the parameters after each step, that is right before a round."""
 
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
@@ -54,7 +54,7 @@ class RecordingModule(TinyModule):
 
 
 def read(folder: Path) -> list[dict[str, float]]:
-    """The rows of a CSVLogger, without empty cells."""
+    """Read the rows of a CSVLogger, without empty cells."""
     with (folder / "lightning_logs" / "version_0" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     return [{key: float(value) for key, value in row.items() if value} for row in rows]
@@ -102,9 +102,9 @@ def test_communication_of_diloco(pool: Pool, tmp_path: Path, world: int) -> None
     callbacks: list[pl.Callback] = [CommunicationMonitor()]
     results = pool.run(fit, tmp_path, callbacks, {"algorithm": DiLoCo()}, {}, world=world)
     rows = read(tmp_path)
-    rows_bytes = world * WorkerStatus.width(0) * 8  # what the workers tell each other rides along
+    rows_bytes = world * WorkerStatus.width(0) * 8  # the statuses are sent with the messages
     per_round = 2 * (world - 1) * (P_BYTES + rows_bytes) // world
-    # A round comes before steps 3, 6 and 9; what it brought stays until the next one.
+    # A round is made before steps 3, 6 and 9; its metrics are unchanged until the next one.
     rounds = {step: float(step // 3) for step in range(3, 12)}
     assert column(rows, "loco/round") == rounds
     assert column(rows, "loco/bytes_sent") == {s: per_round * r for s, r in rounds.items()}
@@ -114,7 +114,7 @@ def test_communication_of_diloco(pool: Pool, tmp_path: Path, world: int) -> None
     assert waits[0] > 0 or world == 1
     assert results[0]["progress_bar"] == {}
 
-    # The outer gradient: how far the workers have come, on average, since the last round.
+    # The outer gradient: mean progress of the workers since the last round.
     outer = flat(TinyModule())
     momentum = torch.zeros_like(outer)
     norms = column(rows, "loco/outer_grad_norm")
@@ -124,7 +124,7 @@ def test_communication_of_diloco(pool: Pool, tmp_path: Path, world: int) -> None
         assert norms[step + 1] == pytest.approx(gradient.norm().item(), rel=1e-6)
         momentum = 0.9 * momentum + gradient
         outer = outer - 0.7 * (gradient + 0.9 * momentum)
-        # The losses are known with the round's numbers: the mean over the workers.
+        # The losses are sent with the round: the mean over the workers.
         mean = sum(result["losses"][step] for result in results) / world
         assert losses[step + 1] == pytest.approx(mean, rel=1e-6)
 
@@ -135,7 +135,7 @@ def test_communication_of_gossip(pool: Pool, tmp_path: Path) -> None:
     rows = read(tmp_path)
     rounds = {step: float(step // 3) for step in range(3, 12)}
     assert column(rows, "loco/round") == rounds
-    # To two neighbours, whatever the number of workers.
+    # To two neighbours, for any number of workers.
     assert column(rows, "loco/bytes_sent") == {s: 2 * P_BYTES * r for s, r in rounds.items()}
     drift = 0.7 * (results[0]["before_rounds"][2] - flat(TinyModule()))
     norm = pytest.approx(drift.norm().item(), rel=1e-6)
@@ -168,7 +168,7 @@ def test_progress_bar(pool: Pool, tmp_path: Path) -> None:
         shown["loco/consensus_distance"]
         == results[0]["callback_metrics"]["loco/consensus_distance"]
     )
-    # What the bar shows at once still reaches the logger at its own steps.
+    # Metrics in the progress bar are still logged at the logger's own steps.
     assert column(read(tmp_path), "loco/round") == {3: 1.0, 7: 2.0, 11: 3.0}
 
 
@@ -191,7 +191,7 @@ def test_consensus_distance_equals_a_direct_computation(
         expected = distance([result["before_rounds"][step] for result in results])
         assert logged[step + 1] == pytest.approx(expected, rel=1e-6)
     assert (logged[3] == 0) == (world == 1)
-    # The measurement is an all-reduce of a number for each parameter, and one more.
+    # The measurement is an all-reduce of one number per parameter, and one more.
     first = results[0]["bytes_sent"]
     plain = pool.run(fit, tmp_path / "plain", [], strategy, {}, world=world)[0]["bytes_sent"]
     assert first - plain == 3 * (2 * (world - 1) * (P_BYTES + 8) // world)
@@ -206,7 +206,7 @@ def test_consensus_is_measured_every_n_rounds(pool: Pool, tmp_path: Path) -> Non
 
 
 class LargeModule(pl.LightningModule):
-    """400,000 parameters that follow noise of their own on each worker."""
+    """400,000 parameters that follow different noise on each worker."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ def measure_large(rank: int, world: int) -> list[float]:
 
 
 def test_consensus_distance_of_a_large_model_is_estimated(pool: Pool) -> None:
-    # Two workers at independent standard normal noise: half the squared difference, 1/2 each.
+    # Two workers with independent standard normal noise: half the squared difference, 1/2 each.
     expected = math.sqrt(400_000 / 2)
     for seen in pool.run(measure_large, world=2):
         assert seen == pytest.approx([expected] * 2, rel=0.1)
@@ -259,7 +259,7 @@ def test_bad_settings(subtests: pytest.Subtests) -> None:
 
 
 class Away(pl.Callback):
-    """Worker 1 is at one value everywhere whenever it serves; steps are slow enough to fetch."""
+    """Sets all parameters of worker 1 to one value when it serves; steps are slow."""
 
     def __init__(self, value: float | None) -> None:
         self.value = value
@@ -286,7 +286,7 @@ def gossip(rank: int, world: int, folder: Path, value: float | None) -> dict[str
 
 
 @pytest.mark.parametrize("value", [None, 1e6])
-def test_fetches_from_a_peer_that_is_too_far_away_are_counted(
+def test_fetches_of_too_distant_parameters_are_counted(
     pool: Pool, tmp_path: Path, value: float | None
 ) -> None:
     logged = pool.run(gossip, tmp_path, value, world=2)[0]
@@ -304,7 +304,7 @@ def test_fetches_from_a_peer_that_is_too_far_away_are_counted(
 # -------------------------------------------------------------------------------- effects
 
 
-def test_callbacks_do_not_change_the_numbers(pool: Pool, tmp_path: Path) -> None:
+def test_callbacks_do_not_change_the_result(pool: Pool, tmp_path: Path) -> None:
     strategy = {"algorithm": GASLoC(), "topology": "random_matching"}
     callbacks: list[pl.Callback] = [
         CommunicationMonitor(prog_bar=True),
@@ -339,7 +339,7 @@ def test_a_monitor_can_be_used_again(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("monitor", [CommunicationMonitor(), ConsensusMonitor()])
-def test_monitors_say_that_another_strategy_makes_no_rounds(
+def test_monitors_log_a_message_for_strategies_without_rounds(
     monitor: pl.Callback, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = f"{type(monitor).__name__} logs nothing with SingleDeviceStrategy"
@@ -354,7 +354,7 @@ def test_monitors_say_that_another_strategy_makes_no_rounds(
 
 
 def run_with_delays(rank: int, world: int, delays: dict[int, float]) -> tuple[list[float], float]:
-    """What the simulator sleeps, in seconds, and for how long the worker waits for others."""
+    """Return how long the simulator sleeps and the worker waits for others, in seconds."""
     trainer = make_trainer(
         LocoStrategy(LocalSGD(), sync_every=5),
         max_epochs=1,
@@ -377,7 +377,7 @@ def test_straggler_simulator_delays_training_batches_of_chosen_workers(pool: Poo
     assert wait_1_s < wait_0_s
 
 
-def test_straggler_simulator_refuses_impossible_delays(subtests: pytest.Subtests) -> None:
+def test_straggler_simulator_refuses_invalid_delays(subtests: pytest.Subtests) -> None:
     text = "delays are seconds.* got .* for worker 2"
     for delay_s in (-0.1, math.nan, math.inf):
         with subtests.test(delay_s=delay_s), pytest.raises(ValueError, match=text):
@@ -388,7 +388,7 @@ def test_straggler_simulator_refuses_impossible_delays(subtests: pytest.Subtests
 
 
 class LoggingModule(TinyModule):
-    """Logs values that tell the worker and the batch."""
+    """Logs values that depend on the worker and the batch."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         self.log("mark", 100.0 * self.global_rank + batch_idx)

@@ -1,4 +1,4 @@
-"""The demo data: the same on every worker, split by position, dealt out without overlap."""
+"""The demo data: the same on every worker, split by position, divided without overlap."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_loco.demo.data import ByteTextData, Windows, standard_library, te
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """A text whose every position can be told from its bytes."""
+    """A text in which the bytes identify the position."""
     file = tmp_path / "text.bin"
     file.write_bytes(b"".join(number.to_bytes(2, "big") for number in range(2000)))
     return file
@@ -28,7 +28,7 @@ def ready(path: Path, num_workers: int = 1, **changes: object) -> ByteTextData:
     return data
 
 
-def test_the_standard_library_is_real_text_and_always_the_same() -> None:
+def test_the_standard_library_is_real_and_reproducible_text() -> None:
     first, second = standard_library(300_000), standard_library(300_000)
     assert len(first) == 300_000
     assert np.array_equal(first, second)
@@ -80,7 +80,7 @@ def test_validation_is_a_multiple_of_the_workers(text: Path) -> None:
         assert sum(len(batch) for batch in data.val_dataloader()) % num_workers == 0
 
 
-def test_workers_see_disjoint_shares(text: Path) -> None:
+def test_workers_get_disjoint_shares(text: Path) -> None:
     data = ready(text)
     windows = data.train_windows
     shares = [
@@ -100,7 +100,7 @@ def order(data: ByteTextData, epoch: int, skip: int = 0) -> list[torch.Tensor]:
     return list(loader)[skip:]
 
 
-def test_the_order_depends_on_seed_and_epoch_alone(text: Path) -> None:
+def test_the_order_depends_on_seed_and_epoch_only(text: Path) -> None:
     first = order(ready(text), 0)
     torch.manual_seed(7)
     assert torch.equal(torch.stack(first), torch.stack(order(ready(text), 0)))
@@ -109,7 +109,7 @@ def test_the_order_depends_on_seed_and_epoch_alone(text: Path) -> None:
 
 
 @pytest.mark.parametrize("epoch", [0, 2])
-def test_resume_goes_on_at_the_next_batch(text: Path, epoch: int) -> None:
+def test_resume_continues_at_the_next_batch(text: Path, epoch: int) -> None:
     loader = ready(text).train_dataloader()
     loader.sampler.set_epoch(epoch)
     iterator = iter(loader)
@@ -126,7 +126,7 @@ def test_resume_goes_on_at_the_next_batch(text: Path, epoch: int) -> None:
     assert len(list(resumed)) == len(resumed)
 
 
-def test_a_resumed_loader_tells_where_it_is_before_it_starts(text: Path) -> None:
+def test_a_resumed_loader_has_its_state_before_it_starts(text: Path) -> None:
     loader = ready(text).train_dataloader()
     iterator = iter(loader)
     next(iterator)
@@ -136,7 +136,7 @@ def test_a_resumed_loader_tells_where_it_is_before_it_starts(text: Path) -> None
     assert resumed.state_dict() == state
 
 
-def test_an_epoch_that_has_not_begun_or_is_over_has_no_state(text: Path) -> None:
+def test_no_state_before_and_after_an_epoch(text: Path) -> None:
     loader = ready(text).train_dataloader()
     assert loader.state_dict() == {}
     iterator = iter(loader)

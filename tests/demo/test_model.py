@@ -25,7 +25,7 @@ def test_logits_have_one_column_per_byte() -> None:
     assert small()(torch.zeros(3, 7, dtype=torch.long)).shape == (3, 7, 256)
 
 
-def test_a_byte_changes_no_earlier_prediction() -> None:
+def test_predictions_are_causal() -> None:
     model = small().eval()
     text = torch.randint(0, 256, (1, 12))
     changed = text.clone()
@@ -35,7 +35,7 @@ def test_a_byte_changes_no_earlier_prediction() -> None:
     assert (before[:, 8:] - after[:, 8:]).abs().amax(-1).gt(0).all()
 
 
-def test_a_new_model_knows_nothing() -> None:
+def test_a_new_model_predicts_uniformly() -> None:
     windows = torch.randint(0, 256, (8, 13), dtype=torch.uint8)
     assert small().loss(windows).item() == pytest.approx(math.log(256), rel=0.02)
 
@@ -54,7 +54,7 @@ def test_the_head_is_the_embedding() -> None:
     assert sum("head" in name for name, _ in model.named_parameters()) == 0
 
 
-def test_only_matrices_decay() -> None:
+def test_only_matrices_have_weight_decay() -> None:
     optimizer = small().configure_optimizers()["optimizer"]
     decayed, kept = optimizer.param_groups
     assert {p.ndim for p in decayed["params"]} == {2}
@@ -73,7 +73,7 @@ def test_schedule_warms_up_and_ends_at_a_tenth() -> None:
     assert learning_rate_factor(0, 0, 1) == 1.0
 
 
-def test_the_trainer_tells_the_length_of_the_schedule() -> None:
+def test_the_schedule_has_the_length_of_the_run() -> None:
     model = small(total_steps=None, warmup_steps=0)
     model.trainer = Trainer(accelerator="cpu", max_steps=50, max_epochs=-1, logger=False)
     schedule = model.configure_optimizers()["lr_scheduler"]["scheduler"]
@@ -88,7 +88,7 @@ def test_a_schedule_without_an_end_is_refused() -> None:
         model.configure_optimizers()
 
 
-def test_generate_repeats_itself_with_the_same_seed() -> None:
+def test_generate_is_reproducible_with_a_seed() -> None:
     model = small()
     text = model.generate(b"def ", 20, seed=3)
     assert len(text) == 20
@@ -97,7 +97,7 @@ def test_generate_repeats_itself_with_the_same_seed() -> None:
     assert model.training
 
 
-def test_generate_without_temperature_takes_the_likeliest_byte() -> None:
+def test_generate_without_temperature_takes_the_most_likely_byte() -> None:
     model = small()
     prompt = b"a prompt longer than the context"
     expected = b""
@@ -133,7 +133,7 @@ def test_settings_out_of_range_are_refused(subtests: pytest.Subtests) -> None:
             small(**{name: value})
 
 
-def test_generate_refuses_what_makes_no_sense(subtests: pytest.Subtests) -> None:
+def test_generate_refuses_invalid_arguments(subtests: pytest.Subtests) -> None:
     model = small()
     for prompt, count, temperature in [(b"", 1, 1), (b"a", -1, 1), (b"a", 1, -1)]:
         with (

@@ -1,4 +1,4 @@
-"""The demo's inner optimizers: Muon beside AdamW as one, and MuLoCo, which resumes exactly."""
+"""The demo's inner optimizers: Muon and AdamW as one, and MuLoCo, which resumes exactly."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def small(optimizer: str = "muon", lr: float = 0.01) -> ByteGPT:
 
 
 def windows(count: int, seed: int = 0) -> Tensor:
-    """Text in which each byte follows from the one before."""
+    """Return text in which each byte is determined by the one before."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(0, 8, (count, 1), generator=generator)
     return ((starts + torch.arange(13)) % 8 + 97).to(torch.uint8)
@@ -65,7 +65,7 @@ def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest() -> None:
 
 
 @needs_muon
-def test_together_they_step_as_each_by_itself() -> None:
+def test_steps_are_those_of_separate_optimizers() -> None:
     together, apart = small(), small()
     one = together.configure_optimizers()
     by_hand = [
@@ -95,7 +95,7 @@ def test_together_they_step_as_each_by_itself() -> None:
 
 
 @needs_muon
-def test_a_saved_state_goes_on_exactly() -> None:
+def test_a_loaded_state_continues_exactly() -> None:
     model, again = small(), small()
     optimizer, other = (make_optimizer("muon", m.blocks, m, 0.01, 0.1) for m in (model, again))
     for seed in range(3):
@@ -133,7 +133,7 @@ def test_a_closure_is_called_once() -> None:
 def train(
     rank: int, world: int, folder: str, resume: str | None = None
 ) -> tuple[float, Tensor, Tensor]:
-    """Train with DiLoCo outside: the last loss, the weights, and Muon's memory of a matrix."""
+    """Train with DiLoCo; return the last loss, the weights, and Muon's state of a matrix."""
     checkpoint = ModelCheckpoint(
         dirpath=folder, filename="{step}", every_n_train_steps=6, save_top_k=-1
     )
@@ -173,7 +173,7 @@ def test_muloco_learns_and_resumes_within_a_round_exactly(pool: Pool, tmp_path: 
     assert not torch.equal(whole[0][2], whole[1][2])  # each worker's own
 
 
-def test_an_older_pytorch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_pytorch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.optim, "Muon", raising=False)
     with pytest.raises(ValueError, match=r"needs torch.optim.Muon of PyTorch 2.9 or newer, got Py"):
         small("muon")

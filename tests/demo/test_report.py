@@ -1,4 +1,4 @@
-"""What a finished run shows: the table, the plain figures, the picture."""
+"""The report of a finished run: the table, the metrics, the plot."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def test_the_table_is_aligned() -> None:
     assert "consensus distance  1.230e-02" in lines
 
 
-def test_what_was_not_measured_is_a_dash() -> None:
+def test_missing_values_are_dashes() -> None:
     lines = Report(algorithm="DDP", topology=None, num_workers=1).table().splitlines()
     assert [line.split()[-1] for line in lines] == ["DDP", "-", "1", *"-------"]
 
 
-def test_what_a_link_took() -> None:
+def test_link_time() -> None:
     report = dataclasses.replace(REPORT, emulated_s=12.26, hidden_s=11.04)
     assert "on the link         12.3 s: 11.0 s hidden, 1.2 s waited" in report.table().splitlines()
     assert "on the link" not in REPORT.table()
@@ -61,7 +61,7 @@ def test_curves_skip_lines_without_the_value(tmp_path: Path) -> None:
     assert read_curve(tmp_path / "nowhere.csv", "val/loss") == []
 
 
-def test_picture(tmp_path: Path) -> None:
+def test_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     logger = CSVLogger(tmp_path)
     metrics = Path(logger.log_dir) / "metrics.csv"
@@ -77,6 +77,6 @@ def test_curves_of_the_workers(tmp_path: Path) -> None:
     assert read_worker_curve(file) == [(5, 4.5), (10, 4.25)]
 
 
-def test_a_run_without_a_csv_logger_has_no_picture(tmp_path: Path) -> None:
+def test_a_run_without_a_csv_logger_has_no_plot(tmp_path: Path) -> None:
     draw_run(REPORT, tmp_path, [])
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""What a logger is told."""
+"""Records the messages of a logger."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 RANK_ZERO = "lightning.pytorch.utilities.rank_zero"
-"""The logger of what Lightning and this package say on rank 0 alone."""
+"""The logger of messages of Lightning and this package on rank 0."""
 
 
 class Messages(logging.Handler):
-    """Keeps them."""
+    """Records log messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Messages(logging.Handler):
 
 @contextmanager
 def heard(name: str) -> Iterator[list[str]]:
-    """The messages of a logger, as they come."""
+    """A context with a list of the messages of a logger."""
     log, messages = logging.getLogger(name), Messages()
     level = log.level
     log.addHandler(messages)

@@ -1,4 +1,4 @@
-"""The program that test_launchers.py starts: two workers train and each writes what it ends with.
+"""The program that test_launchers.py starts: two workers train, and each writes its result.
 
 Usage: python launched.py FOLDER START_METHOD [SETTING=VALUE ...]
 """
@@ -31,7 +31,7 @@ class LaunchedModule(TinyModule):
 
 
 class WriteResult(pl.Callback):
-    """Writes the weights and where they come from."""
+    """Writes the weights and facts about the run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -28,7 +28,7 @@ def simulate(
     algorithm: Algorithm | None = None,
     **settings: Any,
 ) -> Tensor:
-    """What fit leaves after the local steps of so many rounds, by a plain loop; with DiLoCo."""
+    """Compute the weights after fit by a plain loop of some rounds; by default of DiLoCo."""
     settings = {"step": step, "make": make, "sync_every": sync_every, **settings}
     settings["last_round"] = False
     inner = partial(torch.optim.SGD, lr=LR)
@@ -45,7 +45,7 @@ def fit(
     loader: Any = None,
     **settings: Any,
 ) -> LocoStrategy:
-    """Train on this worker's batches; DiLoCo unless told otherwise."""
+    """Train on this worker's batches; by default with DiLoCo."""
     topology = settings.pop("topology", None)
     strategy = LocoStrategy(algorithm or DiLoCo(), sync_every=sync_every, topology=topology)
     settings = {"max_epochs": 1, "use_distributed_sampler": False, **settings}

@@ -1,4 +1,4 @@
-"""Train in the pool, save, go on from what was saved, and compare with the unbroken run."""
+"""Train in the pool, save, resume, and compare with the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ SYNC_EVERY = 4
 
 
 class DrawingModule(pl.LightningModule):
-    """Draws random numbers in training and validation, and remembers what came of it.
+    """Draws random numbers in training and validation, and records the results.
 
-    With dropout, BatchNorm, AdamW and a schedule: all that a resume must keep.
+    With dropout, BatchNorm, AdamW and a schedule: all states that a resume must restore.
     """
 
     def __init__(self, dropout: float = 0.3) -> None:
@@ -60,14 +60,14 @@ class DrawingModule(pl.LightningModule):
 
 
 def loader(world: int, batches: int = BATCHES) -> StatefulDataLoader[Any]:
-    """The batches of an epoch for each worker, shuffled and dealt out by Lightning's sampler."""
+    """The batches of an epoch for each worker, shuffled and divided by Lightning's sampler."""
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randn(4 * batches * world, 3, generator=generator)
     return StatefulDataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4)
 
 
 class SaveAt(pl.Callback):
-    """Saves at the places of a run that are named ``"<hook> <global step>"``."""
+    """Saves at the points of a run that are named ``"<hook> <global step>"``."""
 
     def __init__(self, *places: str) -> None:
         self.places = places
@@ -91,7 +91,7 @@ class SaveAt(pl.Callback):
 
 
 class SaveEvery(pl.Callback):
-    """Saves every so many steps, to one path unless it has a place for a number."""
+    """Saves every few steps, to one path unless it has a format field for the step."""
 
     def __init__(self, every: int, path: str = "often.ckpt", weights_only: bool = False) -> None:
         self.every = every
@@ -110,11 +110,11 @@ class Run:
 
     Args:
         case: The method.
-        folder: In which they are; all paths are relative to it. A list has one for each worker.
-        callbacks: Of the Trainer.
-        max_steps: When it ends.
-        dropout: Of the module.
-        validates: Whether there are data for validation: two loaders.
+        folder: Their working directory. A list has one for each worker.
+        callbacks: Callbacks of the Trainer.
+        max_steps: Steps of the run.
+        dropout: Dropout of the module.
+        validates: Whether there are two loaders for validation.
         strategy: More settings of the strategy.
         trainer: More settings of the Trainer.
     """
@@ -130,33 +130,33 @@ class Run:
 
 
 class Outcome(NamedTuple):
-    """What a run gave on one worker.
+    """Results of a run on one worker.
 
     Attributes:
-        losses: Of its steps, by global step.
-        validated: What its validations saw, by global step.
-        state: Its final model with its buffers.
-        told: What the run was warned of because other workers had written its checkpoint.
+        losses: Losses of its steps, by global step.
+        validated: Results of its validations, by global step.
+        state: State of its final model, with buffers.
+        warned: Warnings that other workers had written its checkpoint.
     """
 
     losses: dict[int, float]
     validated: dict[int, float]
     state: Tensor
-    told: list[str]
+    warned: list[str]
 
 
 @contextmanager
-def noted_warnings() -> Iterator[list[str]]:
-    """What is said of workers that go on from the checkpoint of others."""
-    told: list[str] = []
+def recorded_warnings() -> Iterator[list[str]]:
+    """A context with a list of warnings about checkpoints of other workers."""
+    warned: list[str] = []
     with warnings.catch_warnings(record=True) as found:
         warnings.filterwarnings("always", "(?s).*go on from it")
-        yield told
-    told += [str(warning.message) for warning in found]
+        yield warned
+    warned += [str(warning.message) for warning in found]
 
 
 def fit(rank: int, world: int, run: Run, resume: str | None = None) -> Outcome:
-    """Train, perhaps from a checkpoint."""
+    """Train, from a checkpoint if there is one."""
     folder = run.folder if isinstance(run.folder, str) else run.folder[rank]
     os.makedirs(folder, exist_ok=True)
     os.chdir(folder)
@@ -170,27 +170,27 @@ def fit(rank: int, world: int, run: Run, resume: str | None = None) -> Outcome:
     )
     module = DrawingModule(run.dropout)
     validation = [loader(1, 2), loader(1, 2)] if run.validates else None
-    with noted_warnings() as told, suppress(SIGTERMException):
+    with recorded_warnings() as warned, suppress(SIGTERMException):
         trainer.fit(module, loader(world), validation, ckpt_path=resume)
     state = torch.cat([flat(module), *(b.flatten() for b in module.buffers())])
-    return Outcome(module.losses, module.validated, state, told)
+    return Outcome(module.losses, module.validated, state, warned)
 
 
 def resume_each(rank: int, world: int, run: Run, paths: Sequence[str | None]) -> list[Outcome]:
-    """The same run from each of these checkpoints, in one job of the pool."""
+    """Resume the same run from each of these checkpoints, in one job of the pool."""
     return [fit(rank, world, copy.deepcopy(run), path) for path in paths]
 
 
 def train_save_resume(
     rank: int, world: int, run: Run, paths: Sequence[str | None], again: Run | None = None
 ) -> list[Outcome]:
-    """The unbroken run, then the same or another one from each of the files that it has saved."""
+    """Make the uninterrupted run, then the same or another one from each file that it has saved."""
     whole = fit(rank, world, copy.deepcopy(run))
     return [whole, *resume_each(rank, world, again or run, paths)]
 
 
 def check_resumed(whole: Sequence[Outcome], again: Sequence[Outcome], name: str) -> None:
-    """A resumed run went on at some step as the whole run did, bit for bit."""
+    """Check that a resumed run equals the whole run from some step on, bit for bit."""
     for worker, (one, other) in enumerate(zip(whole, again, strict=True)):
         step = min(other.losses)
         expected = {at: loss for at, loss in one.losses.items() if at >= step}
@@ -204,12 +204,12 @@ def check_resumed(whole: Sequence[Outcome], again: Sequence[Outcome], name: str)
 
 
 def first_steps(outcomes: Sequence[Outcome]) -> list[int]:
-    """The global step at which each worker began."""
+    """Return the global step at which each worker started."""
     return [min(outcome.losses) for outcome in outcomes]
 
 
 def files_in(folder: Path) -> list[str]:
-    """All files below a folder, with ``S`` for the stamp of a save."""
+    """List all files below a folder, with ``S`` for the stamp of a save."""
     found = [file.relative_to(folder) for file in folder.rglob("*") if file.is_file()]
     return sorted(
         "/".join("S" if part.startswith("step") and "-" in part else part for part in file.parts)

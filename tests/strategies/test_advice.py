@@ -1,4 +1,4 @@
-"""What is said before training of settings that work, but badly."""
+"""Advice before training on settings that give poor results."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ ROWS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
 }
 
 
-def told(rank: int, world: int, name: str) -> list[str]:
+def advice_for(rank: int, world: int, name: str) -> list[str]:
     make, settings, _ = ROWS[name]
     with heard(RANK_ZERO) as texts:
         trainer = make_trainer(make(), **settings, use_distributed_sampler=False)
@@ -93,10 +93,10 @@ def told(rank: int, world: int, name: str) -> list[str]:
     return [text for text in texts if " Use " in text or " Validate " in text]
 
 
-def test_each_setting_is_told_of_in_one_line(pool: Pool, subtests: pytest.Subtests) -> None:
+def test_each_setting_gets_one_line_of_advice(pool: Pool, subtests: pytest.Subtests) -> None:
     for name, (_, _, expected) in ROWS.items():
         with subtests.test(name):
-            first, second = pool.run(told, name, world=2)
+            first, second = pool.run(advice_for, name, world=2)
             assert second == []
             assert len(first) == len(expected), first
             for text, pattern in zip(first, expected, strict=True):

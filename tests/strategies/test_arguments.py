@@ -1,4 +1,4 @@
-"""Common arguments: declared once, shown by every strategy, refused when misspelt."""
+"""Common arguments: defined once, shown by every strategy, refused when misspelt."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_every_strategy_shows_the_common_arguments(subtests: pytest.Subtests) ->
                     assert shown[name] == expected[name]
 
 
-def test_types_are_shown_and_not_their_names(subtests: pytest.Subtests) -> None:
+def test_annotations_are_types_and_not_strings(subtests: pytest.Subtests) -> None:
     for kind in (LocoStrategy, *WITH_WORKERS):
         with subtests.test(kind.__name__):
             shown = parameters_of(kind)
@@ -84,7 +84,7 @@ def test_help_shows_every_argument() -> None:
     assert "common" not in signature
 
 
-def test_what_is_not_shown_is_refused(subtests: pytest.Subtests) -> None:
+def test_other_arguments_are_refused(subtests: pytest.Subtests) -> None:
     unexpected = "got an unexpected keyword argument"
     rows: list[tuple[type[Any], dict[str, Any], str]] = [
         (DiLoCoStrategy, {"timeout": 3}, f"{unexpected} 'timeout'"),
@@ -108,7 +108,7 @@ def test_only_a_strategys_own_arguments_may_be_given_by_position() -> None:
         DiLoCoStrategy(10, sync_every=20)  # type: ignore[misc]
 
 
-def test_what_ddp_takes_reaches_it(subtests: pytest.Subtests) -> None:
+def test_arguments_of_ddp_are_passed_on(subtests: pytest.Subtests) -> None:
     for kind in WITH_WORKERS:
         with subtests.test(kind.__name__):
             given = {
@@ -130,8 +130,8 @@ CommandLine = Callable[..., LightningCLI]
 
 @pytest.fixture
 def command_line(monkeypatch: pytest.MonkeyPatch) -> CommandLine:
-    """What a user's script does, called with these words."""
-    # Lightning calls jsonargparse by a name that has a new one.
+    """Return a function that runs a user's script with these arguments."""
+    # Lightning uses a deprecated name of jsonargparse.
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
     def run(*words: str) -> LightningCLI:

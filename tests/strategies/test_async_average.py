@@ -87,8 +87,8 @@ def test_warm_up_is_ddp(pool: Pool, accumulate: int) -> None:
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
 
 
-class Looking(TinyModule):
-    """Whether its parameters were under way in each step."""
+class RecordsCopies(TinyModule):
+    """Records whether a snapshot of its parameters was pending in each step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         strategy = self.trainer.strategy
@@ -101,8 +101,8 @@ class Looking(TinyModule):
         return super().training_step(batch, batch_idx)
 
 
-def fit_looking(rank: int, world: int) -> list[bool]:
-    module = Looking()
+def fit_recording(rank: int, world: int) -> list[bool]:
+    module = RecordsCopies()
     strategy = AsyncModelAverageStrategy(interval_s=0)
     make_trainer(strategy, max_epochs=1, use_distributed_sampler=False).fit(
         module, make_loader(rank, 2)
@@ -110,12 +110,12 @@ def fit_looking(rank: int, world: int) -> list[bool]:
     return module.under_way
 
 
-def test_no_round_begins_before_the_first_step(pool: Pool) -> None:
-    assert pool.run(fit_looking, world=2) == [[False, True]] * 2
+def test_no_round_starts_before_the_first_step(pool: Pool) -> None:
+    assert pool.run(fit_recording, world=2) == [[False, True]] * 2
 
 
 class Stops(Callback):
-    """User code that stops the averaging for a while."""
+    """User code that pauses the averaging."""
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -202,7 +202,7 @@ def fit_then_resume(rank: int, world: int, folder: str) -> tuple[int, int, bool]
 
 
 @pytest.mark.recovery
-def test_a_resumed_run_goes_on_from_the_state_of_each_worker(pool: Pool, tmp_path: Path) -> None:
+def test_a_resumed_run_starts_from_the_state_of_each_worker(pool: Pool, tmp_path: Path) -> None:
     for first, again, same in pool.run(fit_then_resume, str(tmp_path), world=2):
         assert (first, again) == (10, 12)
         assert same
@@ -232,7 +232,7 @@ def fit_with_straggler(rank: int, world: int) -> float:
 
 @pytest.mark.alone
 @pytest.mark.process
-def test_a_straggler_slows_nobody(pool: Pool) -> None:
+def test_a_straggler_does_not_slow_others(pool: Pool) -> None:
     slow, *fast = pool.run(fit_with_straggler, world=3)
     assert slow > 1.8
     assert max(fast) < 1.0

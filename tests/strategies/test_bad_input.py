@@ -1,4 +1,4 @@
-"""Mistakes are refused with one clear text, on every rank, before the first training step."""
+"""Mistakes are refused with one clear message, on every rank, before the first training step."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_arguments_of_gasloc(subtests: pytest.Subtests) -> None:
             GASLoCStrategy(**settings)
 
 
-def test_what_is_not_an_algorithm() -> None:
+def test_other_objects_than_algorithms() -> None:
     for algorithm in ("diloco", DiLoCo):
         with pytest.raises(TypeError, match=r"algorithm must be an Algorithm such as DiLoCo\(\)"):
             LocoStrategy(algorithm)  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ def test_overlap_of_an_algorithm_without_outer_parameters() -> None:
         LocoStrategy(LocalSGD(), overlap=True)
 
 
-def test_overlap_with_unstable_momentum_is_warned_of() -> None:
+def test_overlap_with_unstable_momentum_warns() -> None:
     with pytest.warns(UserWarning, match=r"outer_momentum=0.9 is unstable .*\(0.2, 0.9\)"):
         Simulation([make_model()], DiLoCo(outer_momentum=0.9), overlap=True)
 
@@ -193,7 +193,7 @@ MAKE_STRATEGY: dict[str, tuple[Callable[[], LocoStrategy], type[Exception], str]
     "overlap with a single round": (
         lambda: AsyncDiLoCoStrategy(sync_every=6, fragments=None),
         ValueError,
-        "run of 10 local steps has room for a single round of sync_every=6.*at most 5",
+        "run of 10 local steps has only a single round of sync_every=6.*at most 5",
     ),
     "two numbers for three workers": (
         lambda: LocalSGDStrategy(sync_every=[4, 2]),
@@ -216,7 +216,7 @@ def fit(module: TinyModule, strategy: LocoStrategy, rank: int, **settings: Any) 
 def outcome(
     module: TinyModule, strategy: Callable[[], LocoStrategy], rank: int
 ) -> tuple[type[Exception] | None, str]:
-    """The error that a fit ends with, before its first step."""
+    """Return the error that ends a fit before its first step."""
     try:
         fit(module, strategy(), rank)
     except Exception as error:
@@ -239,7 +239,7 @@ def test_settings_are_refused_on_every_rank(pool: Pool, subtests: pytest.Subtest
 
 
 class Net(nn.Sequential):
-    """Input and output as in the small model, with layers of any kind in between."""
+    """A net with the inputs and outputs of the small model, and other layers in between."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__(nn.Linear(3, 4), *layers, nn.Linear(4, 1))
@@ -394,5 +394,5 @@ def fit_after_a_mistake(rank: int, world: int) -> int:
     return len(module.losses)
 
 
-def test_a_mistake_can_be_mended_in_the_same_process(pool: Pool) -> None:
+def test_a_mistake_can_be_fixed_in_the_same_process(pool: Pool) -> None:
     assert pool.run(fit_after_a_mistake, world=2, timeout_s=30) == [10, 10]

@@ -39,12 +39,12 @@ pytestmark = [
         *cover([pytest.param(CASES["async_diloco"], id="async_diloco")], [True]),
     ],
 )
-def test_resumed_run_equals_unbroken_run(
+def test_resumed_run_equals_uninterrupted_run(
     pool: Pool, tmp_path: Path, case: Case, in_validation: bool
 ) -> None:
-    """Resumed within a round, and at the end of an epoch that is the end of a round, too.
+    """Resume within a round, and at the end of an epoch that is also the end of a round.
 
-    Three workers show whom a method chooses for an exchange.
+    With three workers the result depends on the partners of each exchange.
     """
     epochs = {"every_n_epochs": 2, "save_on_train_epoch_end": not in_validation}
     run = Run(
@@ -65,7 +65,7 @@ def test_resumed_run_equals_unbroken_run(
     for step, outcomes in zip(steps, resumed, strict=True):
         assert first_steps(outcomes) == [step] * world
         check_resumed(whole, outcomes, f"from step {step}")
-    assert whole[0].losses != whole[1].losses  # the workers saw different data
+    assert whole[0].losses != whole[1].losses  # the workers had different data
 
 
 def test_main_file_is_the_consensus_for_plain_lightning(pool: Pool, tmp_path: Path) -> None:

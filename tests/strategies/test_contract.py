@@ -67,7 +67,7 @@ def test_private_names_of_lightning_exist() -> None:
     assert trainer.fit_loop._skip_backward is False
 
 
-class OrderOfAnEpoch(pl.Callback):
+class RecordsEpoch(pl.Callback):
     def __init__(self) -> None:
         self.seen: list[str] = []
 
@@ -78,8 +78,8 @@ class OrderOfAnEpoch(pl.Callback):
         self.seen.append("hook")
 
 
-def test_batches_have_ended_before_the_hooks_of_an_epochs_end(tmp_path: Path) -> None:
-    callback = OrderOfAnEpoch()
+def test_batches_end_is_called_before_hooks_of_the_epoch_end(tmp_path: Path) -> None:
+    callback = RecordsEpoch()
     trainer = quiet_trainer(
         devices=1, max_epochs=2, callbacks=[callback], default_root_dir=tmp_path
     )
@@ -95,14 +95,14 @@ def test_batches_have_ended_before_the_hooks_of_an_epochs_end(tmp_path: Path) ->
     assert callback.seen == ["batch", "batch", "end", "hook"] * 2
 
 
-def test_the_lockstep_is_taken_out_of_one_trainer_only() -> None:
+def test_the_lockstep_is_removed_from_one_trainer_only() -> None:
     trainer, other = (quiet_trainer(devices=1) for _ in range(2))
     reasons: list[str] = []
     lightning_compat.remove_lockstep(trainer, reasons.append)
     for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
         assert name in vars(trainer._signal_connector)
         assert name not in vars(other._signal_connector)
-    # Lightning before 2.5.2 has no broadcast to take out.
+    # Lightning before 2.5.2 has no broadcast to remove.
     if hasattr(other.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
         assert "_broadcast_sigterm_tensor" in vars(trainer.fit_loop.epoch_loop)
         assert "_broadcast_sigterm_tensor" not in vars(other.fit_loop.epoch_loop)
@@ -131,7 +131,7 @@ def stop_after_three(rank: int, world: int) -> int:
 
 
 class OlderFiles(CheckpointIO):
-    """Reads as the CheckpointIO of Lightning 2.5 does."""
+    """Reads like the CheckpointIO of Lightning 2.5."""
 
     def save_checkpoint(self, *_: Any, **__: Any) -> None:
         raise NotImplementedError
@@ -144,7 +144,7 @@ class OlderFiles(CheckpointIO):
 
 
 class NewerFiles(OlderFiles):
-    """Reads as that of Lightning 2.6 does."""
+    """Reads like that of Lightning 2.6."""
 
     def load_checkpoint(
         self, path: str, map_location: Any = None, weights_only: bool | None = None
@@ -198,7 +198,7 @@ def test_every_worker_gets_its_own_share_of_the_data(pool: Pool) -> None:
 
 
 class Clock(pl.Callback):
-    """Seconds from the start of training to the end of this worker's last batch."""
+    """Measures the seconds from the start of training to the end of this worker's last batch."""
 
     def on_train_start(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
         trainer.strategy.barrier("all start together")
@@ -221,7 +221,7 @@ def time_batches(rank: int, world: int) -> float:
 
 
 @pytest.mark.alone
-def test_a_slow_worker_does_not_hold_back_the_others_inside_a_round(pool: Pool) -> None:
+def test_a_slow_worker_does_not_delay_others_within_a_round(pool: Pool) -> None:
     slow, *fast = pool.run(time_batches, world=3)
     assert slow >= 0.5
     assert max(fast) < 0.4
@@ -253,7 +253,7 @@ FUNCTIONS = (
 
 
 class CollectiveCounter:
-    """Count calls of torch.distributed, by name, while they go through."""
+    """Counts calls of torch.distributed by name, and makes them."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -278,7 +278,7 @@ class CollectiveCounter:
 
 
 class CountPerBatch(pl.Callback):
-    """Collectives during each batch, from before it is fetched until after its last hook."""
+    """Counts collectives of each batch, from before it is fetched until after its last hook."""
 
     def __init__(self, counter: CollectiveCounter) -> None:
         self.counter = counter
@@ -310,7 +310,7 @@ def test_local_steps_make_no_collective(pool: Pool) -> None:
 def test_only_batches_with_a_round_make_collectives(pool: Pool) -> None:
     strategy = LocoStrategy(DiLoCo(), sync_every=3)
     for counts in pool.run(count_collectives, strategy, world=2):
-        # One for all: the numbers beside the round ride on its single bucket.
+        # A single one: the statuses are sent with the only bucket of the round.
         assert counts == [0, 0, 1, 0, 0, 1, 0, 0]
 
 
@@ -318,14 +318,14 @@ def test_only_batches_with_a_round_make_collectives(pool: Pool) -> None:
     not hasattr(pl.loops.training_epoch_loop._TrainingEpochLoop, "_broadcast_sigterm_tensor"),
     reason="this version of Lightning has no broadcast per batch",
 )
-def test_the_counter_sees_the_broadcast_that_lightning_makes_per_batch(pool: Pool) -> None:
+def test_the_counter_counts_the_broadcast_of_lightning_in_each_batch(pool: Pool) -> None:
     for counts in pool.run(count_collectives, DDPStrategy(), world=2):
         assert counts == [1] * 8
 
 
 # --------------------------------------------------------------------- as a Lightning user
 
-# Names that stay; the tests go through all of the table.
+# Public names; the other tests cover the whole table.
 NAMED = {
     "local_sgd": LocalSGDStrategy,
     "diloco": DiLoCoStrategy,

@@ -1,4 +1,4 @@
-"""After Ctrl-C or an exception in the middle of `fit`, nothing of it is left in the process."""
+"""After Ctrl-C or an exception within `fit`, no threads or sockets of it remain."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
-def own() -> frozenset[str]:
-    """Native threads, threads of Python, and open sockets of this process."""
+def resources() -> frozenset[str]:
+    """Return native threads, threads of Python, and open sockets of this process."""
     links = []
     for path in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # closed meanwhile
@@ -53,7 +53,7 @@ def own() -> frozenset[str]:
 
 
 def wait_for_all(trainer: Trainer) -> None:
-    """Until all ranks are here; the slowest would see an error of the first otherwise."""
+    """Wait for all ranks; otherwise the slowest would get an error of the first."""
     store = dist.distributed_c10d._get_default_store()
     here = store.add("loco-test/here", 1)
     deadline = time.monotonic() + 20
@@ -63,7 +63,7 @@ def wait_for_all(trainer: Trainer) -> None:
 
 
 class AllAtOnce(Callback):
-    """Ctrl-C in a terminal reaches all ranks; an exception happens on all here."""
+    """Sends Ctrl-C to all ranks, as a terminal does, or raises an exception on all."""
 
     def __init__(self, ending: str) -> None:
         self.ending = ending
@@ -72,7 +72,7 @@ class AllAtOnce(Callback):
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
         time.sleep(0.01)
         if trainer.global_step == 20:
-            self.resources = own()
+            self.resources = resources()
             wait_for_all(trainer)
             if self.ending == "exception":
                 raise ArithmeticError("a bad day")
@@ -81,7 +81,7 @@ class AllAtOnce(Callback):
 
 def fit(rank: int, world: int, name: str, ending: str) -> tuple[frozenset[str], frozenset[str]]:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    before = own()
+    before = resources()
     event = AllAtOnce(ending)
     trainer = make_trainer(
         STRATEGIES[name](), max_steps=10_000, use_distributed_sampler=False, callbacks=[event]
@@ -89,22 +89,22 @@ def fit(rank: int, world: int, name: str, ending: str) -> tuple[frozenset[str], 
     with pytest.raises(ArithmeticError if ending == "exception" else SystemExit):
         trainer.fit(TinyModule(), make_loader(rank, 10_000))
     deadline = time.monotonic() + 5
-    while (left := own() - before) and time.monotonic() < deadline:
-        gc.collect()  # tracebacks hold what was under way
+    while (left := resources() - before) and time.monotonic() < deadline:
+        gc.collect()  # tracebacks keep references to pending messages
         time.sleep(0.01)
     return event.resources - before, left
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks into /proc")
 @pytest.mark.parametrize(("name", "ending"), cover(STRATEGIES, ["ctrl_c", "exception"], strength=1))
-def test_nothing_is_left(pool: Pool, name: str, ending: str) -> None:
+def test_no_resources_remain(pool: Pool, name: str, ending: str) -> None:
     for used, left in pool.run(fit, name, ending, world=3):
         assert {"native", "socket"} <= {line[:6] for line in used}
         assert not left
 
 
-class Overtaken(Callback):
-    """Asks for a stop, and raises an error in the batch after which all would have stopped."""
+class ErrorAfterStop(Callback):
+    """Requests a stop, and raises an error in the batch after which all would have stopped."""
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == 2:
@@ -117,7 +117,7 @@ class Overtaken(Callback):
 
 def fit_after_an_error(rank: int, world: int) -> int:
     trainer = make_trainer(DiLoCoStrategy(sync_every=2, timeout_s=20), max_steps=400)
-    event = Overtaken()
+    event = ErrorAfterStop()
     trainer.callbacks.append(event)
     with pytest.raises(ArithmeticError):
         trainer.fit(TinyModule(), make_loader(rank, 400))
@@ -126,5 +126,5 @@ def fit_after_an_error(rank: int, world: int) -> int:
     return trainer.global_step
 
 
-def test_a_stop_that_an_error_overtakes_does_not_stop_the_next_fit(pool: Pool) -> None:
+def test_a_stop_before_an_error_does_not_stop_the_next_fit(pool: Pool) -> None:
     assert pool.run(fit_after_an_error, world=1) == [400]

@@ -1,4 +1,4 @@
-"""A machine is cut off from the network in training: all workers end in time, and name it."""
+"""A machine loses its network in training: all workers end in time with an error that names it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ finally:
 
 
 def end_of(program: Program, cut_at: float) -> str:
-    """How a program that ends in time has ended; what Python then takes to leave is not counted."""
+    """Return how a program has ended in time, without the time that Python needs to exit."""
     code, output = program.finish(60)
     assert code == 1, output
     ended_at = float(output.partition("ended at ")[2].split()[0])
@@ -55,7 +55,7 @@ def end_of(program: Program, cut_at: float) -> str:
 
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("strategy", ["DiLoCoStrategy", "GASLoCStrategy"])
-def test_a_worker_that_is_cut_off_is_named(strategy: str, lost: int, tmp_path: Path) -> None:
+def test_an_unreachable_worker_is_named(strategy: str, lost: int, tmp_path: Path) -> None:
     text = SCRIPT.format(strategy=strategy, timeout_s=TIMEOUT_S, world=WORLD)
     command = python_script(tmp_path, text)
     job = {"MASTER_ADDR": address(0), "MASTER_PORT": "29520", "WORLD_SIZE": str(WORLD)}

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged are refused on all ranks; another one that is whole is named."""
+"""Damaged checkpoints are refused on all ranks; the error names another one that is intact."""
 
 from __future__ import annotations
 
@@ -64,19 +64,19 @@ KINDS = ["diloco", "pairwise_gossip", "remote_optimizer"]
 def saved(
     pool: Pool, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> tuple[str, Path]:
-    """The kind of the strategy, and a folder of its checkpoints after 2 and 4 steps."""
+    """Return the kind of the strategy, and a folder with checkpoints after 2 and 4 steps."""
     folder = tmp_path_factory.mktemp("saved")
     pool.run(fit, request.param, str(folder / "{}.ckpt"), world=WORLD)
     return request.param, folder
 
 
 def refusal(pool: Pool, kind: str, path: Path | str) -> str:
-    """What all ranks say that refuse to resume."""
+    """Return the error of all ranks, which refuse to resume."""
     with pytest.raises(PoolError) as error:
         pool.run(fit, kind, str(path), True, world=WORLD)
     assert sorted(error.value.failures) == [*range(WORLD)], error.value
     assert {failure.type_name for failure in error.value.failures.values()} == {"ValueError"}
-    # What another one has found begins with its name.
+    # An error of another worker starts with its name.
     (message,) = {
         f.message.split(": ", f.message.startswith("Worker"))[-1]
         for f in error.value.failures.values()
@@ -95,7 +95,7 @@ def flip_in_tensors(path: Path) -> None:
     path.write_bytes(whole)
 
 
-def test_damaged_file_is_named_and_so_is_one_that_is_whole(
+def test_damaged_file_and_an_intact_one_are_named(
     pool: Pool, saved: tuple[str, Path], tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     kind, folder = saved
@@ -127,9 +127,7 @@ def test_damaged_file_is_named_and_so_is_one_that_is_whole(
 
 
 @pytest.mark.parametrize("saved", ["diloco"], indirect=True)
-def test_side_file_that_was_cut_short_is_named(
-    pool: Pool, saved: tuple[str, Path], tmp_path: Path
-) -> None:
+def test_truncated_side_file_is_named(pool: Pool, saved: tuple[str, Path], tmp_path: Path) -> None:
     kind, folder = saved
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     newest, older = (
@@ -144,7 +142,7 @@ def test_side_file_that_was_cut_short_is_named(
 
 
 @pytest.mark.parametrize("saved", ["diloco"], indirect=True)
-def test_last_is_refused_as_well(pool: Pool, saved: tuple[str, Path], tmp_path: Path) -> None:
+def test_last_is_refused_too(pool: Pool, saved: tuple[str, Path], tmp_path: Path) -> None:
     kind, folder = saved
     shutil.copytree(folder, tmp_path / "checkpoints")
     path = tmp_path / "checkpoints" / "last.ckpt"

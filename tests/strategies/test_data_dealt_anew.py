@@ -1,4 +1,4 @@
-"""The data of an epoch, when another number of workers goes on with it."""
+"""The data of an epoch that another number of workers resumes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.strategies.save_and_resume import (
     Run,
     SaveAt,
     fit,
-    noted_warnings,
+    recorded_warnings,
     resume_each,
 )
 from tests.strategies.test_resume import VALIDATIONS
@@ -42,7 +42,7 @@ pytestmark = [
 
 
 class Reading(pl.LightningModule):
-    """Notes the number of each sample, by epochs."""
+    """Records the number of each sample, by epochs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Reading(pl.LightningModule):
 
 
 class Saving(pl.Callback):
-    """Saves at a step, and ends there."""
+    """Saves at a step, and ends the run."""
 
     def __init__(self, path: str, at: int) -> None:
         self.path = path
@@ -80,7 +80,7 @@ def read(
     resume: str | None,
     sync_every: int | list[int] = 2,
 ) -> tuple[list[tuple[int, int]], list[str]]:
-    """The samples that this worker trains on, and the warnings."""
+    """Return the samples that this worker trains on, and the warnings."""
     module = Reading()
     at = save_at if isinstance(sync_every, int) else save_at * sync_every[rank % 2]
     trainer = make_trainer(
@@ -90,15 +90,15 @@ def read(
     )
     data = TensorDataset(torch.arange(float(SAMPLES)))
     loader = LOADERS[kind](data, batch_size=1, shuffle=kind == "ordinary")
-    with noted_warnings() as told:
+    with recorded_warnings() as warned:
         trainer.fit(module, loader, ckpt_path=resume)
-    return module.seen, told
+    return module.seen, warned
 
 
 def read_each(
     rank: int, world: int, runs: Sequence[tuple[str, int, str]]
 ) -> list[tuple[list[tuple[int, int]], list[str]]]:
-    """Several runs that go on from a checkpoint, in one job."""
+    """Resume several runs from a checkpoint, in one job."""
     return [read(rank, world, "stateful", *run) for run in runs]
 
 
@@ -115,10 +115,10 @@ def read_each(
         strength=1,
     ),
 )
-def test_no_sample_is_left_out_or_repeated(
+def test_no_sample_is_skipped_or_repeated(
     pool: Pool, tmp_path: Path, before: int, now: int, kind: str
 ) -> None:
-    """Half of them are read by the one number of workers, the others by the other one."""
+    """Half of them are read before the change of the number of workers, half after it."""
     path, steps = str(tmp_path / "cut.ckpt"), SAMPLES // 2 // before
     first = pool.run(read, kind, path, steps, None, world=before)
     then = pool.run(read, kind, str(tmp_path / "no.ckpt"), -1, path, world=now)
@@ -130,11 +130,11 @@ def test_no_sample_is_left_out_or_repeated(
     later = [seen for worker in then for seen in worker[0] if seen[0] == 1]
     assert sorted(sample for _, sample in later) == list(range(SAMPLES))
     left = SAMPLES // 2 // now
-    words = f"the data of the epoch are dealt out anew, from batch {left} of {2 * left} on"
+    words = f"the data of the epoch are divided again, from batch {left} of {2 * left} on"
     assert words in then[0][1][0]
 
 
-def test_an_epoch_that_had_ended_is_not_read_again(pool: Pool, tmp_path: Path) -> None:
+def test_a_finished_epoch_is_not_read_again(pool: Pool, tmp_path: Path) -> None:
     path = str(tmp_path / "cut.ckpt")
     pool.run(read, "stateful", path, SAMPLES // 3, None, world=3)
     then = pool.run(read, "stateful", str(tmp_path / "no.ckpt"), -1, path, world=2)
@@ -142,8 +142,8 @@ def test_an_epoch_that_had_ended_is_not_read_again(pool: Pool, tmp_path: Path) -
         assert [epoch for epoch, _ in seen] == [1] * (SAMPLES // 2)
 
 
-def test_a_run_that_was_dealt_anew_is_resumed_exactly(pool: Pool, tmp_path: Path) -> None:
-    """Its own checkpoints know where they were."""
+def test_a_run_with_divided_data_is_resumed_exactly(pool: Pool, tmp_path: Path) -> None:
+    """Its own checkpoints have the new positions."""
     first, second, end = (str(tmp_path / f"{name}.ckpt") for name in ("first", "second", "no"))
     pool.run(read, "stateful", first, 4, None, world=3)
     runs = [(end, -1, first), (second, 7, first), (end, -1, second)]
@@ -153,10 +153,8 @@ def test_a_run_that_was_dealt_anew_is_resumed_exactly(pool: Pool, tmp_path: Path
         assert rest[1] == []
 
 
-def test_unequal_shares_become_others(
-    pool: Pool, tmp_path: Path, subtests: pytest.Subtests
-) -> None:
-    """4 of 8 rounds are made by workers that take 1 and 2 samples in each."""
+def test_unequal_shares_can_change(pool: Pool, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    """4 of 8 rounds are made by workers that read 1 and 2 samples in each."""
     path, end = str(tmp_path / "cut.ckpt"), str(tmp_path / "no.ckpt")
     first = pool.run(read, "stateful", path, 4, None, [1, 2], world=2)
     assert [len(seen) for seen, _ in first] == [4, 8]
@@ -185,10 +183,10 @@ def test_unequal_shares_become_others(
         ("every 4 steps", {"batch 8": [8, 12, 16, 20, 24], "validation 12": [16, 20, 24]}),
     ],
 )
-def test_validations_come_where_they_are_due(
+def test_validations_are_made_when_they_are_due(
     pool: Pool, tmp_path: Path, validation: str, places: dict[str, list[int]]
 ) -> None:
-    """An epoch has 6 batches; 2 of 2 workers are 1 of 3, so that one more is left."""
+    """An epoch has 6 batches; 2 batches of 2 workers are 1 of 3 workers, so one more is left."""
     run = Run(
         CASES["async_diloco"],
         str(tmp_path),

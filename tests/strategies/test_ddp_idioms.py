@@ -1,4 +1,4 @@
-"""What code written for DDP does, and finds here as well."""
+"""Code that was written for DDP works."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*num_workers")
 # --------------------------------------------------------------------- trainer.model
 
 
-class LooksAtModel(TinyModule):
-    """Uses the names that DDP's wrapper has."""
+class UsesWrapper(TinyModule):
+    """Uses the attributes of DDP's wrapper."""
 
     def on_train_start(self) -> None:
         assert self.trainer.model.module is self
         assert self.trainer.strategy.model.module is self
-        assert self.trainer.model.lr == self.lr  # as before: all names of the module
+        assert self.trainer.model.lr == self.lr  # all attributes of the module
         assert list(self.trainer.model.state_dict()) == [f"module.{k}" for k in self.state_dict()]
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -50,22 +50,22 @@ class LooksAtModel(TinyModule):
         return self.model(inputs)
 
 
-def fit_looking(rank: int, world: int) -> bool:
-    module = LooksAtModel()
+def fit_wrapper(rank: int, world: int) -> bool:
+    module = UsesWrapper()
     trainer = make_trainer(DiLoCoStrategy(sync_every=3), max_epochs=1)
     trainer.fit(module, make_loader(rank, 6), make_loader(rank, 2))
     return trainer.model is module and list(module.state_dict()) == list(TinyModule().state_dict())
 
 
 def test_names_of_the_wrapper(pool: Pool) -> None:
-    assert pool.run(fit_looking, world=2) == [True, True]
+    assert pool.run(fit_wrapper, world=2) == [True, True]
 
 
 # ------------------------------------------------------------------------ epoch hooks
 
 
-class TalksBetweenEpochs(TinyModule):
-    """Collectives that do not go through the strategy, where an epoch begins and ends."""
+class CollectivesBetweenEpochs(TinyModule):
+    """Calls collectives that do not go through the strategy at the start and end of epochs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,8 +88,8 @@ class TalksBetweenEpochs(TinyModule):
         dist.barrier()
 
 
-def fit_talking(rank: int, world: int, method: str) -> tuple[list[float], float, Tensor]:
-    module = TalksBetweenEpochs()
+def fit_with_collectives(rank: int, world: int, method: str) -> tuple[list[float], float, Tensor]:
+    module = CollectivesBetweenEpochs()
     strategy = CASES[method].strategy(2, timeout_s=15)
     trainer = make_trainer(strategy, max_epochs=2, use_distributed_sampler=False)
     trainer.fit(module, make_loader(rank, 4 + 6 * rank))
@@ -98,7 +98,7 @@ def fit_talking(rank: int, world: int, method: str) -> tuple[list[float], float,
 
 @pytest.mark.parametrize("method", ["local_sgd", "async_diloco", "gasloc", "async_model_average"])
 def test_collectives_in_hooks_of_epochs_with_uneven_data(pool: Pool, method: str) -> None:
-    results = pool.run(fit_talking, method, world=2, timeout_s=30)
+    results = pool.run(fit_with_collectives, method, world=2, timeout_s=30)
     for means, logged, final in results:
         assert means == results[0][0]
         assert logged == results[0][1] == means[-1]
@@ -109,7 +109,7 @@ def test_collectives_in_hooks_of_epochs_with_uneven_data(pool: Pool, method: str
 
 
 class Endless(IterableDataset[tuple[Tensor, Tensor]]):
-    """Nobody knows how long it is."""
+    """An iterable dataset of unknown length."""
 
     def __init__(self, worker: int, num_steps: int) -> None:
         self.worker = worker
@@ -150,7 +150,7 @@ def test_overlap_with_data_of_unknown_length(
 
 
 class NumpySGD(torch.optim.SGD):
-    """Keeps numbers of NumPy in its state, as some optimizers do."""
+    """Has numbers of NumPy in its state, as some optimizers do."""
 
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)

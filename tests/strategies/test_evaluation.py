@@ -1,4 +1,4 @@
-"""What validation sees, and what fit leaves in the model."""
+"""Which model is validated, and which one is in the module after fit."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def picture(module: nn.Module) -> Picture:
     return flat(module), torch.cat(buffers).clone()
 
 
-class LookingModule(LightningModule):
-    """Notes its parameters and statistics before and after each step, and in validation."""
+class RecordingModule(LightningModule):
+    """Records its parameters and statistics before and after each step, and in validation."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        self.model = norm_model(seed=rank)  # worker 0's model is the start of all
+        self.model = norm_model(seed=rank)  # all start from worker 0's model
         self.started: list[Picture] = []
         self.trained: list[Picture] = []
         self.validated: list[Picture] = []
@@ -67,7 +67,7 @@ class LookingModule(LightningModule):
 
 def look(rank: int, world: int, settings: dict[str, Any]) -> dict[str, Any]:
     """Six local steps with a validation in the middle of the second round, and six more."""
-    module = LookingModule(rank)
+    module = RecordingModule(rank)
     trainer = make_trainer(
         LocoStrategy(sync_every=4, **settings),
         max_epochs=2,
@@ -96,7 +96,7 @@ def assert_same(actual: Picture, expected: Picture, atol: float = 1e-12) -> None
 
 
 @pytest.mark.parametrize("algorithm", [LocalSGD(), DiLoCo()], ids=["local_sgd", "diloco"])
-def test_validation_sees_the_mean_of_the_workers(pool: Pool, algorithm: Algorithm) -> None:
+def test_validation_uses_the_mean_of_the_workers(pool: Pool, algorithm: Algorithm) -> None:
     results = pool.run(look, {"algorithm": algorithm}, world=3)
     for epoch, last_batch in ((1, 5), (2, 11)):
         local = [result["trained"][last_batch] for result in results]
@@ -109,7 +109,7 @@ def test_validation_sees_the_mean_of_the_workers(pool: Pool, algorithm: Algorith
         assert_same(result["restored"][1], result["trained"][11], atol=0)
 
 
-def test_sanity_check_sees_the_start_of_worker_0(pool: Pool) -> None:
+def test_sanity_check_uses_the_start_of_worker_0(pool: Pool) -> None:
     start = picture(norm_model(seed=0))
     for result in pool.run(look, {"algorithm": GASLoC(), "topology": "ring"}, world=3):
         assert len(result["validated"]) == 3
@@ -127,7 +127,7 @@ def test_validation_of_outer_parameters(pool: Pool) -> None:
         assert_same(result["final"], mean)
 
 
-def test_rounds_come_before_the_next_step_and_not_at_the_end(pool: Pool) -> None:
+def test_rounds_are_made_before_the_next_step_and_not_at_the_end(pool: Pool) -> None:
     results = pool.run(look, {"algorithm": DiLoCo()}, world=2)
     mean = mean_of([result["trained"][-1] for result in results])
     for result in results:
@@ -138,10 +138,10 @@ def test_rounds_come_before_the_next_step_and_not_at_the_end(pool: Pool) -> None
 
 
 def end_after(rank: int, world: int, case: Case, lengths: Sequence[int]) -> list[bool]:
-    """Whether fits of several lengths leave what their last validation has seen."""
+    """Return whether fits of several lengths end with the model of their last validation."""
     same = []
     for max_steps in lengths:
-        module = LookingModule(rank)
+        module = RecordingModule(rank)
         trainer = make_trainer(
             case.strategy(4, timeout_s=20),
             max_steps=max_steps,
@@ -156,13 +156,13 @@ def end_after(rank: int, world: int, case: Case, lengths: Sequence[int]) -> list
     return same
 
 
-def test_fit_returns_what_its_last_validation_has_seen(
+def test_fit_returns_the_model_of_its_last_validation(
     pool: Pool, subtests: pytest.Subtests
 ) -> None:
-    """With every method, in a round and at its borders, and with results under way."""
+    """With every method, within a round and at its ends, and with pending results."""
     for name in without_variants():
         case = CASES[name]
-        if case.by_clock:  # rounds begin and end at sync points, too
+        if case.by_clock:  # rounds also start and end at sync points
             continue
         with subtests.test(name):
             lengths = (9, 11, 12)
@@ -189,7 +189,7 @@ def fit_with(rank: int, world: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_evaluated_so_is_refused(pool: Pool, name: str) -> None:
+def test_invalid_evaluate_is_refused(pool: Pool, name: str) -> None:
     with pytest.raises(PoolError, match=REFUSED[name][-1]):
         pool.run(fit_with, name, world=2)
 
@@ -201,7 +201,7 @@ def test_local_evaluation(pool: Pool) -> None:
     assert not torch.equal(results[0]["validated"][1][0], results[1]["validated"][1][0])
 
 
-def test_fit_leaves_the_consensus_or_what_each_worker_has(pool: Pool) -> None:
+def test_fit_returns_the_consensus_or_local_parameters(pool: Pool) -> None:
     settings = {"algorithm": GASLoC(), "topology": "ring"}
     average = pool.run(look, {**settings, "finalize": "average"}, world=4)
     keep = pool.run(look, {**settings, "finalize": "keep"}, world=4)
@@ -293,7 +293,7 @@ def test_metrics_and_every_entry_of_the_trainer(pool: Pool) -> None:
 
 
 class LocalMetricModule(TinyModule):
-    """Only worker 1's own metric gets worse, from the third epoch on."""
+    """A metric that gets worse on worker 1 only, from the third epoch on."""
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         worse = self.global_rank == 1 and self.current_epoch >= 2

@@ -61,7 +61,7 @@ def script(
     max_steps: int = 3000,
     ckpt_path: str | None = None,
 ) -> str:
-    """The script with these settings."""
+    """Return the command of the script with these settings."""
     return SCRIPT.format(
         event=event,
         sync_every=sync_every,
@@ -95,8 +95,8 @@ KILLED = "if (trainer.global_rank, batch_idx) == (2, 7): os.kill(os.getpid(), si
 
 
 @pytest.mark.soak
-def test_killed_worker_ends_all_by_the_launcher(tmp_path: Path) -> None:
-    """Lightning's looks after its processes every 5 s, and kills all when one has died."""
+def test_after_a_kill_the_launcher_ends_all(tmp_path: Path) -> None:
+    """Lightning's checks its processes every 5 s, and kills all if one has died."""
     with running(tmp_path, KILLED) as program:
         program.wait_for("five batches done")
         code, output = program.finish(30)
@@ -124,10 +124,10 @@ SYNC_EVERY = 150
 
 
 @pytest.mark.soak
-def test_interrupted_run_equals_unbroken_run(pool: Pool, tmp_path: Path) -> None:
-    """A stop somewhere between two rounds; then the same losses as without it.
+def test_interrupted_run_equals_uninterrupted_run(pool: Pool, tmp_path: Path) -> None:
+    """After a stop between two rounds the losses are the same as without it.
 
-    Workers agree on it within some tens of steps: many fewer than are left to the next round.
+    Workers agree on it within some tens of steps, long before the next round.
     """
     event = "if (trainer.global_rank, batch_idx) == (1, 163): os.kill(os.getpid(), signal.SIGTERM)"
     with running(tmp_path, event, sync_every=SYNC_EVERY, max_steps=400) as program:
@@ -160,7 +160,7 @@ def test_ctrl_c_ends_all(tmp_path: Path) -> None:
 
 
 def losses(output: str) -> dict[int, list[float]]:
-    """The losses that each worker has printed."""
+    """Return the losses that each worker has printed."""
     return {
         int(worker): [float(value) for value in values.split(",")]
         for worker, values in re.findall(r"worker (\d) losses \[([^\]]*)\]", output)

@@ -1,4 +1,4 @@
-"""Callbacks that write the final weights: nothing overwrites them, and they are of all workers."""
+"""Callbacks that write the final weights: these are kept, and are a mean over the workers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ DECAY = 0.9
 
 
 def methods(quick: set[str]) -> list[Any]:
-    """All of them; those that are not quick are in the soak."""
+    """All methods; those that are not quick are in the soak."""
     return [pytest.param(name, marks=[pytest.mark.soak] * (name not in quick)) for name in METHODS]
 
 
@@ -67,8 +67,8 @@ def make_strategy(method: str, **common: Any) -> Strategy:
     return CASES[method].strategy(3, timeout_s=30, **common)
 
 
-class Remembering(ValidatedModule):
-    """Averages its local weights by hand, and notes what is validated."""
+class AveragingModule(ValidatedModule):
+    """Averages its local weights by hand, and records which weights are validated."""
 
     def __init__(self, decay: float | None) -> None:
         super().__init__()
@@ -93,15 +93,15 @@ class Remembering(ValidatedModule):
             self.validated.append(flat(self))
 
 
-class TakeNotes(Callback):
-    """Notes the averages by hand right before every validation."""
+class RecordAverages(Callback):
+    """Records the averages by hand right before every validation."""
 
     def __init__(self) -> None:
         self.averages: list[Tensor] = []
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
-            assert isinstance(pl_module, Remembering)
+            assert isinstance(pl_module, AveragingModule)
             assert pl_module.average is not None
             self.averages.append(pl_module.average)
 
@@ -115,7 +115,7 @@ def fit_averaging(
     batches: tuple[int, ...] = (4, 4, 4),
     until: str = "validation",
 ) -> dict[str, Any]:
-    module, notes = Remembering(DECAY if kind == "ema" else None), TakeNotes()
+    module, recorder = AveragingModule(DECAY if kind == "ema" else None), RecordAverages()
     averaging = EMAWeightAveraging(decay=DECAY) if kind == "ema" else WeightAveraging()
     saving = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
     fit_with(
@@ -125,7 +125,7 @@ def fit_averaging(
         make_loader(0, 1),
         limit_val_batches=1 if until == "validation" else 0,
         max_epochs=2,
-        callbacks=[averaging, notes, *([] if until == "end" else [saving])],
+        callbacks=[averaging, recorder, *([] if until == "end" else [saving])],
         enable_checkpointing=until != "end",
     )
     (held,) = [v for v in vars(averaging).values() if isinstance(v, AveragedModel)]
@@ -134,7 +134,7 @@ def fit_averaging(
         "held": flat(held),
         "by hand": module.average,
         "validated": module.validated,
-        "at validation": notes.averages,
+        "at validation": recorder.averages,
         "at epochs' ends": module.ended,
     }
 
@@ -192,7 +192,7 @@ def test_with_a_remote_optimizer_the_average_is_that_of_ddp(
     cover([(2, 5, 0), (5, 2, 0)], ["validation", "checkpoint", "end"], strength=1),
     ids=str,
 )
-def test_with_a_remote_optimizer_the_average_is_that_of_the_worker_with_the_most_data(
+def test_with_a_remote_optimizer_the_average_of_the_worker_with_the_most_data_is_used(
     pool: Pool, tmp_path: Path, batches: tuple[int, ...], until: str
 ) -> None:
     settings = "remote_optimizer", "ema", str(tmp_path), batches, until
@@ -211,7 +211,7 @@ def test_with_a_remote_optimizer_the_average_is_that_of_the_worker_with_the_most
 
 
 def fit_twice(rank: int, world: int, folder: str) -> list[Tensor]:
-    """The final weights of a run, and of one that goes on after its first epoch."""
+    """Return the final weights of a run, and of one that is resumed after its first epoch."""
     found = []
     for resume in (None, f"{folder}/epoch=0.ckpt"):
         saving = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
@@ -230,7 +230,7 @@ def fit_twice(rank: int, world: int, folder: str) -> list[Tensor]:
 
 @pytest.mark.recovery
 @needs_weight_averaging
-def test_a_resumed_run_goes_on_with_the_average(pool: Pool, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_the_average(pool: Pool, tmp_path: Path) -> None:
     for whole, again in pool.run(fit_twice, str(tmp_path), world=2):
         assert torch.equal(whole, again)
 
@@ -279,8 +279,8 @@ def test_stochastic_weight_averaging(pool: Pool, method: str, has_norm: bool) ->
         torch.testing.assert_close(result["final"], expected, rtol=0, atol=1e-12)
 
 
-class TakeMasks(Callback):
-    """Notes the masks of each worker, before a checkpoint makes them equal."""
+class RecordMasks(Callback):
+    """Records the masks of each worker, before a checkpoint makes them equal."""
 
     def __init__(self) -> None:
         self.masks = torch.zeros(0)
@@ -292,7 +292,7 @@ class TakeMasks(Callback):
 def fit_pruning(
     rank: int, world: int, method: str, how: str, lottery: bool, folder: str
 ) -> tuple[dict[str, Any], Tensor]:
-    module, notes = ValidatedModule(), TakeMasks()
+    module, recorder = ValidatedModule(), RecordMasks()
     module.model = norm_model()
     torch.manual_seed(rank)
     pruning = ModelPruning(
@@ -306,11 +306,11 @@ def fit_pruning(
         make_strategy(method),
         max_epochs=2,
         use_distributed_sampler=False,
-        callbacks=[pruning, notes, saving],
+        callbacks=[pruning, recorder, saving],
         enable_checkpointing=True,
     )
     trainer.fit(module, make_loader(rank, 7), make_loader(0, 1))
-    return {name: value.clone() for name, value in module.state_dict().items()}, notes.masks
+    return {name: value.clone() for name, value in module.state_dict().items()}, recorder.masks
 
 
 def count_zeros(state: dict[str, Tensor]) -> int:
@@ -350,7 +350,7 @@ def test_pruning_keeps_its_zeros(
 
 
 class WritesAtTheEnd(Callback):
-    """Any callback that writes into the model when training ends."""
+    """A callback that writes into the model when training ends."""
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for parameter in pl_module.parameters():
@@ -368,7 +368,9 @@ def fit_writing(rank: int, world: int, finalize: str, folder: str) -> Tensor:
 
 
 @pytest.mark.parametrize("finalize", ["average", "keep"])
-def test_what_a_callback_writes_at_the_end_stays(pool: Pool, tmp_path: Path, finalize: str) -> None:
+def test_weights_that_a_callback_writes_at_the_end_are_kept(
+    pool: Pool, tmp_path: Path, finalize: str
+) -> None:
     for final in pool.run(fit_writing, finalize, str(tmp_path), world=2):
         assert torch.equal(final, torch.full_like(final, 5.0))
     content = torch.load(tmp_path / "end.ckpt", weights_only=True)
@@ -379,15 +381,15 @@ def test_what_a_callback_writes_at_the_end_stays(pool: Pool, tmp_path: Path, fin
             assert torch.equal(value, torch.full_like(value, 5.0))
 
 
-class SavesItself(TinyModule):
-    """Writes more of itself into checkpoints."""
+class AddsToCheckpoint(TinyModule):
+    """Adds entries to checkpoints."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["mine"] = [parameter.detach() for parameter in self.parameters()]
 
 
-def fit_saving_itself(rank: int, world: int, folder: str) -> tuple[Tensor, Tensor]:
-    module = SavesItself()
+def fit_adding_to_checkpoint(rank: int, world: int, folder: str) -> tuple[Tensor, Tensor]:
+    module = AddsToCheckpoint()
     local: list[Tensor] = []
 
     class Save(Callback):
@@ -404,8 +406,8 @@ def fit_saving_itself(rank: int, world: int, folder: str) -> tuple[Tensor, Tenso
     return local[0], local[1]
 
 
-def test_hooks_that_save_see_the_consensus(pool: Pool, tmp_path: Path) -> None:
-    results = pool.run(fit_saving_itself, str(tmp_path), world=2)
+def test_hooks_of_checkpoints_get_the_consensus(pool: Pool, tmp_path: Path) -> None:
+    results = pool.run(fit_adding_to_checkpoint, str(tmp_path), world=2)
     content = torch.load(tmp_path / "mine.ckpt", weights_only=True)
     mine = torch.cat([value.reshape(-1) for value in content["mine"]])
     torch.testing.assert_close(mine, torch.stack([before for before, _ in results]).mean(0))

@@ -1,4 +1,4 @@
-"""After an error of one worker, wherever it was, the same processes can train again."""
+"""After an error of one worker at any point, the same processes can train again."""
 
 from __future__ import annotations
 

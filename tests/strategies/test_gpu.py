@@ -35,7 +35,7 @@ BY_CLOCK = [name for name in without_variants() if CASES[name].by_clock]
 
 
 class Run(NamedTuple):
-    """What a worker has to tell of its training."""
+    """Results of a worker's training."""
 
     model: Tensor
     val_loss: float
@@ -43,7 +43,7 @@ class Run(NamedTuple):
 
 
 class Look(Callback):
-    """Notes on which device a worker trains and what carries its messages, and saves its epochs."""
+    """Records the device and the backend of a worker, and saves its epochs."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,7 +69,7 @@ def make_strategy(name: str, world: int, backend: str) -> Strategy:
 
 
 def train(rank: int, world: int, name: str, backend: str, gpu: bool, folder: Path) -> Run:
-    """Two epochs with validations; on a GPU the second resumes from the checkpoint of the first."""
+    """Train two epochs with validations; on a GPU resume the second from a checkpoint."""
     let_nccl_share_the_gpu(rank)
     path = folder / "saved.ckpt"
     parts = [(1, None), (2, str(path))] if gpu else [(2, None)]
@@ -89,7 +89,7 @@ def train(rank: int, world: int, name: str, backend: str, gpu: bool, folder: Pat
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_workers_on_one_gpu_give_the_numbers_of_the_cpu(
+def test_workers_on_one_gpu_equal_those_on_the_cpu(
     pool: Pool, tmp_path: Path, subtests: pytest.Subtests, name: str
 ) -> None:
     expected = pool.run(train, name, "gloo", False, tmp_path / "cpu", world=2)
@@ -115,7 +115,7 @@ def test_workers_on_one_gpu_agree_at_the_end(
                 assert run.places[0][0] == "cuda"
 
 
-def test_a_remote_optimizer_gives_the_numbers_of_ddp(pool: Pool, tmp_path: Path) -> None:
+def test_a_remote_optimizer_equals_ddp(pool: Pool, tmp_path: Path) -> None:
     expected = pool.run(train, "ddp", "gloo", False, tmp_path / "cpu", world=2)
     for backend in BACKENDS:
         found = pool.run(train, "remote", backend, True, tmp_path / backend, world=3)
@@ -176,7 +176,7 @@ print("finished at", trainer.global_step)
 def three_on_nccl(
     folder: Path, name: str, how: str, steps: int
 ) -> AbstractContextManager[list[Program]]:
-    """Three ranks on one GPU; number 1 is killed or freezes in the tenth step."""
+    """Start three ranks on one GPU; rank 1 is killed or freezes in the tenth step."""
     command = [*python_script(folder, FAULTY), name, how, str(steps)]
     return one_per_rank(command, 3, folder, num_nodes=3)
 
@@ -187,7 +187,7 @@ def number_after(words: str, output: str) -> float:
 
 @pytest.mark.process
 @pytest.mark.parametrize(("name", "how"), cover(METHODS, ["killed", "frozen"], strength=1))
-def test_who_is_lost_on_nccl_is_named_in_time(tmp_path: Path, name: str, how: str) -> None:
+def test_a_lost_worker_on_nccl_is_named_in_time(tmp_path: Path, name: str, how: str) -> None:
     with three_on_nccl(tmp_path, name, how, steps=4000) as workers:
         lost_at = 0.0
         for rank in (0, 2):
@@ -202,7 +202,7 @@ def test_who_is_lost_on_nccl_is_named_in_time(tmp_path: Path, name: str, how: st
 
 @pytest.mark.process
 @pytest.mark.parametrize("how", ["killed", "frozen"])
-def test_enough_workers_of_a_remote_optimizer_go_on_on_nccl(tmp_path: Path, how: str) -> None:
+def test_enough_workers_of_a_remote_optimizer_continue_on_nccl(tmp_path: Path, how: str) -> None:
     with three_on_nccl(tmp_path, "remote with enough", how, steps=100) as ranks:
         for rank in (0, 2):
             code, output = ranks[rank].finish(90)

@@ -30,7 +30,7 @@ LATEST_S = TIMEOUT_S + 6.0
 
 
 class Run(NamedTuple):
-    """What a worker has to tell of its training."""
+    """Results of a worker's training."""
 
     model: Tensor
     losses: list[float]
@@ -41,7 +41,7 @@ class Run(NamedTuple):
 
 
 class Look(Callback):
-    """Whether messages are carried by the late backend."""
+    """Records whether messages use the late backend."""
 
     is_late = False
 
@@ -50,7 +50,7 @@ class Look(Callback):
 
 
 def train(rank: int, world: int, name: str, late: bool, folder: Path) -> Run:
-    """Two epochs with validations and checkpoints, which fall between rounds."""
+    """Train two epochs with validations and checkpoints between rounds."""
     strategy, module, look = CASES[name].strategy(SYNC_EVERY), ValidatedModule(), Look()
     with late_messages() if late else nullcontext():
         trainer = make_trainer(
@@ -77,7 +77,7 @@ def train(rank: int, world: int, name: str, late: bool, folder: Path) -> Run:
         pytest.param("gasloc", marks=pytest.mark.soak),
     ],
 )
-def test_a_fit_gives_the_numbers_of_gloo(pool: Pool, tmp_path: Path, name: str) -> None:
+def test_a_fit_equals_that_on_gloo(pool: Pool, tmp_path: Path, name: str) -> None:
     on_gloo, on_late = (
         pool.run(train, name, late, tmp_path / str(late), world=3) for late in (False, True)
     )
@@ -95,7 +95,7 @@ def test_a_fit_gives_the_numbers_of_gloo(pool: Pool, tmp_path: Path, name: str) 
 
 
 class Fault(Callback):
-    """Worker 1 is killed or falls asleep inside a phase, when rounds have gone well."""
+    """Kills or freezes worker 1 within a phase, after some complete rounds."""
 
     def __init__(self, how: str) -> None:
         self.how = how
@@ -114,7 +114,7 @@ class Fault(Callback):
 
 
 def lose_a_worker(rank: int, world: int, name: str, how: str) -> tuple[str, float]:
-    """What a worker says, and how long after the fault."""
+    """Return the error of a worker, and how long after the fault it was raised."""
     fault = Fault(how)
     with late_messages():
         trainer = make_trainer(
@@ -128,7 +128,9 @@ def lose_a_worker(rank: int, world: int, name: str, how: str) -> tuple[str, floa
     lasted_s = time.monotonic() - fault.began
     if how == "killed":
         assert lasted_s < LATEST_S
-        raise RuntimeError(str(raised.value))  # the pool tells no results without that of worker 1
+        raise RuntimeError(
+            str(raised.value)
+        )  # the pool returns no results without that of worker 1
     return str(raised.value), lasted_s
 
 

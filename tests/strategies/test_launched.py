@@ -1,4 +1,4 @@
-"""The names of jobs, by which those are told apart that meet by mistake."""
+"""Names of jobs, by which jobs that share a store by mistake are detected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_launchers_name_their_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert job_name(TorchElasticEnvironment()) == "torchrun's run 'mine'"
 
 
-def test_in_a_job_that_is_started_by_hand_a_name_from_around_does_not_count(
+def test_a_job_started_by_hand_ignores_the_name_in_its_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "17")

@@ -1,4 +1,4 @@
-"""Real processes: every way in which Lightning starts or finds its workers."""
+"""Real processes: every way in which Lightning starts or detects its workers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_torchrun(tmp_path: Path) -> None:
 
 
 def slurm_variables(rank: int, port: int) -> dict[str, str]:
-    """What ``srun --ntasks-per-node=2`` tells a task on one machine."""
+    """Return the environment of a task of ``srun --ntasks-per-node=2`` on one machine."""
     return {
         "SLURM_JOB_ID": "123456",
         "SLURM_JOB_NAME": "train",

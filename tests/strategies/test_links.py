@@ -1,4 +1,4 @@
-"""``link=...`` under the Trainer: strategies with rounds or fetches take it, and tell of it."""
+"""``link=...`` under the Trainer: strategies with rounds or fetches accept and report it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ OPTIONS = {"sync_every": 6, "fragments": 2}
 ROW = r"  on the link {9}([\d.]+) s: ([\d.]+) s hidden, ([\d.]+) s waited"
 
 
-class Slowly(Callback):
-    """Steps that leave time for a fetch."""
+class SlowSteps(Callback):
+    """Makes steps long enough for a fetch."""
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: object) -> None:
         time.sleep(0.02)
@@ -33,30 +33,30 @@ class Slowly(Callback):
 def fit(
     rank: int, world: int, name: str, link: Link | None
 ) -> tuple[list[str], float | None, bool]:
-    """What was said of the link; the seconds on it; whether they are logged."""
+    """Return the messages about the link, the seconds on it, and whether they are logged."""
     kind = METHODS[name]
     shown = kind.__init__.__annotations__
     options = {name: count for name, count in OPTIONS.items() if name in shown}
     strategy = kind(link=link, **options)
     monitor = CommunicationMonitor()
     settings = {"max_steps": STEPS, "use_distributed_sampler": False}
-    trainer = make_trainer(strategy, callbacks=[Slowly()], **settings)
+    trainer = make_trainer(strategy, callbacks=[SlowSteps()], **settings)
     with heard(RANK_ZERO) as texts:
         trainer.fit(TinyModule(), make_loader(rank, STEPS))
-    told = [line for text in texts for line in text.splitlines() if "on the link" in line]
+    line = [line for text in texts for line in text.splitlines() if "on the link" in line]
     is_logged = "loco/emulated_s" in monitor.metrics(strategy)
-    return told, strategy.statistics.emulated_s, is_logged
+    return line, strategy.statistics.emulated_s, is_logged
 
 
-def test_every_strategy_of_workers_takes_a_link(pool: Pool, subtests: pytest.Subtests) -> None:
+def test_every_strategy_of_workers_accepts_a_link(pool: Pool, subtests: pytest.Subtests) -> None:
     for name in WITH_WORKERS:
         with subtests.test(name):
             check_link(*pool.run(fit, name, LINK, world=2))
 
 
 def check_link(first: Any, second: Any) -> None:
-    (told,) = first[0]
-    found = re.fullmatch(ROW, told)
+    (line,) = first[0]
+    found = re.fullmatch(ROW, line)
     assert found
     assert second[0] == []
     under_way_s, hidden_s, waited_s = map(float, found.groups())
@@ -67,5 +67,5 @@ def check_link(first: Any, second: Any) -> None:
         assert is_logged
 
 
-def test_without_a_link_nothing_is_said(pool: Pool) -> None:
+def test_without_a_link_there_is_no_message(pool: Pool) -> None:
     assert pool.run(fit, "diloco", None, world=2) == [([], None, False)] * 2

@@ -22,7 +22,7 @@ STEPS = 14
 
 
 class Reads(TorchDispatchMode):
-    """Notes where this package reads a value, for which a GPU would have to end all its work."""
+    """Records where this package reads a value, which would synchronize with a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,15 +36,15 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Quiet(TinyModule):
-    """Reads nothing itself."""
+class NoReads(TinyModule):
+    """A module that reads no value itself."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         return loss_of(self.model, batch)
 
 
 class Watched(Callback):
-    """Watches the steps before which there is no round; by the clock it would begin and wait."""
+    """Records reads in steps without a round; rounds by the clock would wait there."""
 
     def __init__(self, case: Case) -> None:
         self.by_clock = case.by_clock
@@ -67,10 +67,12 @@ class Watched(Callback):
 
 
 def fit(
-    rank: int, world: int, case: Case, module: type[TinyModule] = Quiet
+    rank: int, world: int, case: Case, module: type[TinyModule] = NoReads
 ) -> tuple[list[str], int]:
     watched = Watched(case)
-    at_once = dataclasses.replace(case, delay=0)  # a step with a landing is not local alone
+    at_once = dataclasses.replace(
+        case, delay=0
+    )  # a step in which a result is applied is not only local
     strategy = at_once.strategy(SYNC_EVERY)
     trainer = make_trainer(strategy, max_steps=STEPS, callbacks=[watched])
     trainer.fit(module(), make_loader(rank, STEPS))
@@ -96,6 +98,6 @@ def test_a_local_step_reads_no_value(
                 assert not found, found[0]
 
 
-def test_a_step_that_reads_is_noticed(pool: Pool) -> None:
+def test_a_read_is_detected(pool: Pool) -> None:
     for found, _ in pool.run(fit, CASES["diloco"], TinyModule, world=2):
         assert "losses.append(loss.item())" in found[0]

@@ -1,4 +1,4 @@
-"""The search for a learning rate, which trains for a while inside ``fit``, leaves no trace."""
+"""The learning rate finder, which trains within ``fit``, has no effect on the run after it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*num_workers")
 
 
 class Watched(ValidatedModule):
-    """Notes which model is validated."""
+    """Records which model is validated."""
 
     def __init__(self, lr: float) -> None:
         super().__init__(lr)
@@ -97,7 +97,7 @@ def test_a_search_and_then_a_fit(pool: Pool, tmp_path: Path, method: str) -> Non
 
 
 class AtMilestones(LearningRateFinder):
-    """Searches at the start of epochs, as in Lightning's documentation."""
+    """Runs the finder at the start of epochs, as in Lightning's documentation."""
 
     def on_fit_start(self, *args: Any) -> None:
         self.found: list[float] = []

@@ -87,7 +87,7 @@ class Undecided(Blend):
 
 @pytest.fixture
 def blend(monkeypatch: pytest.MonkeyPatch) -> type[AlgorithmStrategy]:
-    """The strategy, at the place where the table puts it."""
+    """Make the strategy, and add it to the package as the registry does."""
     made = of_algorithm(__name__, "Blend")
     monkeypatch.setattr(strategies, "BlendStrategy", made, raising=False)
     return made
@@ -122,7 +122,7 @@ def test_an_exchange_without_neighbours_has_no_topology() -> None:
     assert "topology" not in parameters
 
 
-def test_its_values_reach_the_settings(blend: type[AlgorithmStrategy]) -> None:
+def test_its_values_are_in_the_settings(blend: type[AlgorithmStrategy]) -> None:
     strategy = blend("star", 5, 0.25, is_loud=True, timeout_s=3)
     assert isinstance(strategy, LocoStrategy)
     assert strategy.settings.algorithm == Blend(0.25, is_loud=True)
@@ -171,7 +171,7 @@ def test_it_can_be_sent_to_other_processes(blend: type[AlgorithmStrategy]) -> No
     assert copy.settings == strategy.settings
 
 
-def test_a_trainer_takes_it(blend: type[AlgorithmStrategy]) -> None:
+def test_a_trainer_accepts_it(blend: type[AlgorithmStrategy]) -> None:
     trainer = Trainer(strategy=blend(sync_every=7), accelerator="cpu", devices=2, logger=False)
     assert type(trainer.strategy) is blend
     assert trainer.strategy.num_workers == 2
@@ -278,7 +278,7 @@ def test_a_module_a_config_and_a_line_are_enough(checkout: Path) -> None:
     assert "No topology chosen: BlendStrategy uses that of its algorithm." in printed
 
 
-def test_the_table_names_every_strategy_by_its_place_in_the_package() -> None:
+def test_every_strategy_of_the_table_is_in_the_package() -> None:
     for kind in registry.METHODS.values():
         found: Any = getattr(strategies, kind.__name__)
         assert found is kind

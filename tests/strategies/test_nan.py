@@ -1,4 +1,4 @@
-"""A worker whose parameters are no numbers is left out of the round, whatever the algorithm."""
+"""A worker whose parameters are not finite is left out of the round, with every algorithm."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def fit_with_nan(
     }
 
 
-def begun(algorithm: Algorithm, start: Tensor, state: State) -> Tensor:
-    """Where the round began; its message does not count if nothing remembers it."""
+def restarted(algorithm: Algorithm, start: Tensor, state: State) -> Tensor:
+    """Reset to the start of the round; its message has no effect without a state."""
     remembered = algorithm.restart(state)
     return torch.zeros_like(start) if remembered is None else remembered.clone()
 
 
 def leave_out(case: Case, broken: int, world: int) -> Tensor:
-    """The mean after three phases when a worker has no part in the first of two rounds, by hand."""
+    """Compute the mean after three phases if a worker is left out of the first of two rounds."""
     model = make_model()
     start = flat(model)
     algorithm = case.prepared(world)
@@ -97,7 +97,7 @@ def leave_out(case: Case, broken: int, world: int) -> Tensor:
     under_way: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     def apply() -> None:
-        """The results, moved by what was learned since the messages left."""
+        """Apply the results, and add the progress since the messages were sent."""
         for worker, (message, received, departed) in enumerate(under_way):
             result = algorithm.update(message.clone(), received.clone(), states[worker]).clone()
             progress = 0.0 if departed is None else params[worker] - departed
@@ -113,7 +113,7 @@ def leave_out(case: Case, broken: int, world: int) -> Tensor:
             if round_index > 0 or worker != broken:
                 params[worker] = flat(model)
             else:
-                params[worker] = begun(algorithm, start, states[worker])
+                params[worker] = restarted(algorithm, start, states[worker])
         if round_index == 2:
             break
         if keeps:

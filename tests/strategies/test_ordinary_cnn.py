@@ -1,4 +1,4 @@
-"""An ordinary image classifier under every strategy: its curve, its best checkpoint, its end."""
+"""An ordinary image classifier with every strategy: its curve, best checkpoint, and final model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLASSES = 4
 
 
 def make_images(count: int, seed: int) -> TensorDataset:
-    """A pattern of its class each, moved about and under noise."""
+    """Make images with the pattern of their class, shifted and with noise."""
     patterns = torch.randn(CLASSES, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (count,), generator=generator)
@@ -79,7 +79,7 @@ class Classifier(LightningModule):
 
 
 class Curve(EarlyStopping):
-    """Notes what it decides by."""
+    """Records the monitored values."""
 
     def __init__(self) -> None:
         super().__init__("val_loss", patience=2)
@@ -92,7 +92,7 @@ class Curve(EarlyStopping):
 
 
 def strategy_of(name: str) -> Strategy:
-    """With rounds within the epochs, and at the end of the third one."""
+    """Make a strategy with rounds within the epochs, and at the end of the third one."""
     if name == "ddp":
         return DDPStrategy()
     if name == "remote_optimizer":
@@ -116,7 +116,7 @@ def fit(rank: int, world: int, name: str, normalization: str, folder: Path) -> d
     validation = DataLoader(make_images(256, seed=2), batch_size=64)
     settings["use_distributed_sampler"] = True
     trainer = fit_with(strategy_of(name), module, train, validation, **settings)
-    if best.best_model_score is None:  # the rank that serves
+    if best.best_model_score is None:  # the server rank
         return {}
     is_there = trainer.is_global_zero
     return {
@@ -134,7 +134,7 @@ def fit(rank: int, world: int, name: str, normalization: str, folder: Path) -> d
 def test_an_ordinary_classifier(
     pool: Pool, tmp_path: Path, normalization: str, subtests: pytest.Subtests
 ) -> None:
-    """No plateau and no dip; files hold what was validated; fit returns what it validated last."""
+    """No plateau and no dip; files hold the validated models; fit returns the last of them."""
     for name in ("ddp", *METHODS):
         with subtests.test(name):
             world = 3 if name == "remote_optimizer" else 2
@@ -146,7 +146,7 @@ def test_an_ordinary_classifier(
             assert len(set(losses)) == EPOCHS
             for before, after in zip(losses, losses[1:], strict=False):
                 assert after < before + 0.1
-            # How often peers are read depends on how fast this machine is.
+            # How often peers are read depends on the speed of this machine.
             assert losses[-1] < (0.9 if name == "pairwise_gossip" else 0.7) * losses[0]
             assert first["best"] == min(losses)
             assert first["of best"] == pytest.approx(first["best"], rel=1e-4)

@@ -1,4 +1,4 @@
-"""A run goes on with other numbers: of workers, and of an algorithm's settings."""
+"""Resuming with another number of workers, other settings, or another algorithm."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = [
 
 
 class Start(NamedTuple):
-    """What a worker holds right before its first resumed step, and what it was told."""
+    """State of a worker right before its first resumed step, and its warnings."""
 
     step: int
     engine: dict[str, Any]
@@ -44,7 +44,7 @@ class Start(NamedTuple):
 
 
 class Look(pl.Callback):
-    """Notes what is there before the first step, and saves after some step."""
+    """Records the state before the first step, and saves after some step."""
 
     def __init__(self, path: str | None, save_at: int) -> None:
         self.path = path
@@ -96,7 +96,7 @@ def fit(
     save_at: int = SAVED_AT,
     sync_every: int = 4,
 ) -> Start:
-    """Train and perhaps save, perhaps from a checkpoint; each worker has data of its own."""
+    """Train, from a checkpoint if there is one, and save if asked; each worker has its own data."""
     look = Look(path, save_at)
     torch.manual_seed(1000 + rank)
     module = TinyModule(lr=0.01, optimizer="Adam")
@@ -108,19 +108,19 @@ def fit(
         use_distributed_sampler=False,
     )
     loader = StatefulDataLoader(WorkerData(rank, 100), batch_size=None)
-    with save_and_resume.noted_warnings() as told:
+    with save_and_resume.recorded_warnings() as warned:
         trainer.fit(module, loader, ckpt_path=resume)
-    return Start(**look.seen, warnings=told, final=flat(module))
+    return Start(**look.seen, warnings=warned, final=flat(module))
 
 
 def fit_each(rank: int, world: int, runs: Sequence[tuple[Any, ...]]) -> list[Start]:
-    """Several runs in one job."""
+    """Make several runs in one job."""
     return [fit(rank, world, *run) for run in runs]
 
 
 @pytest.fixture(scope="module")
 def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case | str], Path]:
-    """A checkpoint of two workers, by their method."""
+    """Return checkpoints of two workers, by method."""
 
     @functools.cache
     def path_of(name: str) -> Path:
@@ -132,7 +132,7 @@ def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Cas
 
 
 class Files(NamedTuple):
-    """What a checkpoint holds."""
+    """The content of a checkpoint."""
 
     main: dict[str, Any]
     shared: dict[str, Any]
@@ -142,14 +142,14 @@ class Files(NamedTuple):
     def consensus(self) -> Tensor:
         return torch.cat([value.reshape(-1) for value in self.main["state_dict"].values()])
 
-    def of_lane(self, worker: int) -> dict[str, Any]:
-        """What the algorithm of a worker remembers."""
+    def of_fragment(self, worker: int) -> dict[str, Any]:
+        """Return the state of a worker's algorithm."""
         source = self.shared or self.workers[worker]["engine"]
         state: dict[str, Any] = source["shared"][0]["state"]
         return state
 
     def mean(self, *keys: Any) -> Tensor:
-        """The mean over the workers."""
+        """Return the mean over the workers."""
         found = []
         for content in self.workers:
             value: Any = content["engine"]
@@ -167,7 +167,7 @@ def files_of(path: Path) -> Files:
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """Two trees are equal bit for bit."""
+    """Check that two trees are equal bit for bit."""
     if isinstance(one, Tensor):
         assert torch.equal(one, other)
     elif isinstance(one, dict):
@@ -205,21 +205,23 @@ SHORT = ("diloco", "gasloc_overlap")
     "name",
     [pytest.param(name, marks=[] if name in SHORT else pytest.mark.soak) for name in NUMBERS],
 )
-def test_three_workers_go_on_as_two_and_then_as_four(pool: Pool, tmp_path: Path, name: str) -> None:
+def test_three_workers_resume_as_two_and_then_as_four(
+    pool: Pool, tmp_path: Path, name: str
+) -> None:
     case, before = CASES[name], tmp_path / "3.ckpt"
     pool.run(fit, case, str(before), world=3)
     for world in (2, 4):
         files, path = files_of(before), tmp_path / f"{world}.ckpt"
         starts = pool.run(fit, case, str(path), str(before), SAVED_AT + 1, world=world)
         check_start(case, files, starts)
-        check_words(case, len(files.workers), starts)
+        check_warning(case, len(files.workers), starts)
         for start in starts[1:]:
             assert torch.equal(start.final, starts[0].final)
         before = path
 
 
 def check_start(case: Case, saved: Files, starts: list[Start]) -> None:
-    """Consensus, outer parameters, momentum, optimizers, random numbers and positions."""
+    """Check consensus, outer parameters, momentum, optimizers, random numbers and positions."""
     key = case.consensus_key
     for worker, start in enumerate(starts):
         is_new = worker >= len(saved.workers)
@@ -232,22 +234,22 @@ def check_start(case: Case, saved: Files, starts: list[Start]) -> None:
             near(start.consensus, saved.consensus)
             near(engine["params"], saved.mean("params"))
         state = engine["shared"][0]["state"]
-        assert state.keys() == saved.of_lane(0).keys()
+        assert state.keys() == saved.of_fragment(0).keys()
         for entry, value in state.items():
             if saved.shared or not isinstance(value, Tensor):
-                assert_same(value, saved.of_lane(0)[entry])
+                assert_same(value, saved.of_fragment(0)[entry])
             else:
                 near(value, saved.mean("shared", 0, "state", entry))
             assert_same(value, starts[0].engine["shared"][0]["state"][entry])
-        check_flight(saved, engine)
+        check_pending(saved, engine)
         assert_same(start.optimizer["state"], own["lightning"]["optimizer_states"][0]["state"])
         for counter in ("steps", "steps_since_round", "round_index"):
             assert engine[counter] == own["engine"][counter], counter
         assert torch.equal(start.random, own["position"]["random"]["torch"]) != is_new
 
 
-def check_flight(saved: Files, engine: dict[str, Any]) -> None:
-    """A round under way stays under way, with the mean of what it brings."""
+def check_pending(saved: Files, engine: dict[str, Any]) -> None:
+    """Check that a pending round stays pending, with the mean of its messages."""
     before, now = (
         saved.workers[0]["engine"]["fragments"][0]["pending"],
         engine["fragments"][0]["pending"],
@@ -266,8 +268,8 @@ def check_flight(saved: Files, engine: dict[str, Any]) -> None:
             near(now["messages"], saved.mean("fragments", 0, "pending", "messages"))
 
 
-def check_words(case: Case, before: int, starts: list[Start]) -> None:
-    """One warning, on worker 0, says it all."""
+def check_warning(case: Case, before: int, starts: list[Start]) -> None:
+    """Check that there is one warning, on worker 0, with all changes."""
     assert [len(start.warnings) for start in starts] == [1] + [0] * (len(starts) - 1)
     (text,) = starts[0].warnings
     algorithm, now = type(case.algorithm).__name__, len(starts)
@@ -307,7 +309,7 @@ def test_a_worker_that_is_not_finite_is_left_out_of_the_mean(pool: Pool, tmp_pat
 
 
 def spoil(file: Path) -> None:
-    """Make the parameters of a worker NaN."""
+    """Set the parameters of a worker to NaN."""
     from lightning_loco.strategies.checkpoint.side_files import with_header
 
     content = torch.load(file)
@@ -324,7 +326,7 @@ Resume = Callable[..., tuple[Files, list[Start]]]
 
 @pytest.fixture
 def resumed(pool: Pool, saved: Callable[[str], Path]) -> Resume:
-    """What two workers saved, and how two workers with other settings go on from it."""
+    """Return what two workers saved, and how two workers with other settings resume it."""
 
     def resume(before: str, now: Case | str, sync_every: int = 4) -> tuple[Files, list[Start]]:
         path = saved(before)
@@ -334,7 +336,7 @@ def resumed(pool: Pool, saved: Callable[[str], Path]) -> Resume:
     return resume
 
 
-def test_another_algorithm_begins_at_the_consensus(
+def test_another_algorithm_starts_from_the_consensus(
     pool: Pool, saved: Callable[[str], Path], subtests: pytest.Subtests
 ) -> None:
     rows = [
@@ -375,7 +377,7 @@ def check_another_algorithm(
 def test_other_settings_of_the_same_algorithm_drop_nothing(
     pool: Pool, saved: Callable[[str], Path], subtests: pytest.Subtests
 ) -> None:
-    """Everything is as each worker saved it, without a word."""
+    """Everything is as each worker saved it, without a warning."""
     rows = {
         "learning rate": ("diloco", Case(DiLoCo(0.5, 0.7))),
         "overlap": ("diloco", CASES["async_diloco_momentum"]),
@@ -394,11 +396,11 @@ def test_other_settings_of_the_same_algorithm_drop_nothing(
                 assert torch.equal(
                     start.engine["params"], files.workers[worker]["engine"]["params"]
                 )
-                assert_same(start.engine["shared"][0]["state"], files.of_lane(worker))
+                assert_same(start.engine["shared"][0]["state"], files.of_fragment(worker))
                 assert start.warnings == []
 
 
-def test_rounds_that_begin_to_overlap_begin_with_a_blocking_one(resumed: Resume) -> None:
+def test_rounds_that_newly_overlap_start_with_a_blocking_one(resumed: Resume) -> None:
     _, starts = resumed("diloco", CASES["async_diloco_momentum"])
     assert [start.engine["round_index"] for start in starts] == [0, 0]
     assert [start.engine["steps_since_round"] for start in starts] == [2, 2]
@@ -407,32 +409,32 @@ def test_rounds_that_begin_to_overlap_begin_with_a_blocking_one(resumed: Resume)
 def test_momentum_is_kept_where_both_have_it(resumed: Resume) -> None:
     files, starts = resumed("diloco", CASES["diloco_plain"])
     for start in starts:
-        assert_same(start.engine["shared"][0]["state"], {"outer": files.of_lane(0)["outer"]})
+        assert_same(start.engine["shared"][0]["state"], {"outer": files.of_fragment(0)["outer"]})
     assert "go on from it: what DiLoCo remembered (momentum) is dropped." in starts[0].warnings[0]
 
 
-def test_momentum_begins_anew_where_there_was_none(resumed: Resume) -> None:
+def test_momentum_is_reset_if_there_was_none(resumed: Resume) -> None:
     files, starts = resumed("gasloc_plain", Case(GASLoC(), "ring"))
     for worker, start in enumerate(starts):
-        begun = files.of_lane(worker)["start"]
+        begun = files.of_fragment(worker)["start"]
         expected = {"start": begun, "previous": begun}
         assert_same(start.engine["shared"][0]["state"], expected)
         assert torch.equal(start.engine["params"], files.workers[worker]["engine"]["params"])
     assert "go on from it: what GASLoC remembers (previous) is reset." in starts[0].warnings[0]
 
 
-def test_rounds_are_counted_anew_where_they_begin_to_matter(resumed: Resume) -> None:
+def test_round_counts_are_reset_if_they_were_not_used(resumed: Resume) -> None:
     files, starts = resumed("diloco", CASES["diloco_schedule"])
     for start in starts:
-        assert_same(start.engine["shared"][0]["state"], {**files.of_lane(0), "rounds": 0})
+        assert_same(start.engine["shared"][0]["state"], {**files.of_fragment(0), "rounds": 0})
     assert "go on from it: what DiLoCo remembers (rounds) is reset." in starts[0].warnings[0]
 
 
-def test_an_eager_round_under_way_is_made_up_for(resumed: Resume) -> None:
+def test_a_pending_eager_round_is_compensated(resumed: Resume) -> None:
     blocking = Case(EagerDiLoCo(0.4, 0.5))
     files, starts = resumed("eager_diloco_momentum", blocking)
     for worker, start in enumerate(starts):
-        before = files.of_lane(worker)
+        before = files.of_fragment(worker)
         assert before["under_way"] == 1
         late = files.workers[worker]["engine"]["shared"][0]["received"] - before["own"]
         state = start.engine["shared"][0]["state"]
@@ -441,7 +443,7 @@ def test_an_eager_round_under_way_is_made_up_for(resumed: Resume) -> None:
         near(state["outer"], before["outer"] - 0.4 * 1.5 * late)
 
 
-def test_a_round_under_way_lands_where_none_stays_under_way(resumed: Resume) -> None:
+def test_a_pending_round_is_applied_if_rounds_are_blocking_now(resumed: Resume) -> None:
     files, starts = resumed("async_diloco_momentum", CASES["diloco"])
     fragment = files.shared["shared"][0]
     expected = {name: value.clone() for name, value in fragment["state"].items()}
@@ -454,20 +456,20 @@ def test_a_round_under_way_lands_where_none_stays_under_way(resumed: Resume) -> 
     assert "go on from it: a pending round is applied at once." in starts[0].warnings[0]
 
 
-def test_a_round_with_neighbours_lands_under_the_progress(resumed: Resume) -> None:
+def test_a_pending_round_with_neighbours_keeps_the_progress(resumed: Resume) -> None:
     files, starts = resumed("gasloc_overlap", CASES["gasloc"])
     algorithm = CASES["gasloc"].prepared(2)
     for worker, start in enumerate(starts):
         own = files.workers[worker]["engine"]
         fragment, pending = own["fragments"][0], own["fragments"][0]["pending"]
-        state = {name: value.clone() for name, value in files.of_lane(worker).items()}
+        state = {name: value.clone() for name, value in files.of_fragment(worker).items()}
         received = own["shared"][0]["received"].clone()
         result = algorithm.update(pending["messages"].clone(), received, state)
         near(start.engine["params"], result + own["params"] - fragment["sent_params"])
         assert_same(start.engine["shared"][0]["state"], state)
 
 
-def test_pairs_go_on_with_other_numbers(pool: Pool, tmp_path: Path) -> None:
+def test_pairs_resume_with_other_numbers(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "3.ckpt"
     pool.run(fit, "pairwise", str(path), world=3)
     files = files_of(path)
@@ -483,7 +485,7 @@ def test_pairs_go_on_with_other_numbers(pool: Pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("before", "now"), [("diloco", "pairwise"), ("pairwise", "diloco")])
-def test_rounds_become_pairs_and_pairs_rounds(resumed: Resume, before: str, now: str) -> None:
+def test_rounds_resume_as_pairs_and_pairs_as_rounds(resumed: Resume, before: str, now: str) -> None:
     files, starts = resumed(before, CASES.get(now, now))
     for start in starts:
         near(start.consensus, files.consensus)
@@ -506,7 +508,7 @@ def test_rounds_become_pairs_and_pairs_rounds(resumed: Resume, before: str, now:
         ("async_model_average", "async_diloco", 4),
     ],
 )
-def test_statistics_and_schedules_go_on(
+def test_statistics_and_schedules_are_resumed(
     pool: Pool, tmp_path: Path, before: str, now: str, world: int
 ) -> None:
     """With BatchNorm, dropout, AdamW, a schedule and a sampler: all workers end with one model."""
@@ -545,7 +547,7 @@ def test_a_checkpoint_of_ddp_is_a_common_start(
 
 
 def fit_plain(path: str, resume: str | None, save_at: int) -> Start:
-    """One process of plain Lightning."""
+    """Train in one process with plain Lightning."""
     look = Look(path, save_at)
     module = TinyModule(lr=0.01, optimizer="Adam")
     trainer = quiet_trainer(devices=1, max_steps=save_at + 2, callbacks=[look])
@@ -557,7 +559,7 @@ def fit_plain(path: str, resume: str | None, save_at: int) -> Start:
 @pytest.mark.parametrize(
     ("name", "with_ddp"), cover(["diloco", "gasloc"], [False, True], strength=1)
 )
-def test_plain_lightning_goes_on_from_the_consensus_and_we_from_that(
+def test_plain_lightning_resumes_the_consensus_and_the_reverse(
     pool: Pool, saved: Callable[[str], Path], tmp_path: Path, name: str, with_ddp: bool
 ) -> None:
     ours, plain = saved(name), str(tmp_path / "plain.ckpt")

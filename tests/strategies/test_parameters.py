@@ -114,7 +114,7 @@ def test_bfloat16_parameters_are_averaged_in_float32(pool: Pool) -> None:
 
 
 class Branches(nn.Module):
-    """A worker uses one branch only; the other one's gradients stay None."""
+    """A worker uses one branch only; the gradients of the other one are None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ def fit_frozen(rank: int, world: int) -> tuple[Tensor, Tensor, int]:
     return flat(module.model[0]), flat(module.model[2]), bytes_sent[-1]
 
 
-def test_frozen_parameters_neither_travel_nor_change(pool: Pool) -> None:
+def test_frozen_parameters_are_neither_sent_nor_changed(pool: Pool) -> None:
     def make() -> nn.Module:
         model = make_model()
         model[0].requires_grad_(False)
@@ -187,12 +187,14 @@ def test_frozen_parameters_neither_travel_nor_change(pool: Pool) -> None:
     for frozen, trained, bytes_sent in pool.run(fit_frozen, world=2):
         assert torch.equal(frozen, flat(make_model()[0]))
         torch.testing.assert_close(trained, simulate(2, 2, make=make), rtol=0, atol=1e-12)
-        rows_bytes = 2 * WorkerStatus.width(0) * 8  # what the two workers tell each other
-        assert bytes_sent == trained.nbytes + rows_bytes  # 2 (N - 1) / N times what is trainable
+        rows_bytes = 2 * WorkerStatus.width(0) * 8  # the statuses of the two workers
+        assert (
+            bytes_sent == trained.nbytes + rows_bytes
+        )  # 2 (N - 1) / N times the trainable parameters
 
 
-class ThawingModule(FrozenModule):
-    """Unfreezes its first layer in the middle of training."""
+class UnfreezingModule(FrozenModule):
+    """Unfreezes its first layer during training."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -202,14 +204,14 @@ class ThawingModule(FrozenModule):
             self.model[0].requires_grad_(True)
 
 
-def fit_thawing(rank: int, world: int) -> str:
+def fit_unfreezing(rank: int, world: int) -> str:
     with pytest.raises(RuntimeError) as caught:
-        fit(rank, ThawingModule(), 12)
+        fit(rank, UnfreezingModule(), 12)
     return str(caught.value)
 
 
 def test_unfreezing_during_fit_is_refused(pool: Pool) -> None:
-    for message in pool.run(fit_thawing, world=2):
+    for message in pool.run(fit_unfreezing, world=2):
         assert "'model.0.weight' became trainable during fit" in message
         assert "Unfreeze before fit" in message
 
@@ -236,7 +238,7 @@ def fit_tied(rank: int, world: int) -> tuple[Tensor, bool]:
     return flat(module), module.model.first.weight is module.model.second.weight
 
 
-def test_tied_weights_stay_tied(pool: Pool) -> None:
+def test_tied_weights_remain_tied(pool: Pool) -> None:
     expected = simulate(2, 2, make=TiedNet)
     assert len(expected) == 9 + 3 + 3 + 4
     for weights, tied in pool.run(fit_tied, world=2):
@@ -276,7 +278,7 @@ def fit_images(rank: int, world: int, memory_format: torch.memory_format) -> tup
     return flat(module), kept
 
 
-def test_channels_last_gives_the_same_numbers_and_stays(pool: Pool) -> None:
+def test_channels_last_is_kept_and_gives_the_same_result(pool: Pool) -> None:
     (plain, _), _ = pool.run(fit_images, torch.contiguous_format, world=2)
     for weights, kept in pool.run(fit_images, torch.channels_last, world=2):
         assert kept

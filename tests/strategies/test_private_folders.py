@@ -1,4 +1,4 @@
-"""Checkpoints where each worker has a disk of its own: no file is seen by two workers."""
+"""Checkpoints of workers with a disk each: no file is visible to two workers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run_on(
     max_steps: int = STEPS,
     io: CheckpointIO | None = None,
 ) -> Run:
-    """A run of each worker on its disk."""
+    """Describe a run in which each worker has its disk."""
     settings = {"checkpoint_folder": "private", "checkpoint_io": io, "timeout_s": 30}
     return Run(CASES[name], disks, callbacks, max_steps, strategy=settings)
 
@@ -64,7 +64,7 @@ def disks_in(folder: Path, world: int = WORLD) -> list[str]:
 
 @pytest.fixture(scope="module")
 def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Three disks, by method: each has what its worker saved after ten steps."""
+    """Return three disks, by method: each has the save of its worker after ten steps."""
 
     @functools.cache
     def folder_of(name: str) -> Path:
@@ -77,7 +77,7 @@ def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
 
 @pytest.fixture
 def disks(saved: Callable[[str], Path], tmp_path: Path) -> list[str]:
-    """Three disks with a save of DiLoCo."""
+    """Return three disks with a save of DiLoCo."""
     shutil.copytree(saved("diloco"), tmp_path, dirs_exist_ok=True)
     return disks_in(tmp_path)
 
@@ -87,7 +87,7 @@ def steps_in(path: Path) -> int:
 
 
 def check_exact(pool: Pool, disks: Sequence[str], name: str) -> None:
-    """A run that goes on from its disks equals the unbroken one."""
+    """Check that a run that resumes from its disks equals the uninterrupted one."""
     again = run_on(disks, name)
     run = replace(again, callbacks=[SAVE])
     results = pool.run(train_save_resume, run, [PATH], again, world=len(disks))
@@ -105,7 +105,7 @@ def check_exact(pool: Pool, disks: Sequence[str], name: str) -> None:
         pytest.param("async_diloco_momentum", marks=pytest.mark.soak),
     ],
 )
-def test_resumed_run_equals_unbroken_run(pool: Pool, tmp_path: Path, name: str) -> None:
+def test_resumed_run_equals_uninterrupted_run(pool: Pool, tmp_path: Path, name: str) -> None:
     disks = disks_in(tmp_path, 2)
     check_exact(pool, disks, name)
     shared = [f"{PATH}.loco/S/shared.pt"] if CASES[name].algorithm.replicated else []
@@ -114,7 +114,7 @@ def test_resumed_run_equals_unbroken_run(pool: Pool, tmp_path: Path, name: str) 
         assert files_in(Path(disk)) == [PATH, *shared, own]
 
 
-def test_averaging_by_the_clock_goes_on_from_each_disk(pool: Pool, tmp_path: Path) -> None:
+def test_averaging_by_the_clock_resumes_from_each_disk(pool: Pool, tmp_path: Path) -> None:
     run = run_on(disks_in(tmp_path, 2), "async_model_average", SAVE)
     for _, again in pool.run(train_save_resume, run, [PATH], replace(run, callbacks=[]), world=2):
         assert sorted(again.losses) == [10, 11, 12, 13]
@@ -133,7 +133,7 @@ def test_workers_may_share_disks(pool: Pool, tmp_path: Path, places: tuple[int, 
 
 
 class KillingIO(WholeFileIO):
-    """Ends the process of one worker when it is to write a file of this name for the n-th time."""
+    """Kills one worker when it starts to write a file of this name for the n-th time."""
 
     def __init__(self, worker: int, name: str, count: int) -> None:
         super().__init__()
@@ -150,14 +150,14 @@ class KillingIO(WholeFileIO):
 
 
 def die_in_turn(counter: Any, worker: int) -> None:
-    """Count down, and end this process at zero if it is this worker's."""
+    """Count down, and kill this process at zero if it is this worker's."""
     counter.count -= 1
     if counter.count == 0 and torch.distributed.get_rank() == worker:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 class DieAt(pl.Callback):
-    """Ends the process of one worker when it comes to a fault point the n-th time."""
+    """Kills one worker when it reaches a fault point for the n-th time."""
 
     def __init__(self, worker: int, point: str, count: int) -> None:
         self.worker = worker
@@ -190,10 +190,10 @@ KILLS_IF_SHARED = {"before what is shared": (KillingIO(1, "shared.pt", 2), None,
     ("name", "place"),
     [
         *cover(["diloco", "gasloc", "local_sgd"], KILLS, strength=1),
-        *cover(["diloco"], KILLS_IF_SHARED),  # of the others nothing is shared
+        *cover(["diloco"], KILLS_IF_SHARED),  # the other methods share no state
     ],
 )
-def test_run_killed_while_saving_goes_on_from_the_newest_save_of_all(
+def test_run_killed_while_saving_resumes_from_the_newest_common_save(
     pool: Pool, tmp_path: Path, name: str, place: str
 ) -> None:
     io, die, step = {**KILLS, **KILLS_IF_SHARED}[place]
@@ -207,7 +207,7 @@ def test_run_killed_while_saving_goes_on_from_the_newest_save_of_all(
     whole, resumed = zip(*results, strict=True)
     assert first_steps(resumed) == [step] * WORLD
     check_resumed(whole, resumed, f"{name}, killed {place}")
-    for worker, disk in enumerate(disks):  # what the kill has left is gone
+    for worker, disk in enumerate(disks):  # the files of the killed save are deleted
         files = files_in(Path(disk))
         own = f"{PATH}.loco/S/worker_{worker:05d}.pt"
         assert [file for file in files if "worker" in file] == [own]
@@ -219,7 +219,7 @@ def test_run_killed_while_saving_goes_on_from_the_newest_save_of_all(
 
 
 def check_no_common_save(pool: Pool, disks: Sequence[str], *words: str) -> None:
-    """All workers are told what there is instead."""
+    """Check that the error of all workers lists what is on the disks."""
     with pytest.raises(PoolError, match="no checkpoint") as error:
         pool.run(fit, run_on(disks, "diloco"), PATH, world=len(disks))
     assert sorted(error.value.failures) == [*range(len(disks))]
@@ -229,7 +229,7 @@ def check_no_common_save(pool: Pool, disks: Sequence[str], *words: str) -> None:
             assert word in failure.message
 
 
-def test_no_common_save_is_an_error_that_lists_what_there_is(pool: Pool, disks: list[str]) -> None:
+def test_without_a_common_save_the_error_lists_all_saves(pool: Pool, disks: list[str]) -> None:
     shutil.rmtree(disks[2])
     check_no_common_save(
         pool,
@@ -246,15 +246,13 @@ def test_a_damaged_file_is_named(pool: Pool, disks: list[str]) -> None:
     check_no_common_save(pool, disks, f"Worker 1's {path} is damaged: it was cut short")
 
 
-def test_workers_that_have_changed_places_are_told_so(pool: Pool, disks: list[str]) -> None:
+def test_workers_on_swapped_disks_are_refused(pool: Pool, disks: list[str]) -> None:
     changed = [disks[1], disks[0], disks[2]]
     check_no_common_save(pool, changed, "worker 0 has step10-", "side files of worker 1;")
 
 
-def test_disks_of_different_ages_go_on_from_the_save_that_all_have(
-    pool: Pool, tmp_path: Path
-) -> None:
-    """One disk was put back to an older copy, and another one still has both saves."""
+def test_disks_of_different_ages_resume_from_the_common_save(pool: Pool, tmp_path: Path) -> None:
+    """One disk was restored from an older copy, and another one still has both saves."""
     disks, old = disks_in(tmp_path, 2), disks_in(tmp_path / "old", 2)
     save = SaveEvery(5, PATH)
     run, older = run_on(disks, "diloco", save), run_on(old, "diloco", save, max_steps=5)
@@ -269,22 +267,22 @@ def test_a_lost_disk_is_replaced_by_a_copy(pool: Pool, disks: list[str]) -> None
     shutil.copytree(disks[0], disks[2])
     again = pool.run(fit, run_on(disks, "diloco", SAVE), PATH, world=WORLD)
     assert first_steps(again) == [10] * WORLD
-    assert [len(outcome.told) for outcome in again] == [1, 0, 0]
-    assert "what worker 2 had, which is on no disk, is left out" in again[0].told[0]
+    assert [len(outcome.warned) for outcome in again] == [1, 0, 0]
+    assert "the state of worker 2, which is on no disk, is dropped" in again[0].warned[0]
     assert torch.equal(again[0].state, again[2].state)
 
 
 @pytest.mark.parametrize("name", ["diloco", "gasloc"])
-def test_other_numbers_of_workers_go_on(
+def test_other_numbers_of_workers_resume(
     pool: Pool, saved: Callable[[str], Path], tmp_path: Path, name: str
 ) -> None:
     disks = disks_in(tmp_path, 4)
     shutil.copytree(saved(name), tmp_path, dirs_exist_ok=True)
     shutil.copytree(disks[0], disks[3])
     fewer = pool.run(fit, run_on(disks, name), PATH, world=2)
-    assert "what worker 2 had, which is on no disk, is left out" in fewer[0].told[0]
+    assert "the state of worker 2, which is on no disk, is dropped" in fewer[0].warned[0]
     more = pool.run(fit, run_on(disks, name), PATH, world=4)
-    assert "left out" not in more[0].told[0]
+    assert "which is on no disk" not in more[0].warned[0]
     assert first_steps(more) == [10] * 4
     for outcome in more[1:]:
         assert torch.equal(outcome.state, more[0].state)
@@ -293,7 +291,7 @@ def test_other_numbers_of_workers_go_on(
 # ---------------------------------------------------- Lightning's own ways to name files
 
 
-def test_last_is_followed_to_the_file_that_it_leads_to(pool: Pool, tmp_path: Path) -> None:
+def test_last_is_resolved_to_its_target(pool: Pool, tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(
         dirpath=tmp_path / "same", every_n_train_steps=5, filename="{step}", save_last="link"
     )
@@ -313,11 +311,11 @@ def test_last_is_followed_to_the_file_that_it_leads_to(pool: Pool, tmp_path: Pat
 def fit_unequal(
     rank: int, world: int, run: Run, paths: Sequence[Sequence[str | None]], again: Run
 ) -> list[Outcome]:
-    """The whole run, then another one for each list of the workers' paths."""
+    """Make the whole run, then another one for each list of the workers' paths."""
     return train_save_resume(rank, world, run, [of_worker[rank] for of_worker in paths], again)
 
 
-def test_a_worker_that_has_found_no_file_goes_on_from_the_others_path(
+def test_a_worker_without_a_file_resumes_from_the_path_of_others(
     pool: Pool, tmp_path: Path
 ) -> None:
     again = run_on([str(tmp_path)] * 2, "diloco")
@@ -330,8 +328,8 @@ def test_a_worker_that_has_found_no_file_goes_on_from_the_others_path(
 
 
 @pytest.mark.soak
-def test_a_name_with_a_number_need_not_be_the_same_on_all(pool: Pool, tmp_path: Path) -> None:
-    """SLURM: killed while the second file took its place, one worker finds only the first one."""
+def test_a_numbered_name_may_differ_between_workers(pool: Pool, tmp_path: Path) -> None:
+    """After a kill during the second requeue of SLURM, one worker finds only the first file."""
     disks, whole_disks = disks_in(tmp_path / "killed", 2), disks_in(tmp_path / "whole", 2)
     callbacks = [SaveEvery(5, "folder/hpc_ckpt_{}.ckpt"), DieAt(1, BEFORE_MAIN, 2)]
     with pytest.raises(PoolError):
@@ -381,7 +379,7 @@ class SaveElsewhere(pl.Callback):
     ],
     ids=["files that are written later", "addresses elsewhere"],
 )
-def test_what_is_on_no_disk_in_time_is_refused(
+def test_files_that_are_written_late_or_elsewhere_are_refused(
     pool: Pool, tmp_path: Path, callbacks: list[pl.Callback], io: Any, words: str
 ) -> None:
     with pytest.raises(PoolError, match=words) as error:
@@ -390,6 +388,6 @@ def test_what_is_on_no_disk_in_time_is_refused(
 
 
 @pytest.mark.parametrize("algorithm", [DiLoCo(), GASLoC(), LocalSGD()], ids=type)
-def test_another_word_is_refused(algorithm: Any) -> None:
+def test_another_value_is_refused(algorithm: Any) -> None:
     with pytest.raises(ValueError, match="checkpoint_folder must be one of shared, private"):
         Case(algorithm).strategy(4, checkpoint_folder="own")

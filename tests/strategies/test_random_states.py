@@ -1,4 +1,4 @@
-"""Random states are taken without waking a GPU, and come back."""
+"""Random states are read without initializing a GPU, and can be restored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def draw() -> tuple[float, float, float]:
     return random.random(), torch.rand(()).item(), float(np.random.rand())
 
 
-def test_all_generators_come_back() -> None:
+def test_all_generators_are_restored() -> None:
     states = random_states()
     first = draw()
     assert draw() != first
@@ -23,8 +23,8 @@ def test_all_generators_come_back() -> None:
     assert draw() == first
 
 
-def test_a_gpu_that_is_not_used_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A context on a GPU takes hundreds of megabytes, for a run on CPUs too."""
+def test_an_unused_gpu_is_not_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A context on a GPU needs hundreds of megabytes, even for a run on CPUs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: pytest.fail("woke the GPU"))
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda _: pytest.fail("woke the GPU"))

@@ -1,4 +1,4 @@
-"""Steps past Lightning count, too; parameters that move without any step are an error."""
+"""Steps that bypass Lightning are counted; parameters that change without a step are an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.small_model import TinyModule, flat, loss_of, make_loader
 STEPS = 9
 
 
-class Manual(TinyModule):
+class ManualSteps(TinyModule):
     """Steps in one of several ways."""
 
     def __init__(self, way: str) -> None:
@@ -25,7 +25,7 @@ class Manual(TinyModule):
         self.way = way
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        self.own = Wrapping(super().configure_optimizers())
+        self.own = WrappingOptimizer(super().configure_optimizers())
         return self.own.inner if self.way != "wrapped" else self.own
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -44,7 +44,7 @@ class Manual(TinyModule):
         return loss.detach()
 
 
-class Wrapping(torch.optim.Optimizer):
+class WrappingOptimizer(torch.optim.Optimizer):
     """Steps another optimizer in its own step, as Lookahead does."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
@@ -58,11 +58,11 @@ class Wrapping(torch.optim.Optimizer):
 def fit(rank: int, world: int, name: str, ways: list[str]) -> list[tuple[Tensor, int, int]]:
     results = []
     for way in ways:
-        module = Manual(way)
+        module = ManualSteps(way)
         strategy = CASES[name].strategy(4, timeout_s=20)
         seen: list[int] = []
         module.on_train_batch_end = lambda *_, s=strategy, n=seen: n.append(s.engine.worker.steps)
-        # The Trainer counts no steps that it does not see, as under DDP.
+        # The Trainer does not count steps that bypass it, as under DDP.
         trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
         trainer.fit(module, make_loader(rank, STEPS))
         results.append((flat(module), strategy.statistics.rounds, seen[-1]))
@@ -73,7 +73,7 @@ WAYS = ["own", "unwrapped", "inner", "of the trainer", "wrapped"]
 
 
 @pytest.mark.parametrize("name", ["local_sgd", "diloco", "async_diloco", "gasloc", "noloco"])
-def test_steps_past_lightning_are_those_through_it(pool: Pool, name: str) -> None:
+def test_steps_that_bypass_lightning_give_the_same_result(pool: Pool, name: str) -> None:
     for first, *others in pool.run(fit, name, ["through Lightning", *WAYS], world=2):
         assert first[1] >= 2
         assert first[2] == STEPS
@@ -83,7 +83,7 @@ def test_steps_past_lightning_are_those_through_it(pool: Pool, name: str) -> Non
 
 
 class ByHand(TinyModule):
-    """Descends without an optimizer."""
+    """Changes its parameters without an optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def fit_by_hand(rank: int, world: int) -> None:
     trainer.fit(ByHand(), make_loader(rank, 6))
 
 
-def test_parameters_that_move_without_a_step_are_an_error(pool: Pool) -> None:
+def test_parameters_that_change_without_a_step_are_an_error(pool: Pool) -> None:
     with pytest.raises(PoolError, match="no step of a torch optimizer was seen") as error:
         pool.run(fit_by_hand, world=2)
     assert set(error.value.failures) == {0, 1}

@@ -1,4 +1,4 @@
-"""A resumed run equals the unbroken one, wherever it was saved, stopped or killed."""
+"""A resumed run equals the uninterrupted one, wherever it was saved, stopped or killed."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from tests.strategies.save_and_resume import (
 )
 
 WORLD = 2
-LATEST_S = 0.03  # after the start of a step that twelve or more follow
-LET_IT_BE_HEARD_S = 1.5  # the workers hear of a stop from their watchdogs, once a second
+LATEST_S = 0.03  # after the start of a step that is followed by twelve or more
+LET_IT_BE_HEARD_S = 1.5  # the watchdogs of the workers check for a stop once a second
 ALGORITHMS = (
     "local_sgd", "async_diloco", "gasloc", "streaming_diloco", "delayed_nesterov", "noloco"
 )  # fmt: skip
@@ -53,7 +53,7 @@ VALIDATION_PLACES = {
     "validation 18": {"every epoch", "every 3 epochs"},
 }
 """Where validations end, and in which runs."""
-LATEST, AFTER_ALL_MOMENTS = 14, 19  # steps before an interruption is due, and when it has come
+LATEST, AFTER_ALL_MOMENTS = 14, 19  # steps before an interruption is due, and after it
 MOMENTS = ("start", "backward", "round", "validation", "file", "clock")
 OF_POINTS = {"after sending": "round", "before a file is in its place": "file"}
 pytestmark = [
@@ -67,9 +67,9 @@ class Interrupt(pl.Callback):
     """Sends a signal, once: to one worker, or the one that cannot be caught to all of them.
 
     Args:
-        number: Of the signal.
+        number: Number of the signal.
         step: Local steps before it.
-        worker: Whose moment it is.
+        worker: The worker that sends it.
         moment: The start of the next step, the end of its backward pass, in the next round, in the
             next validation, in the next writing of a file, or some milliseconds later.
     """
@@ -82,8 +82,8 @@ class Interrupt(pl.Callback):
         self.is_due = False
         self.processes: list[Any] = []
 
-    def come(self, moment: str) -> None:
-        """Send the signal, if it is due, of this worker and for this moment."""
+    def send(self, moment: str) -> None:
+        """Send the signal, if it is due on this worker at this moment."""
         if not self.is_due or self.worker != dist.get_rank() or self.moment != moment:
             return
         self.is_due = False
@@ -91,10 +91,10 @@ class Interrupt(pl.Callback):
         for process in [*(one for one in others if one != os.getpid()), os.getpid()]:
             os.kill(process, self.number)
 
-    def note(self, point: str) -> None:
-        """Come in a round or with a file, as the package comes to a fault point."""
+    def on_point(self, point: str) -> None:
+        """Send the signal in a round or before a file is written: at a fault point."""
         if point in OF_POINTS:
-            self.come(OF_POINTS[point])
+            self.send(OF_POINTS[point])
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         self.processes = [None] * trainer.world_size
@@ -105,21 +105,21 @@ class Interrupt(pl.Callback):
             self.is_due = True
             if self.moment == "clock":
                 delay_s = random.Random(self.step).uniform(0.0, LATEST_S)
-                threading.Timer(delay_s, self.come, ["clock"]).start()
-        self.come("start")
+                threading.Timer(delay_s, self.send, ["clock"]).start()
+        self.send("start")
         listens_at = self.step if self.moment == "start" else AFTER_ALL_MOMENTS
         if self.number == signal.SIGTERM and trainer.global_step == listens_at:
             time.sleep(LET_IT_BE_HEARD_S)
 
     def on_after_backward(self, *_: Any) -> None:
-        self.come("backward")
+        self.send("backward")
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
-        self.come("validation")
+        self.send("validation")
 
 
 def run_of(validation: str, algorithm: str, dropout: float, folder: Path) -> Run:
-    """A run whose validations come at certain times."""
+    """Describe a run with validations at given times."""
     return Run(
         CASES[algorithm],
         str(folder),
@@ -156,7 +156,7 @@ MORE_RUNS = [
         ),
     ],
 )
-def test_resumed_run_equals_unbroken_run(
+def test_resumed_run_equals_uninterrupted_run(
     pool: Pool,
     tmp_path: Path,
     validation: str,
@@ -164,7 +164,7 @@ def test_resumed_run_equals_unbroken_run(
     dropout: float,
     places: list[str] | None,
 ) -> None:
-    """Resumed from some places of a run, or from each."""
+    """Resume from some points of a run, or from each."""
     validated = [place for place, found in VALIDATION_PLACES.items() if validation in found]
     places = places or [*PLACES, *validated]
     paths = [f"{place}.ckpt" for place in places]
@@ -179,18 +179,18 @@ def test_resumed_run_equals_unbroken_run(
 def fit_interrupted(
     rank: int, world: int, run: Run, every: int | None, interrupt: Interrupt
 ) -> Outcome:
-    """The run until it is interrupted, saved every so many steps."""
+    """Run until the interruption, and save every few steps."""
     save = [] if every is None else [SaveEvery(every)]
-    with on_reach(interrupt.note):
+    with on_reach(interrupt.on_point):
         return fit(rank, world, replace(run, callbacks=[*save, interrupt]))
 
 
 @pytest.mark.parametrize("kind", [pytest.param("SIGTERM", marks=pytest.mark.soak), "SIGKILL"])
 @pytest.mark.parametrize("count", [2, pytest.param(30, marks=pytest.mark.soak)])
-def test_interrupted_run_equals_unbroken_run(
+def test_interrupted_run_equals_uninterrupted_run(
     pool: Pool, tmp_path: Path, kind: str, count: int
 ) -> None:
-    """Interruptions at all moments of random steps, under random settings."""
+    """Interrupt at all moments of random steps, with random settings."""
     draw = random.Random(count)
     for number in range(count):
         moment = MOMENTS[(number + 2) % len(MOMENTS)]
@@ -213,12 +213,12 @@ def test_interrupted_run_equals_unbroken_run(
             assert error.value.missing == [0, 1], name
         path = Path(run.folder, "interrupted.ckpt")
         file = "interrupted.ckpt" if path.exists() else "often.ckpt"
-        again = check_goes_on(pool, run, file, name)
+        again = check_resumes(pool, run, file, name)
         assert kind == "SIGKILL" or min(again[0].losses) == max(broken[0].losses) + 1, name
 
 
-def check_goes_on(pool: Pool, run: Run, file: str, name: str) -> list[Outcome]:
-    """A run from this file equals the unbroken one."""
+def check_resumes(pool: Pool, run: Run, file: str, name: str) -> list[Outcome]:
+    """Check that a run from this file equals the uninterrupted one."""
     results = pool.run(train_save_resume, run, [file], world=WORLD)
     whole, again = zip(*results, strict=True)
     check_resumed(whole, again, name)
@@ -226,7 +226,7 @@ def check_goes_on(pool: Pool, run: Run, file: str, name: str) -> list[Outcome]:
 
 
 def test_stop_at_the_end_of_an_epoch_loses_no_step(pool: Pool, tmp_path: Path) -> None:
-    """It comes after the first batch of the next epoch, but all agree on it before a save."""
+    """The stop is after the first batch of the next epoch, but all agree on it before a save."""
     run = run_of("every epoch", "local_sgd", 0.3, tmp_path)
     interrupt = Interrupt(signal.SIGTERM, 11, 0)
     (broken,) = pool.run(fit_interrupted, run, 2 * BATCHES, interrupt, world=1)
@@ -243,10 +243,10 @@ def test_stop_at_the_end_of_an_epoch_loses_no_step(pool: Pool, tmp_path: Path) -
         *(pytest.param("SIGKILL", step, marks=pytest.mark.soak) for step in (9, 10, 11, 12)),
     ],
 )
-def test_fragments_under_way_survive_at_each_step_of_a_phase(
+def test_pending_fragments_are_resumed_at_each_step_of_a_phase(
     pool: Pool, tmp_path: Path, kind: str, step: int
 ) -> None:
-    """Of two fragments, one or both are under way at each of them."""
+    """Of two fragments, one or both are pending at each step."""
     run = run_of("every 4 steps", "streaming_diloco", 0.3, tmp_path)
     interrupt = Interrupt(getattr(signal, kind), step, 1)
     if kind == "SIGTERM":
@@ -263,4 +263,4 @@ def test_fragments_under_way_survive_at_each_step_of_a_phase(
         for fragment in torch.load(path)["engine"]["fragments"]
     ]
     assert any(pending is not None for pending in pending_rounds)
-    check_goes_on(pool, run, file, f"{kind} at {step}")
+    check_resumes(pool, run, file, f"{kind} at {step}")

@@ -1,4 +1,4 @@
-"""A resumed run reads on where it was, whatever asks for the data before training."""
+"""A resumed run continues in its data, even if loaders are made before the checkpoint is read."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ SAVED_AT = 10
 """In the middle of the second epoch."""
 
 
-class Reading(TinyModule):
-    """Notes what it reads; asks for the number of steps as OneCycle schedules do."""
+class RecordingModule(TinyModule):
+    """Records what it reads; asks for the number of steps as OneCycle schedules do."""
 
     def __init__(self, asks: bool) -> None:
         super().__init__()
@@ -48,8 +48,8 @@ class Reading(TinyModule):
 def read(
     rank: int, world: int, name: str, asks: bool, folder: str, ckpt_path: str | None = None
 ) -> list[float]:
-    """What a worker reads of three epochs, or of those from a checkpoint on."""
-    module = Reading(asks)
+    """Return what a worker reads of three epochs, from a checkpoint if there is one."""
+    module = RecordingModule(asks)
     generator = torch.Generator().manual_seed(0)
     inputs, target = (
         torch.randn(28, *shape, generator=generator, dtype=torch.float64) for shape in ((3,), ())
@@ -73,7 +73,7 @@ def read(
 
 @pytest.mark.parametrize("name", ["diloco", "remote_optimizer"])
 @pytest.mark.parametrize("asks", [False, True])
-def test_the_place_in_the_data(pool: Pool, tmp_path: Path, name: str, asks: bool) -> None:
+def test_the_position_in_the_data(pool: Pool, tmp_path: Path, name: str, asks: bool) -> None:
     world, path = 3 if name == "remote_optimizer" else 2, str(tmp_path)
     saved = f"{path}/step={SAVED_AT}.ckpt"
     first = pool.run(read, name, asks, path, world=world)[:2]

@@ -1,4 +1,4 @@
-"""Every algorithm gives the same numbers in simulation, on raw groups and in Trainer.fit."""
+"""Every algorithm gives the same result in simulation, with process groups and in Trainer.fit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_trainer(rank: int, world: int, case: Case) -> Tensor:
 
 
 def run_both(rank: int, world: int, case: Case, settings: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The engine's parameters after each round, and those of the Trainer at the end."""
+    """Return the engine's parameters after each round, and those of the Trainer at the end."""
     return run_engine(rank, world, case.algorithm, ROUNDS, settings), run_trainer(rank, world, case)
 
 

@@ -1,4 +1,4 @@
-"""No loss of a process or of the disk costs the checkpoint that was there before."""
+"""If a process or the disk fails during a save, the checkpoint before it is intact."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.pool import Pool, PoolError, make_trainer
 from tests.strategies.kill_before_write import Death
 
 WORLD = 2
-MEGABYTES = 4.0  # take long enough to be written
+MEGABYTES = 4.0  # large enough to take some time to write
 ROOT_ID, NOBODY_ID = 0, 65534
 pytestmark = [
     pytest.mark.recovery,
@@ -45,7 +45,7 @@ pytestmark = [
 
 @pytest.fixture
 def other_disk() -> Iterator[Path]:
-    """A folder on another file system than the one for temporary files."""
+    """Return a folder on another file system than that of temporary files."""
     memory = Path("/dev/shm")
     if not memory.is_dir() or memory.stat().st_dev == Path(tempfile.gettempdir()).stat().st_dev:
         pytest.skip("there is only one file system")
@@ -57,7 +57,7 @@ def other_disk() -> Iterator[Path]:
 
 
 class LargeModule(pl.LightningModule):
-    """Large enough to be killed while it is written; its checkpoints hold something more."""
+    """Large enough to be killed while it is written; its checkpoints have an additional entry."""
 
     def __init__(self, megabytes: float, extra: int = 0) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class LargeModule(pl.LightningModule):
 
 
 class SaveEachStep(pl.Callback):
-    """Overwrites one checkpoint after each step; tells that it has done so for the first time."""
+    """Overwrites one checkpoint after each step; calls a function after the first time."""
 
     def __init__(self, path: str, then: Callable[[pl.Trainer], None] | None = None) -> None:
         self.path = path
@@ -100,7 +100,7 @@ def fit(
     callback: pl.Callback | None = None,
     checkpoint_folder: str = "shared",
 ) -> int:
-    """Save to one path after each step, or let a callback do so; how many steps were made."""
+    """Save to one path after each step, or by a callback; return the number of steps."""
     if "FOR_TEMPORARY_FILES" in os.environ:
         tempfile.tempdir = os.environ["FOR_TEMPORARY_FILES"]
     strategy = LocoStrategy(
@@ -130,7 +130,7 @@ def fit(
 
 
 def write_process(trainer: pl.Trainer) -> None:
-    """Tell the test who is to be killed, once there is a checkpoint."""
+    """Write the process to kill to a file, after the first checkpoint."""
     path = Path(trainer.callbacks[0].path)  # type: ignore[attr-defined]
     file = path.parent / f"process{trainer.global_rank}"
     if not file.exists():
@@ -139,7 +139,7 @@ def write_process(trainer: pl.Trainer) -> None:
 
 
 class Killer(threading.Thread):
-    """Kills the workers, at a moment after the first checkpoint."""
+    """Kills the workers at some time after the first checkpoint."""
 
     def __init__(self, path: Path, in_the_copy: bool, draw: random.Random) -> None:
         super().__init__(name="killer")
@@ -161,7 +161,7 @@ class Killer(threading.Thread):
             os.kill(int(file.read_text()), SIGKILL)
 
     def sees_part(self, size: int) -> bool:
-        """Whether a side file, or the next main file, is being written."""
+        """Return whether a side file, or the next main file, is being written."""
         with suppress(FileNotFoundError):
             for part in Path(f"{self.path}.loco").glob("*/.*.part"):
                 if is_of_main(part) != self.of_side_files and part.stat().st_size > size // 16:
@@ -170,7 +170,7 @@ class Killer(threading.Thread):
 
 
 def is_of_main(part: Path) -> bool:
-    """Whether a temporary file is to become a main file."""
+    """Return whether a temporary file is that of a main file."""
     return part.name.startswith(f".{hashlib.sha256(b'main.ckpt').hexdigest()[:16]}")
 
 
@@ -217,19 +217,19 @@ def test_kill_while_saving_leaves_a_checkpoint(
 
 
 class SaveAndDie(SaveEachStep):
-    """Overwrites one checkpoint after each step, and may not outlive the second time."""
+    """Overwrites one checkpoint after each step, and may be killed the second time."""
 
     def __init__(self, path: str, death: Death) -> None:
         super().__init__(path)
         self.death = death
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        with self.death.may_come() if trainer.global_step == 2 else nullcontext():
+        with self.death.armed() if trainer.global_step == 2 else nullcontext():
             super().on_train_batch_end(trainer, *args)
 
 
 class KeepNewestAndDie(ModelCheckpoint):
-    """Saves to another path after each step, then removes the one before."""
+    """Saves to another path after each step, then removes the previous one."""
 
     def __init__(self, path: str, death: Death) -> None:
         folder = os.path.dirname(path)
@@ -237,7 +237,7 @@ class KeepNewestAndDie(ModelCheckpoint):
         self.death = death
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        with self.death.may_come() if trainer.global_step == 2 else nullcontext():
+        with self.death.armed() if trainer.global_step == 2 else nullcontext():
             super().on_train_batch_end(trainer, *args)
 
 
@@ -246,7 +246,7 @@ WRITTEN, SHARED = ["write", "sync"], ["write", "sync", "replace shared.pt", "wri
 FILES = ["shared.pt", "worker_00000.pt", "worker_00001.pt"]
 REMOVED = ["remove main.ckpt", "remove S", *(f"remove {name}" for name in FILES)]
 OWN = [[*WRITTEN, f"replace worker_{worker:05d}.pt"] for worker in range(WORLD)]
-CHANGES = {  # those of a save, and in any order those that remove the one before
+CHANGES = {  # the changes of a save, and in any order those that remove the previous one
     ("shared", 0): ([*OWN[0], *SHARED, "replace main.ckpt", "replace same.ckpt"], REMOVED),
     ("shared", 1): (OWN[1], []),
     ("private", 0): ([*OWN[0], *SHARED, "replace main.ckpt", "replace same.ckpt"], REMOVED),
@@ -259,7 +259,7 @@ CHANGES = {  # those of a save, and in any order those that remove the one befor
 
 
 @pytest.mark.parametrize(
-    ("way", "worker", "all_die", "chosen"),
+    ("way", "worker", "kills_all", "chosen"),
     [
         ("shared", 0, True, ("replace same.ckpt", "remove worker_00001.pt")),
         ("shared", 1, True, ("replace worker_00001.pt",)),
@@ -283,20 +283,20 @@ def test_kill_before_any_change_of_a_file_leaves_a_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
     way: str,
     worker: int,
-    all_die: bool,
+    kills_all: bool,
     chosen: tuple[str, ...] | None,
 ) -> None:
-    """At half of a file, before it is brought to the disk or renamed, while the old ones go."""
-    temporary, notes = tmp_path / "temporary", tmp_path / "changes"
+    """At half of a file, before it is synced or renamed, and while old files are deleted."""
+    temporary, log = tmp_path / "temporary", tmp_path / "changes"
     temporary.mkdir()
     monkeypatch.setenv("FOR_TEMPORARY_FILES", str(temporary))
     folder_kind = "private" if way == "private" else "shared"
 
     def run(number: int, folder: Path, resume: Path | None = None) -> Path:
-        """The checkpoint after three steps, unless the workers are killed."""
+        """Write the checkpoint after three steps, unless the workers are killed."""
         folder.mkdir(exist_ok=True)
         path = str(resume or folder / "same.ckpt")
-        callback = WAYS[way](path, Death(worker, number, str(folder), str(notes), all_die))
+        callback = WAYS[way](path, Death(worker, number, str(folder), str(log), kills_all))
         fixed: tuple[Any, ...] = (None, 0.1, 0, None)
         steps = pool.run(
             fit, path, 3, resume is not None, *fixed, callback, folder_kind, world=WORLD
@@ -305,7 +305,7 @@ def test_kill_before_any_change_of_a_file_leaves_a_checkpoint(
         return folder / ("step=3.ckpt" if way == "newest" else "same.ckpt")
 
     def changes() -> list[str]:
-        return re.sub(r"step\d-\w{8}", "S", notes.read_text()).split("\n")
+        return re.sub(r"step\d-\w{8}", "S", log.read_text()).split("\n")
 
     unbroken = torch.load(run(0, other_disk / "unbroken"))["state_dict"]
     all_changes, (ordered, others) = changes(), CHANGES[way, worker]
@@ -315,7 +315,7 @@ def test_kill_before_any_change_of_a_file_leaves_a_checkpoint(
         folder = other_disk / str(number)
         with pytest.raises(PoolError) as error:
             run(number, folder)
-        assert error.value.missing == ([0, 1] if all_die else [worker]), error.value
+        assert error.value.missing == ([0, 1] if kills_all else [worker]), error.value
         assert len(changes()) == number
         assert os.listdir(temporary) == []
         saves = sorted(path for path in folder.iterdir() if path.suffix == ".ckpt")
@@ -330,14 +330,14 @@ def test_kill_before_any_change_of_a_file_leaves_a_checkpoint(
         assert torch.equal(torch.load(last)["state_dict"]["weight"], unbroken["weight"]), change
         assert os.listdir(temporary) == []
         assert len(os.listdir(f"{last}.loco")) == 1
-        if way != "newest":  # there side files that no main file names may stay
+        if way != "newest":  # side files that no main file names may remain
             assert sorted(os.listdir(folder)) == ["same.ckpt", "same.ckpt.loco"]
     assert all_changes[: len(ordered)] == ordered
     assert sorted(all_changes[len(ordered) :]) == sorted(others)
 
 
-def test_requeue_that_was_killed_goes_on_from_the_one_before(pool: Pool, tmp_path: Path) -> None:
-    """Lightning takes side files without a main file for the newest checkpoint of a requeue."""
+def test_killed_requeue_resumes_from_the_previous_one(pool: Pool, tmp_path: Path) -> None:
+    """Lightning mistakes side files without a main file for the newest checkpoint of a requeue."""
     for number, steps in ((2, 1), (10, 2)):
         pool.run(fit, str(tmp_path / f"hpc_ckpt_{number}.ckpt"), steps, world=WORLD)
     lost = tmp_path / "hpc_ckpt_11.ckpt"
@@ -373,7 +373,7 @@ def limit_files_to_2_mb(trainer: pl.Trainer) -> None:
 
 
 def fit_and_fail(rank: int, world: int, *args: Any) -> str:
-    """The message of the error; everything is as before when it has been raised."""
+    """Return the error message; check that the files are unchanged after it."""
     try:
         fit(rank, world, *args)
     except OSError as error:
@@ -426,8 +426,8 @@ def test_a_first_save_that_fails_leaves_nothing(pool: Pool, tmp_path: Path) -> N
     assert os.listdir(tmp_path) == ["same.ckpt"]
 
 
-class DeafIO(TorchCheckpointIO):
-    """A storage that says nothing and keeps the file that it has."""
+class IgnoringIO(TorchCheckpointIO):
+    """A CheckpointIO that silently keeps an existing file."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
@@ -436,9 +436,9 @@ class DeafIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
 
 
-def test_a_file_that_was_not_replaced_keeps_what_belongs_to_it(pool: Pool, tmp_path: Path) -> None:
+def test_a_file_that_was_not_replaced_keeps_its_side_files(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "same.ckpt"
-    messages = pool.run(fit_and_fail, str(path), 3, False, None, 0.1, 0, DeafIO, world=WORLD)
+    messages = pool.run(fit_and_fail, str(path), 3, False, None, 0.1, 0, IgnoringIO, world=WORLD)
     assert all("could not be replaced" in found for found in messages), messages
     stamp = torch.load(path)["lightning_loco"]["stamp"]
     assert stamp in os.listdir(f"{path}.loco")
@@ -449,7 +449,7 @@ def test_a_file_that_was_not_replaced_keeps_what_belongs_to_it(pool: Pool, tmp_p
 
 
 class OldFormatIO(CheckpointIO):
-    """A user's own: the old format of torch.save, which is no archive."""
+    """A user's CheckpointIO: the old format of torch.save, which is not an archive."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
@@ -467,7 +467,7 @@ class OldFormatIO(CheckpointIO):
 
 
 class FolderIO(OldFormatIO):
-    """A user's own: a checkpoint is a folder."""
+    """A user's CheckpointIO: a checkpoint is a folder."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
@@ -481,9 +481,7 @@ class FolderIO(OldFormatIO):
 
 
 @pytest.mark.parametrize("plugin", [OldFormatIO, FolderIO, AsyncCheckpointIO, WholeFileIO])
-def test_own_ways_to_write_files_work(
-    pool: Pool, tmp_path: Path, plugin: type[CheckpointIO]
-) -> None:
+def test_custom_checkpoint_io_works(pool: Pool, tmp_path: Path, plugin: type[CheckpointIO]) -> None:
     path = str(tmp_path / "same.ckpt")
     assert pool.run(fit, path, 3, False, None, 0.1, 0, plugin, world=WORLD) == [3, 3]
     assert 1 <= len(os.listdir(f"{path}.loco")) <= 3
@@ -504,7 +502,7 @@ def fit_in_memory(rank: int, world: int) -> list[str]:
     return names
 
 
-def test_addresses_elsewhere_work(pool: Pool, tmp_path: Path) -> None:
+def test_remote_addresses_work(pool: Pool, tmp_path: Path) -> None:
     """In one process: memory is not shared."""
     (names,) = pool.run(fit_in_memory, world=1)
     assert names[0] == "/folder/same.ckpt"
@@ -515,7 +513,7 @@ def test_addresses_elsewhere_work(pool: Pool, tmp_path: Path) -> None:
 # --------------------------------------------------------------------------- single files
 
 
-def test_file_appears_as_a_whole(tmp_path: Path) -> None:
+def test_files_are_written_atomically(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "one.ckpt"
     io = WholeFileIO()
     io.save_checkpoint({"a": 1}, path)
@@ -526,7 +524,7 @@ def test_file_appears_as_a_whole(tmp_path: Path) -> None:
 
 
 def test_writers_of_one_path_do_not_disturb_each_other(tmp_path: Path) -> None:
-    """Two runs that were given one folder: the file is always one of theirs, and whole."""
+    """Two runs share a folder: the file is always that of one of them, and complete."""
     path = tmp_path / "last.ckpt"
     found = []
 
@@ -543,7 +541,7 @@ def test_writers_of_one_path_do_not_disturb_each_other(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
-def test_what_killed_writers_have_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_only_files_of_killed_writers_are_removed(tmp_path: Path) -> None:
     path, users = tmp_path / "one.ckpt", tmp_path / "of the user"
     users.write_text("kept")
     name = f".{hashlib.sha256(path.name.encode()).hexdigest()[:16]}"
@@ -562,10 +560,10 @@ def test_what_killed_writers_have_left_is_removed_and_nothing_else(tmp_path: Pat
     assert users.read_text() == "kept"
 
 
-def test_content_is_on_the_disk_before_its_name(
+def test_content_is_synced_before_the_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine that loses its power has the old file or the new one, and all of it."""
+    """After a power failure the old file or the new one is complete."""
     done: list[tuple[str, str]] = []
     sync, replace = os.fsync, Path.replace
 
@@ -591,7 +589,7 @@ def _umask() -> int:
     return mask
 
 
-def test_content_that_cannot_be_written_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "one.ckpt"
     io = WholeFileIO()
     io.save_checkpoint({"a": 1}, path)
@@ -606,7 +604,7 @@ def test_storage_options_are_refused(tmp_path: Path) -> None:
         WholeFileIO().save_checkpoint({}, tmp_path / "one.ckpt", storage_options={"a": 1})
 
 
-def test_what_is_set_by_hand_is_used() -> None:
+def test_a_custom_checkpoint_io_is_used() -> None:
     strategy = LocoStrategy(LocalSGD())
     assert type(strategy.checkpoint_io) is WholeFileIO
     mine = OldFormatIO()

@@ -1,4 +1,4 @@
-"""Side files that are damaged, somebody else's or elsewhere are refused, by their names."""
+"""Side files that are damaged, missing or of another worker are refused; the error names them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def fit(rank: int, world: int, path: str, resume: bool = False, kind: str = "dil
 
 @pytest.fixture(scope="module")
 def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a checkpoint of two workers after four steps."""
+    """Return the folder of a checkpoint of two workers after four steps."""
     folder = tmp_path_factory.mktemp("saved")
     pool.run(fit, str(folder / "one.ckpt"), world=WORLD)
     return folder
@@ -71,7 +71,7 @@ def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def checkpoint(saved: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """Return a copy of the saved checkpoint."""
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     return tmp_path / "one.ckpt"
 
@@ -84,7 +84,7 @@ def folder_of(checkpoint: Path) -> Path:
 def check_refused(
     pool: Pool, checkpoint: Path, *words: str, kind: str = "diloco", world: int = WORLD
 ) -> None:
-    """It is refused on all workers, in these words."""
+    """Check that it is refused on all workers, with this message."""
     with pytest.raises(PoolError) as error:
         pool.run(fit, str(checkpoint), True, kind, world=world)
     assert sorted(error.value.failures) == [*range(world)]
@@ -105,7 +105,7 @@ def change(path: Path, **entries: Any) -> None:
     torch.save(content, path)
 
 
-def test_whole_side_files_are_resumed(pool: Pool, checkpoint: Path) -> None:
+def test_intact_side_files_are_resumed(pool: Pool, checkpoint: Path) -> None:
     assert pool.run(fit, str(checkpoint), True, world=WORLD) == [6, 6]
 
 
@@ -125,14 +125,14 @@ def test_file_of_another_save_is_refused(pool: Pool, checkpoint: Path) -> None:
     check_refused(pool, checkpoint, str(file), f"not to worker 1 in save '{file.parent.name}'")
 
 
-def test_worker_s_file_is_not_taken_for_the_shared_one(pool: Pool, checkpoint: Path) -> None:
+def test_file_of_a_worker_is_not_accepted_as_the_shared_one(pool: Pool, checkpoint: Path) -> None:
     folder = folder_of(checkpoint)
     shutil.copy(folder / "worker_00000.pt", folder / "shared.pt")
     check_refused(pool, checkpoint, f"{folder}/shared.pt", "not to all workers")
 
 
 def load(files: SideFiles, stamp: str) -> tuple[tuple[Any, Any] | None, str]:
-    """What worker 1 reads, or why not."""
+    """Return what worker 1 reads, or the error."""
     try:
         return files.load(stamp, 1, True), ""
     except ValueError as error:
@@ -142,7 +142,7 @@ def load(files: SideFiles, stamp: str) -> tuple[tuple[Any, Any] | None, str]:
 @pytest.mark.soak
 @pytest.mark.parametrize("worker", [1, None], ids=["worker_00001.pt", "shared.pt"])
 def test_flipped_bits_are_found(checkpoint: Path, worker: int | None) -> None:
-    """Of 200 flipped bits, none changes what is read; those in padding change nothing at all."""
+    """None of 200 flipped bits changes what is read; those in padding have no effect."""
     stamp = folder_of(checkpoint).name
     files = SideFiles(WholeFileIO(), checkpoint)
     name = Path(files.name_of(stamp, worker))
@@ -175,10 +175,10 @@ def test_empty_file_is_refused(pool: Pool, checkpoint: Path) -> None:
     check_refused(pool, checkpoint, str(file), "is damaged and cannot be read")
 
 
-def test_file_without_a_seal_is_refused(pool: Pool, checkpoint: Path) -> None:
+def test_file_without_a_header_is_refused(pool: Pool, checkpoint: Path) -> None:
     file = folder_of(checkpoint) / "worker_00001.pt"
     change(file, seal=None)
-    check_refused(pool, checkpoint, str(file), "has no seal of lightning_loco")
+    check_refused(pool, checkpoint, str(file), "has no header of lightning_loco")
 
 
 def test_missing_entry_names_the_file(
@@ -251,13 +251,13 @@ def test_impossible_entries_of_the_main_file_are_refused(
 
 @pytest.mark.parametrize("world", [2, 1])
 def test_missing_file_of_a_worker_is_named(pool: Pool, checkpoint: Path, world: int) -> None:
-    """Also if there is no such worker any more."""
+    """Also if there is no such worker now."""
     (folder_of(checkpoint) / "worker_00001.pt").unlink()
     words = "worker_00001.pt, which does not exist", "Keep the folder one.ckpt.loco beside"
     check_refused(pool, checkpoint, *words, world=world)
 
 
-def test_stamps_have_the_form_that_is_asked_for() -> None:
+def test_format_of_stamps() -> None:
     assert all(is_stamp(new_stamp(steps)) for steps in (0, 7, 10**9))
     assert not is_stamp("step4-01234567\n")
 
@@ -270,7 +270,7 @@ QUICK_KINDS = ("streaming_diloco",)
 
 
 def flipped(tensor: Tensor) -> Tensor:
-    """The same with another lowest bit of one element."""
+    """Return the tensor with the lowest bit of one element flipped."""
     changed = tensor.clone().contiguous()
     changed.view(-1).view(torch.uint8)[0] ^= 1
     return changed
@@ -283,8 +283,8 @@ def flipped(tensor: Tensor) -> Tensor:
         *(pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS if kind not in QUICK_KINDS),
     ],
 )
-def test_files_of_every_kind_are_looked_at(pool: Pool, tmp_path: Path, kind: str) -> None:
-    """Flipped, another worker's and with a part missing; then as it was."""
+def test_files_of_every_kind_are_checked(pool: Pool, tmp_path: Path, kind: str) -> None:
+    """With a flipped bit, of another worker, and with an entry missing; then the original."""
     checkpoint = tmp_path / "one.ckpt"
     pool.run(fit, str(checkpoint), False, kind, world=WORLD)
     folder = folder_of(checkpoint)
@@ -320,7 +320,7 @@ def test_files_of_every_kind_are_looked_at(pool: Pool, tmp_path: Path, kind: str
     assert pool.run(fit, str(checkpoint), True, kind, world=WORLD) == [6, 6]
 
 
-def test_a_folder_may_be_a_link_and_what_else_is_there_stays(pool: Pool, checkpoint: Path) -> None:
+def test_a_folder_may_be_a_link_and_other_files_are_kept(pool: Pool, checkpoint: Path) -> None:
     folder, elsewhere = folder_of(checkpoint).parent, checkpoint.parent / "elsewhere"
     folder.rename(elsewhere)
     folder.symlink_to(elsewhere)
@@ -343,7 +343,7 @@ def test_removal_does_not_follow_a_link(checkpoint: Path) -> None:
 # ---------------------------------------------------------------------------- checksums
 
 
-def test_checksum_tells_contents_apart(subtests: pytest.Subtests) -> None:
+def test_checksum_differs_between_contents(subtests: pytest.Subtests) -> None:
     rows: list[tuple[Any, Any]] = [
         ({"a": 1}, {"b": 1}),
         ({"a": 1}, {"a": 1.0}),

@@ -16,7 +16,7 @@ from tests.small_model import TinyModule, flat, loss_of, make_loader
 pytestmark = pytest.mark.filterwarnings("ignore:.*all_gather is deprecated:FutureWarning")
 
 
-class Gathering(TinyModule):
+class CollectiveInStep(TinyModule):
     """Calls a collective between the forward and the backward pass."""
 
     def __init__(self, manual: bool) -> None:
@@ -62,7 +62,7 @@ def fit(rank: int, world: int, name: str, manual: bool, accumulate: int) -> tupl
     trainer = make_trainer(
         strategy, max_epochs=2, use_distributed_sampler=False, accumulate_grad_batches=accumulate
     )
-    module = Gathering(manual)
+    module = CollectiveInStep(manual)
     trainer.fit(module, make_loader(rank, 24))
     return flat(module), strategy.statistics.rounds, module.losses
 

@@ -1,4 +1,4 @@
-"""Streaming DiLoCo under a Trainer: the numbers of a plain loop, and what is refused."""
+"""Streaming DiLoCo under a Trainer: it equals a plain loop, and refuses invalid settings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Make = Callable[[], LocoStrategy]
 
 
 def streaming() -> StreamingDiLoCoStrategy:
-    """Two layers; the second one leaves before the first one's result is here."""
+    """Two layers; the second one is sent before the result of the first one is received."""
     return StreamingDiLoCoStrategy(6, 2, 4, 0.25, outer_lr=0.5, outer_momentum=0.6)
 
 
@@ -50,7 +50,7 @@ def in_order() -> StreamingDiLoCoStrategy:
 
 
 def by_hand(world: int) -> Tensor:
-    """The mean of the workers at the end, right before what is due is begun or landed."""
+    """Compute the mean of the workers at the end, before due rounds start or are applied."""
     models = [make_model() for _ in range(world)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
     layers = [[0, 1], [2, 3]]  # the parameters of the first linear layer and of the second one
@@ -58,7 +58,7 @@ def by_hand(world: int) -> Tensor:
     momentum = [torch.zeros_like(p) for p in outer]
     pending_rounds: dict[int, tuple[int, list[Tensor]]] = {}
 
-    def begin(layer: int, step: int) -> None:
+    def start(layer: int, step: int) -> None:
         locals_of = [list(model.parameters()) for model in models]
         means = [torch.stack([p[i].detach() for p in locals_of]).mean(0) for i in layers[layer]]
         starts = [outer[i] for i in layers[layer]]
@@ -82,12 +82,12 @@ def by_hand(world: int) -> Tensor:
         for layer in [one for one, (began, _) in pending_rounds.items() if step - began == 4]:
             apply(layer)
         if step % 3 == 0:
-            begin(step // 3 % 2 == 0, step)
+            start(step // 3 % 2 == 0, step)
     return torch.stack([flat(model) for model in models]).mean(0)
 
 
 def fit(rank: int, world: int, make: Make, folder: str = "", resume: str | None = None) -> Tensor:
-    """With a folder, validate every 4 steps and save every 5."""
+    """Train; with a folder, validate every 4 steps and save every 5."""
     checkpoint = ModelCheckpoint(
         dirpath=folder, filename="{step}", every_n_train_steps=5, save_top_k=-1
     )
@@ -157,7 +157,7 @@ def test_a_fit_is_the_plain_loop(pool: Pool, tmp_path: Path, make: Make) -> None
 @pytest.mark.recovery
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.parametrize("step", [5, 10, 15])
-def test_a_run_goes_on_with_what_was_under_way(pool: Pool, tmp_path: Path, step: int) -> None:
+def test_a_run_resumes_with_pending_rounds(pool: Pool, tmp_path: Path, step: int) -> None:
     unbroken = pool.run(fit, streaming, str(tmp_path), world=2)
     files = sorted(tmp_path.glob(f"step={step}.ckpt.loco/*/worker_*.pt"))
     pending_rounds = [
@@ -203,7 +203,7 @@ def test_identities_bit_for_bit(pool: Pool, subtests: pytest.Subtests) -> None:
 # ------------------------------------------------------------------------------- arguments
 
 
-def test_the_strategies_choose_schedule_and_landing() -> None:
+def test_the_strategies_choose_schedule_and_merge_policy() -> None:
     settings = StreamingDiLoCoStrategy().settings
     assert settings.algorithm == DiLoCo(0.4, 0.9)
     assert (settings.schedule, settings.merge_policy) == (Staggered(100, 3, 5), Mix(0.5))
@@ -294,18 +294,18 @@ REFUSED: dict[str, tuple[Make, str]] = {
 }
 
 
-def begin(rank: int, world: int, name: str) -> None:
+def fit_named(rank: int, world: int, name: str) -> None:
     trainer = make_trainer(REFUSED[name][0](), max_steps=STEPS)
     trainer.fit(TinyModule(), make_loader(rank, STEPS))
 
 
-def test_what_does_not_fit_is_refused_on_every_worker(
+def test_invalid_settings_are_refused_on_every_worker(
     pool: Pool, subtests: pytest.Subtests
 ) -> None:
     for name, (_, text) in REFUSED.items():
         with subtests.test(name):
             with pytest.raises(PoolError, match=text) as error:
-                pool.run(begin, name, world=3)
+                pool.run(fit_named, name, world=3)
             assert sorted(error.value.failures) == [0, 1, 2]
 
 
@@ -322,12 +322,12 @@ ELASTIC: dict[str, tuple[Make, str]] = {
 }
 
 
-def begin_elastic(rank: int, world: int, name: str) -> None:
+def fit_elastic(rank: int, world: int, name: str) -> None:
     trainer = make_trainer(ELASTIC[name][0](), max_steps=STEPS)
     trainer.fit(TinyModule(), make_loader(rank, STEPS))
 
 
 @pytest.mark.parametrize("name", ELASTIC)
-def test_members_that_come_and_go_have_one_round_under_way(pool: Pool, name: str) -> None:
+def test_elastic_members_have_one_pending_round(pool: Pool, name: str) -> None:
     with pytest.raises(PoolError, match=ELASTIC[name][1]):
-        pool.run(begin_elastic, name, world=1)
+        pool.run(fit_elastic, name, world=1)

@@ -1,4 +1,4 @@
-"""What is said of a run at its end."""
+"""The summary of a run at its end."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def test_every_fit_ends_with_its_summary(pool: Pool, subtests: pytest.Subtests) 
                 )
 
 
-def test_it_is_left_out_on_request(pool: Pool) -> None:
+def test_the_summary_can_be_disabled(pool: Pool) -> None:
     assert pool.run(fit, "diloco", False, world=2) == [[], []]
 
 
-def test_bytes_are_in_units() -> None:
+def test_bytes_have_decimal_units() -> None:
     rows = {0: "0 B", 999: "999 B", 1000: "1.0 kB", 12_345_678: "12.3 MB", 4.2e15: "4,200.0 TB"}
     assert {number: format_bytes(number) for number in rows} == rows

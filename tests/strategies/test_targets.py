@@ -1,4 +1,4 @@
-"""Parameters that no optimizer has: teachers and targets that a module writes by hand."""
+"""Parameters that are in no optimizer: teachers and targets that a module updates by hand."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def strategy_of(name: str) -> EngineStrategy:
 
 
 class TeacherModule(TinyModule):
-    """A teacher follows the weights after every batch; it may look trainable, but has no optimizer.
+    """A teacher follows the weights after every batch; it may require gradients, too.
 
     Args:
         kind: "frozen", "in place" or "replaced" (a new copy of the network at every batch).
@@ -103,7 +103,7 @@ def test_a_teacher_is_local_in_training_and_a_mean_in_the_consensus(
     for own, validated, unwritten, final in results:
         for before, (begun, ended) in zip(own, unwritten[1:], strict=False):
             assert torch.equal(before, begun)
-            assert torch.equal(begun, ended)  # no round has moved it
+            assert torch.equal(begun, ended)  # no round has changed it
         for seen, mean in zip(validated, (means[4], means[9]), strict=True):
             torch.testing.assert_close(seen, mean, rtol=0, atol=1e-12)
         torch.testing.assert_close(final, means[9], rtol=0, atol=1e-12)
@@ -111,9 +111,9 @@ def test_a_teacher_is_local_in_training_and_a_mean_in_the_consensus(
 
 
 def fit_resumed(rank: int, world: int, case: Case, folder: str) -> list[Tensor]:
-    """An unbroken run, and one that is resumed in its middle, the last batches of both.
+    """Return the last batches of an uninterrupted run and of one that is resumed in its middle,
 
-    Then the worker's teacher in the middle, and the one that was saved there.
+    then the worker's teacher in the middle, and the one that was saved there.
     """
     found = []
     for path in (None, f"{folder}/middle.ckpt"):
@@ -139,7 +139,7 @@ def fit_resumed(rank: int, world: int, case: Case, folder: str) -> list[Tensor]:
 
 @pytest.mark.recovery
 @rows("resume", [name for name in SOME if name in without_variants()])
-def test_a_resumed_run_goes_on_with_the_teacher_of_each_worker(
+def test_a_resumed_run_restores_the_teacher_of_each_worker(
     pool: Pool, tmp_path: Path, case: Case
 ) -> None:
     results = pool.run(fit_resumed, case, str(tmp_path), world=2)
@@ -154,7 +154,7 @@ def test_a_resumed_run_goes_on_with_the_teacher_of_each_worker(
 
 
 class ReplacingModule(TinyModule):
-    """Puts another object in the place of a parameter, or another name."""
+    """Replaces a parameter by another object, or renames it."""
 
     def __init__(self, how: str) -> None:
         super().__init__(lr=0.05)
@@ -172,8 +172,8 @@ class ReplacingModule(TinyModule):
             self.trainer.optimizers[0].add_param_group({"params": [self.late]})
 
 
-class LateModule(ReplacingModule):
-    """Gives its optimizer a parameter in the middle of training."""
+class AddsParameter(ReplacingModule):
+    """Adds a parameter to its optimizer during training."""
 
     def __init__(self, how: str) -> None:
         super().__init__(how)
@@ -184,10 +184,10 @@ class LateModule(ReplacingModule):
 
 
 def fit_replacing(rank: int, world: int, how: str, *names: str) -> dict[str, str]:
-    """The errors, by method."""
+    """Return the errors, by method."""
     errors = {}
     for name in names:
-        module = LateModule(how) if how == "joined" else ReplacingModule(how)
+        module = AddsParameter(how) if how == "joined" else ReplacingModule(how)
         trainer = make_trainer(strategy_of(name), max_epochs=1, use_distributed_sampler=False)
         errors[name] = ""
         try:
@@ -208,11 +208,11 @@ def test_a_parameter_that_is_replaced_is_named_on_every_worker(
                 assert "parameter.data.copy_(values)" in errors[name]
 
 
-def test_a_parameter_of_another_name_stays_in_the_exchange(pool: Pool) -> None:
+def test_a_renamed_parameter_is_still_exchanged(pool: Pool) -> None:
     assert pool.run(fit_replacing, "renamed", "diloco", world=2) == [{"diloco": ""}] * 2
 
 
-def test_a_parameter_that_joins_an_optimizer_is_named(
+def test_a_parameter_that_is_added_to_an_optimizer_is_named(
     pool: Pool, subtests: pytest.Subtests
 ) -> None:
     names = ["diloco", "streaming_diloco", "async_model_average", "pairwise_gossip"]

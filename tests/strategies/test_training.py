@@ -1,4 +1,4 @@
-"""Training loops as Lightning users write them: all keep the rounds in step."""
+"""Training loops as Lightning users write them: rounds are made after the same local steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.strategies.plain_runs import LR, assert_all_close, fit, simulate
 
 
 class ManualModule(TinyModule):
-    """The small model, stepping by hand."""
+    """The small model with manual optimization."""
 
     def __init__(self) -> None:
         super().__init__(lr=LR)
@@ -120,7 +120,7 @@ def adversarial_step(worker: int, model: Any, _: Any, step: int) -> None:
     descend(model.generator, model.generator_loss(batch))
 
 
-def test_several_optimizers_of_different_pace(pool: Pool) -> None:
+def test_several_optimizers_with_different_numbers_of_steps(pool: Pool) -> None:
     expected = simulate(2, 3, adversarial_step, TwoNets, sync_every=2)
     for weights, rounds_inside, steps, num_rounds in pool.run(fit_adversarial, world=2):
         # A round of 6 local steps is due after every second batch, and never within one.
@@ -172,7 +172,7 @@ def test_gradients_are_clipped_locally(pool: Pool, by: str) -> None:
 
 
 def is_skipped(worker: int, step: int) -> bool:
-    """Worker 1 makes no progress in two of its steps."""
+    """Return whether a step has no effect; two of worker 1's do not."""
     return worker == 1 and step in (1, 2)
 
 
@@ -182,7 +182,7 @@ def skipping_step(worker: int, model: nn.Module, optimizer: Any, step: int) -> N
 
 
 class OverflowingModule(TinyModule):
-    """Infinite gradients now and then, as float16 makes them."""
+    """Has infinite gradients in some steps, as with float16."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = loss_of(self.model, batch)
@@ -248,7 +248,7 @@ def fit_two_epochs(rank: int, world: int) -> tuple[Tensor, int, int]:
     return flat(module), strategy.statistics.rounds, module.trainer.global_step
 
 
-def test_rounds_do_not_care_about_epochs(pool: Pool) -> None:
+def test_rounds_are_independent_of_epochs(pool: Pool) -> None:
     def repeating_step(worker: int, model: nn.Module, optimizer: Any, step: int) -> None:
         plain_step(worker, model, optimizer, step % 6)
 
@@ -302,7 +302,7 @@ def test_each_worker_makes_its_own_number_of_local_steps(pool: Pool) -> None:
 
 
 class Numbers(Dataset[tuple[Tensor, Tensor]]):
-    """Each sample tells its index."""
+    """A dataset whose samples are their indices."""
 
     def __len__(self) -> int:
         return 48
@@ -344,18 +344,18 @@ def fit_shares(rank: int, world: int) -> tuple[list[list[int]], list[int]]:
     return module.seen, module.rounds
 
 
-def test_data_is_shared_in_proportion_to_the_local_steps(pool: Pool) -> None:
+def test_data_is_divided_in_proportion_to_the_local_steps(pool: Pool) -> None:
     results = pool.run(fit_shares, world=3)
     for epoch in range(2):
         parts = [seen[epoch] for seen, _ in results]
         assert [len(part) for part in parts] == [24, 8, 16]
         assert sorted(sum(parts, [])) == list(range(48))
-    assert results[0][0][0] != results[0][0][1]  # shuffled anew in each epoch
+    assert results[0][0][0] != results[0][0][1]  # shuffled again in each epoch
     assert [rounds for _, rounds in results] == [[3, 7]] * 3
 
 
 class SkippingModule(TinyModule):
-    """Returns None now and then."""
+    """Returns None in some steps."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:
         if is_skipped(self.global_rank, batch_idx):

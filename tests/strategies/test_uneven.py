@@ -1,4 +1,4 @@
-"""Workers with different numbers of batches end cleanly, or say why they cannot."""
+"""Workers with different numbers of batches end cleanly, or with an error that explains it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fit_uneven(rank: int, world: int, case: Case, folder: str) -> tuple[int, int
 @rows("uneven", often=KINDS)
 def test_unequal_numbers_of_batches(pool: Pool, tmp_path: Path, case: Case) -> None:
     results = pool.run(fit_uneven, case, str(tmp_path), world=3)
-    assert [steps for steps, _, _ in results] == [10, 16, 22]  # nobody loses data
+    assert [steps for steps, _, _ in results] == [10, 16, 22]  # no data is skipped
     assert len({rounds for _, rounds, _ in results}) == 1
     for _, _, model in results[1:]:
         assert torch.equal(model, results[0][2])
@@ -50,8 +50,8 @@ def fit_weighted(rank: int, world: int) -> Tensor:
     return flat(module)
 
 
-def test_the_end_is_the_mean_of_all_however_many_steps_they_made(pool: Pool) -> None:
-    """After the common round only worker 0 moves; worker 1 stays where the round has left it."""
+def test_the_final_model_is_the_mean_whatever_the_numbers_of_steps(pool: Pool) -> None:
+    """After the common round only worker 0 makes steps."""
     results = pool.run(fit_weighted, world=2)
     module = TinyModule()
     start = pool.run(_common_round, world=2)[0]
@@ -79,7 +79,7 @@ def _common_round(rank: int, world: int) -> Tensor:
     return flat(module)
 
 
-def fit_parting(rank: int, world: int, folder: str) -> None:
+def fit_diverging(rank: int, world: int, folder: str) -> None:
     checkpoint = ModelCheckpoint(dirpath=folder, every_n_train_steps=7, save_top_k=-1)
     trainer = make_trainer(
         LocoStrategy(LocalSGD(), sync_every=3, timeout_s=30),
@@ -91,9 +91,9 @@ def fit_parting(rank: int, world: int, folder: str) -> None:
     trainer.fit(ValidatedModule(), make_loader(rank, 5 + 5 * rank), make_loader(rank, 2))
 
 
-def test_parting_ways_is_an_error_on_every_worker(pool: Pool, tmp_path: Path) -> None:
+def test_different_sync_points_are_an_error_on_every_worker(pool: Pool, tmp_path: Path) -> None:
     with pytest.raises(PoolError, match="wait for each other in different places") as error:
-        pool.run(fit_parting, str(tmp_path), world=2)
+        pool.run(fit_diverging, str(tmp_path), world=2)
     for failure in error.value.failures.values():
         assert "worker 0 in validation after 5 local steps" in failure.message
         # Before it saves, Lightning 2.6 reduces, and older versions broadcast.

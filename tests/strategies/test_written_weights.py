@@ -1,4 +1,4 @@
-"""Weights that hooks and callbacks write: taken for the start of all workers, or refused."""
+"""Weights that hooks and callbacks write: all workers restart from them, or refuse them."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ VALUE = 5.0
 
 
 class Writer(pl.Callback):
-    """Writes into all weights in one hook, once, and stops the optimizer.
+    """Writes all weights in one hook, once, and sets the learning rate to zero.
 
     Args:
-        hook: Its name.
-        epoch: When; None for the first time.
-        values: By worker; None leaves the weights of this one alone.
+        hook: Name of the hook.
+        epoch: The epoch; None for the first call.
+        values: The values, by worker; None writes nothing on a worker.
     """
 
     def __init__(self, hook: str, epoch: int | None, values: Sequence[float | None]) -> None:
@@ -56,8 +56,8 @@ class Writer(pl.Callback):
             parameter.data.fill_(value)
 
 
-class SeenModule(TinyModule):
-    """Notes what each validation sees."""
+class RecordingModule(TinyModule):
+    """Records the weights in each validation."""
 
     def __init__(self) -> None:
         super().__init__(lr=0.05)
@@ -93,7 +93,7 @@ def fit_at_start(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     found = {}
     for hook, of_workers in values.items():
-        module = SeenModule()
+        module = RecordingModule()
         trainer = make_trainer(
             strategy_of(case),
             max_epochs=1,
@@ -117,15 +117,15 @@ def check_start(
 
 @pytest.mark.process
 @rows("written weights", without_variants())
-def test_weights_that_are_set_before_the_first_batch_are_the_start(pool: Pool, case: Case) -> None:
+def test_weights_set_before_the_first_batch_are_the_start(pool: Pool, case: Case) -> None:
     check_start(pool, case, dict.fromkeys(AT_START, [VALUE, VALUE]))
 
 
-def test_and_so_they_are_with_pairwise_gossip(pool: Pool) -> None:
+def test_weights_set_before_the_first_batch_with_pairwise_gossip(pool: Pool) -> None:
     check_start(pool, None, dict.fromkeys(AT_START, [VALUE, VALUE]))
 
 
-def test_at_the_start_those_of_worker_0_count(pool: Pool) -> None:
+def test_at_the_start_the_weights_of_worker_0_are_used(pool: Pool) -> None:
     others = dict(zip(AT_START, [None, 7.0, None, 7.0, None], strict=True))
     check_start(pool, CASES["diloco"], {hook: [VALUE, other] for hook, other in others.items()})
 
@@ -159,7 +159,7 @@ def fit_later(
         params("written weights", without_variants(), KINDS), [(4, 4), (3, 5), (6, 6)], strength=1
     ),
 )
-def test_the_same_weights_on_all_workers_are_a_new_start(
+def test_training_restarts_from_equal_weights_on_all_workers(
     pool: Pool, case: Case, batches: tuple[int, int]
 ) -> None:
     values = [VALUE, VALUE]
@@ -170,7 +170,7 @@ def test_the_same_weights_on_all_workers_are_a_new_start(
 
 
 @pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_epoch_end"])
-def test_and_so_they_are_for_peers(pool: Pool, hook: str) -> None:
+def test_pairwise_gossip_restarts_from_equal_weights(pool: Pool, hook: str) -> None:
     for error, weights in pool.run(fit_later, None, hook, [VALUE, VALUE], (2, 5), world=2):
         assert error == ""
         assert (weights - VALUE).abs().max() <= 1e-12
@@ -179,7 +179,7 @@ def test_and_so_they_are_for_peers(pool: Pool, hook: str) -> None:
 def fit_each_later(
     rank: int, world: int, names: Sequence[str], values: Sequence[float | None]
 ) -> list[str]:
-    """The errors of several methods."""
+    """Return the errors of several methods."""
     hook = "on_train_epoch_start"
     return [fit_later(rank, world, CASES.get(name), hook, values, (4, 4))[0] for name in names]
 
@@ -205,7 +205,7 @@ def fit_each_later(
     ],
     ids=["others on each worker", "on one worker alone"],
 )
-def test_weights_that_differ_are_refused_on_every_worker(
+def test_different_weights_are_refused_on_every_worker(
     pool: Pool, subtests: pytest.Subtests, values: list[float | None], words: list[str]
 ) -> None:
     names = ("diloco", "gasloc", "async_model_average", "pairwise_gossip")
@@ -216,8 +216,8 @@ def test_weights_that_differ_are_refused_on_every_worker(
                     assert word in error
 
 
-class Clipped(SeenModule):
-    """Clips its weights after every batch, each worker its own."""
+class Clipped(RecordingModule):
+    """Clips its weights after every batch, with a different bound on each worker."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         for parameter in self.parameters():
@@ -228,7 +228,7 @@ SHIFTS = (0.1, 0.3)
 
 
 class Shifting(TinyModule):
-    """Learns nothing; each worker shifts all weights by its own number after two batches an epoch.
+    """Does not train; each worker adds its own number to all weights after two batches of an epoch.
 
     The second one is the last of the epoch.
     """
@@ -258,9 +258,7 @@ def fit_shifting(rank: int, world: int, name: str) -> tuple[list[Tensor], list[T
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_what_each_worker_writes_within_a_batch_stays_and_is_its_progress(
-    pool: Pool, name: str
-) -> None:
+def test_writes_within_a_batch_are_progress_of_the_worker(pool: Pool, name: str) -> None:
     results = pool.run(fit_shifting, name, world=2)
     mean = 4 * sum(SHIFTS) / 2
     for left, found, final in results:
@@ -282,7 +280,7 @@ def fit_clipped(rank: int, world: int) -> Tensor:
     return flat(module)
 
 
-def test_what_is_written_within_a_batch_belongs_to_the_local_step(pool: Pool) -> None:
+def test_writes_within_a_batch_belong_to_the_local_step(pool: Pool) -> None:
     for weights in pool.run(fit_clipped, world=2):
         assert weights.abs().max() <= 0.3
 
@@ -298,7 +296,7 @@ IN_VALIDATION = (
 
 
 class WritesInValidation(pl.Callback):
-    """Writes weights that no training survives, others on each worker, in every validation."""
+    """Writes useless weights, different on each worker, in every validation."""
 
     def __init__(self, hook: str) -> None:
         setattr(self, hook, self.write)
@@ -310,11 +308,11 @@ class WritesInValidation(pl.Callback):
 
 def fit_validating(
     rank: int, world: int, name: str, hooks: Sequence[str]
-) -> dict[str | None, SeenModule]:
-    """By the hook that writes, and without one."""
+) -> dict[str | None, RecordingModule]:
+    """Return results by the hook that writes, and without one."""
     found: dict[str | None, Any] = {}
     for hook in (None, *hooks):
-        module = SeenModule()
+        module = RecordingModule()
         trainer = make_trainer(
             strategy_of(CASES.get(name)),
             max_epochs=1,
@@ -334,7 +332,7 @@ def fit_validating(
         *(pytest.param(name, IN_VALIDATION, marks=pytest.mark.soak) for name in NAMES),
     ],
 )
-def test_what_is_written_in_a_validation_ends_with_it(
+def test_writes_in_a_validation_are_undone_after_it(
     pool: Pool, name: str, hooks: Sequence[str]
 ) -> None:
     for rank, found in enumerate(pool.run(fit_validating, name, hooks, world=2)):
@@ -347,11 +345,11 @@ def test_what_is_written_in_a_validation_ends_with_it(
             assert torch.equal(validated, torch.full_like(validated, 1e9 + rank)) == is_seen, hook
 
 
-class SwappingModule(SeenModule):
-    """Takes an average of its weights into each validation and its own back afterwards.
+class SwappingModule(RecordingModule):
+    """Swaps in an average of its weights for each validation, and swaps it out afterwards.
 
     Args:
-        hooks: Where; None for no average.
+        hooks: In which hooks; None for no average.
     """
 
     def __init__(self, hooks: Sequence[str] | None) -> None:
@@ -408,7 +406,7 @@ def fit_swapping_or_not(rank: int, world: int, name: str, hooks: Sequence[str]) 
         strength=1,
     ),
 )
-def test_an_average_that_a_module_swaps_in_is_validated_and_no_more(
+def test_an_average_that_a_module_swaps_in_is_only_validated(
     pool: Pool, name: str, hooks: Sequence[str]
 ) -> None:
     results = pool.run(fit_swapping_or_not, name, hooks, world=2)
@@ -445,7 +443,7 @@ def test_with_a_remote_optimizer_an_average_is_swapped_as_under_ddp(pool: Pool) 
 
 
 @pytest.mark.parametrize("batches", [(2, 5, 0), (5, 2, 0)], ids=str)
-def test_with_a_remote_optimizer_an_average_is_swapped_when_all_are_up_to_date(
+def test_with_a_remote_optimizer_an_average_is_swapped_when_all_workers_are_up_to_date(
     pool: Pool, batches: Sequence[int]
 ) -> None:
     *workers, _ = pool.run(fit_swapping_remotely, 2, True, batches, world=3)
@@ -458,7 +456,7 @@ def test_with_a_remote_optimizer_an_average_is_swapped_when_all_are_up_to_date(
 def fit_resumed(
     rank: int, world: int, folder: str, hooks: Sequence[str]
 ) -> list[tuple[str, Tensor]]:
-    """The error and the weights of runs in which a hook writes after the checkpoint was loaded."""
+    """Return the error and weights of runs in which a hook writes after a checkpoint was loaded."""
     path, found = f"{folder}/first.ckpt", []
     for hook in (None, *hooks):
         trainer = make_trainer(
@@ -483,7 +481,7 @@ def fit_resumed(
 def test_weights_over_a_checkpoint_are_refused_until_the_next_epoch(
     pool: Pool, tmp_path: Path
 ) -> None:
-    """There they are a new start."""
+    """Then training restarts from them."""
     hooks = ("on_fit_start", "on_train_start", "on_train_epoch_start")
     for *refused, (error, weights) in pool.run(fit_resumed, str(tmp_path), hooks, world=2):
         assert len(refused) == 2
@@ -498,7 +496,7 @@ def test_weights_over_a_checkpoint_are_refused_until_the_next_epoch(
 
 
 class Switching(torch.optim.SGD):
-    """Shows other weights between eval() and train(), as schedule-free optimizers do."""
+    """Has other weights between eval() and train(), as schedule-free optimizers do."""
 
     @torch.no_grad()
     def _move(self, factor: float) -> None:
@@ -514,15 +512,15 @@ class Switching(torch.optim.SGD):
 
 
 class ScheduleFree(ValidatedModule):
-    """Switches where the module is switched, or at the begin of validation and of the next epoch.
+    """Switches with the mode of the module, or at the start of validation and of the next epoch.
 
     Args:
-        rightly: Which of both.
+        with_mode: Whether it is the first.
     """
 
-    def __init__(self, rightly: bool) -> None:
+    def __init__(self, with_mode: bool) -> None:
         super().__init__(lr=0.05)
-        self.rightly = rightly
+        self.with_mode = with_mode
         self.shown: list[Tensor] = []
 
     def configure_optimizers(self) -> Any:
@@ -531,11 +529,11 @@ class ScheduleFree(ValidatedModule):
 
     def on_validation_model_eval(self) -> None:
         super().on_validation_model_eval()
-        if self.rightly:
+        if self.with_mode:
             self.own.eval()
 
     def on_validation_epoch_start(self) -> None:
-        if not self.rightly:
+        if not self.with_mode:
             self.own.eval()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -544,18 +542,18 @@ class ScheduleFree(ValidatedModule):
 
     def on_validation_model_train(self) -> None:
         super().on_validation_model_train()
-        if self.rightly:
+        if self.with_mode:
             self.own.train()
 
     def on_train_epoch_start(self) -> None:
-        if not self.rightly and self.trainer.current_epoch > 0:
+        if not self.with_mode and self.trainer.current_epoch > 0:
             self.own.train()
 
 
 def fit_schedule_free(
-    rank: int, world: int, case: Case, rightly: bool
+    rank: int, world: int, case: Case, with_mode: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    module: TinyModule = ScheduleFree(rightly)
+    module: TinyModule = ScheduleFree(with_mode)
     trainer = make_trainer(
         case.strategy(sync_every=3), max_epochs=2, num_sanity_val_steps=0, max_steps=10
     )
@@ -564,7 +562,7 @@ def fit_schedule_free(
 
 
 @pytest.mark.parametrize("name", ["diloco", "gasloc"])
-def test_a_schedule_free_optimizer_is_switched_for_the_validation_alone(
+def test_a_schedule_free_optimizer_is_switched_for_the_validation_only(
     pool: Pool, name: str
 ) -> None:
     for final, shown in pool.run(fit_schedule_free, CASES[name], True, world=2):
@@ -572,6 +570,6 @@ def test_a_schedule_free_optimizer_is_switched_for_the_validation_alone(
         torch.testing.assert_close(shown[-1], 2 * final, rtol=0, atol=1e-12)
 
 
-def test_a_schedule_free_optimizer_switched_at_other_places_is_told_where(pool: Pool) -> None:
+def test_a_schedule_free_optimizer_switched_elsewhere_gets_advice(pool: Pool) -> None:
     with pytest.raises(PoolError, match="in on_validation_model_eval and its train\\(\\)"):
         pool.run(fit_schedule_free, CASES["diloco"], False, world=2)
