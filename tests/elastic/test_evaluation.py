@@ -11,7 +11,7 @@ from lightning_loco import DiLoCoStrategy, Elastic, LocalSGDStrategy
 from tests.elastic import cluster
 from tests.pool import Pool, make_trainer
 from tests.small_model import ValidatedModule, make_loader
-from tests.strategies.heard import RANK_ZERO, heard
+from tests.strategies.messages import RANK_ZERO, messages_of
 
 pytestmark = pytest.mark.recovery
 
@@ -20,7 +20,7 @@ def told(rank: int, world: int, lighthouse: str, folder: Path) -> list[list[str]
     said = []
     for kind in (DiLoCoStrategy, LocalSGDStrategy):
         membership = Elastic(lighthouse, min_workers=1, host="127.0.0.1")
-        with heard(RANK_ZERO) as texts:
+        with messages_of(RANK_ZERO) as texts:
             trainer = make_trainer(
                 kind(sync_every=4, membership=membership),
                 max_steps=8,

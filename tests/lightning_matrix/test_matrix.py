@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from tests.lightning_matrix.judging import Runs, problem
+from tests.lightning_matrix.compare import Runs, problem
 from tests.lightning_matrix.render import PAGE, page
 from tests.lightning_matrix.row_run import REMOTE, Outcome
 from tests.lightning_matrix.table import AS_DDP, ROWS, STRATEGIES, TABLE, Better, Refused, Row

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_loco import DiLoCoStrategy, LocalSGDStrategy, LocoStrategy
 from tests.pool import Pool, make_trainer
 from tests.small_model import ValidatedModule, make_loader
-from tests.strategies.heard import RANK_ZERO, heard
+from tests.strategies.messages import RANK_ZERO, messages_of
 
 
 def few_rounds() -> LocoStrategy:
@@ -84,7 +84,7 @@ ROWS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
 
 def advice_for(rank: int, world: int, name: str) -> list[str]:
     make, settings, _ = ROWS[name]
-    with heard(RANK_ZERO) as texts:
+    with messages_of(RANK_ZERO) as texts:
         trainer = make_trainer(make(), **settings, use_distributed_sampler=False)
         module = ValidatedModule()
         module.lr = 1e-4

@@ -14,7 +14,7 @@ from lightning_loco.strategies import METHODS
 from lightning_loco.strategies.base import EngineStrategy
 from tests.pool import Pool, make_trainer
 from tests.small_model import TinyModule, make_loader
-from tests.strategies.heard import RANK_ZERO, heard
+from tests.strategies.messages import RANK_ZERO, messages_of
 
 WITH_WORKERS = [name for name, kind in METHODS.items() if issubclass(kind, EngineStrategy)]
 LINK = Link(1000, 0.01)
@@ -41,7 +41,7 @@ def fit(
     monitor = CommunicationMonitor()
     settings = {"max_steps": STEPS, "use_distributed_sampler": False}
     trainer = make_trainer(strategy, callbacks=[SlowSteps()], **settings)
-    with heard(RANK_ZERO) as texts:
+    with messages_of(RANK_ZERO) as texts:
         trainer.fit(TinyModule(), make_loader(rank, STEPS))
     line = [line for text in texts for line in text.splitlines() if "on the link" in line]
     is_logged = "loco/emulated_s" in monitor.metrics(strategy)

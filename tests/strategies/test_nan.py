@@ -21,7 +21,7 @@ from tests.small_model import (
     train_step,
     worker_batch,
 )
-from tests.strategies.heard import heard
+from tests.strategies.messages import messages_of
 
 pytestmark = pytest.mark.recovery
 
@@ -66,7 +66,7 @@ def fit_with_nan(
         num_sanity_val_steps=0,
     )
     error = ""
-    with heard("lightning_loco") as texts:
+    with messages_of("lightning_loco") as texts:
         try:
             trainer.fit(module, make_loader(rank, num_batches), make_loader(rank, 1))
         except RuntimeError as raised:

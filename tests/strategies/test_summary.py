@@ -10,7 +10,7 @@ from lightning_loco.strategies.registry import METHODS
 from lightning_loco.strategies.summary import format_bytes
 from tests.pool import Pool
 from tests.small_model import TinyModule, flat, make_loader
-from tests.strategies.heard import RANK_ZERO, heard
+from tests.strategies.messages import RANK_ZERO, messages_of
 from tests.strategies.remote_runs import fit_with
 
 STEPS = 9
@@ -22,7 +22,7 @@ def fit(rank: int, world: int, name: str, summary: bool) -> list[str]:
     shown = kind.__init__.__annotations__
     options = {key: value for key, value in OPTIONS.items() if key in shown}
     strategy = kind(summary=summary, **options)
-    with heard(RANK_ZERO) as texts:
+    with messages_of(RANK_ZERO) as texts:
         fit_with(strategy, TinyModule(), make_loader(rank, STEPS))
     return [text for text in texts if "Training is over" in text]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.lightning_matrix.row_run import Facts, Model, RowRun, loader
-from tests.lightning_matrix.running import fit
+from tests.lightning_matrix.trainer_rows import fit
 
 # ------------------------------------------------------------------------ what a step is
 

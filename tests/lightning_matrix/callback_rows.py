@@ -14,9 +14,9 @@ from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, Simpl
 from lightning.pytorch.tuner import Tuner
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.lightning_matrix.optimizing import StepSchedule
+from tests.lightning_matrix.optimization_rows import StepSchedule
 from tests.lightning_matrix.row_run import Facts, Model, RowRun, are_all, fill, loader, weights
-from tests.lightning_matrix.running import fit
+from tests.lightning_matrix.trainer_rows import fit
 
 
 def early_stopping(run: RowRun) -> Facts:

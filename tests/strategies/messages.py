@@ -22,7 +22,7 @@ class Messages(logging.Handler):
 
 
 @contextmanager
-def heard(name: str) -> Iterator[list[str]]:
+def messages_of(name: str) -> Iterator[list[str]]:
     """A context with a list of the messages of a logger."""
     log, messages = logging.getLogger(name), Messages()
     level = log.level

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 
-from tests.lightning_matrix.optimizing import Manual
+from tests.lightning_matrix.optimization_rows import Manual
 from tests.lightning_matrix.row_run import (
     Facts,
     Model,
@@ -20,7 +20,7 @@ from tests.lightning_matrix.row_run import (
     loader,
     make_strategy,
 )
-from tests.lightning_matrix.running import fit
+from tests.lightning_matrix.trainer_rows import fit
 
 # ------------------------------------------------------------- models that are not all trained
 

@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from tests.lightning_matrix.row_run import BATCHES, WORKERS, Facts, Model, RowRun, loader, samples
-from tests.lightning_matrix.running import fit
+from tests.lightning_matrix.trainer_rows import fit
 
 
 class Stream(IterableDataset[tuple[Tensor, ...]]):
