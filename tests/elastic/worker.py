@@ -29,7 +29,7 @@ from lightning_loco.engine.membership import Membership
 from lightning_loco.schedules import Staggered
 from tests.algorithms.toys import Point
 from tests.elastic.arguments import elastic_of, make_parser
-from tests.faults.failing import KINDS, failing_at, lose_what_came
+from tests.faults.failing import KINDS, failing_at, lose_confirmations
 
 TOPOLOGIES = {"gasloc": "ring", "noloco": "random_matching", "neighbor_average": "ring"}
 PULL = 0.05
@@ -167,7 +167,7 @@ def failing(asked: argparse.Namespace, engine: Engine) -> AbstractContextManager
         return failing_at(asked.fail_at, is_time, KINDS[asked.fail])
     if asked.lose_in:
         point = "after confirming"
-        return failing_at(point, lambda: worker.round_index >= asked.lose_in, lose_what_came)
+        return failing_at(point, lambda: worker.round_index >= asked.lose_in, lose_confirmations)
     return nullcontext()
 
 

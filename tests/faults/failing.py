@@ -1,4 +1,4 @@
-"""Ways to fail, and the fault points of the package at which a process does."""
+"""Ways to fail, and the fault points of the package at which a process fails."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ DELAYED = {
     "within the exchange": ("exchange", 0.002),
     "within the confirmation": ("confirming", 0.0005),
 }
-"""Where gloo moves bytes: a point, and how many seconds after it."""
+"""Failures while gloo transfers data: a fault point, and a delay after it in seconds."""
 
 
 def die() -> None:
-    """End at once."""
+    """Kill this process."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def raise_error() -> None:
-    """Raise what only a user's code would."""
+    """Raise an error as user code would."""
     raise LookupError("trouble")
 
 
-def lose_what_came() -> None:
-    """What has come from the others does not reach this worker."""
+def lose_confirmations() -> None:
+    """Fail after the others' confirmations were received."""
     raise RuntimeError("the others' confirmations are lost")
 
 
@@ -49,7 +49,7 @@ KINDS: dict[str, Callable[[], object]] = {
 def failing_at(
     point: str, is_time: Callable[[], bool], fail: Callable[[], object]
 ) -> Iterator[None]:
-    """Fail once, at the first coming to a point when it is time."""
+    """A context that fails once, the first time that a point is reached when it is time."""
     name, delay_s = DELAYED.get(point, (point, 0.0))
     assert name in POINTS
     once = iter([True])

@@ -1,11 +1,10 @@
-"""One table of faults: under which method who fails how, in which phase, and what the others do.
+"""The table of faults: methods, victims, kinds of failures, phases, and what the others do.
 
-A new method is in it by itself. What the table cannot say has a test of its own: losses
-before training in tests/parameter_server/test_all_ranks.py, patience in
-tests/parameter_server/test_patience.py, workers that others go on without in
-tests/strategies/test_remote_faults.py, other points of a round and those who come back in
-tests/elastic/test_faults.py, peers in tests/gossip/test_faults.py, and launchers in
-tests/strategies/test_faults.py.
+New methods are added automatically. Other faults have tests of their own: losses before training in
+tests/parameter_server/test_all_ranks.py, patience in tests/parameter_server/test_patience.py,
+runs that continue without a worker in tests/strategies/test_remote_faults.py, other points of a
+round and workers that return in tests/elastic/test_faults.py, peers in tests/gossip/test_faults.py,
+and launchers in tests/strategies/test_faults.py.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ WORLDS = {
     **REMOTE,
     "elastic": 3,
 }
-"""The methods, and how many ranks or members there are."""
+"""The methods, and their numbers of ranks or members."""
 NUM_WORKERS = 2
-"""Of a remote optimizer."""
+"""Number of workers of a remote optimizer."""
 
 POINTS = {
     "local step": "local step",
@@ -41,16 +40,16 @@ POINTS = {
 }
 """Phases of a worker, and the fault point in each."""
 POINTS_OF_SERVERS = {"exchange": "summing", "outer step": "server step"}
-HOOKS = ("validation", "set-up", "start", "meeting", "stop")
+HOOKS = ("validation", "set-up", "start", "epoch end", "stop")
 """Phases of a worker in which a callback fails; in the last one all others are asked to stop."""
 IN_SOAK = {"hangs", *HOOKS[1:]}
 
 
 class Fault(NamedTuple):
-    """A row.
+    """One row of the table.
 
     Attributes:
-        kind: Of the failure, a key of ``KINDS``.
+        kind: Kind of the failure, a key of ``KINDS``.
         phase: A key of :data:`POINTS`, or one of :data:`HOOKS`.
         method: A key of :data:`WORLDS`.
         victim: The rank or member that fails; 0 hosts the key-value store.
@@ -63,24 +62,24 @@ class Fault(NamedTuple):
 
     @property
     def point(self) -> str | None:
-        """Where the victim fails; None in a callback."""
+        """The fault point at which the victim fails; None in a callback."""
         if self.method == "elastic" and self.phase == "exchange":
             return "within the exchange" if self.kind == "killed" else "exchange"
         return (POINTS_OF_SERVERS if self.is_of_server else POINTS).get(self.phase)
 
     @property
     def is_of_server(self) -> bool:
-        """Whether it is no worker that fails."""
+        """Whether a server fails."""
         return self.method in REMOTE and self.victim >= NUM_WORKERS
 
     @property
     def is_possible(self) -> bool:
-        """Whether the victim is there, and comes to the phase."""
+        """Whether the victim exists, and reaches the phase."""
         if self.phase == "stop" and self.method != "diloco":
             return False
         if self.method == "elastic":
-            comes = self.phase in POINTS and self.phase != "checkpoint"
-            return comes and self.victim < 2 and self.kind not in ("frozen", "hangs")
+            reaches = self.phase in POINTS and self.phase != "checkpoint"
+            return reaches and self.victim < 2 and self.kind not in ("frozen", "hangs")
         if self.method not in REMOTE:
             return self.victim < 2
         if self.is_of_server:
@@ -89,7 +88,7 @@ class Fault(NamedTuple):
 
     @property
     def named(self) -> re.Pattern[str]:
-        """What the error of each of the others says of the victim."""
+        """The pattern of the others' errors, which name the victim."""
         who = rf"worker {self.victim}(?!\d)"
         if self.is_of_server:
             who = rf"the (aggregator|optimizer|aggregator-optimizer) \(rank {self.victim}\)"
@@ -110,7 +109,7 @@ class Fault(NamedTuple):
         return re.compile(words[self.kind], re.IGNORECASE | re.DOTALL)
 
     def strategy(self, timeout_s: float) -> Any:
-        """Of the method, with rounds every few steps, or as often as there can be one."""
+        """Make the strategy, with rounds every few steps, or as often as possible."""
         if self.method in REMOTE:
             return RemoteOptimizerStrategy(NUM_WORKERS, timeout_s=timeout_s)
         if self.method == "pairwise_gossip":
@@ -120,7 +119,7 @@ class Fault(NamedTuple):
 
 
 def rows() -> list[Any]:
-    """Each kind in each phase, with each method and each victim somewhere; the rest is for soak."""
+    """Return each kind in each phase, with each method and each victim at least once."""
     every_day: list[Any] = []
     in_soak: list[Any] = []
     for kind, phase in itertools.product(KINDS, (*POINTS, *HOOKS)):

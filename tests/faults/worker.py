@@ -1,4 +1,4 @@
-"""A rank of a job in which one of all fails in a fit."""
+"""A rank of a job in which one rank fails in a fit."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ from tests.strategies.remote_runs import all_ranks, remote_trainer
 
 STEPS = 40
 MOMENT = 3
-"""How often a point is reached or a batch begun when it is time; files are for the first time."""
+"""The number of the call of a fault point, or of the batch, at which a rank fails."""
 SAVE_EVERY = {"checkpoint": 6, "validation": 20}
-"""In which phases checkpoints are written, and after how many steps each."""
+"""Phases in which checkpoints are written, and after how many steps each."""
 
 
 class FailIn(pl.Callback):
-    """Fails in the middle of a phase."""
+    """Fails within a phase."""
 
     def __init__(self, phase: str, fail: Callable[[], object]) -> None:
         self.phase = phase
         self.fail = fail
 
-    def _is_in(self, phase: str) -> None:
+    def _fail_in(self, phase: str) -> None:
         if self.phase == phase:
             self.fail()
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        self._is_in("set-up")
+        self._fail_in("set-up")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self._is_in("start")
+        self._fail_in("start")
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == MOMENT:
-            self._is_in("stop")
+            self._fail_in("stop")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self._is_in("meeting")
+        self._fail_in("epoch end")
 
     def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._is_in("validation")
+        self._fail_in("validation")
 
 
 class StopLater(pl.Callback):
-    """Asks this worker to stop some steps after the moment."""
+    """Requests a stop of this worker some steps after the failure."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         time.sleep(0.1)
@@ -65,10 +65,10 @@ class StopLater(pl.Callback):
 
 
 def fit(rank: int, world: int, fault: Fault, folder: Path, timeout_s: float) -> None:
-    """Train, and fail if this is the rank that does; when is noted in a file."""
+    """Train, and fail if this is the victim; the time of the failure is written to a file."""
 
     def fail() -> None:
-        noted_at(folder).write_text(str(time.time()))
+        failure_file(folder).write_text(str(time.time()))
         KINDS[fault.kind]()
 
     is_victim, point = rank == fault.victim, fault.point
@@ -106,6 +106,6 @@ def fit(rank: int, world: int, fault: Fault, folder: Path, timeout_s: float) -> 
             trainer.fit(ValidatedModule(optimizer="Adam"), *data)
 
 
-def noted_at(folder: Path) -> Path:
-    """Where the time of the failure is."""
+def failure_file(folder: Path) -> Path:
+    """Return the file with the time of the failure."""
     return folder / "failed_at"

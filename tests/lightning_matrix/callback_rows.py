@@ -25,7 +25,7 @@ def early_stopping(run: RowRun) -> Facts:
 
 
 def saving(run: RowRun, **settings: Any) -> Facts:
-    """Names of the checkpoints that are there after fit, and what they hold."""
+    """Return the names of the checkpoints after fit, and record the saved weights."""
     folder = run.folder / "saved"
     saved = ModelCheckpoint(folder, **settings)
     facts = fit(run, callbacks=[saved], enable_checkpointing=True)
@@ -67,8 +67,8 @@ def accumulation_schedule(run: RowRun) -> Facts:
     return fit(run, callbacks=[ready.GradientAccumulationScheduler({0: 1, 1: 2})])
 
 
-class Keeping(CSVLogger):
-    """Writes what is logged, and keeps the names."""
+class RecordingLogger(CSVLogger):
+    """Writes what is logged, and records the names."""
 
     def __init__(self, folder: Any) -> None:
         super().__init__(folder, name="log")
@@ -80,7 +80,7 @@ class Keeping(CSVLogger):
 
 
 def rate_monitor(run: RowRun) -> Facts:
-    logger = Keeping(run.folder)
+    logger = RecordingLogger(run.folder)
     facts = fit(run, StepSchedule(), callbacks=[ready.LearningRateMonitor()], logger=logger)
     return {**facts, "logged": sorted(logger.names)}
 
@@ -94,9 +94,9 @@ class Logging(Model):
 
 
 def logger(run: RowRun) -> Facts:
-    keeping = Keeping(run.folder)
-    facts = fit(run, Logging(), logger=keeping)
-    return {**facts, "logged": sorted(keeping.names)}
+    recorder = RecordingLogger(run.folder)
+    facts = fit(run, Logging(), logger=recorder)
+    return {**facts, "logged": sorted(recorder.names)}
 
 
 def simple_profiler(run: RowRun) -> Facts:
@@ -116,10 +116,10 @@ def pytorch_profiler(run: RowRun) -> Facts:
 
 
 class EMA(Callback):
-    """An average of one's own, made of what torch offers, which becomes the model at the end.
+    """A custom average, made with torch's tools, which is written into the model at the end.
 
     Attributes:
-        written: The weights that it has left.
+        written: The weights that it has written.
     """
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class EMA(Callback):
 
 
 def writing(run: RowRun, callback: Any, **settings: Any) -> Facts:
-    """The model after fit is the mean of what the callback has written on each worker."""
+    """Train; the final model must be the mean of what the callback has written on each worker."""
     module = Model()
     facts = fit(run, module, callbacks=[callback], **settings)
     run.must_be_the_mean(module, callback.written)
@@ -152,7 +152,7 @@ def ema_by_hand(run: RowRun) -> Facts:
 
 
 class Zeroing(Callback):
-    """Leaves a model that no round would."""
+    """Sets all weights to zero at the end."""
 
     written = torch.zeros(0)
 
@@ -165,25 +165,25 @@ def zeroing_at_the_end(run: RowRun) -> Facts:
     return writing(run, Zeroing())
 
 
-def noting(kind: type[Callback], *args: Any, **settings: Any) -> Any:
-    """A callback of Lightning's that keeps what it has left at the end."""
+def recording(kind: type[Callback], *args: Any, **settings: Any) -> Any:
+    """Make a callback of Lightning's that records the weights that it has written at the end."""
 
-    class Noting(kind):  # type: ignore[misc, valid-type]
+    class Recording(kind):  # type: ignore[misc, valid-type]
         written = torch.zeros(0)
 
         def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
             super().on_train_end(trainer, pl_module)
             self.written = weights(pl_module)
 
-    return Noting(*args, **settings)
+    return Recording(*args, **settings)
 
 
 def weight_averaging(run: RowRun) -> Facts:
-    return writing(run, noting(ready.EMAWeightAveraging, decay=0.5))
+    return writing(run, recording(ready.EMAWeightAveraging, decay=0.5))
 
 
 def saved_average(run: RowRun) -> Facts:
-    """What is saved last is the average, and so is the final model, the same on all workers."""
+    """The last checkpoint and the final model are the average, the same on all workers."""
     module = Model()
     averaging = ready.EMAWeightAveraging(decay=0.5)
     saved = ModelCheckpoint(run.folder, filename="saved", save_last=True)
@@ -197,7 +197,7 @@ def saved_average(run: RowRun) -> Facts:
 
 
 def stochastic_weight_averaging(run: RowRun) -> Facts:
-    averaging = noting(ready.StochasticWeightAveraging, swa_lrs=0.01, swa_epoch_start=1)
+    averaging = recording(ready.StochasticWeightAveraging, swa_lrs=0.01, swa_epoch_start=1)
     return writing(run, averaging, max_epochs=3)
 
 
@@ -206,7 +206,7 @@ def pruning(run: RowRun) -> Facts:
     pruned = ready.ModelPruning("l1_unstructured", amount=0.5, use_lottery_ticket_hypothesis=False)
     trainer = run.trainer(callbacks=[pruned])
     trainer.fit(module, loader())
-    run.must_agree(module)
+    run.must_be_equal(module)
     return {"zeros": int((weights(module) == 0).sum())}
 
 
@@ -222,8 +222,8 @@ class FiveAt(Callback):
             fill(pl_module, 5.0)
 
 
-class Watched(Model):
-    """Notes the weights that a validation shows."""
+class CountsFives(Model):
+    """Counts validations in which all weights are 5."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
@@ -231,8 +231,8 @@ class Watched(Model):
 
 
 def filled_in(run: RowRun, hook: str) -> Facts:
-    """Weights that are 5 everywhere and are not trained stay what they are."""
-    module = Watched(lr=0.0)
+    """Weights that are set to 5 and are not trained remain 5."""
+    module = CountsFives(lr=0.0)
     facts = fit(run, module, callbacks=[FiveAt(hook)], num_sanity_val_steps=2)
     return {**facts, "fives": are_all(module, 5.0)}
 
@@ -268,14 +268,14 @@ def rate_finder(run: RowRun) -> Facts:
         callbacks=[finder, saved], enable_checkpointing=True, num_sanity_val_steps=2
     )
     trainer.fit(module, loader(), loader(8, 1))
-    run.must_agree(module)
+    run.must_be_equal(module)
     return {"steps": trainer.global_step, "epochs": trainer.current_epoch}
 
 
 def tuner(run: RowRun) -> Facts:
     module, trainer = Model(), run.trainer()
     tuned = Tuner(trainer).lr_find(module, loader(), num_training=6, early_stop_threshold=None)
-    run.must_agree(module)
+    run.must_be_equal(module)
     trainer.fit(module, loader())
     tried = 0 if tuned is None else len(tuned.results["lr"])
     return {"tried": tried, "steps": trainer.global_step}
@@ -285,7 +285,7 @@ def batch_size_finder(run: RowRun) -> Facts:
     return fit(run, callbacks=[ready.BatchSizeFinder()])
 
 
-class Thawing(ready.BackboneFinetuning):
+class Unfreezing(ready.BackboneFinetuning):
     """Trains the first layer from the second epoch on."""
 
     def __init__(self) -> None:
@@ -303,4 +303,4 @@ class WithBackbone(Model):
 
 
 def backbone_finetuning(run: RowRun) -> Facts:
-    return fit(run, WithBackbone(), callbacks=[Thawing()])
+    return fit(run, WithBackbone(), callbacks=[Unfreezing()])

@@ -1,4 +1,4 @@
-"""Runs rows in the pool, and says what is wrong with what came of them."""
+"""Runs rows in the pool, and compares the outcomes with what is expected."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from tests.lightning_matrix.table import AsDDP, Better, Refused, Row, Verdict
 from tests.pool import Pool, PoolError
 
 Outcomes = Sequence[Outcome]
-"""Of all ranks."""
+"""The outcomes of all ranks."""
 
-Lanes = list[list[str]]
-LaneOutcomes = tuple[list[str], list[Outcomes]]
+Queues = list[list[str]]
+QueueOutcomes = tuple[list[str], list[Outcomes]]
 
 SHARED_S, ALONE_S = 60.0, 20.0
-"""Longest time for a row under many strategies, and under one."""
+"""Longest time for a row with several strategies, and with one, in seconds."""
 
 SHOWN = 2000
-"""Characters of a failure."""
+"""Characters of an error that are shown."""
 
 DIFFERENT = "workers end with different weights"
 
 
 class Runs:
-    """Runs rows under some strategies.
+    """Runs rows with some strategies.
 
     Args:
-        pool: Where they run.
-        folder: Where they may write.
+        pool: The processes.
+        folder: Folder for their files.
     """
 
     def __init__(self, pool: Pool, folder: Path) -> None:
@@ -42,24 +42,24 @@ class Runs:
         self._calls = 0
 
     def outcomes(self, row: Row, strategies: Sequence[str]) -> dict[str, Outcomes]:
-        """What comes of a row under some strategies, and under DDP where one is compared with it.
+        """Return the outcomes of a row with some strategies, and with DDP if needed.
 
-        Those that should end well share one call of the pool, one after the other in two lanes;
-        from the first one on that does not, each has a call of its own, or one that it shares with
-        another beside it, so that it does no harm to others.
+        Strategies that should succeed share one call of the pool, in two queues at the same time;
+        after the first failure each of the others gets its own call, or one that it shares with a
+        second one, so that a failure does not affect many.
         """
         names = [name for name in strategies if name != REMOTE]
         if any(isinstance(row.of(name), AsDDP) for name in strategies):
             names.insert(0, "ddp")
         found: dict[str, Outcomes] = {}
         if names and not any(must_fail(row.of(name)) for name in names if name != "ddp"):
-            lanes = [lane for lane in (names[::2], names[1::2]) if lane]
-            for lane, outcomes in self._call(row, lanes, SHARED_S):
-                found |= dict(zip(lane, takewhile(is_well, outcomes), strict=False))
+            queues = [queue for queue in (names[::2], names[1::2]) if queue]
+            for queue, outcomes in self._call(row, queues, SHARED_S):
+                found |= dict(zip(queue, takewhile(is_success, outcomes), strict=False))
         missing = [name for name in names if name not in found]
         for pair in zip_longest(missing[::2], missing[1::2]):
-            lanes = [[name] for name in pair if name is not None]
-            for (name,), (outcomes,) in self._call(row, lanes, ALONE_S):
+            queues = [[name] for name in pair if name is not None]
+            for (name,), (outcomes,) in self._call(row, queues, ALONE_S):
                 found[name] = outcomes
         for name in [*names, *([REMOTE] if REMOTE in strategies else [])]:
             if name not in found:
@@ -74,56 +74,56 @@ class Runs:
             return [Outcome(error=text)] * (WORKERS + (name == REMOTE))
         return outcomes
 
-    def _call(self, row: Row, lanes: Lanes, limit_s: float) -> Iterable[LaneOutcomes]:
-        """The strategies of each lane and what has come of them; nothing if any rank is lost."""
+    def _call(self, row: Row, queues: Queues, limit_s: float) -> Iterable[QueueOutcomes]:
+        """Return the strategies of each queue with their outcomes; nothing if any rank is lost."""
         try:
-            return self._try(row, lanes, limit_s)
+            return self._try(row, queues, limit_s)
         except PoolError:
             return []
 
-    def _try(self, row: Row, lanes: Lanes, limit_s: float) -> list[LaneOutcomes]:
+    def _try(self, row: Row, queues: Queues, limit_s: float) -> list[QueueOutcomes]:
         self._calls += 1
         folder = self._folder / str(self._calls)
         folder.mkdir()
-        world = WORKERS + 1 if lanes == [[REMOTE]] else WORKERS * len(lanes)
+        world = WORKERS + 1 if queues == [[REMOTE]] else WORKERS * len(queues)
         try:
             ranks = self._pool.run(
-                run_row, lanes, row.run, str(folder), world=world, timeout_s=limit_s
+                run_row, queues, row.run, str(folder), world=world, timeout_s=limit_s
             )
         finally:
             rmtree(folder)
-        parts = [ranks] if len(lanes) == 1 else [ranks[:WORKERS], ranks[WORKERS:]]
+        parts = [ranks] if len(queues) == 1 else [ranks[:WORKERS], ranks[WORKERS:]]
         return [
-            (lane, [[rank[name] for rank in part] for name in lane])
-            for lane, part in zip(lanes, parts, strict=True)
+            (queue, [[rank[name] for rank in part] for name in queue])
+            for queue, part in zip(queues, parts, strict=True)
         ]
 
 
-def is_well(outcomes: Outcomes) -> bool:
-    """Whether no rank has ended with an error."""
+def is_success(outcomes: Outcomes) -> bool:
+    """Return whether no rank has ended with an error."""
     return not any(outcome.error for outcome in outcomes)
 
 
 def must_fail(verdict: Verdict) -> bool:
-    """Whether the run should end with an error of its own."""
+    """Return whether the run should end with an error."""
     return isinstance(verdict, Refused) or (isinstance(verdict, Better) and bool(verdict.error))
 
 
 def problem(verdict: Verdict, outcomes: Outcomes, reference: Outcomes) -> str:
-    """What is not as it should be, or nothing.
+    """Describe the difference from what is expected; empty if there is none.
 
     Args:
-        verdict: What should come of it.
-        outcomes: What has come of it, by rank.
-        reference: What comes of it under DDP, if that is compared with.
+        verdict: The expected outcome.
+        outcomes: The outcomes, by rank.
+        reference: The outcomes with DDP, if they are compared.
     """
     errors = [outcome.error for outcome in outcomes]
     if isinstance(verdict, AsDDP) and reference[0].error:
-        return no_error_with(_heart(reference[0].error), errors)
+        return missing_error(_first_line(reference[0].error), errors)
     if isinstance(verdict, Refused):
-        return no_error_with(verdict.message, errors)
+        return missing_error(verdict.message, errors)
     if isinstance(verdict, Better) and verdict.error:
-        return no_error_with(verdict.error, errors)
+        return missing_error(verdict.error, errors)
     if any(errors):
         return next(filter(None, errors))[:SHOWN]
     expected = [one.facts for one in reference] or [getattr(verdict, "facts", {})] * WORKERS
@@ -133,13 +133,13 @@ def problem(verdict: Verdict, outcomes: Outcomes, reference: Outcomes) -> str:
     return "" if DIFFERENT in wrong and DIFFERENT in wrong_weights(reference) else wrong
 
 
-def _heart(error: str) -> str:
-    """The first line of an error without its type."""
+def _first_line(error: str) -> str:
+    """Return the first line of an error without its type."""
     return error.partition(": ")[2].strip().partition("\n")[0][:80]
 
 
-def no_error_with(text: str, errors: Sequence[str]) -> str:
-    """What is wrong if all ranks should end with an error, and those that train with this one."""
+def missing_error(text: str, errors: Sequence[str]) -> str:
+    """Describe ranks that ended without an error, or trained and ended with another one."""
     if not all(errors):
         return f"no error on ranks {[rank for rank, error in enumerate(errors) if not error]}"
     others = [error[:SHOWN] for error in errors[:WORKERS] if text not in error]
@@ -147,7 +147,7 @@ def no_error_with(text: str, errors: Sequence[str]) -> str:
 
 
 def wrong_facts(expected: Sequence[Mapping[str, object]], outcomes: Outcomes) -> str:
-    """What differs from what is expected, on the first worker on which something does."""
+    """Describe the different facts of the first worker that has some."""
     for worker, (right, outcome) in enumerate(zip(expected, outcomes, strict=False)):
         wrong = [
             f"{key} is {outcome.facts.get(key)!r} instead of {value!r}"
@@ -160,7 +160,7 @@ def wrong_facts(expected: Sequence[Mapping[str, object]], outcomes: Outcomes) ->
 
 
 def wrong_weights(outcomes: Outcomes) -> str:
-    """Whether weights are not finite, not equal, or not the mean of what was written."""
+    """Describe weights that are not finite, not equal, or not the mean of what was written."""
     for models in zip(*(outcome.models for outcome in outcomes), strict=True):
         if not all(torch.isfinite(model).all() for model in models):
             return "weights are not finite"

@@ -1,4 +1,4 @@
-"""Rows: where batches come from."""
+"""Rows: data and loaders."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from tests.lightning_matrix.trainer_rows import fit
 
 
 class Stream(IterableDataset[tuple[Tensor, ...]]):
-    """Samples of one worker, without a length.
+    """Samples of one worker, in a dataset without a length.
 
     Args:
-        number: How many.
+        number: Number of samples.
     """
 
     def __init__(self, number: int) -> None:
@@ -54,7 +54,7 @@ def iterable_with_max_steps(run: RowRun) -> Facts:
 
 
 class OnBoth(Model):
-    """Takes a dictionary of two batches."""
+    """Trains on a dictionary of two batches."""
 
     def loss(self, batch: Any) -> Tensor:
         return sum(super(OnBoth, self).loss(one) for one in batch.values() if one is not None)
@@ -70,7 +70,7 @@ def dict_of_loaders(run: RowRun) -> Facts:
 
 
 class Sequential(Model):
-    """Takes batches of one loader after the other."""
+    """Trains on batches of one loader after the other."""
 
     def training_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         self.calls[f"from loader {dataloader_idx}"] += 1
@@ -112,8 +112,8 @@ def weighted_sampler(run: RowRun) -> Facts:
     return fit_on(run, DataLoader(samples(), batch_size=2, sampler=sampler))
 
 
-class Seen(Model):
-    """Notes which samples it has seen."""
+class RecordsSamples(Model):
+    """Records which samples it has read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Seen(Model):
 
 
 def shuffled(run: RowRun) -> Facts:
-    module, trainer = Seen(), run.trainer()
+    module, trainer = RecordsSamples(), run.trainer()
     trainer.fit(module, loader(shuffle=True))
     return run.facts(trainer, module, distinct=len({round(one, 4) for one in module.seen}))
 
@@ -142,7 +142,7 @@ def worker_processes(run: RowRun) -> Facts:
 
 
 def uneven_loader(run: RowRun) -> Any:
-    """Four batches for the first worker, six for the second."""
+    """Return four batches for the first worker, six for the second."""
     return loader(8 if run.rank == 0 else 12)
 
 
@@ -173,7 +173,7 @@ class Metric(Model):
 
 
 class LoggedMetric(Metric):
-    """The same through ``self.log``."""
+    """Logs the same metric with ``self.log``."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -185,7 +185,7 @@ class LoggedMetric(Metric):
 
 
 class Barrier(Model):
-    """Waits for all in a hook, past Lightning."""
+    """Calls a barrier of torch in a hook."""
 
     def on_train_epoch_end(self) -> None:
         super().on_train_epoch_end()

@@ -1,4 +1,4 @@
-"""Rows: idioms of code that was written for DDP, and of packages built on Lightning."""
+"""Rows: idioms of code that was written for DDP, failures, and packages built on Lightning."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.lightning_matrix.trainer_rows import fit
 
 
 class Teacher(Model):
-    """Teaches itself with an average of its own weights, as BYOL and DINO do."""
+    """Has a teacher that is an average of its own weights, as BYOL and DINO do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def teacher(run: RowRun) -> Facts:
 
 
 class Target(Model):
-    """Has a network that no optimizer has, and that is set by hand, as DQN does."""
+    """Has a network in no optimizer that is set by hand, as DQN does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,14 +63,14 @@ class Target(Model):
 
 
 def target(run: RowRun) -> Facts:
-    """What was set by hand in the last epoch, the same on all workers, is what is there."""
+    """The weights that were set by hand in the last epoch, the same on all workers, are kept."""
     module = Target()
     facts = fit(run, module)
     return {**facts, "target": are_all(module.target, 2.0)}
 
 
 class Buffered(Model):
-    """Keeps a mean of its inputs in a buffer."""
+    """Has a running mean of its inputs in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def resized_buffer(run: RowRun) -> Facts:
 
 
 class Replacing(Model):
-    """Puts another parameter in the place of one."""
+    """Replaces a parameter by another one."""
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
@@ -120,7 +120,7 @@ def replaced_parameter(run: RowRun) -> Facts:
     return fit(run, Replacing())
 
 
-class Thawed(Model):
+class Unfreezes(Model):
     """Trains a layer from the second epoch on."""
 
     def __init__(self) -> None:
@@ -132,12 +132,12 @@ class Thawed(Model):
             self.layers[0].requires_grad_(True)
 
 
-def thawed(run: RowRun) -> Facts:
-    return fit(run, Thawed())
+def unfreezing(run: RowRun) -> Facts:
+    return fit(run, Unfreezes())
 
 
 class Freezing(Model):
-    """Freezes a layer for good from the second epoch on."""
+    """Freezes a layer from the second epoch on."""
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
@@ -149,7 +149,7 @@ def freezing(run: RowRun) -> Facts:
 
 
 class Clipped(Manual):
-    """Bounds its weights by hand after every step, as the critic of a WGAN."""
+    """Clips its weights by hand after every step, as the critic of a WGAN."""
 
     def step(self, batch: Any) -> Tensor:
         loss = super().step(batch)
@@ -163,12 +163,12 @@ class Clipped(Manual):
 
 
 def clipped_weights(run: RowRun) -> Facts:
-    """Weights are within the bounds at the end, as means of bounded weights are."""
+    """Weights are within the bounds at the end, like means of clipped weights."""
     return fit_clipped(run, Clipped())
 
 
 def always_clipped_weights(run: RowRun) -> Facts:
-    """The same with weights that are bounded before the first step, too."""
+    """The same with weights that are also clipped before the first step."""
     module = Clipped()
     module.clip()
     return fit_clipped(run, module)
@@ -195,7 +195,7 @@ class NotANumber(Model):
 def nan_on_one(run: RowRun) -> Facts:
     module, trainer = NotANumber(), run.trainer()
     trainer.fit(module, loader())
-    run.must_agree(module)
+    run.must_be_equal(module)
     return {}
 
 
@@ -227,7 +227,7 @@ class Data(LightningDataModule):
 
 
 def lightning_cli(run: RowRun) -> Facts:
-    """The Trainer that LightningCLI makes from words and defaults."""
+    """Fit with the Trainer that LightningCLI makes from arguments and defaults."""
     trainer = {
         "strategy": make_strategy(run.strategy_name, {}),
         "plugins": [run.environment],
@@ -251,7 +251,7 @@ def lightning_cli(run: RowRun) -> Facts:
 
 
 class HuggingFace(Model):
-    """A model of transformers with random weights; tokens are made of the inputs' signs.
+    """A model of transformers with random weights; tokens are made from the signs of the inputs.
 
     Args:
         kind: ``"gpt2"`` or ``"bert"``.

@@ -1,4 +1,4 @@
-"""Rows: optimizers, schedules, precision, and what models are made of."""
+"""Rows: optimizers, schedules, precision, and models."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def own_clipping(run: RowRun) -> Facts:
 
 
 class GradientNorm(Model):
-    """Logs the norm of the gradients, as many do."""
+    """Logs the norm of the gradients."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]
@@ -141,14 +141,14 @@ def no_optimizer(run: RowRun) -> Facts:
     return fit(run, NoOptimizer())
 
 
-class NoneNowAndThen(Model):
+class NoneInSomeSteps(Model):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         return None if batch_idx == 1 else loss
 
 
 def returning_none(run: RowRun) -> Facts:
-    return fit(run, NoneNowAndThen())
+    return fit(run, NoneInSomeSteps())
 
 
 # ------------------------------------------------------------------------- by hand
@@ -176,7 +176,7 @@ class ManualNone(Manual):
 
 
 class ManualAccumulation(Manual):
-    """Gradients of two batches make one step."""
+    """Accumulates the gradients of two batches per step."""
 
     def step(self, batch: Any) -> Tensor:
         optimizer = self.optimizers()
@@ -202,7 +202,7 @@ def manual_accumulation(run: RowRun) -> Facts:
 
 
 class GAN(Model):
-    """Lightning's example: two optimizers by turns, and nothing is returned."""
+    """Lightning's example: two optimizers in turn, and nothing is returned."""
 
     automatic_optimization = False
 
@@ -236,13 +236,13 @@ class GAN(Model):
 
 def gan(run: RowRun) -> Facts:
     module = GAN()
-    trainer = run.trainer(of_ddp={"find_unused_parameters": True})
+    trainer = run.trainer(ddp_arguments={"find_unused_parameters": True})
     trainer.fit(module, loader())
     return run.facts(trainer, module)
 
 
 class NoSync(Manual):
-    """Leaves the reduction of gradients out for the first of two batches, as code for DDP does."""
+    """Skips the reduction of gradients for the first of two batches, as code for DDP does."""
 
     def step(self, batch: Any) -> Tensor:
         optimizer = self.optimizers()
@@ -262,7 +262,7 @@ def no_sync(run: RowRun) -> Facts:
 
 
 class Unwrapping(Model):
-    """Looks through the wrapper of DDP."""
+    """Accesses the module in the wrapper of DDP."""
 
     def on_train_start(self) -> None:
         self.calls["is itself"] = int(self.trainer.strategy.model.module is self)
@@ -273,7 +273,7 @@ def unwrapping(run: RowRun) -> Facts:
 
 
 class Penalty(Model):
-    """Derives by the inputs, as a gradient penalty does."""
+    """Computes gradients of the inputs, as a gradient penalty does."""
 
     def loss(self, batch: Any) -> Tensor:
         if not self.training:
@@ -289,7 +289,7 @@ def gradient_penalty(run: RowRun) -> Facts:
 
 
 class Collective(Model):
-    """Calls collectives in ``training_step``: Lightning's, and one past it."""
+    """Calls collectives in ``training_step``: one of Lightning, and one of torch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -333,7 +333,7 @@ def frozen(run: RowRun) -> Facts:
 
 
 class Unused(Model):
-    """Has a layer without a gradient, by which DDP ends."""
+    """Has a layer without a gradient, with which DDP fails."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -367,7 +367,7 @@ def batch_norm(run: RowRun) -> Facts:
 
 
 def averaged_statistics(run: RowRun) -> Facts:
-    """Statistics of BatchNorm after fit, which DDP takes from one worker."""
+    """Return statistics of BatchNorm after fit, which DDP takes from one worker."""
     module, trainer = Norm(), run.trainer()
     trainer.fit(module, loader())
     run.models.append(torch.cat([b.reshape(-1).double() for b in module.buffers()]))
@@ -389,7 +389,7 @@ def parametrized(run: RowRun) -> Facts:
 
 
 class Late(Model):
-    """Makes its layers in the hook that is there for it."""
+    """Makes its layers in ``configure_model``."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The page docs/feature_matrix.md, made of the table: `python -m tests.lightning_matrix.render`."""
+"""Writes docs/feature_matrix.md from the table: `python -m tests.lightning_matrix.render`."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from tests.lightning_matrix.table import (
 
 PAGE = ROOT / "docs" / "feature_matrix.md"
 
-HEAD = """# Feature matrix
+HEAD = """# Lightning feature compatibility
 
-What comes of a feature of Lightning, or of an idiom of code written for DDP, under each strategy.
+How each strategy behaves with the features of Lightning, and with idioms of code written for DDP.
 Every cell is a run of two workers in a test. The weights after fit are always finite, and equal on
-both unless DDP leaves each worker its own.
+both workers unless they differ with DDP, too.
 
-- **=** as under DDP: the same steps, epochs, batches, hooks, logged names and files, or the same
+- **=** as with DDP: the same steps, epochs, batches, hooks, logged names and files, or the same
   error.
 - **+** better than DDP, which hangs, fails or goes wrong there.
-- **~** ends well, but not as under DDP, which is in the nature of the method.
+- **~** succeeds with another result than DDP, which is a property of the method.
 - **no**: refused with a clear message on all ranks.
 
-This page is made from the table of the tests. Two of its rows need `transformers`, and are skipped
-without; a job of the workflow for GitHub has it.
+This page is generated from the table of the tests. Two of its rows need `transformers`, and are
+skipped without it; a job of the GitHub workflow installs it.
 """
 
 
 def page() -> str:
-    """The text of the page."""
+    """Return the text of the page."""
     sections = [f"## {title}\n\n{table(rows)}" for title, rows in TABLE.items()]
     return "\n".join([HEAD, *sections])
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as a table, and below it what its signs mean."""
+    """Return the rows as a table, with notes below it."""
     lines = ["| feature | " + " | ".join(STRATEGIES) + " |", "|---" * (len(STRATEGIES) + 1) + "|"]
     for row in rows:
         signs = " | ".join(sign(row.of(name)) for name in STRATEGIES)
@@ -52,17 +52,17 @@ def table(rows: list[Row]) -> str:
 
 
 def sign(verdict: Verdict) -> str:
-    """A verdict in a cell."""
+    """Return the sign of a verdict in a cell."""
     return {"as DDP": "=", "better": "+", "refused": "no", "apart": "~"}[verdict.words]
 
 
 def notes_of(row: Row) -> Iterator[str]:
-    """What is better, or what the message says."""
-    told: list[Verdict] = [AS_DDP]
+    """Yield what is better or different, or the error message."""
+    seen: list[Verdict] = [AS_DDP]
     for name in STRATEGIES:
         verdict = row.of(name)
-        if verdict not in told:
-            told.append(verdict)
+        if verdict not in seen:
+            seen.append(verdict)
             if isinstance(verdict, Refused):
                 yield f'- {row.feature}: "{verdict.message}".'
             elif isinstance(verdict, (Better, Apart)):

@@ -1,4 +1,4 @@
-"""What a row of the matrix is written with: a trainer, a model, data, and facts to compare."""
+"""The parts of a row of the matrix: a trainer, a model, data, and facts to compare."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.strategies.remote_runs import all_ranks, take_group_away
 
 WORKERS = 2
 BATCHES = 4
-"""Of an epoch, for each worker."""
+"""Batches of an epoch for each worker."""
 
 EPOCHS = 2
 SYNC_EVERY = 2
 SAMPLES = WORKERS * BATCHES * 2
 
 Facts = dict[str, Any]
-"""What a row tells of a run; equal under DDP and under a strategy that does as DDP."""
+"""What a row reports of a run; equal for DDP and a strategy that behaves like DDP."""
 
 REMOTE = "remote_optimizer"
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -39,29 +39,29 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "pairwise_gossip": {},
     REMOTE: {"num_workers": WORKERS},
 }
-"""Arguments by strategy; those that are not named here make rounds every few steps."""
+"""Arguments by strategy; others make rounds every few steps."""
 
 
-def make_strategy(name: str, of_ddp: dict[str, Any]) -> Strategy:
-    """DDP, or a method under its registered name."""
+def make_strategy(name: str, ddp_arguments: dict[str, Any]) -> Strategy:
+    """Make DDP, or a method by its registered name."""
     if name == "ddp":
-        return DDPStrategy(**of_ddp)
+        return DDPStrategy(**ddp_arguments)
     return METHODS[name](timeout_s=10.0, **SETTINGS.get(name, {"sync_every": SYNC_EVERY}))  # type: ignore[call-arg]
 
 
 @dataclasses.dataclass
 class RowRun:
-    """One run of a row under one strategy, on one rank.
+    """One run of a row with one strategy, on one rank.
 
     Args:
         strategy_name: A method's name, or ``"ddp"``.
         rank: This rank.
-        folder: Where all ranks of this run may write.
-        environment: Who the ranks are.
+        folder: Folder for files of all ranks of this run.
+        environment: The ranks.
 
     Attributes:
-        models: The weights that a row wants to be equal on all workers.
-        written: What callbacks have written at the end, beside what is there after it.
+        models: Weights that must be equal on all workers.
+        written: The final weights, and what callbacks have written on this worker.
     """
 
     strategy_name: str
@@ -73,14 +73,14 @@ class RowRun:
 
     @property
     def serves(self) -> bool:
-        """Whether this rank trains nothing and has no facts."""
+        """Whether this rank is a server, which has no facts."""
         return self.rank >= WORKERS
 
-    def trainer(self, of_ddp: dict[str, Any] | None = None, **settings: Any) -> Trainer:
-        """A quiet trainer of two short epochs, without a sanity check.
+    def trainer(self, ddp_arguments: dict[str, Any] | None = None, **settings: Any) -> Trainer:
+        """Make a quiet trainer of two short epochs, without a sanity check.
 
         Args:
-            of_ddp: What DDP has to be told, and the others need not.
+            ddp_arguments: Arguments that only DDP needs.
             settings: Replace or add to the defaults.
         """
         defaults: dict[str, Any] = {
@@ -92,26 +92,26 @@ class RowRun:
             "default_root_dir": self.folder,
         }
         plugins = [self.environment, *settings.pop("plugins", [])]
-        strategy = make_strategy(self.strategy_name, of_ddp or {})
+        strategy = make_strategy(self.strategy_name, ddp_arguments or {})
         return make_trainer(strategy, **{**defaults, **settings, "plugins": plugins})
 
     def facts(self, trainer: Trainer, module: Model, **more: Any) -> Facts:
-        """What every row compares; the weights must be equal on all workers, and finite.
+        """Return what every row compares; the weights must be equal on all workers, and finite.
 
         Args:
             trainer: After its last call.
-            module: What it has trained.
-            more: Facts of this row.
+            module: The trained module.
+            more: Additional facts of this row.
         """
-        self.must_agree(module)
+        self.must_be_equal(module)
         state = {"steps": trainer.global_step, "epochs": trainer.current_epoch}
         return {**state, **module.calls, **more}
 
     def files(self, pattern: str) -> list[str]:
-        """Names of the files of this run, on the rank that writes them."""
+        """Return the names of files of this run, on the rank that writes them."""
         return sorted(path.name for path in self.folder.glob(pattern)) if self.rank == 0 else []
 
-    def must_agree(self, module: nn.Module) -> None:
+    def must_be_equal(self, module: nn.Module) -> None:
         """Expect this module to be equal on all workers now."""
         self.models.append(weights(module))
 
@@ -121,10 +121,10 @@ class RowRun:
 
 
 class Model(LightningModule):
-    """Least squares with two layers; counts what is called.
+    """Least squares with two layers; counts calls of its methods.
 
     Args:
-        lr: Of SGD; 0 leaves the weights alone, so that whoever moves them is found out.
+        lr: Learning rate of SGD; with 0 only other code can change the weights.
     """
 
     def __init__(self, lr: float = 0.05) -> None:
@@ -171,44 +171,44 @@ class Model(LightningModule):
 
 
 def samples(number: int = SAMPLES, seed: int = 0) -> TensorDataset:
-    """Inputs and targets, the same on every rank."""
+    """Return inputs and targets, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(number, 3, generator=generator)
     return TensorDataset(inputs, inputs.sum(1, keepdim=True))
 
 
 def loader(number: int = SAMPLES, seed: int = 0, **settings: Any) -> DataLoader[Any]:
-    """Batches of two samples; Lightning shares them among the workers."""
+    """Return batches of two samples; Lightning divides them among the workers."""
     return DataLoader(samples(number, seed), batch_size=2, **settings)
 
 
 def weights(module: nn.Module) -> Tensor:
-    """All parameters in one vector of float64."""
+    """Return all parameters in one vector of float64."""
     return torch.cat([p.detach().reshape(-1).double() for p in module.parameters()])
 
 
 def fill(module: nn.Module, value: float) -> None:
-    """Change all parameters by hand."""
+    """Set all parameters to a value."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.fill_(value)
 
 
 def are_all(module: nn.Module, value: float) -> bool:
-    """Whether all parameters are what they were filled with, to rounding."""
+    """Return whether all parameters are close to a value."""
     found = weights(module)
     return torch.allclose(found, torch.full_like(found, value), atol=1e-5)
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What has become of a run on one rank.
+    """The outcome of a run on one rank.
 
     Attributes:
-        facts: What the row tells; empty on ranks that serve.
-        models: Weights that all workers should have.
-        written: Weights that should be the mean over the workers of the others beside them.
-        error: Type and text of what was raised.
+        facts: The facts of the row; empty on servers.
+        models: Weights that must be equal on all workers.
+        written: Pairs of weights; the first must be the mean of the second over the workers.
+        error: Type and text of an error.
     """
 
     facts: Facts = dataclasses.field(default_factory=dict)
@@ -218,33 +218,33 @@ class Outcome:
 
 
 @contextmanager
-def lane_of(rank: int) -> Iterator[ClusterEnvironment]:
-    """Two ranks of the pool's call by themselves, so that others beside them go their own way."""
-    lane, worker = divmod(rank, WORKERS)
+def group_of_queue(rank: int) -> Iterator[ClusterEnvironment]:
+    """A context with a process group of two ranks of the pool's call, for the runs of one queue."""
+    queue, worker = divmod(rank, WORKERS)
     store = dist.distributed_c10d._get_default_store()
     take_group_away()
-    store = dist.PrefixStore(f"lane{lane}", store)
+    store = dist.PrefixStore(f"queue{queue}", store)
     dist.init_process_group("gloo", store=store, rank=worker, world_size=WORKERS)
     yield PoolEnvironment()
 
 
 def run_row(
-    rank: int, world: int, lanes: list[list[str]], row: Callable[[RowRun], Facts], folder: str
+    rank: int, world: int, queues: list[list[str]], row: Callable[[RowRun], Facts], folder: str
 ) -> dict[str, Outcome]:
-    """Run a row under some strategies; what came of it on this rank.
+    """Run a row with some strategies; return the outcomes on this rank.
 
     Args:
-        rank: Of the pool's call.
-        world: Two ranks for each lane, or all that a remote optimizer needs.
-        lanes: Strategies that run one after the other, beside those of the other lanes.
-        row: What to run.
-        folder: Where to write.
+        rank: Rank in the pool's call.
+        world: Two ranks for each queue, or all ranks of a remote optimizer.
+        queues: Strategies that run one after the other, in parallel with those of other queues.
+        row: The row to run.
+        folder: Folder for files.
     """
-    if lanes == [[REMOTE]]:
+    if queues == [[REMOTE]]:
         with all_ranks() as environment:
             return {REMOTE: run_one(rank, REMOTE, row, Path(folder) / REMOTE, environment)}
-    worker, names = rank % WORKERS, lanes[rank // WORKERS]
-    with lane_of(rank) as environment:
+    worker, names = rank % WORKERS, queues[rank // WORKERS]
+    with group_of_queue(rank) as environment:
         return {
             name: run_one(worker, name, row, Path(folder) / name, environment) for name in names
         }
@@ -257,17 +257,17 @@ def run_one(
     folder: Path,
     environment: ClusterEnvironment,
 ) -> Outcome:
-    """Run a row under one strategy."""
+    """Run a row with one strategy."""
     folder.mkdir(exist_ok=True)
     run = RowRun(name, rank, folder, environment)
     try:
         facts = row(run)
     except Exception as error:
-        return Outcome(error=said(error))
+        return Outcome(error=described(error))
     return Outcome() if run.serves else Outcome(facts, run.models, run.written)
 
 
-def said(error: BaseException) -> str:
-    """Type and text of an error, and of the one that caused it."""
+def described(error: BaseException) -> str:
+    """Return type and text of an error, and of its cause."""
     text = f"{type(error).__name__}: {error}"
-    return text if error.__cause__ is None else f"{text}\ncaused by {said(error.__cause__)}"
+    return text if error.__cause__ is None else f"{text}\ncaused by {described(error.__cause__)}"

@@ -1,15 +1,14 @@
-"""The matrix: features of Lightning and idioms of its users by strategy, and what comes of each.
+"""The matrix: expected outcomes of Lightning's features and idioms of its users, by strategy.
 
-A row is a function of one of the modules beside this one, which runs under DDP and under every
-strategy. What should come of it is
+A row is a function of one of the modules beside this one, which runs with DDP and with every
+strategy. The expected outcome is
 
-- :data:`AS_DDP`: what the row tells of the run is the same, or it ends with the same error;
+- :data:`AS_DDP`: the facts of the run are the same, or it ends with the same error;
 - :class:`Refused`: a clear message on all ranks;
-- :class:`Better`: DDP hangs, fails or goes wrong; this does not;
-- :class:`Apart`: another result than DDP's, which is in the nature of the method.
+- :class:`Better`: DDP hangs, fails or gives a wrong result; the strategy does not;
+- :class:`Apart`: another result than DDP's, which is a property of the method.
 
-Always, the weights after fit are finite, and equal on all workers, unless DDP leaves what is
-looked at each worker's own.
+The weights after fit are always finite, and equal on all workers unless they differ with DDP, too.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from tests.lightning_matrix.row_run import REMOTE, Facts, RowRun
 
 @dataclasses.dataclass(frozen=True)
 class AsDDP:
-    """What the row tells is equal to what it tells under DDP."""
+    """The facts are equal to those with DDP."""
 
     words = "as DDP"
 
@@ -41,7 +40,7 @@ class Refused:
     """An error on every rank.
 
     Args:
-        message: What is in it.
+        message: A part of its message.
     """
 
     message: str
@@ -50,12 +49,12 @@ class Refused:
 
 @dataclasses.dataclass(frozen=True)
 class Better:
-    """Works where DDP does not.
+    """Succeeds where DDP does not.
 
     Args:
-        how: For readers.
-        facts: What the row must tell; nothing is compared with DDP.
-        error: What is in the error with which all ranks end, if they should.
+        how: Explanation for readers.
+        facts: Expected facts; nothing is compared with DDP.
+        error: A part of the error message of all ranks, if they should fail.
     """
 
     how: str
@@ -66,11 +65,11 @@ class Better:
 
 @dataclasses.dataclass(frozen=True)
 class Apart:
-    """Ends well, with finite weights that are equal on all workers, but not as with DDP.
+    """Succeeds, with finite weights that are equal on all workers, but another result than DDP.
 
     Args:
-        how: For readers.
-        facts: What the row must tell.
+        how: Explanation for readers.
+        facts: Expected facts.
     """
 
     how: str
@@ -87,10 +86,10 @@ class Row:
     """One feature.
 
     Args:
-        feature: For readers, and for the names of tests.
-        run: What is done with it.
-        verdict: What comes of it under all strategies but those of ``but``.
-        but: What comes of it under some, by their names.
+        feature: Name for readers and tests.
+        run: Runs it.
+        verdict: Expected outcome with all strategies except those of ``but``.
+        but: Expected outcomes with other strategies, by name.
         needs: A package without which the row is skipped.
     """
 
@@ -101,12 +100,12 @@ class Row:
     needs: str = ""
 
     def of(self, strategy: str) -> Verdict:
-        """What should come of it under a strategy."""
+        """Return the expected outcome with a strategy."""
         return self.but.get(strategy, self.verdict)
 
 
 def remote(verdict: Verdict) -> dict[str, Verdict]:
-    """Another outcome with a remote optimizer."""
+    """Return another expected outcome with a remote optimizer."""
     return {REMOTE: verdict}
 
 
@@ -116,14 +115,14 @@ NO_FINDER = remote(
 )
 ONE_LAYER = {"streaming_diloco": Refused("fragments=2 is more than the 1 layers")}
 SERVED_BEFORE = Apart(
-    "a peer may blend in what was served before the first step; clip before training, too",
+    "a peer may blend in parameters from before the first step; clip before training, too",
     {"training_step": 8},
 )
 APPLIED_AFTER = Apart(
-    "a result may move the weights once more after the last step, on one worker alone",
+    "a result may change the weights after the last step, on one worker only",
     {"training_step": 8},
 )
-UNEVEN = Better("nobody loses data, and nobody hangs", {"all data": True})
+UNEVEN = Better("no data is skipped, and no worker hangs", {"all data": True})
 
 TABLE: dict[str, list[Row]] = {
     "Calls of the Trainer": [
@@ -149,7 +148,7 @@ TABLE: dict[str, list[Row]] = {
         Row(
             "should_stop on one worker",
             trainer_rows.should_stop_on_one,
-            Better("the others go on to the end; DDP fails in a collective"),
+            Better("the others train to the end; DDP fails in a collective"),
         ),
         Row("val_check_interval", trainer_rows.val_check_interval),
         Row("val_check_interval across epochs", trainer_rows.val_steps_across_epochs),
@@ -168,8 +167,8 @@ TABLE: dict[str, list[Row]] = {
         Row("dictionary of loaders", data_rows.dict_of_loaders),
         Row("loaders in sequence", data_rows.loaders_in_sequence),
         Row("several validation loaders", data_rows.validation_loaders),
-        Row("batch sampler of one's own", data_rows.own_batch_sampler),
-        Row("DistributedSampler of one's own", data_rows.own_distributed_sampler),
+        Row("custom batch sampler", data_rows.own_batch_sampler),
+        Row("custom DistributedSampler", data_rows.own_distributed_sampler),
         Row("WeightedRandomSampler", data_rows.weighted_sampler),
         Row("shuffle=True", data_rows.shuffled),
         Row("drop_last with an odd number of samples", data_rows.drop_last),
@@ -187,8 +186,8 @@ TABLE: dict[str, list[Row]] = {
         Row("gradient_clip_val by value", optimization_rows.clipping_by_value),
         Row("configure_gradient_clipping", optimization_rows.own_clipping),
         Row("norm of the gradients, logged", optimization_rows.gradient_norm),
-        Row("optimizer_step of one's own", optimization_rows.own_optimizer_step),
-        Row("schedule by the step", optimization_rows.step_schedule),
+        Row("custom optimizer_step", optimization_rows.own_optimizer_step),
+        Row("learning-rate schedule by step", optimization_rows.step_schedule),
         Row("ReduceLROnPlateau", optimization_rows.plateau),
         Row("OneCycleLR with estimated_stepping_batches", optimization_rows.one_cycle),
         Row("parameter groups", optimization_rows.parameter_groups),
@@ -210,25 +209,25 @@ TABLE: dict[str, list[Row]] = {
     "Models": [
         Row("frozen layers", optimization_rows.frozen, but=ONE_LAYER),
         Row(
-            "freezing in mid-fit",
+            "freezing during fit",
             idiom_rows.freezing,
-            Better("DDP wants find_unused_parameters", {"training_step": 8}),
+            Better("DDP needs find_unused_parameters", {"training_step": 8}),
         ),
         Row(
-            "unfreezing in mid-fit",
-            idiom_rows.thawed,
+            "unfreezing during fit",
+            idiom_rows.unfreezing,
             Refused("became trainable during fit"),
             ONE_LAYER | remote(Refused("A parameter became trainable after the start")),
         ),
         Row(
-            "Parameter replaced in mid-fit",
+            "Parameter replaced during fit",
             idiom_rows.replaced_parameter,
             Refused("was replaced by another object during fit"),
         ),
         Row(
             "layer without gradient",
             optimization_rows.unused,
-            Better("DDP wants find_unused_parameters", {"training_step": 8}),
+            Better("DDP needs find_unused_parameters", {"training_step": 8}),
         ),
         Row("tied weights", optimization_rows.tied),
         Row("weight_norm", optimization_rows.parametrized),
@@ -268,9 +267,9 @@ TABLE: dict[str, list[Row]] = {
         ),
         Row("EMA teacher without gradients", idiom_rows.teacher),
         Row(
-            "DQN target in no optimizer",
+            "DQN target network in no optimizer",
             idiom_rows.target,
-            Better("DDP wants find_unused_parameters", {"target": True}),
+            Better("DDP needs find_unused_parameters", {"target": True}),
         ),
         Row(
             "buffer changed by hand",
@@ -308,7 +307,7 @@ TABLE: dict[str, list[Row]] = {
         Row("simple profiler", callback_rows.simple_profiler),
         Row("advanced profiler", callback_rows.advanced_profiler),
         Row("PyTorch profiler", callback_rows.pytorch_profiler),
-        Row("AveragedModel in a callback of one's own", callback_rows.ema_by_hand),
+        Row("AveragedModel in a custom callback", callback_rows.ema_by_hand),
         Row("weights written in on_train_end", callback_rows.zeroing_at_the_end),
         Row("EMAWeightAveraging", callback_rows.weight_averaging),
         Row("EMAWeightAveraging, saved", callback_rows.saved_average),
@@ -335,11 +334,11 @@ TABLE: dict[str, list[Row]] = {
             | remote(Refused("A parameter group was added to the optimizer after the start")),
         ),
     ],
-    "Misfortunes and other packages": [
+    "Failures and other packages": [
         Row(
             "NaN on one worker",
             idiom_rows.nan_on_one,
-            Better("its model goes on from the others'; with DDP all are NaN"),
+            Better("it continues from the others' parameters; with DDP all are NaN"),
             remote(
                 Better(
                     "all end with an error that names it; with DDP all are NaN",
@@ -350,7 +349,7 @@ TABLE: dict[str, list[Row]] = {
         Row(
             "error on one worker",
             idiom_rows.error_on_one,
-            Better("all end with it; DDP hangs", error="a mistake of worker 1"),
+            Better("all end with that error; DDP hangs", error="a mistake of worker 1"),
         ),
         Row("error on all workers", idiom_rows.error_on_all),
         Row("LightningCLI", idiom_rows.lightning_cli),

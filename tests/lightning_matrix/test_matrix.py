@@ -1,4 +1,4 @@
-"""Every cell of the matrix comes true, and the page that shows it is up to date."""
+"""Every cell of the matrix has the expected outcome, and the page that shows it is up to date."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tests.lightning_matrix.row_run import REMOTE, Outcome
 from tests.lightning_matrix.table import AS_DDP, ROWS, STRATEGIES, TABLE, Better, Refused, Row
 from tests.pool import Pool
 
-# What features of Lightning warn of is theirs; here it is told what comes of them.
+# Warnings of Lightning's features are not tested here.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 OUTER = ("diloco", "streaming_diloco", "gasloc")
-"""In turn: rounds of all parameters, of fragments, and with neighbours."""
+"""Used in turn: rounds of all parameters, of fragments, and with neighbours."""
 
 WITHOUT_ROUNDS = ("async_model_average", "pairwise_gossip")
-"""In turn: averages by the clock, and pulls from one peer."""
+"""Used in turn: averages by the clock, and pulls from one peer."""
 
 
 def chosen(feature: str) -> list[str]:
-    """The strategies under which a feature is tried for every change; the others in the soak.
+    """Return the strategies that are tested for every change; others are in the soak.
 
-    One of each kind, and each that has a verdict of its own.
+    One of each kind, and each that has its own expected outcome.
     """
     turn = list(ROWS).index(feature)
     some = {OUTER[turn % 3], WITHOUT_ROUNDS[turn % 2], REMOTE, *ROWS[feature].but}
@@ -44,7 +44,7 @@ def runs(pool: Pool) -> Iterator[Runs]:
 
 
 @pytest.mark.parametrize("feature", ROWS)
-def test_feature_under_a_strategy_of_each_kind(
+def test_feature_with_a_strategy_of_each_kind(
     runs: Runs, feature: str, subtests: pytest.Subtests
 ) -> None:
     check(runs, ROWS[feature], chosen(feature), subtests)
@@ -52,7 +52,7 @@ def test_feature_under_a_strategy_of_each_kind(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("feature", ROWS)
-def test_feature_under_the_other_strategies(
+def test_feature_with_the_other_strategies(
     runs: Runs, feature: str, subtests: pytest.Subtests
 ) -> None:
     others = [name for name in STRATEGIES if name not in chosen(feature)]
@@ -60,7 +60,7 @@ def test_feature_under_the_other_strategies(
 
 
 def check(runs: Runs, row: Row, strategies: list[str], subtests: pytest.Subtests) -> None:
-    """Run a row under some strategies, and compare each with its verdict."""
+    """Run a row with some strategies, and compare each with its expected outcome."""
     if row.needs and importlib.util.find_spec(row.needs) is None:
         pytest.skip(f"needs {row.needs}")
     outcomes = runs.outcomes(row, strategies)
@@ -72,7 +72,7 @@ def check(runs: Runs, row: Row, strategies: list[str], subtests: pytest.Subtests
             assert not wrong, wrong
 
 
-def test_no_feature_is_there_twice() -> None:
+def test_no_feature_is_listed_twice() -> None:
     assert len(ROWS) == sum(map(len, TABLE.values()))
 
 
@@ -80,7 +80,7 @@ def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tests.lightning_matrix.render"
 
 
-# ------------------------------------------------------------------------ the judge itself
+# ------------------------------------------------------------------------ the comparison itself
 
 
 def done(*models: float, error: str = "", **facts: object) -> Outcome:
@@ -90,7 +90,7 @@ def done(*models: float, error: str = "", **facts: object) -> Outcome:
 RIGHT = [done(1.0, steps=8), done(1.0, steps=8)]
 
 
-def test_the_judge_accepts_what_is_right() -> None:
+def test_the_comparison_accepts_expected_outcomes() -> None:
     assert problem(AS_DDP, RIGHT, RIGHT) == ""
     assert problem(Better("", {"steps": 8}), RIGHT, []) == ""
     refused = [done(error="ValueError: it is not there")] * 3
@@ -111,11 +111,13 @@ def test_the_judge_accepts_what_is_right() -> None:
         (Better("", error="there"), [done(error="there"), done()], "no error on ranks [1]"),
     ],
 )
-def test_the_judge_finds_what_is_wrong(verdict: object, outcomes: list[Outcome], text: str) -> None:
+def test_the_comparison_finds_differences(
+    verdict: object, outcomes: list[Outcome], text: str
+) -> None:
     assert text in problem(verdict, outcomes, RIGHT if verdict is AS_DDP else [])  # type: ignore[arg-type]
 
 
-def test_the_judge_compares_with_the_mean_of_what_was_written() -> None:
+def test_the_comparison_uses_the_mean_of_what_was_written() -> None:
     one, two = torch.tensor([1.0]), torch.tensor([2.0])
     right = [Outcome({}, [], [(1.5 * one, one)]), Outcome({}, [], [(1.5 * one, two)])]
     wrong = [Outcome({}, [], [(one, one)]), Outcome({}, [], [(one, two)])]

@@ -1,4 +1,4 @@
-"""Rows: calls of the Trainer, and how long they go on."""
+"""Rows: calls of the Trainer, and its limits."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.lightning_matrix.row_run import (
 
 
 def fit(run: RowRun, module: Model | None = None, validates: bool = True, **settings: Any) -> Facts:
-    """Train and validate; what most rows are made of.
+    """Train and validate; used by most rows.
 
     Args:
         run: The run.
         module: Default: the model of all rows.
-        validates: Whether there is data for validation.
-        settings: Of the Trainer.
+        validates: Whether there are data for validation.
+        settings: Arguments of the Trainer.
     """
     module = module or Model()
     before = weights(module)
@@ -75,7 +75,7 @@ def fit_and_everything(run: RowRun) -> Facts:
 def fit_twice(run: RowRun) -> Facts:
     module, trainer = Model(), run.trainer()
     trainer.fit(module, loader(), loader(8, 1))
-    run.must_agree(module)
+    run.must_be_equal(module)
     trainer.fit_loop.max_epochs = 2 * EPOCHS
     trainer.fit(module, loader(), loader(8, 1))
     return run.facts(trainer, module)
@@ -109,7 +109,7 @@ def max_time(run: RowRun) -> Facts:
     module = Model()
     trainer = run.trainer(max_epochs=-1, max_time=timedelta(milliseconds=150))
     trainer.fit(module, loader())
-    run.must_agree(module)
+    run.must_be_equal(module)
     return {"stopped": trainer.should_stop or run.serves}
 
 
@@ -136,7 +136,7 @@ def min_epochs(run: RowRun) -> Facts:
 def should_stop_on_one(run: RowRun) -> Facts:
     module, trainer = Model(), run.trainer(callbacks=[StopAt(5, ranks=(1,))])
     trainer.fit(module, loader())
-    run.must_agree(module)
+    run.must_be_equal(module)
     return {}
 
 
@@ -172,7 +172,7 @@ def detect_anomaly(run: RowRun) -> Facts:
 
 
 class Reloading(LightningDataModule):
-    """Counts how often it is asked for data."""
+    """Counts how often its loaders are made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ def reload_dataloaders(run: RowRun) -> Facts:
 
 
 def resume(run: RowRun, **loading: Any) -> Facts:
-    """Train for one epoch, and go on from its checkpoint with all else made anew."""
+    """Train for one epoch, and resume its checkpoint with a new Trainer and module."""
     first = ModelCheckpoint(run.folder, filename="first")
     run.trainer(max_epochs=1, callbacks=[first], enable_checkpointing=True).fit(
         Remembering(), loader()
@@ -217,7 +217,7 @@ def resume(run: RowRun, **loading: Any) -> Facts:
 
 
 class NumberSGD(torch.optim.SGD):
-    """Keeps a number of NumPy in its state."""
+    """Has a number of NumPy in its state."""
 
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
@@ -271,7 +271,7 @@ def load_from_checkpoint(run: RowRun) -> Facts:
 
 
 class Recorder(Callback):
-    """Writes down which hook is called when."""
+    """Records the order in which hooks are called."""
 
     def __init__(self) -> None:
         self.called: list[str] = []
