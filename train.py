@@ -1,7 +1,7 @@
 """Command line: choose an algorithm, a topology, a model and data by name, and train.
 
-``python train.py --help`` lists the choices. Nothing heavy is imported until a run really starts,
-so that ``--help`` and ``--cfg job`` answer at once.
+``python train.py --help`` lists the choices. Slow imports are made only when a run starts, so that
+``--help`` and ``--cfg job`` are fast.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ STARTED = datetime.now()
 
 
 def conf_dir() -> str:
-    """The folder of configurations: inside the package when installed, beside it in a checkout.
+    """Return the folder of configurations: in the package if installed, beside it in a checkout.
 
     Raises:
-        FileNotFoundError: ``lightning_loco`` or its configurations are not there.
+        FileNotFoundError: If ``lightning_loco`` or its configurations are not found.
     """
     spec = find_spec("lightning_loco")
     package = (
@@ -46,11 +46,11 @@ def conf_dir() -> str:
     )
 
 
-def room(name: str) -> ModuleType:
-    """A module of ``lightning_loco``, without Lightning, which ``import lightning_loco`` imports.
+def module(name: str) -> ModuleType:
+    """Import a module of ``lightning_loco`` without Lightning, which the package itself imports.
 
     Raises:
-        ModuleNotFoundError: If the package is not there.
+        ModuleNotFoundError: If the package is not found.
     """
     if "lightning_loco" not in sys.modules:
         spec = find_spec("lightning_loco")
@@ -61,7 +61,7 @@ def room(name: str) -> ModuleType:
 
 
 def complete_package() -> None:
-    """Do what :func:`room` has left out."""
+    """Import the package itself, which :func:`module` has not done."""
     package = import_module("lightning_loco")
     if not hasattr(package, "__version__"):
         assert package.__spec__ is not None
@@ -70,7 +70,7 @@ def complete_package() -> None:
 
 
 def rank() -> int:
-    """Rank of this process as its launcher tells: torchrun, SLURM, or Lightning's own."""
+    """Return the rank of this process, set by its launcher: torchrun, SLURM, or Lightning's own."""
     return int(
         next(
             (
@@ -84,15 +84,15 @@ def rank() -> int:
 
 
 def run_stamp() -> str:
-    """What the run's folder is called after: the SLURM job, torchrun's id, or date and time.
+    """Return the name of the run's folder: of the SLURM job, torchrun's id, or date and time.
 
-    It is the same on all ranks of a run. Ranks that Lightning starts itself are told rank 0's.
+    It is the same on all ranks of a run. Ranks that Lightning starts get the folder of rank 0.
     """
     if is_slurm():
         return f"slurm-{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_STEP_ID', '0')}"
     if is_torchrun() and os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE"):
         name = os.environ["TORCHELASTIC_RUN_ID"]
-        if name == "none":  # nobody has named the run
+        if name == "none":  # the run has no name
             name = "{MASTER_ADDR}-{MASTER_PORT}".format_map(os.environ)
         return f"torchrun-{name}"
     start = parent_start() if is_torchrun() else STARTED
@@ -100,7 +100,7 @@ def run_stamp() -> str:
 
 
 def run_name() -> str:
-    """A text that all ranks of this run have in common, and no run at the same time has as well."""
+    """Return a string that is equal on all ranks of this run, and different from other runs'."""
     stamp = run_stamp()
     if stamp.startswith(("slurm-", "torchrun-")):
         return stamp
@@ -109,26 +109,26 @@ def run_name() -> str:
 
 
 def is_slurm() -> bool:
-    """Whether SLURM has started this process, other than from a shell."""
+    """Return whether SLURM has started this process, not from a shell."""
     name = os.environ.get("SLURM_JOB_NAME")
     return "SLURM_JOB_ID" in os.environ and name not in ("bash", "interactive")
 
 
 def is_torchrun() -> bool:
-    """Whether torchrun has started this process."""
+    """Return whether torchrun has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def run_folder(root: str) -> str:
-    """The folder of this run below ``root``, which is made; ``--resolve`` only shows its name."""
+    """Make and return the folder of this run below ``root``; with ``--resolve`` only return it."""
     folder = Path(root, run_stamp())
     if "--resolve" in sys.argv:
         return str(folder)
-    return str(room("run_folder").claim(folder, run_name()))
+    return str(module("run_folder").claim(folder, run_name()))
 
 
 def parent_start() -> datetime:
-    """When the parent process started: the one time that all workers of torchrun share."""
+    """Return when the parent process started, which is equal for all workers of torchrun."""
     try:
         fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
         machine = Path("/proc/stat").read_text().splitlines()
@@ -148,7 +148,7 @@ OmegaConf.register_new_resolver(
 
 
 def known_keys() -> tuple[set[str], set[str]]:
-    """The groups of the configuration, and all keys at its top level, groups included."""
+    """Return the groups of the configuration, and all keys at its top level, groups included."""
     default = OmegaConf.load(Path(conf_dir()) / "train.yaml")
     groups = {
         str(name) for entry in default.defaults if isinstance(entry, DictConfig) for name in entry
@@ -156,20 +156,20 @@ def known_keys() -> tuple[set[str], set[str]]:
     return groups, {str(name) for name in default} - {"defaults"} | groups
 
 
-def meant(name: str, known: Collection[str], form: str = "{}=...") -> str:
-    """A question with the known name that is most like ``name``; empty if none is.
+def suggestion(name: str, known: Collection[str], form: str = "{}=...") -> str:
+    """Suggest the known name that is most similar to ``name``; empty if none is.
 
     Args:
         name: What the user has written.
-        known: What there is.
-        form: How such a name is given.
+        known: The known names.
+        form: Format of a suggestion.
     """
     close = get_close_matches(name, sorted(known), 1)
     return f" Did you mean {form.format(close[0])}?" if close else ""
 
 
 def unknown_key(cfg: DictConfig) -> str | None:
-    """What is wrong with the keys at the top level: one that nothing reads; None if all is well.
+    """Describe a key at the top level that is never read; None if there is none.
 
     ``+algoritm=diloco`` would add a key and train the default algorithm. A key that another value
     refers to (``${width}``) is read.
@@ -178,16 +178,16 @@ def unknown_key(cfg: DictConfig) -> str | None:
     text = OmegaConf.to_yaml(cfg)
     for key in map(str, cfg):
         if key not in known and f"${{{key}" not in text:
-            instead = meant(key, known) or f" There are {', '.join(sorted(known))}."
+            instead = suggestion(key, known) or f" There are {', '.join(sorted(known))}."
             return f"{key} is no setting, and nothing refers to it.{instead}"
     return None
 
 
 def unknown_choice(arguments: Sequence[str]) -> str | None:
-    """What is wrong with a command line: a key or a choice that is not there; None if all is well.
+    """Describe an unknown key or choice on the command line; None if there is none.
 
-    Hydra refuses it as well, with a page of text. What there is in a search path or a primary
-    configuration of the user's, Hydra alone knows.
+    Hydra refuses it too, with a page of text. Nothing is checked if the user has set a search path
+    or a primary configuration, which only Hydra can resolve.
     """
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd")
@@ -204,7 +204,7 @@ def unknown_choice(arguments: Sequence[str]) -> str | None:
             continue
         added, key, values = found.groups()
         if not added and key not in known and not may_add:
-            instead = meant(key, known) or f" There are {', '.join(sorted(known))}."
+            instead = suggestion(key, known) or f" There are {', '.join(sorted(known))}."
             return f"{key} is no setting.{instead}"
         choices = {
             file.relative_to(folder / key).with_suffix("").as_posix()
@@ -213,7 +213,7 @@ def unknown_choice(arguments: Sequence[str]) -> str | None:
         }
         for value in values.split(",") if key in groups else ():
             if value not in {*choices, "null", ""}:
-                instead = meant(value, choices, f"{key}={{}}")
+                instead = suggestion(value, choices, f"{key}={{}}")
                 all_of_them = ", ".join(sorted(choices))
                 return f"{key}={value}: no such {key}.{instead}\nThere are {all_of_them}."
     return None
@@ -223,12 +223,12 @@ def unknown_choice(arguments: Sequence[str]) -> str | None:
 def run_configured(cfg: DictConfig) -> float | None:
     """Train as configured; returns the final validation loss, for sweeps.
 
-    A setting that cannot work ends the process with one line on stderr and status 1;
-    HYDRA_FULL_ERROR=1 shows where it was found.
+    An invalid setting ends the process with one line on stderr and status 1; HYDRA_FULL_ERROR=1
+    shows the traceback.
     """
     if mistake := unknown_key(cfg):
         raise SystemExit(error_text(mistake))
-    checked_settings = room("checked_settings")
+    checked_settings = module("checked_settings")
     try:
         cfg = checked_settings.checked(cfg)
         complete_package()
@@ -242,15 +242,15 @@ def run_configured(cfg: DictConfig) -> float | None:
 
 
 def error_text(error: object) -> str:
-    """What the process ends with; ranks other than 0 say who they are."""
+    """Return the error message of the process, with the rank if that is not 0."""
     prefix = f"[rank {rank()}] " if rank() else ""
     return f"{prefix}error: {error}"
 
 
 def main() -> None:
-    """Run what the command line says, after a check of the names in it."""
+    """Check the names on the command line, then run it."""
     if "--version" in sys.argv[1:]:
-        print(room("doctor.facts").describe_versions())
+        print(module("doctor.facts").describe_versions())
         return
     if mistake := unknown_choice(sys.argv[1:]):
         raise SystemExit(error_text(mistake))

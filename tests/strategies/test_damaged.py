@@ -101,7 +101,7 @@ def test_damaged_file_and_an_intact_one_are_named(
     kind, folder = saved
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     path, older = tmp_path / "4.ckpt", tmp_path / "2.ckpt"
-    names_older = f"Go on from {older}, the newest other checkpoint in its folder that is whole."
+    names_older = f"Go on from {older}, the newest other checkpoint in its folder that is intact."
     whole = path.read_bytes()
     for words, content in (
         ("it is empty", b""),
@@ -121,7 +121,7 @@ def test_damaged_file_and_an_intact_one_are_named(
             assert names_older in message
     with subtests.test("the other is damaged, too"):
         flip_in_tensors(older)
-        assert f"No other checkpoint in {tmp_path} is whole." in refusal(pool, kind, path)
+        assert f"No other checkpoint in {tmp_path} is intact." in refusal(pool, kind, path)
     path.write_bytes(whole)
     assert pool.run(fit, kind, str(path), True, world=WORLD)[: WORLD - 1] == [6] * (WORLD - 1)
 

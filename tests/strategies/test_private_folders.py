@@ -375,7 +375,7 @@ class SaveElsewhere(pl.Callback):
     ("callbacks", "io", "words"),
     [
         ([], AsyncCheckpointIO(), "needs a CheckpointIO that has written a file"),
-        ([SaveElsewhere()], None, "memory://folder/one.ckpt is somewhere else"),
+        ([SaveElsewhere()], None, "memory://folder/one.ckpt is not on a disk"),
     ],
     ids=["files that are written later", "addresses elsewhere"],
 )

@@ -289,7 +289,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
     ),
     "a run too short for a whole phase": (
         lambda: AsyncDiLoCoStrategy(11, fragments=1),
-        "room for a single round of sync_every=11",
+        "only a single round of sync_every=11",
     ),
 }
 
