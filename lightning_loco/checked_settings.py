@@ -39,7 +39,7 @@ SETTING_ERRORS = (
     HydraException,
     OmegaConfBaseException,
 )
-LIGHT = tuple(
+IMPORTED_EARLY = tuple(
     f"lightning_loco.{part}." for part in ("algorithms", "compression", "links", "topology")
 )
 """Modules that can be imported without Lightning; those of users may need it."""
@@ -49,7 +49,7 @@ HIDDEN_ROUNDS: dict[str, Callable[..., HiddenRounds]] = {
     "StreamingDiLoCoStrategy": streaming_diloco,
 }
 
-Settings = RoundSettings | PairwiseSettings
+EarlySettings = RoundSettings | PairwiseSettings
 
 
 class SettingsError(ValueError):
@@ -57,7 +57,7 @@ class SettingsError(ValueError):
 
 
 @contextlib.contextmanager
-def settings_of(key: str) -> Iterator[None]:
+def errors_for(key: str) -> Iterator[None]:
     """A context that turns errors while ``key`` is being built into one line that names it."""
     try:
         yield
@@ -87,11 +87,11 @@ def checked(cfg: DictConfig) -> DictConfig:
     Raises:
         SettingsError: If a value cannot work.
     """
-    with settings_of("trainer"):
+    with errors_for("trainer"):
         cfg = follow_launcher(cfg)
     settings = early_settings(cfg)
     if settings is not None and (num_workers := num_ranks(cfg)) is not None:
-        with settings_of("algorithm"), warnings.catch_warnings():
+        with errors_for("algorithm"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they are repeated before training
             settings.prepare(num_workers)
     return cfg
@@ -105,7 +105,7 @@ def num_ranks(cfg: DictConfig) -> int | None:
     return devices * num_nodes
 
 
-def early_settings(cfg: DictConfig) -> Settings | None:
+def early_settings(cfg: DictConfig) -> EarlySettings | None:
     """Return the settings that the strategy of a configuration will make of its arguments.
 
     Returns:
@@ -119,12 +119,12 @@ def early_settings(cfg: DictConfig) -> Settings | None:
     if (
         package != "lightning_loco"
         or cfg.membership._target_
-        or not all(target.startswith(LIGHT) for target in _targets(inner))
+        or not all(target.startswith(IMPORTED_EARLY) for target in _targets(inner))
     ):
         return None
-    with settings_of("topology"):
+    with errors_for("topology"):
         topology = hydra.utils.instantiate(cfg.topology) if cfg.topology._target_ else None
-    with settings_of("algorithm"):
+    with errors_for("algorithm"):
         arguments = {key: value for key, value in cfg.algorithm.items() if key != "_target_"}
         given = dict(hydra.utils.instantiate(arguments))
         if {"timeout_s", "start_method"} <= given.keys():
@@ -133,9 +133,9 @@ def early_settings(cfg: DictConfig) -> Settings | None:
             _check_tiers(given, num_ranks(cfg))
             return None
         given["topology"] = "ring" if topology is None and kind == "GASLoCStrategy" else topology
-        with settings_of("compression"):
+        with errors_for("compression"):
             given["compression"] = codec_of(cfg.compression) if cfg.compression._target_ else None
-        with settings_of("link"):
+        with errors_for("link"):
             given["link"] = hydra.utils.instantiate(cfg.link) if cfg.link._target_ else None
             given["link"] = as_links(given["link"])
         settings = _settings(kind, given)
@@ -163,7 +163,7 @@ def codec_of(compression: DictConfig) -> Codec | ErrorFeedback | Compensated:
     return codec if feedback is None else ErrorFeedback(codec, feedback)
 
 
-def _settings(kind: str, given: Mapping[str, Any]) -> Settings | None:
+def _settings(kind: str, given: Mapping[str, Any]) -> EarlySettings | None:
     """Return the settings of a strategy with rounds or peers; None for another one."""
     if kind == "PairwiseGossipStrategy":
         own = _of_fields(PairwiseSettings, given)

@@ -27,8 +27,8 @@ from lightning_loco.checked_settings import (
     SettingsError,
     check_takes_topology,
     codec_of,
+    errors_for,
     one_line,
-    settings_of,
 )
 from lightning_loco.demo.data import ByteTextData
 from lightning_loco.demo.launch import (
@@ -37,7 +37,7 @@ from lightning_loco.demo.launch import (
     set_num_threads,
 )
 from lightning_loco.demo.model import ByteGPT
-from lightning_loco.demo.report import Report, draw_run, measure
+from lightning_loco.demo.report import RunReport, draw_run, measure
 from lightning_loco.strategies import RemoteOptimizerStrategy
 from lightning_loco.strategies.base import EngineStrategy
 from lightning_loco.strategies.lightning_compat import choose_checkpoint
@@ -50,9 +50,9 @@ WAIT_FOR_RANK_0_S = 10
 CHECKPOINT_NAMES = ("last", "best", "hpc", "registry")
 """Values of ckpt_path that are not paths."""
 
-OPTIONAL_PARTS = {
-    "membership": "cannot let workers come and go. Drop {group}=..., or choose algorithm=diloco, "
-    "async_diloco, streaming_diloco, local_sgd, gasloc or noloco.",
+OPTIONAL_GROUPS = {
+    "membership": "does not let workers join and leave. Drop {group}=..., or choose "
+    "algorithm=diloco, async_diloco, streaming_diloco, local_sgd, gasloc or noloco.",
     "link": "makes no rounds or fetches that a link could delay. Drop {group}=..., or choose "
     "another algorithm than ddp and remote_optimizer.",
     "compression": "has no messages to compress. Drop {group}=..., or choose another algorithm "
@@ -75,14 +75,14 @@ def run(cfg: DictConfig) -> float | None:
     """
     quieten_lightning()
     seed_everything(cfg.seed, workers=True, verbose=False)
-    with settings_of("model"):
+    with errors_for("model"):
         model: LightningModule = hydra.utils.instantiate(cfg.model)
-    with settings_of("data"):
+    with errors_for("data"):
         data: LightningDataModule = hydra.utils.instantiate(cfg.data)
     timer = Timer()
     trainer = build_trainer(cfg, timer)
     check_before_launch(cfg, trainer, model, data)
-    with settings_of("num_threads"):
+    with errors_for("num_threads"):
         set_num_threads(cfg.num_threads, trainer)
 
     with late_errors_reported(trainer):
@@ -100,26 +100,26 @@ def run(cfg: DictConfig) -> float | None:
 def build_trainer(cfg: DictConfig, timer: Timer) -> Trainer:
     """Build the Trainer with its strategy, callbacks and loggers, and a timer for the report."""
     strategy = build_strategy(cfg)
-    with settings_of("callbacks"):
+    with errors_for("callbacks"):
         callbacks = [*build_callbacks(cfg), timer]
-    with settings_of("logger"):
+    with errors_for("logger"):
         loggers = [hydra.utils.instantiate(node) for node in cfg.logger.values()]
-    with settings_of("trainer"):
+    with errors_for("trainer"):
         make: Callable[..., Trainer] = hydra.utils.instantiate(cfg.trainer, _partial_=True)
         return make(strategy=strategy, callbacks=callbacks, logger=loggers or False)
 
 
 def build_strategy(cfg: DictConfig) -> Strategy:
     """Build the strategy of the ``algorithm`` group, with the choices of other groups."""
-    with settings_of("topology"):
+    with errors_for("topology"):
         topology = hydra.utils.instantiate(cfg.topology) if cfg.topology._target_ else None
-    with settings_of("algorithm"):
+    with errors_for("algorithm"):
         # Partial, because Hydra would turn the topology, a dataclass, into a configuration.
         make: Callable[..., Strategy] = hydra.utils.instantiate(cfg.algorithm, _partial_=True)
         kind = hydra.utils.get_class(cfg.algorithm._target_)
-        for group, instead in OPTIONAL_PARTS.items():
+        for group, instead in OPTIONAL_GROUPS.items():
             if cfg[group]._target_:
-                make = with_part(make, kind, group, cfg[group], instead)
+                make = with_group(make, kind, group, cfg[group], instead)
         accepted = inspect.signature(kind).parameters.get("topology")
         if topology is not None:
             check_takes_topology(kind.__name__, accepted is not None, topology)
@@ -134,7 +134,7 @@ def build_strategy(cfg: DictConfig) -> Strategy:
         return strategy
 
 
-def with_part(
+def with_group(
     make: Callable[..., Strategy], kind: type, group: str, part: DictConfig, instead: str
 ) -> Callable[..., Strategy]:
     """Add the choice of a group to the constructor of a strategy.
@@ -152,7 +152,7 @@ def with_part(
     if group not in inspect.signature(kind).parameters:
         name = kind.__name__.removesuffix("Strategy")
         raise ValueError(f"{name} {instead.format(group=group)}")
-    with settings_of(group):
+    with errors_for(group):
         made = codec_of(part) if group == "compression" else hydra.utils.instantiate(part)
     return functools.partial(make, **{group: made})
 
@@ -188,13 +188,13 @@ def check_before_launch(
         raise SettingsError(f"ckpt_path: there is no checkpoint at {Path(path).absolute()}.")
     if cfg.sample and not isinstance(model, ByteGPT):
         raise SettingsError(f"sample=true needs a ByteGPT, got {type(model).__name__}.")
-    with settings_of("algorithm"):
+    with errors_for("algorithm"):
         if isinstance(strategy, EngineStrategy):
             strategy.settings.prepare(trainer.world_size)
             check_validation(strategy, trainer)
         elif isinstance(strategy, RemoteOptimizerStrategy):
             strategy.detect_tiers()
-    with settings_of("data"):
+    with errors_for("data"):
         if isinstance(data, ByteTextData):
             data.check(trainer.world_size)
 
@@ -236,7 +236,7 @@ def keep_model(trainer: Trainer) -> None:
     choose_checkpoint(trainer, lambda _: None)
 
 
-def present(cfg: DictConfig, report: Report, trainer: Trainer, model: LightningModule) -> None:
+def present(cfg: DictConfig, report: RunReport, trainer: Trainer, model: LightningModule) -> None:
     """Print and write the table, the text sample and the plot of the loss."""
     folder = Path(cfg.run_dir)
     report.write(folder)

@@ -171,12 +171,12 @@ class TestOneLine:
     def test_lightnings_settings_errors_become_one_line(self) -> None:
         with (
             pytest.raises(cli.SettingsError, match="^trainer: two lines$"),
-            cli.settings_of("trainer"),
+            cli.errors_for("trainer"),
         ):
             raise MisconfigurationException("two\n  lines")
 
     def test_other_errors_pass(self) -> None:
-        with pytest.raises(RuntimeError, match="a fault"), cli.settings_of("trainer"):
+        with pytest.raises(RuntimeError, match="a fault"), cli.errors_for("trainer"):
             raise RuntimeError("a fault")
 
     def test_an_error_without_text_is_named(self) -> None:

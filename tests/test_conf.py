@@ -304,7 +304,10 @@ def test_values_that_cannot_work(subtests: pytest.Subtests) -> None:
         (["link=dsl", "link.mbit_per_s=0"], "link: mbit_per_s of a link must be positive"),
         (["algorithm=ddp", "link=wan"], r"DDP makes no rounds .* Drop link=\.\.\., or choose"),
         (["algorithm=remote_optimizer", "link=wan"], "RemoteOptimizer makes no rounds or fetches"),
-        (["algorithm=ddp", "membership=elastic"], "DDP cannot let workers come and go. Drop membe"),
+        (
+            ["algorithm=ddp", "membership=elastic"],
+            "DDP does not let workers join and leave. Drop membe",
+        ),
         (["membership=elastic", "link=wan"], "not those of members .* Drop link or membership"),
         (["topology.matrix=[[1,0],[0,1]]", "topology=matrix"], "topology: .*not connected"),
     ]:

@@ -23,7 +23,7 @@ Curve = list[tuple[int, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class RunReport:
     """Metrics of a run; None where nothing was measured.
 
     Attributes:
@@ -118,7 +118,7 @@ def read_worker_curve(file: Path) -> Curve:
 
 def measure(
     trainer: Trainer, model: LightningModule, data: LightningDataModule, train_s: float
-) -> Report:
+) -> RunReport:
     """Collect the metrics of a finished fit from all workers; every rank must call it.
 
     Args:
@@ -128,7 +128,7 @@ def measure(
         train_s: Duration of the training.
     """
     strategy, steps = trainer.strategy, trainer.global_step
-    report = Report(
+    report = RunReport(
         algorithm=type(strategy).__name__.removesuffix("Strategy"),
         topology=None,
         num_workers=trainer.world_size,
@@ -174,7 +174,7 @@ def measure(
     )
 
 
-def draw_run(report: Report, folder: Path, loggers: Sequence[Logger]) -> None:
+def draw_run(report: RunReport, folder: Path, loggers: Sequence[Logger]) -> None:
     """Plot ``loss.png`` from the CSV logger's file, and the workers' own files if they exist.
 
     Raises:

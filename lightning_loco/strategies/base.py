@@ -35,8 +35,7 @@ from lightning_loco.distributed.graceful_stop import StopAgreed
 from lightning_loco.distributed.job import init_workers
 from lightning_loco.distributed.work import ExplainErrors
 from lightning_loco.earlier_run import EarlierRun
-from lightning_loco.engine import Engine as RoundEngine
-from lightning_loco.engine import RoundSettings
+from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.engine.membership import Link
 from lightning_loco.gossip import PairwiseEngine
 from lightning_loco.parameter_server import RemoteOptimizer
@@ -67,7 +66,7 @@ from lightning_loco.values import check_choice, check_common_arguments
 if TYPE_CHECKING:
     from lightning_loco.strategies.checkpoint.remote import RemoteCheckpoints
 
-Engine = RoundEngine | PairwiseEngine
+AnyEngine = Engine | PairwiseEngine
 """Counts the local steps of one worker and makes its exchanges when they are due."""
 
 Synchronizer = Engine | RemoteOptimizer
@@ -295,7 +294,7 @@ class EngineStrategy(WorkerStrategy):
     """
 
     settings: Any
-    engine: Engine | None
+    engine: AnyEngine | None
     checkpoints: WorkerCheckpoints
 
     def _init_with(
@@ -343,7 +342,7 @@ class EngineStrategy(WorkerStrategy):
         self._max_steps: MaxSteps | None = None
         self._added = ExitStack()
         self._loss: Any = math.nan
-        self.engine: Engine | None = None
+        self.engine: AnyEngine | None = None
         self.checkpoints = WorkerCheckpoints(self, checkpoint_folder)
         self._external_updates = ExternalUpdates(self)
 
@@ -353,7 +352,7 @@ class EngineStrategy(WorkerStrategy):
         return None
 
     @abstractmethod
-    def make_engine(self, group: WorkerGroup) -> Engine:
+    def make_engine(self, group: WorkerGroup) -> AnyEngine:
         """Make the engine of this worker from the settings; called on every worker."""
 
     @abstractmethod
@@ -376,10 +375,10 @@ class EngineStrategy(WorkerStrategy):
     @property
     def member_link(self) -> Link | None:
         """The connection to members that join and leave; None if the workers are fixed."""
-        return self.engine.link if isinstance(self.engine, RoundEngine) else None
+        return self.engine.link if isinstance(self.engine, Engine) else None
 
     @property
-    def _engine(self) -> Engine:
+    def _engine(self) -> AnyEngine:
         if self.engine is None:
             raise RuntimeError("The engine exists only during Trainer.fit.")
         return self.engine
@@ -434,7 +433,7 @@ class EngineStrategy(WorkerStrategy):
             self._added.callback(self._max_steps.restore)
         rank_zero_info(describe(self.engine, self.schedule))
 
-    def _set_evaluated(self, engine: Engine, trainer: pl.Trainer) -> None:
+    def _set_evaluated(self, engine: AnyEngine, trainer: pl.Trainer) -> None:
         """Choose what validations show; refuse settings that contradict the choice."""
         if self.evaluate == "outer":
             if engine.settings.consensus_key is None:

@@ -22,7 +22,7 @@ from lightning_loco.strategies import lightning_compat
 from lightning_loco.worker import Worker
 
 if TYPE_CHECKING:
-    from lightning_loco.strategies.base import Engine, EngineStrategy
+    from lightning_loco.strategies.base import AnyEngine, EngineStrategy
     from lightning_loco.strategies.checkpoint.workers import WorkerCheckpoints
 
 _RESTART = "a new start from weights that a hook has set on this worker"
@@ -250,7 +250,7 @@ def share_complete_averages(trainer: pl.Trainer, group: WorkerGroup) -> None:
         tensor.detach().copy_(sent)
 
 
-def finish_with_averages(engine: Engine, trainer: pl.Trainer, *, keeps_local: bool) -> None:
+def finish_with_averages(engine: AnyEngine, trainer: pl.Trainer, *, keeps_local: bool) -> None:
     """Finish the training of an engine, before callbacks write their final weights into the model.
 
     If the model already holds an average, the mean of all workers' averages replaces it: SWA writes

@@ -14,7 +14,7 @@ from lightning_loco.parameters.flat import FlatLayout
 from lightning_loco.schedules import Schedule, Staggered
 
 if TYPE_CHECKING:
-    from lightning_loco.strategies.base import Engine
+    from lightning_loco.strategies.base import AnyEngine
 
 MIN_ROUNDS = 10
 """Outer momentum needs about as many rounds to have an effect."""
@@ -28,11 +28,13 @@ SHORT_ROUND = 20
 # ------------------------------------------------------------ before training
 
 
-def describe(engine: Engine, schedule: Schedule | None) -> str:
+def describe(engine: AnyEngine, schedule: Schedule | None) -> str:
     """Return one line about a run: its algorithm, workers, parameters and rounds."""
     worker, settings = engine.worker, engine.settings
     group, membership = worker.group, getattr(settings, "membership", None)
-    workers = f"{group.num_workers} workers" if membership is None else "workers that come and go"
+    workers = (
+        f"{group.num_workers} workers" if membership is None else "an elastic group of workers"
+    )
     topology = getattr(settings, "topology", None)
     parts = [
         f"{settings.algorithm} on {workers}",

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_loco.demo.report import Report, draw_run, read_curve, read_worker_curve
+from lightning_loco.demo.report import RunReport, draw_run, read_curve, read_worker_curve
 
-REPORT = Report(
+REPORT = RunReport(
     algorithm="GASLoC",
     topology="ring",
     num_workers=4,
@@ -35,7 +35,7 @@ def test_the_table_is_aligned() -> None:
 
 
 def test_missing_values_are_dashes() -> None:
-    lines = Report(algorithm="DDP", topology=None, num_workers=1).table().splitlines()
+    lines = RunReport(algorithm="DDP", topology=None, num_workers=1).table().splitlines()
     assert [line.split()[-1] for line in lines] == ["DDP", "-", "1", *"-------"]
 
 
@@ -49,7 +49,7 @@ def test_files(tmp_path: Path) -> None:
     REPORT.write(tmp_path / "run")
     assert (tmp_path / "run/report.txt").read_text() == REPORT.table() + "\n"
     figures = json.loads((tmp_path / "run/report.json").read_text())
-    assert Report(**figures) == REPORT
+    assert RunReport(**figures) == REPORT
 
 
 def test_curves_skip_lines_without_the_value(tmp_path: Path) -> None:

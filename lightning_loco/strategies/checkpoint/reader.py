@@ -28,7 +28,7 @@ from lightning_loco.strategies.checkpoint.side_files import (
 )
 
 if TYPE_CHECKING:
-    from lightning_loco.strategies.base import Engine
+    from lightning_loco.strategies.base import AnyEngine
 
 _REQUEUED = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
 _LABEL = "the choice of a checkpoint"
@@ -344,7 +344,7 @@ class SavedRun:
         every = self._manifest.settings.get("sync_every")
         return proportion(every) if isinstance(every, list) else [1] * self.num_workers
 
-    def equals(self, engine: Engine) -> bool:
+    def equals(self, engine: AnyEngine) -> bool:
         """Return whether the present run has the same settings and number of workers."""
         return (
             self.num_workers == engine.worker.group.num_workers

@@ -40,7 +40,7 @@ from lightning_loco.strategies.checkpoint.atomic_io import (
 )
 
 if TYPE_CHECKING:
-    from lightning_loco.strategies.base import Engine
+    from lightning_loco.strategies.base import AnyEngine
 
 KEY = "lightning_loco"
 """Key of the manifest in the main file."""
@@ -120,7 +120,7 @@ class Manifest(NamedTuple):
     consensus_key: str | None
 
     @classmethod
-    def of(cls, engine: Engine, stamp: str) -> Manifest:
+    def of(cls, engine: AnyEngine, stamp: str) -> Manifest:
         """Describe a save of the present run."""
         algorithm = engine.settings.algorithm
         return cls(

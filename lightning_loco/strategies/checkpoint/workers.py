@@ -37,7 +37,7 @@ from lightning_loco.strategies.data import samples_read
 from lightning_loco.values import check_choice
 
 if TYPE_CHECKING:
-    from lightning_loco.strategies.base import Engine, EngineStrategy
+    from lightning_loco.strategies.base import AnyEngine, EngineStrategy
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class WorkerCheckpoints:
         self._saved_on_stop: int | None = None
 
     @property
-    def _engine(self) -> Engine | None:
+    def _engine(self) -> AnyEngine | None:
         return self._strategy.engine if self._strategy.is_connected else None
 
     def start_fit(self) -> None:
@@ -166,7 +166,7 @@ class WorkerCheckpoints:
         self._writes_main = write(group)
 
     def _worker_state(
-        self, engine: Engine, checkpoint: dict[str, Any]
+        self, engine: AnyEngine, checkpoint: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Return the state of this worker alone, and that which is the same on all workers."""
         module = self._strategy.lightning_module
@@ -183,7 +183,7 @@ class WorkerCheckpoints:
         }
         return to_device((own, shared), _CPU)
 
-    def _samples_read(self, engine: Engine, position: Position) -> int | None:
+    def _samples_read(self, engine: AnyEngine, position: Position) -> int | None:
         """Return how many samples all workers have read, for members that join and leave."""
         strategy = self._strategy
         if (link := strategy.member_link) is not None:
