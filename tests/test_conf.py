@@ -306,7 +306,7 @@ def test_values_that_cannot_work(subtests: pytest.Subtests) -> None:
         (["algorithm=remote_optimizer", "link=wan"], "RemoteOptimizer makes no rounds or fetches"),
         (
             ["algorithm=ddp", "membership=elastic"],
-            "DDP does not let workers join and leave. Drop membe",
+            "DDP does not let workers join and leave. Drop m",
         ),
         (["membership=elastic", "link=wan"], "not those of members .* Drop link or membership"),
         (["topology.matrix=[[1,0],[0,1]]", "topology=matrix"], "topology: .*not connected"),

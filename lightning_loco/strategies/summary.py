@@ -32,9 +32,7 @@ def describe(engine: AnyEngine, schedule: Schedule | None) -> str:
     """Return one line about a run: its algorithm, workers, parameters and rounds."""
     worker, settings = engine.worker, engine.settings
     group, membership = worker.group, getattr(settings, "membership", None)
-    workers = (
-        f"{group.num_workers} workers" if membership is None else "an elastic group of workers"
-    )
+    workers = f"{group.num_workers} workers" if membership is None else "workers that come and go"
     topology = getattr(settings, "topology", None)
     parts = [
         f"{settings.algorithm} on {workers}",
