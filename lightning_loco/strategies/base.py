@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 AnyEngine = Engine | PairwiseEngine
 """Counts the local steps of one worker and makes its exchanges when they are due."""
 
-Synchronizer = Engine | RemoteOptimizer
+Synchronizer = AnyEngine | RemoteOptimizer
 """Has the method ``sync_point(purpose)``, which waits for all workers."""
 
 MAX_SAMPLED = 8192
@@ -368,7 +368,7 @@ class EngineStrategy(WorkerStrategy):
         """
 
     @property
-    def synchronizer(self) -> Engine | None:
+    def synchronizer(self) -> AnyEngine | None:
         """The engine, which takes part in the rounds of the others while it waits."""
         return self.engine
 
@@ -441,7 +441,7 @@ class EngineStrategy(WorkerStrategy):
                     "evaluate='outer' needs outer parameters that are the same on all workers, "
                     f"which {engine.settings.algorithm} does not have. Use evaluate='average'."
                 )
-            assert isinstance(engine, RoundEngine)
+            assert isinstance(engine, Engine)
             engine.shows_outer = True
         for callback in trainer.checkpoint_callbacks if self.evaluate == "local" else ():
             monitor = getattr(callback, "monitor", None)

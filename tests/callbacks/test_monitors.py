@@ -223,14 +223,14 @@ class LargeModule(pl.LightningModule):
 def measure_large(rank: int, world: int) -> list[float]:
     seen: list[float] = []
 
-    class Look(pl.Callback):
+    class RecordDistance(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
             if trainer.global_step > 1:
                 seen.append(trainer.strategy.statistics.consensus_distance)
 
     strategy = LocoStrategy(LocalSGD(), sync_every=1)
     trainer = make_trainer(
-        strategy, max_steps=3, callbacks=[ConsensusMonitor(max_elements=4096), Look()]
+        strategy, max_steps=3, callbacks=[ConsensusMonitor(max_elements=4096), RecordDistance()]
     )
     trainer.fit(LargeModule(), make_loader(rank, 3))
     return seen

@@ -48,8 +48,8 @@ def test_link_time() -> None:
 def test_files(tmp_path: Path) -> None:
     REPORT.write(tmp_path / "run")
     assert (tmp_path / "run/report.txt").read_text() == REPORT.table() + "\n"
-    figures = json.loads((tmp_path / "run/report.json").read_text())
-    assert RunReport(**figures) == REPORT
+    values = json.loads((tmp_path / "run/report.json").read_text())
+    assert RunReport(**values) == REPORT
 
 
 def test_curves_skip_lines_without_the_value(tmp_path: Path) -> None:

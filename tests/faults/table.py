@@ -94,7 +94,7 @@ class Fault(NamedTuple):
             who = rf"the (aggregator|optimizer|aggregator-optimizer) \(rank {self.victim}\)"
         lost = rf"{who} \(no sign of life"
         ended, silent = "worker 0, which hosts it, has ended", "worker 0 is unreachable"
-        words = {
+        patterns = {
             "killed": lost if self.victim else ended,
             "frozen": lost if self.victim else silent,
             "raises": rf"{who}.*trouble",
@@ -103,10 +103,10 @@ class Fault(NamedTuple):
         }
         if self.method in REMOTE:
             late = r"[^\n]* It has ended, or is later than|no (step|sync point) \d+ s after another"
-            words["hangs"] = f"{who}: ({late})"
-            words["killed"] += f"|{lost}|{words['hangs']}"
-            words["frozen"] += f"|{lost}|{words['hangs']}"
-        return re.compile(words[self.kind], re.IGNORECASE | re.DOTALL)
+            patterns["hangs"] = f"{who}: ({late})"
+            patterns["killed"] += f"|{lost}|{patterns['hangs']}"
+            patterns["frozen"] += f"|{lost}|{patterns['hangs']}"
+        return re.compile(patterns[self.kind], re.IGNORECASE | re.DOTALL)
 
     def strategy(self, timeout_s: float) -> Any:
         """Make the strategy, with rounds every few steps, or as often as possible."""

@@ -85,8 +85,8 @@ def fit(rank: int, world: int, fault: Fault, folder: Path, timeout_s: float) -> 
         )
     steps = STEPS if fault.phase != "stop" else 50 * STEPS
     environment: Any = all_ranks() if fault.method in REMOTE else nullcontext()
-    with environment as place:
-        make = make_trainer if place is None else functools.partial(remote_trainer, place)
+    with environment as ranks:
+        make = make_trainer if ranks is None else functools.partial(remote_trainer, ranks)
         trainer = make(
             fault.strategy(timeout_s),
             max_epochs=1,

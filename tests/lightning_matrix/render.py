@@ -53,7 +53,7 @@ def table(rows: list[Row]) -> str:
 
 def sign(verdict: Verdict) -> str:
     """Return the sign of a verdict in a cell."""
-    return {"as DDP": "=", "better": "+", "refused": "no", "apart": "~"}[verdict.words]
+    return verdict.sign
 
 
 def notes_of(row: Row) -> Iterator[str]:

@@ -32,7 +32,7 @@ from tests.lightning_matrix.row_run import REMOTE, Facts, RowRun
 class AsDDP:
     """The facts are equal to those with DDP."""
 
-    words = "as DDP"
+    sign = "="
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Refused:
     """
 
     message: str
-    words = "refused"
+    sign = "no"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Better:
     how: str
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     error: str = ""
-    words = "better"
+    sign = "+"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Apart:
 
     how: str
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    words = "apart"
+    sign = "~"
 
 
 Verdict = AsDDP | Refused | Better | Apart

@@ -69,13 +69,13 @@ def loader(world: int, batches: int = BATCHES) -> StatefulDataLoader[Any]:
 class SaveAt(pl.Callback):
     """Saves at the points of a run that are named ``"<hook> <global step>"``."""
 
-    def __init__(self, *places: str) -> None:
-        self.places = places
+    def __init__(self, *points: str) -> None:
+        self.points = points
 
     def save(self, trainer: pl.Trainer, hook: str) -> None:
-        place = f"{hook} {trainer.global_step}"
-        if place in self.places and not trainer.sanity_checking:
-            trainer.save_checkpoint(f"{place}.ckpt")
+        point = f"{hook} {trainer.global_step}"
+        if point in self.points and not trainer.sanity_checking:
+            trainer.save_checkpoint(f"{point}.ckpt")
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.save(trainer, "batch")

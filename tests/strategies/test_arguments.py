@@ -134,8 +134,8 @@ def command_line(monkeypatch: pytest.MonkeyPatch) -> CommandLine:
     # Lightning uses a deprecated name of jsonargparse.
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
-    def run(*words: str) -> LightningCLI:
-        monkeypatch.setattr(sys, "argv", ["script.py", "--trainer.logger=false", *words])
+    def run(*arguments: str) -> LightningCLI:
+        monkeypatch.setattr(sys, "argv", ["script.py", "--trainer.logger=false", *arguments])
         return LightningCLI(
             TinyModule, save_config_callback=None, seed_everything_default=False, run=False
         )

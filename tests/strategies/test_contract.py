@@ -156,8 +156,8 @@ class NewerFiles(OlderFiles):
 def test_files_are_read_with_every_version_of_checkpoint_io(wraps: bool) -> None:
     older, newer = (AsyncCheckpointIO(io) if wraps else io for io in (OlderFiles(), NewerFiles()))
     assert lightning_compat.load_checkpoint(older, "a", weights_only=True) == {"read": "a"}
-    told = lightning_compat.load_checkpoint(newer, "a", weights_only=True)
-    assert told == {"read": "a", "weights_only": True}
+    loaded = lightning_compat.load_checkpoint(newer, "a", weights_only=True)
+    assert loaded == {"read": "a", "weights_only": True}
 
 
 # ------------------------------------------------------------------------------- sampler

@@ -103,21 +103,21 @@ def test_damaged_file_and_an_intact_one_are_named(
     path, older = tmp_path / "4.ckpt", tmp_path / "2.ckpt"
     names_older = f"Go on from {older}, the newest other checkpoint in its folder that is intact."
     whole = path.read_bytes()
-    for words, content in (
+    for text, content in (
         ("it is empty", b""),
         ("cannot be read", whole[:2]),
         ("it was cut short or has changed", whole[: len(whole) // 2]),
         ("it was cut short or has changed", whole[:-1]),
         ("has changed since it was written", None),
     ):
-        with subtests.test(words, bytes=content and len(content)):
+        with subtests.test(text, bytes=content and len(content)):
             path.write_bytes(whole if content is None else content)
             if content is None:
                 flip_in_tensors(path)
                 torch.load(path)  # does not notice
             message = refusal(pool, kind, path)
             assert str(path) in message
-            assert words in message
+            assert text in message
             assert names_older in message
     with subtests.test("the other is damaged, too"):
         flip_in_tensors(older)

@@ -130,8 +130,8 @@ def test_no_sample_is_skipped_or_repeated(
     later = [seen for worker in then for seen in worker[0] if seen[0] == 1]
     assert sorted(sample for _, sample in later) == list(range(SAMPLES))
     left = SAMPLES // 2 // now
-    words = f"the data of the epoch are divided again, from batch {left} of {2 * left} on"
-    assert words in then[0][1][0]
+    note = f"the data of the epoch are divided again, from batch {left} of {2 * left} on"
+    assert note in then[0][1][0]
 
 
 def test_a_finished_epoch_is_not_read_again(pool: Pool, tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_unequal_shares_can_change(pool: Pool, tmp_path: Path, subtests: pytest.
 
 @pytest.mark.filterwarnings("ignore:Using `isinstance")
 @pytest.mark.parametrize(
-    ("validation", "places"),
+    ("validation", "points"),
     [
         pytest.param(
             "every epoch",
@@ -184,19 +184,19 @@ def test_unequal_shares_can_change(pool: Pool, tmp_path: Path, subtests: pytest.
     ],
 )
 def test_validations_are_made_when_they_are_due(
-    pool: Pool, tmp_path: Path, validation: str, places: dict[str, list[int]]
+    pool: Pool, tmp_path: Path, validation: str, points: dict[str, list[int]]
 ) -> None:
     """An epoch has 6 batches; 2 batches of 2 workers are 1 of 3 workers, so one more is left."""
     run = Run(
         CASES["async_diloco"],
         str(tmp_path),
-        [SaveAt(*places)],
+        [SaveAt(*points)],
         validates=True,
         trainer=VALIDATIONS[validation],
     )
     pool.run(fit, run, world=2)
-    paths = [f"{place}.ckpt" for place in places]
+    paths = [f"{point}.ckpt" for point in points]
     for resumed in pool.run(resume_each, replace(run, callbacks=[]), paths, world=3):
-        for (place, expected), outcome in zip(places.items(), resumed, strict=True):
-            assert sorted(outcome.losses) == list(range(int(place.split()[1]), STEPS))
+        for (point, expected), outcome in zip(points.items(), resumed, strict=True):
+            assert sorted(outcome.losses) == list(range(int(point.split()[1]), STEPS))
             assert sorted(outcome.validated) == expected

@@ -65,7 +65,7 @@ class RecordingModule(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=LR)
 
 
-def look(rank: int, world: int, settings: dict[str, Any]) -> dict[str, Any]:
+def fit_recording(rank: int, world: int, settings: dict[str, Any]) -> dict[str, Any]:
     """Six local steps with a validation in the middle of the second round, and six more."""
     module = RecordingModule(rank)
     trainer = make_trainer(
@@ -97,7 +97,7 @@ def assert_same(actual: Picture, expected: Picture, atol: float = 1e-12) -> None
 
 @pytest.mark.parametrize("algorithm", [LocalSGD(), DiLoCo()], ids=["local_sgd", "diloco"])
 def test_validation_uses_the_mean_of_the_workers(pool: Pool, algorithm: Algorithm) -> None:
-    results = pool.run(look, {"algorithm": algorithm}, world=3)
+    results = pool.run(fit_recording, {"algorithm": algorithm}, world=3)
     for epoch, last_batch in ((1, 5), (2, 11)):
         local = [result["trained"][last_batch] for result in results]
         assert not torch.equal(local[0][1], local[1][1])  # statistics of BatchNorm are local
@@ -111,13 +111,13 @@ def test_validation_uses_the_mean_of_the_workers(pool: Pool, algorithm: Algorith
 
 def test_sanity_check_uses_the_start_of_worker_0(pool: Pool) -> None:
     start = picture(norm_model(seed=0))
-    for result in pool.run(look, {"algorithm": GASLoC(), "topology": "ring"}, world=3):
+    for result in pool.run(fit_recording, {"algorithm": GASLoC(), "topology": "ring"}, world=3):
         assert len(result["validated"]) == 3
         assert_same(result["validated"][0], start)
 
 
 def test_validation_of_outer_parameters(pool: Pool) -> None:
-    results = pool.run(look, {"algorithm": DiLoCo(), "evaluate": "outer"}, world=2)
+    results = pool.run(fit_recording, {"algorithm": DiLoCo(), "evaluate": "outer"}, world=2)
     outer = results[0]["started"][4][0]  # right after the first round
     mean = mean_of([result["trained"][-1] for result in results])
     for result in results:
@@ -128,7 +128,7 @@ def test_validation_of_outer_parameters(pool: Pool) -> None:
 
 
 def test_rounds_are_made_before_the_next_step_and_not_at_the_end(pool: Pool) -> None:
-    results = pool.run(look, {"algorithm": DiLoCo()}, world=2)
+    results = pool.run(fit_recording, {"algorithm": DiLoCo()}, world=2)
     mean = mean_of([result["trained"][-1] for result in results])
     for result in results:
         pairs = zip(result["started"][1:], result["trained"], strict=False)
@@ -195,7 +195,7 @@ def test_invalid_evaluate_is_refused(pool: Pool, name: str) -> None:
 
 
 def test_local_evaluation(pool: Pool) -> None:
-    results = pool.run(look, {"algorithm": LocalSGD(), "evaluate": "local"}, world=2)
+    results = pool.run(fit_recording, {"algorithm": LocalSGD(), "evaluate": "local"}, world=2)
     for result in results:
         assert_same(result["validated"][1], result["trained"][5], atol=0)
     assert not torch.equal(results[0]["validated"][1][0], results[1]["validated"][1][0])
@@ -203,8 +203,8 @@ def test_local_evaluation(pool: Pool) -> None:
 
 def test_fit_returns_the_consensus_or_local_parameters(pool: Pool) -> None:
     settings = {"algorithm": GASLoC(), "topology": "ring"}
-    average = pool.run(look, {**settings, "finalize": "average"}, world=4)
-    keep = pool.run(look, {**settings, "finalize": "keep"}, world=4)
+    average = pool.run(fit_recording, {**settings, "finalize": "average"}, world=4)
+    keep = pool.run(fit_recording, {**settings, "finalize": "keep"}, world=4)
     consensus = mean_of([result["final"] for result in keep])
     assert not torch.equal(keep[0]["final"][0], keep[1]["final"][0])
     assert not torch.equal(keep[0]["final"][1], keep[1]["final"][1])

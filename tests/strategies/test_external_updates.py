@@ -185,7 +185,7 @@ def fit_each_later(
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("values", "texts"),
     [
         (
             [1.0, 2.0],
@@ -206,14 +206,14 @@ def fit_each_later(
     ids=["others on each worker", "on one worker alone"],
 )
 def test_different_weights_are_refused_on_every_worker(
-    pool: Pool, subtests: pytest.Subtests, values: list[float | None], words: list[str]
+    pool: Pool, subtests: pytest.Subtests, values: list[float | None], texts: list[str]
 ) -> None:
     names = ("diloco", "gasloc", "async_model_average", "pairwise_gossip")
     for errors in pool.run(fit_each_later, names, values, world=2):
         for name, error in zip(names, errors, strict=True):
             with subtests.test(name):
-                for word in words:
-                    assert word in error
+                for text in texts:
+                    assert text in error
 
 
 class Clipped(RecordingModule):
@@ -485,9 +485,9 @@ def test_weights_over_a_checkpoint_are_refused_until_the_next_epoch(
     hooks = ("on_fit_start", "on_train_start", "on_train_epoch_start")
     for *refused, (error, weights) in pool.run(fit_resumed, str(tmp_path), hooks, world=2):
         assert len(refused) == 2
-        for words, _ in refused:
-            assert "has set weights after the checkpoint was loaded" in words
-            assert "trainer.ckpt_path is None" in words
+        for texts, _ in refused:
+            assert "has set weights after the checkpoint was loaded" in texts
+            assert "trainer.ckpt_path is None" in texts
         assert error == ""
         assert (weights - VALUE).abs().max() <= 1e-12
 

@@ -20,7 +20,7 @@ from tests.pool import Pool, make_trainer
 from tests.small_model import TinyModule, loss_of, make_loader
 
 LONG_S = 120.0
-"""Longer than the test may take: nobody waits for it."""
+"""Longer than the test may take, so that no worker waits for it."""
 
 STRATEGIES: dict[str, Any] = {
     "diloco": lambda: DiLoCoStrategy(sync_every=2, timeout_s=LONG_S),

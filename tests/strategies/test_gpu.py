@@ -39,20 +39,20 @@ class Run(NamedTuple):
 
     model: Tensor
     val_loss: float
-    places: list[tuple[str, str]]
+    devices: list[tuple[str, str]]
 
 
-class Look(Callback):
+class RecordDevice(Callback):
     """Records the device and the backend of a worker, and saves its epochs."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.places: list[tuple[str, str]] = []
+        self.devices: list[tuple[str, str]] = []
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         group = getattr(getattr(trainer.strategy, "group", None), "data", None)
         backend = "" if group is None else dist.get_backend(group)
-        self.places.append((next(module.parameters()).device.type, backend))
+        self.devices.append((next(module.parameters()).device.type, backend))
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         trainer.save_checkpoint(self.path)
@@ -75,17 +75,17 @@ def train(rank: int, world: int, name: str, backend: str, gpu: bool, folder: Pat
     parts = [(1, None), (2, str(path))] if gpu else [(2, None)]
     with all_ranks(num_nodes=world if gpu else 1) as environment:
         for max_epochs, ckpt_path in parts:
-            module, look = ValidatedModule(optimizer="AdamW"), Look(path)
+            module, recorder = ValidatedModule(optimizer="AdamW"), RecordDevice(path)
             trainer = remote_trainer(
                 environment,
                 make_strategy(name, world, backend),
                 max_epochs=max_epochs,
                 use_distributed_sampler=False,
-                callbacks=[look],
+                callbacks=[recorder],
                 **({"accelerator": "gpu", "devices": 1, "num_nodes": world} if gpu else {}),
             )
             trainer.fit(module, make_loader(rank, 10), make_loader(9, 2), ckpt_path=ckpt_path)
-    return Run(flat(module).cpu(), trainer.callback_metrics["val_loss"].item(), look.places)
+    return Run(flat(module).cpu(), trainer.callback_metrics["val_loss"].item(), recorder.devices)
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -99,7 +99,7 @@ def test_workers_on_one_gpu_equal_those_on_the_cpu(
             for on_cpu, on_gpu in zip(expected, found, strict=True):
                 assert_close(on_gpu.model, on_cpu.model)
                 assert on_gpu.val_loss == pytest.approx(on_cpu.val_loss)
-                assert (on_cpu.places, on_gpu.places) == ([("cpu", "gloo")], [("cuda", backend)])
+                assert (on_cpu.devices, on_gpu.devices) == ([("cpu", "gloo")], [("cuda", backend)])
 
 
 @pytest.mark.parametrize("name", [*BY_CLOCK, "pairwise"])
@@ -112,7 +112,7 @@ def test_workers_on_one_gpu_agree_at_the_end(
             for run in found:
                 assert torch.isfinite(run.model).all()
                 assert torch.equal(run.model, found[0].model)
-                assert run.places[0][0] == "cuda"
+                assert run.devices[0][0] == "cuda"
 
 
 def test_a_remote_optimizer_equals_ddp(pool: Pool, tmp_path: Path) -> None:
@@ -181,8 +181,8 @@ def three_on_nccl(
     return one_per_rank(command, 3, folder, num_nodes=3)
 
 
-def number_after(words: str, output: str) -> float:
-    return float(output.rpartition(words)[2].split()[0])
+def number_after(text: str, output: str) -> float:
+    return float(output.rpartition(text)[2].split()[0])
 
 
 @pytest.mark.process

@@ -40,7 +40,7 @@ class Run(NamedTuple):
     is_late: bool
 
 
-class Look(Callback):
+class RecordBackend(Callback):
     """Records whether messages use the late backend."""
 
     is_late = False
@@ -51,20 +51,21 @@ class Look(Callback):
 
 def train(rank: int, world: int, name: str, late: bool, folder: Path) -> Run:
     """Train two epochs with validations and checkpoints between rounds."""
-    strategy, module, look = CASES[name].strategy(SYNC_EVERY), ValidatedModule(), Look()
+    strategy, module = CASES[name].strategy(SYNC_EVERY), ValidatedModule()
+    recorder = RecordBackend()
     with late_messages() if late else nullcontext():
         trainer = make_trainer(
             strategy,
             max_epochs=2,
             use_distributed_sampler=False,
-            callbacks=[look, ModelCheckpoint(folder, filename="saved")],
+            callbacks=[recorder, ModelCheckpoint(folder, filename="saved")],
             enable_checkpointing=True,
         )
         trainer.fit(module, make_loader(rank, 10), make_loader(rank, 2))
     val_loss = trainer.callback_metrics["val_loss"].item()
     saved = torch.load(folder / "saved.ckpt", weights_only=True)["state_dict"]
     wait_s = strategy.statistics.wait_s
-    return Run(flat(module), module.losses, val_loss, saved, wait_s, look.is_late)
+    return Run(flat(module), module.losses, val_loss, saved, wait_s, recorder.is_late)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ class OnlyWorker(WorkerGroup):
     number: int = 1
     then: Callable[[], object] = bool
 
-    def gather_objects(self, value: Any, place: str = "an agreement") -> list[Any]:
+    def gather_objects(self, value: Any, label: str = "an agreement") -> list[Any]:
         self.number -= 1
         if self.number == 0:
             self.then()

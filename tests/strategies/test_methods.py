@@ -253,9 +253,9 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(*words: str, cwd: Path) -> str:
+def run(*arguments: str, cwd: Path) -> str:
     done = subprocess.run(
-        [sys.executable, *words],
+        [sys.executable, *arguments],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": python_path(cwd), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

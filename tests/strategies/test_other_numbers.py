@@ -43,7 +43,7 @@ class Start(NamedTuple):
     final: Tensor
 
 
-class Look(pl.Callback):
+class RecordStart(pl.Callback):
     """Records the state before the first step, and saves after some step."""
 
     def __init__(self, path: str | None, save_at: int) -> None:
@@ -63,7 +63,7 @@ class Look(pl.Callback):
         }
         if getattr(strategy, "engine", None) is not None:
             self.seen["engine"] = copied(strategy.engine.state_dict())
-            strategy.engine.show_consensus("a look")
+            strategy.engine.worker.show_consensus("a test")
         self.seen["consensus"] = flat(module).clone()
         if self.seen["engine"]:
             strategy.engine.worker.show_local()
@@ -97,20 +97,20 @@ def fit(
     sync_every: int = 4,
 ) -> Start:
     """Train, from a checkpoint if there is one, and save if asked; each worker has its own data."""
-    look = Look(path, save_at)
+    recorder = RecordStart(path, save_at)
     torch.manual_seed(1000 + rank)
     module = TinyModule(lr=0.01, optimizer="Adam")
     torch.manual_seed(1000 + rank)
     trainer = make_trainer(
         strategy_of(case, sync_every),
         max_steps=save_at + 2,
-        callbacks=[look],
+        callbacks=[recorder],
         use_distributed_sampler=False,
     )
     loader = StatefulDataLoader(WorkerData(rank, 100), batch_size=None)
     with save_and_resume.recorded_warnings() as warned:
         trainer.fit(module, loader, ckpt_path=resume)
-    return Start(**look.seen, warnings=warned, final=flat(module))
+    return Start(**recorder.seen, warnings=warned, final=flat(module))
 
 
 def fit_each(rank: int, world: int, runs: Sequence[tuple[Any, ...]]) -> list[Start]:
@@ -249,7 +249,7 @@ def check_start(case: Case, saved: Files, starts: list[Start]) -> None:
 
 
 def check_pending(saved: Files, engine: dict[str, Any]) -> None:
-    """Check that a pending round stays pending, with the mean of its messages."""
+    """Check that a pending round remains pending, with the mean of its messages."""
     before, now = (
         saved.workers[0]["engine"]["fragments"][0]["pending"],
         engine["fragments"][0]["pending"],
@@ -277,8 +277,8 @@ def check_warning(case: Case, before: int, starts: list[Start]) -> None:
         f"The checkpoint was written by {before} workers with {algorithm}, and {now} workers with "
         f"{algorithm} go on from it: "
     )
-    place = "the consensus" if case.consensus_key is None else "the mean of the"
-    assert f"all workers begin at {place}" in text
+    start = "the consensus" if case.consensus_key is None else "the mean of the"
+    assert f"all workers begin at {start}" in text
     if now == 2:
         assert "the optimizers, schedules and positions of worker 2 are dropped" in text
     else:
@@ -349,13 +349,13 @@ def test_another_algorithm_starts_from_the_consensus(
     ]
     runs = [(CASES[now], None, str(saved(before)), SAVED_AT + 1) for before, now, _ in rows]
     found = zip(*pool.run(fit_each, runs, world=2), strict=True)
-    for (before, now, words), starts in zip(rows, found, strict=True):
+    for (before, now, text), starts in zip(rows, found, strict=True):
         with subtests.test(before=before, now=now):
-            check_another_algorithm(files_of(saved(before)), starts, before, now, words)
+            check_another_algorithm(files_of(saved(before)), starts, before, now, text)
 
 
 def check_another_algorithm(
-    files: Files, starts: Sequence[Start], before: str, now: str, words: str
+    files: Files, starts: Sequence[Start], before: str, now: str, text: str
 ) -> None:
     names = [type(CASES[name].algorithm).__name__ for name in (before, now)]
     prepared = CASES[now].prepared(2)
@@ -371,7 +371,7 @@ def check_another_algorithm(
     assert [len(start.warnings) for start in starts] == [1, 0]
     assert f"2 workers with {names[0]}, and 2 workers with {names[1]}" in starts[0].warnings[0]
     assert "all workers begin at the consensus" in starts[0].warnings[0]
-    assert words in starts[0].warnings[0]
+    assert text in starts[0].warnings[0]
 
 
 def test_other_settings_of_the_same_algorithm_drop_nothing(
@@ -416,8 +416,8 @@ def test_momentum_is_kept_where_both_have_it(resumed: Resume) -> None:
 def test_momentum_is_reset_if_there_was_none(resumed: Resume) -> None:
     files, starts = resumed("gasloc_plain", Case(GASLoC(), "ring"))
     for worker, start in enumerate(starts):
-        begun = files.of_fragment(worker)["start"]
-        expected = {"start": begun, "previous": begun}
+        start = files.of_fragment(worker)["start"]
+        expected = {"start": start, "previous": start}
         assert_same(start.engine["shared"][0]["state"], expected)
         assert torch.equal(start.engine["params"], files.workers[worker]["engine"]["params"])
     assert "go on from it: what GASLoC remembers (previous) is reset." in starts[0].warnings[0]
@@ -548,12 +548,12 @@ def test_a_checkpoint_of_ddp_is_a_common_start(
 
 def fit_plain(path: str, resume: str | None, save_at: int) -> Start:
     """Train in one process with plain Lightning."""
-    look = Look(path, save_at)
+    recorder = RecordStart(path, save_at)
     module = TinyModule(lr=0.01, optimizer="Adam")
-    trainer = quiet_trainer(devices=1, max_steps=save_at + 2, callbacks=[look])
+    trainer = quiet_trainer(devices=1, max_steps=save_at + 2, callbacks=[recorder])
     loader = StatefulDataLoader(WorkerData(0, 100), batch_size=None)
     trainer.fit(module, loader, ckpt_path=resume)
-    return Start(**look.seen, warnings=[], final=flat(module))
+    return Start(**recorder.seen, warnings=[], final=flat(module))
 
 
 @pytest.mark.parametrize(

@@ -61,11 +61,11 @@ def fit_in_precision(
         settings = {"plugins": [PoolEnvironment(), plugin]}
     outer: list[torch.dtype] = []
 
-    class Look(pl.Callback):
+    class Record(pl.Callback):
         def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
             outer.append(trainer.strategy.engine.state_dict()["shared"][0]["state"]["outer"].dtype)
 
-    strategy = fit(rank, module, 12, loader=loader, callbacks=[Look()], **settings)
+    strategy = fit(rank, module, 12, loader=loader, callbacks=[Record()], **settings)
     return flat(module), module.dtypes, strategy.statistics.rounds, outer[0]
 
 
@@ -170,11 +170,11 @@ def fit_frozen(rank: int, world: int) -> tuple[Tensor, Tensor, int]:
     module = FrozenModule(rank)
     bytes_sent: list[int] = []
 
-    class Look(pl.Callback):
+    class Record(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
             bytes_sent.append(trainer.strategy.statistics.bytes_sent)
 
-    fit(rank, module, 6, callbacks=[Look()])
+    fit(rank, module, 6, callbacks=[Record()])
     return flat(module.model[0]), flat(module.model[2]), bytes_sent[-1]
 
 

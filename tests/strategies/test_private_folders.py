@@ -120,13 +120,13 @@ def test_averaging_by_the_clock_resumes_from_each_disk(pool: Pool, tmp_path: Pat
         assert sorted(again.losses) == [10, 11, 12, 13]
 
 
-@pytest.mark.parametrize("places", [(0, 0, 1), (0, 0)])
-def test_workers_may_share_disks(pool: Pool, tmp_path: Path, places: tuple[int, ...]) -> None:
-    check_exact(pool, [str(tmp_path / f"disk{place}") for place in places], "diloco")
-    for place in set(places):
-        workers = [worker for worker, at in enumerate(places) if at == place]
+@pytest.mark.parametrize("disk_of", [(0, 0, 1), (0, 0)])
+def test_workers_may_share_disks(pool: Pool, tmp_path: Path, disk_of: tuple[int, ...]) -> None:
+    check_exact(pool, [str(tmp_path / f"disk{disk}") for disk in disk_of], "diloco")
+    for disk in set(disk_of):
+        workers = [worker for worker, at in enumerate(disk_of) if at == disk]
         side = [f"{PATH}.loco/S/worker_{worker:05d}.pt" for worker in workers]
-        assert files_in(tmp_path / f"disk{place}") == [PATH, f"{PATH}.loco/S/shared.pt", *side]
+        assert files_in(tmp_path / f"disk{disk}") == [PATH, f"{PATH}.loco/S/shared.pt", *side]
 
 
 # ----------------------------------------------------------------------- kills
@@ -166,10 +166,10 @@ class DieAt(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if trainer.global_rank == self.worker:
-            self.watch = on_reach(self.note)
+            self.watch = on_reach(self.on_point)
             self.watch.__enter__()  # until it dies
 
-    def note(self, point: str) -> None:
+    def on_point(self, point: str) -> None:
         if point == self.point:
             die_in_turn(self, self.worker)
 
@@ -179,7 +179,7 @@ BEFORE_OLD_GOES = "before the last checkpoint is deleted"
 KILLS = {
     "before its side file": (KillingIO(1, "worker_{:05d}.pt", 2), None, 5),
     "before its main file": (KillingIO(2, "main.ckpt", 2), None, 5),
-    "before its main file takes its place": (None, DieAt(1, BEFORE_MAIN, 2), 10),
+    "before its main file is replaced": (None, DieAt(1, BEFORE_MAIN, 2), 10),
     "before it deletes the save before": (None, DieAt(0, BEFORE_OLD_GOES, 2), 10),
 }
 KILLS_IF_SHARED = {"before what is shared": (KillingIO(1, "shared.pt", 2), None, 5)}
@@ -187,16 +187,16 @@ KILLS_IF_SHARED = {"before what is shared": (KillingIO(1, "shared.pt", 2), None,
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("name", "place"),
+    ("name", "moment"),
     [
         *cover(["diloco", "gasloc", "local_sgd"], KILLS, strength=1),
         *cover(["diloco"], KILLS_IF_SHARED),  # the other methods share no state
     ],
 )
 def test_run_killed_while_saving_resumes_from_the_newest_common_save(
-    pool: Pool, tmp_path: Path, name: str, place: str
+    pool: Pool, tmp_path: Path, name: str, moment: str
 ) -> None:
-    io, die, step = {**KILLS, **KILLS_IF_SHARED}[place]
+    io, die, step = {**KILLS, **KILLS_IF_SHARED}[moment]
     disks, whole_disks = disks_in(tmp_path / "killed"), disks_in(tmp_path / "whole")
     callbacks = [SaveEvery(5, PATH), *([] if die is None else [die])]
     with pytest.raises(PoolError) as error:
@@ -206,7 +206,7 @@ def test_run_killed_while_saving_resumes_from_the_newest_common_save(
     results = pool.run(train_save_resume, run_on(whole_disks, name), [PATH], again, world=WORLD)
     whole, resumed = zip(*results, strict=True)
     assert first_steps(resumed) == [step] * WORLD
-    check_resumed(whole, resumed, f"{name}, killed {place}")
+    check_resumed(whole, resumed, f"{name}, killed {moment}")
     for worker, disk in enumerate(disks):  # the files of the killed save are deleted
         files = files_in(Path(disk))
         own = f"{PATH}.loco/S/worker_{worker:05d}.pt"
@@ -218,14 +218,14 @@ def test_run_killed_while_saving_resumes_from_the_newest_common_save(
 # ------------------------------------------------------------- what is on which disk
 
 
-def check_no_common_save(pool: Pool, disks: Sequence[str], *words: str) -> None:
+def check_no_common_save(pool: Pool, disks: Sequence[str], *texts: str) -> None:
     """Check that the error of all workers lists what is on the disks."""
     with pytest.raises(PoolError, match="no checkpoint") as error:
         pool.run(fit, run_on(disks, "diloco"), PATH, world=len(disks))
     assert sorted(error.value.failures) == [*range(len(disks))]
     for failure in error.value.failures.values():
         assert failure.type_name == "ValueError"
-        for word in words:
+        for word in texts:
             assert word in failure.message
 
 
@@ -321,10 +321,10 @@ def test_a_worker_without_a_file_resumes_from_the_path_of_others(
     again = run_on([str(tmp_path)] * 2, "diloco")
     run, paths = replace(again, callbacks=[SAVE]), [[None, PATH], [None, None]]
     results = pool.run(fit_unequal, run, paths, again, world=2)
-    whole, resumed, begun = zip(*results, strict=True)
+    whole, resumed, restarted = zip(*results, strict=True)
     assert first_steps(resumed) == [10, 10]
     check_resumed(whole, resumed, "a path on worker 1 only")
-    assert first_steps(begun) == [0, 0]
+    assert first_steps(restarted) == [0, 0]
 
 
 @pytest.mark.soak
@@ -372,7 +372,7 @@ class SaveElsewhere(pl.Callback):
 
 
 @pytest.mark.parametrize(
-    ("callbacks", "io", "words"),
+    ("callbacks", "io", "texts"),
     [
         ([], AsyncCheckpointIO(), "needs a CheckpointIO that has written a file"),
         ([SaveElsewhere()], None, "memory://folder/one.ckpt is not on a disk"),
@@ -380,9 +380,9 @@ class SaveElsewhere(pl.Callback):
     ids=["files that are written later", "addresses elsewhere"],
 )
 def test_files_that_are_written_late_or_elsewhere_are_refused(
-    pool: Pool, tmp_path: Path, callbacks: list[pl.Callback], io: Any, words: str
+    pool: Pool, tmp_path: Path, callbacks: list[pl.Callback], io: Any, texts: str
 ) -> None:
-    with pytest.raises(PoolError, match=words) as error:
+    with pytest.raises(PoolError, match=texts) as error:
         pool.run(fit, run_on(disks_in(tmp_path), "diloco", *callbacks, io=io), world=2)
     assert sorted(error.value.failures) == [0, 1]
 

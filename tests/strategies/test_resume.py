@@ -47,8 +47,8 @@ VALIDATIONS: dict[str, dict[str, Any]] = {
     "no check before training": {"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0},
     "never": {"limit_val_batches": 0},
 }
-PLACES = ("batch 8", "batch 12", "batch 18", "epoch 12", "epoch 18", "start 12")
-VALIDATION_PLACES = {
+SAVE_POINTS = ("batch 8", "batch 12", "batch 18", "epoch 12", "epoch 18", "start 12")
+VALIDATION_POINTS = {
     "validation 12": {*VALIDATIONS} - {"every 3 epochs", "never"},
     "validation 18": {"every epoch", "every 3 epochs"},
 }
@@ -147,7 +147,7 @@ MORE_RUNS = [
 
 
 @pytest.mark.parametrize(
-    ("validation", "algorithm", "dropout", "places"),
+    ("validation", "algorithm", "dropout", "points"),
     [
         *SOME_PLACES,
         *(
@@ -162,18 +162,18 @@ def test_resumed_run_equals_uninterrupted_run(
     validation: str,
     algorithm: str,
     dropout: float,
-    places: list[str] | None,
+    points: list[str] | None,
 ) -> None:
     """Resume from some points of a run, or from each."""
-    validated = [place for place, found in VALIDATION_PLACES.items() if validation in found]
-    places = places or [*PLACES, *validated]
-    paths = [f"{place}.ckpt" for place in places]
+    validated = [point for point, found in VALIDATION_POINTS.items() if validation in found]
+    points = points or [*SAVE_POINTS, *validated]
+    paths = [f"{point}.ckpt" for point in points]
     again = run_of(validation, algorithm, dropout, tmp_path)
-    run = replace(again, callbacks=[SaveAt(*places)])
+    run = replace(again, callbacks=[SaveAt(*points)])
     whole, *resumed = zip(*pool.run(train_save_resume, run, paths, again, world=WORLD), strict=True)
-    for place, outcomes in zip(places, resumed, strict=True):
-        assert first_steps(outcomes) == [int(place.split()[1])] * WORLD
-        check_resumed(whole, outcomes, f"{algorithm}, validation {validation}, from {place}")
+    for point, outcomes in zip(points, resumed, strict=True):
+        assert first_steps(outcomes) == [int(point.split()[1])] * WORLD
+        check_resumed(whole, outcomes, f"{algorithm}, validation {validation}, from {point}")
 
 
 def fit_interrupted(

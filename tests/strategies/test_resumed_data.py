@@ -78,6 +78,6 @@ def test_the_position_in_the_data(pool: Pool, tmp_path: Path, name: str, asks: b
     saved = f"{path}/step={SAVED_AT}.ckpt"
     first = pool.run(read, name, asks, path, world=world)[:2]
     second = pool.run(read, name, asks, path, saved, world=world)[:2]
-    for unbroken, resumed in zip(first, second, strict=True):
-        assert len(unbroken) == 21
-        assert resumed == unbroken[SAVED_AT:]
+    for uninterrupted, resumed in zip(first, second, strict=True):
+        assert len(uninterrupted) == 21
+        assert resumed == uninterrupted[SAVED_AT:]

@@ -307,7 +307,7 @@ def test_kill_before_any_change_of_a_file_leaves_a_checkpoint(
     def changes() -> list[str]:
         return re.sub(r"step\d-\w{8}", "S", log.read_text()).split("\n")
 
-    unbroken = torch.load(run(0, other_disk / "unbroken"))["state_dict"]
+    expected = torch.load(run(0, other_disk / "uninterrupted"))["state_dict"]
     all_changes, (ordered, others) = changes(), CHANGES[way, worker]
     for number, change in enumerate(all_changes, 1):
         if chosen is not None and not change.startswith(chosen):
@@ -327,7 +327,7 @@ def test_kill_before_any_change_of_a_file_leaves_a_checkpoint(
         else:
             assert torch.load(saves[0])["global_step"] == 1 + (number > len(ordered))
         last = run(0, folder, saves[-1])
-        assert torch.equal(torch.load(last)["state_dict"]["weight"], unbroken["weight"]), change
+        assert torch.equal(torch.load(last)["state_dict"]["weight"], expected["weight"]), change
         assert os.listdir(temporary) == []
         assert len(os.listdir(f"{last}.loco")) == 1
         if way != "newest":  # side files that no main file names may remain

@@ -82,7 +82,7 @@ def folder_of(checkpoint: Path) -> Path:
 
 
 def check_refused(
-    pool: Pool, checkpoint: Path, *words: str, kind: str = "diloco", world: int = WORLD
+    pool: Pool, checkpoint: Path, *texts: str, kind: str = "diloco", world: int = WORLD
 ) -> None:
     """Check that it is refused on all workers, with this message."""
     with pytest.raises(PoolError) as error:
@@ -90,7 +90,7 @@ def check_refused(
     assert sorted(error.value.failures) == [*range(world)]
     for failure in error.value.failures.values():
         assert failure.type_name == "ValueError"
-        for word in words:
+        for word in texts:
             assert word in failure.message
         assert "To start a new run from its weights alone" in failure.message
 
@@ -207,7 +207,7 @@ def test_missing_entry_names_the_file(
 def test_missing_entry_of_the_main_file_names_it(
     pool: Pool, checkpoint: Path, subtests: pytest.Subtests
 ) -> None:
-    words = f"The entry 'lightning_loco' of {checkpoint} has no "
+    texts = f"The entry 'lightning_loco' of {checkpoint} has no "
     whole = torch.load(checkpoint)["lightning_loco"]
     for entry in (
         "format", "stamp", "algorithm", "num_workers", "settings", "has_shared", "consensus_key"
@@ -216,7 +216,7 @@ def test_missing_entry_of_the_main_file_names_it(
             rest = {name: value for name, value in whole.items() if name != entry}
             assert rest.keys() != whole.keys()
             change(checkpoint, lightning_loco=rest)
-            check_refused(pool, checkpoint, f"{words}{entry!r}")
+            check_refused(pool, checkpoint, f"{texts}{entry!r}")
 
 
 def test_impossible_entries_of_the_main_file_are_refused(
@@ -243,18 +243,18 @@ def test_impossible_entries_of_the_main_file_are_refused(
         ("has_shared", "yes", "says has_shared='yes'"),
         ("consensus_key", 3, "says consensus_key=3"),
     ]
-    for entry, value, words in rows:
+    for entry, value, texts in rows:
         with subtests.test(entry, value=value):
             change(checkpoint, lightning_loco={**whole, entry: value})
-            check_refused(pool, checkpoint, words.format(value))
+            check_refused(pool, checkpoint, texts.format(value))
 
 
 @pytest.mark.parametrize("world", [2, 1])
 def test_missing_file_of_a_worker_is_named(pool: Pool, checkpoint: Path, world: int) -> None:
     """Also if there is no such worker now."""
     (folder_of(checkpoint) / "worker_00001.pt").unlink()
-    words = "worker_00001.pt, which does not exist", "Keep the folder one.ckpt.loco beside"
-    check_refused(pool, checkpoint, *words, world=world)
+    texts = "worker_00001.pt, which does not exist", "Keep the folder one.ckpt.loco beside"
+    check_refused(pool, checkpoint, *texts, world=world)
 
 
 def test_format_of_stamps() -> None:

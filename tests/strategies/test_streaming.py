@@ -158,7 +158,7 @@ def test_a_fit_is_the_plain_loop(pool: Pool, tmp_path: Path, make: Make) -> None
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.parametrize("step", [5, 10, 15])
 def test_a_run_resumes_with_pending_rounds(pool: Pool, tmp_path: Path, step: int) -> None:
-    unbroken = pool.run(fit, streaming, str(tmp_path), world=2)
+    uninterrupted = pool.run(fit, streaming, str(tmp_path), world=2)
     files = sorted(tmp_path.glob(f"step={step}.ckpt.loco/*/worker_*.pt"))
     pending_rounds = [
         fragment["pending"]
@@ -167,7 +167,7 @@ def test_a_run_resumes_with_pending_rounds(pool: Pool, tmp_path: Path, step: int
     ]
     assert any(pending is not None for pending in pending_rounds)
     resumed = pool.run(fit, streaming, str(tmp_path), str(tmp_path / f"step={step}.ckpt"), world=2)
-    for one, other in zip(unbroken, resumed, strict=True):
+    for one, other in zip(uninterrupted, resumed, strict=True):
         assert torch.equal(one, other)
 
 

@@ -54,7 +54,7 @@ class TeacherModule(TinyModule):
         self.unwritten: list[tuple[Tensor, Tensor]] = []
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.begun = flat(self.teacher)
+        self.start = flat(self.teacher)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         engine = self.trainer.strategy.engine
@@ -63,7 +63,7 @@ class TeacherModule(TinyModule):
         return super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.unwritten.append((self.begun, flat(self.teacher)))
+        self.unwritten.append((self.start, flat(self.teacher)))
         if self.kind == "replaced":
             self.teacher = copy.deepcopy(self.model)
         else:
@@ -101,9 +101,9 @@ def test_a_teacher_is_local_in_training_and_a_mean_in_the_consensus(
     results = pool.run(fit, name, kind, world=2)
     means = [sum(one) / 2 for one in zip(*(own for own, *_ in results), strict=True)]
     for own, validated, unwritten, final in results:
-        for before, (begun, ended) in zip(own, unwritten[1:], strict=False):
-            assert torch.equal(before, begun)
-            assert torch.equal(begun, ended)  # no round has changed it
+        for before, (start, ended) in zip(own, unwritten[1:], strict=False):
+            assert torch.equal(before, start)
+            assert torch.equal(start, ended)  # no round has changed it
         for seen, mean in zip(validated, (means[4], means[9]), strict=True):
             torch.testing.assert_close(seen, mean, rtol=0, atol=1e-12)
         torch.testing.assert_close(final, means[9], rtol=0, atol=1e-12)
