@@ -45,7 +45,7 @@ from lightning_loco.strategies import (
     StreamingDiLoCoStrategy,
     register_strategies,
 )
-from lightning_loco.strategies.registry import MADE
+from lightning_loco.strategies.registry import ALGORITHM_STRATEGIES
 from lightning_loco.topology import Topology, get_topology
 
 __all__ = [
@@ -84,14 +84,18 @@ __all__ = [
     "get_topology",
 ]
 
-# Strategies that the table of methods makes out of algorithms, and these algorithms.
-_made = {kind.__name__: kind for made in MADE.values() for kind in (made, made.algorithm_type)}
-globals().update(_made)
-__all__ += sorted(_made.keys() - set(__all__))
+# Strategies that the registry makes from algorithms, and these algorithms.
+_generated = {
+    kind.__name__: kind
+    for strategy in ALGORITHM_STRATEGIES.values()
+    for kind in (strategy, strategy.algorithm_type)
+}
+globals().update(_generated)
+__all__ += sorted(_generated.keys() - set(__all__))
 
 if TYPE_CHECKING:
 
-    def __getattr__(name: str) -> Any: ...  # those that the table makes
+    def __getattr__(name: str) -> Any: ...  # the generated ones
 
 
 register_strategies()

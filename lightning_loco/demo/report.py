@@ -73,9 +73,8 @@ class RunReport:
             "consensus distance": _number(self.consensus_distance, ".3e"),
         }
         if self.emulated_s is not None and self.hidden_s is not None:
-            lines["on the link"] = format_link_time(
-                self.emulated_s, self.emulated_s - self.hidden_s
-            )
+            waited_s = self.emulated_s - self.hidden_s
+            lines["on the link"] = format_link_time(self.emulated_s, waited_s)
         width = max(map(len, lines))
         return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
 
@@ -89,7 +88,7 @@ class RunReport:
         return f"{sent}, {part:.1%} of {format_bytes(whole)} without compression"
 
     def write(self, folder: Path) -> None:
-        """Write ``report.txt`` (the table) and ``report.json`` (the plain figures)."""
+        """Write ``report.txt`` (the table) and ``report.json`` (the metrics)."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.txt").write_text(self.table() + "\n", encoding="utf-8")
         (folder / "report.json").write_text(

@@ -11,7 +11,7 @@ from lightning_loco.strategies.named import (
     StreamingDiLoCoStrategy,
 )
 from lightning_loco.strategies.pairwise import PairwiseGossipStrategy
-from lightning_loco.strategies.registry import MADE, METHODS, register_strategies
+from lightning_loco.strategies.registry import ALGORITHM_STRATEGIES, METHODS, register_strategies
 from lightning_loco.strategies.remote import RemoteOptimizerStrategy
 
 __all__ = [
@@ -30,5 +30,5 @@ __all__ = [
 ]
 
 # Strategies that the registry makes from algorithms.
-globals().update(MADE)
-__all__ += sorted(MADE)
+globals().update(ALGORITHM_STRATEGIES)
+__all__ += sorted(ALGORITHM_STRATEGIES)

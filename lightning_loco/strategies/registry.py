@@ -127,7 +127,7 @@ METHODS: dict[str, type[DDPStrategy]] = {
 }
 
 # The classes that of_algorithm has made, by name.
-MADE = {
+ALGORITHM_STRATEGIES = {
     strategy.__name__: strategy
     for strategy in METHODS.values()
     if issubclass(strategy, AlgorithmStrategy)
