@@ -356,15 +356,20 @@ class EngineStrategy(WorkerStrategy):
         """Make the engine of this worker from the settings; called on every worker."""
 
     @abstractmethod
-    def reset(self, saved: EarlierRun | None = None) -> list[str]:
-        """Start the algorithm from the parameters in the model.
+    def reset(self) -> None:
+        """Restart the algorithm from the parameters in the model; called on every worker."""
+
+    @abstractmethod
+    def resume_from(self, saved: EarlierRun) -> list[str]:
+        """Resume from a run with other settings or another number of workers.
+
+        All workers must call it.
 
         Args:
-            saved: State of a run with other settings or another number of workers, from which to
-                take what fits.
+            saved: State of that run, of which as much as fits is used.
 
         Returns:
-            What was not taken, in words.
+            What was not used, in words.
         """
 
     @property

@@ -188,10 +188,12 @@ class LocoStrategy(EngineStrategy):
             self.member_link.leave()
         super().on_exception(exception)
 
-    def reset(self, saved: EarlierRun | None = None) -> list[str]:
-        """Start the rounds from the parameters in the model, or from the state of another run."""
+    def reset(self) -> None:
+        """Restart the rounds from the parameters in the model."""
         assert isinstance(self._engine, Engine)
-        if saved is not None:
-            return resume_from(self._engine, saved)
         self._engine.reset()
-        return []
+
+    def resume_from(self, saved: EarlierRun) -> list[str]:
+        """Resume the rounds of a run with other settings or another number of workers."""
+        assert isinstance(self._engine, Engine)
+        return resume_from(self._engine, saved)

@@ -153,10 +153,15 @@ class PairwiseGossipStrategy(EngineStrategy):
         model, optimized = self.lightning_module, optimized_by(self.optimizers)
         return PairwiseEngine.from_settings(model, self.settings, seed, group, optimized)
 
-    def reset(self, saved: EarlierRun | None = None) -> list[str]:
-        """Serve what the model holds, or what another run has saved; wait for all to do so."""
+    def reset(self) -> None:
+        """Serve the parameters in the model; wait until all workers do so."""
         assert isinstance(self._engine, PairwiseEngine)
-        notes = [] if saved is None else self._engine.resume_from(saved)
+        self._engine.reset()
+
+    def resume_from(self, saved: EarlierRun) -> list[str]:
+        """Serve what another run has saved; wait until all workers do so."""
+        assert isinstance(self._engine, PairwiseEngine)
+        notes = self._engine.resume_from(saved)
         self._engine.reset()
         return notes
 

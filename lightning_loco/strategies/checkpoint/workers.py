@@ -300,7 +300,7 @@ class WorkerCheckpoints:
             with engine.worker.group.errors_shared("the start of training"):
                 self._load_engine(run, engine.load_state_dict, run.own["engine"])
         else:
-            notes += self._load_engine(run, self._strategy.reset, run.earlier_run())
+            notes += self._load_engine(run, self._strategy.resume_from, run.earlier_run())
         link = self._strategy.member_link
         notes += position.restore(trainer, divides=link is None)
         if link is not None:
