@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 _AUDITED = {"os.rename": "replace", "os.remove": "remove", "os.rmdir": "remove"}
-_told: list[Callable[[str, str], None]] = []
+_callbacks: list[Callable[[str, str], None]] = []
 _is_hooked = False
 
 
@@ -97,16 +97,16 @@ def before_each_change(folder: str, call: Callable[[str], None]) -> Iterator[Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "save", save_in_halves)
         patch.setattr(os, "fsync", call_and_sync)
-        _told.append(call_if_below)
+        _callbacks.append(call_if_below)
         try:
             yield
         finally:
-            _told.pop()
+            _callbacks.pop()
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
-    if _told and event in _AUDITED:
+    if _callbacks and event in _AUDITED:
         path, folder = os.fspath(args[1 if event == "os.rename" else 0]), args[-1]
         if folder != -1:  # an open folder, to which the path is relative
             path = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), path)
-        _told[-1](f"{_AUDITED[event]} {os.path.basename(path)}", path)
+        _callbacks[-1](f"{_AUDITED[event]} {os.path.basename(path)}", path)

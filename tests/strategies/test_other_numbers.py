@@ -416,8 +416,8 @@ def test_momentum_is_kept_where_both_have_it(resumed: Resume) -> None:
 def test_momentum_is_reset_if_there_was_none(resumed: Resume) -> None:
     files, starts = resumed("gasloc_plain", Case(GASLoC(), "ring"))
     for worker, start in enumerate(starts):
-        start = files.of_fragment(worker)["start"]
-        expected = {"start": start, "previous": start}
+        params = files.of_fragment(worker)["start"]
+        expected = {"start": params, "previous": params}
         assert_same(start.engine["shared"][0]["state"], expected)
         assert torch.equal(start.engine["params"], files.workers[worker]["engine"]["params"])
     assert "go on from it: what GASLoC remembers (previous) is reset." in starts[0].warnings[0]
