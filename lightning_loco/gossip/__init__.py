@@ -6,17 +6,17 @@ and reads; *nodes* are all workers of a user's list, this one among them. A work
 parameters; not the time) and loss. It *fetches* that of one peer, whole, and *blends* it in.
 """
 
-from lightning_loco.gossip.directory import (
+from lightning_loco.gossip.engine import PairwiseEngine
+from lightning_loco.gossip.fetcher import Received
+from lightning_loco.gossip.node import PeerNode, PeerStatistics
+from lightning_loco.gossip.nodes_file import NodeSettings, read_nodes
+from lightning_loco.gossip.peer_selection import (
     Directory,
     NodeDirectory,
     Peer,
     StoreDirectory,
     address_towards,
 )
-from lightning_loco.gossip.engine import PairwiseEngine
-from lightning_loco.gossip.fetcher import Received
-from lightning_loco.gossip.node import PeerNode, PeerStatistics
-from lightning_loco.gossip.nodes_file import NodeSettings, read_nodes
 
 __all__ = [
     "Directory",

@@ -28,10 +28,10 @@ from lightning_loco.distributed.work import WaitTimer
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.distributed.worker_status import WorkerStatus
 from lightning_loco.earlier_run import EarlierRun
-from lightning_loco.gossip.blending import Blending, served_layout
+from lightning_loco.gossip.averaging import Blending, served_layout
 from lightning_loco.gossip.fetcher import Received
-from lightning_loco.gossip.nearness import MAX_PEER_DISTANCE
 from lightning_loco.gossip.node import open_node
+from lightning_loco.gossip.outlier_filter import MAX_PEER_DISTANCE
 from lightning_loco.gossip.posting import Upload, make_posting
 from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.links.links import LinkLike, as_links
@@ -61,7 +61,8 @@ class PairwiseEngine:
         key_file: Of the job, from ``lightning-loco keys FILE``; see
             :func:`~lightning_loco.transport.write_certificate`.
         max_peer_distance: How many times as far as usual a peer's parameters may be from one's own,
-            more than 1; see :class:`~lightning_loco.gossip.nearness.Nearness`. None for no limit.
+            more than 1; None for no limit. See
+            :class:`~lightning_loco.gossip.outlier_filter.Nearness`.
         seed: For the choice of peers, together with the number of the worker.
         link: Links that fetches are to take as long as on, as in
             :func:`~lightning_loco.links.links.as_links`. Default: those that there are.

@@ -16,10 +16,10 @@ from torch import Tensor
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.background import BackgroundThread
 from lightning_loco.clock import REAL_CLOCK, Clock
-from lightning_loco.gossip.directory import Directory
 from lightning_loco.gossip.flow import FlowControl
 from lightning_loco.gossip.model import Model
-from lightning_loco.gossip.nearness import Nearness
+from lightning_loco.gossip.outlier_filter import Nearness
+from lightning_loco.gossip.peer_selection import Directory
 from lightning_loco.gossip.protocol import (
     NOTHING_YET,
     OTHER_MODEL,

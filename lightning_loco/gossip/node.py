@@ -17,14 +17,6 @@ from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.distributed.devices import has_streams
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.fault_points import reach
-from lightning_loco.gossip.directory import (
-    Directory,
-    NodeDirectory,
-    Peer,
-    StoreDirectory,
-    address_towards,
-    worker_name,
-)
 from lightning_loco.gossip.fetcher import (
     FetchCounts,
     Fetcher,
@@ -34,7 +26,15 @@ from lightning_loco.gossip.fetcher import (
 )
 from lightning_loco.gossip.flow import FlowControl
 from lightning_loco.gossip.model import Model, codec_of_peers
-from lightning_loco.gossip.nearness import MAX_PEER_DISTANCE, Nearness
+from lightning_loco.gossip.outlier_filter import MAX_PEER_DISTANCE, Nearness
+from lightning_loco.gossip.peer_selection import (
+    Directory,
+    NodeDirectory,
+    Peer,
+    StoreDirectory,
+    address_towards,
+    worker_name,
+)
 from lightning_loco.gossip.server import SnapshotServer
 from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.gossip.snapshots import Snapshots
@@ -79,7 +79,8 @@ class PeerNode:
             name or a codec, as in :class:`~lightning_loco.PairwiseEngine`. Default: as they are.
         fetch_timeout_s: The longest fetch, and so the longest :meth:`wait`, in seconds.
         max_peer_distance: How many times as far as usual a peer's parameters may be from one's own,
-            more than 1; see :class:`~lightning_loco.gossip.nearness.Nearness`. None for no limit.
+            more than 1; None for no limit. See
+            :class:`~lightning_loco.gossip.outlier_filter.Nearness`.
         seed: Of the choice of peers; give each worker its own.
         pinned: Whether the model is on a GPU, which copies to and from the memory of this node.
         key_file: Only peers with this file may read; write one with ``lightning-loco keys FILE``.

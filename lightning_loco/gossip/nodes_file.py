@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict
 
 import yaml  # type: ignore[import-untyped]
 
-from lightning_loco.gossip.directory import Peer, as_peer
+from lightning_loco.gossip.peer_selection import Peer, as_peer
 
 _KEYS = (
     "nodes",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.distributed.devices import has_streams
-from lightning_loco.gossip.blending import Blending
+from lightning_loco.gossip.averaging import Blending
 from lightning_loco.gossip.node import PeerNode
 from lightning_loco.gossip.snapshots import norm_of
 

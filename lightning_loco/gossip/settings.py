@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 from lightning_loco.algorithms.pairwise import PairwiseAverage
 from lightning_loco.compression import Codec
-from lightning_loco.gossip.directory import NodeDirectory, Peer, as_peer
 from lightning_loco.gossip.model import codec_of_peers
-from lightning_loco.gossip.nearness import MAX_PEER_DISTANCE
 from lightning_loco.gossip.nodes_file import read_nodes
+from lightning_loco.gossip.outlier_filter import MAX_PEER_DISTANCE
+from lightning_loco.gossip.peer_selection import NodeDirectory, Peer, as_peer
 from lightning_loco.links.links import Links
 from lightning_loco.parameters.flat import Cuts
 from lightning_loco.transport import read_certificate

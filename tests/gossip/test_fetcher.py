@@ -20,10 +20,10 @@ from lightning_loco.background import begin
 from lightning_loco.distributed import WorkerGroup
 from lightning_loco.gossip import NodeDirectory, Peer, Received, StoreDirectory
 from lightning_loco.gossip import fetcher as fetcher_module
-from lightning_loco.gossip.directory import Directory
 from lightning_loco.gossip.fetcher import Fetcher, FetcherStopped, FetchingThread
 from lightning_loco.gossip.flow import FlowControl
 from lightning_loco.gossip.node import fetch_seconds
+from lightning_loco.gossip.peer_selection import Directory
 from lightning_loco.gossip.protocol import (
     NOTHING_YET,
     OTHER_MODEL,

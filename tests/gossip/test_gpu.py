@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_loco import PairwiseAverage, PairwiseEngine
 from lightning_loco.compression import BFloat16, Float16, Int8
-from lightning_loco.gossip.blending import Blending
+from lightning_loco.gossip.averaging import Blending
 from lightning_loco.gossip.posting import Posting, Upload, make_posting, pack_with_numbers
 from lightning_loco.parameters.flat import Cuts, FlatLayout
 from tests.gossip.helpers import make_node, peers

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.compression import BFloat16, Codec, Int8
 from lightning_loco.gossip.model import SERIAL_ELEMENTS, Model
-from lightning_loco.gossip.nearness import Nearness
+from lightning_loco.gossip.outlier_filter import Nearness
 from lightning_loco.gossip.snapshots import Snapshots
 
 NUMEL = 2 * SERIAL_ELEMENTS + 100

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco.algorithms.pairwise import PairwiseAverage
-from lightning_loco.gossip.blending import Blending, served_layout
+from lightning_loco.gossip.averaging import Blending, served_layout
 from lightning_loco.parameters.flat import Cuts, FlatLayout
 
 SHAPES = ((3, 4), (5,), (2, 2, 2))
