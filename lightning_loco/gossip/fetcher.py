@@ -283,7 +283,7 @@ class Fetcher:
 
     def _parse(self, reply: Reply) -> Answer:
         """What a peer answers, if it fits to what was asked for."""
-        answer = parse_answer(reply.note)
+        answer = parse_answer(reply.header)
         has_parameters = answer.kind == PARAMETERS
         expected_bytes = self._total_bytes if has_parameters else 0
         if has_parameters and answer.content != self._content:

@@ -76,7 +76,7 @@ class SnapshotServer:
         return self._server.malformed
 
     def _answer(self, request: Request) -> None:
-        asked = parse_request(request.note)
+        asked = parse_request(request.header)
         if request.body_bytes:
             raise MalformedMessage("a request for parameters with a body")
         if asked != self._content:

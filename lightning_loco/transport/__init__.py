@@ -1,8 +1,8 @@
 """Requests and replies over TCP, for what collectives cannot do: reading from a worker at any time.
 
-A *request* and its *reply* are a *note*, a few bytes of bounded length, and a *body* of any length
-that is received into memory which exists already. Everything has a deadline. With the certificate
-of a job both sides prove that they hold it, and what travels is encrypted (TLS 1.3).
+A *request* and a *reply* each consist of a *header* of at most 1,024 bytes and a *body* of any
+length, which is received into preallocated memory. Every operation has a deadline. With the
+certificate of a job, connections are encrypted (TLS 1.3) and both sides prove that they hold it.
 """
 
 from lightning_loco.transport.certificate import (
@@ -12,14 +12,14 @@ from lightning_loco.transport.certificate import (
 )
 from lightning_loco.transport.client import Client, Reply
 from lightning_loco.transport.connection import (
-    MAX_NOTE_BYTES,
+    MAX_HEADER_BYTES,
     CertificateRefused,
     MalformedMessage,
 )
 from lightning_loco.transport.server import Request, Server
 
 __all__ = [
-    "MAX_NOTE_BYTES",
+    "MAX_HEADER_BYTES",
     "CertificateRefused",
     "Client",
     "JobCertificate",

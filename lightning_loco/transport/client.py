@@ -1,4 +1,4 @@
-"""The side that asks."""
+"""The client: sends requests over one connection and receives the replies."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ _TICK_MS = 100
 
 
 class Reply:
-    """What a server has answered: a note, and a body that is still to be received.
+    """The reply of a server: its header, and a body that is still to be received.
 
     Attributes:
-        note: At most ``MAX_NOTE_BYTES`` bytes.
-        body_bytes: Length of the body.
+        header: At most ``MAX_HEADER_BYTES`` bytes.
+        body_bytes: Length of the body in bytes.
     """
 
-    def __init__(self, connection: Connection, note: bytes, body_bytes: int) -> None:
+    def __init__(self, connection: Connection, header: bytes, body_bytes: int) -> None:
         self._connection = connection
-        self.note = note
+        self.header = header
         self.body_bytes = body_bytes
 
     def receive_into(self, memory: memoryview, *, timeout_s: float) -> None:
-        """Receive the next bytes of the body, as many as there is memory for.
+        """Receive the next ``len(memory)`` bytes of the body.
 
         Raises:
-            ValueError: If so many are not left.
-            TimeoutError: If it takes longer; make no further request until it was closed.
+            ValueError: If the rest of the body is shorter than ``memory``.
+            TimeoutError: If it takes longer. Close the client before its next request.
             OSError: If the connection breaks.
         """
         self._connection.receive_into(memory, timeout_s=timeout_s)
 
 
 class Client:
-    """Asks one server; for one thread, but for :meth:`abort`.
+    """A client of one server. Not thread-safe, except for :meth:`abort`.
 
-    The connection is made by the first request and kept. One that the server has closed, or over
-    which comes what was not asked for, is made anew by the next request.
+    The first request opens a connection, which is kept for later ones. The next request reconnects
+    if the server has closed the connection or has sent something that was not requested.
 
     Args:
         host: Name or address of the server.
-        port: Where it listens.
-        certificate: Of the job, if it has one.
-        clock: Says when a deadline is over.
+        port: Port of the server.
+        certificate: Certificate of the job. Default: no encryption.
+        clock: Clock of the deadlines.
     """
 
     def __init__(
@@ -64,37 +64,37 @@ class Client:
         self._connection: Connection | None = None
         self._is_aborted = False
 
-    def request(self, note: bytes, body: Body = b"", *, timeout_s: float) -> Reply:
-        """Send a request and receive the note of its reply.
+    def request(self, header: bytes, body: Body = b"", *, timeout_s: float) -> Reply:
+        """Send a request and receive the header of its reply.
 
         Args:
-            note: At most ``MAX_NOTE_BYTES`` bytes.
-            body: Bytes of any number.
-            timeout_s: The longest time until the reply's note is there, connecting included.
+            header: At most ``MAX_HEADER_BYTES`` bytes.
+            body: Any number of bytes.
+            timeout_s: Longest time until the header of the reply has arrived, in seconds. It
+                includes connecting.
 
         Returns:
-            The reply. If its body is not received whole, the connection is closed by the next
-            request.
+            The reply. Unless its whole body is received, the next request opens a new connection.
 
         Raises:
-            MalformedMessage: If no reply comes but something else.
-            CertificateRefused: If the server holds another certificate, or none.
+            MalformedMessage: If the server sends anything but a reply.
+            CertificateRefused: If the server has another certificate, or none.
             TimeoutError: If it takes longer.
-            OSError: If there is no connection, or it breaks.
+            OSError: If the connection cannot be opened, or breaks.
         """
         deadline = self._clock.now() + timeout_s
         connection = self._connect(deadline)
         try:
-            connection.send(note, body, timeout_s=deadline - self._clock.now())
-            reply = connection.receive_note(timeout_s=deadline - self._clock.now())
+            connection.send(header, body, timeout_s=deadline - self._clock.now())
+            reply = connection.receive_header(timeout_s=deadline - self._clock.now())
         except BaseException:
             self.close()
             raise
         return Reply(connection, *reply)
 
     def _connect(self, deadline: float) -> Connection:
-        """The connection from before if it still stands, else a new one."""
-        if self._connection is not None and not self._connection.is_quiet:
+        """Return the open connection if it is still usable, or open a new one."""
+        if self._connection is not None and not self._connection.is_idle:
             self.close()
         if self._connection is None:
             connected = self._open(deadline)
@@ -106,25 +106,25 @@ class Client:
                 connected.close()
                 raise
             try:
-                self._check_wanted()
+                self._check_not_aborted()
                 self._connection.handshake(deadline - self._clock.now())
             except BaseException:
                 self.close()
                 raise
-        self._check_wanted()
+        self._check_not_aborted()
         return self._connection
 
-    def _check_wanted(self) -> None:
+    def _check_not_aborted(self) -> None:
         if self._is_aborted:
-            raise ConnectionAbortedError("the connection was given up")
+            raise ConnectionAbortedError("the connection was aborted")
 
     def _open(self, deadline: float) -> socket.socket:
-        """Connect to the first address of the host that answers."""
+        """Connect to the first address of the host that accepts the connection."""
         found = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)
         for number, (family, kind, protocol, _, address) in enumerate(found, 1):
             opened = socket.socket(family, kind, protocol)
             try:
-                self._await_connection(opened, address, deadline)
+                self._wait_until_connected(opened, address, deadline)
             except BaseException as error:
                 opened.close()
                 is_last = number == len(found) or isinstance(error, TimeoutError)
@@ -134,7 +134,7 @@ class Client:
                 return opened
         raise OSError(errno.EHOSTUNREACH, f"{self._address[0]} has no address")
 
-    def _await_connection(
+    def _wait_until_connected(
         self, opened: socket.socket, address: tuple[object, ...], deadline: float
     ) -> None:
         opened.setblocking(False)
@@ -143,22 +143,22 @@ class Client:
             poll = select.poll()
             poll.register(opened, select.POLLOUT)
             while not poll.poll(_TICK_MS):
-                self._check_wanted()
+                self._check_not_aborted()
                 if self._clock.now() > deadline:
-                    raise TimeoutError("nobody answers there")
+                    raise TimeoutError("the server does not answer")
             code = opened.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             raise OSError(code, os.strerror(code))
 
     def abort(self) -> None:
-        """Have the request under way, and all that follow, fail at once; for any thread."""
+        """Make the current request and all later ones fail immediately. Thread-safe."""
         self._is_aborted = True
         connection = self._connection
         if connection is not None:
             connection.abort()
 
     def close(self) -> None:
-        """Close the connection, if there is one; the next request makes a new one."""
+        """Close the connection, if it is open. The next request opens a new one."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()

@@ -1,4 +1,4 @@
-"""One connection: notes of bounded length and bodies of any, each within a deadline."""
+"""A connection: sends and receives messages, each within a deadline."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from functools import partial
 
 from lightning_loco.clock import REAL_CLOCK, Clock
 
-MAX_NOTE_BYTES = 1024
-"""The longest note."""
+MAX_HEADER_BYTES = 1024
+"""Longest header of a message, in bytes."""
 
-_HEAD = struct.Struct("<8sIQ")  # what it is, bytes of the note, bytes of the body
+_PREFIX = struct.Struct("<8sIQ")  # magic, bytes of the header, bytes of the body
 _MAGIC = b"LOCO\0\0\0\2"
 _TICK_S = 0.1
 _KEEPALIVE_S = 10
@@ -25,25 +25,25 @@ Body = memoryview | bytes | bytearray
 
 
 class MalformedMessage(ConnectionError):
-    """What has come is no message of this protocol, so that the connection is of no use."""
+    """The other side violates the protocol. The connection can no longer be used."""
 
 
 class CertificateRefused(ConnectionError):
-    """One side holds another certificate than the other, or none; the text is TLS's reason."""
+    """The two sides have different certificates, or one has none. The text is the TLS error."""
 
 
 class Connection:
-    """Sends and receives messages over a connected socket; for one thread, but for :meth:`abort`.
+    """Sends and receives messages over a socket. Not thread-safe, except for :meth:`abort`.
 
-    A message is a note and perhaps a body, whose bytes are received where the caller wants them.
-    Until all of a body was received nothing else can be, and a message that fails midway leaves a
-    connection of no use: close it.
+    A message is a header and an optional body, which is received into memory of the caller. The
+    whole body must be received before the next message. After an error in the middle of a message
+    the connection cannot be used any more and must be closed.
 
     Args:
-        connected: Belongs to this connection from now on.
-        context: Of TLS; None for none.
-        server_side: Which side of TLS this is.
-        clock: Says when a deadline is over.
+        connected: A connected socket, which this object owns and closes.
+        context: TLS context. None for an unencrypted connection.
+        server_side: Whether this is the server's side of the TLS handshake.
+        clock: Clock of the deadlines.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Connection:
     ) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):  # notice a machine that has gone
+        for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):  # notice a machine that has disappeared
             if hasattr(socket, name):
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), _KEEPALIVE_S)
         if context is not None:
@@ -69,76 +69,79 @@ class Connection:
         self._body_left = 0
 
     def handshake(self, timeout_s: float) -> None:
-        """Prove that both sides hold the certificate, if there is one.
+        """Do the TLS handshake, if the connection is encrypted.
 
-        A client learns only from its first reply whether the server accepts its certificate.
+        A client learns only from its first reply whether the server has accepted its certificate.
 
         Raises:
             TimeoutError: If it takes longer.
-            CertificateRefused: If the other side holds another certificate, or none.
+            CertificateRefused: If the other side has another certificate, or none.
             OSError: If the connection breaks.
         """
         if isinstance(self._socket, ssl.SSLSocket):
             self._socket.settimeout(_TICK_S)
-            self._repeat(self._socket.do_handshake, self._clock.now() + timeout_s)
+            self._retry(self._socket.do_handshake, self._clock.now() + timeout_s)
 
-    def send(self, note: bytes, body: Body = b"", *, timeout_s: float) -> None:
+    def send(self, header: bytes, body: Body = b"", *, timeout_s: float) -> None:
         """Send a message.
 
         Raises:
             TimeoutError: If it takes longer.
             OSError: If the connection breaks.
         """
-        if len(note) > MAX_NOTE_BYTES:
-            raise ValueError(f"A note has at most {MAX_NOTE_BYTES} bytes, this has {len(note)}.")
+        if len(header) > MAX_HEADER_BYTES:
+            raise ValueError(
+                f"A header has at most {MAX_HEADER_BYTES} bytes, this has {len(header)}."
+            )
         data = memoryview(body).cast("B")
         deadline = self._clock.now() + timeout_s
         self._socket.settimeout(_TICK_S)
-        self._send(memoryview(_HEAD.pack(_MAGIC, len(note), len(data)) + note), deadline)
+        self._send(memoryview(_PREFIX.pack(_MAGIC, len(header), len(data)) + header), deadline)
         self._send(data, deadline)
 
     def _send(self, data: memoryview, deadline: float) -> None:
         while data:
-            data = data[self._repeat(partial(self._socket.send, data), deadline) :]
+            data = data[self._retry(partial(self._socket.send, data), deadline) :]
 
-    def receive_note(self, *, timeout_s: float, idle: bool = False) -> tuple[bytes, int]:
-        """Receive the note of a message.
+    def receive_header(self, *, timeout_s: float, idle: bool = False) -> tuple[bytes, int]:
+        """Receive the header of a message.
 
         Args:
-            timeout_s: The longest time.
-            idle: Count it from the first byte on, and wait for that for ever.
+            timeout_s: Longest time, in seconds.
+            idle: Whether to wait for the first byte without a limit and to count ``timeout_s``
+                from there.
 
         Returns:
-            The note, and how many bytes its body has; receive these next.
+            The header, and the length of the body in bytes, which has to be received next.
 
         Raises:
-            MalformedMessage: If no message comes but something else.
+            MalformedMessage: If the other side sends anything but a message.
             TimeoutError: If it takes longer.
             OSError: If the connection breaks.
         """
-        head = memoryview(bytearray(_HEAD.size))
+        prefix = memoryview(bytearray(_PREFIX.size))
         count = 0
         if idle:
             self._socket.settimeout(None)
-            count = self._receive(head, math.inf)
+            count = self._receive(prefix, math.inf)
         self._socket.settimeout(_TICK_S)
         deadline = self._clock.now() + timeout_s
-        self._fill(head[count:], deadline)
-        magic, note_bytes, body_bytes = _HEAD.unpack(head)
+        self._fill(prefix[count:], deadline)
+        magic, header_bytes, body_bytes = _PREFIX.unpack(prefix)
         if magic != _MAGIC:
-            raise MalformedMessage("it does not begin like a message of this version")
-        if note_bytes > MAX_NOTE_BYTES:
-            raise MalformedMessage(f"a note of {note_bytes} bytes")
-        note = bytearray(note_bytes)
-        self._fill(memoryview(note), deadline)
+            raise MalformedMessage("it does not start like a message of this version")
+        if header_bytes > MAX_HEADER_BYTES:
+            raise MalformedMessage(f"a header of {header_bytes} bytes")
+        header = bytearray(header_bytes)
+        self._fill(memoryview(header), deadline)
         self._body_left = body_bytes
-        return bytes(note), body_bytes
+        return bytes(header), body_bytes
 
     def receive_into(self, memory: memoryview, *, timeout_s: float) -> None:
-        """Receive the next bytes of a body, as many as there is memory for.
+        """Receive the next ``len(memory)`` bytes of the body.
 
         Raises:
-            ValueError: If so many are not left.
+            ValueError: If the rest of the body is shorter than ``memory``.
             TimeoutError: If it takes longer.
             OSError: If the connection breaks.
         """
@@ -150,7 +153,7 @@ class Connection:
 
     @property
     def body_left(self) -> int:
-        """Bytes of the body that were not received yet."""
+        """Bytes of the body that have not been received yet."""
         return self._body_left
 
     def _fill(self, memory: memoryview, deadline: float) -> None:
@@ -158,23 +161,23 @@ class Connection:
             memory = memory[self._receive(memory, deadline) :]
 
     def _receive(self, memory: memoryview, deadline: float) -> int:
-        count = self._repeat(partial(self._socket.recv_into, memory), deadline)
+        count = self._retry(partial(self._socket.recv_into, memory), deadline)
         if not count:
             kind = ConnectionAbortedError if self._is_aborted else ConnectionResetError
             raise kind("the connection was closed")
         return count
 
-    def _repeat(self, operation: Callable[[], int | None], deadline: float) -> int:
-        """Call it until it has done something, for as long as there is time."""
+    def _retry(self, operation: Callable[[], int | None], deadline: float) -> int:
+        """Call a socket operation again after each socket timeout, until the deadline."""
         while True:
             if self._is_aborted:
-                raise ConnectionAbortedError("the connection was given up")
+                raise ConnectionAbortedError("the connection was aborted")
             if self._clock.now() > deadline:
                 raise TimeoutError("the other side is too slow")
             try:
                 return operation() or 0
             except TimeoutError as error:
-                if error.errno is not None:  # the operating system's, which has given up
+                if error.errno is not None:  # raised by the operating system, not by settimeout
                     raise ConnectionResetError("the other side does not answer") from None
             except OSError as error:
                 if not self._is_aborted:
@@ -183,8 +186,8 @@ class Connection:
                     raise
 
     @property
-    def is_quiet(self) -> bool:
-        """Whether the connection stands and nothing has come that was not received."""
+    def is_idle(self) -> bool:
+        """Whether the connection is open and no unread bytes have arrived."""
         if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
             return False
         poll = select.poll()
@@ -192,12 +195,12 @@ class Connection:
         return self._body_left == 0 and not poll.poll(0)
 
     def abort(self) -> None:
-        """Have what is under way, and all that follows, fail at once; for any thread."""
+        """Make the current operation and all later ones fail immediately. Thread-safe."""
         self._is_aborted = True
         with suppress(OSError):
-            # Not the method of SSLSocket, after which ciphertext is received as if it were plain.
+            # SSLSocket.shutdown would drop the TLS layer, and later reads would return ciphertext.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection; a second call does nothing."""
+        """Close the connection. Calling it again does nothing."""
         self._socket.close()

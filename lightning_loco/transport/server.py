@@ -1,4 +1,4 @@
-"""The side that answers: bounded connections, each with a thread of its own."""
+"""The server: a bounded number of connections, each served by its own thread."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from lightning_loco.transport.connection import (
 log = logging.getLogger(__name__)
 
 _HANDSHAKE_S = 5.0
-_NOTE_S = 5.0
-_NAP_S = 0.01
+_HEADER_S = 5.0
+_RETRY_S = 0.01
 _CLOSE_S = 5.0
 _BACKLOG = 100
 _MOST_LOG_LINES = 20
 
 
 class Request:
-    """What a client asks, and the way to answer it.
+    """A request of a client, and the means to reply to it.
 
     Attributes:
-        note: At most ``MAX_NOTE_BYTES`` bytes.
-        body_bytes: Length of the body that comes with it.
-        address: Where the client is.
+        header: At most ``MAX_HEADER_BYTES`` bytes.
+        body_bytes: Length of the body in bytes.
+        address: Address of the client.
     """
 
     def __init__(
-        self, connection: Connection, note: bytes, body_bytes: int, address: str, timeout_s: float
+        self, connection: Connection, header: bytes, body_bytes: int, address: str, timeout_s: float
     ) -> None:
-        self.note = note
+        self.header = header
         self.body_bytes = body_bytes
         self.address = address
         self.is_answered = False
@@ -51,61 +51,66 @@ class Request:
         self._deadline = time.monotonic() + timeout_s
 
     def receive_into(self, memory: memoryview) -> None:
-        """Receive the next bytes of the body, as many as there is memory for.
+        """Receive the next ``len(memory)`` bytes of the body.
 
         Raises:
-            ValueError: If so many are not left.
-            OSError: If the connection breaks or the client is too slow; let it pass.
+            ValueError: If the rest of the body is shorter than ``memory``.
+            OSError: If the connection breaks or the client is too slow. Do not catch it.
         """
         self._connection.receive_into(memory, timeout_s=self._deadline - time.monotonic())
 
-    def reply(self, note: bytes, body: Body = b"") -> None:
-        """Answer, once, when all of the body was received.
+    def reply(self, header: bytes, body: Body = b"") -> None:
+        """Send the reply. Call it once, after the whole body has been received.
 
         Args:
-            note: At most ``MAX_NOTE_BYTES`` bytes.
-            body: Must stay as it is until this returns.
+            header: At most ``MAX_HEADER_BYTES`` bytes.
+            body: Must not change until this returns.
 
         Raises:
-            OSError: If the connection breaks or the client is too slow; let it pass.
+            RuntimeError: If it is called twice, or before the whole body has been received.
+            OSError: If the connection breaks or the client is too slow. Do not catch it.
         """
         if self.is_answered or self._connection.body_left:
-            raise RuntimeError("A request is answered once, when its body was received.")
+            raise RuntimeError(
+                "A request is answered once, after its whole body has been received."
+            )
         self.is_answered = True
-        self._connection.send(note, body, timeout_s=self._deadline - time.monotonic())
+        self._connection.send(header, body, timeout_s=self._deadline - time.monotonic())
 
 
 class Server(BackgroundThread):
-    """Answers whoever connects, or whoever holds the certificate; at most so many at once.
+    """Answers the requests of clients; with a certificate, only of clients that hold it.
 
-    When there is one connection too many, the one that has gone without a request for the longest
-    is closed, those that have never made one first. So whoever only holds connections loses them to
-    those who come. A client has 5 seconds for the handshake, as many for a note, and ``timeout_s``
-    for the bodies of a request and its reply. Whoever exceeds that, or sends what is no request,
-    loses its connection, and each such address has a line in the log, up to 20 lines.
+    If a client connects while ``max_connections`` are open, another connection is closed to make
+    room: one that has never made a request if there is any, else the one whose last request is
+    longest ago. So clients that only hold connections open cannot keep others out.
+
+    A client has 5 seconds for the handshake, 5 seconds for a header, and ``timeout_s`` for the
+    bodies of a request and its reply. If it takes longer or sends anything but a request, its
+    connection is closed. What is not a request is logged, once per address and at most 20 times.
 
     Args:
         answer: Called with every request, in the thread of its connection. If it raises
-            :class:`MalformedMessage`, or does not answer, the connection is closed.
-        host: Address to listen at; ``"0.0.0.0"`` for all networks of this machine.
-        port: Port to listen at, 0 for any that is free.
-        certificate: Of the job, if it has one.
-        max_connections: At once, at least 1.
-        timeout_s: The longest time for a request and its reply, in seconds.
+            :class:`MalformedMessage`, or does not reply, the connection is closed.
+        host: Address to listen on. ``"0.0.0.0"`` listens on all networks of this machine.
+        port: Port to listen on. 0 takes any free one.
+        certificate: Certificate of the job. Default: no encryption.
+        max_connections: Most open connections, at least 1.
+        timeout_s: Longest time for a request and its reply, in seconds.
 
     Attributes:
-        port: Where it listens.
-        malformed: Connections that were closed for what came over them.
+        port: Port that the server listens on.
+        malformed: Number of connections that were closed because the client violated the protocol.
 
     Raises:
         RuntimeError: If the port is taken or the host is not an address of this machine.
 
     Example:
-        >>> server = Server(lambda request: request.reply(b"echo " + request.note))
+        >>> server = Server(lambda request: request.reply(b"echo " + request.header))
         >>> server.start()
         >>> from lightning_loco.transport.client import Client
         >>> client = Client("127.0.0.1", server.port)
-        >>> client.request(b"hello", timeout_s=5).note
+        >>> client.request(b"hello", timeout_s=5).header
         b'echo hello'
         >>> client.close()
         >>> server.close()
@@ -128,27 +133,27 @@ class Server(BackgroundThread):
         self._max_connections = max_connections
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._serving: set[_Serving] = set()
+        self._threads: set[_ConnectionThread] = set()
         self._order = itertools.count()
         self._logged: set[str] = set()
         self._is_closing = False
         self._listener = _listen(host, port)
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
-        self._alarm, self._alarmed = socket.socketpair()
+        self._wakeup_sender, self._wakeup_receiver = socket.socketpair()
 
     def run(self) -> None:
         """Accept connections until closed."""
         try:
             poll = select.poll()
-            for each in (self._listener, self._alarmed):
+            for each in (self._listener, self._wakeup_receiver):
                 poll.register(each, select.POLLIN)
             while not self._is_closing:
                 poll.poll()
                 if not self._is_closing:
                     self._accept()
         except Exception:
-            log.exception("The server at port %d has ended.", self.port)
+            log.exception("The server at port %d has stopped.", self.port)
         finally:
             self._listener.close()
 
@@ -158,114 +163,114 @@ class Server(BackgroundThread):
         except OSError as error:
             is_full = error.errno in (errno.EMFILE, errno.ENFILE)
             if is_full and not self._evict():
-                time.sleep(_NAP_S)  # it would be called again at once
+                time.sleep(_RETRY_S)  # the listener would be readable again immediately
             return
-        while len(self._serving) >= self._max_connections and self._evict():
+        while len(self._threads) >= self._max_connections and self._evict():
             pass
         try:
             connection = Connection(accepted, self._tls, server_side=True)
-        except OSError:  # it has gone already
+        except OSError:  # the client has already disconnected
             accepted.close()
             return
-        serving = _Serving(self, connection, str(address[0]), next(self._order))
+        thread = _ConnectionThread(self, connection, str(address[0]), next(self._order))
         with self._lock:
-            self._serving.add(serving)
-        serving.start()
+            self._threads.add(thread)
+        thread.start()
 
     def _evict(self) -> bool:
-        """Close the connection that was idle for the longest; whether there was any."""
+        """Close the connection that has been idle longest. Returns whether there was any."""
         with self._lock:
-            if not self._serving:
+            if not self._threads:
                 return False
-            idlest = min(self._serving, key=lambda each: (each.has_asked, each.order))
+            idlest = min(self._threads, key=lambda thread: (thread.has_requested, thread.order))
         idlest.connection.abort()
         idlest.join(_CLOSE_S)
         with self._lock:
-            self._serving.discard(idlest)
+            self._threads.discard(idlest)
         return True
 
-    def serve(self, serving: _Serving) -> None:
-        """Answer the requests of one connection until it breaks; in its thread."""
-        connection = serving.connection
+    def serve(self, thread: _ConnectionThread) -> None:
+        """Answer the requests of one connection until it breaks, in its own thread."""
+        connection = thread.connection
         try:
             connection.handshake(_HANDSHAKE_S)
             while True:
-                note, body_bytes = connection.receive_note(timeout_s=_NOTE_S, idle=True)
-                serving.has_asked, serving.order = True, next(self._order)
-                request = Request(connection, note, body_bytes, serving.address, self._timeout_s)
+                header, body_bytes = connection.receive_header(timeout_s=_HEADER_S, idle=True)
+                thread.has_requested, thread.order = True, next(self._order)
+                request = Request(connection, header, body_bytes, thread.address, self._timeout_s)
                 self._answer(request)
                 if not request.is_answered:
-                    raise MalformedMessage("there is no answer to it")
+                    raise MalformedMessage("the request was not answered")
         except MalformedMessage as error:
-            self._note_malformed(serving.address, str(error))
+            self._record_malformed(thread.address, str(error))
         except CertificateRefused as error:
-            self._note_malformed(serving.address, f"no key file of this job ({error})")
+            self._record_malformed(thread.address, f"no key file of this job ({error})")
         except OSError:
             pass
         except Exception:
-            log.exception("A request from %s could not be answered.", serving.address)
+            log.exception("A request from %s could not be answered.", thread.address)
         finally:
             with self._lock:
-                self._serving.discard(serving)
+                self._threads.discard(thread)
             connection.close()
 
-    def _note_malformed(self, address: str, error: str) -> None:
+    def _record_malformed(self, address: str, error: str) -> None:
         with self._lock:
             self.malformed += 1
-            is_known = address in self._logged or len(self._logged) >= _MOST_LOG_LINES
+            is_logged = address in self._logged or len(self._logged) >= _MOST_LOG_LINES
             self._logged.add(address)
-        if not is_known:
+        if not is_logged:
             log.warning(
-                "Dropped a message from %s on port %d: %s. Further ones from there are dropped "
-                "without a line here.",
+                "Dropped a message from %s on port %d: %s. Further messages from this address are "
+                "dropped without a log entry.",
                 address,
                 self.port,
                 error,
             )
 
     def close(self) -> None:
-        """Close all connections, free the port and end all threads; a second call does nothing."""
-        self._tell_to_end()
+        """Close all connections, free the port and end all threads. Idempotent."""
+        self._request_stop()
         if self.is_alive():
             self.join()
         self._listener.close()
         with self._lock:
-            serving = list(self._serving)
-        for each in serving:
-            each.connection.abort()
-        for each in serving:
-            each.join(_CLOSE_S)
-        self._alarm.close()
-        self._alarmed.close()
+            threads = list(self._threads)
+        for thread in threads:
+            thread.connection.abort()
+        for thread in threads:
+            thread.join(_CLOSE_S)
+        self._wakeup_sender.close()
+        self._wakeup_receiver.close()
 
-    def _tell_to_end(self) -> None:
+    def _request_stop(self) -> None:
         self._is_closing = True
         with suppress(OSError):
-            self._alarm.send(b"!")
+            self._wakeup_sender.send(b"!")
 
     def end_with_process(self) -> float:
-        """Accept nobody any more."""
-        self._tell_to_end()
+        """Accept no more connections."""
+        self._request_stop()
         return super().end_with_process()
 
 
-class _Serving(BackgroundThread):
-    """One connection and the thread that answers it."""
+class _ConnectionThread(BackgroundThread):
+    """The thread that answers the requests of one connection."""
 
     def __init__(self, server: Server, connection: Connection, address: str, order: int) -> None:
         super().__init__("loco-server-connection")
         self.connection = connection
         self.address = address
-        self.order = order  # the later it came or the more lately it has asked, the larger
-        self.has_asked = False
+        self.order = order  # number of the last request or, before the first one, of the connection
+        self.has_requested = False
         self._server = server
 
     def run(self) -> None:
-        """Answer until the connection breaks."""
+        """Answer requests until the connection breaks."""
         self._server.serve(self)
 
     def end_with_process(self) -> float:
-        """Give up the connection."""
+        """Abort the connection."""
         self.connection.abort()
         return super().end_with_process()
 

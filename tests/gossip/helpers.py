@@ -135,7 +135,7 @@ def answering(port: int, answer: Answering) -> Iterator[None]:
     """Somebody at a port who answers every request with what the test says."""
 
     def reply(request: Request) -> None:
-        request.reply(*answer(parse_request(request.note)))
+        request.reply(*answer(parse_request(request.header)))
 
     server = Server(reply, port=port)
     server.start()

@@ -52,7 +52,7 @@ from tests.gossip.helpers import (
 from tests.limits import HARNESS_S, LONG_S, SOON_S
 from tests.manual_clock import ManualClock
 from tests.pool import Pool
-from tests.transport.helpers import message, open_files, saying, wait_until
+from tests.transport.helpers import message, open_files, raw_server, wait_until
 
 NUMEL = 250_000
 SLOW = Link(mbit_per_s=16, latency_s=0.05)
@@ -222,7 +222,7 @@ def test_a_peer_that_is_too_slow_is_named_once_with_a_remedy(
     nodes, clock = peers(2), ManualClock()
     note, body = right_answer(MODEL.content, MODEL.total_bytes, 1.0)
     with (
-        saying(nodes[1].port, message(note, body)[:-3000]),
+        raw_server(nodes[1].port, message(note, body)[:-3000]),
         fetching(nodes, fetch_timeout_s=0.25, clock=clock) as (fetcher, _),
     ):
         for count in (800, 1600):

@@ -22,8 +22,8 @@ from tests.transport.helpers import (
     MB,
     message,
     new_certificate,
+    raw_connection,
     resident_bytes,
-    stranger,
     wait_until,
     wait_until_closed,
 )
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.recovery
 NUMEL = 500_000
 
 
-def hostile_messages(count: int, good: bytes) -> Iterator[bytes]:
+def invalid_messages(count: int, good: bytes) -> Iterator[bytes]:
     """Everything that somebody could think of."""
     draw = random.Random(0)
     for number in range(count):
@@ -51,7 +51,7 @@ def hostile_messages(count: int, good: bytes) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("compression", [None, "int8"])
-def test_a_thousand_hostile_messages_change_nothing(
+def test_a_thousand_invalid_messages_change_nothing(
     caplog: pytest.LogCaptureFixture, compression: str | None
 ) -> None:
     with two_nodes(NUMEL, compression=compression) as (here, there):
@@ -59,9 +59,9 @@ def test_a_thousand_hostile_messages_change_nothing(
         there.publish(flat, Tag(1, 2))
         assert fetch(here) is not None
         before, count = resident_bytes(), 1000
-        for words in hostile_messages(count, pack_request(there.model.content)):
-            with stranger(there.port) as connection, contextlib.suppress(OSError):
-                connection.sendall(words)
+        for data in invalid_messages(count, pack_request(there.model.content)):
+            with raw_connection(there.port) as connection, contextlib.suppress(OSError):
+                connection.sendall(data)
                 wait_until_closed(connection)
         wait_until(lambda: there.statistics.malformed == count, "some were not counted")
         assert resident_bytes() - before < 16 * MB
@@ -82,7 +82,7 @@ def test_readers_that_never_read_delay_what_others_get_and_nothing_else() -> Non
     with two_nodes(numel, fetch_timeout_s=1.0) as (here, there), contextlib.ExitStack() as stack:
         for value in range(1, 7):
             there.publish(torch.full((numel,), float(value)), Tag(value, value))
-            stack.enter_context(stranger(there.port)).sendall(
+            stack.enter_context(raw_connection(there.port)).sendall(
                 message(pack_request(there.model.content))
             )
             time.sleep(0.3)

@@ -328,8 +328,8 @@ def test_malformed_requests_and_answers_are_counted_together() -> None:
         assert fetch(here) is None
         assert here.statistics.malformed == 1
         for count in (2, 3):
-            with closing(Client(HOST, here.port)) as stranger, pytest.raises(ConnectionError):
-                stranger.request(b"nonsense", timeout_s=LONG_S)
+            with closing(Client(HOST, here.port)) as raw_connection, pytest.raises(ConnectionError):
+                raw_connection.request(b"nonsense", timeout_s=LONG_S)
             wait_until(lambda c=count: here.statistics.malformed == c, "it was not counted")
 
 

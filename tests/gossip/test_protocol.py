@@ -18,7 +18,7 @@ from lightning_loco.gossip.protocol import (
     parse_answer,
     parse_request,
 )
-from lightning_loco.transport import MAX_NOTE_BYTES, MalformedMessage
+from lightning_loco.transport import MAX_HEADER_BYTES, MalformedMessage
 
 CONTENT = Content(2**64 - 1, 3)
 
@@ -29,7 +29,7 @@ def test_what_is_written_is_read_again() -> None:
         answer = Answer(kind, CONTENT, Tag(5.0, -0.25))
         note = pack_answer(answer)
         assert parse_answer(note) == answer
-        assert len(note) < MAX_NOTE_BYTES
+        assert len(note) < MAX_HEADER_BYTES
 
 
 def test_nothing_else_is_read(subtests: pytest.Subtests) -> None:

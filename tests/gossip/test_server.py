@@ -37,7 +37,7 @@ def ask(client: Client, content: Content = MODEL.content) -> tuple[Answer, bytes
     reply = client.request(pack_request(content), timeout_s=HARNESS_S)
     body = bytearray(reply.body_bytes)
     reply.receive_into(memoryview(body), timeout_s=HARNESS_S)
-    return parse_answer(reply.note), bytes(body)
+    return parse_answer(reply.header), bytes(body)
 
 
 def test_parameters_are_served_as_they_were_published() -> None:

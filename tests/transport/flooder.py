@@ -1,4 +1,4 @@
-"""A program that floods a server or a client: python flooder.py KIND PORT SECONDS [KEY_FILE]."""
+"""Flood a server or a client: python flooder.py ROLE KIND PORT SECONDS KEY_FILE."""
 
 from __future__ import annotations
 
@@ -16,61 +16,62 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 HOST = "127.0.0.1"
-HEAD = struct.Struct("<8sIQ")
+PREFIX = struct.Struct("<8sIQ")
 MAGIC = b"LOCO\0\0\0\2"
-REQUEST = HEAD.pack(MAGIC, 4, 0) + b"note"
+REQUEST = PREFIX.pack(MAGIC, 4, 0) + b"head"
 NUM_CONNECTIONS = 40
 NUM_IDLE = 2000
 
-Pour = Callable[[socket.socket, float], None]
+Sender = Callable[[socket.socket, float], None]
+"""Sends over a connection until a time of the monotonic clock."""
 
 
-def again_and_again(words: bytes) -> Pour:
-    """The same without end."""
+def repeatedly(data: bytes) -> Sender:
+    """Send the same bytes again and again."""
 
-    def pour(connection: socket.socket, until: float) -> None:
+    def send(connection: socket.socket, until: float) -> None:
         while time.monotonic() < until:
-            connection.sendall(words)
+            connection.sendall(data)
 
-    return pour
+    return send
 
 
-def once(words: bytes) -> Pour:
-    """Something, and then nothing more."""
+def once(data: bytes) -> Sender:
+    """Send once, then keep the connection open."""
 
-    def pour(connection: socket.socket, until: float) -> None:
-        connection.sendall(words)
+    def send(connection: socket.socket, until: float) -> None:
+        connection.sendall(data)
         while time.monotonic() < until and connection.recv(1):
             time.sleep(0.1)
 
-    return pour
+    return send
 
 
-def slowly(words: bytes) -> Pour:
-    """A byte now and then."""
+def slowly(data: bytes) -> Sender:
+    """Send one byte every 0.1 s."""
 
-    def pour(connection: socket.socket, until: float) -> None:
-        for byte in words * 10_000:
+    def send(connection: socket.socket, until: float) -> None:
+        for byte in data * 10_000:
             if time.monotonic() > until:
                 return
             connection.sendall(bytes([byte]))
             time.sleep(0.1)
 
-    return pour
+    return send
 
 
-KINDS: dict[str, Pour] = {
-    "garbage": again_and_again(os.urandom(1000)),
-    "long notes": once(HEAD.pack(MAGIC, 2**32 - 1, 0)),
-    "long bodies": again_and_again(HEAD.pack(MAGIC, 4, 2**62) + b"note" + bytes(100_000)),
-    "requests": again_and_again(REQUEST * 1000),
+KINDS: dict[str, Sender] = {
+    "garbage": repeatedly(os.urandom(1000)),
+    "long headers": once(PREFIX.pack(MAGIC, 2**32 - 1, 0)),
+    "long bodies": repeatedly(PREFIX.pack(MAGIC, 4, 2**62) + b"head" + bytes(100_000)),
+    "requests": repeatedly(REQUEST * 1000),
     "unread replies": once(REQUEST),
-    "a byte now and then": slowly(HEAD.pack(MAGIC, 1000, 0) + bytes(1000)),
+    "slow bytes": slowly(PREFIX.pack(MAGIC, 1000, 0) + bytes(1000)),
 }
 
 
 def connect(kind: str, port: int, until: float, context: ssl.SSLContext | None) -> None:
-    """As a client who comes again when the connection is closed."""
+    """Act as a client that reconnects when the connection is closed."""
     while time.monotonic() < until:
         with contextlib.suppress(OSError), socket.create_connection((HOST, port)) as connection:
             connection.settimeout(0.5)
@@ -82,33 +83,33 @@ def connect(kind: str, port: int, until: float, context: ssl.SSLContext | None) 
 
 
 def connect_often(kind: str, port: int, seconds: float, context: ssl.SSLContext | None) -> None:
-    """Over many connections at once."""
+    """Flood over many connections at the same time."""
     arguments = (kind, port, time.monotonic() + seconds, context)
     threads = [threading.Thread(target=connect, args=arguments) for _ in range(NUM_CONNECTIONS)]
     for thread in threads:
         thread.start()
-    print("here it comes", flush=True)
+    print("started", flush=True)
     for thread in threads:
         thread.join()
 
 
 def be_idle(port: int, seconds: float) -> None:
-    """Over thousands of connections."""
+    """Hold thousands of idle connections."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with contextlib.ExitStack() as stack:
         for _ in range(NUM_IDLE):
             stack.enter_context(socket.create_connection((HOST, port)))
-        print("here it comes", flush=True)
+        print("started", flush=True)
         time.sleep(seconds)
 
 
 def listen(kind: str, port: int, seconds: float, context: ssl.SSLContext | None) -> None:
-    """As a server, to whoever comes."""
+    """Act as a server that floods its clients."""
     until = time.monotonic() + seconds
     with socket.create_server((HOST, port)) as server:
         server.settimeout(0.1)
-        print("here it comes", flush=True)
+        print("started", flush=True)
         while time.monotonic() < until:
             with contextlib.suppress(OSError), server.accept()[0] as connection:
                 connection.settimeout(0.5)
@@ -123,14 +124,14 @@ def listen(kind: str, port: int, seconds: float, context: ssl.SSLContext | None)
 def flooding(
     role: str, kind: str, port: int, seconds: float, key_file: Path | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    """A process that has begun, and is ended if it has not yet."""
+    """Run the flooder in a process of its own, which is killed at the end."""
     arguments = [role, kind, str(port), str(seconds), str(key_file or "")]
     process = subprocess.Popen(
         [sys.executable, str(Path(__file__)), *arguments], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     try:
-        assert process.stdout.readline() == "here it comes\n"
+        assert process.stdout.readline() == "started\n"
         yield process
     finally:
         process.kill()
@@ -139,7 +140,7 @@ def flooding(
 
 
 def main() -> None:
-    """Flood."""
+    """Run the command line."""
     role, kind, port, seconds, key_file = sys.argv[1:]
     context = None
     if key_file:

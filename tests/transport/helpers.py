@@ -1,4 +1,4 @@
-"""Servers on this machine, and strangers who speak whatever they like to them."""
+"""Servers, clients, and bare sockets that may send anything."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from typing import Any
 
 from lightning_loco.transport import Client, Request, Server, write_certificate
 from tests.limits import SOON_S
-from tests.transport.flooder import HEAD, HOST, MAGIC
+from tests.transport.flooder import HOST, MAGIC, PREFIX
 
 MB = 2**20
 
 
 def echo(request: Request) -> None:
-    """Answer with what was asked."""
+    """Reply with the header and the body of the request."""
     body = bytearray(request.body_bytes)
     request.receive_into(memoryview(body))
-    request.reply(request.note, body)
+    request.reply(request.header, body)
 
 
 @contextlib.contextmanager
 def serving(answer: Callable[[Request], None] = echo, **settings: Any) -> Iterator[Server]:
-    """A server that answers; closed in the end."""
+    """A running server, which is closed at the end."""
     server = Server(answer, **settings)
     server.start()
     try:
@@ -38,7 +38,7 @@ def serving(answer: Callable[[Request], None] = echo, **settings: Any) -> Iterat
 
 @contextlib.contextmanager
 def asking(server: Server, certificate: Any = None) -> Iterator[Client]:
-    """A client of a server; closed in the end."""
+    """A client of a server, which is closed at the end."""
     client = Client(HOST, server.port, certificate)
     try:
         yield client
@@ -47,16 +47,16 @@ def asking(server: Server, certificate: Any = None) -> Iterator[Client]:
 
 
 @contextlib.contextmanager
-def stranger(port: int) -> Iterator[socket.socket]:
-    """A bare connection."""
+def raw_connection(port: int) -> Iterator[socket.socket]:
+    """A bare TCP connection."""
     with socket.create_connection((HOST, port)) as connection:
         connection.settimeout(SOON_S)
         yield connection
 
 
 @contextlib.contextmanager
-def saying(port: int, words: bytes) -> Iterator[None]:
-    """Somebody at a port who says the same to all who come, and waits until they go."""
+def raw_server(port: int, data: bytes) -> Iterator[None]:
+    """A bare TCP server that sends the same bytes to every client and waits for it to close."""
     with socket.create_server((HOST, port)) as listener:
         listener.settimeout(0.05)
         ended = threading.Event()
@@ -65,7 +65,7 @@ def saying(port: int, words: bytes) -> Iterator[None]:
             while not ended.is_set():
                 with contextlib.suppress(OSError), listener.accept()[0] as connection:
                     connection.settimeout(SOON_S)
-                    connection.sendall(words)
+                    connection.sendall(data)
                     while connection.recv(2**16):
                         pass
 
@@ -78,20 +78,20 @@ def saying(port: int, words: bytes) -> Iterator[None]:
             thread.join()
 
 
-def message(note: bytes, body: bytes = b"", magic: bytes = MAGIC) -> bytes:
-    """As it travels."""
-    return HEAD.pack(magic, len(note), len(body)) + note + body
+def message(header: bytes, body: bytes = b"", magic: bytes = MAGIC) -> bytes:
+    """The bytes of a message on the wire."""
+    return PREFIX.pack(magic, len(header), len(body)) + header + body
 
 
 def wait_until_closed(connection: socket.socket) -> None:
-    """Until the other side has closed a bare connection."""
+    """Wait until the other side has closed a bare connection."""
     with contextlib.suppress(ConnectionError):
         while connection.recv(2**20):
             pass
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Until it holds; fails if it does not."""
+    """Wait until the condition holds, or fail with the message ``what``."""
     deadline = time.monotonic() + SOON_S
     while not condition():
         assert time.monotonic() < deadline, what
@@ -99,21 +99,21 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 def new_certificate(folder: Path, name: str = "job.pem") -> Path:
-    """The file of a new certificate."""
+    """Write a new certificate file and return its path."""
     write_certificate(folder / name)
     return folder / name
 
 
 def resident_bytes() -> int:
-    """Memory of this process."""
+    """Resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def open_files() -> int:
-    """Open file descriptors of this process: sockets, pipes, files."""
+    """Number of open file descriptors of this process: sockets, pipes, files."""
     return len(os.listdir("/proc/self/fd"))
 
 
 def transport_threads() -> list[str]:
-    """Names of the threads of servers and their connections."""
+    """Names of the running threads of servers and their connections."""
     return [t.name for t in threading.enumerate() if t.name.startswith("loco-server")]

@@ -1,4 +1,4 @@
-"""Certificates: who has the file may ask and answer, others are refused at once."""
+"""Certificates: holders of the file can connect, all others are refused immediately."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_loco.transport import read_certificate, write_certificate
 from tests.transport.helpers import asking, new_certificate, serving, wait_until
 
 
-def test_a_file_is_private_and_written_once(tmp_path: Path) -> None:
+def test_key_file_is_private_and_never_overwritten(tmp_path: Path) -> None:
     path = new_certificate(tmp_path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     content = path.read_text()
@@ -28,7 +28,9 @@ def test_a_file_is_private_and_written_once(tmp_path: Path) -> None:
     assert path.read_text() == content
 
 
-def test_without_openssl_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_is_left_if_openssl_is_missing_or_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RuntimeError, match="no openssl on this machine.*on another machine"):
         new_certificate(tmp_path)
@@ -40,7 +42,7 @@ def test_without_openssl_nothing_is_left(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.iterdir()) == [program]
 
 
-def test_a_file_that_others_may_touch_is_refused_with_a_remedy(
+def test_key_file_with_permissions_for_others_is_refused(
     tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     path = new_certificate(tmp_path)
@@ -51,7 +53,9 @@ def test_a_file_that_others_may_touch_is_refused_with_a_remedy(
                 read_certificate(path)
 
 
-def test_other_files_are_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_files_that_are_not_key_files_are_refused(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
     path = new_certificate(tmp_path)
     content = path.read_text()
     other = new_certificate(tmp_path, "other.pem").read_text()
@@ -68,7 +72,7 @@ def test_other_files_are_refused(tmp_path: Path, subtests: pytest.Subtests) -> N
         "no key": certificate,
         "no certificate": content.replace(certificate, ""),
         "the key of another": other[: other.index("-----BEGIN CERTIFICATE")] + certificate,
-        "a key with a password": encrypted + certificate,
+        "password-protected key": encrypted + certificate,
         "cut": content[:-200],
         "keys of an earlier version": "lightning_loco keys 1\n" + 2 * ("x" * 40 + "\n"),
     }.items():
@@ -78,27 +82,27 @@ def test_other_files_are_refused(tmp_path: Path, subtests: pytest.Subtests) -> N
                 read_certificate(path)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_error_names_the_missing_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no key file.*lightning-loco keys"):
         read_certificate(tmp_path / "keys")
 
 
-def test_who_holds_the_same_file_is_answered_encrypted(tmp_path: Path) -> None:
+def test_holders_of_the_same_file_talk_encrypted(tmp_path: Path) -> None:
     path = new_certificate(tmp_path)
     server_side, client_side = (read_certificate(path) for _ in range(2))
     with serving(certificate=server_side) as server, asking(server, client_side) as client:
         for size in (0, 1, 2**14, 2**14 + 1, 3_000_001):
             body = bytes(range(256)) * (size // 256) + bytes(size % 256)
-            reply = client.request(b"note", body, timeout_s=20)
+            reply = client.request(b"head", body, timeout_s=20)
             memory = memoryview(bytearray(size))
             reply.receive_into(memory, timeout_s=20)
-            assert (reply.note, bytes(memory)) == (b"note", body)
+            assert (reply.header, bytes(memory)) == (b"head", body)
         assert client._connection is not None
         secured: Any = client._connection._socket
         assert secured.version() == "TLSv1.3"
 
 
-def test_others_are_refused_at_once(
+def test_connections_without_the_same_certificate_are_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests
 ) -> None:
     ours, other = (read_certificate(new_certificate(tmp_path, name)) for name in ("a", "b"))
@@ -111,29 +115,29 @@ def test_others_are_refused_at_once(
     old.client.load_verify_locations(tmp_path / "a")
     old.client.maximum_version = ssl.TLSVersion.TLSv1_2
     for name, server_side, client_side in (
-        ("another", ours, other),
-        ("a client without", ours, None),
-        ("a server without", None, ours),
+        ("another certificate", ours, other),
+        ("no TLS on the client", ours, None),
+        ("no TLS on the server", None, ours),
         ("a client without a certificate", ours, anonymous),
-        ("a client of an older version", ours, old),
+        ("an older TLS version on the client", ours, old),
     ):
         caplog.clear()
-        asked = []
+        requests = []
         with (
             subtests.test(name),
-            serving(asked.append, certificate=server_side) as server,
+            serving(requests.append, certificate=server_side) as server,
             asking(server, client_side) as client,
         ):
             for _ in range(2):
                 with pytest.raises((ConnectionError, ssl.SSLError)):
-                    client.request(b"note", timeout_s=60)
-            assert not asked
-            wait_until(lambda: server.malformed == 2, "it was not counted")
+                    client.request(b"head", timeout_s=60)
+            assert not requests
+            wait_until(lambda: server.malformed == 2, "the malformed message was not counted")
             assert len(caplog.records) == 1
 
 
 @pytest.mark.process
-def test_the_command_writes_a_file_once(tmp_path: Path) -> None:
+def test_command_writes_a_key_file_and_does_not_overwrite_it(tmp_path: Path) -> None:
     path = tmp_path / "job.pem"
     command = [sys.executable, "command.py", "keys", str(path)]
     first, second = (

@@ -1,4 +1,4 @@
-"""Strangers, and holders of the key file, who send anything: nothing grows, others are served."""
+"""Floods and invalid messages: memory and files stay bounded, and honest clients are served."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from tests.transport.helpers import (
     message,
     new_certificate,
     open_files,
+    raw_connection,
     resident_bytes,
     serving,
-    stranger,
 )
 
 pytestmark = pytest.mark.recovery
@@ -42,19 +42,19 @@ def send_body(request: Request) -> None:
 
 
 def ask(client: Client) -> bool:
-    """Whether a request is answered whole."""
+    """Make a request; returns whether the whole reply was received."""
     memory = bytearray(len(BODY))
     try:
         reply = client.request(b"ask", timeout_s=HARNESS_S)
         reply.receive_into(memoryview(memory), timeout_s=HARNESS_S)
-    except ConnectionError:  # evicted; a client comes again
+    except ConnectionError:  # evicted; the client reconnects
         client.close()
         return False
     return memory == BODY
 
 
 class Largest:
-    """How many bytes and files this process has more while another one runs, at most."""
+    """Largest growth of this process in bytes and open files while another process runs."""
 
     def __init__(self, during: subprocess.Popen[str]) -> None:
         before_bytes, before_files = resident_bytes(), open_files()
@@ -66,8 +66,8 @@ class Largest:
 
 
 @contextlib.contextmanager
-def honest(port: int, certificate: JobCertificate | None) -> Iterator[list[bool]]:
-    """Somebody who asks again and again meanwhile; whether he was answered."""
+def honest_client(port: int, certificate: JobCertificate | None) -> Iterator[list[bool]]:
+    """A client that makes requests in a thread; yields whether each of them was answered."""
     answered: list[bool] = []
     ended = threading.Event()
 
@@ -86,7 +86,7 @@ def honest(port: int, certificate: JobCertificate | None) -> Iterator[list[bool]
 
 
 def rows(*soak: tuple[str, bool]) -> list[object]:
-    """All kinds of floods, with and without a key file; some only for the soak."""
+    """All kinds of floods, with and without a key file; those in ``soak`` are marked so."""
     return [
         pytest.param(*row, marks=[pytest.mark.soak] if row in soak else [])
         for row in itertools.product(KINDS, (False, True))
@@ -98,17 +98,17 @@ def rows(*soak: tuple[str, bool]) -> list[object]:
     ("kind", "has_key_file"),
     rows(
         ("garbage", True),
-        ("long notes", True),
+        ("long headers", True),
         ("long bodies", True),
-        ("a byte now and then", True),
+        ("slow bytes", True),
         ("requests", False),
         ("unread replies", False),
     ),
 )
-def test_a_server_does_not_grow_and_serves_others(
+def test_flooded_server_does_not_grow_and_serves_others(
     kind: str, has_key_file: bool, tmp_path: Path
 ) -> None:
-    """The one who floods has got hold of the key file, if there is one."""
+    """If there is a key file, the flooder has it, too."""
     key_file = new_certificate(tmp_path) if has_key_file else None
     certificate = read_certificate(key_file) if key_file else None
     with (
@@ -119,7 +119,7 @@ def test_a_server_does_not_grow_and_serves_others(
     ):
         assert ask(client)
         with (
-            honest(server.port, certificate) as answered,
+            honest_client(server.port, certificate) as answered,
             flooding("connect", kind, server.port, 3, key_file) as flooder,
         ):
             largest = Largest(flooder)
@@ -132,9 +132,7 @@ def test_a_server_does_not_grow_and_serves_others(
 
 @pytest.mark.process
 @pytest.mark.parametrize("has_key_file", [False, pytest.param(True, marks=pytest.mark.soak)])
-def test_thousands_of_idle_connections_leave_files_and_memory_for_others(
-    has_key_file: bool, tmp_path: Path
-) -> None:
+def test_idle_connections_use_bounded_files_and_memory(has_key_file: bool, tmp_path: Path) -> None:
     certificate = read_certificate(new_certificate(tmp_path)) if has_key_file else None
     with serving(send_body, certificate=certificate, max_connections=MOST_CONNECTIONS) as server:
         before_files, before_bytes = open_files(), resident_bytes()
@@ -147,7 +145,7 @@ def test_thousands_of_idle_connections_leave_files_and_memory_for_others(
 
 @pytest.mark.process
 @pytest.mark.parametrize(("kind", "has_key_file"), rows(*((kind, True) for kind in KINDS)))
-def test_a_client_does_not_grow(kind: str, has_key_file: bool, tmp_path: Path) -> None:
+def test_flooded_client_does_not_grow(kind: str, has_key_file: bool, tmp_path: Path) -> None:
     key_file = new_certificate(tmp_path) if has_key_file else None
     certificate = read_certificate(key_file) if key_file else None
     (port,) = free_ports()
@@ -158,7 +156,7 @@ def test_a_client_does_not_grow(kind: str, has_key_file: bool, tmp_path: Path) -
             with contextlib.closing(Client(HOST, port, certificate)) as client:
                 while not ended.wait(0.01):
                     with contextlib.suppress(OSError):
-                        client.request(b"note", timeout_s=0.2)
+                        client.request(b"head", timeout_s=0.2)
 
         thread = threading.Thread(target=read)
         thread.start()
@@ -169,10 +167,10 @@ def test_a_client_does_not_grow(kind: str, has_key_file: bool, tmp_path: Path) -
     assert largest.files < 10
 
 
-def hostile_messages(count: int) -> Iterator[bytes]:
-    """Everything that somebody could think of."""
+def invalid_messages(count: int) -> Iterator[bytes]:
+    """Messages that violate the protocol in various ways."""
     draw = random.Random(0)
-    good = message(b"note")
+    good = message(b"head")
     for number in range(count):
         match number % 6:
             case 0:
@@ -180,22 +178,22 @@ def hostile_messages(count: int) -> Iterator[bytes]:
             case 1:
                 yield good[: draw.randrange(len(good))]
             case 2:
-                place = draw.randrange(8)
-                yield good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :]
+                index = draw.randrange(8)
+                yield good[:index] + bytes([good[index] ^ 1]) + good[index + 1 :]
             case 3:
-                yield message(b"note", os.urandom(500))
+                yield message(b"head", os.urandom(500))
             case 4:
                 yield message(bytes(1025))
             case 5:
                 yield good + draw.randbytes(1 + draw.randrange(500))
 
 
-def test_a_thousand_hostile_messages_change_nothing() -> None:
+def test_server_survives_a_thousand_invalid_messages() -> None:
     with serving(send_body, max_connections=MOST_CONNECTIONS) as server:
         before = resident_bytes()
-        for words in hostile_messages(1000):
-            with stranger(server.port) as connection, contextlib.suppress(OSError):
-                connection.sendall(words)
+        for data in invalid_messages(1000):
+            with raw_connection(server.port) as connection, contextlib.suppress(OSError):
+                connection.sendall(data)
         with asking(server) as client:
             assert ask(client)
         assert resident_bytes() - before < MOST_GROWTH
