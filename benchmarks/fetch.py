@@ -37,7 +37,7 @@ from common import (
 
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.compression import CODECS
-from lightning_loco.gossip import NodeDirectory, Peer, PeerNode
+from lightning_loco.gossip import NodeListDiscovery, Peer, PeerNode
 from lightning_loco.transport import write_certificate
 
 BOUND = 0.80
@@ -82,7 +82,7 @@ def open_node(worker: Worker, ports: list[int], numel: int, settings: dict[str, 
     node = PeerNode(
         numel,
         torch.float32,
-        NodeDirectory(peers, peers[worker.rank].name),
+        NodeListDiscovery(peers, peers[worker.rank].name),
         schema_checksum=1,
         fetch_timeout_s=PATIENCE_S,
         **settings,

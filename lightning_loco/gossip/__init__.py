@@ -1,9 +1,15 @@
-"""Parameters of peers, read one-sidedly: nobody waits for a peer that is slow, late or dead.
+"""Pairwise gossip: workers read the parameters of random peers, without rounds.
 
-Words: a worker's *peers* are the workers that it may read from. A *node* is a worker that serves
-and reads; *nodes* are all workers of a user's list, this one among them. A worker *publishes* a
-*snapshot* of its parameters, with a *tag* that holds their *clock* (local steps, blended like the
-parameters; not the time) and loss. It *fetches* that of one peer, whole, and *blends* it in.
+A worker's *peers* are the workers that it may read from. A *node* is a worker that serves its own
+parameters and reads those of others; *nodes* are all workers of a user's list, including this one.
+A worker *publishes* *snapshots* of its parameters. Each snapshot has a *tag* with its *clock* and
+the worker's loss; the clock counts local steps and is averaged like the parameters. A worker
+*fetches* the latest snapshot of one peer at a time, and *blends* it into its own parameters. No
+worker ever waits for a peer that is slow or dead.
+
+:class:`PairwiseEngine` is the interface for training. From top to bottom: ``engine`` counts steps
+and blends (``averaging``), ``node`` serves (``server``, ``snapshots``) and fetches (``fetcher``,
+``peer_selection``, ``outlier_filter``), and ``protocol`` defines what is sent.
 """
 
 from lightning_loco.gossip.engine import PairwiseEngine
@@ -11,23 +17,23 @@ from lightning_loco.gossip.fetcher import Received
 from lightning_loco.gossip.node import PeerNode, PeerStatistics
 from lightning_loco.gossip.nodes_file import NodeSettings, read_nodes
 from lightning_loco.gossip.peer_selection import (
-    Directory,
-    NodeDirectory,
+    NodeListDiscovery,
     Peer,
-    StoreDirectory,
+    PeerDiscovery,
+    StoreDiscovery,
     address_towards,
 )
 
 __all__ = [
-    "Directory",
-    "NodeDirectory",
+    "NodeListDiscovery",
     "NodeSettings",
     "PairwiseEngine",
     "Peer",
+    "PeerDiscovery",
     "PeerNode",
     "PeerStatistics",
     "Received",
-    "StoreDirectory",
+    "StoreDiscovery",
     "address_towards",
     "read_nodes",
 ]

@@ -1,4 +1,4 @@
-"""What of a model travels between peers, and how a peer's parameters are blended into it."""
+"""A model as one flat vector: how it is copied for peers, and averaged with that of a peer."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from lightning_loco.algorithms.pairwise import PairwiseAverage
+from lightning_loco.distributed.devices import has_streams
 from lightning_loco.fault_points import reach
 from lightning_loco.parameters.flat import Chunk, Cuts, FlatLayout
 
 
 def served_layout(params: FlatLayout, buffers: FlatLayout, chunk_elements: int) -> FlatLayout:
-    """Trainable parameters and floating-point buffers in one flat vector.
+    """Lay out trainable parameters and floating-point buffers in one flat vector ``(P,)``.
 
     Args:
         params: The trainable parameters.
@@ -24,13 +25,21 @@ def served_layout(params: FlatLayout, buffers: FlatLayout, chunk_elements: int) 
     )
 
 
-class Blending:
-    """Copy a model for peers, and blend in theirs, chunk by chunk; no gradient may be recorded.
+def copy_model(layout: FlatLayout, flat: Tensor) -> None:
+    """Copy a model into ``flat``, of shape ``(P,)`` and on any device, chunk by chunk."""
+    reach("packing")
+    for chunk in layout.chunks():
+        chunk.pack(flat[chunk.start : chunk.stop])
+
+
+class ModelAverager:
+    """Averages a model with the parameters of a peer, chunk by chunk, in place.
+
+    Call its methods under ``torch.no_grad()``.
 
     Args:
-        layout: What travels, and where it is in the flat vector ``(P,)``.
-        algorithm: How much of a peer's parameters to take; with ``keep_progress`` a second copy of
-            the model is held.
+        layout: Where each tensor of the model is in the flat vector ``(P,)``.
+        algorithm: The rule. With ``keep_progress`` the averager holds a second copy of the model.
     """
 
     def __init__(self, layout: FlatLayout, algorithm: PairwiseAverage) -> None:
@@ -38,38 +47,37 @@ class Blending:
         self._algorithm = algorithm
         longest = max(map(len, layout.chunks()))
         self._scratch = torch.empty(longest, dtype=layout.dtype, device=layout.device)
-        self._before_fetch: Tensor | None = None
+        self._at_fetch_start: Tensor | None = None
         if algorithm.keep_progress:
-            self._before_fetch = torch.empty(layout.numel, dtype=layout.dtype, device=layout.device)
+            self._at_fetch_start = torch.empty(
+                layout.numel, dtype=layout.dtype, device=layout.device
+            )
+        self._upload_done: torch.cuda.Event | None = None
+        if has_streams(layout.device):
+            self._upload_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def pack(self, flat: Tensor) -> None:
-        """Copy the model into ``flat``, of shape ``(P,)``."""
-        reach("packing")
-        for chunk in self.layout.chunks():
-            chunk.pack(flat[chunk.start : chunk.stop])
-
-    def note_fetch(self) -> None:
-        """A fetch begins: with ``keep_progress``, keep the model as it is now."""
-        if self._before_fetch is not None:
-            self.pack(self._before_fetch)
+    def record_fetch_start(self) -> None:
+        """Keep a copy of the present model, if the algorithm has ``keep_progress``."""
+        if self._at_fetch_start is not None:
+            copy_model(self.layout, self._at_fetch_start)
 
     def blend(self, received: Tensor, factor: float, *, was_finite: bool) -> None:
-        """Move the model to a peer's.
+        """Move the model towards the parameters of a peer.
 
         Args:
-            received: The peer's flat vector ``(P,)``, on the CPU; not changed. From pinned memory
-                a GPU reads it later, when it comes to that.
-            factor: The peer's share in [0, 1].
-            was_finite: Whether this worker's own model was finite; if not, there is no progress
-                that could be kept.
+            received: Flat vector ``(P,)`` of the peer, on the CPU. It is not changed. If it is in
+                pinned memory, a GPU may read it after this returns: see :attr:`is_upload_done`.
+            factor: Share of the peer in [0, 1].
+            was_finite: Whether this worker's own model was finite. If not, ``keep_progress`` does
+                not apply, since there is no progress to keep.
         """
         reach("outer step")
-        before = self._before_fetch if was_finite else None
+        base = self._at_fetch_start if was_finite else None
         for chunk in self.layout.chunks():
-            place = slice(chunk.start, chunk.stop)
-            theirs = received[place].to(self.layout.device, non_blocking=True)
-            if before is not None:
-                self._blend_before_fetch(chunk, before[place], theirs, factor)
+            part = slice(chunk.start, chunk.stop)
+            theirs = received[part].to(self.layout.device, non_blocking=True)
+            if base is not None:
+                self._blend_and_keep_progress(chunk, base[part], theirs, factor)
             elif chunk.is_rounded(theirs.dtype):
                 params = self._scratch[: len(chunk)]
                 chunk.pack(params)
@@ -79,14 +87,26 @@ class Blending:
                 theirs = theirs.to(self.layout.device)
                 for mine, their in chunk.window(theirs).pairs():
                     self._algorithm.blend(mine, their, factor)
+        if self._upload_done is not None:
+            self._upload_done.record(torch.cuda.current_stream(self.layout.device))
 
-    def _blend_before_fetch(
-        self, chunk: Chunk, before: Tensor, theirs: Tensor, factor: float
+    def _blend_and_keep_progress(
+        self, chunk: Chunk, base: Tensor, theirs: Tensor, factor: float
     ) -> None:
-        """Blend the parameters from when the fetch began; add what was learned since then."""
+        """Blend the parameters from the start of the fetch, and add the progress made since."""
         params = self._scratch[: len(chunk)]
         chunk.pack(params)
-        params.sub_(before)
-        self._algorithm.blend(before, theirs, factor)
-        params.add_(before)
+        params.sub_(base)
+        self._algorithm.blend(base, theirs, factor)
+        params.add_(base)
         chunk.unpack(params)
+
+    @property
+    def is_upload_done(self) -> bool:
+        """Whether the memory of the parameters that were blended last may be overwritten.
+
+        Always true if the model is on the CPU. Never waits.
+        """
+        if self._upload_done is None:
+            return True
+        return bool(self._upload_done.query())  # type: ignore[no-untyped-call]

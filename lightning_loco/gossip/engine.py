@@ -1,12 +1,12 @@
-"""No rounds at all: every worker pulls the parameters of a random peer and blends them in.
+"""The engine of pairwise gossip: each worker fetches the parameters of a random peer, then blends.
 
-The engine in a plain PyTorch loop, in the manner of dpwa::
+There are no rounds. In a plain PyTorch loop, with the two calls of dpwa::
 
-    engine = PairwiseEngine(model, nodes="nodes.yaml", name="w1")  # every worker for itself
+    engine = PairwiseEngine(model, nodes="nodes.yaml", name="w1")  # in each worker's process
     for batch in data:
-        engine.update_send(loss)      # serve the present parameters, start to fetch a peer's
+        engine.update_send(loss)      # publish the present parameters, start to fetch a peer's
         loss = train(batch)
-        engine.update_wait(loss)      # blend them in
+        engine.update_wait(loss)      # wait for the peer's parameters and blend them in
     engine.finish()
     engine.close()
 """
@@ -28,53 +28,53 @@ from lightning_loco.distributed.work import WaitTimer
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.distributed.worker_status import WorkerStatus
 from lightning_loco.earlier_run import EarlierRun
-from lightning_loco.gossip.averaging import Blending, served_layout
+from lightning_loco.gossip.averaging import ModelAverager, served_layout
 from lightning_loco.gossip.fetcher import Received
 from lightning_loco.gossip.node import open_node
 from lightning_loco.gossip.outlier_filter import MAX_PEER_DISTANCE
-from lightning_loco.gossip.posting import Upload, make_posting
 from lightning_loco.gossip.settings import PairwiseSettings
+from lightning_loco.gossip.snapshots import make_publisher
 from lightning_loco.links.links import LinkLike, as_links
 from lightning_loco.parameters.flat import CHUNK_ELEMENTS
 from lightning_loco.worker import Worker
 
-_KEPT = 1000
+_MAX_KEPT = 1000
 
 
 class PairwiseEngine:
-    """Serve this worker's parameters, and blend in those of random peers.
+    """Publishes this worker's parameters, and blends in those of random peers.
 
-    Serving and fetching happen in threads of their own: a peer that is slow or dead costs nothing
-    but its own parameters. The model is touched by the training thread only, between local steps.
-    Copying it for others takes at most 5 % of the time, so that of a large model not every local
-    step is published. Floating-point buffers travel with the trainable parameters.
+    Serving and fetching happen in background threads, so a slow or dead peer does not slow down
+    training. Only the training thread uses the model, between local steps. Copying it for peers
+    takes at most 5 % of the time, so a large model is not published in every local step.
+    Floating-point buffers are exchanged together with the trainable parameters.
 
     Args:
         model: The module to train.
-        algorithm: How much of a peer's parameters to take.
-        nodes: All peers, if the workers are started one by one: a list of ``{name, host, port}``
-            or a YAML file. Default: the ranks of the default process group.
+        algorithm: How to average with the parameters of a peer.
+        nodes: All nodes including this one, if workers are started one by one: a list of
+            ``{name, host, port}``, or a YAML file. Default: the ranks of the default process group.
         name: Which of the nodes this worker is.
-        fetch_timeout_s: Longest time for a fetch, in seconds.
-        compression: How parameters are written on the wire: ``"bf16"``, ``"fp16"``, ``"int8"``, or
-            a codec such as ``Int8(block=128)``. Default: as they are.
-        key_file: Of the job, from ``lightning-loco keys FILE``; see
+        fetch_timeout_s: Longest duration of a fetch in seconds.
+        compression: Codec of the parameters on the wire: ``"bf16"``, ``"fp16"``, ``"int8"``, or a
+            codec such as ``Int8(block=128)``. Default: no compression.
+        key_file: Key file of the job, written by ``lightning-loco keys FILE``; see
             :func:`~lightning_loco.transport.write_certificate`.
-        max_peer_distance: How many times as far as usual a peer's parameters may be from one's own,
-            more than 1; None for no limit. See
-            :class:`~lightning_loco.gossip.outlier_filter.Nearness`.
-        seed: For the choice of peers, together with the number of the worker.
-        link: Links that fetches are to take as long as on, as in
-            :func:`~lightning_loco.links.links.as_links`. Default: those that there are.
-        group: The workers. Default: all ranks of the default process group, with groups of its own.
+        max_peer_distance: Parameters that are this many times further away than usual are not used;
+            more than 1. None for no limit. See
+            :class:`~lightning_loco.gossip.outlier_filter.OutlierFilter`.
+        seed: Seed of the choice of peers, used together with the number of the worker.
+        link: Links to emulate, as in :func:`~lightning_loco.links.links.as_links`. Default: none.
+        group: The workers. Default: all ranks of the default process group, in new groups.
 
     Attributes:
-        worker: What is this worker's whatever it pulls: place, replica, sync points, consensus.
-        settings: Checked.
-        statistics: What communication cost so far.
-        node: This worker among its peers, with the statistics of the fetches.
-        factors: The last blend factors, at most 1000.
-        stalenesses: By how much the peers' clocks were behind one's own, at most 1000.
+        worker: This worker: its replica of the model, sync points and consensus.
+        settings: The settings.
+        statistics: Statistics of the communication so far.
+        node: Serves and fetches parameters; has the statistics of the fetches.
+        factors: The last 1000 blend factors.
+        stalenesses: By how many local steps the clocks of the last 1000 peers were behind this
+            worker's clock.
 
     Raises:
         ValueError: If the model, the settings or the nodes do not fit, or the port is taken.
@@ -121,7 +121,15 @@ class PairwiseEngine:
         group: WorkerGroup,
         optimized: Iterable[Tensor] | None = None,
     ) -> PairwiseEngine:
-        """An engine of settings that are made already, for some trainable parameters or all."""
+        """Create an engine from settings.
+
+        Args:
+            model: The module to train.
+            settings: The settings.
+            seed: Seed of the choice of peers, used together with the number of the worker.
+            group: The workers.
+            optimized: Trainable parameters to exchange. Default: all of them.
+        """
         engine = cls.__new__(cls)
         engine._set_up(model, lambda: settings, seed, group, optimized)  # noqa: SLF001
         return engine
@@ -143,7 +151,7 @@ class PairwiseEngine:
             self._buffer_sizes = self._buffers.sizes
             layout = served_layout(replica.layout, self._buffers, CHUNK_ELEMENTS)
             own_seed = 1_000_003 * seed + group.worker + self.settings.node_number
-            self._blending = Blending(layout, self.algorithm)
+            self._averager = ModelAverager(layout, self.algorithm)
             self.node = open_node(self.settings, group, layout, own_seed)
         except BaseException as error:
             group.close(error)
@@ -155,45 +163,44 @@ class PairwiseEngine:
         self.stalenesses: list[float] = []
         self._clock = 0.0
         self._draw = random.Random(own_seed).random
-        self._posting = make_posting(self.node, self._blending)
-        self._upload = Upload(layout.device)
+        self._publisher = make_publisher(self.node.snapshots, layout)
         self._fetching = False
 
     # ------------------------------------------------------------- local steps
 
     @torch.no_grad()
     def update_send(self, loss: float | Tensor | None = None) -> None:
-        """Before a local step: serve the present parameters, perhaps start to fetch a peer's.
+        """Publish the present parameters and maybe start a fetch. Call it before a local step.
 
         Args:
-            loss: This worker's recent training loss, one number; None if it has none. Without one
-                nothing is served as long as the factor may depend on it.
+            loss: This worker's recent training loss, one number; None if it has none. If the factor
+                may depend on the loss, nothing is published before the first loss is known.
 
         Raises:
             RuntimeError: If a parameter became trainable after the start.
         """
         self._clock += 1
-        self._note_loss(loss)
-        if self._posting.is_due:
+        self._record_loss(loss)
+        if self._publisher.is_due:
             self.worker.check_trainable()
-            self._serve()
-        self.worker.was_finite = self._posting.was_finite
-        if self._fetching or not self._upload.is_done:
+            self._publish()
+        self.worker.was_finite = self._publisher.was_finite
+        if self._fetching or not self._averager.is_upload_done:
             return
         if self._draw() < self.algorithm.fetch_probability:
             self._fetching = True
-            self._find_buffers()
-            self._blending.note_fetch()
+            self._update_buffers()
+            self._averager.record_fetch_start()
             self.node.start_fetch()
 
-    def _serve(self) -> None:
-        if self._posting.has_loss or not self.algorithm.uses_loss:
-            self._find_buffers()
-            self._posting.send(self._clock)
+    def _publish(self) -> None:
+        if self._publisher.has_loss or not self.algorithm.uses_loss:
+            self._update_buffers()
+            self._publisher.publish(self._clock)
 
-    def _find_buffers(self) -> None:
-        """Let the buffers that the module holds now be served and blended."""
-        buffers, served = self.worker.replica.buffers, self._blending.layout.tensors
+    def _update_buffers(self) -> None:
+        """Use the module's present buffers, which may be other tensors than before."""
+        buffers, served = self.worker.replica.buffers, self._averager.layout.tensors
         if buffers is self._buffers:
             return
         if buffers.sizes != self._buffer_sizes:
@@ -209,29 +216,29 @@ class PairwiseEngine:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Serve nothing older than what the model holds now; all ranks of the job must call it.
+        """Replace the published parameters by the present ones. All ranks of the job must call it.
 
-        A fetch under way is waited for and dropped.
+        A running fetch is waited for and its result is dropped.
         """
         if self._fetching:
             self._fetching = False
             self.node.wait()
-        self.node.withdraw()
+        self.node.snapshots.withdraw()
         if self._clock > 0:
-            self._serve()
-        self.worker.group.gather_objects(None, "a new start")
+            self._publish()
+        self.worker.group.gather_objects(None, "the reset of gossip")
 
     @torch.no_grad()
     def update_wait(self, loss: float | Tensor | None = None) -> float:
-        """After a local step: wait for the fetch under way and blend in what it has brought.
+        """Wait for the running fetch and blend in its result. Call it after a local step.
 
         Args:
-            loss: This worker's recent training loss; None if there is no later one than before.
+            loss: This worker's recent training loss; None if it is the same as before.
 
         Returns:
-            The factor of the peer's parameters; 0 if there are none.
+            The blend factor; 0 if there is nothing to blend in.
         """
-        self._note_loss(loss)
+        self._record_loss(loss)
         if not self._fetching:
             return 0.0
         self._fetching = False
@@ -246,10 +253,10 @@ class PairwiseEngine:
         return self._blend(received)
 
     def step(self) -> bool:
-        """Count one local step, and blend in what a fetch has brought meanwhile.
+        """Count one local step, and blend in the result of a fetch that has ended. Never waits.
 
         Returns:
-            Whether a fetch has ended.
+            Whether a fetch had ended.
         """
         self.count_step()
         if not self.is_due:
@@ -263,36 +270,35 @@ class PairwiseEngine:
 
     @property
     def is_due(self) -> bool:
-        """Whether a fetch has ended; never waits."""
+        """Whether a fetch has ended. Never waits."""
         return self._fetching and self.node.has_ended
 
     @torch.no_grad()
     def make_round(self) -> None:
-        """Blend in what the fetch has brought, if anything."""
+        """Blend in the result of the fetch, if there is one."""
         loss = self.worker.last_loss
         is_number = isinstance(loss, Tensor) and loss.numel() == 1
         self.update_wait(loss if is_number else None)
 
-    def _note_loss(self, loss: float | Tensor | None) -> None:
+    def _record_loss(self, loss: float | Tensor | None) -> None:
         if loss is not None:
-            self._posting.note_loss(loss)
+            self._publisher.record_loss(loss)
             self.worker.last_loss = loss
 
     def _blend(self, received: Received) -> float:
-        loss = self._posting.loss
+        loss = self._publisher.loss
         own, peer = Tag(self._clock, math.nan if loss is None else loss), received.tag
         factor = self.algorithm.blend_factor(own, peer) if self.worker.was_finite else 1.0
-        self._find_buffers()
-        self._blending.blend(received.params, factor, was_finite=self.worker.was_finite)
-        self._upload.note()
+        self._update_buffers()
+        self._averager.blend(received.params, factor, was_finite=self.worker.was_finite)
         self._clock = self.algorithm.blended_clock(own.clock, peer.clock, factor)
-        self._note_blend(factor, own.clock - peer.clock)
+        self._record_blend(factor, own.clock - peer.clock)
         return factor
 
-    def _note_blend(self, factor: float, staleness: float) -> None:
+    def _record_blend(self, factor: float, staleness: float) -> None:
         for kept, value in ((self.factors, factor), (self.stalenesses, staleness)):
             kept.append(value)
-            del kept[:-_KEPT]
+            del kept[:-_MAX_KEPT]
         self.worker.steps_since_round = 0
         self.statistics.rounds += 1
         self.statistics.staleness = max(0, round(staleness))
@@ -301,11 +307,16 @@ class PairwiseEngine:
     # ---------------------------------------------------------------- sync points
 
     def finish(self, purpose: str = "the end of training") -> None:
-        """Wait for the ranks of this job and leave their mean in the model; serve until then.
+        """Wait for the other ranks of this job and put the mean of all ranks into the model.
+
+        The parameters are served until all ranks have arrived.
+
+        Args:
+            purpose: What the ranks wait for, for error messages; equal on all ranks.
 
         Raises:
-            RuntimeError: If a rank is missing or has failed, none is finite, or a parameter became
-                trainable after the start.
+            RuntimeError: If a rank is missing or has failed, no rank has finite parameters, or a
+                parameter became trainable after the start.
         """
         self.worker.check_trainable()
         self.sync_point(purpose)
@@ -342,46 +353,45 @@ class PairwiseEngine:
             self.worker.show_consensus(purpose)
 
     def state_dict(self) -> dict[str, Any]:
-        """The parameters, buffers, counters and the clock; not the draws and not the scores."""
+        """Return parameters, buffers, counters and the clock, without random states and scores."""
         return {**self.worker.state_dict(), "clock": self._clock}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from a state of :meth:`state_dict` of the same worker."""
+        """Load a state from :meth:`state_dict` of the same worker."""
         self.worker.load_state_dict(saved)
         self._clock = saved["clock"]
 
     @torch.no_grad()
     def resume_from(self, saved: EarlierRun) -> list[str]:
-        """Go on from what another run has saved, as far as that fits.
+        """Resume from an earlier run, which may have had other settings or more or fewer workers.
 
-        With another algorithm or number of workers all begin at the consensus, with their own
-        clocks.
+        With another algorithm or number of workers, all workers start at the consensus, each with
+        its own clock.
 
         Args:
-            saved: What this engine, a new one whose model holds the consensus of that run, is to go
-                on from.
+            saved: The earlier run. The model of this engine must hold the consensus of that run.
 
         Returns:
-            What is dropped or begun anew, in words.
+            What could not be resumed, one sentence each.
 
         Raises:
-            KeyError: If something is missing in what was saved.
+            KeyError: If the saved state is incomplete.
         """
         state, replica = saved.state, self.worker.replica
-        is_of_pairs = saved.is_of(self.algorithm)
-        if is_of_pairs and saved.fits(self.worker.group.num_workers):
+        is_same_algorithm = saved.is_of(self.algorithm)
+        if is_same_algorithm and saved.fits(self.worker.group.num_workers):
             self.load_state_dict(state)
             return []
         at_consensus = {
             **{name: value for name, value in state.items() if name != "others"},
             "params": replica.layout.set_aside(),
             "buffers": replica.buffers.set_aside(),
-            "clock": state["clock"] if is_of_pairs else float(state["steps"]),
+            "clock": state["clock"] if is_same_algorithm else float(state["steps"]),
         }
         self.load_state_dict(at_consensus)
-        return ["all workers begin at the consensus"] if is_of_pairs else saved.forgotten()
+        return ["all workers begin at the consensus"] if is_same_algorithm else saved.forgotten()
 
     def close(self) -> None:
-        """Stop serving, end the threads and destroy the groups; a second call does nothing."""
+        """Stop serving, end all threads and destroy the groups. Calling it again does nothing."""
         self.node.close()
         self.worker.group.close()

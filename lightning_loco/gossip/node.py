@@ -1,4 +1,4 @@
-"""One worker among its peers: serves its own parameters and reads those of others."""
+"""A node: serves the parameters of this worker and fetches those of its peers."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.fault_points import reach
 from lightning_loco.gossip.fetcher import (
     FetchCounts,
+    FetchDuration,
     Fetcher,
     FetchingThread,
-    FetchSeconds,
     Received,
 )
-from lightning_loco.gossip.flow import FlowControl
-from lightning_loco.gossip.model import Model, codec_of_peers
-from lightning_loco.gossip.outlier_filter import MAX_PEER_DISTANCE, Nearness
+from lightning_loco.gossip.outlier_filter import MAX_PEER_DISTANCE, OutlierFilter
 from lightning_loco.gossip.peer_selection import (
-    Directory,
-    NodeDirectory,
+    NodeListDiscovery,
     Peer,
-    StoreDirectory,
+    PeerDiscovery,
+    PeerSelector,
+    StoreDiscovery,
     address_towards,
     worker_name,
 )
+from lightning_loco.gossip.protocol import WireFormat, pull_codec
 from lightning_loco.gossip.server import SnapshotServer
 from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.gossip.snapshots import Snapshots
@@ -48,11 +48,11 @@ _ANY_FREE_PORT = 0
 
 @dataclasses.dataclass
 class PeerStatistics(FetchCounts):
-    """Counters of a node from its start on; see also :class:`FetchCounts`.
+    """Statistics of a node since its start; see also :class:`FetchCounts`.
 
     Attributes:
-        malformed: Messages that were dropped, requests and replies.
-        bytes_sent: Bytes of parameters handed out to peers.
+        malformed: Requests and replies that violated the protocol.
+        bytes_sent: Bytes of parameters that were sent to peers.
         wait_s: Seconds spent in :meth:`PeerNode.wait`.
         scores: Scores of the peers in [10, 1000], by name.
     """
@@ -63,45 +63,47 @@ class PeerStatistics(FetchCounts):
 
 
 class PeerNode:
-    """Serve the latest parameters of this worker and read those of random peers.
+    """Serves the latest parameters of this worker and fetches those of random peers.
 
-    Serving and reading happen in threads of their own; the training thread only copies its
-    parameters and waits for a fetch when it wants to. The threads are daemons: a node that is never
+    Serving and fetching happen in background threads. The training thread only publishes its
+    parameters, starts fetches and waits for them. The threads are daemons, so a node that is never
     closed does not keep its process alive.
 
     Args:
         numel: Number of parameters P.
         dtype: Their dtype, float32 or float64.
-        directory: Who the peers are and where.
-        schema_checksum: 64 bits that tell the model, equal on all peers; see
+        discovery: Who the peers are and where they listen.
+        schema_checksum: Checksum of the model, 64 bits, equal on all peers; see
             :func:`~lightning_loco.parameters.schema.schema_checksum`.
-        compression: How parameters are written on the wire, equal on all peers: ``"int8"``, another
-            name or a codec, as in :class:`~lightning_loco.PairwiseEngine`. Default: as they are.
-        fetch_timeout_s: The longest fetch, and so the longest :meth:`wait`, in seconds.
-        max_peer_distance: How many times as far as usual a peer's parameters may be from one's own,
-            more than 1; None for no limit. See
-            :class:`~lightning_loco.gossip.outlier_filter.Nearness`.
-        seed: Of the choice of peers; give each worker its own.
-        pinned: Whether the model is on a GPU, which copies to and from the memory of this node.
-        key_file: Only peers with this file may read; write one with ``lightning-loco keys FILE``.
-        host: Address to listen at. Default: 127.0.0.1 if all peers are there, else 0.0.0.0.
-        port: Port to listen at. Default: the one in the directory, or any that is free.
-        seconds: How long a fetch is to take at least, on a link that is emulated.
+        compression: Codec of the parameters on the wire, equal on all peers: a name such as
+            ``"int8"`` or a codec. Default: no compression.
+        fetch_timeout_s: Longest duration of a fetch, and so of :meth:`wait`, in seconds.
+        max_peer_distance: Parameters that are this many times further away than usual are not used;
+            more than 1. None for no limit. See
+            :class:`~lightning_loco.gossip.outlier_filter.OutlierFilter`.
+        seed: Seed of the choice of peers. Use another one on each worker.
+        pinned: Whether to use pinned memory, for a model on a GPU.
+        key_file: Only peers that have this file can connect. Write one with
+            ``lightning-loco keys FILE``.
+        host: Address to listen on. Default: 127.0.0.1 if all peers are there, else 0.0.0.0.
+        port: Port to listen on. Default: the one of the discovery, or any free one.
+        emulated_duration: Duration of a fetch on an emulated link. Default: no emulation.
 
     Raises:
-        TypeError: If ``compression`` is no name and no codec.
+        TypeError: If ``compression`` has the wrong type.
         ValueError: If an argument is out of range or the key file cannot be used.
-        FileNotFoundError: If there is no key file.
+        FileNotFoundError: If the key file does not exist.
         RuntimeError: If the port is taken.
 
     Attributes:
-        model: What travels, and how it is written.
+        wire_format: How the parameters are encoded.
+        snapshots: The published parameters.
 
     Example:
-        >>> from lightning_loco.gossip import StoreDirectory
+        >>> from lightning_loco.gossip import StoreDiscovery
         >>> store = torch.distributed.HashStore()
         >>> here, there = (
-        ...     PeerNode(3, torch.float32, StoreDirectory(store, worker, 2), schema_checksum=7)
+        ...     PeerNode(3, torch.float32, StoreDiscovery(store, worker, 2), schema_checksum=7)
         ...     for worker in range(2)
         ... )
         >>> there.publish(torch.tensor([1.0, 2.0, 3.0]), Tag(clock=5, loss=0.5))
@@ -118,7 +120,7 @@ class PeerNode:
         self,
         numel: int,
         dtype: torch.dtype,
-        directory: Directory,
+        discovery: PeerDiscovery,
         *,
         schema_checksum: int,
         compression: Any | None = None,
@@ -129,44 +131,43 @@ class PeerNode:
         key_file: str | Path | None = None,
         host: str | None = None,
         port: int | None = None,
-        seconds: FetchSeconds | None = None,
+        emulated_duration: FetchDuration | None = None,
     ) -> None:
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}.")
-        self.model = model = Model(schema_checksum, numel, dtype, codec_of_peers(compression))
+        self.wire_format = WireFormat(schema_checksum, numel, dtype, pull_codec(compression))
         certificate = None if key_file is None else read_certificate(key_file)
-        if certificate is None and not directory.is_local:
+        if certificate is None and not discovery.is_local:
             warnings.warn(
-                "Parameters are served to other machines without a key file, so everybody there "
-                "who reaches this port may read them, and may pretend to be a peer. Write a key "
-                "file with `lightning-loco keys FILE`, copy it to all machines and pass "
-                "key_file=FILE.",
+                "Parameters are served to other machines without a key file, so anybody who can "
+                "reach this port can read them or pretend to be a peer. Write a key file with "
+                "`lightning-loco keys FILE`, copy it to all machines and pass key_file=FILE.",
                 stacklevel=2,
             )
         if host is None:
-            host = "127.0.0.1" if directory.is_local else "0.0.0.0"
+            host = "127.0.0.1" if discovery.is_local else "0.0.0.0"
         if port is None:
-            port = directory.port or _ANY_FREE_PORT
+            port = discovery.port or _ANY_FREE_PORT
         self._wait_s = 0.0
         self._counted_bytes = 0
-        self._snapshots = Snapshots(model, pinned=pinned)
-        self._flow = FlowControl(directory.names, seed)
+        self.snapshots = Snapshots(self.wire_format, pinned=pinned)
+        self._selector = PeerSelector(discovery.names, seed)
         fetcher = Fetcher(
-            model,
-            directory,
-            self._flow,
+            self.wire_format,
+            discovery,
+            self._selector,
             fetch_timeout_s=fetch_timeout_s,
             certificate=certificate,
-            nearness=Nearness(model, self._snapshots, max_peer_distance),
+            outlier_filter=OutlierFilter(self.wire_format, self.snapshots, max_peer_distance),
             pinned=pinned,
-            seconds=seconds,
+            emulated_duration=emulated_duration,
         )
         self._fetching = FetchingThread(fetcher)
         try:
             self._server = SnapshotServer(
-                model,
-                self._snapshots,
-                num_peers=len(directory.names),
+                self.wire_format,
+                self.snapshots,
+                num_peers=len(discovery.names),
                 timeout_s=fetch_timeout_s,
                 host=host,
                 port=port,
@@ -177,7 +178,7 @@ class PeerNode:
             raise
         self._server.start()
         try:
-            directory.announce(self._server.port)
+            discovery.announce(self._server.port)
         except BaseException:
             self.close()
             raise
@@ -185,54 +186,26 @@ class PeerNode:
 
     @property
     def port(self) -> int:
-        """Where this worker listens."""
+        """Port that this node listens on."""
         return self._server.port
 
     def publish(self, flat: Tensor, tag: Tag) -> bool:
-        """Copy parameters for others to read; never waits for them.
+        """Copy parameters for peers to read. Never waits for them.
 
         Args:
             flat: Parameters ``(P,)`` on any device.
             tag: Their clock and loss.
 
         Returns:
-            Whether there was memory for them, which slow readers may hold for a while.
+            Whether there was memory for them. Slow peers may be reading all of it.
 
         Raises:
-            ValueError: If the number of parameters is another one.
+            ValueError: If ``flat`` has the wrong shape.
         """
-        return self._snapshots.publish(flat, tag)
-
-    def withdraw(self) -> None:
-        """Serve nothing until parameters are published again."""
-        self._snapshots.withdraw()
-
-    def draft(self) -> Tensor | None:
-        """Memory ``(P,)`` to write the next snapshot into, which saves a copy; None if all is read.
-
-        Its dtype is that of the parameters. Nobody reads it until :meth:`post`.
-        """
-        return self._snapshots.draft()
-
-    def post(self, tag: Tag, norm: float) -> None:
-        """Let others read what was written into the :meth:`draft`; never waits for them.
-
-        Args:
-            tag: Clock and loss of the parameters.
-            norm: Their norm, with which distances of peers are compared.
-        """
-        self._snapshots.post(tag, norm)
-
-    def draft_bytes(self) -> Tensor | None:
-        """Memory to write the next snapshot into as bytes, encoded already; None if all is read."""
-        return self._snapshots.draft_bytes()
-
-    def post_bytes(self, tag: Tag, norm: float) -> None:
-        """Let others read what was written into the :meth:`draft_bytes`; else as :meth:`post`."""
-        self._snapshots.post_bytes(tag, norm)
+        return self.snapshots.publish(flat, tag)
 
     def start_fetch(self) -> None:
-        """Begin to read from a peer in the background."""
+        """Start to fetch from a peer in the background."""
         self._fetching.start_fetch()
         reach("after sending")
 
@@ -240,11 +213,11 @@ class PeerNode:
         """Wait until the fetch has ended, at most ``fetch_timeout_s`` after its start.
 
         Args:
-            timeout_s: Wait for less; the fetch goes on and can be waited for again.
+            timeout_s: Wait at most this long. The fetch continues and can be waited for again.
 
         Returns:
-            The peer's parameters, valid until the next :meth:`start_fetch`; None if no peer
-            answered with usable ones, or no fetch was started.
+            The peer's parameters, valid until the next :meth:`start_fetch`. None if no peer sent
+            usable ones, or no fetch was started.
         """
         started = time.perf_counter()
         received = self._fetching.wait(timeout_s)
@@ -253,52 +226,56 @@ class PeerNode:
 
     @property
     def has_ended(self) -> bool:
-        """Whether no fetch is under way, so that :meth:`wait` would not block."""
+        """Whether no fetch is running, so that :meth:`wait` would not block."""
         return self._fetching.has_ended
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of parameters handed out to peers."""
+        """Bytes of parameters that were sent to peers."""
         return self._server.bytes_sent
 
     def count_sent(self) -> tuple[int, int]:
-        """Bytes handed out since the last call, and how many they would be without compression."""
-        new = self.bytes_sent - self._counted_bytes
-        self._counted_bytes += new
-        plain_bytes = self.model.numel * self.model.dtype.itemsize
-        return new, new * plain_bytes // self.model.total_bytes
+        """Return the bytes sent since the last call, and their number without compression."""
+        num_bytes = self.bytes_sent - self._counted_bytes
+        self._counted_bytes += num_bytes
+        wire_format = self.wire_format
+        uncompressed_bytes = wire_format.numel * wire_format.dtype.itemsize
+        return num_bytes, num_bytes * uncompressed_bytes // wire_format.total_bytes
 
     @property
     def statistics(self) -> PeerStatistics:
-        """A copy of the counters."""
+        """A copy of the statistics."""
         counts = dataclasses.asdict(self._fetching.counts)
         counts["malformed"] += self._server.malformed
         return PeerStatistics(
             **counts,
             bytes_sent=self.bytes_sent,
             wait_s=self._wait_s,
-            scores=self._flow.scores,
+            scores=self._selector.scores,
         )
 
     def close(self) -> None:
-        """End all threads and free the port; a second call does nothing."""
+        """End all threads and free the port. Calling it again does nothing."""
         self._fetching.close()
         self._server.close()
+
+
+# ------------------------------------------------------------------ from settings to a node
 
 
 def open_node(
     settings: PairwiseSettings, group: WorkerGroup, layout: FlatLayout, seed: int
 ) -> PeerNode:
-    """Begin to serve this worker's parameters and to look for its peers.
+    """Start to serve this worker's parameters and to look for its peers.
 
-    Its peers are the other nodes of the settings or, without any, the other ranks of the job. All
-    of these must call it.
+    The peers are the other nodes of the settings or, without nodes, the other ranks of the job. In
+    the second case all ranks must call this.
 
     Args:
-        settings: Checked.
+        settings: The settings.
         group: The ranks of this job.
-        layout: What travels.
-        seed: Of the choice of peers; give each worker its own.
+        layout: The parameters that are served.
+        seed: Seed of the choice of peers. Use another one on each worker.
 
     Raises:
         RuntimeError: If the port of this node is taken.
@@ -306,7 +283,7 @@ def open_node(
     return PeerNode(
         layout.numel,
         layout.dtype,
-        open_directory(settings, group),
+        make_discovery(settings, group),
         schema_checksum=schema_checksum(layout.schema()),
         compression=settings.codec,
         fetch_timeout_s=settings.fetch_timeout_s,
@@ -315,30 +292,30 @@ def open_node(
         pinned=has_streams(layout.device),
         key_file=settings.key_file,
         port=None if settings.name is not None else _ANY_FREE_PORT,
-        seconds=fetch_seconds(settings, group),
+        emulated_duration=make_emulated_duration(settings, group),
     )
 
 
-def open_directory(settings: PairwiseSettings, group: WorkerGroup) -> Directory:
-    """Where to find the other nodes, the other ranks of the job, or nobody for a worker alone."""
+def make_discovery(settings: PairwiseSettings, group: WorkerGroup) -> PeerDiscovery:
+    """Return the discovery of the other nodes or of the other ranks; of nobody for one worker."""
     if settings.name is not None:
-        return NodeDirectory(settings.peers, settings.name)
+        return NodeListDiscovery(settings.peers, settings.name)
     if group.num_workers > 1:
         store = group.own_store("peers")
-        return StoreDirectory(store, group.worker, group.num_workers, _own_host(group))
-    return NodeDirectory([Peer("alone", "127.0.0.1", 1)], "alone")
+        return StoreDiscovery(store, group.worker, group.num_workers, _own_host(group))
+    return NodeListDiscovery([Peer("alone", "127.0.0.1", 1)], "alone")
 
 
 def _own_host(group: WorkerGroup) -> str:
-    """Where the other ranks of the job reach this one: loopback if all are on one machine."""
-    names = group.gather_objects(socket.gethostname(), "the search for peers")
+    """Return where the other ranks reach this one: loopback if all are on one machine."""
+    names = group.gather_objects(socket.gethostname(), "peer discovery")
     if len(set(names)) == 1:
         return "127.0.0.1"
     return address_towards(os.environ.get("MASTER_ADDR", names[0]))
 
 
-def fetch_seconds(settings: PairwiseSettings, group: WorkerGroup) -> FetchSeconds | None:
-    """How long fetches take on the links of the settings; None if none are emulated."""
+def make_emulated_duration(settings: PairwiseSettings, group: WorkerGroup) -> FetchDuration | None:
+    """Return the duration of fetches on the links of the settings; None without emulation."""
     if settings.link is None:
         return None
     names = [peer.name for peer in settings.peers]
@@ -346,7 +323,7 @@ def fetch_seconds(settings: PairwiseSettings, group: WorkerGroup) -> FetchSecond
     names = names or [worker_name(worker) for worker in range(group.num_workers)]
     times = LinkTimes(settings.link, len(names))
 
-    def seconds(peer: str, num_bytes: int, count: int) -> float:
+    def emulated_duration(peer: str, num_bytes: int, count: int) -> float:
         return times.fetch(own, names.index(peer), num_bytes, count).seconds
 
-    return seconds
+    return emulated_duration

@@ -1,4 +1,4 @@
-"""Lists of peers and their settings in a YAML file, in the form that dpwa uses."""
+"""Reads peers and settings from a YAML file in the format of dpwa."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict
 
 import yaml  # type: ignore[import-untyped]
 
-from lightning_loco.gossip.peer_selection import Peer, as_peer
+from lightning_loco.gossip.peer_selection import Peer, as_peers
 
 _KEYS = (
     "nodes",
@@ -22,7 +22,7 @@ _KEYS = (
 
 
 class NodeSettings(TypedDict, total=False):
-    """Settings of pairwise averaging that the file names; what it does not name is missing."""
+    """Settings of pairwise averaging. A key that is not in the file is missing."""
 
     fetch_probability: float
     fetch_timeout_s: float
@@ -32,7 +32,9 @@ class NodeSettings(TypedDict, total=False):
 
 
 def read_nodes(path: str | Path) -> tuple[list[Peer], NodeSettings]:
-    """Read a file like this one, a list of maps with one key each, or one map with all keys::
+    """Read a nodes file: a list of mappings with one key each, or one mapping with all keys.
+
+    For example::
 
         - nodes:
             - {name: a, host: 10.0.0.1, port: 45000}
@@ -44,75 +46,70 @@ def read_nodes(path: str | Path) -> tuple[list[Peer], NodeSettings]:
         - constant: {value: 0.5}
 
     Returns:
-        The peers, and the settings under the names that
+        The peers, and the settings under the names of the arguments of
         :class:`~lightning_loco.algorithms.pairwise.PairwiseAverage` and
-        :class:`~lightning_loco.gossip.PeerNode` have for them.
+        :class:`~lightning_loco.gossip.PeerNode`.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it is not YAML, or says something that is not understood.
+        FileNotFoundError: If the file does not exist.
+        ValueError: If it is not YAML, a key is unknown or repeated, or a value is invalid.
     """
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"There is no nodes file {str(path)!r}. Pass the path of one."
+            f"There is no nodes file {str(path)!r}. Pass the path of an existing one."
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{str(path)!r} is not YAML: {error}") from None
     try:
-        found = _merge(content)
-        nodes = found.get("nodes")
+        merged = _merge(content)
+        nodes = merged.get("nodes")
         if not isinstance(nodes, list) or not nodes:
             raise ValueError("'nodes' must be a list with name, host and port for every peer.")
-        peers = [as_peer(node) for node in nodes]
-        names = [peer.name for peer in peers]
-        doubled = sorted({name for name in names if names.count(name) > 1})
-        if doubled:
-            raise ValueError(f"Doubled names: {', '.join(doubled)}. Give each node its own name.")
-        return peers, _settings(found)
+        return as_peers(nodes), _settings(merged)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{str(path)!r}: {error}") from None
 
 
 def _merge(content: object) -> dict[str, Any]:
-    """One map out of a list of maps."""
-    maps = content if isinstance(content, list) else [content]
-    found: dict[str, Any] = {}
-    for entry in maps:
+    """Merge a list of mappings into one."""
+    mappings = content if isinstance(content, list) else [content]
+    merged: dict[str, Any] = {}
+    for entry in mappings:
         if not isinstance(entry, Mapping):
-            raise ValueError(f"Expected a map or a list of maps, got {entry!r}.")
+            raise ValueError(f"Expected a mapping or a list of mappings, got {entry!r}.")
         for key, value in entry.items():
             if key not in _KEYS:
                 raise ValueError(f"Unknown key {key!r}. Use {', '.join(_KEYS)}.")
-            if key in found:
-                raise ValueError(f"The key {key!r} is there twice. Leave one of them.")
-            found[key] = value
-    return found
+            if key in merged:
+                raise ValueError(f"The key {key!r} is given twice. Remove one of them.")
+            merged[key] = value
+    return merged
 
 
-def _settings(found: dict[str, Any]) -> NodeSettings:
+def _settings(merged: dict[str, Any]) -> NodeSettings:
     settings = NodeSettings()
-    if "fetch_probability" in found:
-        settings["fetch_probability"] = _number(found, "fetch_probability")
-    if "timeout_ms" in found:
-        settings["fetch_timeout_s"] = _number(found, "timeout_ms") / 1000
-    if "divergence_threshold" in found:
-        settings["divergence_threshold"] = _number(found, "divergence_threshold")
-    if "interpolation" in found:
-        settings["interpolation"] = found["interpolation"]
+    if "fetch_probability" in merged:
+        settings["fetch_probability"] = _number(merged, "fetch_probability")
+    if "timeout_ms" in merged:
+        settings["fetch_timeout_s"] = _number(merged, "timeout_ms") / 1000
+    if "divergence_threshold" in merged:
+        settings["divergence_threshold"] = _number(merged, "divergence_threshold")
+    if "interpolation" in merged:
+        settings["interpolation"] = merged["interpolation"]
         if not isinstance(settings["interpolation"], str):
             raise ValueError(f"interpolation must be a name, got {settings['interpolation']!r}.")
-    if "constant" in found:
-        constant = found["constant"]
+    if "constant" in merged:
+        constant = merged["constant"]
         if not isinstance(constant, Mapping) or set(constant) != {"value"}:
             raise ValueError(f"'constant' has the form {{value: 0.5}}, got {constant!r}.")
         settings["factor"] = _number(constant, "value")
     return settings
 
 
-def _number(found: Mapping[str, Any], key: str) -> float:
-    value = found[key]
+def _number(values: Mapping[str, Any], key: str) -> float:
+    value = values[key]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"{key!r} must be a number, got {value!r}.")
     return float(value)

@@ -1,4 +1,4 @@
-"""How far a peer's parameters are from one's own, and whether that is further than usual."""
+"""Decides whether the parameters of a peer are finite and close enough to this worker's own."""
 
 from __future__ import annotations
 
@@ -12,153 +12,163 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_loco.gossip.model import Model
+from lightning_loco.gossip.protocol import WireFormat
 from lightning_loco.gossip.snapshots import Snapshots
 
 MAX_PEER_DISTANCE = 10.0
 """The default of ``max_peer_distance``."""
 
-# Below the size from which NumPy, whose dot product is the fastest, starts threads of its own.
-_SERIAL_DOT = 9_984
-_MEASURED = 2**22
-_RECENT = 21
-_FEWEST = 5
-_MOST_TRIES = 3
-_ABSURD = 1e9
-_NORM_ERROR = 0.01
-_SHORT = 0.01
+# NumPy has the fastest dot product. From 10,000 values on it uses a thread pool of its own.
+_SINGLE_THREAD_DOT = 9_984
+_SAMPLED_ELEMENTS = 2**22
+_NUM_RECENT = 21
+_MIN_RECENT = 5
+_MAX_TRIES = 3
+_MAX_ROOT_MEAN_SQUARE = 1e9
+_NORM_TOLERANCE = 0.01
+_MIN_USUAL_DISTANCE = 0.01  # relative to the norm of the own parameters
 
-Values = np.ndarray[Any, np.dtype[np.floating[Any]]]
+Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
 
-class Nearness:
-    """The distance between what a peer sends and one's own parameters, measured as chunks come.
+class OutlierFilter:
+    """Measures the distance of a peer's parameters while they arrive, and rejects outliers.
 
-    One's own are those that were published last, as peers read them, so that neither the model nor
-    its device is touched. Of more than 4 million parameters the distance is that of so many, in
-    pieces that are drawn anew for each fetch, and at least the difference of the norms; so it costs
-    no more for a larger model. The norm, taken of all values, is the check for NaN and infinity,
-    too.
+    The distance is that to this worker's latest snapshot, in the encoded form that peers read. So
+    neither the model nor its device is used. For models of more than 4 million parameters the
+    distance is estimated from a random sample of that size, drawn again for every fetch, so that
+    the cost does not grow with the model. It is never estimated lower than the difference of the
+    two norms. The norm of the peer's parameters is computed from all values, which also detects NaN
+    and infinity.
 
-    A peer is too far away if its distance is more than ``max_peer_distance`` times
+    A peer is rejected if its distance is more than ``max_peer_distance`` times
 
-    - the norm of one's own parameters, or the square root of their number if that is more; or
-    - the median of the last 21 distances, once there are 5, or a hundredth of the norm of one's own
-      parameters if that is more: early in training distances are short, and grow quickly with the
-      learning rate. There a longer one counts as the longest allowed: a worker that is far from all
-      others takes part again after a while, and the median is sound as long as most of what is read
-      is. A peer that moves a little with every request is near each time: this finds faults, not
-      adversaries.
+    - the norm of this worker's own parameters, or the square root of their number if that is more;
+    - or the median of the last 21 distances, once there are 5, or a hundredth of the norm of this
+      worker's own parameters if that is more. The second value is for the start of training, when
+      distances are short and grow quickly with the learning rate.
+
+    In the median a rejected distance counts as the longest one that was allowed. So a worker that
+    is far from all others takes part again after a while, and the median is reliable as long as
+    most peers are sound. The filter detects faults, not attacks: a peer that moves its parameters a
+    little with every request is always accepted.
+
+    Call :meth:`reset`, :meth:`update` for every chunk, and then :meth:`accepts` once.
 
     Args:
-        model: Of which they are, and how it is written on the wire.
-        own: This worker's snapshots; without any only what is absurd is too far away.
-        max_peer_distance: See above, more than 1; None for no limit.
+        wire_format: How the parameters are encoded.
+        own: This worker's snapshots. Without any, only absurdly large parameters are rejected.
+        max_peer_distance: See above; more than 1. None for no limit.
 
     Attributes:
-        is_finite: Whether all that has come since :meth:`clear` is.
+        is_finite: Whether all values since :meth:`reset` are finite.
     """
 
     def __init__(
         self,
-        model: Model,
+        wire_format: WireFormat,
         own: Snapshots | None = None,
         max_peer_distance: float | None = None,
     ) -> None:
-        self._model = model
-        self._root = math.sqrt(model.numel)
+        self._wire_format = wire_format
+        self._root_numel = math.sqrt(wire_format.numel)
         self._own = own if max_peer_distance is not None else None
-        self._most = max_peer_distance
-        self._stride = math.ceil(model.numel / _MEASURED)
-        self._piece = model.piece
-        self._room = torch.empty(model.piece, dtype=model.dtype)
-        self._differences: Values = np.empty(_SERIAL_DOT, self._room.numpy().dtype)
-        self._recent: deque[float] = deque(maxlen=_RECENT)
-        self.clear()
+        self._max_peer_distance = max_peer_distance
+        self._stride = math.ceil(wire_format.numel / _SAMPLED_ELEMENTS)
+        self._sample_elements = wire_format.single_thread_elements
+        self._own_values = torch.empty(self._sample_elements, dtype=wire_format.dtype)
+        self._differences: Array = np.empty(_SINGLE_THREAD_DOT, self._own_values.numpy().dtype)
+        self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
+        self.reset()
 
-    def clear(self) -> None:
-        """Forget what has come, but not how far away peers were."""
+    def reset(self) -> None:
+        """Start with the parameters of another fetch; the recent distances are kept."""
         self.is_finite = True
-        self._squares = 0.0
-        self._measured_squares = 0.0
-        self._num_seen = self._num_measured = 0
-        self._skip = secrets.randbelow(self._stride)
-        self._is_relative = self._own is not None and self._own.latest is not None
+        self._squared_norm = 0.0
+        self._sampled_squares = 0.0
+        self._num_elements = self._num_sampled = 0
+        self._until_sample = secrets.randbelow(self._stride)
+        self._has_own = self._own is not None and self._own.latest is not None
 
-    def add(self, start: int, values: Tensor) -> None:
-        """Look at values from ``start`` on in the flat vector, where a block of the wire begins."""
+    def update(self, start: int, values: Tensor) -> None:
+        """Measure the next chunk.
+
+        Args:
+            start: Index of the first value in the flat vector; the first one of a codec's block.
+            values: Decoded values, on the CPU.
+        """
         with np.errstate(all="ignore"):
-            self._add(start, values)
+            self._update(start, values)
 
-    def _add(self, start: int, values: Tensor) -> None:
+    def _update(self, start: int, values: Tensor) -> None:
         array = values.numpy()
-        squares = sum(_squared(array[at : at + _SERIAL_DOT]) for at in _blocks(array))
-        if not math.isfinite(squares):  # squares of finite values may be too large, too
+        squares = sum(_squared_norm(array[i : i + _SINGLE_THREAD_DOT]) for i in _blocks(array))
+        if not math.isfinite(squares):  # the square of a finite value may overflow, too
             self.is_finite = self.is_finite and bool(torch.isfinite(values).all())
-        self._squares += squares
-        self._num_seen += len(array)
-        if not self._is_relative:
+        self._squared_norm += squares
+        self._num_elements += len(array)
+        if not self._has_own:
             return
-        for place in range(0, len(array), self._piece):
-            if self._skip == 0:
-                self._measure(start + place, array[place : place + self._piece])
-            self._skip = (self._skip or self._stride) - 1
+        for first in range(0, len(array), self._sample_elements):
+            if self._until_sample == 0:
+                self._measure(start + first, array[first : first + self._sample_elements])
+            self._until_sample = (self._until_sample or self._stride) - 1
 
-    def _measure(self, start: int, theirs: Values) -> None:
-        """Compare with one's own latest parameters, which are published anew at any moment."""
+    def _measure(self, start: int, theirs: Array) -> None:
+        """Compare with the latest snapshot, unless it is overwritten meanwhile in every try."""
         assert self._own is not None
-        room = self._room[: len(theirs)]
-        for _ in range(_MOST_TRIES):
+        buffer = self._own_values[: len(theirs)]
+        for _ in range(_MAX_TRIES):
             own = self._own.latest
             assert own is not None
             number = own.number
-            values = self._model.read(own.wire, start, room).numpy()
+            values = self._wire_format.decode(own.wire, start, buffer).numpy()
             squares = 0.0
-            for at in _blocks(theirs):
-                block = theirs[at : at + _SERIAL_DOT]
-                differences = self._differences[: len(block)]
-                squares += _squared(np.subtract(block, values[at : at + len(block)], differences))
+            for i in _blocks(theirs):
+                block = theirs[i : i + _SINGLE_THREAD_DOT]
+                out = self._differences[: len(block)]
+                squares += _squared_norm(np.subtract(block, values[i : i + len(block)], out))
             if own.number == number != 0:
-                self._measured_squares += squares
-                self._num_measured += len(theirs)
+                self._sampled_squares += squares
+                self._num_sampled += len(theirs)
                 return
 
     @property
     def distance(self) -> float:
-        """The distance of what has come, or its norm if there is nothing to compare it with."""
-        norm = math.sqrt(self._squares)
-        own = self._own.latest if self._own is not None and self._is_relative else None
-        if own is None or not self._num_measured:
+        """Distance of the values since :meth:`reset`; their norm if there is no own snapshot."""
+        norm = math.sqrt(self._squared_norm)
+        own = self._own.latest if self._own is not None and self._has_own else None
+        if own is None or not self._num_sampled:
             return norm
-        distance = math.sqrt(self._measured_squares * (self._num_seen / self._num_measured))
+        distance = math.sqrt(self._sampled_squares * (self._num_elements / self._num_sampled))
         if self._stride == 1:
             return distance
-        return max(distance, abs(norm - own.norm) - _NORM_ERROR * own.norm)
+        return max(distance, abs(norm - own.norm) - _NORM_TOLERANCE * own.norm)
 
-    def is_near(self) -> bool:
-        """Whether the peer is near enough; to be asked once, when all has come."""
-        if self._most is None:
+    def accepts(self) -> bool:
+        """Whether the distance is within the limit. Call it once, after all chunks."""
+        if self._max_peer_distance is None:
             return True
         distance = self.distance
-        own = self._own.latest if self._own is not None and self._is_relative else None
+        own = self._own.latest if self._own is not None and self._has_own else None
         if own is None:
-            return distance <= _ABSURD * self._root
-        limit = self._most * max(own.norm, self._root)
+            return distance <= _MAX_ROOT_MEAN_SQUARE * self._root_numel
+        limit = self._max_peer_distance * max(own.norm, self._root_numel)
         if not distance <= limit:
             return False
-        if len(self._recent) >= _FEWEST:
-            usual = max(statistics.median(self._recent), _SHORT * own.norm)
-            limit = min(limit, self._most * usual)
+        if len(self._recent) >= _MIN_RECENT:
+            usual = max(statistics.median(self._recent), _MIN_USUAL_DISTANCE * own.norm)
+            limit = min(limit, self._max_peer_distance * usual)
         if distance > 0:
             self._recent.append(min(distance, limit))
         return distance <= limit
 
 
-def _blocks(values: Values) -> range:
-    """Where each begins."""
-    return range(0, len(values), _SERIAL_DOT)
+def _blocks(values: Array) -> range:
+    """Return where each block of one dot product starts."""
+    return range(0, len(values), _SINGLE_THREAD_DOT)
 
 
-def _squared(block: Values) -> float:
-    """Its squared norm; infinity or NaN if there is one, or a square is too large."""
+def _squared_norm(block: Array) -> float:
+    """Return the squared norm; not finite if a value is not, or a square overflows."""
     return float(np.dot(block, block))

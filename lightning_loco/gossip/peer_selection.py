@@ -1,11 +1,16 @@
-"""Where the peers are: looked up in the job's key-value store, or named in a list."""
+"""Which peers there are, where they listen, and which one to read from next.
+
+:class:`StoreDiscovery` finds the ranks of a job in its key-value store, :class:`NodeListDiscovery`
+takes the nodes of a user's list. :class:`PeerSelector` chooses among them.
+"""
 
 from __future__ import annotations
 
 import ipaddress
+import random
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
@@ -13,8 +18,10 @@ from torch.distributed import Store
 
 from lightning_loco.distributed.store import TimeoutStore, publish
 
+# ---------------------------------------------------------------------------- peer discovery
+
 _ENTRY = re.compile(r"(\d{1,5}) ([\w.:%-]{1,253})", re.ASCII)
-_LONGEST_ENTRY = 300
+_MAX_ENTRY_BYTES = 300
 
 
 class Peer(NamedTuple):
@@ -22,8 +29,8 @@ class Peer(NamedTuple):
 
     Attributes:
         name: Its name, different from all others.
-        host: Name or address at which others reach it.
-        port: The port there, 1 to 65535.
+        host: Host name or address at which other workers reach it.
+        port: Its port, 1 to 65535.
     """
 
     name: str
@@ -31,8 +38,8 @@ class Peer(NamedTuple):
     port: int
 
 
-class Directory(Protocol):
-    """Who the other peers are and where they listen; used by one thread at a time."""
+class PeerDiscovery(Protocol):
+    """Who the other peers are and where they listen. Used by one thread at a time."""
 
     @property
     def names(self) -> list[str]:
@@ -41,7 +48,7 @@ class Directory(Protocol):
 
     @property
     def port(self) -> int | None:
-        """The port at which the others expect this worker; None if any will do."""
+        """Port at which the others expect this worker; None for any free one."""
         ...
 
     @property
@@ -50,30 +57,30 @@ class Directory(Protocol):
         ...
 
     def announce(self, port: int) -> None:
-        """Tell the others at which port this worker listens."""
+        """Publish the port on which this worker listens."""
         ...
 
     def find(self, name: str) -> Peer | None:
-        """Where a peer listens, or None while nobody knows."""
+        """Return where a peer listens; None if it is not known yet."""
         ...
 
     def forget(self, name: str) -> None:
-        """Look again the next time: the peer did not answer where it was."""
+        """Look a peer up again the next time, because it did not answer at its last address."""
         ...
 
 
-class StoreDirectory:
-    """Peers that belong to one job and find each other in its key-value store.
+class StoreDiscovery:
+    """Finds the workers of one job in its key-value store.
 
     Args:
         store: A connection to the store that no other thread uses at the same time.
         worker: Number of this worker, 0 to N - 1.
         num_workers: Number of workers N.
-        host: Name or address at which the other workers reach this one; see
+        host: Host name or address at which the other workers reach this one; see
             :func:`address_towards`.
 
     Raises:
-        ValueError: If there is no such worker.
+        ValueError: If ``worker`` is out of range.
     """
 
     port = None
@@ -84,10 +91,10 @@ class StoreDirectory:
         if not 0 <= worker < num_workers:
             raise ValueError(f"worker must be 0 to {num_workers - 1}, got {worker}.")
         self._store = store
-        self._own = worker_name(worker)
+        self._own_name = worker_name(worker)
         self._host = host
         self._names = [worker_name(other) for other in range(num_workers) if other != worker]
-        self._known: dict[str, Peer] = {}
+        self._found: dict[str, Peer] = {}
         self._outdated: set[str] = set()
 
     @property
@@ -97,103 +104,113 @@ class StoreDirectory:
 
     @property
     def is_local(self) -> bool:
-        """Whether this worker is reached at its own machine only, and so all others too."""
+        """Whether this worker can be reached only from its own machine."""
         return is_loopback(self._host)
 
     def announce(self, port: int) -> None:
-        """Write host and port to the store; a restarted worker overwrites what was there."""
-        publish(self._store, f"peer/{self._own}", f"{port} {self._host}")
+        """Write host and port to the store. A restarted worker overwrites its old entry."""
+        publish(self._store, f"peer/{self._own_name}", f"{port} {self._host}")
 
     def find(self, name: str) -> Peer | None:
-        """Look into the store, once; it is asked again after :meth:`forget`."""
-        if name not in self._known or name in self._outdated:
+        """Look a peer up in the store, once; again only after :meth:`forget`."""
+        if name not in self._found or name in self._outdated:
             key = f"peer/{name}"
-            with suppress(RuntimeError):  # a store that is silent: the address that was known
+            with suppress(RuntimeError):  # the store does not answer: keep the last address
                 if self._store.check([key]):
-                    found = _ENTRY.fullmatch(self._store.get(key)[:_LONGEST_ENTRY].decode("latin"))
-                    if found is not None and 1 <= int(found[1]) <= 65535:
-                        self._known[name] = Peer(name, found[2], int(found[1]))
+                    entry = self._store.get(key)[:_MAX_ENTRY_BYTES].decode("latin")
+                    match = _ENTRY.fullmatch(entry)
+                    if match is not None and 1 <= int(match[1]) <= 65535:
+                        self._found[name] = Peer(name, match[2], int(match[1]))
             self._outdated.discard(name)
-        return self._known.get(name)
+        return self._found.get(name)
 
     def forget(self, name: str) -> None:
         """Ask the store again the next time."""
         self._outdated.add(name)
 
 
-class NodeDirectory:
-    """Peers named in a list, so that they may be started one by one on several machines.
+class NodeListDiscovery:
+    """Takes the peers from a list, so that they can be started one by one on several machines.
 
     Args:
-        nodes: All peers, this one among them: :class:`Peer` or mappings with name, host and port.
-        name: Name of this peer.
+        nodes: All nodes including this one: :class:`Peer` or mappings with name, host and port.
+        name: Name of this node.
 
     Raises:
-        ValueError: If a name is missing, doubled or unknown, or a port is out of range.
-        TypeError: If an entry is of another kind.
+        ValueError: If a name is missing, used twice or unknown, or a port is out of range.
+        TypeError: If an entry is of another type.
 
     Example:
         >>> nodes = [Peer("a", "localhost", 4001), {"name": "b", "host": "localhost", "port": 4002}]
-        >>> directory = NodeDirectory(nodes, "b")
-        >>> directory.names, directory.port, directory.is_local
+        >>> discovery = NodeListDiscovery(nodes, "b")
+        >>> discovery.names, discovery.port, discovery.is_local
         (['a'], 4002, True)
     """
 
     def __init__(self, nodes: Sequence[Peer | Mapping[str, object]], name: str) -> None:
-        peers = [as_peer(node) for node in nodes]
-        self._all = peers
-        self._peers = {peer.name: peer for peer in peers}
-        names = [peer.name for peer in peers]
-        doubled = sorted({other for other in names if names.count(other) > 1})
-        if doubled:
-            raise ValueError(
-                f"The nodes have doubled names: {', '.join(doubled)}. Give each its own name."
-            )
+        self._nodes = as_peers(nodes)
+        self._peers = {peer.name: peer for peer in self._nodes}
         if name not in self._peers:
             raise ValueError(
-                f"There is no node {name!r} in the list, only {', '.join(names) or 'nothing'}. "
-                "Pass the name of this worker, or add it to the nodes."
+                f"There is no node {name!r} in the list, only "
+                f"{', '.join(self._peers) or 'nothing'}. Pass the name of this worker, or add it "
+                "to the nodes."
             )
         self._own = self._peers.pop(name)
 
     @property
     def names(self) -> list[str]:
-        """Names of the other peers."""
+        """Names of the other nodes."""
         return list(self._peers)
 
     @property
     def nodes(self) -> list[Peer]:
-        """All peers in the order of the list, this one among them."""
-        return list(self._all)
+        """All nodes in the order of the list, including this one."""
+        return list(self._nodes)
 
     @property
     def port(self) -> int:
-        """This peer's own port."""
+        """Port of this node."""
         return self._own.port
 
     @property
     def is_local(self) -> bool:
-        """Whether all hosts are this machine's loopback."""
-        return all(is_loopback(peer.host) for peer in (self._own, *self._peers.values()))
+        """Whether all hosts are loopback addresses."""
+        return all(is_loopback(peer.host) for peer in self._nodes)
 
     def announce(self, port: int) -> None:
-        """Nothing to do: the others have the same list."""
+        """Do nothing: the other nodes have the same list."""
 
     def find(self, name: str) -> Peer | None:
-        """Look into the list."""
+        """Look a peer up in the list."""
         return self._peers.get(name)
 
     def forget(self, name: str) -> None:
-        """Nothing to do: a list stays as it is."""
+        """Do nothing: the list does not change."""
 
 
-def as_peer(node: Peer | Mapping[str, object]) -> Peer:
-    """Check one entry of a list of nodes.
+def as_peers(nodes: Sequence[Peer | Mapping[str, object]]) -> list[Peer]:
+    """Check a list of nodes.
+
+    Args:
+        nodes: :class:`Peer` or mappings with name, host and port.
 
     Raises:
-        ValueError: If name or host is missing, the port is out of range, or a key is unknown.
-        TypeError: If it is no mapping.
+        ValueError: If a name or host is missing, a name is used twice, a port is out of range, or a
+            key is unknown.
+        TypeError: If an entry is neither a :class:`Peer` nor a mapping.
     """
+    peers = [_as_peer(node) for node in nodes]
+    names = [peer.name for peer in peers]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ValueError(
+            f"Several nodes have the same name: {', '.join(repeated)}. Give each its own name."
+        )
+    return peers
+
+
+def _as_peer(node: Peer | Mapping[str, object]) -> Peer:
     if isinstance(node, Peer):
         node = node._asdict()
     if not isinstance(node, Mapping):
@@ -213,7 +230,9 @@ def as_peer(node: Peer | Mapping[str, object]) -> Peer:
 
 
 def address_towards(host: str) -> str:
-    """The address of this machine on the network that leads to ``host``, without sending anything.
+    """Return the address of this machine on the network that leads to ``host``.
+
+    Nothing is sent.
 
     Example:
         >>> address_towards("127.0.0.1")
@@ -226,7 +245,7 @@ def address_towards(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host can only be this machine."""
+    """Whether a host is this machine's loopback: ``localhost`` or an address such as 127.0.0.1."""
     if host == "localhost":
         return True
     try:
@@ -236,5 +255,84 @@ def is_loopback(host: str) -> bool:
 
 
 def worker_name(worker: int) -> str:
-    """What a rank of a job is called among its peers."""
+    """Return the name under which the other workers of a job know a worker."""
     return f"worker{worker}"
+
+
+# ---------------------------------------------------------------------------- peer selection
+
+MIN_SCORE = 10
+MAX_SCORE = 1000
+_SUCCESS_POINTS = 10
+_FAILURE_POINTS = 100
+_NOT_CHOSEN_POINTS = 1
+
+
+class PeerSelector:
+    """Chooses random peers, and chooses those less often that have failed recently.
+
+    Each peer has a score in [10, 1000], which starts at 1000. A success adds 10 points; a timeout
+    or a refusal subtracts 100. The next peer is the one with the largest ``score + U``, where U is
+    a random integer in [10, 1000].
+
+    With these rules alone a peer at 10 would hardly ever be tried again, because its largest draw
+    only equals the smallest draw of a peer at 1000. Therefore a peer gains one point whenever it
+    could have been chosen and was not. After at most 990 choices it has caught up with the others,
+    and the draws overlap long before that. A peer that stays dead loses 100 points each time it is
+    tried, so it is tried in about one choice of a hundred.
+
+    Args:
+        names: Names of the peers.
+        seed: Seed of the random draws.
+
+    Example:
+        >>> selector = PeerSelector(["a", "b"], seed=0)
+        >>> for _ in range(20):
+        ...     selector.record_failure("a")
+        >>> selector.choose(), selector.scores
+        ('b', {'a': 11, 'b': 1000})
+    """
+
+    def __init__(self, names: Sequence[str], seed: int) -> None:
+        self._scores = dict.fromkeys(names, MAX_SCORE)
+        self._random = random.Random(seed)
+
+    @property
+    def scores(self) -> dict[str, int]:
+        """A copy of the scores by name."""
+        return dict(self._scores)
+
+    def choose(self, exclude: Collection[str] = ()) -> str | None:
+        """Choose a peer.
+
+        Args:
+            exclude: Peers that must not be chosen now.
+
+        Returns:
+            The name of a peer, or None if there is none.
+        """
+        draws = {
+            name: score + self._random.randint(MIN_SCORE, MAX_SCORE)
+            for name, score in self._scores.items()
+            if name not in exclude
+        }
+        if not draws:
+            return None
+        highest = max(draws.values())
+        chosen = self._random.choice([name for name, draw in draws.items() if draw == highest])
+        for name in draws:
+            if name != chosen:
+                self._add(name, _NOT_CHOSEN_POINTS)
+        return chosen
+
+    def record_success(self, name: str) -> None:
+        """Record that a peer has sent its parameters."""
+        self._add(name, _SUCCESS_POINTS)
+
+    def record_failure(self, name: str) -> None:
+        """Record that a peer did not answer, refused, or sent parameters that cannot be used."""
+        self._add(name, -_FAILURE_POINTS)
+
+    def _add(self, name: str, points: int) -> None:
+        score = self._scores[name] + points
+        self._scores[name] = min(max(score, MIN_SCORE), MAX_SCORE)

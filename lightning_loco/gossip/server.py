@@ -1,41 +1,41 @@
-"""Serves this worker's snapshots to whoever asks for them."""
+"""Serves the latest snapshot of this worker's parameters to its peers."""
 
 from __future__ import annotations
 
 import resource
 import threading
 
-from lightning_loco.gossip.model import Model
 from lightning_loco.gossip.protocol import (
-    NOTHING_YET,
+    NOTHING_PUBLISHED,
     OTHER_MODEL,
     PARAMETERS,
-    Answer,
-    pack_answer,
+    ReplyHeader,
+    WireFormat,
+    pack_reply,
     parse_request,
 )
 from lightning_loco.gossip.snapshots import Snapshots
 from lightning_loco.transport import JobCertificate, MalformedMessage, Request, Server
 
 _SPARE_CONNECTIONS = 32
-_SHARE = 8
+_FILES_PER_CONNECTION = 8
 
 
 class SnapshotServer:
-    """Answers requests with the parameters of a snapshot, one at a time for each connection.
+    """Answers requests for parameters with the latest snapshot.
 
     Args:
-        model: What is served; requests for another model, or another compression, are refused.
-        snapshots: Where the parameters are.
-        num_peers: Twice as many connections are held at once, and 32; but no more than an eighth of
-            the files that this process may have open.
-        timeout_s: The longest time that a reader may take, in seconds.
-        host: Address to listen at.
-        port: Port to listen at, 0 for any that is free.
-        certificate: Of the job, if it has one.
+        wire_format: Requests for another model or another encoding are refused.
+        snapshots: Hold the parameters.
+        num_peers: Number of peers. The server keeps at most two connections for each of them and
+            32 more, and at most an eighth of the files that this process may open.
+        timeout_s: Longest time in which a peer has to read a reply, in seconds.
+        host: Address to listen on.
+        port: Port to listen on. 0 takes any free one.
+        certificate: Certificate of the job. Default: no encryption.
 
     Attributes:
-        bytes_sent: Bytes of parameters handed out.
+        bytes_sent: Bytes of parameters that were sent to peers.
 
     Raises:
         RuntimeError: If the port is taken or the host is not an address of this machine.
@@ -43,7 +43,7 @@ class SnapshotServer:
 
     def __init__(
         self,
-        model: Model,
+        wire_format: WireFormat,
         snapshots: Snapshots,
         *,
         num_peers: int,
@@ -54,54 +54,56 @@ class SnapshotServer:
     ) -> None:
         self.bytes_sent = 0
         self._lock = threading.Lock()
-        self._content = model.content
+        self._model_id = wire_format.model_id
         self._snapshots = snapshots
         self._server = Server(
             self._answer,
             host=host,
             port=port,
             certificate=certificate,
-            max_connections=most_connections(num_peers),
+            max_connections=max_connections(num_peers),
             timeout_s=timeout_s,
         )
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Port that the server listens on."""
         return self._server.port
 
     @property
     def malformed(self) -> int:
-        """Connections that were closed for what came over them."""
+        """Number of connections that were closed because the client violated the protocol."""
         return self._server.malformed
 
+    def start(self) -> None:
+        """Start to answer requests."""
+        self._server.start()
+
     def _answer(self, request: Request) -> None:
-        asked = parse_request(request.header)
+        requested = parse_request(request.header)
         if request.body_bytes:
             raise MalformedMessage("a request for parameters with a body")
-        if asked != self._content:
-            request.reply(pack_answer(Answer(OTHER_MODEL, self._content)))
+        if requested != self._model_id:
+            request.reply(pack_reply(ReplyHeader(OTHER_MODEL, self._model_id)))
             return
         with self._snapshots.reading() as snapshot:
             if snapshot is None:
-                request.reply(pack_answer(Answer(NOTHING_YET, self._content)))
+                request.reply(pack_reply(ReplyHeader(NOTHING_PUBLISHED, self._model_id)))
                 return
             with self._lock:
                 self.bytes_sent += len(snapshot.data)
-            answer = Answer(PARAMETERS, self._content, snapshot.tag)
-            request.reply(pack_answer(answer), snapshot.data)
-
-    def start(self) -> None:
-        """Begin to answer."""
-        self._server.start()
+            reply = ReplyHeader(PARAMETERS, self._model_id, snapshot.tag)
+            request.reply(pack_reply(reply), snapshot.data)
 
     def close(self) -> None:
-        """Close all connections and free the port; a second call does nothing."""
+        """Close all connections and free the port. Calling it again does nothing."""
         self._server.close()
 
 
-def most_connections(num_peers: int) -> int:
-    """How many connections others may hold at once, so that most files are left to the worker."""
+def max_connections(num_peers: int) -> int:
+    """Return how many connections a server keeps, so that enough open files are left."""
     wanted = 2 * num_peers + _SPARE_CONNECTIONS
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return wanted if files == resource.RLIM_INFINITY else max(1, min(wanted, files // _SHARE))
+    if files == resource.RLIM_INFINITY:
+        return wanted
+    return max(1, min(wanted, files // _FILES_PER_CONNECTION))

@@ -1,4 +1,4 @@
-"""What a user says about pairwise gossip, checked before any thread or socket exists."""
+"""Settings of pairwise gossip, checked before any thread or socket is created."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 from lightning_loco.algorithms.pairwise import PairwiseAverage
 from lightning_loco.compression import Codec
-from lightning_loco.gossip.model import codec_of_peers
 from lightning_loco.gossip.nodes_file import read_nodes
 from lightning_loco.gossip.outlier_filter import MAX_PEER_DISTANCE
-from lightning_loco.gossip.peer_selection import NodeDirectory, Peer, as_peer
+from lightning_loco.gossip.peer_selection import NodeListDiscovery, Peer, as_peers
+from lightning_loco.gossip.protocol import pull_codec
 from lightning_loco.links.links import Links
 from lightning_loco.parameters.flat import Cuts
 from lightning_loco.transport import read_certificate
@@ -24,20 +24,19 @@ from lightning_loco.values import plain
 
 @dataclasses.dataclass(frozen=True)
 class PairwiseSettings:
-    """How a worker pulls from its peers.
+    """How a worker fetches and averages the parameters of its peers.
 
     Args:
-        algorithm: How much of a peer's parameters to take.
-        nodes: All peers if workers are started one by one, as a list or the path of a file; None
-            for the ranks of one job.
+        algorithm: How to average with the parameters of a peer.
+        nodes: All nodes including this one, if workers are started one by one: a list, or the path
+            of a YAML file. None if the workers are the ranks of one job.
         name: Which of the nodes this worker is.
-        fetch_timeout_s: Longest time for a fetch, in seconds.
-        compression: How parameters are written on the wire: a codec or its name. Default: as they
-            are.
-        key_file: Certificate and key of the job.
-        max_peer_distance: How many times as far as usual a peer's parameters may be from one's own,
-            more than 1; None for no limit.
-        link: Links that fetches are to take as long as on. Default: those that there are.
+        fetch_timeout_s: Longest duration of a fetch in seconds.
+        compression: Codec of the parameters on the wire, or its name. Default: no compression.
+        key_file: File with the certificate and key of the job.
+        max_peer_distance: Parameters that are this many times further away than usual are not used;
+            more than 1. None for no limit.
+        link: Links to emulate. Default: none.
 
     Raises:
         TypeError: If a value has the wrong type.
@@ -55,7 +54,7 @@ class PairwiseSettings:
     link: Links | None = None
 
     outer_device: ClassVar[None] = None
-    """There is nothing outer: a peer's parameters move the local ones where those are."""
+    """There are no outer parameters: local ones are averaged with a peer's on their own device."""
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
@@ -75,13 +74,13 @@ class PairwiseSettings:
                 "max_peer_distance is a multiple of the usual distance and must be finite and more "
                 f"than 1, got {distance!r}. Use None for no limit."
             )
-        codec_of_peers(self.compression)
+        pull_codec(self.compression)
         if self.name is not None and self.nodes is None:
-            raise ValueError(f"name={self.name!r} says which of the nodes this is; give nodes=...")
+            raise ValueError(f"name={self.name!r} says which of the nodes this is; pass nodes=...")
         if self.nodes is not None:
             if self.name is None:
                 raise ValueError("nodes needs name: which of them is this worker?")
-            NodeDirectory(self.peers, self.name)
+            NodeListDiscovery(self.peers, self.name)
         if self.key_file is not None:
             read_certificate(self.key_file)
         if not isinstance(self.link, Links | None):
@@ -89,40 +88,40 @@ class PairwiseSettings:
 
     @functools.cached_property
     def peers(self) -> list[Peer]:
-        """All nodes, this one among them; empty for the ranks of one job."""
+        """All nodes including this one; empty for the ranks of one job."""
         if self.nodes is None:
             return []
         if isinstance(self.nodes, (str, Path)):
             return read_nodes(self.nodes)[0]
-        return [as_peer(node) for node in self.nodes]
+        return as_peers(self.nodes)
 
     @property
     def codec(self) -> Codec | None:
-        """How parameters are written on the wire; None if they travel as they are."""
-        return codec_of_peers(self.compression)
+        """Codec of the parameters on the wire; None for no compression."""
+        return pull_codec(self.compression)
 
     @property
     def consensus_key(self) -> str | None:
-        """The entry of the state that is the consensus: none, since it is the ranks' mean."""
+        """The entry of the state that is the consensus; None, since it is the mean of the ranks."""
         return self.algorithm.consensus_key
 
     @property
     def node_number(self) -> int:
-        """Number of this worker among the nodes; 0 without nodes."""
+        """Index of this worker in the list of nodes; 0 without nodes."""
         return [peer.name for peer in self.peers].index(self.name) if self.name else 0
 
     def prepare(self, num_workers: int, seed: int = 0) -> PairwiseSettings:
         """Check the algorithm against the number of ranks of this job.
 
         Args:
-            num_workers: Ranks of this job.
-            seed: Of the run; nothing is drawn.
+            num_workers: Number of ranks of this job.
+            seed: Seed of the run, which is not used.
 
         Returns:
             The settings to run with.
 
         Raises:
-            ValueError: If something does not fit; before training starts.
+            ValueError: If the algorithm or the links do not fit the number of ranks.
         """
         if self.link is not None:
             self.link.check(len(self.peers) or num_workers)
@@ -131,14 +130,14 @@ class PairwiseSettings:
         return dataclasses.replace(self, algorithm=algorithm)
 
     def cuts(self, sizes: Mapping[str, int], itemsize: int, longest: int) -> Cuts:
-        """Chunks of the ``longest`` length: nothing is exchanged in rounds."""
+        """Cut the parameters into chunks of ``longest`` elements, since there are no rounds."""
         return Cuts(longest)
 
     def describe(self) -> dict[str, Any]:
-        """Everything that is equal on all workers, as plain values.
+        """Return all settings that must be equal on all workers, as plain values.
 
-        Workers compare them, and checkpoints hold them: two workers with the same values train
-        alike. Which node a worker is, and where its key file lies, is its own.
+        Workers compare these values when they start, and checkpoints hold them. The name of the
+        node and the path of the key file may differ.
         """
         hyper_parameters = {
             field.name: plain(getattr(self.algorithm, field.name))

@@ -1,9 +1,9 @@
-"""Snapshots of a worker's parameters that others read while the next one is written.
+"""Snapshots of a model: memory that peers read while the next snapshot is written.
 
-The training thread writes and the threads of the server read. Neither waits for the other: the lock
-is held for bookkeeping only, and parameters are copied outside of it, into memory that nobody reads
-and from memory that nobody writes. There is memory for three: the latest snapshot, one that is kept
-for those who read it, and one to write the next into.
+The training thread writes snapshots and the threads of the server read them. Neither waits for the
+other: the lock is held for bookkeeping only. Parameters are written only to memory that nobody
+reads, and read only from memory that nobody writes. There is memory for three snapshots: the
+latest one, an earlier one that is still being read, and the next one.
 """
 
 from __future__ import annotations
@@ -12,13 +12,17 @@ import contextlib
 import dataclasses
 import math
 import threading
+import time
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from lightning_loco.algorithms.pairwise import Tag
-from lightning_loco.gossip.model import Model
+from lightning_loco.distributed.devices import has_streams
+from lightning_loco.gossip.averaging import copy_model
+from lightning_loco.gossip.protocol import WireFormat
+from lightning_loco.parameters.flat import FlatLayout
 
 _NUM_SNAPSHOTS = 3
 _NORM_BLOCK = 2**17  # values whose copy is still in the cache
@@ -26,15 +30,15 @@ _NORM_BLOCK = 2**17  # values whose copy is still in the cache
 
 @dataclasses.dataclass(eq=False)
 class Snapshot:
-    """Memory for the parameters, and what it holds.
+    """Memory for one snapshot, and what it holds.
 
     Attributes:
-        wire: The parameters as the bytes that travel.
+        wire: The encoded parameters, as uint8.
         data: The same memory, for sockets.
-        number: Number of the snapshot; 0 while it is written.
+        number: Number of the snapshot, from 1 on. 0 while it is written.
         tag: Clock and loss of the parameters.
-        norm: Their norm.
-        readers: How many read it at this moment.
+        norm: Norm of the parameters.
+        readers: Number of threads that are reading it.
     """
 
     wire: Tensor
@@ -46,125 +50,50 @@ class Snapshot:
 
 
 class Snapshots:
-    """The latest snapshot, and earlier ones as long as they are being read.
+    """The latest snapshot, and earlier ones while they are being read.
 
-    When two earlier ones are being read there is no memory for the next: :meth:`draft` says so, and
-    the latest stays until all have read one of them. Readers have a deadline, which bounds this.
+    While two earlier snapshots are being read there is no memory for the next one. Then
+    :meth:`flat_buffer` and :meth:`wire_buffer` return None, and the latest snapshot stays the
+    latest until one of the two is no longer read. The server's deadlines limit how long this is.
 
     Args:
-        model: What is served, and how it is written.
-        pinned: Whether a GPU copies into the memory.
+        wire_format: How the parameters are encoded.
+        pinned: Whether to use pinned memory, for a model on a GPU.
+
+    Attributes:
+        wire_format: How the parameters are encoded.
 
     Raises:
         ValueError: If there are no parameters.
     """
 
-    def __init__(self, model: Model, *, pinned: bool = False) -> None:
-        if model.numel < 1:
+    def __init__(self, wire_format: WireFormat, *, pinned: bool = False) -> None:
+        if wire_format.numel < 1:
             raise ValueError("There are no parameters to serve. Give the model some.")
+        self.wire_format = wire_format
         self._lock = threading.Lock()
-        self._model = model
         self._flat: Tensor | None = None
         self._count = 0
         self._latest: Snapshot | None = None
-        self._draft: Snapshot | None = None
+        self._next: Snapshot | None = None
         self._all = []
         for _ in range(_NUM_SNAPSHOTS):
-            memory = torch.zeros(model.total_bytes, dtype=torch.uint8, pin_memory=pinned)
+            memory = torch.zeros(wire_format.total_bytes, dtype=torch.uint8, pin_memory=pinned)
             self._all.append(Snapshot(memory, memory.numpy().data))
+
+    # --------------------------------------------------------------------------- reading
 
     @property
     def latest(self) -> Snapshot | None:
-        """The latest snapshot, to be read by the worker's own threads without a lock.
+        """The latest snapshot, for threads of this worker that read it without the lock.
 
-        It changes while it is read if its ``number`` does.
+        If its ``number`` has changed after reading, it was overwritten while it was read.
         """
         return self._latest
 
-    def publish(self, flat: Tensor, tag: Tag) -> bool:
-        """Copy parameters and make them the latest snapshot; for one thread only.
-
-        Args:
-            flat: Parameters ``(P,)``, on any device and in any floating-point dtype.
-            tag: Their clock and loss.
-
-        Returns:
-            Whether there was memory for it.
-
-        Raises:
-            ValueError: If the number of parameters is another one.
-        """
-        numel = self._model.numel
-        if flat.shape != (numel,):
-            raise ValueError(
-                f"The parameters have shape {tuple(flat.shape)}, but {numel} were announced. "
-                "Publish one flat vector of the model's size."
-            )
-        draft = self.draft()
-        if draft is None:
-            return False
-        with torch.no_grad():
-            norm = copy_with_norm(flat, draft)
-        self.post(tag, norm)
-        return True
-
-    def draft(self) -> Tensor | None:
-        """Where the next snapshot is written ``(P,)``, in the model's dtype.
-
-        With a codec it is a vector that is kept for this, and :meth:`post` encodes it. Nobody reads
-        it until then; without a :meth:`post` the next call returns the same.
-
-        Returns:
-            The memory; None while all of it is being read.
-        """
-        memory = self.draft_bytes()
-        if memory is None or self._model.codec is None:
-            return None if memory is None else memory.view(self._model.dtype)
-        if self._flat is None:
-            self._flat = torch.empty(self._model.numel, dtype=self._model.dtype)
-        return self._flat
-
-    def post(self, tag: Tag, norm: float) -> None:
-        """Make what was written into the :meth:`draft` the latest snapshot; for the same thread.
-
-        Args:
-            tag: Clock and loss of the parameters.
-            norm: Their norm.
-        """
-        if self._model.codec is not None:
-            assert self._flat is not None
-            self._model.codec.encode(self._flat, self.draft_bytes())
-        self.post_bytes(tag, norm)
-
-    def draft_bytes(self) -> Tensor | None:
-        """The memory of the next snapshot, for who encodes it; otherwise as :meth:`draft`."""
-        if self._draft is None:
-            with self._lock:
-                free = [s for s in self._all if s is not self._latest and not s.readers]
-                if not free:
-                    return None
-                self._draft = min(free, key=lambda snapshot: snapshot.number)
-                self._draft.number = 0
-        return self._draft.wire
-
-    def post_bytes(self, tag: Tag, norm: float) -> None:
-        """As :meth:`post`, of what was written into :meth:`draft_bytes`."""
-        assert self._draft is not None
-        with self._lock:
-            self._count += 1
-            self._latest, self._draft = self._draft, None
-            self._latest.number = self._count
-            self._latest.tag = tag
-            self._latest.norm = norm
-
-    def withdraw(self) -> None:
-        """Serve nothing until the next snapshot, for which there is memory now."""
-        with self._lock:
-            self._latest = None
-
     @contextlib.contextmanager
     def reading(self) -> Iterator[Snapshot | None]:
-        """The latest snapshot, which stays as it is for the block; None if there is none."""
+        """Yield the latest snapshot, which is not overwritten within the context, or None."""
         with self._lock:
             snapshot = self._latest
             if snapshot is not None:
@@ -176,17 +105,282 @@ class Snapshots:
                 with self._lock:
                     snapshot.readers -= 1
 
+    # ------------------------------------------------------------- writing, in one thread
+
+    def publish(self, flat: Tensor, tag: Tag) -> bool:
+        """Copy parameters and make them the latest snapshot.
+
+        Args:
+            flat: Parameters ``(P,)``, on any device and in any floating-point dtype.
+            tag: Their clock and loss.
+
+        Returns:
+            Whether there was memory for it.
+
+        Raises:
+            ValueError: If ``flat`` has the wrong shape.
+        """
+        numel = self.wire_format.numel
+        if flat.shape != (numel,):
+            raise ValueError(
+                f"The parameters have shape {tuple(flat.shape)}, but {numel} were announced. "
+                "Publish one flat vector of the model's size."
+            )
+        buffer = self.flat_buffer()
+        if buffer is None:
+            return False
+        with torch.no_grad():
+            norm = copy_with_norm(flat, buffer)
+        self.commit_flat(tag, norm)
+        return True
+
+    def flat_buffer(self) -> Tensor | None:
+        """Return memory ``(P,)``, in the dtype of the wire format, for the next snapshot.
+
+        Nobody reads it before :meth:`commit_flat`. Without a codec it is the memory of the snapshot
+        itself, which saves a copy. Until the commit, further calls return the same memory.
+
+        Returns:
+            The memory; None while peers are reading all of it.
+        """
+        wire = self.wire_buffer()
+        if wire is None or self.wire_format.codec is None:
+            return None if wire is None else wire.view(self.wire_format.dtype)
+        if self._flat is None:
+            self._flat = torch.empty(self.wire_format.numel, dtype=self.wire_format.dtype)
+        return self._flat
+
+    def commit_flat(self, tag: Tag, norm: float) -> None:
+        """Encode what was written to :meth:`flat_buffer` and make it the latest snapshot.
+
+        Args:
+            tag: Clock and loss of the parameters.
+            norm: Their norm.
+        """
+        if self.wire_format.codec is not None:
+            assert self._flat is not None
+            self.wire_format.codec.encode(self._flat, self.wire_buffer())
+        self.commit_wire(tag, norm)
+
+    def wire_buffer(self) -> Tensor | None:
+        """Return memory for the next snapshot in its encoded form, as :meth:`flat_buffer` does."""
+        if self._next is None:
+            with self._lock:
+                free = [s for s in self._all if s is not self._latest and not s.readers]
+                if not free:
+                    return None
+                self._next = min(free, key=lambda snapshot: snapshot.number)
+                self._next.number = 0
+        return self._next.wire
+
+    def commit_wire(self, tag: Tag, norm: float) -> None:
+        """Make what was written to :meth:`wire_buffer` the latest snapshot.
+
+        Args:
+            tag: Clock and loss of the parameters.
+            norm: Their norm.
+        """
+        assert self._next is not None
+        with self._lock:
+            self._count += 1
+            self._latest, self._next = self._next, None
+            self._latest.number = self._count
+            self._latest.tag = tag
+            self._latest.norm = norm
+
+    def withdraw(self) -> None:
+        """Serve nothing until the next snapshot, for which there is memory then."""
+        with self._lock:
+            self._latest = None
+
 
 def norm_of(values: Tensor) -> float:
-    """The norm of ``values`` ``(P,)``; not finite if one is not, or if a square is too large."""
-    return math.sqrt(sum(map(_squared, torch.split(values, _NORM_BLOCK))))
+    """Return the norm of ``values`` ``(P,)``. It is not finite if a value or square is not."""
+    return math.sqrt(sum(map(_squared_norm, torch.split(values, _NORM_BLOCK))))
 
 
-def copy_with_norm(values: Tensor, into: Tensor) -> float:
+def copy_with_norm(values: Tensor, out: Tensor) -> float:
     """Copy ``values`` ``(P,)`` and return the norm of the copy, in one pass over the memory."""
-    blocks = zip(torch.split(values, _NORM_BLOCK), torch.split(into, _NORM_BLOCK), strict=True)
-    return math.sqrt(sum(_squared(target.copy_(source)) for source, target in blocks))
+    blocks = zip(torch.split(values, _NORM_BLOCK), torch.split(out, _NORM_BLOCK), strict=True)
+    return math.sqrt(sum(_squared_norm(target.copy_(source)) for source, target in blocks))
 
 
-def _squared(block: Tensor) -> float:
+def _squared_norm(block: Tensor) -> float:
     return float(torch.dot(block, block))
+
+
+# ------------------------------------------------------------- from the model to a snapshot
+
+MAX_COPY_SHARE = 0.05
+"""Largest share of the time that goes into copying parameters for peers."""
+
+
+class Publisher:
+    """Publishes snapshots of a model on the CPU, in at most 5 % of the time.
+
+    Args:
+        snapshots: Where the model is copied to.
+        layout: The model.
+
+    Attributes:
+        was_finite: Whether the parameters were finite when they were last copied.
+        loss: The last loss that was recorded; None before the first one.
+    """
+
+    def __init__(self, snapshots: Snapshots, layout: FlatLayout) -> None:
+        self.was_finite = True
+        self.loss: float | None = None
+        self._snapshots = snapshots
+        self._layout = layout
+        self._next_time = 0.0
+
+    def record_loss(self, loss: float | Tensor) -> None:
+        """Record this worker's recent training loss, one number."""
+        self.loss = float(loss)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether a loss has been recorded."""
+        return self.loss is not None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the parameters may be published again."""
+        return time.perf_counter() >= self._next_time
+
+    def publish(self, clock: float) -> None:
+        """Copy the present parameters, and publish them if they are finite.
+
+        Nothing is done while peers are reading all the memory that a snapshot could be written to.
+
+        Args:
+            clock: Clock of the parameters. They are published with the last loss, or with 0.0.
+        """
+        started = time.perf_counter()
+        flat = self._snapshots.flat_buffer()
+        if flat is None:
+            return
+        copy_model(self._layout, flat)
+        norm = norm_of(flat)
+        self.was_finite = math.isfinite(norm)
+        if self.was_finite:
+            self._snapshots.commit_flat(Tag(clock, self.loss or 0.0), norm)
+        self._next_time = started + (time.perf_counter() - started) / MAX_COPY_SHARE
+
+
+class DevicePublisher:
+    """Publishes snapshots of a model on a GPU, without waiting for the GPU in a local step.
+
+    The parameters are packed on the GPU, together with their norm and the loss, and encoded there
+    if there is a codec. One asynchronous copy brings them into the pinned memory of the next
+    snapshot while training continues. The first call of :attr:`is_due` that finds the copy
+    complete publishes the snapshot; only then the norm and the loss are known on the host.
+
+    The copies take at most 5 % of the time. The GPU holds one more vector of P numbers and, with a
+    codec, its encoded form.
+
+    Args:
+        snapshots: Where the model is copied to; in pinned memory.
+        layout: The model.
+
+    Attributes:
+        was_finite: Whether the parameters of the last complete copy were finite.
+        loss: The loss of the last complete copy; None before the first one.
+    """
+
+    def __init__(self, snapshots: Snapshots, layout: FlatLayout) -> None:
+        self.was_finite = True
+        self.loss: float | None = None
+        self._snapshots = snapshots
+        self._layout = layout
+        device, wire_format = layout.device, snapshots.wire_format
+        self._codec = wire_format.codec
+        self._flat = torch.empty(wire_format.numel, dtype=wire_format.dtype, device=device)
+        self._wire = self._flat.view(torch.uint8)
+        if self._codec is not None:
+            self._wire = torch.empty(wire_format.total_bytes, dtype=torch.uint8, device=device)
+        self._norm_and_loss = torch.zeros(2, dtype=torch.float64, device=device)
+        self._norm_and_loss_on_host = torch.zeros(2, dtype=torch.float64, pin_memory=True)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._copy_started = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._copy_done = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._pending_clock: float | None = None
+        self._latest_loss: float | Tensor | None = None
+        self._next_time = 0.0
+
+    def record_loss(self, loss: float | Tensor) -> None:
+        """Record this worker's recent training loss, one number on any device."""
+        self._latest_loss = loss.detach() if isinstance(loss, Tensor) else loss
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether a loss has been recorded."""
+        return self._latest_loss is not None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the parameters may be copied again. Publishes a complete copy; never waits."""
+        clock = self._pending_clock
+        if clock is not None and self._copy_done.query():  # type: ignore[no-untyped-call]
+            self._publish_copy(clock)
+        return self._pending_clock is None and time.perf_counter() >= self._next_time
+
+    def publish(self, clock: float) -> None:
+        """Start to copy the present parameters. Call it only when :attr:`is_due`.
+
+        Nothing is done while peers are reading all the memory that a snapshot could be written to.
+
+        Args:
+            clock: Clock of the parameters.
+        """
+        wire = self._snapshots.wire_buffer()
+        if wire is None:
+            return
+        copy_with_norm_and_loss(self._layout, self._flat, self._norm_and_loss, self._latest_loss)
+        if self._codec is not None:
+            self._codec.encode(self._flat, self._wire)
+        self._stream.wait_stream(torch.cuda.current_stream(self._flat.device))
+        with torch.cuda.stream(self._stream):
+            self._copy_started.record(self._stream)
+            wire.copy_(self._wire, non_blocking=True)
+            self._norm_and_loss_on_host.copy_(self._norm_and_loss, non_blocking=True)
+            self._copy_done.record(self._stream)
+        self._pending_clock = clock
+
+    def _publish_copy(self, clock: float) -> None:
+        """Publish the copy, which is complete, if its parameters are finite."""
+        self._pending_clock = None
+        norm, loss = self._norm_and_loss_on_host.tolist()
+        if self._latest_loss is not None:
+            self.loss = loss
+        self.was_finite = math.isfinite(norm)
+        if self.was_finite:
+            self._snapshots.commit_wire(Tag(clock, loss), norm)
+        copy_s = self._copy_started.elapsed_time(self._copy_done) / 1000
+        self._next_time = time.perf_counter() + copy_s * (1 / MAX_COPY_SHARE - 1)
+
+
+def copy_with_norm_and_loss(
+    layout: FlatLayout, flat: Tensor, norm_and_loss: Tensor, loss: float | Tensor | None
+) -> None:
+    """Copy a model, its norm and a loss on its device, without waiting for the device.
+
+    Args:
+        layout: The model.
+        flat: Receives the parameters ``(P,)``.
+        norm_and_loss: Receives the norm and the loss ``(2,)``.
+        loss: One number on any device. None is written as 0.
+    """
+    copy_model(layout, flat)
+    norm_and_loss[0].copy_(torch.linalg.vector_norm(flat))
+    if isinstance(loss, Tensor):
+        norm_and_loss[1].copy_(loss.reshape(()), non_blocking=True)
+    else:
+        norm_and_loss[1].fill_(loss or 0.0)
+
+
+def make_publisher(snapshots: Snapshots, layout: FlatLayout) -> Publisher | DevicePublisher:
+    """Return the publisher for the device of a model."""
+    if has_streams(layout.device):
+        return DevicePublisher(snapshots, layout)
+    return Publisher(snapshots, layout)

@@ -1,4 +1,4 @@
-"""Nodes on this machine, in this process and in others."""
+"""Nodes, servers and peers for tests, in this process and in others."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from lightning_loco.algorithms.pairwise import Tag
-from lightning_loco.gossip import NodeDirectory, Peer, PeerNode, Received
+from lightning_loco.gossip import NodeListDiscovery, Peer, PeerNode, Received
 from lightning_loco.gossip.fetcher import FetchingThread
-from lightning_loco.gossip.model import Model
 from lightning_loco.gossip.protocol import (
     PARAMETERS,
-    Answer,
-    Content,
-    pack_answer,
+    ModelId,
+    ReplyHeader,
+    WireFormat,
+    pack_reply,
     parse_request,
 )
 from lightning_loco.gossip.server import SnapshotServer
@@ -35,47 +35,47 @@ from tests.transport.helpers import HOST, wait_until
 
 CHECKSUM = 0x1122334455667788
 TAG = Tag(1, 1)
-MODEL = Model(CHECKSUM, 1000, torch.float32)
+FORMAT = WireFormat(CHECKSUM, 1000, torch.float32)
 
 _processes = multiprocessing.get_context("forkserver")
 
 
 def peers(count: int, letter: str = "p") -> list[Peer]:
-    """Names (p0, p1, ...) and addresses for so many nodes; their ports are free at present."""
+    """Return ``count`` nodes named p0, p1, ... with free ports on this machine."""
     return [Peer(f"{letter}{index}", HOST, port) for index, port in enumerate(free_ports(count))]
 
 
 def make_node(nodes: list[Peer], index: int, numel: int = 1000, **settings: Any) -> PeerNode:
-    """Node number ``index`` of a list."""
+    """Open node number ``index`` of a list."""
     defaults = {"schema_checksum": CHECKSUM, "fetch_timeout_s": 5.0, "seed": index}
-    directory = NodeDirectory(nodes, nodes[index].name)
-    return PeerNode(numel, torch.float32, directory, **{**defaults, **settings})
+    discovery = NodeListDiscovery(nodes, nodes[index].name)
+    return PeerNode(numel, torch.float32, discovery, **{**defaults, **settings})
 
 
 @contextlib.contextmanager
 def two_nodes(numel: int = 1000, **settings: Any) -> Iterator[tuple[PeerNode, PeerNode]]:
-    """Two nodes in this process that know each other; closed in the end."""
+    """Open two nodes in this process that are peers; they are closed at the end."""
     nodes = peers(2)
     with contextlib.ExitStack() as stack:
-        made = []
+        opened = []
         for index in range(2):
-            made.append(make_node(nodes, index, numel, **settings))
-            stack.callback(made[-1].close)
-        yield made[0], made[1]
+            opened.append(make_node(nodes, index, numel, **settings))
+            stack.callback(opened[-1].close)
+        yield opened[0], opened[1]
 
 
 def fetch(node: PeerNode) -> Received | None:
-    """One fetch from start to end."""
+    """Start a fetch and wait for its result."""
     node.start_fetch()
     return node.wait()
 
 
 def fetch_until(
-    node: PeerNode, wanted: Callable[[Received | None], bool], patience_s: float = 20.0
+    node: PeerNode, wanted: Callable[[Received | None], bool], limit_s: float = 20.0
 ) -> list[float]:
-    """Fetch until the result is as wanted; return the seconds of every wait."""
+    """Fetch until the result is as wanted; return the duration of every wait in seconds."""
     waits = []
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + limit_s
     while True:
         node.start_fetch()
         started = time.monotonic()
@@ -83,12 +83,12 @@ def fetch_until(
         waits.append(time.monotonic() - started)
         if wanted(received):
             return waits
-        assert time.monotonic() < deadline, f"{received} after {patience_s} s, {node.statistics}"
+        assert time.monotonic() < deadline, f"{received} after {limit_s} s, {node.statistics}"
         time.sleep(0.01)
 
 
 def wait_until_ended(node: PeerNode | FetchingThread) -> None:
-    """Until the counts tell of the last fetch: a wait may end before it does."""
+    """Wait until the last fetch is counted, which may be after :meth:`PeerNode.wait` returns."""
     wait_until(lambda: node.has_ended, "the fetch has not ended")
 
 
@@ -96,15 +96,15 @@ def wait_until_ended(node: PeerNode | FetchingThread) -> None:
 def serving(
     peer: Peer,
     value: float | None = None,
-    model: Model = MODEL,
+    wire_format: WireFormat = FORMAT,
     certificate: JobCertificate | None = None,
 ) -> Iterator[tuple[SnapshotServer, Snapshots]]:
-    """Somebody who serves at the port of a peer: a vector of one value, or nothing yet."""
-    snapshots = Snapshots(model)
+    """Run a snapshot server at the port of a peer, with a vector of one value or nothing yet."""
+    snapshots = Snapshots(wire_format)
     if value is not None:
-        snapshots.publish(torch.full((model.numel,), value), Tag(value, value))
+        snapshots.publish(torch.full((wire_format.numel,), value), Tag(value, value))
     server = SnapshotServer(
-        model,
+        wire_format,
         snapshots,
         num_peers=1,
         timeout_s=HARNESS_S,
@@ -121,21 +121,21 @@ def serving(
 
 @contextlib.contextmanager
 def silent(peer: Peer) -> Iterator[socket.socket]:
-    """Somebody who listens at the port of a peer, and never says anything."""
+    """Listen on the port of a peer and never send anything."""
     with socket.create_server((peer.host, peer.port)) as server:
         yield server
 
 
-Answering = Callable[[Content], tuple[bytes, bytes]]
-"""What somebody who is not one of ours answers when asked: a note and a body."""
+Replying = Callable[[ModelId], tuple[bytes, bytes]]
+"""Returns the header and the body of the reply to a request."""
 
 
 @contextlib.contextmanager
-def answering(port: int, answer: Answering) -> Iterator[None]:
-    """Somebody at a port who answers every request with what the test says."""
+def replying(port: int, make_reply: Replying) -> Iterator[None]:
+    """Run a server that replies to every request as the test says."""
 
     def reply(request: Request) -> None:
-        request.reply(*answer(parse_request(request.header)))
+        request.reply(*make_reply(parse_request(request.header)))
 
     server = Server(reply, port=port)
     server.start()
@@ -145,38 +145,38 @@ def answering(port: int, answer: Answering) -> Iterator[None]:
         server.close()
 
 
-def right_answer(
-    asked: Content,
+def valid_reply(
+    requested: ModelId,
     num_bytes: int,
     value: float,
     tag: Tag = TAG,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[bytes, bytes]:
-    """What one of ours would answer that holds one value."""
+    """Return the reply of a real server whose parameters all have one value."""
     body = torch.full((num_bytes // dtype.itemsize,), value, dtype=dtype).numpy().tobytes()
-    return pack_answer(Answer(PARAMETERS, asked, tag)), body
+    return pack_reply(ReplyHeader(PARAMETERS, requested, tag)), body
 
 
 def peer_threads() -> list[str]:
-    """Names of the threads of nodes."""
+    """Names of the running threads of nodes."""
     kinds = ("loco-peer", "loco-server")
     return [t.name for t in threading.enumerate() if t.name.startswith(kinds)]
 
 
 class NodeProcess:
-    """A node in another process that has published a vector of one value."""
+    """A node in another process, which has published a vector of one value."""
 
     def __init__(self, nodes: list[Peer], index: int, value: float, numel: int = 1000) -> None:
         _processes.set_forkserver_preload(["torch", "torch.distributed", "lightning.pytorch"])
-        ours, theirs = _processes.Pipe()
+        parent, child = _processes.Pipe()
         self._process = _processes.Process(
-            target=_serve, args=(theirs, nodes, index, value, numel), daemon=True
+            target=_serve, args=(child, nodes, index, value, numel), daemon=True
         )
         self._process.start()
-        theirs.close()
-        assert ours.poll(60), "the other process has not started"
-        assert ours.recv() == "serving"
-        self._connection = ours
+        child.close()
+        assert parent.poll(60), "the other process has not started"
+        assert parent.recv() == "serving"
+        self._connection = parent
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal."""

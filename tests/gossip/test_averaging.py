@@ -1,4 +1,4 @@
-"""Blending: which numbers travel, and that a model moves to a peer's exactly as it should."""
+"""Averaging: which tensors are served, and the exact result of a blend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_loco.algorithms.pairwise import PairwiseAverage
-from lightning_loco.gossip.averaging import Blending, served_layout
+from lightning_loco.gossip.averaging import ModelAverager, copy_model, served_layout
 from lightning_loco.parameters.flat import Cuts, FlatLayout
 
 SHAPES = ((3, 4), (5,), (2, 2, 2))
@@ -21,12 +21,12 @@ def make(
     algorithm: PairwiseAverage | None = None,
     dtype: torch.dtype = torch.float64,
     chunk_elements: int | None = None,
-) -> tuple[Blending, list[Tensor]]:
-    """A blending of three tensors that hold 0, 1, 2, ..."""
+) -> tuple[ModelAverager, list[Tensor]]:
+    """Return an averager of three tensors that hold 0, 1, 2, ..., and the tensors."""
     values = torch.arange(NUMEL, dtype=dtype).split([math.prod(shape) for shape in SHAPES])
     tensors = [part.clone().view(shape) for part, shape in zip(values, SHAPES, strict=True)]
     layout = FlatLayout(zip("abc", tensors, strict=True), Cuts(chunk_elements))
-    return Blending(layout, algorithm or PairwiseAverage()), tensors
+    return ModelAverager(layout, algorithm or PairwiseAverage()), tensors
 
 
 def flat(tensors: list[Tensor]) -> Tensor:
@@ -37,7 +37,7 @@ START = torch.arange(NUMEL, dtype=torch.float64)
 THEIRS = torch.linspace(-3, 40, NUMEL, dtype=torch.float64)
 
 
-def test_parameters_and_floating_point_buffers_travel() -> None:
+def test_parameters_and_floating_point_buffers_are_served() -> None:
     model = nn.BatchNorm1d(3)
     params = FlatLayout(model.named_parameters())
     buffers = FlatLayout((n, b) for n, b in model.named_buffers() if b.is_floating_point())
@@ -49,21 +49,21 @@ def test_parameters_and_floating_point_buffers_travel() -> None:
 
 
 @pytest.mark.parametrize("chunk_elements", [None, 7, 1])
-def test_packing_copies_the_model(chunk_elements: int | None) -> None:
-    blending, tensors = make(chunk_elements=chunk_elements)
+def test_copy_model_copies_the_tensors(chunk_elements: int | None) -> None:
+    averager, tensors = make(chunk_elements=chunk_elements)
     packed = torch.empty(NUMEL, dtype=torch.float64)
-    blending.pack(packed)
+    copy_model(averager.layout, packed)
     assert torch.equal(packed, START)
     packed.zero_()
     assert torch.equal(flat(tensors), START)
 
 
-def test_a_model_moves_to_the_peers_by_the_factor(subtests: pytest.Subtests) -> None:
+def test_blend_interpolates_by_the_factor(subtests: pytest.Subtests) -> None:
     for factor, chunk_elements in itertools.product((0.0, 0.25, 0.5, 1.0), (None, 7, 1)):
         with subtests.test(factor=factor, chunk_elements=chunk_elements):
-            blending, tensors = make(chunk_elements=chunk_elements)
+            averager, tensors = make(chunk_elements=chunk_elements)
             theirs = THEIRS.clone()
-            blending.blend(theirs, factor, was_finite=True)
+            averager.blend(theirs, factor, was_finite=True)
             expected = factor * THEIRS + (1 - factor) * START
             torch.testing.assert_close(flat(tensors), expected, rtol=0, atol=1e-14)
             if factor in (0, 1):
@@ -72,44 +72,44 @@ def test_a_model_moves_to_the_peers_by_the_factor(subtests: pytest.Subtests) -> 
 
 
 def test_narrow_parameters_are_blended_in_float32_and_rounded_once() -> None:
-    blending, tensors = make(dtype=torch.bfloat16, chunk_elements=7)
+    averager, tensors = make(dtype=torch.bfloat16, chunk_elements=7)
     start, theirs = flat(tensors).float(), THEIRS.float()
-    blending.blend(theirs, 0.3, was_finite=True)
+    averager.blend(theirs, 0.3, was_finite=True)
     assert torch.equal(flat(tensors), start.lerp(theirs, 0.3).bfloat16())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_progress_made_during_the_fetch_is_kept_on_request(dtype: torch.dtype) -> None:
-    blending, tensors = make(PairwiseAverage(keep_progress=True), dtype, chunk_elements=7)
-    for _ in range(2):  # each fetch has a start of its own
+def test_keep_progress_keeps_the_steps_made_during_the_fetch(dtype: torch.dtype) -> None:
+    averager, tensors = make(PairwiseAverage(keep_progress=True), dtype, chunk_elements=7)
+    for _ in range(2):  # every fetch has its own start
         start = flat(tensors)
-        blending.note_fetch()
+        averager.record_fetch_start()
         for tensor in tensors:
             tensor.add_(8)
-        blending.blend(torch.zeros(NUMEL, dtype=blending.layout.dtype), 0.5, was_finite=True)
+        averager.blend(torch.zeros(NUMEL, dtype=averager.layout.dtype), 0.5, was_finite=True)
         torch.testing.assert_close(flat(tensors), start / 2 + 8)
 
 
-def test_without_keep_progress_the_present_model_is_blended() -> None:
-    blending, tensors = make()
-    blending.note_fetch()
+def test_present_model_is_blended_without_keep_progress() -> None:
+    averager, tensors = make()
+    averager.record_fetch_start()
     for tensor in tensors:
         tensor.add_(8)
-    blending.blend(torch.zeros(NUMEL, dtype=torch.float64), 0.5, was_finite=True)
+    averager.blend(torch.zeros(NUMEL, dtype=torch.float64), 0.5, was_finite=True)
     torch.testing.assert_close(flat(tensors), (START + 8) / 2)
 
 
 @pytest.mark.parametrize("keep_progress", [False, True])
-def test_a_model_that_was_not_finite_becomes_the_peers(keep_progress: bool) -> None:
-    blending, tensors = make(PairwiseAverage(keep_progress=keep_progress))
+def test_model_that_was_not_finite_is_replaced_by_the_peers(keep_progress: bool) -> None:
+    averager, tensors = make(PairwiseAverage(keep_progress=keep_progress))
     tensors[1][2] = math.nan
-    blending.note_fetch()
-    blending.blend(THEIRS, 1.0, was_finite=False)
+    averager.record_fetch_start()
+    averager.blend(THEIRS, 1.0, was_finite=False)
     assert torch.equal(flat(tensors), THEIRS)
 
 
-def test_parameters_whose_memory_has_moved_are_found() -> None:
-    blending, tensors = make()
+def test_blend_finds_parameters_whose_memory_has_moved() -> None:
+    averager, tensors = make()
     tensors[0].data = tensors[0] + 1
-    blending.blend(THEIRS, 1.0, was_finite=True)
+    averager.blend(THEIRS, 1.0, was_finite=True)
     assert torch.equal(flat(tensors), THEIRS)

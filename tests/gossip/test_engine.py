@@ -1,4 +1,4 @@
-"""Pulling from peers: exact blends, nobody waits, whoever comes back takes part again."""
+"""The engine of pairwise gossip: exact blends, no waiting, ranks of one job, errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.small_model import flat, make_model
 
 
 class Numbers(nn.Module):
-    """A vector, a buffer, and an integer buffer that stays each worker's own."""
+    """A vector, a buffer, and an integer buffer, which is not exchanged."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -36,9 +36,9 @@ class Numbers(nn.Module):
 def pair(
     *values: float, fetch_timeout_s: float = 5, **settings: Any
 ) -> list[tuple[Numbers, PairwiseEngine]]:
-    """Two engines in one process, each a worker of its own."""
+    """Open engines in one process, each of which is a worker."""
     nodes = peers(len(values), "w")
-    found = []
+    workers = []
     for node, value in zip(nodes, values, strict=True):
         model = Numbers(value)
         engine = PairwiseEngine(
@@ -48,8 +48,8 @@ def pair(
             name=node.name,
             fetch_timeout_s=fetch_timeout_s,
         )
-        found.append((model, engine))
-    return found
+        workers.append((model, engine))
+    return workers
 
 
 def close(workers: list[tuple[Numbers, PairwiseEngine]]) -> None:
@@ -58,28 +58,28 @@ def close(workers: list[tuple[Numbers, PairwiseEngine]]) -> None:
     assert not [t.name for t in threading.enumerate() if t.name.startswith("loco")]
 
 
-def test_who_pulls_is_blended_and_the_other_is_not_changed() -> None:
-    (here, puller), (there, served) = workers = pair(0.0, 8.0, factor=0.25)
+def test_only_the_fetching_worker_changes() -> None:
+    (here, reader), (there, served) = workers = pair(0.0, 8.0, factor=0.25)
     served._clock = 40.0
     served.update_send(loss=1.0)
-    puller.update_send(loss=1.0)
-    assert puller.update_wait(loss=1.0) == 0.25
+    reader.update_send(loss=1.0)
+    assert reader.update_wait(loss=1.0) == 0.25
     assert here.values.tolist() == [2.0] * 5
     assert here.mean.tolist() == [2.0] * 3
     assert here.count == 0
     assert there.values.tolist() == [8.0] * 5
-    assert puller._clock == 0.25 * 41 + 0.75 * 1
-    assert puller.statistics.rounds == 1
+    assert reader._clock == 0.25 * 41 + 0.75 * 1
+    assert reader.statistics.rounds == 1
     close(workers)
 
 
-def test_both_at_once_with_one_half_keep_the_mean() -> None:
+def test_simultaneous_blends_with_factor_one_half_keep_the_mean() -> None:
     workers = pair(1.0, 5.0)
     for _, engine in workers:
         engine._clock = 3.0
-        engine.node.publish(engine._blending.layout.new_flat(), Tag(engine._clock, 1.0))
+        engine.node.publish(engine._averager.layout.new_flat(), Tag(engine._clock, 1.0))
     for _, engine in workers:
-        engine._posting._next = math.inf
+        engine._publisher._next_time = math.inf
         engine.update_send(1.0)
     for _, engine in workers:
         assert engine.update_wait(1.0) == 0.5
@@ -87,7 +87,7 @@ def test_both_at_once_with_one_half_keep_the_mean() -> None:
     close(workers)
 
 
-def test_the_interpolation_decides(subtests: pytest.Subtests) -> None:
+def test_interpolation_determines_the_factor(subtests: pytest.Subtests) -> None:
     rows: list[tuple[dict[str, Any], float]] = [
         ({"interpolation": "loss"}, 0.75),
         ({"interpolation": "clock"}, 0.5),
@@ -97,29 +97,29 @@ def test_the_interpolation_decides(subtests: pytest.Subtests) -> None:
     ]
     for settings, expected in rows:
         with subtests.test(settings=settings):
-            (here, puller), (_, served) = workers = pair(0.0, 4.0, **settings)
+            (here, reader), (_, served) = workers = pair(0.0, 4.0, **settings)
             try:
                 served.update_send(loss=1.0)
-                puller.update_send(loss=3.0)
-                assert puller.update_wait(loss=3.0) == expected
+                reader.update_send(loss=3.0)
+                assert reader.update_wait(loss=3.0) == expected
                 assert here.values.tolist() == [4 * expected] * 5
             finally:
                 close(workers)
 
 
 @pytest.mark.parametrize(("interpolation", "expected"), [("constant", 0.5), ("loss", 0.0)])
-def test_without_a_loss_only_rules_that_need_none_blend(
+def test_rules_that_use_the_loss_wait_for_the_first_loss(
     interpolation: str, expected: float
 ) -> None:
-    (here, puller), (_, served) = workers = pair(0.0, 4.0, interpolation=interpolation)
+    (here, reader), (_, served) = workers = pair(0.0, 4.0, interpolation=interpolation)
     served.update_send()
-    puller.update_send()
-    assert puller.update_wait() == expected
+    reader.update_send()
+    assert reader.update_wait() == expected
     assert here.values.tolist() == [4 * expected] * 5
-    served.update_send(loss=torch.tensor(2.0))  # from now on it has one
-    served._posting.send(served._clock)
-    puller.update_send(loss=2.0)
-    assert puller.update_wait() == 0.5
+    served.update_send(loss=torch.tensor(2.0))  # from now on the loss is known
+    served._publisher.publish(served._clock)
+    reader.update_send(loss=2.0)
+    assert reader.update_wait() == 0.5
     close(workers)
 
 
@@ -129,7 +129,7 @@ def test_unfreezing_is_refused() -> None:
     engine = PairwiseEngine(model, nodes=peers(1), name="p0")
     engine.update_send(1.0)
     model.other.requires_grad_(True)
-    engine._posting._next = 0.0  # it is looked at when the parameters are served
+    engine._publisher._next_time = 0.0  # the check is made when the parameters are published
     with pytest.raises(RuntimeError, match="'other' became trainable"):
         engine.update_send(1.0)
     with pytest.raises(RuntimeError, match="'other' became trainable"):
@@ -137,7 +137,7 @@ def test_unfreezing_is_refused() -> None:
     engine.close()
 
 
-def test_without_a_peer_nothing_changes() -> None:
+def test_nothing_changes_without_a_peer() -> None:
     (here, engine), (_, other) = workers = pair(3.0, 4.0)
     other.close()
     for _ in range(3):
@@ -149,7 +149,7 @@ def test_without_a_peer_nothing_changes() -> None:
     close(workers)
 
 
-def test_a_worker_with_nan_takes_the_parameters_of_its_peer() -> None:
+def test_worker_with_nan_takes_the_parameters_of_its_peer() -> None:
     (here, engine), (_, other) = workers = pair(1.0, 4.0)
     other.update_send(1.0)
     here.values.data[2] = math.nan
@@ -173,7 +173,7 @@ def test_steps_never_wait_for_a_fetch() -> None:
         close(workers)
 
 
-def test_one_worker_alone_is_left_as_it_is() -> None:
+def test_single_worker_is_not_changed() -> None:
     model = make_model()
     before = flat(model)
     engine = PairwiseEngine(model)
@@ -186,7 +186,7 @@ def test_one_worker_alone_is_left_as_it_is() -> None:
 
 
 class Spread(nn.Module):
-    """Parameters of all magnitudes, which a codec rounds."""
+    """Parameters of many magnitudes, which a codec rounds."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -197,45 +197,45 @@ class Spread(nn.Module):
         self.register_buffer("mean", torch.randn(5, generator=generator))
 
 
-def test_a_blend_is_that_with_what_the_codec_makes_of_the_peer(subtests: pytest.Subtests) -> None:
+def test_blend_uses_the_decoded_parameters_of_the_peer(subtests: pytest.Subtests) -> None:
     for codec, keep_progress in itertools.product(
         (BFloat16(), Float16(), Int8(), Int8(block=12)), (False, True)
     ):
         with subtests.test(codec=codec, keep_progress=keep_progress):
-            blend_what_a_codec_has_written(codec, keep_progress)
+            blend_with_a_codec(codec, keep_progress)
 
 
-def blend_what_a_codec_has_written(codec: Codec, keep_progress: bool) -> None:
+def blend_with_a_codec(codec: Codec, keep_progress: bool) -> None:
     nodes, average = peers(2, "w"), PairwiseAverage(factor=0.25, keep_progress=keep_progress)
     models = [Spread(seed) for seed in range(2)]
-    puller, served = (
+    reader, served = (
         PairwiseEngine(model, average, nodes=nodes, name=node.name, compression=codec)
         for model, node in zip(models, nodes, strict=True)
     )
-    with closing(puller), closing(served):
-        before, theirs = (engine._blending.layout.new_flat() for engine in (puller, served))
-        written = codec.decode(codec.encode(theirs), torch.empty_like(theirs))
+    with closing(reader), closing(served):
+        before, theirs = (engine._averager.layout.new_flat() for engine in (reader, served))
+        decoded = codec.decode(codec.encode(theirs), torch.empty_like(theirs))
         served.update_send(1.0)
-        puller.update_send(1.0)
-        assert puller.update_wait(1.0) == 0.25
+        reader.update_send(1.0)
+        assert reader.update_wait(1.0) == 0.25
         expected = before.clone()
-        average.blend(expected, written, 0.25)
-        assert torch.equal(puller._blending.layout.new_flat(), expected)
-        assert torch.equal(served._blending.layout.new_flat(), theirs)
+        average.blend(expected, decoded, 0.25)
+        assert torch.equal(reader._averager.layout.new_flat(), expected)
+        assert torch.equal(served._averager.layout.new_flat(), theirs)
         num_bytes = codec.num_bytes(len(theirs))
-        assert served.node.bytes_sent == puller.node.statistics.bytes_received == num_bytes
-        served._note_blend(0.5, 0.0)  # what was handed out is counted with the next blend
+        assert served.node.bytes_sent == reader.node.statistics.bytes_received == num_bytes
+        served._record_blend(0.5, 0.0)  # bytes sent are counted with the next blend
         assert served.statistics.bytes_sent == num_bytes
         assert served.statistics.bytes_saved == theirs.nbytes - num_bytes
 
 
-def test_bytes_go_on_from_those_of_a_resumed_run() -> None:
+def test_bytes_sent_continue_after_a_resumed_run() -> None:
     (_, engine), (_, other) = workers = pair(1.0, 4.0)
     engine.statistics.bytes_sent = 1000
     engine.update_send(1.0)
     other.update_send(1.0)
     assert other.update_wait(1.0) == 0.5
-    engine._note_blend(0.5, 0.0)
+    engine._record_blend(0.5, 0.0)
     assert engine.statistics.bytes_sent == 1000 + 64
     assert engine.statistics.bytes_saved == 0
     close(workers)
@@ -244,7 +244,7 @@ def test_bytes_go_on_from_those_of_a_resumed_run() -> None:
 # ------------------------------------------------------------------------- ranks of one job
 
 
-def ranks_gossip(rank: int, world: int) -> tuple[Tensor, int, Tensor]:
+def gossip_between_ranks(rank: int, world: int) -> tuple[Tensor, int, Tensor]:
     model = Numbers(0.0)
     engine = PairwiseEngine(model, fetch_timeout_s=10)
     model.values.data.fill_(float(rank))
@@ -258,8 +258,8 @@ def ranks_gossip(rank: int, world: int) -> tuple[Tensor, int, Tensor]:
     return local, engine.statistics.rounds, model.values.detach().clone()
 
 
-def test_ranks_of_one_job_find_each_other_and_come_together(pool: Pool) -> None:
-    results = pool.run(ranks_gossip, world=4)
+def test_ranks_of_one_job_converge_and_finish_with_the_same_mean(pool: Pool) -> None:
+    results = pool.run(gossip_between_ranks, world=4)
     for local, blends, final in results:
         assert blends > 5
         assert 0 <= float(local.min()) <= float(local.max()) <= 3
@@ -270,7 +270,7 @@ def test_ranks_of_one_job_find_each_other_and_come_together(pool: Pool) -> None:
     assert spread < 1.0
 
 
-def different_models(rank: int, world: int) -> str:
+def start_with_different_models(rank: int, world: int) -> str:
     try:
         PairwiseEngine(nn.Linear(2, 2 + rank)).close()
     except ValueError as error:
@@ -279,17 +279,17 @@ def different_models(rank: int, world: int) -> str:
 
 
 def test_different_models_are_refused_on_every_rank(pool: Pool) -> None:
-    for text in pool.run(different_models, world=2):
+    for text in pool.run(start_with_different_models, world=2):
         assert "weight" in text
 
 
-# ------------------------------------------------------------------------- bad input
+# ------------------------------------------------------------------------- errors and state
 
 
 NODES = [{"name": "a", "host": "127.0.0.1", "port": 45671}]
 
 
-def test_bad_settings_are_named(subtests: pytest.Subtests) -> None:
+def test_errors_name_the_invalid_setting(subtests: pytest.Subtests) -> None:
     rows: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"nodes": NODES}, ValueError, "name"),
         ({"nodes": NODES, "name": "b"}, ValueError, "no node 'b'"),
@@ -307,7 +307,7 @@ def test_bad_settings_are_named(subtests: pytest.Subtests) -> None:
             PairwiseEngine(make_model(), **settings)
 
 
-def test_a_taken_port_is_named() -> None:
+def test_error_names_a_taken_port() -> None:
     (node,) = peers(1)
     with socket.socket() as taken:
         taken.bind((node.host, node.port))
@@ -316,26 +316,26 @@ def test_a_taken_port_is_named() -> None:
             PairwiseEngine(make_model(), nodes=[node], name=node.name)
 
 
-def test_a_state_goes_on_with_its_clock() -> None:
+def test_state_restores_parameters_steps_and_clock() -> None:
     (_, engine), (_, other) = workers = pair(1.0, 4.0)
     for _ in range(3):
         engine.update_send(1.0)
         engine.step()
     saved = engine.state_dict()
-    (model, again), (_, third) = others = pair(2.0, 4.0)
-    again.load_state_dict(saved)
-    assert again._clock == engine._clock
-    assert again.worker.steps == 3
+    (model, resumed), (_, third) = others = pair(2.0, 4.0)
+    resumed.load_state_dict(saved)
+    assert resumed._clock == engine._clock
+    assert resumed.worker.steps == 3
     assert torch.equal(model.values, workers[0][0].values)
     close(workers + others)
 
 
-def test_progress_made_during_a_fetch_is_kept_on_request() -> None:
+def test_keep_progress_adds_the_steps_made_during_a_fetch() -> None:
     for keep_progress, expected in ((False, 0.5 * 8 + 0.5 * 3), (True, 0.5 * 8 + 0.5 * 0 + 3)):
         (here, engine), (_, other) = workers = pair(0.0, 8.0, keep_progress=keep_progress)
         other.update_send(1.0)
         engine.update_send(1.0)
-        here.values.data.add_(3.0)  # local steps while the parameters of the peer travel
+        here.values.data.add_(3.0)  # local steps during the fetch
         assert engine.update_wait(1.0) == 0.5
         assert here.values.tolist() == [expected] * 5
         close(workers)

@@ -19,7 +19,7 @@ from tests.limits import HARNESS_S, LONG_S, SOON_S
 from tests.programs import LIMIT_S
 
 TIMEOUT_S = 0.8
-PROMPT_S = TIMEOUT_S + 0.3  # the machine is shared
+LIMIT_PROMPT_S = TIMEOUT_S + 0.3  # other processes use the machine, too
 NUMEL = 100_000
 
 
@@ -35,14 +35,14 @@ def is_nothing(received: Received | None) -> bool:
 
 
 @pytest.mark.process
-def test_a_peer_is_late_killed_and_started_again_at_the_same_port() -> None:
+def test_peer_is_late_killed_and_restarted_at_the_same_port() -> None:
     nodes = peers(2)
     here = make_node(nodes, 0, NUMEL, fetch_timeout_s=LONG_S)
     waits = [*fetch_until(here, is_nothing), *fetch_until(here, is_nothing)]
     for value in (1.0, 2.0):
         there = NodeProcess(nodes, 1, value, NUMEL)
         waits += fetch_until(here, is_value(value))
-        here.start_fetch()  # on its way while the peer dies
+        here.start_fetch()  # running while the peer is killed
         there.end()
         here.wait()
         waits += fetch_until(here, is_nothing)
@@ -50,14 +50,14 @@ def test_a_peer_is_late_killed_and_started_again_at_the_same_port() -> None:
             waits += fetch_until(here, is_nothing)
     here.close()
     assert max(waits) < SOON_S
-    assert here.statistics.timeouts == 0  # a dead peer refuses; nobody waits for it
+    assert here.statistics.timeouts == 0  # connections to a dead peer are refused immediately
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    "longest_s", [HARNESS_S, pytest.param(PROMPT_S, marks=pytest.mark.soak, id="prompt")]
+    "longest_s", [HARNESS_S, pytest.param(LIMIT_PROMPT_S, marks=pytest.mark.soak, id="prompt")]
 )
-def test_a_stopped_peer_costs_at_most_the_timeout_and_takes_part_again(longest_s: float) -> None:
+def test_stopped_peer_costs_at_most_the_timeout_and_recovers(longest_s: float) -> None:
     nodes = peers(2)
     here = make_node(nodes, 0, NUMEL, fetch_timeout_s=TIMEOUT_S)
     there = NodeProcess(nodes, 1, 1.0, NUMEL)
@@ -77,7 +77,7 @@ def test_a_stopped_peer_costs_at_most_the_timeout_and_takes_part_again(longest_s
 
 
 @pytest.mark.process
-def test_with_a_dead_and_a_stopped_peer_the_third_is_read_from() -> None:
+def test_third_peer_is_used_if_one_is_dead_and_one_is_stopped() -> None:
     nodes = peers(4)
     here = make_node(nodes, 0, NUMEL, fetch_timeout_s=TIMEOUT_S)
     others = [NodeProcess(nodes, index, float(index), NUMEL) for index in (1, 2)]
@@ -97,16 +97,16 @@ def test_with_a_dead_and_a_stopped_peer_the_third_is_read_from() -> None:
     assert set(peers_seen) <= {"p3", None}
     assert peers_seen.count("p3") >= 55
     assert max(waits) < HARNESS_S
-    # Each costs half of TIMEOUT_S. The more they fail the less often they are tried.
+    # Each timeout takes half of TIMEOUT_S. The more often a peer fails the less often it is tried.
     assert here.statistics.timeouts < 30
 
 
-FORGOTTEN = """
+NEVER_CLOSED = """
 import torch
 from lightning_loco.algorithms.pairwise import Tag
-from lightning_loco.gossip import NodeDirectory, Peer, PeerNode
+from lightning_loco.gossip import NodeListDiscovery, Peer, PeerNode
 nodes = [Peer("a", "127.0.0.1", {}), Peer("b", "127.0.0.1", {})]
-made = [PeerNode(9, torch.float32, NodeDirectory(nodes, n), schema_checksum=1) for n in "ab"]
+made = [PeerNode(9, torch.float32, NodeListDiscovery(nodes, n), schema_checksum=1) for n in "ab"]
 made[0].publish(torch.ones(9), Tag(1, 1))
 made[1].start_fetch()
 assert made[1].wait() is not None
@@ -118,9 +118,9 @@ made[1].start_fetch()
 @pytest.mark.soak
 @pytest.mark.process
 @pytest.mark.parametrize("ending", ["", "raise RuntimeError('end')"])
-def test_a_node_that_is_never_closed_does_not_keep_its_process_alive(ending: str) -> None:
+def test_node_that_is_never_closed_does_not_keep_its_process_alive(ending: str) -> None:
     first, second = peers(2)
-    script = FORGOTTEN.format(first.port, second.port, ending)
+    script = NEVER_CLOSED.format(first.port, second.port, ending)
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script],
         capture_output=True,

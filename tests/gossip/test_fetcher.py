@@ -1,4 +1,4 @@
-"""A fetch: who is asked, for how long, what comes of it, and that it is handed over once."""
+"""Fetches: which peer is tried, for how long, and what is returned."""
 
 from __future__ import annotations
 
@@ -18,35 +18,34 @@ from lightning_loco import Link, PairwiseAverage, PairwiseEngine
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.background import begin
 from lightning_loco.distributed import WorkerGroup
-from lightning_loco.gossip import NodeDirectory, Peer, Received, StoreDirectory
+from lightning_loco.gossip import NodeListDiscovery, Peer, Received, StoreDiscovery
 from lightning_loco.gossip import fetcher as fetcher_module
 from lightning_loco.gossip.fetcher import Fetcher, FetcherStopped, FetchingThread
-from lightning_loco.gossip.flow import FlowControl
-from lightning_loco.gossip.node import fetch_seconds
-from lightning_loco.gossip.peer_selection import Directory
+from lightning_loco.gossip.node import make_emulated_duration
+from lightning_loco.gossip.peer_selection import PeerDiscovery, PeerSelector
 from lightning_loco.gossip.protocol import (
-    NOTHING_YET,
+    NOTHING_PUBLISHED,
     OTHER_MODEL,
     PARAMETERS,
-    Answer,
-    Content,
-    pack_answer,
+    ModelId,
+    ReplyHeader,
+    pack_reply,
 )
 from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.links.links import as_links
 from tests.algorithms.toys import Point
 from tests.gossip.helpers import (
-    MODEL,
+    FORMAT,
     TAG,
-    answering,
     fetch,
     make_node,
     peer_threads,
     peers,
-    right_answer,
+    replying,
     serving,
     silent,
     two_nodes,
+    valid_reply,
     wait_until_ended,
 )
 from tests.limits import HARNESS_S, LONG_S, SOON_S
@@ -56,25 +55,25 @@ from tests.transport.helpers import message, open_files, raw_server, wait_until
 
 NUMEL = 250_000
 SLOW = Link(mbit_per_s=16, latency_s=0.05)
-FORETOLD = 0.5 + 2 * 0.05
+EXPECTED_S = 0.5 + 2 * 0.05
 
 
 @contextlib.contextmanager
-def fetching(nodes: list[Peer], **settings: Any) -> Iterator[tuple[Fetcher, FlowControl]]:
-    """A fetcher in this thread, for the first of the nodes."""
-    directory = NodeDirectory(nodes, nodes[0].name)
-    flow = FlowControl(directory.names, seed=0)
-    fetcher = Fetcher(MODEL, directory, flow, **settings)
+def fetching(nodes: list[Peer], **settings: Any) -> Iterator[tuple[Fetcher, PeerSelector]]:
+    """Make a fetcher for the first of the nodes, to be used in this thread."""
+    discovery = NodeListDiscovery(nodes, nodes[0].name)
+    selector = PeerSelector(discovery.names, seed=0)
+    fetcher = Fetcher(FORMAT, discovery, selector, **settings)
     try:
-        yield fetcher, flow
+        yield fetcher, selector
     finally:
         fetcher.stop()
         fetcher.close()
 
 
 @contextlib.contextmanager
-def asked(server: socket.socket) -> Iterator[None]:
-    """From when somebody has sent something to one who is silent."""
+def request_received(server: socket.socket) -> Iterator[None]:
+    """Enter when a request has arrived at a silent server."""
     server.settimeout(HARNESS_S)
     connection, _ = server.accept()
     with connection:
@@ -83,14 +82,14 @@ def asked(server: socket.socket) -> Iterator[None]:
         yield
 
 
-def fetch_now(fetcher: Fetcher, patience_s: float = HARNESS_S) -> Received | None:
-    return fetcher.fetch(time.monotonic() + patience_s)
+def fetch_now(fetcher: Fetcher, limit_s: float = HARNESS_S) -> Received | None:
+    return fetcher.fetch(time.monotonic() + limit_s)
 
 
-def test_what_a_peer_has_published_is_read_again_and_again() -> None:
+def test_latest_snapshot_of_a_peer_is_fetched_repeatedly() -> None:
     nodes = peers(2)
-    with serving(nodes[1]) as (_, snapshots), fetching(nodes) as (fetcher, flow):
-        flow.failed("p1")
+    with serving(nodes[1]) as (_, snapshots), fetching(nodes) as (fetcher, selector):
+        selector.record_failure("p1")
         for count in range(1, 4):
             flat = torch.randn(1000)
             snapshots.publish(flat, Tag(count, 0.5))
@@ -100,46 +99,46 @@ def test_what_a_peer_has_published_is_read_again_and_again() -> None:
             assert (received.tag, received.peer) == (Tag(count, 0.5), "p1")
             assert received.received_bytes == 4000
             assert (fetcher.counts.fetches, fetcher.counts.bytes_received) == (count, 4000 * count)
-            assert flow.scores == {"p1": 900 + 10 * count}
+            assert selector.scores == {"p1": 900 + 10 * count}
 
 
-def test_a_peer_without_parameters_keeps_its_score() -> None:
+def test_peer_without_parameters_keeps_its_score() -> None:
     nodes = peers(2)
-    with serving(nodes[1]), fetching(nodes) as (fetcher, flow):
+    with serving(nodes[1]), fetching(nodes) as (fetcher, selector):
         assert fetch_now(fetcher) is None
         assert fetcher.counts.empty == 1
-        assert flow.scores == {"p1": 1000}
+        assert selector.scores == {"p1": 1000}
 
 
-@pytest.mark.parametrize(("patience_s", "fetch_timeout_s"), [(0.2, LONG_S), (LONG_S, 0.2)])
-def test_a_silent_peer_is_left_at_the_deadline_or_after_the_timeout(
-    patience_s: float, fetch_timeout_s: float
+@pytest.mark.parametrize(("limit_s", "fetch_timeout_s"), [(0.2, LONG_S), (LONG_S, 0.2)])
+def test_fetch_from_a_silent_peer_ends_at_the_deadline_or_the_timeout(
+    limit_s: float, fetch_timeout_s: float
 ) -> None:
     nodes, clock = peers(2), ManualClock()
     settings = {"fetch_timeout_s": fetch_timeout_s, "clock": clock}
-    with silent(nodes[1]) as server, fetching(nodes, **settings) as (fetcher, flow):
-        future = begin(lambda: fetcher.fetch(patience_s))
-        with asked(server):
+    with silent(nodes[1]) as server, fetching(nodes, **settings) as (fetcher, selector):
+        future = begin(lambda: fetcher.fetch(limit_s))
+        with request_received(server):
             clock.advance(0.19)
             clock.wait_until_read()
             assert not future.done()
             clock.advance(0.02)
             assert future.result(HARNESS_S) is None
         assert fetcher.counts.timeouts == 1
-        assert flow.scores == {"p1": 900}
+        assert selector.scores == {"p1": 900}
 
 
-def test_of_two_peers_a_silent_one_is_left_after_half_of_the_time() -> None:
+def test_next_peer_is_tried_after_half_of_the_timeout() -> None:
     nodes, clock = peers(3), ManualClock()
     with (
         silent(nodes[1]) as server,
         serving(nodes[2], 2.0),
-        fetching(nodes, fetch_timeout_s=0.8, clock=clock) as (fetcher, flow),
+        fetching(nodes, fetch_timeout_s=0.8, clock=clock) as (fetcher, selector),
     ):
         for _ in range(3):
-            flow.failed("p2")  # so that the silent one is asked first
+            selector.record_failure("p2")  # so that the silent one is tried first
         future = begin(lambda: fetcher.fetch(0.8))
-        with asked(server):
+        with request_received(server):
             clock.advance(0.39)
             clock.wait_until_read()
             assert not future.done()
@@ -151,95 +150,104 @@ def test_of_two_peers_a_silent_one_is_left_after_half_of_the_time() -> None:
         assert fetcher.counts.timeouts == 1
 
 
-def test_at_most_three_peers_are_asked_in_one_fetch() -> None:
-    with fetching(peers(6)) as (fetcher, flow):
+def test_one_fetch_tries_at_most_three_peers() -> None:
+    with fetching(peers(6)) as (fetcher, selector):
         assert fetch_now(fetcher) is None
         assert fetcher.counts.refused == 3
-        assert sorted(flow.scores.values()) == [900, 900, 900, 1000, 1000]
+        assert sorted(selector.scores.values()) == [900, 900, 900, 1000, 1000]
 
 
-def test_after_the_deadline_nobody_is_asked() -> None:
+def test_no_peer_is_tried_after_the_deadline() -> None:
     nodes = peers(2)
-    with serving(nodes[1], 1.0) as (server, _), fetching(nodes) as (fetcher, flow):
+    with serving(nodes[1], 1.0) as (server, _), fetching(nodes) as (fetcher, selector):
         assert fetch_now(fetcher, -1.0) is None
         assert server.bytes_sent == 0
-        assert flow.scores == {"p1": 1000}
+        assert selector.scores == {"p1": 1000}
 
 
 @pytest.mark.parametrize(
-    ("kind", "count", "score"), [(NOTHING_YET, "empty", 1000), (OTHER_MODEL, "refused", 900)]
+    ("kind", "count", "score"), [(NOTHING_PUBLISHED, "empty", 1000), (OTHER_MODEL, "refused", 900)]
 )
-def test_an_answer_without_parameters_ends_the_fetch_at_once(
+def test_reply_without_parameters_ends_the_fetch_immediately(
     kind: bytes, count: str, score: int
 ) -> None:
     nodes = peers(2)
     with (
-        answering(nodes[1].port, lambda asked: (pack_answer(Answer(kind, asked)), b"")),
-        fetching(nodes, fetch_timeout_s=LONG_S, clock=ManualClock()) as (fetcher, flow),
+        replying(nodes[1].port, lambda requested: (pack_reply(ReplyHeader(kind, requested)), b"")),
+        fetching(nodes, fetch_timeout_s=LONG_S, clock=ManualClock()) as (fetcher, selector),
     ):
         future = begin(lambda: fetcher.fetch(LONG_S))
-        assert future.result(HARNESS_S) is None  # the clock stands still
+        assert future.result(HARNESS_S) is None  # the clock does not advance
         assert fetcher.counts.timeouts == 0
         assert getattr(fetcher.counts, count) == 1
-        assert flow.scores == {"p1": score}
+        assert selector.scores == {"p1": score}
 
 
-def test_what_was_not_asked_for_is_not_handed_over(
+def test_unexpected_replies_are_malformed(
     caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests
 ) -> None:
     ones = bytes(torch.ones(1000).numpy().tobytes())
-    content = MODEL.content
+    model_id = FORMAT.model_id
     rows = {
-        "no answer": (b"nonsense", ones),
-        "another model": (pack_answer(Answer(PARAMETERS, content._replace(checksum=1))), ones),
-        "another format": (pack_answer(Answer(PARAMETERS, content._replace(wire_format=1))), ones),
-        "too few": (pack_answer(Answer(PARAMETERS, content)), ones[:-4]),
-        "too many": (pack_answer(Answer(PARAMETERS, content)), ones + bytes(4)),
-        "none": (pack_answer(Answer(PARAMETERS, content)), b""),
-        "a body of nothing": (pack_answer(Answer(NOTHING_YET, content)), ones),
-        "a body of another": (pack_answer(Answer(OTHER_MODEL, content)), ones),
+        "no valid header": (b"nonsense", ones),
+        "another model": (
+            pack_reply(ReplyHeader(PARAMETERS, model_id._replace(schema_checksum=1))),
+            ones,
+        ),
+        "another encoding": (
+            pack_reply(ReplyHeader(PARAMETERS, model_id._replace(encoding_checksum=1))),
+            ones,
+        ),
+        "a short body": (pack_reply(ReplyHeader(PARAMETERS, model_id)), ones[:-4]),
+        "a long body": (pack_reply(ReplyHeader(PARAMETERS, model_id)), ones + bytes(4)),
+        "no body": (pack_reply(ReplyHeader(PARAMETERS, model_id)), b""),
+        "a body though nothing is published": (
+            pack_reply(ReplyHeader(NOTHING_PUBLISHED, model_id)),
+            ones,
+        ),
+        "a body of another model": (pack_reply(ReplyHeader(OTHER_MODEL, model_id)), ones),
     }
-    for name, answer in rows.items():
+    for name, reply in rows.items():
         caplog.clear()
         nodes = peers(2)
         with (
             subtests.test(name),
-            answering(nodes[1].port, lambda asked, answer=answer: answer),
-            fetching(nodes) as (fetcher, flow),
+            replying(nodes[1].port, lambda requested, reply=reply: reply),
+            fetching(nodes) as (fetcher, selector),
         ):
             for count in (1, 2, 3):
                 assert fetch_now(fetcher) is None
                 assert (fetcher.counts.malformed, fetcher.counts.refused) == (count, count)
-            assert flow.scores == {"p1": 700}
+            assert selector.scores == {"p1": 700}
             (record,) = caplog.records
             assert record.getMessage().startswith("Reading from peer p1 failed: ")
 
 
-def test_a_peer_that_is_too_slow_is_named_once_with_a_remedy(
+def test_slow_peer_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetcher_module, "PIECE_BYTES", 400)
+    monkeypatch.setattr(fetcher_module, "CHUNK_BYTES", 400)
     nodes, clock = peers(2), ManualClock()
-    note, body = right_answer(MODEL.content, MODEL.total_bytes, 1.0)
+    header, body = valid_reply(FORMAT.model_id, FORMAT.total_bytes, 1.0)
     with (
-        raw_server(nodes[1].port, message(note, body)[:-3000]),
+        raw_server(nodes[1].port, message(header, body)[:-3000]),
         fetching(nodes, fetch_timeout_s=0.25, clock=clock) as (fetcher, _),
     ):
         for count in (800, 1600):
             future = begin(lambda: fetcher.fetch(clock.now() + 0.25))
-            wait_until(lambda c=count: fetcher.counts.bytes_received >= c, "nothing has come")
+            wait_until(lambda c=count: fetcher.counts.bytes_received >= c, "nothing has arrived")
             clock.advance(0.3)
             assert future.result(HARNESS_S) is None
         assert fetcher.counts.timeouts == 2
     (record,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
-    assert "only 800 of 4000 bytes came in fetch_timeout_s=0.25. Raise it" in record.getMessage()
+    assert "only 800 of 4000 bytes arrived in fetch_timeout_s=0.25. Raise it" in record.getMessage()
 
 
-def test_a_fetch_can_be_stopped_from_another_thread() -> None:
+def test_fetch_can_be_stopped_from_another_thread() -> None:
     nodes, settings = peers(2), {"fetch_timeout_s": LONG_S, "clock": ManualClock()}
     with silent(nodes[1]) as server, fetching(nodes, **settings) as (fetcher, _):
         future = begin(lambda: fetcher.fetch(LONG_S))
-        with asked(server):
+        with request_received(server):
             fetcher.stop()
             with pytest.raises(FetcherStopped):
                 future.result(HARNESS_S)
@@ -249,7 +257,7 @@ def test_a_fetch_can_be_stopped_from_another_thread() -> None:
 
 
 @pytest.mark.parametrize("fetch_timeout_s", [0, -1.0, float("nan")])
-def test_a_timeout_that_is_none_is_refused(fetch_timeout_s: float) -> None:
+def test_timeout_must_be_positive(fetch_timeout_s: float) -> None:
     with (
         pytest.raises(ValueError, match="fetch_timeout_s must be positive"),
         fetching(peers(2), fetch_timeout_s=fetch_timeout_s),
@@ -260,14 +268,14 @@ def test_a_timeout_that_is_none_is_refused(fetch_timeout_s: float) -> None:
 # The thread.
 
 
-def make_thread(directory: Directory, fetch_timeout_s: float = HARNESS_S) -> FetchingThread:
-    flow = FlowControl(directory.names, seed=0)
-    return FetchingThread(Fetcher(MODEL, directory, flow, fetch_timeout_s=fetch_timeout_s))
+def make_thread(discovery: PeerDiscovery, fetch_timeout_s: float = HARNESS_S) -> FetchingThread:
+    selector = PeerSelector(discovery.names, seed=0)
+    return FetchingThread(Fetcher(FORMAT, discovery, selector, fetch_timeout_s=fetch_timeout_s))
 
 
 @contextlib.contextmanager
 def running(nodes: list[Peer], fetch_timeout_s: float = HARNESS_S) -> Iterator[FetchingThread]:
-    thread = make_thread(NodeDirectory(nodes, nodes[0].name), fetch_timeout_s)
+    thread = make_thread(NodeListDiscovery(nodes, nodes[0].name), fetch_timeout_s)
     thread.start()
     try:
         yield thread
@@ -275,7 +283,7 @@ def running(nodes: list[Peer], fetch_timeout_s: float = HARNESS_S) -> Iterator[F
         thread.close()
 
 
-def test_what_a_fetch_brought_is_handed_over_once() -> None:
+def test_result_of_a_fetch_is_returned_once() -> None:
     nodes = peers(2)
     with serving(nodes[1], 3.0), running(nodes) as thread:
         assert thread.has_ended
@@ -289,7 +297,7 @@ def test_what_a_fetch_brought_is_handed_over_once() -> None:
         assert thread.counts.fetches == 1
 
 
-def test_what_nobody_has_taken_is_gone_when_the_next_fetch_starts() -> None:
+def test_result_is_dropped_when_the_next_fetch_starts() -> None:
     nodes = peers(2)
     with serving(nodes[1], 1.0) as (_, snapshots), running(nodes) as thread:
         thread.start_fetch()
@@ -302,15 +310,15 @@ def test_what_nobody_has_taken_is_gone_when_the_next_fetch_starts() -> None:
         assert thread.wait() is None
 
 
-def test_a_short_wait_leaves_the_fetch_to_be_waited_for_again() -> None:
+def test_fetch_continues_after_a_short_wait() -> None:
     released = threading.Event()
 
-    def answer(asked: Content) -> tuple[bytes, bytes]:
+    def make_reply(requested: ModelId) -> tuple[bytes, bytes]:
         released.wait(LONG_S)
-        return right_answer(asked, MODEL.total_bytes, 3.0)
+        return valid_reply(requested, FORMAT.total_bytes, 3.0)
 
     nodes = peers(2)
-    with answering(nodes[1].port, answer), running(nodes, fetch_timeout_s=LONG_S) as thread:
+    with replying(nodes[1].port, make_reply), running(nodes, fetch_timeout_s=LONG_S) as thread:
         thread.start_fetch()
         for _ in range(3):
             assert thread.wait(0.02) is None
@@ -321,7 +329,7 @@ def test_a_short_wait_leaves_the_fetch_to_be_waited_for_again() -> None:
         assert received.params.tolist() == [3.0] * 1000
 
 
-def test_a_wait_for_a_silent_peer_ends_with_the_timeout() -> None:
+def test_wait_for_a_silent_peer_ends_with_the_timeout() -> None:
     nodes = peers(2)
     with silent(nodes[1]), running(nodes, fetch_timeout_s=0.2) as thread:
         started = time.monotonic()
@@ -333,10 +341,10 @@ def test_a_wait_for_a_silent_peer_ends_with_the_timeout() -> None:
         assert thread.counts.timeouts == 1
 
 
-def test_a_wait_ends_with_the_timeout_even_if_the_directory_hangs() -> None:
+def test_wait_ends_with_the_timeout_if_the_discovery_hangs() -> None:
     released = threading.Event()
 
-    class Slow(StoreDirectory):
+    class Slow(StoreDiscovery):
         def find(self, name: str) -> Peer | None:
             released.wait(LONG_S)
             return super().find(name)
@@ -352,16 +360,16 @@ def test_a_wait_ends_with_the_timeout_even_if_the_directory_hangs() -> None:
     thread.close()
 
 
-def test_a_broken_flow_ends_the_thread_with_a_line_and_waits_end_in_time(
+def test_unexpected_error_ends_the_thread_and_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Broken(FlowControl):
-        def choose(self, without: object = ()) -> str | None:
+    class Broken(PeerSelector):
+        def choose(self, exclude: object = ()) -> str | None:
             raise ArithmeticError("no dice")
 
-    directory = NodeDirectory(peers(2), "p0")
-    flow = Broken(directory.names, seed=0)
-    thread = FetchingThread(Fetcher(MODEL, directory, flow, fetch_timeout_s=0.2))
+    discovery = NodeListDiscovery(peers(2), "p0")
+    selector = Broken(discovery.names, seed=0)
+    thread = FetchingThread(Fetcher(FORMAT, discovery, selector, fetch_timeout_s=0.2))
     thread.start()
     thread.start_fetch()
     assert thread.wait() is None
@@ -372,7 +380,7 @@ def test_a_broken_flow_ends_the_thread_with_a_line_and_waits_end_in_time(
     thread.close()
 
 
-def test_close_gives_up_the_fetch_under_way_and_ends_a_wait() -> None:
+def test_close_aborts_the_fetch_and_ends_a_wait() -> None:
     nodes = peers(2)
     with silent(nodes[1]):
         started = time.monotonic()
@@ -387,11 +395,11 @@ def test_close_gives_up_the_fetch_under_way_and_ends_a_wait() -> None:
 
 
 @pytest.mark.parametrize("runs", [False, True])
-def test_after_close_no_thread_and_no_file_is_left(runs: bool) -> None:
+def test_no_thread_and_no_file_is_left_after_close(runs: bool) -> None:
     nodes = peers(2)
-    for _ in range(2):  # the first may load what stays
+    for _ in range(2):  # the first time may load libraries
         before = open_files()
-        thread = make_thread(NodeDirectory(nodes, "p0"))
+        thread = make_thread(NodeListDiscovery(nodes, "p0"))
         if runs:
             thread.start()
         thread.close()
@@ -400,7 +408,7 @@ def test_after_close_no_thread_and_no_file_is_left(runs: bool) -> None:
     assert open_files() <= before
 
 
-# Links that are emulated.
+# Emulated links.
 
 
 def after(seconds: float) -> Any:
@@ -409,16 +417,16 @@ def after(seconds: float) -> Any:
 
 @contextlib.contextmanager
 def fetching_later(seconds: float, **settings: Any) -> Iterator[tuple[Fetcher, ManualClock]]:
-    """A fetcher whose only peer has published, on a link on which fetches take so long."""
+    """Make a fetcher whose only peer has published, on an emulated link."""
     nodes, clock = peers(2), ManualClock()
     with (
         serving(nodes[1], 3.0),
-        fetching(nodes, clock=clock, seconds=after(seconds), **settings) as (fetcher, _),
+        fetching(nodes, clock=clock, emulated_duration=after(seconds), **settings) as (fetcher, _),
     ):
         yield fetcher, clock
 
 
-def test_a_fetch_ends_when_it_would_there() -> None:
+def test_fetch_ends_when_it_would_on_the_emulated_link() -> None:
     with fetching_later(0.5, fetch_timeout_s=LONG_S) as (fetcher, clock):
         future = begin(lambda: fetcher.fetch(LONG_S))
         clock.wait_until_waiting()
@@ -431,8 +439,8 @@ def test_a_fetch_ends_when_it_would_there() -> None:
         assert fetcher.counts.fetches == 1
 
 
-def test_a_node_reads_later() -> None:
-    with two_nodes(seconds=after(0.4), fetch_timeout_s=LONG_S) as (here, there):
+def test_node_emulates_a_link() -> None:
+    with two_nodes(emulated_duration=after(0.4), fetch_timeout_s=LONG_S) as (here, there):
         there.publish(torch.full((1000,), 3.0), Tag(1, 1))
         received = fetch(here)
         assert received is not None
@@ -443,15 +451,15 @@ def test_a_node_reads_later() -> None:
         assert here.statistics.fetches == 1
 
 
-def test_seconds_depend_on_peer_bytes_and_number() -> None:
+def test_emulated_duration_gets_peer_bytes_and_number() -> None:
     seen = []
 
-    def note(peer: str, num_bytes: int, count: int) -> float:
+    def record(peer: str, num_bytes: int, count: int) -> float:
         seen.append((peer, num_bytes, count))
         return 0.0
 
     nodes = peers(2)
-    here, there = make_node(nodes, 0, seconds=note), make_node(nodes, 1)
+    here, there = make_node(nodes, 0, emulated_duration=record), make_node(nodes, 1)
     there.publish(torch.ones(1000), TAG)
     assert fetch(here) is not None
     assert fetch(here) is not None
@@ -460,7 +468,7 @@ def test_seconds_depend_on_peer_bytes_and_number() -> None:
     there.close()
 
 
-def test_what_would_take_longer_than_the_timeout_is_one() -> None:
+def test_fetch_longer_than_the_timeout_is_counted_as_timeout() -> None:
     with fetching_later(LONG_S, fetch_timeout_s=0.5) as (fetcher, clock):
         future = begin(lambda: fetcher.fetch(0.5))
         clock.wait_until_waiting()
@@ -470,7 +478,7 @@ def test_what_would_take_longer_than_the_timeout_is_one() -> None:
         assert (fetcher.counts.fetches, fetcher.counts.timeouts) == (0, 1)
 
 
-def test_neither_a_short_wait_nor_closing_waits_for_the_link(
+def test_short_wait_and_close_do_not_wait_for_the_emulated_link(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with fetching_later(LONG_S, fetch_timeout_s=2 * LONG_S) as (fetcher, clock):
@@ -480,26 +488,28 @@ def test_neither_a_short_wait_nor_closing_waits_for_the_link(
         clock.wait_until_waiting()
         assert thread.wait(timeout_s=0.1) is None
         assert not thread.has_ended
-        thread.close()  # the clock stands still
+        thread.close()  # the clock does not advance
     assert not caplog.records
     assert peer_threads() == []
 
 
-def test_peers_have_the_links_of_their_numbers() -> None:
+def test_each_pair_of_peers_has_its_own_link() -> None:
     links = as_links([Link(8), Link(80), Link(800, 0.5)])
     nodes = [{"name": name, "host": "127.0.0.1", "port": 45000 + i} for i, name in enumerate("abc")]
     settings = PairwiseSettings(PairwiseAverage(), nodes, "b", link=links).prepare(1)
-    seconds = fetch_seconds(settings, WorkerGroup(0, 1))
+    seconds = make_emulated_duration(settings, WorkerGroup(0, 1))
     assert seconds is not None
     assert seconds("a", 10**6, 0) == pytest.approx(1.0)
     assert seconds("c", 10**6, 0) == pytest.approx(0.1 + 2 * 0.5)
-    ranks = fetch_seconds(PairwiseSettings(PairwiseAverage(), link=links), WorkerGroup(2, 3))
+    ranks = make_emulated_duration(
+        PairwiseSettings(PairwiseAverage(), link=links), WorkerGroup(2, 3)
+    )
     assert ranks is not None
     assert ranks("worker0", 10**6, 0) == pytest.approx(1.0 + 2 * 0.5)
-    assert fetch_seconds(PairwiseSettings(PairwiseAverage()), WorkerGroup(2, 3)) is None
+    assert make_emulated_duration(PairwiseSettings(PairwiseAverage()), WorkerGroup(2, 3)) is None
 
 
-def test_links_that_do_not_fit() -> None:
+def test_number_of_links_must_fit_the_workers() -> None:
     settings = PairwiseSettings(PairwiseAverage(), link=as_links(["wan"] * 3))
     with pytest.raises(ValueError, match="link has 3 entries, .* there are 2 workers"):
         settings.prepare(2)
@@ -509,13 +519,13 @@ def test_links_that_do_not_fit() -> None:
 
 
 def gossip(rank: int, world: int, waits: bool) -> tuple[Tensor, list[float], float, float]:
-    """One blend; after how long it was there, and what was waited for."""
+    """Blend once; return value, times of the steps, duration and time spent waiting."""
     model = Point(torch.full((NUMEL,), float(rank)))
     engine = PairwiseEngine(model, PairwiseAverage(factor=0.25), link=SLOW, fetch_timeout_s=LONG_S)
     model.value.data.fill_(rank)
     group = engine.worker.group
     engine._clock = 1.0
-    engine._serve()
+    engine._publish()
     group.gather_objects(None)
     began, steps = time.monotonic(), []
     engine.update_send()
@@ -527,17 +537,17 @@ def gossip(rank: int, world: int, waits: bool) -> tuple[Tensor, list[float], flo
             steps.append(time.monotonic() - began)
     seconds = time.monotonic() - began
     statistics = engine.statistics
-    assert statistics.emulated_s == pytest.approx(FORETOLD)
+    assert statistics.emulated_s == pytest.approx(EXPECTED_S)
     group.gather_objects(None)
     engine.close()
     return model.value.data[:1].clone(), steps, seconds, statistics.emulated_wait_s
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_gossip_of_ranks_is_late_and_only_those_wait_who_want_to(pool: Pool, waits: bool) -> None:
+def test_ranks_blend_after_the_emulated_duration(pool: Pool, waits: bool) -> None:
     for rank, found in enumerate(pool.run(gossip, waits, world=2)):
         value, steps, seconds, waited_s = found
         assert value.item() == [0.25, 0.75][rank]
-        assert FORETOLD - 0.01 <= seconds < SOON_S
-        assert (waited_s > FORETOLD / 2) == waits
+        assert EXPECTED_S - 0.01 <= seconds < SOON_S
+        assert (waited_s > EXPECTED_S / 2) == waits
         assert waits or len(steps) > 5

@@ -1,4 +1,4 @@
-"""A model on a GPU: local steps and blends read nothing back, and the numbers are the same."""
+"""Models on a GPU: local steps and blends do not wait for it, and the numbers are the same."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from torch import Tensor, nn
 
 from lightning_loco import PairwiseAverage, PairwiseEngine
 from lightning_loco.compression import BFloat16, Float16, Int8
-from lightning_loco.gossip.averaging import Blending
-from lightning_loco.gossip.posting import Posting, Upload, make_posting, pack_with_numbers
+from lightning_loco.gossip.averaging import ModelAverager
+from lightning_loco.gossip.snapshots import (
+    Publisher,
+    copy_with_norm_and_loss,
+    make_publisher,
+)
 from lightning_loco.parameters.flat import Cuts, FlatLayout
 from tests.gossip.helpers import make_node, peers
 from tests.meta_device import no_checksum, with_streams
@@ -23,59 +27,61 @@ __all__ = ["no_checksum"]
 NUMEL = 25
 
 
-def make(device: str, dtype: torch.dtype, **settings: object) -> tuple[Blending, list[Tensor]]:
+def make(device: str, dtype: torch.dtype, **settings: object) -> tuple[ModelAverager, list[Tensor]]:
     tensors = [torch.ones(shape, dtype=dtype, device=device) for shape in ((3, 4), (5,), (2, 4))]
     layout = FlatLayout(zip("abc", tensors, strict=True), Cuts(7))
-    return Blending(layout, PairwiseAverage(**settings)), tensors
+    return ModelAverager(layout, PairwiseAverage(**settings)), tensors
 
 
-# The device "meta" holds no values, so that whoever reads one fails.
+# The device "meta" holds no values, so reading one raises an error.
 
 
-def test_packing_with_norm_and_loss_reads_nothing_back(subtests: pytest.Subtests) -> None:
+def test_copy_with_norm_and_loss_does_not_wait_for_the_device(subtests: pytest.Subtests) -> None:
     losses = {"none": None, "a number": 2.0, "a tensor": torch.ones(1, device="meta")}
     codecs = (None, BFloat16(), Float16(), Int8(), Int8(block=12))
     for codec, (kind, loss) in itertools.product(codecs, losses.items()):
         with subtests.test(codec=codec, loss=kind):
-            blending, _ = make("meta", torch.float32)
+            averager, _ = make("meta", torch.float32)
             flat = torch.empty(NUMEL, device="meta")
-            numbers = torch.zeros(2, dtype=torch.float64, device="meta")
-            pack_with_numbers(blending, flat, numbers, loss)
+            norm_and_loss = torch.zeros(2, dtype=torch.float64, device="meta")
+            copy_with_norm_and_loss(averager.layout, flat, norm_and_loss, loss)
             if codec is not None:
                 assert codec.encode(flat).is_meta
             with pytest.raises(RuntimeError, match="item"):
-                numbers[0].item()
+                norm_and_loss[0].item()
 
 
-def test_blending_reads_nothing_back(subtests: pytest.Subtests) -> None:
+def test_blend_does_not_wait_for_the_device(subtests: pytest.Subtests) -> None:
     for dtype, keep_progress in itertools.product((torch.float32, torch.bfloat16), (False, True)):
         with subtests.test(dtype=dtype, keep_progress=keep_progress):
-            blending, tensors = make("meta", dtype, keep_progress=keep_progress)
-            blending.note_fetch()
+            averager, tensors = make("meta", dtype, keep_progress=keep_progress)
+            averager.record_fetch_start()
             for was_finite in (True, False):
-                blending.blend(torch.zeros(NUMEL), 0.5, was_finite=was_finite)
+                averager.blend(torch.zeros(NUMEL), 0.5, was_finite=was_finite)
             assert all(tensor.device.type == "meta" for tensor in tensors)
 
 
 @pytest.mark.parametrize("loss", [None, 2.0, torch.tensor([3.0])])
-def test_numbers_that_are_packed_are_those_of_the_parameters(loss: float | Tensor | None) -> None:
-    blending, tensors = make("cpu", torch.float64)
-    flat, numbers = torch.empty(NUMEL, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
-    pack_with_numbers(blending, flat, numbers, loss)
-    assert numbers.tolist() == [5.0, float(loss or 0.0)]
+def test_norm_and_loss_are_copied(loss: float | Tensor | None) -> None:
+    averager, tensors = make("cpu", torch.float64)
+    flat, norm_and_loss = (
+        torch.empty(NUMEL, dtype=torch.float64),
+        torch.zeros(2, dtype=torch.float64),
+    )
+    copy_with_norm_and_loss(averager.layout, flat, norm_and_loss, loss)
+    assert norm_and_loss.tolist() == [5.0, float(loss or 0.0)]
     assert torch.equal(flat, torch.ones(NUMEL, dtype=torch.float64))
     tensors[1][2] = torch.nan
-    pack_with_numbers(blending, flat, numbers, loss)
-    assert not torch.isfinite(numbers[0])
+    copy_with_norm_and_loss(averager.layout, flat, norm_and_loss, loss)
+    assert not torch.isfinite(norm_and_loss[0])
 
 
-def test_on_a_processor_nothing_is_posted_later() -> None:
-    blending, _ = make("cpu", torch.float32)
+def test_models_on_the_cpu_need_no_asynchronous_copies() -> None:
+    averager, _ = make("cpu", torch.float32)
     node = make_node(peers(1), 0, NUMEL)
-    assert isinstance(make_posting(node, blending), Posting)
-    upload = Upload(torch.device("cpu"))
-    upload.note()
-    assert upload.is_done
+    assert isinstance(make_publisher(node.snapshots, averager.layout), Publisher)
+    averager.blend(torch.zeros(NUMEL), 0.5, was_finite=True)
+    assert averager.is_upload_done
     node.close()
 
 
@@ -86,7 +92,7 @@ def pair(
     **settings: object,
 ) -> list[tuple[nn.Linear, PairwiseEngine]]:
     nodes = peers(len(values), "w")
-    found = []
+    workers = []
     for node, value in zip(nodes, values, strict=True):
         model = nn.Linear(300, 300, device=device)
         for parameter in model.parameters():
@@ -99,8 +105,8 @@ def pair(
             fetch_timeout_s=5,
             compression=compression,
         )
-        found.append((model, engine))
-    return found
+        workers.append((model, engine))
+    return workers
 
 
 @pytest.mark.usefixtures("no_checksum")
@@ -108,10 +114,10 @@ def pair(
     ("interpolation", "compression"),
     [("constant", None), ("clock", None), ("loss", None), ("loss", "int8"), ("clock", "bf16")],
 )
-def test_a_local_step_reads_nothing_back(
+def test_local_step_does_not_wait_for_the_device(
     interpolation: str, compression: str | None, subtests: pytest.Subtests
 ) -> None:
-    """By the copies that nobody waits for, all parameters and losses are 0."""
+    """Asynchronous copies from this device return zeros: parameters, norms and losses."""
     for keep_progress in (False, True):
         with subtests.test(keep_progress=keep_progress), with_streams():
             workers = pair(
@@ -141,13 +147,13 @@ def test_a_local_step_reads_nothing_back(
 @pytest.mark.parametrize(
     ("interpolation", "compression"), [("constant", None), ("loss", None), ("constant", "int8")]
 )
-def test_models_on_a_gpu_gossip_without_a_wait(
+def test_models_on_a_gpu_gossip_without_waiting_for_it(
     interpolation: str, compression: str | None, subtests: pytest.Subtests
 ) -> None:
     loss = torch.ones((), device="cuda")
     for keep_progress in (False, True):
         with subtests.test(keep_progress=keep_progress):
-            (here, puller), (_, served) = workers = pair(
+            (here, reader), (_, served) = workers = pair(
                 0.0,
                 4.0,
                 compression=compression,
@@ -159,8 +165,8 @@ def test_models_on_a_gpu_gossip_without_a_wait(
                 factor = 0.0
                 while factor == 0.0 and time.monotonic() < deadline:
                     served.update_send(loss)
-                    puller.update_send(loss)
-                    factor = puller.update_wait(loss)
+                    reader.update_send(loss)
+                    factor = reader.update_wait(loss)
             assert factor == 0.5
             assert here.weight.unique().tolist() == pytest.approx([2.0], rel=1e-6)
             for _, engine in workers:

@@ -1,4 +1,4 @@
-"""Messages that no worker would send to a node: it stays as it is, and goes on serving."""
+"""Messages that no worker would send: a node ignores them and continues to serve."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_loco.algorithms.pairwise import Tag
-from lightning_loco.gossip.protocol import PARAMETERS, Answer, pack_answer, pack_request
+from lightning_loco.gossip.protocol import PARAMETERS, ReplyHeader, pack_reply, pack_request
 from tests.gossip.helpers import fetch, peers, serving, two_nodes
 from tests.limits import SOON_S
 from tests.programs import Program, python_script
@@ -34,7 +34,7 @@ NUMEL = 500_000
 
 
 def invalid_messages(count: int, good: bytes) -> Iterator[bytes]:
-    """Everything that somebody could think of."""
+    """Messages that violate the protocol in various ways."""
     draw = random.Random(0)
     for number in range(count):
         match number % 5:
@@ -47,11 +47,11 @@ def invalid_messages(count: int, good: bytes) -> Iterator[bytes]:
             case 3:
                 yield message(good, b"body")
             case 4:
-                yield message(pack_answer(Answer(PARAMETERS, (1, 2))), bytes(1000))
+                yield message(pack_reply(ReplyHeader(PARAMETERS, (1, 2))), bytes(1000))
 
 
 @pytest.mark.parametrize("compression", [None, "int8"])
-def test_a_thousand_invalid_messages_change_nothing(
+def test_node_survives_a_thousand_invalid_messages(
     caplog: pytest.LogCaptureFixture, compression: str | None
 ) -> None:
     with two_nodes(NUMEL, compression=compression) as (here, there):
@@ -59,11 +59,13 @@ def test_a_thousand_invalid_messages_change_nothing(
         there.publish(flat, Tag(1, 2))
         assert fetch(here) is not None
         before, count = resident_bytes(), 1000
-        for data in invalid_messages(count, pack_request(there.model.content)):
+        for data in invalid_messages(count, pack_request(there.wire_format.model_id)):
             with raw_connection(there.port) as connection, contextlib.suppress(OSError):
                 connection.sendall(data)
                 wait_until_closed(connection)
-        wait_until(lambda: there.statistics.malformed == count, "some were not counted")
+        wait_until(
+            lambda: there.statistics.malformed == count, "some malformed messages were not counted"
+        )
         assert resident_bytes() - before < 16 * MB
         for _ in range(3):
             received = fetch(here)
@@ -76,14 +78,14 @@ def test_a_thousand_invalid_messages_change_nothing(
     assert "Dropped a message from 127.0.0.1" in lines[0]
 
 
-def test_readers_that_never_read_delay_what_others_get_and_nothing_else() -> None:
-    """By two times the timeout at most: as long as they hold the memory for the next snapshot."""
+def test_readers_that_never_read_only_delay_newer_snapshots() -> None:
+    """By twice the timeout at most, while they keep the memory of the next snapshot."""
     numel = 5_000_000
     with two_nodes(numel, fetch_timeout_s=1.0) as (here, there), contextlib.ExitStack() as stack:
         for value in range(1, 7):
             there.publish(torch.full((numel,), float(value)), Tag(value, value))
             stack.enter_context(raw_connection(there.port)).sendall(
-                message(pack_request(there.model.content))
+                message(pack_request(there.wire_format.model_id))
             )
             time.sleep(0.3)
         deadline, seen = time.monotonic() + SOON_S, 0.0
@@ -110,7 +112,7 @@ folder = Path({folder!r})
 class Save(Callback):
     def on_train_start(self, *_):
         print("serving", flush=True)
-        while not (folder / "they are there").exists():
+        while not (folder / "flood started").exists():
             time.sleep(0.01)
 
     def on_train_batch_end(self, trainer, *_):
@@ -129,10 +131,10 @@ print("ended", flush=True)
 @pytest.mark.soak
 @pytest.mark.process
 @pytest.mark.parametrize("has_keys", [False, True])
-def test_a_trainer_saves_its_checkpoints_beside_thousands_of_idle_connections(
+def test_trainer_saves_checkpoints_despite_thousands_of_idle_connections(
     tmp_path: Path, has_keys: bool
 ) -> None:
-    """With 1,024 open files for all, which cannot be raised."""
+    """The process may open 1,024 files, and cannot raise this limit."""
     key_file = str(new_certificate(tmp_path)) if has_keys else None
     own, other = peers(2)
     nodes = [node._asdict() for node in (own, other)]
@@ -140,7 +142,7 @@ def test_a_trainer_saves_its_checkpoints_beside_thousands_of_idle_connections(
     with Program(python_script(tmp_path, text), tmp_path) as program, serving(other, 1.0):
         program.wait_for("serving")
         with flooding("idle", "", own.port, 60):
-            (tmp_path / "they are there").touch()
+            (tmp_path / "flood started").touch()
             code, output = program.finish(60)
     assert code == 0, output
     assert "ended" in output

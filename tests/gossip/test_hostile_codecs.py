@@ -1,4 +1,4 @@
-"""Peers that send anything as encoded parameters: nothing is handed over that is no model."""
+"""Peers that send arbitrary bytes as encoded parameters: only plausible models are returned."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.compression import BFloat16, Codec, Float16, Int8
 from lightning_loco.gossip import PeerNode
-from lightning_loco.gossip.protocol import PARAMETERS, Answer, Content, pack_answer
-from tests.gossip.helpers import TAG, Answering, answering, fetch, make_node, peers
+from lightning_loco.gossip.protocol import PARAMETERS, ModelId, ReplyHeader, pack_reply
+from tests.gossip.helpers import TAG, Replying, fetch, make_node, peers, replying
 
 pytestmark = pytest.mark.recovery
 
 CODECS = [BFloat16(), Float16(), Int8(), Int8(block=12)]
 
 
-def assert_plausible(node: PeerNode, own: torch.Tensor) -> bool:
-    """Whether a fetch brings anything; if so, it is finite and near enough."""
+def fetch_and_check(node: PeerNode, own: torch.Tensor) -> bool:
+    """Fetch once; returns whether there is a result, which must be finite and close enough."""
     received = fetch(node)
     if received is None:
         return False
@@ -33,8 +33,8 @@ def assert_plausible(node: PeerNode, own: torch.Tensor) -> bool:
 
 
 def fetch_often(node: PeerNode, own: torch.Tensor) -> int:
-    """How many of 300 fetches bring something; the others are refused for their values alone."""
-    num_plausible = sum(assert_plausible(node, own) for _ in range(300))
+    """Return how many of 300 fetches succeed. The others may fail only because of their values."""
+    num_plausible = sum(fetch_and_check(node, own) for _ in range(300))
     found = node.statistics
     assert num_plausible == found.fetches
     assert found.not_finite + found.too_far == 300 - num_plausible
@@ -42,20 +42,20 @@ def fetch_often(node: PeerNode, own: torch.Tensor) -> int:
     return num_plausible
 
 
-def bytes_as_parameters(make: Callable[[], bytes]) -> Answering:
-    """Answers that hold any bytes."""
+def reply_with_bytes(make: Callable[[], bytes]) -> Replying:
+    """Return replies whose body is any bytes."""
 
-    def answer(asked: Content) -> tuple[bytes, bytes]:
-        return pack_answer(Answer(PARAMETERS, asked, TAG)), make()
+    def make_reply(requested: ModelId) -> tuple[bytes, bytes]:
+        return pack_reply(ReplyHeader(PARAMETERS, requested, TAG)), make()
 
-    return answer
+    return make_reply
 
 
 @pytest.mark.parametrize("codec", [BFloat16(), Int8()], ids=str)
-def test_megabytes_of_random_bytes_are_not_handed_over(codec: Codec) -> None:
+def test_megabytes_of_random_bytes_are_rejected(codec: Codec) -> None:
     numel, num_fetches = 100_000, 30
-    answer = random_bytes(random.Random(0), codec.num_bytes(numel))
-    with reading(codec, torch.randn(numel), answer) as here:
+    make_reply = random_bytes(random.Random(0), codec.num_bytes(numel))
+    with reading(codec, torch.randn(numel), make_reply) as here:
         for _ in range(num_fetches):
             assert fetch(here) is None
         found = here.statistics
@@ -63,12 +63,12 @@ def test_megabytes_of_random_bytes_are_not_handed_over(codec: Codec) -> None:
         assert (found.malformed, found.errors, found.fetches, found.timeouts) == (0, 0, 0, 0)
 
 
-def random_bytes(draw: random.Random, total_bytes: int) -> Answering:
-    return bytes_as_parameters(lambda: draw.randbytes(total_bytes))
+def random_bytes(draw: random.Random, total_bytes: int) -> Replying:
+    return reply_with_bytes(lambda: draw.randbytes(total_bytes))
 
 
-def changed_bytes(draw: random.Random, wire: bytes, row_bytes: int) -> Answering:
-    """A few bytes of what is right are others; in every other answer those of scales."""
+def changed_bytes(draw: random.Random, wire: bytes, row_bytes: int) -> Replying:
+    """Replies with a few changed bytes; in every other reply they belong to scales."""
     scales = range(0, len(wire), row_bytes)
     changes = 0
 
@@ -77,54 +77,55 @@ def changed_bytes(draw: random.Random, wire: bytes, row_bytes: int) -> Answering
         changes += 1
         changed = bytearray(wire)
         for _ in range(draw.randrange(1, 10)):
-            place = draw.choice(scales) + draw.randrange(4) if changes % 2 else None
-            changed[draw.randrange(len(wire)) if place is None else place] = draw.randrange(256)
+            in_scale = draw.choice(scales) + draw.randrange(4)
+            index = in_scale if changes % 2 else draw.randrange(len(wire))
+            changed[index] = draw.randrange(256)
         return bytes(changed)
 
-    return bytes_as_parameters(change)
+    return reply_with_bytes(change)
 
 
 @contextlib.contextmanager
-def reading(codec: Codec, own: torch.Tensor, answer: Answering) -> Iterator[PeerNode]:
-    """A node with parameters of its own, whose only peer answers like this."""
+def reading(codec: Codec, own: torch.Tensor, make_reply: Replying) -> Iterator[PeerNode]:
+    """Open a node with its own parameters, whose only peer replies like this."""
     nodes = peers(2)
     with (
-        answering(nodes[1].port, answer),
+        replying(nodes[1].port, make_reply),
         contextlib.closing(make_node(nodes, 0, len(own), compression=codec)) as here,
     ):
         here.publish(own, Tag(1, 1))
         yield here
 
 
-def test_of_a_few_random_values_only_plausible_ones_are_handed_over(
+def test_only_plausible_ones_of_a_few_random_values_are_returned(
     subtests: pytest.Subtests,
 ) -> None:
     for codec in CODECS:
-        own, answer = torch.randn(10), random_bytes(random.Random(1), codec.num_bytes(10))
-        with subtests.test(str(codec)), reading(codec, own, answer) as here:
+        own, make_reply = torch.randn(10), random_bytes(random.Random(1), codec.num_bytes(10))
+        with subtests.test(str(codec)), reading(codec, own, make_reply) as here:
             assert 0 <= fetch_often(here, own) < 300
 
 
-def test_parameters_with_changed_bytes_are_finite_and_near_or_not_handed_over(
+def test_changed_bytes_are_rejected_or_plausible(
     subtests: pytest.Subtests,
 ) -> None:
     for codec in CODECS:
         own = torch.randn(1000)
         wire = bytes(codec.encode(own).tolist())
-        answer = changed_bytes(random.Random(2), wire, codec.row_bytes)
-        with subtests.test(str(codec)), reading(codec, own, answer) as here:
+        make_reply = changed_bytes(random.Random(2), wire, codec.row_bytes)
+        with subtests.test(str(codec)), reading(codec, own, make_reply) as here:
             assert 0 < fetch_often(here, own) < 300
 
 
-def test_a_scale_that_no_model_has_makes_a_model_that_is_not_taken(
+def test_implausible_scales_are_rejected(
     subtests: pytest.Subtests,
 ) -> None:
     for scale in (math.nan, math.inf, -math.inf, 3e38, -3e38):
         own = torch.randn(1000)
         wire = Int8().encode(own)
         wire[260:264].view(torch.float32).fill_(scale)
-        answer = bytes_as_parameters(lambda wire=wire: bytes(wire.tolist()))
-        with subtests.test(scale=scale), reading(Int8(), own, answer) as here:
+        make_reply = reply_with_bytes(lambda wire=wire: bytes(wire.tolist()))
+        with subtests.test(scale=scale), reading(Int8(), own, make_reply) as here:
             assert fetch(here) is None
             found = here.statistics
             assert (found.not_finite, found.too_far) == ((0, 1) if math.isfinite(scale) else (1, 0))

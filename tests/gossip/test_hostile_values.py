@@ -1,4 +1,4 @@
-"""Peers that follow the protocol and send nonsense: nobody's training ends, nothing is blended."""
+"""Peers that follow the protocol and send implausible values: nothing is blended in."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 
 from lightning_loco import PairwiseAverage, PairwiseEngine
 from lightning_loco.algorithms.pairwise import Tag
-from lightning_loco.gossip.protocol import Content
-from tests.gossip.helpers import answering, peers, right_answer
+from lightning_loco.gossip.protocol import ModelId
+from tests.gossip.helpers import peers, replying, valid_reply
 from tests.gossip.test_engine import Numbers
 
 pytestmark = pytest.mark.recovery
@@ -24,14 +24,14 @@ NAN, INF = math.nan, math.inf
 
 @contextlib.contextmanager
 def against(value: float, tag: Tag, **settings: object) -> Iterator[tuple[Numbers, PairwiseEngine]]:
-    """An engine of ones whose only peer sends one value and a tag, again and again."""
+    """Open an engine of ones whose only peer always sends the same value and tag."""
 
-    def answer(asked: Content) -> tuple[bytes, bytes]:
-        return right_answer(asked, TOTAL_BYTES, value, tag, torch.float64)
+    def make_reply(requested: ModelId) -> tuple[bytes, bytes]:
+        return valid_reply(requested, TOTAL_BYTES, value, tag, torch.float64)
 
     nodes = peers(2, "w")
     model = Numbers(1.0)
-    with answering(nodes[1].port, answer):
+    with replying(nodes[1].port, make_reply):
         engine = PairwiseEngine(
             model, PairwiseAverage(**settings), nodes=nodes, name="w0", fetch_timeout_s=5
         )
@@ -42,7 +42,7 @@ def against(value: float, tag: Tag, **settings: object) -> Iterator[tuple[Number
 
 
 @pytest.mark.parametrize("interpolation", ["constant", "clock", "loss"])
-def test_a_clock_or_loss_that_no_worker_has_changes_nothing(
+def test_implausible_clock_or_loss_changes_nothing(
     interpolation: str, subtests: pytest.Subtests
 ) -> None:
     for tag in (
@@ -62,7 +62,7 @@ def test_a_clock_or_loss_that_no_worker_has_changes_nothing(
             assert engine.statistics.rounds == 0
 
 
-def test_parameters_from_too_far_away_are_not_blended_in(subtests: pytest.Subtests) -> None:
+def test_parameters_too_far_away_are_not_blended_in(subtests: pytest.Subtests) -> None:
     for value, was_finite in itertools.product((3e38, -3e38, 1e12, 1e3), (True, False)):
         with (
             subtests.test(value=value, was_finite=was_finite),
@@ -72,7 +72,7 @@ def test_parameters_from_too_far_away_are_not_blended_in(subtests: pytest.Subtes
             assert engine.update_wait(1.0) == 0.0
             if not was_finite:
                 model.values.data.fill_(NAN)
-                engine._posting._next = 0.0
+                engine._publisher._next_time = 0.0
             for _ in range(30):
                 engine.update_send(1.0)
                 assert engine.update_wait(1.0) == 0.0
@@ -80,14 +80,14 @@ def test_parameters_from_too_far_away_are_not_blended_in(subtests: pytest.Subtes
             assert model.mean.tolist() == [1.0] * 3
 
 
-def test_without_a_limit_they_are() -> None:
+def test_any_distance_is_allowed_without_a_limit() -> None:
     nodes = peers(2, "w")
 
-    def answer(asked: Content) -> tuple[bytes, bytes]:
-        return right_answer(asked, TOTAL_BYTES, 1e3, Tag(5, 1), torch.float64)
+    def make_reply(requested: ModelId) -> tuple[bytes, bytes]:
+        return valid_reply(requested, TOTAL_BYTES, 1e3, Tag(5, 1), torch.float64)
 
     model = Numbers(1.0)
-    with answering(nodes[1].port, answer):
+    with replying(nodes[1].port, make_reply):
         engine = PairwiseEngine(model, nodes=nodes, name="w0", max_peer_distance=None)
         engine.update_send(1.0)
         assert engine.update_wait(1.0) == 0.5

@@ -1,4 +1,4 @@
-"""Nodes: what one publishes another receives, and nothing is left after close."""
+"""Nodes: they fetch exactly what others publish, and close leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from lightning_loco.algorithms.pairwise import PairwiseAverage, Tag
 from lightning_loco.compression import BFloat16, Codec, ErrorFeedback, Float16, Int8
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.gossip import (
-    NodeDirectory,
+    NodeListDiscovery,
     Peer,
     PeerNode,
     PeerStatistics,
-    StoreDirectory,
+    StoreDiscovery,
     fetcher,
 )
-from lightning_loco.gossip.node import open_directory, open_node
+from lightning_loco.gossip.node import make_discovery, open_node
 from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.parameters.flat import FlatLayout
 from lightning_loco.transport import Client, write_certificate
 from tests.gossip.helpers import (
     HOST,
     NodeProcess,
-    answering,
     fetch,
     fetch_until,
     make_node,
     peer_threads,
     peers,
+    replying,
     two_nodes,
     wait_until_ended,
 )
@@ -48,7 +48,7 @@ from tests.programs import free_ports
 from tests.transport.helpers import open_files, wait_until
 
 
-def test_two_nodes_read_from_each_other_exactly(subtests: pytest.Subtests) -> None:
+def test_two_nodes_fetch_from_each_other_exactly(subtests: pytest.Subtests) -> None:
     for numel in (1, 7, 16_384, 100_003, 1_000_000):
         with subtests.test(numel=numel):
             exchange(numel)
@@ -83,22 +83,22 @@ def exchange(numel: int) -> None:
     ],
     ids=str,
 )
-def test_values_travel_as_a_codec_writes_them(
+def test_parameters_are_encoded_by_the_codec(
     codec: Codec, dtype: torch.dtype, subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for numel, piece_bytes in itertools.product((1, 257, 100_001), (8, 4096, 2**20)):
-        with subtests.test(numel=numel, piece_bytes=piece_bytes):
-            monkeypatch.setattr(fetcher, "PIECE_BYTES", piece_bytes)
-            is_long = codec.num_bytes(numel) // piece_bytes > 3000
-            pull_twice(codec, dtype, 3001 if is_long else numel)
+    for numel, chunk_bytes in itertools.product((1, 257, 100_001), (8, 4096, 2**20)):
+        with subtests.test(numel=numel, chunk_bytes=chunk_bytes):
+            monkeypatch.setattr(fetcher, "CHUNK_BYTES", chunk_bytes)
+            is_long = codec.num_bytes(numel) // chunk_bytes > 3000
+            fetch_twice(codec, dtype, 3001 if is_long else numel)
 
 
-def pull_twice(codec: Codec, dtype: torch.dtype, numel: int) -> None:
+def fetch_twice(codec: Codec, dtype: torch.dtype, numel: int) -> None:
     nodes = peers(2)
     settings: Any = {"schema_checksum": 1, "compression": codec}
     with (
-        closing(PeerNode(numel, dtype, NodeDirectory(nodes, "p0"), **settings)) as here,
-        closing(PeerNode(numel, dtype, NodeDirectory(nodes, "p1"), **settings)) as there,
+        closing(PeerNode(numel, dtype, NodeListDiscovery(nodes, "p0"), **settings)) as here,
+        closing(PeerNode(numel, dtype, NodeListDiscovery(nodes, "p1"), **settings)) as there,
     ):
         for count in range(1, 3):
             flat = torch.randn(numel, dtype=dtype)
@@ -115,7 +115,7 @@ def pull_twice(codec: Codec, dtype: torch.dtype, numel: int) -> None:
         assert there.count_sent() == (0, 0)
 
 
-def test_encoded_parameters_travel_with_keys_too(tmp_path: Path) -> None:
+def test_encoded_parameters_are_fetched_over_tls(tmp_path: Path) -> None:
     write_certificate(tmp_path / "job.pem")
     settings = {"compression": "int8", "key_file": tmp_path / "job.pem"}
     with two_nodes(100_001, **settings) as (here, there):
@@ -126,8 +126,8 @@ def test_encoded_parameters_travel_with_keys_too(tmp_path: Path) -> None:
         assert torch.equal(received.params, Int8().decode(Int8().encode(flat), flat.clone()))
 
 
-def test_a_block_may_be_longer_than_a_piece() -> None:
-    block = 2 * fetcher.PIECE_BYTES
+def test_block_may_be_longer_than_a_chunk() -> None:
+    block = 2 * fetcher.CHUNK_BYTES
     with two_nodes(100_001, compression=Int8(block=block)) as (here, there):
         there.publish(torch.ones(100_001), Tag(1, 1))
         received = fetch(here)
@@ -135,7 +135,7 @@ def test_a_block_may_be_longer_than_a_piece() -> None:
         assert received.received_bytes == block + 4
 
 
-def test_the_latest_is_received_and_stays_until_the_next_fetch() -> None:
+def test_received_parameters_stay_until_the_next_fetch() -> None:
     with two_nodes() as (here, there):
         for value in range(1, 20):
             there.publish(torch.full((1000,), float(value)), Tag(value, 0))
@@ -146,7 +146,7 @@ def test_the_latest_is_received_and_stays_until_the_next_fetch() -> None:
             assert received.tag.clock == value
 
 
-def test_a_fetch_is_handed_over_once_and_waits_can_be_short() -> None:
+def test_result_is_returned_once_and_waits_can_be_short() -> None:
     with two_nodes() as (here, there):
         assert here.wait() is None  # none was started
         there.publish(torch.ones(1000), Tag(0, 0))
@@ -160,14 +160,14 @@ def test_a_fetch_is_handed_over_once_and_waits_can_be_short() -> None:
         assert here.wait() is None
 
 
-def test_a_single_node_has_nobody_to_read_from() -> None:
+def test_single_node_has_no_peer() -> None:
     node = make_node(peers(1), 0)
     node.publish(torch.ones(1000), Tag(0, 0))
     assert fetch(node) is None
     node.close()
 
 
-def test_a_clock_and_a_loss_that_are_not_finite_are_refused() -> None:
+def test_clock_and_loss_that_are_not_finite_are_refused() -> None:
     with two_nodes() as (here, there):
         there.publish(torch.ones(1000), Tag(math.nan, math.inf))
         assert fetch(here) is None
@@ -177,8 +177,8 @@ def test_a_clock_and_a_loss_that_are_not_finite_are_refused() -> None:
         assert received.tag == Tag(2.0, 1.0)
 
 
-def test_a_fast_publisher_and_a_slow_reader() -> None:
-    """Thousands of publications, each of one value: what is read is always of one value."""
+def test_fetched_snapshots_are_consistent_while_others_are_published() -> None:
+    """Each of thousands of snapshots holds one value, so must everything that is fetched."""
     numel = 200_000
     with two_nodes(numel) as (here, there):
         stop = threading.Event()
@@ -194,7 +194,7 @@ def test_a_fast_publisher_and_a_slow_reader() -> None:
                 there.publish(flat, Tag(value, value))
                 longest[0] = max(longest[0], time.perf_counter() - started)
 
-        there.publish(torch.zeros(numel), Tag(0, 0))  # what is fetched before is nothing
+        there.publish(torch.zeros(numel), Tag(0, 0))  # before this a fetch returns nothing
         thread = threading.Thread(target=publish)
         thread.start()
         clocks = []
@@ -210,14 +210,14 @@ def test_a_fast_publisher_and_a_slow_reader() -> None:
         assert longest[0] < 1.0
 
 
-def test_after_close_no_thread_no_file_and_no_port_is_left() -> None:
+def test_no_thread_file_or_port_is_left_after_close() -> None:
     nodes = peers(2)
     for _ in range(5):
         made = [make_node(nodes, index) for index in range(2)]
         made[1].publish(torch.ones(1000), Tag(0, 0))
         assert fetch(made[0]) is not None
-        assert len(peer_threads()) == 5  # and the one of the connection
-        made[0].start_fetch()  # is never waited for
+        assert len(peer_threads()) == 5  # including the thread of the connection
+        made[0].start_fetch()  # nobody waits for this fetch
         for node in made:
             node.close()
             node.close()
@@ -236,7 +236,7 @@ def test_close_does_not_wait_for_a_silent_peer() -> None:
         server.settimeout(SOON_S)
         here = make_node(nodes, 0, fetch_timeout_s=LONG_S)
         here.start_fetch()
-        with server.accept()[0]:  # so the fetch is under way
+        with server.accept()[0]:  # the fetch is running
             started = time.monotonic()
             here.close()
             assert time.monotonic() - started < SOON_S
@@ -244,7 +244,7 @@ def test_close_does_not_wait_for_a_silent_peer() -> None:
         assert (here.statistics.timeouts, here.statistics.refused) == (0, 0)
 
 
-def test_a_taken_port_is_named_with_a_mend_and_leaves_nothing() -> None:
+def test_error_names_a_taken_port_and_leaves_nothing() -> None:
     nodes = peers(2)
     with socket.create_server((HOST, nodes[0].port)):
         before = open_files()
@@ -267,14 +267,14 @@ def test_port_and_host_can_be_chosen() -> None:
     node.close()
 
 
-def test_without_keys_there_is_one_warning_for_other_machines() -> None:
+def test_peers_on_other_machines_without_key_file_are_a_warning() -> None:
     nodes = [*peers(1), Peer("far", "192.0.2.1", 4000)]
     with pytest.warns(UserWarning, match="without a key file.*key_file=FILE") as caught:
         make_node(nodes, 0).close()
     assert len(caught) == 1
 
 
-def test_bad_settings_are_named_and_leave_nothing(subtests: pytest.Subtests) -> None:
+def test_errors_name_invalid_arguments_and_leave_nothing(subtests: pytest.Subtests) -> None:
     rows: list[tuple[dict[str, Any], str]] = [
         ({"fetch_timeout_s": 0}, "must be positive, got 0"),
         ({"compression": "zip"}, "one of none, bf16, fp16, int8, int4, e3m0, sparse"),
@@ -292,18 +292,18 @@ def test_bad_settings_are_named_and_leave_nothing(subtests: pytest.Subtests) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int32])
-def test_another_dtype_is_refused(dtype: torch.dtype) -> None:
-    directory = NodeDirectory(peers(2), "p0")
+def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
+    discovery = NodeListDiscovery(peers(2), "p0")
     with pytest.raises(ValueError, match=f"float32 or torch.float64, got {dtype}"):
-        PeerNode(10, dtype, directory, schema_checksum=1)
+        PeerNode(10, dtype, discovery, schema_checksum=1)
 
 
-def test_before_the_first_fetch_all_counters_are_zero() -> None:
+def test_statistics_are_zero_before_the_first_fetch() -> None:
     with two_nodes() as (here, _):
         assert here.statistics == PeerStatistics(scores={"p1": 1000})
 
 
-def test_a_copy_of_the_counters_stays_as_it_was() -> None:
+def test_statistics_are_a_copy() -> None:
     with two_nodes() as (here, there):
         there.publish(torch.ones(1000), Tag(0, 0))
         copies = []
@@ -319,18 +319,21 @@ def test_a_copy_of_the_counters_stays_as_it_was() -> None:
         assert here.statistics.bytes_sent == there.statistics.fetches == 0
 
 
-def test_malformed_requests_and_answers_are_counted_together() -> None:
+def test_malformed_requests_and_replies_are_counted_together() -> None:
     nodes = peers(2)
     with (
-        answering(nodes[1].port, lambda asked: (b"nonsense", b"")),
+        replying(nodes[1].port, lambda requested: (b"nonsense", b"")),
         closing(make_node(nodes, 0)) as here,
     ):
         assert fetch(here) is None
         assert here.statistics.malformed == 1
         for count in (2, 3):
-            with closing(Client(HOST, here.port)) as raw_connection, pytest.raises(ConnectionError):
-                raw_connection.request(b"nonsense", timeout_s=LONG_S)
-            wait_until(lambda c=count: here.statistics.malformed == c, "it was not counted")
+            with closing(Client(HOST, here.port)) as client, pytest.raises(ConnectionError):
+                client.request(b"nonsense", timeout_s=LONG_S)
+            wait_until(
+                lambda c=count: here.statistics.malformed == c,
+                "the malformed message was not counted",
+            )
 
 
 @pytest.mark.soak
@@ -348,7 +351,7 @@ def test_no_reply_is_lost_among_thousands() -> None:
     here.close()
 
 
-# From settings to a node: for the nodes of a list, the ranks of a job, and a worker alone.
+# From settings to a node: nodes of a list, ranks of a job, and a single worker.
 
 ALONE = WorkerGroup(worker=0, num_workers=1)
 
@@ -361,7 +364,7 @@ def layout(size: int = 3) -> FlatLayout:
     return FlatLayout(nn.Linear(size, 1).named_parameters())
 
 
-def test_nodes_listen_at_their_ports_and_read_from_each_other() -> None:
+def test_nodes_of_a_list_fetch_from_each_other() -> None:
     nodes = peers(2)
     made = [
         open_node(settings(nodes=nodes, name=node.name), ALONE, layout(), seed)
@@ -376,7 +379,7 @@ def test_nodes_listen_at_their_ports_and_read_from_each_other() -> None:
         node.close()
 
 
-def test_a_node_with_another_model_is_refused() -> None:
+def test_node_with_another_model_is_refused() -> None:
     nodes = peers(2)
     made = [
         open_node(settings(nodes=nodes, name=node.name), ALONE, layout(size), 0)
@@ -389,7 +392,7 @@ def test_a_node_with_another_model_is_refused() -> None:
         node.close()
 
 
-def test_what_the_user_has_set_reaches_the_node(tmp_path: Path) -> None:
+def test_settings_are_passed_to_the_node(tmp_path: Path) -> None:
     write_certificate(tmp_path / "job.pem")
     nodes = peers(2)
     chosen = {"compression": "bf16", "key_file": tmp_path / "job.pem"}
@@ -405,8 +408,8 @@ def test_what_the_user_has_set_reaches_the_node(tmp_path: Path) -> None:
     for node in made:
         node.close()
     with socket.create_server((nodes[1].host, nodes[1].port)):
-        impatient = settings(nodes=nodes, name="p0", fetch_timeout_s=0.1)
-        node = open_node(impatient, ALONE, layout(), 0)
+        short_timeout = settings(nodes=nodes, name="p0", fetch_timeout_s=0.1)
+        node = open_node(short_timeout, ALONE, layout(), 0)
         assert fetch(node) is None
         wait_until_ended(node)
         assert node.statistics.timeouts == 1
@@ -414,17 +417,17 @@ def test_what_the_user_has_set_reaches_the_node(tmp_path: Path) -> None:
         node.close()
 
 
-def test_a_worker_alone_has_no_peers() -> None:
-    directory = open_directory(settings(), ALONE)
-    assert isinstance(directory, NodeDirectory)
-    assert directory.names == []
-    assert directory.is_local
+def test_single_worker_has_no_peers() -> None:
+    discovery = make_discovery(settings(), ALONE)
+    assert isinstance(discovery, NodeListDiscovery)
+    assert discovery.names == []
+    assert discovery.is_local
     node = open_node(settings(), ALONE, layout(), 0)
     assert fetch(node) is None
     node.close()
 
 
-def test_a_taken_port_leaves_nothing() -> None:
+def test_taken_port_leaves_nothing() -> None:
     (peer,) = peers(1)
     with socket.create_server((peer.host, peer.port)):
         before = open_files()
@@ -434,21 +437,21 @@ def test_a_taken_port_leaves_nothing() -> None:
         assert open_files() <= before
 
 
-def ranks_read(rank: int, world: int) -> tuple[str, bool, list[str], float]:
+def fetch_between_ranks(rank: int, world: int) -> tuple[str, bool, list[str], float]:
     group = WorkerGroup.create(timeout_s=30)
-    directory = open_directory(settings(), group)
+    discovery = make_discovery(settings(), group)
     node = open_node(settings(), group, layout(), rank)
     node.publish(torch.full((4,), float(rank)), Tag(rank, 0))
     seen = []
     fetch_until(node, lambda r: r is not None and seen.append(r) is None)
-    group.gather_objects(None)  # serve until all have read
+    group.gather_objects(None)  # serve until all have fetched
     node.close()
     group.close()
-    kind = type(directory).__name__
-    return kind, directory.is_local, directory.names, float(seen[0].params[0])
+    kind = type(discovery).__name__
+    return kind, discovery.is_local, discovery.names, float(seen[0].params[0])
 
 
-def test_ranks_of_one_job_on_one_machine_find_each_other_at_its_loopback(pool: Pool) -> None:
-    results = pool.run(ranks_read, world=2)
-    assert results[0] == (StoreDirectory.__name__, True, ["worker1"], 1.0)
-    assert results[1] == (StoreDirectory.__name__, True, ["worker0"], 0.0)
+def test_ranks_on_one_machine_use_its_loopback(pool: Pool) -> None:
+    results = pool.run(fetch_between_ranks, world=2)
+    assert results[0] == (StoreDiscovery.__name__, True, ["worker1"], 1.0)
+    assert results[1] == (StoreDiscovery.__name__, True, ["worker0"], 0.0)

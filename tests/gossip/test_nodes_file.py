@@ -1,4 +1,4 @@
-"""Files of nodes in the form of dpwa: all is understood, and mistakes are named."""
+"""Nodes files in the format of dpwa: all keys are read, and errors name the problem."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read(folder: Path, text: str) -> Any:
     return read_nodes(file)
 
 
-def test_a_file_with_a_list_and_one_with_a_map(tmp_path: Path) -> None:
+def test_file_may_hold_a_list_or_a_mapping(tmp_path: Path) -> None:
     nodes, settings = read(tmp_path, LIST)
     assert nodes == [Peer("a", "10.0.0.1", 45000), Peer("b", "10.0.0.2", 45001)]
     assert settings == {
@@ -44,22 +44,22 @@ def test_a_file_with_a_list_and_one_with_a_map(tmp_path: Path) -> None:
     assert read(tmp_path, MAP) == ([Peer("a", "h", 1)], {"fetch_timeout_s": 0.1})
 
 
-def test_bad_files_are_named(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_errors_name_the_problem_and_the_file(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for text, message in (
-        ("", "Expected a map"),
-        ("3", "Expected a map"),
-        ("- nodes", "Expected a map"),
+        ("", "Expected a mapping"),
+        ("3", "Expected a mapping"),
+        ("- nodes", "Expected a mapping"),
         ("nodes: 3", "'nodes' must be a list"),
         ("timeout_ms: 3", "'nodes' must be a list"),
         ("nodes: []", "'nodes' must be a list"),
         (MAP + "timeout: 3", "Unknown key 'timeout'"),
-        (LIST + "- timeout_ms: 3", "'timeout_ms' is there twice"),
+        (LIST + "- timeout_ms: 3", "'timeout_ms' is given twice"),
         (MAP + "constant: 0.5", "{value: 0.5}"),
         (MAP + "constant: {value: half}", "'value' must be a number, got 'half'"),
         (MAP + "fetch_probability: .nan", "must be a number"),
         (MAP + "interpolation: 3", "must be a name"),
         ("nodes: [{name: a, host: h}]", "port in 1 to 65535"),
-        ("nodes: [{name: a, host: h, port: 1}, {name: a, host: h, port: 2}]", "Doubled names: a"),
+        ("nodes: [{name: a, host: h, port: 1}, {name: a, host: h, port: 2}]", "same name: a"),
         ("nodes: [", "is not YAML"),
         ("nodes: !!python/object/apply:os.getpid []", "is not YAML"),
     ):
@@ -69,6 +69,6 @@ def test_bad_files_are_named(tmp_path: Path, subtests: pytest.Subtests) -> None:
             assert "nodes.yaml" in str(caught.value)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_error_names_the_missing_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no nodes file"):
         read_nodes(tmp_path / "nodes.yaml")

@@ -1,4 +1,4 @@
-"""Settings of pairwise gossip: mistakes are named, and equal means equal by value."""
+"""Settings of pairwise gossip: errors, and which settings must be equal on all workers."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def make(**given: Any) -> PairwiseSettings:
     return PairwiseSettings(**{"algorithm": PairwiseAverage(), **given})
 
 
-def test_mistakes_are_named(subtests: pytest.Subtests) -> None:
+def test_errors_name_the_invalid_setting(subtests: pytest.Subtests) -> None:
     rows: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"algorithm": DiLoCo()}, TypeError, r"must be a PairwiseAverage\(\), got DiLoCo"),
         ({"algorithm": "pairwise"}, TypeError, "got 'pairwise'"),
         ({"algorithm": PairwiseAverage}, TypeError, "got <class"),
         ({"nodes": NODES}, ValueError, "nodes needs name"),
         ({"nodes": NODES, "name": "c"}, ValueError, "no node 'c' in the list, only a, b"),
-        ({"nodes": [*NODES, NODES[0]], "name": "a"}, ValueError, "doubled names: a"),
+        ({"nodes": [*NODES, NODES[0]], "name": "a"}, ValueError, "same name: a"),
         ({"name": "a"}, ValueError, "name='a' says which of the nodes this is"),
         ({"nodes": ["a"], "name": "a"}, TypeError, "a mapping with name, host and port"),
         ({"nodes": "there/is/none.yaml", "name": "a"}, FileNotFoundError, "none.yaml"),
@@ -76,7 +76,7 @@ def test_nodes_come_from_a_list_or_a_file(tmp_path: Path) -> None:
     assert alone.node_number == 0
 
 
-def test_they_run_with_what_the_algorithm_makes_of_the_workers() -> None:
+def test_prepare_resolves_the_algorithm_for_the_number_of_workers() -> None:
     @dataclasses.dataclass(frozen=True)
     class Share(PairwiseAverage):
         def prepare(self, num_workers: int, topology: object) -> PairwiseAverage:
@@ -92,7 +92,7 @@ def test_they_run_with_what_the_algorithm_makes_of_the_workers() -> None:
     assert make().prepare(4) == make()
 
 
-def test_all_that_must_be_equal_is_described_and_what_is_each_workers_own_is_not(
+def test_describe_lists_the_settings_that_must_be_equal(
     tmp_path: Path,
 ) -> None:
     write_certificate(tmp_path / "keys")
@@ -121,7 +121,7 @@ def test_all_that_must_be_equal_is_described_and_what_is_each_workers_own_is_not
     assert other.describe() == settings.describe()
 
 
-def test_a_codec_is_described_by_what_it_does(subtests: pytest.Subtests) -> None:
+def test_describe_does_not_depend_on_how_the_codec_was_given(subtests: pytest.Subtests) -> None:
     for given, codec in (
         (None, None),
         ("none", None),
@@ -141,7 +141,7 @@ def share(clock: float, peer_clock: float, loss: float, peer_loss: float, power:
 
 
 class Scaled:
-    """A rule that holds nothing that could be compared."""
+    """A rule without attributes to compare."""
 
     def __call__(self, clock: float, peer_clock: float, loss: float, peer_loss: float) -> float:
         return 0.5
@@ -149,7 +149,7 @@ class Scaled:
 
 @dataclasses.dataclass(frozen=True)
 class Nested:
-    """A rule that holds another one, and some numbers."""
+    """A rule that has another rule and numbers as attributes."""
 
     rule: Interpolation
     powers: tuple[int, ...] = (1, 2)
@@ -176,7 +176,7 @@ RULES: list[Callable[[], Any]] = [
 ]
 
 
-def test_rules_are_told_apart_by_value_and_never_by_their_place_in_memory() -> None:
+def test_rules_are_described_by_value_and_not_by_memory_address() -> None:
     described = [
         [make(algorithm=PairwiseAverage(interpolation=rule())).describe() for rule in RULES]
         for _ in range(2)
@@ -197,7 +197,7 @@ def ranks_differ(rank: int, world: int, differ: bool) -> str:
     return ""
 
 
-def test_ranks_with_another_rule_are_refused_and_with_the_same_one_are_not(pool: Pool) -> None:
+def test_ranks_with_different_rules_are_refused(pool: Pool) -> None:
     assert pool.run(ranks_differ, False, world=2) == ["", ""]
     for text in pool.run(ranks_differ, True, world=2):
         assert "Worker 1 has interpolation=" in text
@@ -212,7 +212,7 @@ def ranks_compress_differently(rank: int, world: int) -> str:
     return ""
 
 
-def test_ranks_with_another_compression_are_refused(pool: Pool) -> None:
+def test_ranks_with_different_compression_are_refused(pool: Pool) -> None:
     for text in pool.run(ranks_compress_differently, world=2):
         assert "Worker 1 has compression=['Int8', {'block': 64}]" in text
         assert "Start all workers with the same settings" in text

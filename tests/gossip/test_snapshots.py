@@ -1,4 +1,4 @@
-"""Snapshots: whole models only, nobody waits, and slow readers keep what they began with."""
+"""Snapshots: readers get whole models, and neither readers nor the publisher wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.compression import BFloat16, Float16, Int8
-from lightning_loco.gossip.model import Model
+from lightning_loco.gossip.protocol import WireFormat
 from lightning_loco.gossip.snapshots import Snapshots, copy_with_norm, norm_of
 
 NUMEL = 1000
@@ -21,16 +21,16 @@ LARGE = 3 * 2**17 + 5
 
 
 def make(numel: int = NUMEL) -> Snapshots:
-    return Snapshots(Model(1, numel, torch.float32))
+    return Snapshots(WireFormat(1, numel, torch.float32))
 
 
 def publish(snapshots: Snapshots, value: int) -> bool:
-    numel = snapshots._model.numel
+    numel = snapshots.wire_format.numel
     return snapshots.publish(torch.full((numel,), float(value)), Tag(value, value))
 
 
 def read(snapshots: Snapshots) -> set[float]:
-    """The distinct values of what a reader gets; empty if there is nothing."""
+    """Read the latest snapshot; returns its distinct values, or an empty set without a snapshot."""
     with snapshots.reading() as snapshot:
         if snapshot is None:
             return set()
@@ -39,7 +39,7 @@ def read(snapshots: Snapshots) -> set[float]:
         return set(values.tolist())
 
 
-def test_the_latest_is_read() -> None:
+def test_latest_snapshot_is_read() -> None:
     snapshots = make()
     assert read(snapshots) == set()
     assert snapshots.latest is None
@@ -50,7 +50,7 @@ def test_the_latest_is_read() -> None:
         assert snapshots.latest.number == value
 
 
-def test_who_reads_keeps_what_was_the_latest_and_the_publisher_goes_on() -> None:
+def test_snapshot_does_not_change_while_it_is_read() -> None:
     snapshots = make()
     publish(snapshots, 1)
     with snapshots.reading() as first:
@@ -61,7 +61,7 @@ def test_who_reads_keeps_what_was_the_latest_and_the_publisher_goes_on() -> None
         assert read(snapshots) == {999}
 
 
-def test_while_two_earlier_ones_are_read_the_latest_stays() -> None:
+def test_nothing_is_published_while_two_earlier_snapshots_are_read() -> None:
     snapshots = make()
     publish(snapshots, 1)
     with contextlib.ExitStack() as stack:
@@ -73,8 +73,8 @@ def test_while_two_earlier_ones_are_read_the_latest_stays() -> None:
         assert (first.number, second.number) == (1, 2)
         assert publish(snapshots, 3)
         assert not publish(snapshots, 4)
-        assert snapshots.draft() is None
-        assert snapshots.draft_bytes() is None
+        assert snapshots.flat_buffer() is None
+        assert snapshots.wire_buffer() is None
         assert read(snapshots) == {3}
         assert set(first.wire.view(torch.float32).tolist()) == {1.0}
         assert set(second.wire.view(torch.float32).tolist()) == {2.0}
@@ -82,14 +82,14 @@ def test_while_two_earlier_ones_are_read_the_latest_stays() -> None:
     assert read(snapshots) == {5}
 
 
-def test_after_a_withdrawal_nothing_is_read_until_the_next() -> None:
+def test_nothing_is_served_after_withdraw_until_the_next_snapshot() -> None:
     snapshots = make()
     publish(snapshots, 1)
     with snapshots.reading():
         publish(snapshots, 2)
         with snapshots.reading():
             publish(snapshots, 3)
-            assert snapshots.draft() is None
+            assert snapshots.flat_buffer() is None
             snapshots.withdraw()
             assert read(snapshots) == set()
             assert publish(snapshots, 4)
@@ -132,7 +132,7 @@ def test_no_reader_ever_sees_a_mixed_model() -> None:
     assert len(seen) >= 20
 
 
-def test_values_are_narrowed_like_torch_does() -> None:
+def test_values_are_rounded_to_the_wire_dtype() -> None:
     snapshots = make()
     flat = torch.randn(NUMEL, dtype=torch.float64)
     snapshots.publish(flat, Tag(0, 0))
@@ -141,31 +141,31 @@ def test_values_are_narrowed_like_torch_does() -> None:
         assert torch.equal(snapshot.wire.view(torch.float32), flat.float())
 
 
-def test_what_is_published_is_encoded(subtests: pytest.Subtests) -> None:
+def test_published_parameters_are_encoded(subtests: pytest.Subtests) -> None:
     for codec in (BFloat16(), Float16(), Int8(), Int8(block=12)):
         with subtests.test(codec=codec):
-            model = Model(1, NUMEL, torch.float32, codec)
-            snapshots = Snapshots(model)
+            wire_format = WireFormat(1, NUMEL, torch.float32, codec)
+            snapshots = Snapshots(wire_format)
             for _ in range(5):
                 flat = torch.randn(NUMEL)
                 assert snapshots.publish(flat, Tag(0, 0))
                 with snapshots.reading() as snapshot:
                     assert snapshot is not None
-                    assert len(snapshot.data) == model.total_bytes == codec.num_bytes(NUMEL)
+                    assert len(snapshot.data) == wire_format.total_bytes == codec.num_bytes(NUMEL)
                     assert torch.equal(snapshot.wire, codec.encode(flat))
                     assert bytes(snapshot.data) == snapshot.wire.numpy().tobytes()
                     assert snapshot.norm == pytest.approx(float(flat.norm()))
 
 
-def test_what_was_encoded_elsewhere_is_served_as_it_is() -> None:
+def test_encoded_parameters_are_served_unchanged() -> None:
     codec = Int8()
-    snapshots = Snapshots(Model(1, NUMEL, torch.float32, codec))
+    snapshots = Snapshots(WireFormat(1, NUMEL, torch.float32, codec))
     snapshots.publish(torch.ones(NUMEL), Tag(1, 1))
     wire = codec.encode(torch.randn(NUMEL))
-    memory = snapshots.draft_bytes()
+    memory = snapshots.wire_buffer()
     assert memory is not None
     memory.copy_(wire)
-    snapshots.post_bytes(Tag(2, 2), 3.0)
+    snapshots.commit_wire(Tag(2, 2), 3.0)
     latest = snapshots.latest
     assert latest is not None
     assert torch.equal(latest.wire, wire)
@@ -173,33 +173,33 @@ def test_what_was_encoded_elsewhere_is_served_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("codec", [None, Int8()])
-def test_a_draft_is_not_read_before_it_is_posted(codec: Int8 | None) -> None:
-    snapshots = Snapshots(Model(1, NUMEL, torch.float32, codec))
+def test_buffer_is_not_served_before_the_commit(codec: Int8 | None) -> None:
+    snapshots = Snapshots(WireFormat(1, NUMEL, torch.float32, codec))
     publish(snapshots, 1)
     before = snapshots.latest
     assert before is not None
     served = before.wire.clone()
-    draft = snapshots.draft()
-    assert draft is not None
-    draft.fill_(2)
-    again = snapshots.draft()
+    buffer = snapshots.flat_buffer()
+    assert buffer is not None
+    buffer.fill_(2)
+    again = snapshots.flat_buffer()
     assert again is not None
-    assert again.data_ptr() == draft.data_ptr()
+    assert again.data_ptr() == buffer.data_ptr()
     assert snapshots.latest is before
     assert torch.equal(before.wire, served)
-    snapshots.post(Tag(2, 2), 4.0)
+    snapshots.commit_flat(Tag(2, 2), 4.0)
     assert snapshots.latest is not before
     assert torch.equal(before.wire, served)
 
 
-def test_bad_arguments_are_named() -> None:
+def test_errors_name_the_invalid_argument() -> None:
     with pytest.raises(ValueError, match="no parameters"):
         make(numel=0)
     with pytest.raises(ValueError, match=r"\(999,\), but 1000 were announced"):
         make().publish(torch.zeros(999), Tag(0, 0))
 
 
-def test_the_norm_is_that_of_the_whole(subtests: pytest.Subtests) -> None:
+def test_norm_is_that_of_all_values(subtests: pytest.Subtests) -> None:
     for numel, dtype in itertools.product((1, 2**17, LARGE), (torch.float32, torch.float64)):
         with subtests.test(numel=numel, dtype=dtype):
             values = torch.randn(numel, dtype=dtype)
@@ -210,15 +210,15 @@ def test_the_norm_is_that_of_the_whole(subtests: pytest.Subtests) -> None:
             assert torch.equal(copy, values)
 
 
-def test_the_norm_is_that_of_what_was_copied() -> None:
+def test_norm_is_that_of_the_copy() -> None:
     values = torch.tensor([3.0 + 2**-40, 4.0], dtype=torch.float64)
     assert copy_with_norm(values, torch.empty(2)) == 5
 
 
-def test_what_is_not_finite_or_absurd_has_no_finite_norm(subtests: pytest.Subtests) -> None:
-    for value, place in itertools.product((math.inf, -math.inf, math.nan, 3e38), (0, -1)):
-        with subtests.test(value=value, place=place):
+def test_norm_is_not_finite_if_a_value_or_square_is_not(subtests: pytest.Subtests) -> None:
+    for value, index in itertools.product((math.inf, -math.inf, math.nan, 3e38), (0, -1)):
+        with subtests.test(value=value, index=index):
             values = torch.ones(LARGE)
-            values[place] = value
+            values[index] = value
             assert not math.isfinite(norm_of(values))
             assert not math.isfinite(copy_with_norm(values, torch.empty_like(values)))

@@ -1,4 +1,4 @@
-"""Peers that are empty, wrong, silent or not there: they are left in time, and found again."""
+"""Peers that are empty, wrong, silent or missing: a fetch ends in time, and finds them later."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.compression import Int8
-from lightning_loco.gossip import Peer, PeerNode, StoreDirectory
+from lightning_loco.gossip import Peer, PeerNode, StoreDiscovery
 from tests.gossip.helpers import (
     HOST,
     fetch,
@@ -32,7 +32,7 @@ from tests.limits import LONG_S, SOON_S
 pytestmark = pytest.mark.recovery
 
 
-def test_a_peer_without_parameters_is_no_fault() -> None:
+def test_peer_without_parameters_is_not_a_failure() -> None:
     with two_nodes(fetch_timeout_s=LONG_S) as (here, _):
         started = time.monotonic()
         for _ in range(5):
@@ -42,12 +42,12 @@ def test_a_peer_without_parameters_is_no_fault() -> None:
         assert here.statistics.scores == {"p1": 1000}
 
 
-def test_parameters_that_are_not_finite_are_not_handed_over(subtests: pytest.Subtests) -> None:
-    places = (0, 499_999, 999_999)
-    for value, place in itertools.product((math.nan, math.inf, -math.inf), places):
-        with subtests.test(value=value, place=place), two_nodes(1_000_000) as (here, there):
+def test_parameters_that_are_not_finite_are_rejected(subtests: pytest.Subtests) -> None:
+    indices = (0, 499_999, 999_999)
+    for value, index in itertools.product((math.nan, math.inf, -math.inf), indices):
+        with subtests.test(value=value, index=index), two_nodes(1_000_000) as (here, there):
             flat = torch.zeros(1_000_000)
-            flat[place] = value
+            flat[index] = value
             there.publish(flat, Tag(0, 0))
             assert fetch(here) is None
             assert here.statistics.not_finite == 1
@@ -56,11 +56,11 @@ def test_parameters_that_are_not_finite_are_not_handed_over(subtests: pytest.Sub
             assert fetch(here) is not None
 
 
-def test_peers_with_another_model_are_refused_and_named(
+def test_peers_with_another_model_are_refused_and_logged(
     caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests
 ) -> None:
     rows: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-        ({}, {"schema_checksum": 5}, "it holds another model"),
+        ({}, {"schema_checksum": 5}, "it has another model"),
         ({}, {"compression": "int8"}, "another compression. Give all peers the same one"),
         ({"compression": "bf16"}, {"compression": "fp16"}, "another compression"),
         ({"compression": Int8()}, {"compression": Int8(block=128)}, "another compression"),
@@ -84,7 +84,7 @@ def test_peers_with_another_model_are_refused_and_named(
             assert text in record.getMessage()
 
 
-def test_a_peer_that_does_not_listen_is_left_at_once_and_found_when_it_comes() -> None:
+def test_peer_that_is_not_running_is_found_once_it_starts() -> None:
     nodes = peers(2)
     here = make_node(nodes, 0, fetch_timeout_s=LONG_S)
     started = time.monotonic()
@@ -103,29 +103,29 @@ def test_a_peer_that_does_not_listen_is_left_at_once_and_found_when_it_comes() -
     here.close()
 
 
-def test_a_refusal_costs_no_more_than_another_peer() -> None:
+def test_next_peer_is_tried_after_a_refusal() -> None:
     nodes = peers(3)
-    made = [make_node(nodes, index) for index in (0, 2)]
-    made[1].publish(torch.ones(1000), Tag(0, 0))
+    here, there = (make_node(nodes, index) for index in (0, 2))
+    there.publish(torch.ones(1000), Tag(0, 0))
     for _ in range(20):
-        received = fetch(made[0])
+        received = fetch(here)
         assert received is not None
         assert received.peer == "p2"
-    assert made[0].statistics.refused > 0
-    for node in made:
-        node.close()
+    assert here.statistics.refused > 0
+    here.close()
+    there.close()
 
 
-def test_a_peer_that_accepts_and_is_silent_costs_half_of_the_timeout() -> None:
+def test_silent_peer_costs_half_of_the_timeout() -> None:
     nodes = peers(3)
     with silent(nodes[1]):
         here = make_node(nodes, 0, fetch_timeout_s=0.4)
         there = make_node(nodes, 2)
         there.publish(torch.ones(1000), Tag(0, 0))
-        until = time.monotonic() + SOON_S
+        deadline = time.monotonic() + SOON_S
         num_both = 0
-        while num_both < 3:  # on a busy machine some fetches may bring nothing
-            assert time.monotonic() < until, here.statistics
+        while num_both < 3:  # on a busy machine some fetches may fail
+            assert time.monotonic() < deadline, here.statistics
             before = here.statistics.timeouts
             received = fetch(here)
             wait_until_ended(here)
@@ -137,7 +137,7 @@ def test_a_peer_that_accepts_and_is_silent_costs_half_of_the_timeout() -> None:
         there.close()
 
 
-def test_the_longest_wait_is_the_timeout() -> None:
+def test_wait_ends_with_the_timeout() -> None:
     nodes = peers(4)
     listening = [socket.create_server((HOST, node.port)) for node in nodes[1:]]
     here = make_node(nodes, 0, fetch_timeout_s=0.3)
@@ -146,16 +146,16 @@ def test_the_longest_wait_is_the_timeout() -> None:
         assert fetch(here) is None
         assert 0.29 < time.monotonic() - started < SOON_S
         wait_until_ended(here)
-        assert count <= here.statistics.timeouts <= 2 * count  # no time is left for the third
+        assert count <= here.statistics.timeouts <= 2 * count  # there is no time for a third peer
     here.close()
     for each in listening:
         each.close()
 
 
-def test_a_store_that_fails_is_logged_and_costs_no_more_than_the_timeout(
+def test_failing_store_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Broken(StoreDirectory):
+    class Broken(StoreDiscovery):
         def find(self, name: str) -> Peer | None:
             raise RuntimeError("the store is gone")
 
@@ -170,17 +170,17 @@ def test_a_store_that_fails_is_logged_and_costs_no_more_than_the_timeout(
     ]
 
 
-def test_a_store_that_hangs_does_not_hold_up_a_wait() -> None:
+def test_hanging_store_does_not_block_a_wait() -> None:
     released = threading.Event()
 
-    class Slow(StoreDirectory):
+    class Slow(StoreDiscovery):
         def find(self, name: str) -> Peer | None:
             released.wait(LONG_S)
             return super().find(name)
 
     store = torch.distributed.HashStore()
     here = PeerNode(10, torch.float32, Slow(store, 0, 2), schema_checksum=1, fetch_timeout_s=0.2)
-    there = PeerNode(10, torch.float32, StoreDirectory(store, 1, 2), schema_checksum=1)
+    there = PeerNode(10, torch.float32, StoreDiscovery(store, 1, 2), schema_checksum=1)
     there.publish(torch.ones(10), Tag(0, 0))
     for _ in range(3):
         started = time.monotonic()
@@ -193,12 +193,12 @@ def test_a_store_that_hangs_does_not_hold_up_a_wait() -> None:
     there.close()
 
 
-def test_a_restarted_worker_is_found_at_its_new_port() -> None:
+def test_restarted_worker_is_found_at_its_new_port() -> None:
     store = torch.distributed.HashStore()
 
     def node(worker: int) -> PeerNode:
-        directory = StoreDirectory(store, worker, 2)
-        return PeerNode(10, torch.float32, directory, schema_checksum=1, seed=worker)
+        discovery = StoreDiscovery(store, worker, 2)
+        return PeerNode(10, torch.float32, discovery, schema_checksum=1, seed=worker)
 
     here, there = node(0), node(1)
     for value in (1.0, 2.0, 3.0):
