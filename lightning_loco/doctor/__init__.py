@@ -1,7 +1,7 @@
-"""Whether several machines can train together, found out in seconds and without PyTorch.
+"""Pre-flight check: whether several machines can train together, in seconds and without PyTorch.
 
-``run`` reads the command line. Each machine collects its ``facts``; all meet at machine 0, the
-``rendezvous``, which tells each who has come; each then connects to all others (``connectivity``),
-and all get what all have found, from which each prints the same ``report``. ``messages`` says what
-is read from a connection.
+``run`` reads the command line. Each machine gathers ``facts`` about itself and joins the
+``rendezvous`` at machine 0, which sends all facts to all machines. Then each machine connects to
+every other one (``connectivity``) and sends its results to machine 0, which derives the findings
+(``report``) and sends them to all. So all machines print the same findings.
 """

@@ -1,47 +1,141 @@
-"""Which machines reach which others: each listens where gloo would, and connects to all others."""
+"""Messages between machines, and the check of which machines can connect to which others.
+
+A message is one line of JSON. Anybody who can reach a port can send anything, so only lines are
+accepted that have exactly the fields and types of an expected dataclass, within a time limit.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
+import json
 import socket
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from lightning_loco.doctor.facts import Facts, family_of
-from lightning_loco.doctor.messages import TIMEOUTS, BadMessageError, encode, receive
+from lightning_loco.doctor.facts import MAX_TEXT_LENGTH, TIMEOUTS, Facts, family_of
+
+T = TypeVar("T")
+
+# ------------------------------------------------------------------------------ messages
+
+_MAX_NUMBER = 2**53
+
+
+class BadMessageError(ValueError):
+    """A line is not a message of an expected kind."""
+
+
+def encode(message: Any) -> bytes:
+    """Encode a dataclass as one line: its name and its fields."""
+    named = {type(message).__name__: dataclasses.asdict(message)}
+    return json.dumps(named, allow_nan=False).encode() + b"\n"
+
+
+def decode(line: bytes, *kinds: type[T]) -> T:
+    """Decode a line.
+
+    Texts are cut to ``MAX_TEXT_LENGTH`` characters, and characters that cannot be printed become
+    ``?``.
+
+    Args:
+        line: A line from :func:`encode`, or anything else.
+        kinds: Dataclasses that are accepted.
+
+    Raises:
+        BadMessageError: If the line is anything else.
+    """
+    try:
+        ((name, value),) = json.loads(line.decode()).items()
+        kind = next(kind for kind in kinds if kind.__name__ == name)
+    except (ValueError, AttributeError, RecursionError, StopIteration) as error:
+        raise BadMessageError(f"no {' or '.join(kind.__name__ for kind in kinds)}") from error
+    message: T = _parse(kind, value)
+    return message
+
+
+_field_types = functools.cache(get_type_hints)
+
+
+def _parse(kind: Any, value: Any) -> Any:
+    """Convert a value of JSON to the declared type of a field."""
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        types = _field_types(kind)
+        if isinstance(value, dict) and value.keys() == types.keys():
+            return kind(**{name: _parse(one, value[name]) for name, one in types.items()})
+    elif get_origin(kind) is tuple and isinstance(value, list):
+        return tuple(_parse(get_args(kind)[0], one) for one in value)
+    elif get_origin(kind) is dict and isinstance(value, dict):
+        return {_parse(str, key): _parse(str, one) for key, one in value.items()}
+    elif kind is str and type(value) is str:
+        return "".join(one if one.isprintable() else "?" for one in value[:MAX_TEXT_LENGTH])
+    elif kind is int and type(value) is int and abs(value) <= _MAX_NUMBER:
+        return value
+    elif kind is float and type(value) in (int, float) and abs(value) <= _MAX_NUMBER:
+        return float(value)
+    raise BadMessageError(f"{str(value)[:100]!r} where {kind} is expected")
+
+
+async def receive(reader: asyncio.StreamReader, limit_s: float, *kinds: type[T]) -> T:
+    """Receive the next message of a connection.
+
+    Args:
+        reader: Reader of the connection. Its own limit bounds the length of a line.
+        limit_s: Longest wait in seconds.
+        kinds: Dataclasses that are accepted.
+
+    Raises:
+        BadMessageError: If the message is of another kind, or longer than the reader's limit.
+        TimeoutError: If no whole line arrives in time.
+        ConnectionError: If the connection ends before.
+    """
+    try:
+        line = await asyncio.wait_for(reader.readline(), max(limit_s, 0))
+    except TIMEOUTS as error:
+        raise TimeoutError from error
+    except ValueError as error:
+        raise BadMessageError("a line that is too long") from error
+    if not line.endswith(b"\n"):
+        raise ConnectionResetError("the connection has ended")
+    return decode(line, *kinds)
+
+
+# --------------------------------------------------------------------------- connections
 
 FAILURES = {
     "silent": "no answer, as when a firewall drops packets",
     "refused": "the connection is refused, by a firewall or by another machine with that address",
-    "unreachable": "there is no way to that address",
-    "stranger": "something else answers there, so another machine has that address, too",
+    "unreachable": "there is no route to that address",
+    "wrong host": "another program answers, so another machine may have the same address",
     "stalled": "the connection opens and then breaks or stalls, as when large packets are lost",
 }
+"""Why a connection failed."""
 
 CONNECT_SHARE = 0.35
-"""Share of the time of all checks after which a connection has failed."""
+"""Share of the time for all checks after which a connection has failed to open."""
 
-LARGE_SHARE = 0.65
-"""The same for the large packets that follow."""
+LARGE_PACKETS_SHARE = 0.65
+"""Share of the time for all checks after which the exchange of large packets has failed."""
 
 _LARGE_BYTES = 10_000  # more than the largest packets of usual networks
-_LONGEST_LINE_BYTES = 2**11
-_VISIT_S = 10.0
+_MAX_LINE_BYTES = 2**11
+_MAX_CONNECTION_S = 10.0
 _NUM_ROUND_TRIPS = 4
 
 
 @dataclass(frozen=True)
-class Contact:
-    """What came of a connection to another machine.
+class ConnectionResult:
+    """The result of connecting to another machine.
 
     Attributes:
-        target: Its number.
-        failure: Empty if all is well, else one of :data:`FAILURES`.
-        round_trip_s: The shortest of a few; 0 if it failed.
+        target: Rank of the other machine.
+        failure: One of :data:`FAILURES`, or empty if the connection works.
+        round_trip_s: Shortest of a few round trips in seconds; 0 if the connection failed.
     """
 
     target: int
@@ -54,42 +148,42 @@ class Results:
     """What a machine has found out about the others.
 
     Attributes:
-        rank: Of the machine.
-        contacts: One for each of the others.
-        slow_names: Addresses for which the name server took too long.
+        rank: Rank of this machine.
+        connections: The results of the connections to all others.
+        slow_names: Addresses whose names took too long to look up.
     """
 
     rank: int
-    contacts: tuple[Contact, ...]
+    connections: tuple[ConnectionResult, ...]
     slow_names: tuple[str, ...]
 
-    def are_of(self, rank: int, present: Collection[int]) -> bool:
-        """Whether they can be those of a machine, among those that are present."""
-        targets = [one.target for one in self.contacts]
+    def are_valid(self, rank: int, present: Collection[int]) -> bool:
+        """Whether these can be the results of machine ``rank`` if those in ``present`` joined."""
+        targets = [one.target for one in self.connections]
         return (
             self.rank == rank
             and sorted([rank, *targets]) == sorted(present)
-            and all(one.failure in ("", *FAILURES) for one in self.contacts)
+            and all(one.failure in ("", *FAILURES) for one in self.connections)
         )
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a machine says to who connects, and again when large packets have come."""
+class Identity:
+    """What a machine sends when another one connects, and again after the large packets."""
 
     rank: int
     name: str
 
 
 class ConnectError(Exception):
-    """No connection; the text is one of :data:`FAILURES`."""
+    """A connection could not be opened. The text is one of :data:`FAILURES`."""
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Listen at an address, or at all addresses if it is empty.
+    """Listen on an address, or on all addresses if it is empty.
 
     Raises:
-        OSError: If the address is not here, or the port is taken.
+        OSError: If this machine does not have the address, or the port is taken.
     """
     if not address and socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
@@ -98,32 +192,34 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 @contextlib.asynccontextmanager
-async def answering(facts: Facts, listening: socket.socket) -> AsyncIterator[None]:
-    """Answer to the other machines while the context lasts, which closes the socket."""
-    answer = functools.partial(_answer, encode(Answer(facts.rank, facts.name)))
-    server = await asyncio.start_server(answer, sock=listening)
+async def answering(facts: Facts, listener: socket.socket) -> AsyncIterator[None]:
+    """Answer the connections of other machines within the context, then close the listener."""
+    answer = functools.partial(_answer, encode(Identity(facts.rank, facts.name)))
+    server = await asyncio.start_server(answer, sock=listener)
     try:
         yield
     finally:
         server.close()
 
 
-async def _answer(line: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _answer(
+    identity: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
     async def serve() -> None:
-        writer.write(line)
+        writer.write(identity)
         await reader.readexactly(_LARGE_BYTES)
-        writer.write(line)
+        writer.write(identity)
         while await reader.read(1):
             writer.write(b".")
             await writer.drain()
 
     with contextlib.suppress(OSError, EOFError, asyncio.TimeoutError, asyncio.CancelledError):
-        await asyncio.wait_for(serve(), _VISIT_S)
+        await asyncio.wait_for(serve(), _MAX_CONNECTION_S)
     writer.transport.abort()
 
 
 async def connect(
-    address: str, port: int, limit_s: float, longest_line: int = _LONGEST_LINE_BYTES
+    address: str, port: int, limit_s: float, max_line_bytes: int = _MAX_LINE_BYTES
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to an address.
 
@@ -131,8 +227,8 @@ async def connect(
         ConnectError: If that is not possible in time.
     """
     try:
-        ip_address(address)  # a name would be asked of a name server
-        opening = asyncio.open_connection(address, port, limit=longest_line)
+        ip_address(address)  # fails for a name, which would be looked up at a name server
+        opening = asyncio.open_connection(address, port, limit=max_line_bytes)
         return await asyncio.wait_for(opening, max(limit_s, 0))
     except ConnectionRefusedError as error:
         raise ConnectError("refused") from error
@@ -142,40 +238,42 @@ async def connect(
         raise ConnectError("unreachable") from error
 
 
-async def connect_to_all(machines: Sequence[Facts], checks_s: float) -> tuple[Contact, ...]:
-    """Connect to machines, all at once, within a share of the time; what came of each."""
-    return tuple(await asyncio.gather(*(_contact(one, checks_s) for one in machines)))
+async def connect_to_all(
+    machines: Sequence[Facts], checks_s: float
+) -> tuple[ConnectionResult, ...]:
+    """Connect to machines, all at the same time, within a share of the time for all checks."""
+    return tuple(await asyncio.gather(*(_test_connection(one, checks_s) for one in machines)))
 
 
-async def _contact(there: Facts, checks_s: float) -> Contact:
-    began = time.monotonic()
+async def _test_connection(target: Facts, checks_s: float) -> ConnectionResult:
+    started = time.monotonic()
     try:
-        reader, writer = await connect(there.address, there.port, CONNECT_SHARE * checks_s)
+        reader, writer = await connect(target.address, target.port, CONNECT_SHARE * checks_s)
     except ConnectError as error:
-        return Contact(there.rank, str(error), 0.0)
-    failure = "stranger"
+        return ConnectionResult(target.rank, str(error), 0.0)
+    failure = "wrong host"
     try:
-        left_s = began + CONNECT_SHARE * checks_s - time.monotonic()
-        if await receive(reader, left_s, Answer) == Answer(there.rank, there.name):
+        left_s = started + CONNECT_SHARE * checks_s - time.monotonic()
+        if await receive(reader, left_s, Identity) == Identity(target.rank, target.name):
             failure = "stalled"
-            left_s = began + LARGE_SHARE * checks_s - time.monotonic()
-            round_trip_s = await asyncio.wait_for(_exchange(reader, writer), left_s)
-            return Contact(there.rank, "", round_trip_s)
+            left_s = started + LARGE_PACKETS_SHARE * checks_s - time.monotonic()
+            round_trip_s = await asyncio.wait_for(_measure_round_trip(reader, writer), left_s)
+            return ConnectionResult(target.rank, "", round_trip_s)
     except (BadMessageError, OSError, EOFError, asyncio.TimeoutError):
         pass
     finally:
         writer.transport.abort()
-    return Contact(there.rank, failure, 0.0)
+    return ConnectionResult(target.rank, failure, 0.0)
 
 
-async def _exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> float:
-    """Send large packets; then the shortest of a few round trips, in seconds."""
+async def _measure_round_trip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> float:
+    """Send large packets, then return the shortest of a few round trips in seconds."""
     writer.write(bytes(_LARGE_BYTES))
     await reader.readline()
     times = []
     for _ in range(_NUM_ROUND_TRIPS):
-        began = time.monotonic()
+        started = time.monotonic()
         writer.write(b".")
         await reader.readexactly(1)
-        times.append(time.monotonic() - began)
+        times.append(time.monotonic() - started)
     return min(times)

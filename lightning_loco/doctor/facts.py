@@ -1,4 +1,4 @@
-"""What a machine finds out about itself."""
+"""Facts that a machine gathers about itself: addresses, versions, hardware and limits."""
 
 from __future__ import annotations
 
@@ -19,40 +19,45 @@ from typing import TypeVar
 
 from lightning_loco.__about__ import __version__
 from lightning_loco.background import begin
-from lightning_loco.doctor.messages import LONGEST_TEXT, TIMEOUTS
 
 T = TypeVar("T")
 
 NAME_LIMIT_S = 2.0
 """Longest wait for the name server."""
 
+MAX_TEXT_LENGTH = 2000
+"""Longest text in the facts, in characters."""
+
+TIMEOUTS = (TimeoutError, asyncio.TimeoutError)
+"""Both are the same class since Python 3.11."""
+
 PACKAGE = "lightning-loco"
 PACKAGES = ("torch", "lightning", PACKAGE)
 VARIABLES = ("GLOO_", "NCCL_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RES_OPTIONS")
-"""Beginnings of the environment variables that are shown."""
+"""Prefixes of the environment variables that are shown."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a machine knows of itself.
+    """What a machine knows about itself.
 
     Attributes:
         rank: Its number.
-        world: How many machines it believes in.
+        world: Number of machines that it was started with.
         name: Its host name.
-        name_address: The address of the host name; empty if it has none.
-        address: Where gloo listens; before the rendezvous empty if only a connection will tell.
-        interface: The network interface of this address; empty if unknown.
+        name_address: Address of the host name; empty if it has none.
+        address: Address on which gloo listens; empty if it is not known before the rendezvous.
+        interface: Network interface of ``address``; empty if unknown.
         faults: What is wrong with the variables that name interfaces, and what to do.
-        port: At which this machine listens for the others.
-        route_address: With which it reaches machine 0; empty if it does not.
-        route_interface: The network interface of this address; empty if unknown.
-        versions: Of Python, of packages, and a checksum of this package's code.
-        hardware: Cores and GPUs.
-        environment: The variables that decide how machines connect, and with how many threads.
-        open_files: How many a process may have open.
-        ports: The range of free ports, as ``40000-40999``; ``any`` if the system does not tell.
-        free_bytes: On the disk of the current folder.
+        port: Port on which this machine answers the others.
+        route_address: Its address on the connection to machine 0; empty if there is none.
+        route_interface: Network interface of ``route_address``; empty if unknown.
+        versions: Versions of Python and packages, and a checksum of this package's code.
+        hardware: Number of cores and GPUs.
+        environment: Variables that affect connections and the number of threads.
+        open_files: Number of files that a process may have open.
+        ports: The range of free ports, as ``40000-40999``; ``any`` if it is unknown.
+        free_bytes: Free space on the disk of the current folder.
     """
 
     rank: int
@@ -74,17 +79,19 @@ class Facts:
 
 
 async def gather_facts(rank: int, world: int, environ: Mapping[str, str]) -> Facts:
-    """All that a machine knows before it listens and meets the others.
+    """Gather what a machine can know before the rendezvous.
 
     Args:
-        rank: Of this machine.
-        world: How many machines there are.
-        environ: The variables of the run.
+        rank: Number of this machine.
+        world: Number of machines.
+        environ: Environment variables of the run.
     """
     name, interfaces = socket.gethostname(), addresses_of_interfaces()
-    leads_to = await addresses_of(name)
+    name_addresses = await addresses_of(name)
     chosen = environ.get("GLOO_SOCKET_IFNAME", "")
-    address = interfaces.get(chosen.split(",")[0], "") if chosen else address_of_gloo(leads_to)
+    address = (
+        interfaces.get(chosen.split(",")[0], "") if chosen else address_of_gloo(name_addresses)
+    )
     names = list(interfaces) or [name for _, name in socket.if_nameindex()]
     shown = [
         f"{key}={value}" for key, value in sorted(environ.items()) if key.startswith(VARIABLES)
@@ -93,16 +100,16 @@ async def gather_facts(rank: int, world: int, environ: Mapping[str, str]) -> Fac
         rank=rank,
         world=world,
         name=name,
-        name_address=leads_to[0] if leads_to else "",
+        name_address=name_addresses[0] if name_addresses else "",
         address=address,
         interface=name_of_interface(address, interfaces),
         faults=faults_of_variables(environ, names),
         port=0,
         route_address="",
         route_interface="",
-        versions={**versions(), "code of lightning-loco": _code()},
+        versions={**versions(), "code of lightning-loco": _code_checksum()},
         hardware=_hardware(),
-        environment=", ".join(shown)[:LONGEST_TEXT],
+        environment=", ".join(shown)[:MAX_TEXT_LENGTH],
         open_files=_open_files(),
         ports=_ports(),
         free_bytes=shutil.disk_usage(".").free,
@@ -113,10 +120,10 @@ async def gather_facts(rank: int, world: int, environ: Mapping[str, str]) -> Fac
 
 
 async def in_thread(limit_s: float, call: Callable[[], T]) -> T:
-    """The result of a call that the system may keep waiting, such as one to a name server.
+    """Run a call in a thread, because the system may block it, as it may name lookups.
 
     Raises:
-        TimeoutError: If it does not come back in time; its thread ends with the process.
+        TimeoutError: If it does not return in time. Its thread ends with the process.
     """
     try:
         return await asyncio.wait_for(asyncio.wrap_future(begin(call)), max(limit_s, 0))
@@ -125,45 +132,46 @@ async def in_thread(limit_s: float, call: Callable[[], T]) -> T:
 
 
 async def addresses_of(name: str) -> list[str]:
-    """Of a host, in the system's order; none if they are not known in time."""
-    ask = partial(socket.getaddrinfo, name, None, type=socket.SOCK_STREAM)
+    """Look up the addresses of a host, in the system's order; none if that takes too long."""
+    look_up = partial(socket.getaddrinfo, name, None, type=socket.SOCK_STREAM)
     try:
-        found = await in_thread(NAME_LIMIT_S, ask)
+        found = await in_thread(NAME_LIMIT_S, look_up)
     except (OSError, UnicodeError):
         return []
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
 async def slow_names_of(addresses: list[str], limit_s: float) -> tuple[str, ...]:
-    """Those whose names take longer, asked in the form of PyTorch's key-value store."""
+    """Return the addresses whose names take longer to look up, as PyTorch's store does it."""
     mapped = [one if ":" in one else f"::ffff:{one}" for one in addresses]
-    asked = (in_thread(limit_s, partial(socket.getnameinfo, (one, 0, 0, 0), 0)) for one in mapped)
-    answers = await asyncio.gather(*asked, return_exceptions=True)
+    calls = (in_thread(limit_s, partial(socket.getnameinfo, (one, 0, 0, 0), 0)) for one in mapped)
+    answers = await asyncio.gather(*calls, return_exceptions=True)
     return tuple(
         one
         for one, answer in zip(mapped, answers, strict=True)
-        if isinstance(answer, TimeoutError)  # that there is no name is an answer, too
+        if isinstance(answer, TimeoutError)  # an error such as "unknown name" is a quick answer
     )
 
 
-def address_of_gloo(of_host_name: list[str]) -> str:
-    """Where gloo listens without a variable: the first address of the host name that is here."""
-    for address in of_host_name:
+def address_of_gloo(name_addresses: list[str]) -> str:
+    """Return where gloo listens by default: the first address of the host name that is local."""
+    for address in name_addresses:
         with suppress(OSError), socket.create_server((address, 0), family=family_of(address)):
             return address
     return "127.0.0.1"
 
 
 def family_of(address: str) -> socket.AddressFamily:
-    """Of IPv4 or IPv6."""
+    """Return the family of an IPv4 or IPv6 address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def addresses_of_interfaces() -> dict[str, str]:
-    """The first address of each network interface, where Linux tells it to this user.
+    """Return the first address of each network interface, if Linux lets this user look it up.
 
-    A UDP socket that is bound to an interface gets its address when it connects; nothing is sent.
-    An interface without an IPv4 address, which has no routes either, would get that of another one.
+    A UDP socket that is bound to an interface gets the interface's address when it connects;
+    nothing is sent. IPv4 is tried only on interfaces with a route, because one without an IPv4
+    address would get the address of another interface.
     """
     found: dict[str, str] = {}
     try:
@@ -173,15 +181,15 @@ def addresses_of_interfaces() -> dict[str, str]:
     with_ipv4 = {"lo", *(route.split()[0] for route in routes)}
     for _, name in socket.if_nameindex():
         for target in ("2001:db8::1", *["127.0.0.1"] * (name in with_ipv4)):
-            with suppress(OSError), socket.socket(family_of(target), socket.SOCK_DGRAM) as asked:
-                asked.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, name.encode())
-                asked.connect((target, 9))
-                found[name] = str(asked.getsockname()[0])
+            with suppress(OSError), socket.socket(family_of(target), socket.SOCK_DGRAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, name.encode())
+                probe.connect((target, 9))
+                found[name] = str(probe.getsockname()[0])
     return found
 
 
 def name_of_interface(address: str, interfaces: Mapping[str, str]) -> str:
-    """The interface with an address; empty if it is not known, or not certain."""
+    """Return the interface with an address; empty if it is unknown or ambiguous."""
     if address.startswith("127."):
         address = "127.0.0.1"
     names = [name for name, one in interfaces.items() if one == address]
@@ -189,7 +197,7 @@ def name_of_interface(address: str, interfaces: Mapping[str, str]) -> str:
 
 
 def faults_of_variables(environ: Mapping[str, str], names: list[str]) -> tuple[str, ...]:
-    """Whether the variables that name network interfaces name some that are here.
+    """Return what is wrong with the variables that name network interfaces, and what to do.
 
     Example:
         >>> faults_of_variables({"NCCL_SOCKET_IFNAME": "^docker,lo"}, ["lo", "eth0"])
@@ -199,12 +207,12 @@ def faults_of_variables(environ: Mapping[str, str], names: list[str]) -> tuple[s
     wrong = [name for name in gloo.split(",") if name and name not in names]
     text = "here that is up and has an address"
     faults = [f"GLOO_SOCKET_IFNAME={gloo}: there is no interface {name} {text}" for name in wrong]
-    # For NCCL: prefixes; after ^ those that it does not take; after = whole names.
+    # NCCL expects prefixes. ^ excludes interfaces instead, = expects whole names.
     rule = nccl.removeprefix("^").removeprefix("=").split(",")
     is_not, is_exact = nccl.startswith("^"), nccl.removeprefix("^").startswith("=")
     fits = [n in rule if is_exact else n.startswith(tuple(filter(None, rule))) for n in names]
     if nccl and all(one == is_not for one in fits):
-        faults.append(f"NCCL_SOCKET_IFNAME={nccl} fits no interface here")
+        faults.append(f"NCCL_SOCKET_IFNAME={nccl} matches no interface here")
     choice = ", ".join(name for name in names if not name.startswith("lo")) or "none"
     return tuple(f"{fault}; set it to one of {choice}" for fault in faults)
 
@@ -213,7 +221,7 @@ def faults_of_variables(environ: Mapping[str, str], names: list[str]) -> tuple[s
 
 
 def versions() -> dict[str, str]:
-    """Of Python without its last number, and of packages, without importing them."""
+    """Return the versions of Python (major.minor) and of packages, without importing them."""
     found = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in PACKAGES:
         try:
@@ -224,7 +232,7 @@ def versions() -> dict[str, str]:
 
 
 def describe_versions() -> str:
-    """The versions on one line, this package's first.
+    """Return the versions in one line, this package first.
 
     Example:
         >>> describe_versions()
@@ -234,8 +242,8 @@ def describe_versions() -> str:
     return f"{PACKAGE} {__version__} ({others})"
 
 
-def _code() -> str:
-    """A checksum of this package's files, since a checkout changes without its version."""
+def _code_checksum() -> str:
+    """Return a checksum of this package's files; two checkouts may have the same version."""
     package = Path(__file__).parent.parent
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""What the facts and connections of all machines mean, what to do, and how it is printed."""
+"""Findings from the facts and connections of all machines, and how they are printed."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from lightning_loco.doctor.facts import Facts
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 
-FEWEST_OPEN_FILES = 1024
-LEAST_DISK_BYTES = 2**30
-LARGEST_MATRIX = 16
-"""More machines have no matrix, only the longest round trip."""
+MIN_OPEN_FILES = 1024
+MIN_DISK_BYTES = 2**30
+MAX_MATRIX_SIZE = 16
+"""For more machines only the longest round trip is printed, no matrix."""
 
-_MOST_NAMED = 8
+_MAX_NAMED = 8
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What came of one check.
+    """The result of a check.
 
     Attributes:
-        check: Its name.
+        check: Name of the check.
         status: ``ok``, ``warning`` or ``failed``.
-        text: What is so; where something is wrong, also what to do.
+        text: What was found and, unless the status is ``ok``, what to do.
     """
 
     check: str
@@ -38,13 +38,13 @@ class Finding:
 def judge(
     world: int, present: Sequence[Facts], results: Sequence[Results], refused: Iterable[str]
 ) -> list[Finding]:
-    """What machine 0 tells all.
+    """Derive the findings that machine 0 sends to all machines.
 
     Args:
-        world: How many machines there should be.
-        present: Facts of those that have come.
-        results: Of those that have sent them.
-        refused: Why others were refused.
+        world: Number of machines that should join.
+        present: Facts of the machines that have joined.
+        results: Results of the machines that have sent them.
+        refused: Why machines were refused.
     """
     found = [*_judge_machines(world, present, results), *_judge_names(present, results)]
     found += [Finding("machines", FAILED, reason) for reason in refused]
@@ -53,19 +53,19 @@ def judge(
 
 
 def judge_facts(present: Sequence[Facts]) -> list[Finding]:
-    """What is wrong with machines by themselves, and which versions differ."""
+    """Derive the findings about single machines, and about versions that differ."""
     found = list(_judge_versions(present))
     for facts in present:
         who = _who(facts)
         found += [Finding("interfaces", FAILED, f"{who}: {fault}") for fault in facts.faults]
-        if facts.open_files < FEWEST_OPEN_FILES:
+        if facts.open_files < MIN_OPEN_FILES:
             text = (
                 f"{who}: a process may have only {facts.open_files:,} files open, and connections "
                 "count as files: raise it with ulimit -n 65536"
             )
             found.append(Finding("open files", WARNING, text))
-        if facts.free_bytes < LEAST_DISK_BYTES:
-            text = f"{who}: {_free(facts)}: checkpoints may not fit; delete something"
+        if facts.free_bytes < MIN_DISK_BYTES:
+            text = f"{who}: {_free(facts)}: checkpoints may not fit; free some space"
             found.append(Finding("disk", WARNING, text))
     return found
 
@@ -76,99 +76,101 @@ def judge_facts(present: Sequence[Facts]) -> list[Finding]:
 def _judge_machines(
     world: int, present: Sequence[Facts], results: Sequence[Results]
 ) -> Iterator[Finding]:
-    """Who is missing, and who has gone before the end."""
+    """Which machines are missing or have sent no results."""
     missing = set(range(world)) - {facts.rank for facts in present}
     if missing:
         text = (
-            f"{_numbered(missing)} {'has' if len(missing) == 1 else 'have'} not come: start "
-            "lightning-loco doctor there within the same seconds, or raise --timeout; if it runs, "
-            "it says there what is in the way"
+            f"{_numbered(missing)} {'has' if len(missing) == 1 else 'have'} not joined: start "
+            "lightning-loco doctor there at the same time, or raise --timeout; if it is running "
+            "there, its own output says what is wrong"
         )
         yield Finding("machines", FAILED, text)
     for facts in present:
         if facts.rank not in {one.rank for one in results}:
             text = (
-                f"{_who(facts)} came, and has sent no results: its process has ended, or its "
+                f"{_who(facts)} joined, but sent no results: its process has ended, or its "
                 "connection to machine 0 has stalled"
             )
             yield Finding("machines", FAILED, text)
     if not missing:
-        yield Finding("machines", OK, f"{world} of {world} have come")
+        yield Finding("machines", OK, f"{world} of {world} have joined")
 
 
 def _judge_connections(present: Sequence[Facts], results: Sequence[Results]) -> Iterator[Finding]:
-    """Which machines cannot reach which others: one finding for all to whom the same happens."""
+    """Which machines cannot reach which others: one finding per target and kind of failure."""
     facts_of = {facts.rank: facts for facts in present}
-    contacts = [(one.rank, contact) for one in results for contact in one.contacts]
+    connections = [(one.rank, result) for one in results for result in one.connections]
     failed: dict[tuple[int, str], list[str]] = defaultdict(list)
-    for source, contact in contacts:
-        if contact.failure:
-            failed[contact.target, contact.failure].append(_who(facts_of[source]))
+    for source, result in connections:
+        if result.failure:
+            failed[result.target, result.failure].append(_who(facts_of[source]))
     for (rank, failure), sources in sorted(failed.items()):
-        there = facts_of[rank]
-        address = f"[{there.address}]" if ":" in there.address else there.address
-        some = ", ".join(sources[:_MOST_NAMED])
-        if len(sources) > _MOST_NAMED:
-            some += f" and {len(sources) - _MOST_NAMED} others"
-        text = f"{some} cannot reach {_who(there)} at {address}:{there.port}: "
-        yield Finding("connections", FAILED, text + _explain(there, failure))
-    if contacts and not failed:
-        longest_s, source, target = max(
-            (one.round_trip_s, rank, one.target) for rank, one in contacts
+        target = facts_of[rank]
+        address = f"[{target.address}]" if ":" in target.address else target.address
+        names = ", ".join(sources[:_MAX_NAMED])
+        if len(sources) > _MAX_NAMED:
+            names += f" and {len(sources) - _MAX_NAMED} others"
+        text = f"{names} cannot reach {_who(target)} at {address}:{target.port}: "
+        yield Finding("connections", FAILED, text + _explain(target, failure))
+    if connections and not failed:
+        longest_s, source, to = max(
+            (one.round_trip_s, rank, one.target) for rank, one in connections
         )
-        longest = f"{1000 * longest_s:.2f} ms, from machine {source} to machine {target}"
-        text = f"all {len(contacts)} are open; the longest round trip is {longest}"
+        longest = f"{1000 * longest_s:.2f} ms, from machine {source} to machine {to}"
+        text = f"all {len(connections)} are open; the longest round trip is {longest}"
         yield Finding("connections", OK, text)
 
 
-def _explain(there: Facts, failure: str) -> str:
-    """Why a machine cannot be reached, and what to do."""
+def _explain(target: Facts, failure: str) -> str:
+    """Return why a machine cannot be reached, and what to do."""
     why, first = FAILURES[failure], ""
-    change = f"set GLOO_SOCKET_IFNAME on machine {there.rank} to an interface that all reach"
-    is_known = there.route_interface and not _is_loopback(there.route_address)
-    if is_known and there.route_interface != there.interface:
+    change = f"set GLOO_SOCKET_IFNAME on machine {target.rank} to an interface that all can reach"
+    is_known = target.route_interface and not _is_loopback(target.route_address)
+    if is_known and target.route_interface != target.interface:
         change = (
-            f"set GLOO_SOCKET_IFNAME={there.route_interface} on machine {there.rank}, by which it "
-            "reaches machine 0"
+            f"set GLOO_SOCKET_IFNAME={target.route_interface} on machine {target.rank}, by which "
+            "it reaches machine 0"
         )
-    if _is_loopback(there.address):
-        why = "only that machine itself reaches this address"
-        if there.name_address in ("", there.address):
-            why += ", to which its host name leads"
-            change += f", or write {there.route_address if is_known else 'its address'} into its "
+    if _is_loopback(target.address):
+        why = "only that machine itself can reach this address"
+        if target.name_address in ("", target.address):
+            why += ", to which its host name resolves"
+            change += f", or write {target.route_address if is_known else 'its address'} into its "
             change += "/etc/hosts"
     elif failure in ("silent", "refused"):
-        ports = "all TCP ports" if there.ports == "any" else f"the TCP ports {there.ports}"
-        first = f"open {ports} of machine {there.rank} to the others, since any free one is taken, "
+        ports = "all TCP ports" if target.ports == "any" else f"the TCP ports {target.ports}"
+        first = (
+            f"open {ports} of machine {target.rank} to the others, since gloo uses any free one, "
+        )
     elif failure == "stalled":
-        first = f"lower the MTU of {there.interface or 'the interface'} on both, "
+        first = f"lower the MTU of {target.interface or 'the interface'} on both, "
     advice = f"{first}or {change}" if first else change
     return f"{why}. {advice[0].upper()}{advice[1:]}"
 
 
 def _judge_names(present: Sequence[Facts], results: Sequence[Results]) -> Iterator[Finding]:
-    """Whether the name server holds up PyTorch's key-value store."""
+    """Whether a slow name server delays PyTorch's key-value store."""
     who = {facts.rank: _who(facts) for facts in present}
     for one in results:
         if one.slow_names:
             text = (
                 f"{who[one.rank]}: no name for {', '.join(one.slow_names[:3])} within half a "
-                "second, and PyTorch's key-value store asks for the name of each connection: set "
+                "second, and PyTorch's key-value store looks up the name of each connection: set "
                 'RES_OPTIONS="timeout:1 attempts:1", or write the addresses into /etc/hosts'
             )
             yield Finding("name server", WARNING, text)
 
 
 def _judge_versions(present: Sequence[Facts]) -> Iterator[Finding]:
-    """Whether all machines have the same versions."""
+    """Which versions differ between machines, and which packages are missing."""
     for name in dict.fromkeys(key for facts in present for key in facts.versions):
-        where: dict[str, set[int]] = defaultdict(set)
+        ranks_with: dict[str, set[int]] = defaultdict(set)
         for facts in present:
-            where[facts.versions.get(name, "unknown")].add(facts.rank)
-        if len(where) > 1:
-            found = "; ".join(f"{one} on {_numbered(ranks)}" for one, ranks in where.items())
+            ranks_with[facts.versions.get(name, "unknown")].add(facts.rank)
+        if len(ranks_with) > 1:
+            found = "; ".join(f"{one} on {_numbered(ranks)}" for one, ranks in ranks_with.items())
             yield Finding("versions", FAILED, f"{name} differs: {found}. Install the same on all")
-        elif "not installed" in where:
+        elif "not installed" in ranks_with:
             yield Finding("versions", FAILED, f"{name} is not installed on any machine")
 
 
@@ -195,14 +197,14 @@ def _is_loopback(address: str) -> bool:
 
 
 def matrix(present: Sequence[Facts], results: Sequence[Results]) -> list[str]:
-    """Lines of a table: from each machine to each other one, milliseconds or the failure."""
+    """Return the lines of a table: round trips in milliseconds, or failures, for each pair."""
     ranks = [facts.rank for facts in present]
-    if not 2 <= len(ranks) <= LARGEST_MATRIX:
+    if not 2 <= len(ranks) <= MAX_MATRIX_SIZE:
         return []
     cells = {
-        (one.rank, contact.target): contact.failure or f"{1000 * contact.round_trip_s:.2f}"
+        (one.rank, result.target): result.failure or f"{1000 * result.round_trip_s:.2f}"
         for one in results
-        for contact in one.contacts
+        for result in one.connections
     }
     cells |= {(rank, rank): "-" for rank in ranks}
     lines = [f"{'round trip, ms':<14}" + "".join(f"{f'to {target}':>12}" for target in ranks)]
@@ -213,13 +215,13 @@ def matrix(present: Sequence[Facts], results: Sequence[Results]) -> list[str]:
 
 
 def report(head: str, own: Facts, findings: Sequence[Finding], table: Sequence[str]) -> str:
-    """What a user reads; where nothing was found, the facts of this machine.
+    """Return the text that is printed: the findings, and facts of this machine without findings.
 
     Args:
-        head: The first line.
+        head: First line.
         own: Facts of this machine.
-        findings: Of :func:`judge` or :func:`judge_facts`.
-        table: Lines of :func:`matrix`.
+        findings: Findings from :func:`judge` or :func:`judge_facts`.
+        table: Lines from :func:`matrix`.
     """
     here = own.address or "the address by which it reaches machine 0"
     here += f" ({own.interface})" if own.interface else ""
@@ -231,8 +233,8 @@ def report(head: str, own: Facts, findings: Sequence[Finding], table: Sequence[s
         "environment": own.environment or "no variables of gloo, NCCL or OpenMP",
         "disk": _free(own),
     }
-    found = {one.check for one in findings}
-    shown = [*findings, *(Finding(one, OK, facts[one]) for one in facts if one not in found)]
+    checked = {one.check for one in findings}
+    shown = [*findings, *(Finding(one, OK, facts[one]) for one in facts if one not in checked)]
     order = ["machines", "connections", "name server", *facts]
     shown.sort(key=lambda one: [*order, one.check].index(one.check))
     rows = [f"{one.check:<14}{one.status:<9}{one.text}" for one in shown]

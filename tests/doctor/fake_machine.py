@@ -1,4 +1,4 @@
-"""A machine whose address a test chooses: it comes to the rendezvous, and is reached or is not."""
+"""A fake machine, which joins a rendezvous with any facts that a test chooses."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import threading
 import time
 from typing import Any
 
-from lightning_loco.doctor.connectivity import Contact, Results
+from lightning_loco.doctor.connectivity import ConnectionResult, Results, decode, encode
 from lightning_loco.doctor.facts import Facts
-from lightning_loco.doctor.messages import decode, encode
-from lightning_loco.doctor.rendezvous import Hello, Refusal, Report, Roster
+from lightning_loco.doctor.rendezvous import Findings, Hello, Participants, Refusal
 
 LIMIT_S = 30.0
 
 
 def facts_of(rank: int, world: int, **others: Any) -> Facts:
-    """Facts of a machine with which nothing is wrong."""
+    """Return facts of a machine with which nothing is wrong."""
     values: dict[str, Any] = {
         "rank": rank,
         "world": world,
@@ -39,18 +38,18 @@ def facts_of(rank: int, world: int, **others: Any) -> Facts:
 
 
 class FakeMachine(threading.Thread):
-    """Comes to a rendezvous on this machine and says that it reaches all others.
+    """Joins a rendezvous on this machine and reports that it can reach all others.
 
     Args:
-        port: Of the rendezvous.
-        facts: What it tells.
-        leaves: Whether it goes as soon as it has come.
-        hangs: Whether it says nothing more from then on.
+        port: Port of the rendezvous.
+        facts: Facts that it sends.
+        leaves: Whether it disconnects as soon as it has joined.
+        hangs: Whether it sends no results.
 
     Attributes:
-        has_come: Set when it has told its facts.
-        has_begun: Set when it has heard who is there.
-        answer: The last message that it was sent, or None.
+        has_joined: Set when it has sent its facts.
+        has_started: Set when it has received the facts of all machines.
+        reply: The last message that it has received, or None.
     """
 
     def __init__(self, port: int, facts: Facts, leaves: bool = False, hangs: bool = False) -> None:
@@ -59,27 +58,29 @@ class FakeMachine(threading.Thread):
         self._facts = facts
         self._leaves = leaves
         self._hangs = hangs
-        self.has_come = threading.Event()
-        self.has_begun = threading.Event()
-        self.answer: Report | Refusal | None = None
+        self.has_joined = threading.Event()
+        self.has_started = threading.Event()
+        self.reply: Findings | Refusal | None = None
         self.start()
 
     def run(self) -> None:
         with self._connect() as connection, connection.makefile("rb") as lines:
             connection.sendall(encode(Hello(self._facts, LIMIT_S)))
-            self.has_come.set()
+            self.has_joined.set()
             if self._leaves:
                 return
-            roster = decode(lines.readline(), Roster, Refusal)
-            if isinstance(roster, Refusal):
-                self.answer = roster
+            participants = decode(lines.readline(), Participants, Refusal)
+            if isinstance(participants, Refusal):
+                self.reply = participants
                 return
-            self.has_begun.set()
+            self.has_started.set()
             if not self._hangs:
-                ranks = [facts.rank for facts in roster.present if facts.rank != self._facts.rank]
-                contacts = tuple(Contact(rank, "", 0.001) for rank in ranks)
-                connection.sendall(encode(Results(self._facts.rank, contacts, ())))
-            self.answer = decode(lines.readline(), Report)
+                ranks = [
+                    facts.rank for facts in participants.facts if facts.rank != self._facts.rank
+                ]
+                results = tuple(ConnectionResult(rank, "", 0.001) for rank in ranks)
+                connection.sendall(encode(Results(self._facts.rank, results, ())))
+            self.reply = decode(lines.readline(), Findings)
 
     def _connect(self) -> socket.socket:
         deadline = time.monotonic() + LIMIT_S

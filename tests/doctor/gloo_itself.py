@@ -1,4 +1,4 @@
-"""Where gloo itself listens, asked of a process of its own."""
+"""Find out in another process where gloo itself listens."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ for name in os.listdir("/proc/self/fd"):
 found = []
 for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
     for line in open(f"/proc/self/net/{table}").readlines()[1:]:
-        words = line.split()
-        if words[3] == "0A" and f"socket:[{words[9]}]" in own:
-            address, port = words[1].split(":")
+        fields = line.split()
+        if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+            address, port = fields[1].split(":")
             raw = bytes.fromhex(address)
             parts = [raw[i:i + 4][::-1] for i in range(0, len(raw), 4)]
             found.append([socket.inet_ntop(family, b"".join(parts)), int(port, 16)])
@@ -32,11 +32,11 @@ dist.destroy_process_group()
 
 
 def gloo_listens_at(*before: str, **environ: str) -> Sequence[tuple[str, int]]:
-    """Addresses and ports of one process group.
+    """Return the addresses and ports of one process group.
 
     Args:
-        before: Words of a command that starts the process.
-        environ: Variables beside those of this process.
+        before: A command that starts the process, such as ``ip netns exec``.
+        environ: Further environment variables.
     """
     done = subprocess.run(
         [*before, sys.executable, "-c", SCRIPT],

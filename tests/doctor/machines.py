@@ -1,4 +1,4 @@
-"""The doctor in processes of its own, one for each machine, as users start it."""
+"""Run the doctor in processes, one for each machine, as users start it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ COMMAND = [sys.executable, str(ROOT / "command.py"), "doctor"]
 
 
 @dataclass(frozen=True)
-class Said:
-    """What one machine has said.
+class Output:
+    """The output of one machine.
 
     Attributes:
-        status: Its exit status.
-        text: Its output.
-        seconds: How long it took, the start of Python included.
+        status: Exit status.
+        text: Standard output and error.
+        seconds: Duration in seconds, including the start of Python.
     """
 
     status: int
@@ -32,22 +32,22 @@ class Said:
     seconds: float
 
     def rows(self, check: str) -> list[tuple[str, str]]:
-        """Status and text of the findings of a check."""
+        """Return status and text of the findings of a check."""
         pattern = rf"^{check} +(ok|warning|failed) +(.*)$"
         return re.findall(pattern, self.text, re.MULTILINE)
 
     def faults(self) -> list[tuple[str, str]]:
-        """Check and text of what has failed."""
+        """Return check and text of the failed findings."""
         pattern = r"^([a-z ]+?) +failed +(.*)$"
         return re.findall(pattern, self.text, re.MULTILINE)
 
 
 class Machines:
-    """Machines on this one, that meet at a free port; a context that ends what is left of them.
+    """Several machines on this one, with a free port for the rendezvous; a context manager.
 
     Args:
-        world: How many there should be.
-        timeout_s: What ``--timeout`` says.
+        world: Number of machines that should join.
+        timeout_s: Value of ``--timeout``.
     """
 
     def __init__(self, world: int, timeout_s: float = 10.0) -> None:
@@ -58,21 +58,21 @@ class Machines:
         self._programs: dict[int, tuple[Program, float]] = {}
 
     def start(self, rank: int, *arguments: str, before: Path | None = None, **environ: str) -> None:
-        """Start one; a folder may be put before all others from which Python imports."""
-        words = ["--master", f"127.0.0.1:{self.port}", "--rank", str(rank)]
-        words += ["--world", str(self.world), "--timeout", f"{self.timeout_s:g}", *arguments]
+        """Start a machine; Python imports from the folder ``before`` first."""
+        command = ["--master", f"127.0.0.1:{self.port}", "--rank", str(rank)]
+        command += ["--world", str(self.world), "--timeout", f"{self.timeout_s:g}", *arguments]
         if before is not None:
             environ["PYTHONPATH"] = f"{before}{os.pathsep}{python_path()}"
-        program = self._stack.enter_context(Program([*COMMAND, *words], None, **environ))
+        program = self._stack.enter_context(Program([*COMMAND, *command], None, **environ))
         self._programs[rank] = program, time.monotonic()
 
-    def finish(self) -> dict[int, Said]:
-        """What all have said, by their number."""
-        said = {}
-        for rank, (program, began) in self._programs.items():
+    def finish(self) -> dict[int, Output]:
+        """Wait for all machines; return their output by rank."""
+        outputs = {}
+        for rank, (program, started) in self._programs.items():
             status, text = program.finish(LIMIT_S)
-            said[rank] = Said(status, text, time.monotonic() - began)
-        return said
+            outputs[rank] = Output(status, text, time.monotonic() - started)
+        return outputs
 
     def __enter__(self) -> Machines:
         return self
@@ -81,8 +81,8 @@ class Machines:
         self._stack.close()
 
 
-def meet(world: int, timeout_s: float = 10.0) -> dict[int, Said]:
-    """What all machines say when nothing is wrong with them."""
+def check_together(world: int, timeout_s: float = 10.0) -> dict[int, Output]:
+    """Run the doctor on machines with which nothing is wrong; return their output by rank."""
     with Machines(world, timeout_s) as machines:
         for rank in range(world):
             machines.start(rank)

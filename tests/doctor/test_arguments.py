@@ -1,4 +1,4 @@
-"""Which machine this is, from arguments and from the variables of launchers."""
+"""Which machine this is, from the arguments and the variables of launchers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import argparse
 
 import pytest
 
-from lightning_loco.doctor.rendezvous import Job
-from lightning_loco.doctor.run import add_arguments, find_job, is_first
+from lightning_loco.doctor.rendezvous import RendezvousSettings
+from lightning_loco.doctor.run import add_arguments, find_settings, is_first
 
 TORCHRUN = {
     "GROUP_RANK": "1",
@@ -27,20 +27,20 @@ SLURM = {
 }
 
 
-def found(words: str, **environ: str) -> Job | None:
+def find(arguments: str, **environ: str) -> RendezvousSettings | None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return find_job(parser.parse_args(words.split()), environ)
+    return find_settings(parser.parse_args(arguments.split()), environ)
 
 
-def job(words: str, **environ: str) -> Job:
-    there = found(words, **environ)
-    assert there is not None
-    return there
+def found(arguments: str, **environ: str) -> RendezvousSettings:
+    settings = find(arguments, **environ)
+    assert settings is not None
+    return settings
 
 
-def where(found: Job) -> tuple[int, int, str, int]:
-    return found.rank, found.world, found.host, found.port
+def values(settings: RendezvousSettings) -> tuple[int, int, str, int]:
+    return settings.rank, settings.world, settings.host, settings.port
 
 
 def test_arguments(subtests: pytest.Subtests) -> None:
@@ -54,39 +54,39 @@ def test_arguments(subtests: pytest.Subtests) -> None:
     }
     for master, (host, port) in masters.items():
         with subtests.test(master=master):
-            assert where(job(f"--master {master} --rank 1 --world 3")) == (1, 3, host, port)
+            assert values(found(f"--master {master} --rank 1 --world 3")) == (1, 3, host, port)
 
 
-def test_with_nothing_said_a_machine_is_alone() -> None:
-    assert found("") is None
-    assert found("--timeout 5") is None
+def test_machine_is_alone_without_arguments_and_variables() -> None:
+    assert find("") is None
+    assert find("--timeout 5") is None
 
 
-def test_variables_as_torchrun_sets_them_by_hand() -> None:
+def test_variables_of_torchrun_can_be_set_by_hand() -> None:
     environ = {"MASTER_ADDR": "a", "MASTER_PORT": "5", "RANK": "1", "WORLD_SIZE": "2"}
-    assert where(job("", **environ)) == (1, 2, "a", 5)
-    assert where(job("--rank 0 --master b:6", **environ)) == (0, 2, "b", 6)
+    assert values(found("", **environ)) == (1, 2, "a", 5)
+    assert values(found("--rank 0 --master b:6", **environ)) == (0, 2, "b", 6)
 
 
-def test_under_torchrun_each_machine_is_examined_once() -> None:
-    assert where(job("", **TORCHRUN)) == (1, 2, "node-a", 29400)
+def test_only_the_first_process_of_a_machine_checks_it() -> None:
+    assert values(found("", **TORCHRUN)) == (1, 2, "node-a", 29400)
     assert is_first(TORCHRUN)
     assert not is_first({**TORCHRUN, "LOCAL_RANK": "3"})
     assert is_first({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})
     assert not is_first({**SLURM, "SLURM_LOCALID": "1"})
 
 
-def test_the_port_after_that_of_torchruns_own_store() -> None:
-    assert job("", **TORCHRUN, TORCHELASTIC_USE_AGENT_STORE="True").port == 29401
-    assert job("", **TORCHRUN, TORCHELASTIC_USE_AGENT_STORE="False").port == 29400
+def test_port_of_torchruns_own_store_is_not_used() -> None:
+    assert found("", **TORCHRUN, TORCHELASTIC_USE_AGENT_STORE="True").port == 29401
+    assert found("", **TORCHRUN, TORCHELASTIC_USE_AGENT_STORE="False").port == 29400
 
 
-def test_under_slurm_where_lightning_would_meet() -> None:
-    assert where(job("", **SLURM)) == (3, 4, "node07", 18456)
-    assert job("", **SLURM, MASTER_ADDR="x", MASTER_PORT="7").host == "x"
+def test_slurm_variables() -> None:
+    assert values(found("", **SLURM)) == (3, 4, "node07", 18456)
+    assert found("", **SLURM, MASTER_ADDR="x", MASTER_PORT="7").host == "x"
 
 
-def test_lightning_finds_the_same_place_under_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lightning_uses_the_same_address_under_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning.fabric.plugins.environments import SLURMEnvironment
 
     for name in ("MASTER_ADDR", "MASTER_PORT"):
@@ -94,11 +94,11 @@ def test_lightning_finds_the_same_place_under_slurm(monkeypatch: pytest.MonkeyPa
     for name, value in {**SLURM, "SLURM_NODELIST": SLURM["SLURM_JOB_NODELIST"]}.items():
         monkeypatch.setenv(name, value)
     environment = SLURMEnvironment()
-    found = job("", **SLURM)
-    assert (found.host, found.port) == (environment.main_address, environment.main_port)
+    settings = found("", **SLURM)
+    assert (settings.host, settings.port) == (environment.main_address, environment.main_port)
 
 
-def test_what_cannot_be(subtests: pytest.Subtests) -> None:
+def test_errors_name_the_invalid_argument(subtests: pytest.Subtests) -> None:
     messages = {
         "--rank 0": "missing: --master --world",
         "--master a --rank 0": "missing: --world,",
@@ -108,11 +108,11 @@ def test_what_cannot_be(subtests: pytest.Subtests) -> None:
         "--master a:b --rank 0 --world 1": "--master must be HOST:PORT, got 'a:b'",
         "--master a --rank 0 --world 1 --timeout 1": "2 to 3600 seconds, got 1",
     }
-    for words, message in messages.items():
-        with subtests.test(words), pytest.raises(ValueError, match=message):
-            job(words)
+    for arguments, message in messages.items():
+        with subtests.test(arguments), pytest.raises(ValueError, match=message):
+            found(arguments)
 
 
-def test_a_variable_that_is_no_number_is_named() -> None:
+def test_error_names_a_variable_that_is_not_a_number() -> None:
     with pytest.raises(ValueError, match="RANK must be a number, got 'one'"):
-        job("", RANK="one", WORLD_SIZE="2")
+        found("", RANK="one", WORLD_SIZE="2")
