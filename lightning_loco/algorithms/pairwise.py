@@ -1,7 +1,7 @@
-"""Pairwise averaging: how far a worker moves to the parameters of one peer, and its clock with it.
+"""Pairwise averaging: how a worker averages its parameters and its clock with those of one peer.
 
-There are no rounds: a worker reads a peer's latest parameters whenever it likes, and the peer does
-not notice.
+There are no rounds. A worker reads the latest parameters of a peer at any time, and the peer is not
+involved.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from lightning_loco.algorithms.base import Algorithm, State
 Interpolation = Callable[[float, float, float, float], float]
 """``(clock, peer_clock, loss, peer_loss) -> factor``"""
 
-
-_MOST_STEPS = 1e12
-_LARGEST_LOSS = torch.finfo(torch.float32).max
+_MAX_CLOCK = 1e12
+_MAX_LOSS = torch.finfo(torch.float32).max
 
 
 class Tag(NamedTuple):
-    """What travels beside the parameters.
+    """The clock and loss that are sent together with parameters.
 
     Attributes:
-        clock: How far these parameters have been trained, in local steps; blended like them.
-        loss: Recent training loss of the worker that holds them.
+        clock: How long the parameters have been trained, in local steps. It is averaged like them.
+        loss: Recent training loss of the worker that has the parameters.
     """
 
     clock: float
@@ -37,13 +36,13 @@ class Tag(NamedTuple):
 
     @property
     def is_plausible(self) -> bool:
-        """Whether a worker may say so: finite, 0 to 1e12 local steps, a loss that float32 holds."""
-        return 0 <= self.clock <= _MOST_STEPS and abs(self.loss) <= _LARGEST_LOSS
+        """Whether a worker can have this clock (0 to 1e12) and loss (finite in float32)."""
+        return 0 <= self.clock <= _MAX_CLOCK and abs(self.loss) <= _MAX_LOSS
 
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """Always the same factor.
+    """A constant factor.
 
     Example:
         >>> Constant(0.25)(10, 20, 0.5, 0.1)
@@ -58,7 +57,7 @@ class Constant:
 
 
 def by_clock(clock: float, peer_clock: float, loss: float, peer_loss: float) -> float:
-    r"""Move more to a peer that has trained for longer: :math:`f = c_j / (c_i + c_j)`.
+    r"""Give a peer that has trained longer a larger share: :math:`f = c_j / (c_i + c_j)`.
 
     Example:
         >>> by_clock(10, 30, 0.5, 0.5)
@@ -68,7 +67,9 @@ def by_clock(clock: float, peer_clock: float, loss: float, peer_loss: float) -> 
 
 
 def by_loss(clock: float, peer_clock: float, loss: float, peer_loss: float) -> float:
-    r"""Move more if the own model is worse: :math:`f = l_i / (l_i + l_j)`; losses are positive.
+    r"""Give the peer a larger share if the own loss is higher: :math:`f = l_i / (l_i + l_j)`.
+
+    Losses are expected to be positive.
 
     Example:
         >>> by_loss(10, 10, 3.0, 1.0)
@@ -87,35 +88,35 @@ _BY_NAME: dict[str, Interpolation] = {"clock": by_clock, "loss": by_loss}
 
 @dataclasses.dataclass(frozen=True)
 class PairwiseAverage(Algorithm):
-    r"""A worker blends its parameters with those of a random peer, which does not change.
+    r"""Average the parameters of a worker with those of a random peer. The peer does not change.
 
     .. math::
         \theta_i \leftarrow f\,\theta_j + (1 - f)\,\theta_i, \qquad
         c_i \leftarrow f\,c_j + (1 - f)\,c_i
 
-    with the factor f of the interpolation, clamped to [0, 1]: a constant,
-    :math:`c_j / (c_i + c_j)` of the clocks, or :math:`l_i / (l_i + l_j)` of the losses (a worse
-    model moves more); 0/0 is 0.5. A worker whose loss :math:`l_i` is below the divergence threshold
-    T moves less: :math:`f \leftarrow f\,\max(l_i, 0) / T`. Only the reading side changes, so the
-    mean over the workers is kept on average and not in each exchange.
+    The interpolation determines the factor f, which is clamped to [0, 1]: a constant,
+    :math:`c_j / (c_i + c_j)` from the clocks, or :math:`l_i / (l_i + l_j)` from the losses (the
+    worse model moves more); 0/0 is 0.5. If the loss :math:`l_i` is below the divergence threshold
+    T, the worker moves less: :math:`f \leftarrow f\,\max(l_i, 0) / T`. Only the worker that reads
+    changes, so the mean over the workers is kept on average, but not in each exchange.
 
     Args:
         fetch_probability: Probability in [0, 1] of reading from a peer in a local step.
         interpolation: ``"constant"``, ``"clock"``, ``"loss"``, or a callable
             ``(clock, peer_clock, loss, peer_loss) -> factor``.
-        factor: The constant factor in [0, 1]; the others do not use it.
+        factor: The factor in [0, 1] of ``"constant"``.
         divergence_threshold: T, at least 0; 0 turns it off.
-        keep_progress: Blend the parameters as they were when the fetch began, and add what was
-            learned since. Without it each blend gives up the share f of the local steps that were
-            made during the fetch, which costs much when fetches are frequent.
+        keep_progress: Blend the parameters from the start of the fetch, and add the progress made
+            since. Without it each blend discards the share f of the local steps made during the
+            fetch, which costs much progress if fetches are frequent.
 
     Raises:
         ValueError: If a number is out of range or the interpolation has an unknown name.
-        TypeError: If a number is not one, or the interpolation cannot be called.
+        TypeError: If a number has another type, or the interpolation is not callable.
 
     Source:
-        dpwa, "Distributed learning by Pair-Wise Averaging" (its code; its text has the loss factor
-        the other way round).
+        dpwa, "Distributed learning by Pair-Wise Averaging". The loss factor is that of its code;
+        its text has the inverse.
 
     Example:
         >>> import torch
@@ -141,7 +142,7 @@ class PairwiseAverage(Algorithm):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(
-                    f"{name} must be a number, got {value!r}. Leave it out for default."
+                    f"{name} must be a number, got {value!r}. Leave it out for the default."
                 )
         if not 0 <= self.fetch_probability <= 1:
             raise ValueError(
@@ -151,7 +152,7 @@ class PairwiseAverage(Algorithm):
         if not 0 <= self.factor <= 1:
             raise ValueError(
                 f"factor is the peer's share and must be in [0, 1], got {self.factor}. "
-                "Use 0.5 for the middle of both."
+                "Use 0.5 for the mean of both."
             )
         if not 0 <= self.divergence_threshold < math.inf:
             raise ValueError(
@@ -164,7 +165,7 @@ class PairwiseAverage(Algorithm):
             if self.interpolation not in ("constant", *_BY_NAME):
                 raise ValueError(
                     "interpolation must be 'constant', 'clock' or 'loss', got "
-                    f"{self.interpolation!r}. For a rule of your own pass a callable "
+                    f"{self.interpolation!r}. For your own rule pass a callable "
                     "(clock, peer_clock, loss, peer_loss) -> factor."
                 )
         elif not callable(self.interpolation):
@@ -175,21 +176,21 @@ class PairwiseAverage(Algorithm):
 
     @property
     def uses_loss(self) -> bool:
-        """Whether the losses may change the factor; of a rule of one's own it is not known."""
+        """Whether the losses may affect the factor; assumed for every callable of the user."""
         rule = self.interpolation
         by_clocks = rule in ("constant", "clock") if isinstance(rule, str) else rule is by_clock
         return self.divergence_threshold > 0 or not (by_clocks or isinstance(rule, Constant))
 
     def blend_factor(self, own: Tag, peer: Tag) -> float:
-        """Decide the peer's share f in [0, 1].
+        """Return the factor f in [0, 1], which is the share of the peer.
 
         Args:
             own: Clock and loss of this worker.
-            peer: Clock and loss that came with the peer's parameters.
+            peer: Clock and loss of the peer's parameters.
 
         Returns:
-            0 for a peer whose clock or loss is not plausible, and when the interpolation's result
-            is not finite.
+            The factor; 0 if the peer's clock or loss is not plausible, or the result of the
+            interpolation is not finite.
         """
         if not peer.is_plausible:
             return 0.0
@@ -207,19 +208,19 @@ class PairwiseAverage(Algorithm):
         return float(rule(clock, peer_clock, loss, peer_loss))
 
     def blended_clock(self, own_clock: float, peer_clock: float, factor: float) -> float:
-        """Blend the clocks like the parameters."""
+        """Return the average of the clocks, with the same factor as the parameters."""
         if factor in (0, 1):
             return peer_clock if factor else own_clock
         return factor * peer_clock + (1 - factor) * own_clock
 
     def blend(self, params: Tensor, received: Tensor, factor: float) -> None:
-        """Move ``params`` to ``received``, in place.
+        """Move ``params`` towards ``received``, in place.
 
         Args:
             params: This worker's parameters, flat ``(P,)``.
-            received: The peer's, of the same shape and dtype; not changed.
-            factor: The peer's share in [0, 1]. 0 leaves the parameters exactly as they are and 1
-                copies exactly, whatever the other side holds.
+            received: The peer's parameters, of the same shape and dtype; not changed.
+            factor: Share of the peer in [0, 1]. 0 keeps ``params`` exactly and 1 copies
+                ``received`` exactly, also if the other one has NaN or infinity.
         """
         if factor == 1:
             params.copy_(received)
@@ -227,18 +228,18 @@ class PairwiseAverage(Algorithm):
             params.lerp_(received, factor)
 
     def init(self, params: Tensor) -> State:
-        """No state is needed: the engine keeps the clock."""
+        """Return an empty state: the engine keeps the clock."""
         return {}
 
     def propose(self, params: Tensor, state: State) -> Tensor:
-        """What is served to others: the local parameters."""
+        """Return the parameters that are served to peers: the local ones."""
         return params
 
     def update(self, params: Tensor, received: Tensor, state: State) -> Tensor:
-        """:meth:`blend` with the constant factor: what equal clocks and losses come to."""
+        """Call :meth:`blend` with the factor of equal clocks and losses."""
         factor = self.factor if self.interpolation == "constant" else 0.5
         self.blend(params, received, factor)
         return params
 
     def restart(self, state: State) -> None:
-        """There are no rounds, so there is nothing to begin again."""
+        """Do nothing: there are no rounds, and so no state of a round."""

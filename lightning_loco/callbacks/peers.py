@@ -1,4 +1,4 @@
-"""PeerMonitor: how fetching from peers goes."""
+"""PeerMonitor: logs the outcomes of fetches from peers."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from lightning_loco.strategies.base import EngineStrategy
 
 
 class PeerMonitor(RoundMonitor):
-    """Log what this worker has pulled from its peers, with ``PairwiseGossipStrategy``.
+    """Log the fetches of this worker, with ``PairwiseGossipStrategy``.
 
-    Metrics, counted since the start: ``loco/fetches`` (that brought parameters),
-    ``loco/fetch_timeouts``, ``loco/fetches_refused``, ``loco/fetches_not_finite`` (NaN or infinity,
-    or a clock or loss that no worker has), ``loco/fetches_too_far`` (see ``max_peer_distance``),
-    ``loco/malformed`` (messages dropped). Of the last blends: ``loco/blend_factor`` (median) and
-    ``loco/peer_staleness_p10``, ``_p50``, ``_p90`` (by how many local steps the peers' clocks were
-    behind). Of the peers: ``loco/peer_score_min`` in [10, 1000], the lower the less often a peer
-    has answered.
+    Counts since the start: ``loco/fetches`` (successful ones), ``loco/fetch_timeouts``,
+    ``loco/fetches_refused``, ``loco/fetches_not_finite`` (NaN or infinity, or an implausible clock
+    or loss), ``loco/fetches_too_far`` (see ``max_peer_distance``) and ``loco/malformed`` (dropped
+    messages). Of the last blends: ``loco/blend_factor`` (median) and ``loco/peer_staleness_p10``,
+    ``_p50``, ``_p90`` (percentiles of how many local steps the peers' clocks were behind). Of the
+    peers: ``loco/peer_score_min`` in [10, 1000], which is low if a peer fails often.
 
     Args:
-        prog_bar: Show them in the progress bar, too.
+        prog_bar: Also show the metrics in the progress bar.
 
     Example::
 
@@ -29,11 +28,11 @@ class PeerMonitor(RoundMonitor):
     """
 
     def news(self, strategy: EngineStrategy) -> object:
-        """The figures themselves: a fetch that fails makes no round."""
+        """Return the metrics, because they also change with a failed fetch, which is no round."""
         return self.metrics(strategy)
 
     def metrics(self, strategy: EngineStrategy) -> dict[str, float]:
-        """Fetches of this worker so far, and how old and how useful what they brought was."""
+        """Return the metrics of this worker."""
         engine = strategy.engine
         if not isinstance(engine, PairwiseEngine):
             return {}

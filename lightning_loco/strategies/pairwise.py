@@ -1,4 +1,4 @@
-"""PairwiseGossipStrategy: no rounds, every worker pulls from random peers."""
+"""PairwiseGossipStrategy: workers read the parameters of random peers, without rounds."""
 
 from __future__ import annotations
 
@@ -30,40 +30,39 @@ from lightning_loco.strategies.local_training import optimized_by
 
 
 class PairwiseGossipStrategy(EngineStrategy):
-    """Serve this worker's parameters and blend in those of random peers; nobody waits for anybody.
+    """Serve this worker's parameters and blend in those of random peers, without waiting for them.
 
-    Before a local step the parameters are served as they are, and a fetch from a random peer
-    starts; after the first local step that it was complete in, the peer's parameters are blended
-    in. See :class:`~lightning_loco.algorithms.PairwiseAverage` for the formula and the factors, and
-    :class:`~lightning_loco.PairwiseEngine` for what happens when.
+    Before a local step the present parameters are published, and a fetch from a random peer is
+    started. The peer's parameters are blended in after the first local step at whose end the fetch
+    is complete. See :class:`~lightning_loco.algorithms.PairwiseAverage` for the formula and the
+    factors, and :class:`~lightning_loco.PairwiseEngine` for the details.
 
-    Workers are the ranks of one job, or Trainers of their own that are started one by one
-    (``nodes``), may be killed, come late and come back. In the second case each Trainer validates
-    and saves its own model; give all the same seed, so that they start from the same parameters.
+    The workers are the ranks of one job, or separate Trainers (``nodes``), which may be started one
+    by one, be killed, and join again. In the second case each Trainer validates and saves its own
+    model. Use the same seed for all, so that they start from the same parameters.
 
     Args:
-        fetch_probability: Chance that a local step starts a fetch, in [0, 1].
+        fetch_probability: Probability in [0, 1] that a local step starts a fetch.
         interpolation: ``"constant"``, ``"clock"``, ``"loss"``, or a callable
-            ``(clock, peer_clock, loss, peer_loss) -> factor``. The loss comes from
+            ``(clock, peer_clock, loss, peer_loss) -> factor``. The loss is the one returned by
             ``training_step``.
-        factor: The constant factor of the peer's parameters, in [0, 1].
-        divergence_threshold: Loss below which models may drift apart; 0 is off.
-        fetch_timeout_s: Longest time for a fetch, in seconds.
-        nodes: All peers, if the workers are Trainers of their own: a list of
-            ``{name, host, port}``, or a YAML file in the form of dpwa, of which only the nodes are
-            read (:meth:`from_file` reads the settings, too).
+        factor: The factor of ``"constant"``: share of the peer's parameters in [0, 1].
+        divergence_threshold: Loss below which models may drift apart; 0 turns it off.
+        fetch_timeout_s: Longest duration of a fetch in seconds.
+        nodes: All nodes including this one, if the workers are separate Trainers: a list of
+            ``{name, host, port}``, or a YAML file in the format of dpwa. Only the nodes of the file
+            are used; :meth:`from_file` also uses its settings.
         name: Which of the nodes this Trainer is.
-        key_file: Of the job: only peers that hold it can read or serve parameters; write one with
-            ``lightning-loco keys FILE``.
-        compression: How parameters are written on the wire: ``"bf16"``, ``"fp16"``, ``"int8"``, or
-            a codec such as ``Int8(block=128)``; rough ones are refused. Default: as they are.
-        keep_progress: Blend what the parameters were when the fetch began, and keep what was
-            learned since; off is dpwa's rule.
-        max_peer_distance: How many times as far as usual a peer's parameters may be from one's own,
-            more than 1; those further away are not used, and counted by ``PeerMonitor``. None for
-            no limit.
-        link: A slower link to emulate, as in :class:`LocoStrategy`; a fetch takes as long as it
-            would there, and fails after ``fetch_timeout_s``.
+        key_file: Key file of the job: only peers that have it can read or serve parameters. Write
+            one with ``lightning-loco keys FILE``.
+        compression: Codec of the parameters on the wire: ``"bf16"``, ``"fp16"``, ``"int8"``, or a
+            codec such as ``Int8(block=128)``. Rough codecs are refused. Default: no compression.
+        keep_progress: Blend the parameters from the start of the fetch, and add the progress made
+            since. False is dpwa's rule.
+        max_peer_distance: Parameters that are this many times further away than usual are not used,
+            and are counted by ``PeerMonitor``; more than 1. None for no limit.
+        link: A slower link to emulate, as in :class:`LocoStrategy`. A fetch takes as long as on
+            that link, and fails after ``fetch_timeout_s``.
         evaluate: As in :class:`LocoStrategy`, like all arguments that follow.
 
     Raises:
@@ -109,27 +108,28 @@ class PairwiseGossipStrategy(EngineStrategy):
             max_peer_distance=max_peer_distance,
             link=as_links(link),
         )
-        self._has_told_loss = False
+        self._has_returned_loss = False
         self._init_with(settings, **common)
 
     @classmethod
     def from_file(cls, path: str | Path, name: str) -> PairwiseGossipStrategy:
-        """Take nodes and settings from a YAML file in the form of dpwa.
+        """Create a strategy with the nodes and settings of a YAML file in the format of dpwa.
 
         Args:
-            path: With the keys ``nodes``, ``fetch_probability``, ``timeout_ms``, ``interpolation``,
-                ``divergence_threshold`` and ``constant``; all but the first may be missing.
+            path: A file with the key ``nodes``, and optionally ``fetch_probability``,
+                ``timeout_ms``, ``interpolation``, ``divergence_threshold`` and ``constant``.
             name: Which of the nodes this Trainer is.
 
         Raises:
-            ValueError: If the file says something that is not understood.
+            FileNotFoundError: If the file does not exist.
+            ValueError: If a key or value of the file is invalid.
         """
         nodes, settings = read_nodes(path)
         return cls(nodes=nodes, name=name, **settings)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Share the training data between the nodes, if they are Trainers of their own."""
+        """Arguments of the sampler: with nodes, each of them gets a share of the data."""
         if not self.settings.peers:
             return super().distributed_sampler_kwargs
         return {
@@ -138,7 +138,7 @@ class PairwiseGossipStrategy(EngineStrategy):
         }
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Refuse several ranks in a Trainer that is one of the nodes."""
+        """Set up training. Raises ValueError if a node of the list has several ranks."""
         if self.settings.peers and self.world_size > 1:
             raise ValueError(
                 f"nodes are Trainers of one worker each, but this one has {self.world_size} ranks. "
@@ -147,31 +147,31 @@ class PairwiseGossipStrategy(EngineStrategy):
         super().setup(trainer)
 
     def make_engine(self, group: WorkerGroup) -> PairwiseEngine:
-        """An engine that fetches the parameters of one peer at a time, without rounds."""
+        """Create the engine."""
         assert self.lightning_module is not None
         seed = torch.initial_seed() % 2**31
         model, optimized = self.lightning_module, optimized_by(self.optimizers)
         return PairwiseEngine.from_settings(model, self.settings, seed, group, optimized)
 
     def reset(self) -> None:
-        """Serve the parameters in the model; wait until all workers do so."""
+        """Publish the parameters in the model, and wait until all ranks have."""
         assert isinstance(self._engine, PairwiseEngine)
         self._engine.reset()
 
     def resume_from(self, saved: EarlierRun) -> list[str]:
-        """Serve what another run has saved; wait until all workers do so."""
+        """Publish the state of an earlier run, and wait until all ranks have."""
         assert isinstance(self._engine, PairwiseEngine)
         notes = self._engine.resume_from(saved)
         self._engine.reset()
         return notes
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step; refuse one that tells no loss if the factor may depend on it."""
+        """Run the user's step. Raises if the factor may need a loss and none is returned."""
         output = super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
-        may_skip = self._has_told_loss or self.lightning_module.automatic_optimization
-        self._has_told_loss = self._has_told_loss or self._known_loss is not None
-        if not self._has_told_loss and not may_skip and self.settings.algorithm.uses_loss:
+        may_skip = self._has_returned_loss or self.lightning_module.automatic_optimization
+        self._has_returned_loss = self._has_returned_loss or self._known_loss is not None
+        if not self._has_returned_loss and not may_skip and self.settings.algorithm.uses_loss:
             raise MisconfigurationException(
                 "training_step returned no loss, but interpolation="
                 f"{self.settings.algorithm.interpolation!r} with divergence_threshold="
@@ -181,7 +181,7 @@ class PairwiseGossipStrategy(EngineStrategy):
         return output
 
     def prepare_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Serve the present parameters and start to fetch a peer's, once in a local step."""
+        """Publish the present parameters and maybe start a fetch, once in each local step."""
         engine = self._engine
         assert isinstance(engine, PairwiseEngine)
         if self._steps.is_next(optimizer):
@@ -190,6 +190,6 @@ class PairwiseGossipStrategy(EngineStrategy):
 
     @property
     def _known_loss(self) -> Tensor | float | None:
-        """The loss that ``training_step`` has returned last, if it was one number."""
+        """The last loss that ``training_step`` has returned; None if it was not one number."""
         loss = self._loss
         return None if isinstance(loss, float) and math.isnan(loss) else loss

@@ -1,4 +1,4 @@
-"""Pairwise averaging: the table of factors, the threshold, exact ends, clocks, the mean."""
+"""Pairwise averaging: factors, the threshold, exact limits, clocks, and the mean."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_factors(subtests: pytest.Subtests) -> None:
             assert average.blend_factor(Tag(*own), Tag(*peer)) == expected
 
 
-def test_it_is_known_whether_the_losses_matter(subtests: pytest.Subtests) -> None:
+def test_uses_loss(subtests: pytest.Subtests) -> None:
     rows: list[tuple[dict[str, Any], bool]] = [
         ({}, False),
         ({"interpolation": "clock"}, False),
@@ -56,7 +56,7 @@ def test_it_is_known_whether_the_losses_matter(subtests: pytest.Subtests) -> Non
         ({"interpolation": Constant(0.3)}, False),
         ({"interpolation": "loss"}, True),
         ({"interpolation": by_loss}, True),
-        ({"interpolation": lambda *_: 0.5}, True),  # it may
+        ({"interpolation": lambda *_: 0.5}, True),  # a callable may use them
         ({"divergence_threshold": 0.1}, True),
     ]
     for settings, expected in rows:
@@ -64,7 +64,7 @@ def test_it_is_known_whether_the_losses_matter(subtests: pytest.Subtests) -> Non
             assert PairwiseAverage(**settings).uses_loss == expected
 
 
-def test_a_rule_of_ones_own_gets_clocks_and_losses_and_is_clamped() -> None:
+def test_callable_gets_clocks_and_losses_and_its_result_is_clamped() -> None:
     seen = []
 
     def rule(clock: float, peer_clock: float, loss: float, peer_loss: float) -> float:
@@ -79,7 +79,7 @@ def test_a_rule_of_ones_own_gets_clocks_and_losses_and_is_clamped() -> None:
     assert broken.blend_factor(Tag(1, 2.0), Tag(3, 4.0)) == 0.0
 
 
-def test_a_worker_below_the_threshold_moves_less(subtests: pytest.Subtests) -> None:
+def test_worker_below_the_threshold_moves_less(subtests: pytest.Subtests) -> None:
     average = PairwiseAverage(factor=0.8, divergence_threshold=0.4)
     expected = {0.2: 0.4, 0.4: 0.8, 0.39: 0.78, 0.1: 0.2, 0.0: 0.0, -3.0: 0.0, 5.0: 0.8}
     for loss, factor in expected.items():
@@ -89,12 +89,12 @@ def test_a_worker_below_the_threshold_moves_less(subtests: pytest.Subtests) -> N
 
 
 @pytest.mark.parametrize("loss", [-1.0, 0.0, 1e-9])
-def test_threshold_zero_is_off(loss: float) -> None:
+def test_threshold_zero_has_no_effect(loss: float) -> None:
     assert PairwiseAverage(factor=0.8).blend_factor(Tag(1, loss), Tag(1, 1.0)) == 0.8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_factor_zero_changes_nothing_and_one_copies_whatever_the_other_holds(
+def test_factors_zero_and_one_are_exact_for_any_values(
     dtype: torch.dtype,
 ) -> None:
     average = PairwiseAverage()
@@ -113,7 +113,7 @@ def assert_same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("factor", [0.1, 0.5, 0.9])
-def test_parameters_and_clocks_are_blended_alike(factor: float) -> None:
+def test_parameters_and_clocks_are_averaged_with_the_same_factor(factor: float) -> None:
     average = PairwiseAverage()
     own, peer = torch.randn(2, 50, dtype=torch.float64)
     params = own.clone()
@@ -123,13 +123,13 @@ def test_parameters_and_clocks_are_blended_alike(factor: float) -> None:
     assert clock == pytest.approx(10 + 20 * factor)
 
 
-def test_the_ends_of_the_clock_are_exact() -> None:
+def test_clock_is_exact_for_factors_zero_and_one() -> None:
     average = PairwiseAverage()
     assert average.blended_clock(0.1, INF, 0.0) == 0.1
     assert average.blended_clock(INF, 0.1, 1.0) == 0.1
 
 
-def test_a_simultaneous_swap_keeps_the_mean_and_a_one_sided_one_does_not() -> None:
+def test_simultaneous_blends_keep_the_mean_and_one_sided_ones_do_not() -> None:
     average = PairwiseAverage()
     a, b = torch.randn(2, 50, dtype=torch.float64)
     mean = (a + b) / 2
@@ -156,7 +156,7 @@ def test_gossip_without_gradients_reaches_consensus() -> None:
     assert params.std(dim=0).norm() < 1e-3 * spread
 
 
-def test_bad_settings_are_named(subtests: pytest.Subtests) -> None:
+def test_errors_name_the_invalid_setting(subtests: pytest.Subtests) -> None:
     rows: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"fetch_probability": 1.1}, ValueError, r"in \[0, 1\], got 1.1"),
         ({"fetch_probability": NAN}, ValueError, "fetch_probability"),
@@ -173,7 +173,7 @@ def test_bad_settings_are_named(subtests: pytest.Subtests) -> None:
             PairwiseAverage(**settings)
 
 
-def test_it_is_frozen_and_can_be_sent_to_other_processes(subtests: pytest.Subtests) -> None:
+def test_algorithm_is_frozen_and_picklable(subtests: pytest.Subtests) -> None:
     for interpolation in ("loss", by_clock, by_loss, Constant(0.2)):
         with subtests.test(str(interpolation)):
             average = PairwiseAverage(interpolation=interpolation)
