@@ -106,11 +106,11 @@ import torch
 from lightning_loco.algorithms.pairwise import Tag
 from lightning_loco.gossip import NodeListDiscovery, Peer, PeerNode
 nodes = [Peer("a", "127.0.0.1", {}), Peer("b", "127.0.0.1", {})]
-made = [PeerNode(9, torch.float32, NodeListDiscovery(nodes, n), schema_checksum=1) for n in "ab"]
-made[0].publish(torch.ones(9), Tag(1, 1))
-made[1].start_fetch()
-assert made[1].wait() is not None
-made[1].start_fetch()
+opened = [PeerNode(9, torch.float32, NodeListDiscovery(nodes, n), schema_checksum=1) for n in "ab"]
+opened[0].publish(torch.ones(9), Tag(1, 1))
+opened[1].start_fetch()
+assert opened[1].wait() is not None
+opened[1].start_fetch()
 {}
 """
 

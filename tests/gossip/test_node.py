@@ -213,12 +213,12 @@ def test_fetched_snapshots_are_consistent_while_others_are_published() -> None:
 def test_no_thread_file_or_port_is_left_after_close() -> None:
     nodes = peers(2)
     for _ in range(5):
-        made = [make_node(nodes, index) for index in range(2)]
-        made[1].publish(torch.ones(1000), Tag(0, 0))
-        assert fetch(made[0]) is not None
+        opened = [make_node(nodes, index) for index in range(2)]
+        opened[1].publish(torch.ones(1000), Tag(0, 0))
+        assert fetch(opened[0]) is not None
         assert len(peer_threads()) == 5  # including the thread of the connection
-        made[0].start_fetch()  # nobody waits for this fetch
-        for node in made:
+        opened[0].start_fetch()  # nobody waits for this fetch
+        for node in opened:
             node.close()
             node.close()
         assert peer_threads() == []
@@ -366,29 +366,29 @@ def layout(size: int = 3) -> FlatLayout:
 
 def test_nodes_of_a_list_fetch_from_each_other() -> None:
     nodes = peers(2)
-    made = [
+    opened = [
         open_node(settings(nodes=nodes, name=node.name), ALONE, layout(), seed)
         for seed, node in enumerate(nodes)
     ]
-    assert [node.port for node in made] == [node.port for node in nodes]
-    made[1].publish(torch.arange(4.0), Tag(3, 0.5))
-    received = fetch(made[0])
+    assert [node.port for node in opened] == [node.port for node in nodes]
+    opened[1].publish(torch.arange(4.0), Tag(3, 0.5))
+    received = fetch(opened[0])
     assert received is not None
     assert (received.params.tolist(), received.peer) == ([0.0, 1.0, 2.0, 3.0], "p1")
-    for node in made:
+    for node in opened:
         node.close()
 
 
 def test_node_with_another_model_is_refused() -> None:
     nodes = peers(2)
-    made = [
+    opened = [
         open_node(settings(nodes=nodes, name=node.name), ALONE, layout(size), 0)
         for node, size in zip(nodes, (3, 4), strict=True)
     ]
-    made[1].publish(torch.zeros(5), Tag(0, 0))
-    assert fetch(made[0]) is None
-    assert made[0].statistics.refused == 1
-    for node in made:
+    opened[1].publish(torch.zeros(5), Tag(0, 0))
+    assert fetch(opened[0]) is None
+    assert opened[0].statistics.refused == 1
+    for node in opened:
         node.close()
 
 
@@ -396,16 +396,16 @@ def test_settings_are_passed_to_the_node(tmp_path: Path) -> None:
     write_certificate(tmp_path / "job.pem")
     nodes = peers(2)
     chosen = {"compression": "bf16", "key_file": tmp_path / "job.pem"}
-    made = [
+    opened = [
         open_node(settings(nodes=nodes, name="p0", **chosen), ALONE, layout(), 0),
         open_node(settings(nodes=nodes, name="p1", **chosen), ALONE, layout(), 1),
     ]
-    made[1].publish(torch.full((4,), 1.001), Tag(0, 0))
-    received = fetch(made[0])
+    opened[1].publish(torch.full((4,), 1.001), Tag(0, 0))
+    received = fetch(opened[0])
     assert received is not None
     assert received.params.tolist() == [1.0] * 4
     assert received.received_bytes == BFloat16().row_bytes
-    for node in made:
+    for node in opened:
         node.close()
     with socket.create_server((nodes[1].host, nodes[1].port)):
         short_timeout = settings(nodes=nodes, name="p0", fetch_timeout_s=0.1)

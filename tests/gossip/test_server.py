@@ -28,8 +28,8 @@ from tests.transport.helpers import wait_until
 
 @contextlib.contextmanager
 def client(port: int) -> Iterator[Client]:
-    with contextlib.closing(Client(HOST, port)) as made:
-        yield made
+    with contextlib.closing(Client(HOST, port)) as opened:
+        yield opened
 
 
 def ask(client: Client, model_id: ModelId = FORMAT.model_id) -> tuple[ReplyHeader, bytes]:

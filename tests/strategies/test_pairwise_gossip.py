@@ -1,4 +1,4 @@
-"""PairwiseGossipStrategy: as ranks of one job, and as Trainers that are started one by one."""
+"""PairwiseGossipStrategy, for the ranks of one job and for separate Trainers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tests.small_model import (
 
 
 class Slow(Callback):
-    """A few milliseconds per step, so that fetches can arrive."""
+    """Makes each step take a few milliseconds, so that fetches can complete."""
 
     def on_train_batch_start(self, *args: Any) -> None:
         time.sleep(0.005)
@@ -93,7 +93,7 @@ def test_ranks_gossip_with_uneven_data_validation_and_checkpoints(
 
 
 class Wide(TinyModule):
-    """Parameters of many blocks, in float32."""
+    """A module whose float32 parameters fill many blocks of a codec."""
 
     def __init__(self) -> None:
         super().__init__(lr=1e-4)
@@ -103,11 +103,11 @@ class Wide(TinyModule):
         return super().training_step([tensor.float() for tensor in batch], batch_idx)
 
 
-class Moved(NamedTuple):
-    """What a worker has to tell of its training."""
+class FitResult(NamedTuple):
+    """Results of a fit on one worker: rounds, bytes, model and losses."""
 
     rounds: int
-    handed_out: int
+    served_bytes: int
     sent: int
     saved: int
     model: Tensor
@@ -116,7 +116,7 @@ class Moved(NamedTuple):
 
 def fit_compressed(
     rank: int, world: int, compression: Codec | str | None, folder: str, resume: str | None
-) -> Moved:
+) -> FitResult:
     strategy = PairwiseGossipStrategy(compression=compression, keep_progress=True, timeout_s=30)
     served = []
 
@@ -136,29 +136,31 @@ def fit_compressed(
     trainer.fit(module, make_loader(rank, 60), ckpt_path=resume)
     counts = strategy.statistics
     sent, saved = counts.bytes_sent, counts.bytes_saved
-    return Moved(counts.rounds, served[0], sent, saved, flat(module), module.losses)
+    return FitResult(counts.rounds, served[0], sent, saved, flat(module), module.losses)
 
 
 @pytest.mark.recovery
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-@pytest.mark.parametrize("again", ["int8", pytest.param("bf16", marks=pytest.mark.soak), None])
-def test_compressed_ranks_train_save_three_quarters_of_the_bytes_and_go_on(
-    pool: Pool, tmp_path: Path, again: str | None
+@pytest.mark.parametrize(
+    "second_compression", ["int8", pytest.param("bf16", marks=pytest.mark.soak), None]
+)
+def test_compressed_ranks_train_and_resume(
+    pool: Pool, tmp_path: Path, second_compression: str | None
 ) -> None:
     first = pool.run(fit_compressed, "int8", str(tmp_path / "1"), None, world=2)
     for one in first:
         assert one.rounds > 3
-        assert 0.6 < one.saved / (one.saved + one.handed_out) < 0.75
+        assert 0.6 < one.saved / (one.saved + one.served_bytes) < 0.75
         assert sum(one.losses[-10:]) < sum(one.losses[:10])
         assert torch.equal(one.model, first[0].model)
         assert torch.isfinite(one.model).all()
     path = str(tmp_path / "1" / "epoch=0.ckpt")
-    second = pool.run(fit_compressed, again, str(tmp_path / "2"), path, world=2)
+    second = pool.run(fit_compressed, second_compression, str(tmp_path / "2"), path, world=2)
     for one, before in zip(second, first, strict=True):
         assert len(one.losses) == 60
         assert one.rounds > before.rounds
         assert one.sent > before.sent
-        assert one.saved > before.saved or again is None
+        assert one.saved > before.saved or second_compression is None
         assert sum(one.losses[:10]) < sum(before.losses[:10])
         assert torch.isfinite(one.model).all()
 
@@ -167,7 +169,7 @@ def fit_crashing(rank: int, world: int) -> None:
     class Crash(Callback):
         def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
             if trainer.global_rank == 1 and trainer.global_step == 10:
-                raise ArithmeticError("worker 1 has a bad day")
+                raise ArithmeticError("worker 1 has crashed")
 
     trainer = make_trainer(
         PairwiseGossipStrategy(timeout_s=20),
@@ -178,10 +180,10 @@ def fit_crashing(rank: int, world: int) -> None:
     trainer.fit(TinyModule(), make_loader(rank, 2000))
 
 
-def test_a_crash_on_one_rank_ends_the_job_with_its_traceback(pool: Pool) -> None:
+def test_crash_of_one_rank_ends_the_job_with_its_traceback(pool: Pool) -> None:
     with pytest.raises(PoolError) as caught:
         pool.run(fit_crashing, world=3)
-    assert str(caught.value).count("worker 1 has a bad day") >= 2
+    assert str(caught.value).count("worker 1 has crashed") >= 2
 
 
 def fit_several_ranks_with_nodes(rank: int, world: int) -> Tensor:
@@ -197,7 +199,7 @@ def test_nodes_are_trainers_of_one_worker(pool: Pool) -> None:
 
 
 class Gan(LightningModule):
-    """Lightning's recipe for GANs: two optimizers by hand, and no loss is returned."""
+    """Lightning's recipe for GANs: manual optimization with two optimizers, no loss returned."""
 
     def __init__(self, loss: Tensor | None = None) -> None:
         super().__init__()
@@ -244,16 +246,16 @@ def test_manual_optimization_need_not_return_a_loss(pool: Pool, subtests: pytest
                 assert blends > 3
                 assert torch.isfinite(model).all()
                 assert steps == 80
-                assert clock <= 40 + 1e-9  # local steps, however many optimizers there are
+                assert clock <= 40 + 1e-9  # local steps are counted once for all optimizers
 
 
-def test_a_rule_that_needs_a_loss_is_refused_without_one(pool: Pool) -> None:
+def test_rule_that_needs_a_loss_is_refused_without_one(pool: Pool) -> None:
     with pytest.raises(PoolError, match="returned no loss, but interpolation='loss'"):
         pool.run(fit_gan, None, "loss", world=2)
 
 
 class Skipping(TinyModule):
-    """Leaves out every third batch."""
+    """Skips every third batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return None if batch_idx % 3 == 0 else super().training_step(batch, batch_idx)
@@ -270,7 +272,7 @@ def fit_skipping(rank: int, world: int, interpolation: str) -> tuple[int, Tensor
 
 
 @pytest.mark.parametrize("interpolation", ["constant", "loss"])
-def test_a_trainer_of_its_own_may_leave_out_batches(pool: Pool, interpolation: str) -> None:
+def test_separate_trainer_may_skip_batches(pool: Pool, interpolation: str) -> None:
     ((steps, model),) = pool.run(fit_skipping, interpolation, world=1)
     assert steps == 26
     assert torch.isfinite(model).all()
@@ -298,7 +300,7 @@ def test_unfreezing_during_fit_is_refused(pool: Pool) -> None:
         pool.run(fit_unfreezing, world=2)
 
 
-def test_bad_arguments(subtests: pytest.Subtests) -> None:
+def test_errors_name_the_invalid_argument(subtests: pytest.Subtests) -> None:
     rows: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"fetch_probability": 1.5}, ValueError, "fetch_probability"),
         ({"interpolation": "age"}, ValueError, "interpolation"),
@@ -317,7 +319,7 @@ def test_bad_arguments(subtests: pytest.Subtests) -> None:
             PairwiseGossipStrategy(**settings)
 
 
-def test_nodes_and_settings_from_a_file(tmp_path: Path) -> None:
+def test_from_file_reads_nodes_and_settings(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(
         """
@@ -369,7 +371,7 @@ STOPPED_S = 10
 
 
 class Worker:
-    """A Trainer in a process of its own, and what it has reported."""
+    """A Trainer in another process, and the steps that it has reported."""
 
     def __init__(self, nodes: Path, name: str, steps: int = 100000) -> None:
         self.steps: list[tuple[int, int, float]] = []
@@ -396,7 +398,7 @@ class Worker:
         return self.steps[-1][1] if self.steps else 0
 
     def wait_for_blends(self, count: int, timeout_s: float = 60.0) -> None:
-        """Until it has made so many more blends."""
+        """Wait until it has made ``count`` more blends."""
         goal = self.blends + count
         deadline = time.monotonic() + timeout_s
         while self.blends < goal:
@@ -405,7 +407,7 @@ class Worker:
             time.sleep(0.02)
 
     def longest_pause_s(self, since: float) -> float:
-        """Between two steps that ended after a moment of ``time.monotonic()``."""
+        """Return the longest time between two steps that ended after ``since``."""
         times = [now for _, _, now in self.steps if now >= since]
         return max(b - a for a, b in zip(times, times[1:], strict=False))
 
@@ -438,7 +440,9 @@ def workers(nodes: Path) -> Iterator[dict[str, Worker]]:
 @pytest.mark.alone
 @pytest.mark.soak
 @pytest.mark.process
-def test_killed_stopped_late_and_restarted(nodes: Path, workers: dict[str, Worker]) -> None:
+def test_workers_are_killed_stopped_late_and_restarted(
+    nodes: Path, workers: dict[str, Worker]
+) -> None:
     first = workers["w0"] = Worker(nodes, "w0")
     second = workers["w1"] = Worker(nodes, "w1")
     first.wait_for_blends(5)
@@ -458,8 +462,8 @@ def test_killed_stopped_late_and_restarted(nodes: Path, workers: dict[str, Worke
     third.end()
     for worker in (first, second):
         worker.wait_for_blends(5)
-    again = workers["w2"] = Worker(nodes, "w2")  # on the same port
-    again.wait_for_blends(5)
+    restarted = workers["w2"] = Worker(nodes, "w2")  # on the same port
+    restarted.wait_for_blends(5)
     first.wait_for_blends(5)
     for worker in (first, second):
         assert worker.process.poll() is None
@@ -468,7 +472,7 @@ def test_killed_stopped_late_and_restarted(nodes: Path, workers: dict[str, Worke
 
 @pytest.mark.soak
 @pytest.mark.process
-def test_trainers_end_by_themselves(nodes: Path, workers: dict[str, Worker]) -> None:
+def test_separate_trainers_finish_on_their_own(nodes: Path, workers: dict[str, Worker]) -> None:
     for name in ("w0", "w1"):
         workers[name] = Worker(nodes, name, steps=150)
     for worker in workers.values():
