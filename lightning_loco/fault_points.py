@@ -19,7 +19,7 @@ POINTS = {
     # Members that come and go.
     "before the group": "before the group of a plan is opened, which may be open already",
     "making the group": "before a new group is made by torchft",
-    "rows": "before the rows of the members are gathered",
+    "statuses": "before the statuses of the members are gathered",
     "exchange": "before messages move between the members",
     "confirming": "before a member says that it has received",
     "after confirming": "all members have said that they have received",

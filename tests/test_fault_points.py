@@ -20,7 +20,7 @@ def test_a_function_is_called_at_each_point_until_the_context_ends() -> None:
     with on_reach(outer.append):
         reach("packing")
         with on_reach(inner.append):
-            reach("rows")
+            reach("statuses")
         reach("exchange")
     reach("confirming")
-    assert (outer, inner) == (["packing", "exchange"], ["rows"])
+    assert (outer, inner) == (["packing", "exchange"], ["statuses"])

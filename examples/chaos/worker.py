@@ -119,7 +119,7 @@ def main() -> None:
                 line = {
                     "round": engine.worker.round_index,
                     "checksum": checksum(engine),
-                    "weight": 0.0 if last is None else float(last.rows[:, 3].sum()),
+                    "weight": 0.0 if last is None else float(last.statuses[:, 3].sum()),
                     "time": time.time(),
                 }
                 log.write(json.dumps(line) + "\n")

@@ -79,7 +79,7 @@ def test_who_is_there_is_said_where_they_are_too_few(caplog: pytest.LogCaptureFi
     assert "Round 3 waits for more workers. 1 of at least 2 are there (w0)" in caplog.text
     pending.waited_since = None
     caplog.clear()
-    asking.say_incomplete(ElasticRound(4, pending.row), plan)
+    asking.say_incomplete(ElasticRound(4, pending.status), plan)
     assert not caplog.messages
 
 

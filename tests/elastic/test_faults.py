@@ -22,7 +22,7 @@ OF_A_ROUND = (
     "before sending",
     "after sending",
     "before the group",
-    "rows",
+    "statuses",
     "exchange",
     "confirming",
     "within the confirmation",
@@ -107,7 +107,7 @@ def test_a_newcomer_dies_while_it_receives_the_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("point", ["rows", QUICK, "confirming", "before the group", *AT_A_JOIN])
+@pytest.mark.parametrize("point", ["statuses", QUICK, "confirming", "before the group", *AT_A_JOIN])
 def test_one_that_freezes_is_left_behind_and_comes_back(tmp_path: Path, point: str) -> None:
     settings = ("--rounds=400", "--step-s=0.02", "--numel=200000", "--timeout-s=300")
     with cluster(tmp_path, *settings) as made:

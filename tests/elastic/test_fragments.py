@@ -134,7 +134,7 @@ def test_one_joins_one_is_killed_and_the_others_go_on(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("point", ["within the exchange", "local step", "rows", "outer step"])
+@pytest.mark.parametrize("point", ["within the exchange", "local step", "statuses", "outer step"])
 def test_one_of_three_dies_while_a_fragment_is_under_way(tmp_path: Path, point: str) -> None:
     size = "--numel=2000000" if point == "within the exchange" else "--numel=1000"
     with cluster(tmp_path, "--steps=100", "--step-s=0.01", *STREAM, size) as made:

@@ -91,7 +91,7 @@ class Notes(Callback):
             "betas": trainer.optimizers[0].param_groups[0]["betas"],
             "members": [] if last is None else list(last.plan.names),
             "own": "" if last is None else last.plan.names[last.plan.own],
-            "weights": [] if last is None else last.rows[:, 3].tolist(),
+            "weights": [] if last is None else last.statuses[:, 3].tolist(),
             "checksum": checksum(engine),
         }
 

@@ -190,7 +190,7 @@ def train(asked: argparse.Namespace, engine: Engine) -> None:
                 "under_way": sum(fragment.pending is not None for fragment in engine.fragments),
                 "members": [] if last is None else list(last.plan.names),
                 "own": "" if last is None else last.plan.names[last.plan.own],
-                "weights": [] if last is None else last.rows[:, 3].tolist(),
+                "weights": [] if last is None else last.statuses[:, 3].tolist(),
                 "checksum": checksum(engine),
                 "outer": first_of(engine),
                 "repaired": engine.statistics.repaired,
