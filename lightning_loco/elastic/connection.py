@@ -14,9 +14,9 @@ from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.work import WaitTimer
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.distributed.worker_status import IN_ROUND, PendingStatuses, WorkerStatus
-from lightning_loco.elastic.averaging import Summing
 from lightning_loco.elastic.consistency import Consistency, fingerprint
 from lightning_loco.elastic.elastic_round import Carried, ElasticRound, statuses_of
+from lightning_loco.elastic.exchanges import Summing
 from lightning_loco.elastic.gossip import Mixing
 from lightning_loco.elastic.group import Groups
 from lightning_loco.elastic.lighthouse import Lighthouse, address_towards

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from lightning_loco.background import BackgroundThread, begin
-from lightning_loco.elastic.averaging import Summing
 from lightning_loco.elastic.consistency import Consistency
 from lightning_loco.elastic.elastic_round import ElasticRound
+from lightning_loco.elastic.exchanges import Summing
 from lightning_loco.elastic.gossip import Mixing
 from lightning_loco.elastic.group import SILENT_S, Groups
 from lightning_loco.elastic.lighthouse import Lighthouse, Member, Quorum

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lightning_loco.algorithms import DiLoCo
 from lightning_loco.distributed.worker_status import IN_ROUND, WorkerStatus
-from lightning_loco.elastic.averaging import Summing
 from lightning_loco.elastic.elastic_round import ElasticRound
+from lightning_loco.elastic.exchanges import Summing
 from lightning_loco.elastic.group import Groups
 from lightning_loco.engine import StepEngine
 from tests.elastic.test_group import plan_of
