@@ -93,9 +93,9 @@ def main() -> None:
     inputs, targets = make_data(2, SAMPLES)
     seen, expected = make_data(3, 2000)
     engine.join()
-    link = engine.link
-    assert link is not None
-    samples = MembersSampler(range(SAMPLES), link.share, seed=4)
+    connection = engine.connection
+    assert connection is not None
+    samples = MembersSampler(range(SAMPLES), connection.data_shard, seed=4)
     indices = iter(samples)
     asked.log.parent.mkdir(parents=True, exist_ok=True)
     with open(asked.log, "w", buffering=1) as log:
@@ -115,7 +115,7 @@ def main() -> None:
             optimizer.step()
             time.sleep(asked.step_s)
             if engine.step():
-                last = link.last  # type: ignore[attr-defined]
+                last = connection.last_round  # type: ignore[attr-defined]
                 line = {
                     "round": engine.worker.round_index,
                     "checksum": checksum(engine),

@@ -1,4 +1,4 @@
-"""Members that come and go; the only room that knows torchft."""
+"""Elastic membership: workers that join and leave during a run, by torchft."""
 
 from lightning_loco.elastic.membership import Elastic
 

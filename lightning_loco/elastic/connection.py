@@ -1,261 +1,376 @@
-"""An engine's connection with the members: the exchange and the statuses of its rounds."""
+"""The connection of an engine with the members: exchange and statuses of rounds, and recovery."""
 
 from __future__ import annotations
 
 import json
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.work import WaitTimer
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.distributed.worker_status import IN_ROUND, PendingStatuses, WorkerStatus
-from lightning_loco.elastic.consistency import Consistency, fingerprint
-from lightning_loco.elastic.elastic_round import Carried, ElasticRound, statuses_of
-from lightning_loco.elastic.exchanges import Summing
-from lightning_loco.elastic.gossip import Mixing
-from lightning_loco.elastic.group import Groups
+from lightning_loco.elastic.consistency import ConsistencyCheck, fingerprint
+from lightning_loco.elastic.exchanges import GossipExchange, MemberExchange, SumExchange
+from lightning_loco.elastic.group import MemberGroup
 from lightning_loco.elastic.lighthouse import Lighthouse, address_towards
 from lightning_loco.elastic.membership import Elastic
-from lightning_loco.elastic.quorum import NO_STATE, resumed
+from lightning_loco.elastic.quorum import NO_STATE, resumed_round
 from lightning_loco.elastic.recovery import (
     apply_saved_rounds,
-    follow,
+    fragment_of_round,
     is_ahead,
     outer_state,
     position_of,
-    take_part,
+    resume_from_state,
 )
-from lightning_loco.elastic.rounds import ElasticRounds
+from lightning_loco.elastic.rounds import RoundRequest, RoundThread
 from lightning_loco.engine.buckets import Bucket
 from lightning_loco.engine.engine import Engine
 from lightning_loco.engine.exchanges import make_exchange
 from lightning_loco.engine.exchanges.base import Handle
-from lightning_loco.engine.membership import DataShare, Host
+from lightning_loco.engine.fragment_sync import FragmentSync, PendingRound
+from lightning_loco.engine.membership import DataShard, LoopPosition
 from lightning_loco.engine.settings import RoundSettings
 
-_OWN_AFFAIRS = ("sync_every", "bucket_bytes")
+_MAY_DIFFER = ("sync_every", "bucket_bytes")
+"""Settings that need not be equal on all members."""
 
 
-class ElasticLink:
-    """Connects one engine; see :class:`lightning_loco.engine.membership.Link`.
+class ElasticConnection:
+    """Connects one engine with the other members of an elastic run.
+
+    Implements :class:`lightning_loco.engine.membership.MemberConnection`. A round of the engine
+    calls :meth:`send_status` with its status, then :meth:`start` with its message.
 
     Args:
-        asked: What the user says.
-        settings: Of the engine.
+        elastic: What the user set.
+        settings: Settings of the engine.
 
     Attributes:
-        is_weighted: Whether messages are added up; otherwise they are mixed by a topology.
-        share: Of the data.
-        host: Reads the position of the program around the engine, as plain values, and goes on from
-            that of another worker.
-        last: The pending round that has landed last, with the members' statuses; None before the
-        first one.
+        is_weighted: Whether messages are summed; otherwise they are mixed by a topology.
+        data_shard: This member's part of the training data.
+        loop: Position of the training loop around the engine; None if there is none.
+        last_round: The last round whose result was received; None before the first one.
     """
 
     carries_status = False
 
-    def __init__(self, asked: Elastic, settings: RoundSettings) -> None:
+    def __init__(self, elastic: Elastic, settings: RoundSettings) -> None:
         self.is_weighted = settings.algorithm.exchange == "mean"
-        self._asked = asked
+        self.data_shard = DataShard()
+        self.loop: LoopPosition | None = None
+        self.last_round: RoundRequest | None = None
+        self._elastic = elastic
         self._settings = settings
-        self._rounds: ElasticRounds | None = None
         self._engine: Engine | None = None
+        self._rounds: RoundThread | None = None
+        self._pending: RoundRequest | None = None
         self._has_finished = False
-        self._pending: ElasticRound | None = None
-        self.share = DataShare()
-        self.host: Host | None = None
-        self.last: ElasticRound | None = None
-
-    def _note(self, pending: ElasticRound) -> None:
-        self.last = pending
-        statistics, plan = self.engine.statistics, pending.plan
-        assert plan is not None
-        statistics.members = len(plan.names)
-        statistics.repaired += len(plan.drifted)
 
     @property
     def has_joined(self) -> bool:
-        """Whether this worker takes part."""
+        """Whether this worker takes part in rounds."""
         return self._rounds is not None
 
     @property
     def engine(self) -> Engine:
-        """Whose connection it is; RuntimeError before it takes part."""
+        """The connected engine; RuntimeError before :meth:`join`."""
         if self._engine is None:
             raise RuntimeError("This worker does not take part: call join() before training.")
         return self._engine
 
-    def _carry(self, pending: ElasticRound) -> ElasticRound:
-        assert self._rounds is not None
-        self._rounds.carry(pending)
-        return pending
-
-    # ------------------------------------------------------------------ rounds
-
-    def wait_at_sync_point(self, status: WorkerStatus, label: str) -> list[WorkerStatus]:
-        """Return this worker's status: it is the only one in this job."""
-        return [status]
-
-    def write_status(self, bucket: Bucket, status: WorkerStatus, label: str) -> None:
-        """Raise RuntimeError: messages carry no status."""
-        raise RuntimeError("The statuses of members are sent by themselves.")
-
-    def read_statuses(
-        self, bucket: Bucket, handle: Handle, status: WorkerStatus, label: str
-    ) -> PendingStatuses:
-        """Raise RuntimeError: messages carry no status."""
-        raise RuntimeError("The statuses of members are sent by themselves.")
-
-    def send_status(self, status: WorkerStatus, label: str) -> PendingStatuses:
-        """Begin a pending round with the status; its message follows by :meth:`start`.
-
-        A pending round that stays begins then, not to take the processor from those who make
-        messages.
-        """
-        pending = self._pending = ElasticRound(int(status.round_index), status)
-        pending.is_overlapped = self.engine.settings.schedule.is_overlapped(pending.round_index)
-        if not pending.is_overlapped:
-            self._carry(pending)
-        return statuses_of(pending, self.engine, label)
-
-    def start(self, bucket: Bucket, round_index: int) -> Carried:
-        """Give the pending round its message."""
-        pending = self._pending
-        assert pending is not None
-        pending.values = position_of(self.engine, self.host, pending.round_index)
-        pending.message = bucket.wire
-        pending.is_sent.set()
-        if pending.is_overlapped:
-            self._carry(pending)
-        return Carried(pending, self.engine, self._note)
-
-    def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
-        """The mean, divided by the weights already; or the mix of each."""
-        settings, alone = self._settings, WorkerGroup(0, 1)
-        exchange = make_exchange(
-            settings.algorithm, alone, Statistics(), settings.topology, settings.compression
-        )
-        return exchange.simulate(messages, round_index)
-
-    # ----------------------------------------------------------------- members
+    # ------------------------------------------------------------------ join and leave
 
     def join(self, engine: Engine) -> None:
-        """Take part from now on.
+        """Join the run, and receive its state.
 
-        It gets the state of the run; a round that is under way is its own too, with weight 0. A
-        worker that knows a later round from a checkpoint begins with that one instead.
+        If a round is pending, this worker takes part in it with weight 0. A worker that has a later
+        round from a checkpoint starts with that one instead.
         """
         self._engine, self._has_finished = engine, False
-        self._rounds = _start_rounds(self._asked, engine, self.share)
+        self._rounds = self._start_rounds(engine)
         worker = engine.worker
         apply_saved_rounds(engine)
-        told = resumed(worker.round_index) if worker.steps else NO_STATE
-        pending = ElasticRound(told, WorkerStatus(IN_ROUND, NO_STATE, 0, weight=0.0, finite=1.0))
-        pending.values = position_of(engine, self.host, worker.round_index)
-        pending.values["steps_since_round"] = worker.steps_since_round
-        pending.is_sent.set()
+        round_index = resumed_round(worker.round_index) if worker.steps else NO_STATE
+        status = WorkerStatus(IN_ROUND, NO_STATE, 0, weight=0.0, finite=1.0)
+        request = RoundRequest(round_index, status)
+        request.position = position_of(engine, self.loop, worker.round_index)
+        request.position["steps_since_round"] = worker.steps_since_round
+        request.message_ready.set()
         try:
-            self._carry(pending).wait()
-            assert pending.plan is not None
-            engine.statistics.members = len(pending.plan.names)
-            if is_ahead(engine, pending):
-                self._rounds.made = ""
+            self._submit(request).wait()
+            assert request.plan is not None
+            engine.statistics.members = len(request.plan.names)
+            if is_ahead(engine, request.state):
+                self._rounds.last_group = ""
                 return
-            if pending.state is not None:
-                follow(engine, self.host, pending)
-            if pending.received is not None:
-                rounds = take_part(engine, pending, Carried(pending, engine, self._note))
+            if request.state is not None:
+                self._resume(request)
+            if request.received is not None:
+                sync = self._add_pending_round(request)
                 if not engine.settings.schedule.is_overlapped(worker.round_index):
-                    rounds.apply()
+                    sync.apply()
                 worker.round_index += 1
         except BaseException:
             self.close()
             raise
 
-    def catch_up(self) -> None:
-        """Wait for the round under way, and see whether the others have left this worker behind.
-
-        It then goes on from the state of the run, without what it has made alone, and the round of
-        the run is under way in place of its own, which may have been one of another fragment.
-        """
-        engine, pending = self.engine, self._pending
-        if pending is None or all(rounds.pending is None for rounds in engine.fragments):
-            return
-        with WaitTimer(engine.statistics):
-            pending.wait()
-        if pending.state is None or pending.is_adopted:
-            return
-        assert pending.plan is not None
-        begun = engine.worker.round_index - pending.round_index
-        missed = self._missed(pending) if begun else 0
-        for rounds in engine.fragments:
-            rounds.drop_pending()
-        follow(engine, self.host, pending, missed)
-        take_part(engine, pending, Carried(pending, engine, self._note))
-        engine.worker.round_index = pending.plan.round_index + begun
-
-    def _missed(self, pending: ElasticRound) -> int:
-        """Local steps from the begin of the run's round to where this worker is in its own one."""
-        assert pending.state is not None
-        theirs, own = pending.state.values["steps_under_way"], pending.values
-        made = self.engine.worker.steps - own["steps"]
-        return int(theirs if made >= own["steps_under_way"] else min(made, theirs))
+    def _start_rounds(self, engine: Engine) -> RoundThread:
+        """Start the thread; the lighthouse is needed for the first round only."""
+        elastic, algorithm = self._elastic, engine.settings.algorithm
+        name = f"{elastic.name or socket.gethostname()}-{secrets.token_hex(4)}"
+        lighthouse = Lighthouse(elastic.lighthouse, name)
+        group = MemberGroup(elastic.host or address_towards(elastic.lighthouse), elastic.timeout_s)
+        exchange: MemberExchange
+        exchange = SumExchange(group, engine) if self.is_weighted else GossipExchange(group, engine)
+        check_every = elastic.check_every or 0
+        run = {
+            **_describe(engine),
+            "check_every": check_every,
+            "num_samples": self.data_shard.dataset_sizes,
+        }
+        rounds = RoundThread(
+            lighthouse,
+            lambda: engine.worker.stop.requested is not None,
+            group,
+            exchange,
+            run,
+            data_shard=self.data_shard,
+            min_workers=elastic.min_workers,
+            timeout_s=elastic.timeout_s,
+            consistency=ConsistencyCheck(
+                check_every if algorithm.replicated else 0,
+                lambda: fingerprint(outer_state(engine)),
+            ),
+        )
+        rounds.start()
+        return rounds
 
     def finish(self) -> None:
-        """Wait for no more members than there are: what is under way, or begins, is the last."""
+        """Announce that pending and later rounds are the last: they wait for no more members."""
         self._has_finished = True
         if self._rounds is not None:
-            self._rounds.are_last = True
+            self._rounds.is_leaving = True
 
     def leave(self) -> None:
-        """Take part no longer, when what is under way is over."""
-        pending_rounds, self._rounds = self._rounds, None
-        if pending_rounds is not None:
-            pending_rounds.leave(self._has_finished)
+        """Leave the run after the pending round."""
+        rounds, self._rounds = self._rounds, None
+        if rounds is not None:
+            rounds.leave(self._has_finished)
 
     def close(self) -> None:
-        """Take part no longer."""
-        is_idle = self._pending is None or self._pending.is_over()
+        """Leave the run: at once, but regularly if all rounds are complete."""
+        is_idle = self._pending is None or self._pending.is_done()
         if self._has_finished and is_idle:
             self.leave()
         elif self._rounds is not None:
             self._rounds.close()
             self._rounds = None
 
+    # ----------------------------------------------------------------------- one round
 
-def _start_rounds(asked: Elastic, engine: Engine, share: DataShare) -> ElasticRounds:
-    """Begin to carry pending rounds; the lighthouse need not be there before the first one."""
-    name = f"{asked.name or socket.gethostname()}-{secrets.token_hex(4)}"
-    lighthouse = Lighthouse(asked.lighthouse, name)
-    groups = Groups(asked.host or address_towards(asked.lighthouse), asked.timeout_s)
-    sums = engine.settings.algorithm.exchange == "mean"
-    carrier = Summing(groups, engine) if sums else Mixing(groups, engine)
-    pending_rounds = ElasticRounds(
-        lighthouse,
-        lambda: engine.worker.stop.requested is not None,
-        groups,
-        carrier,
-        {**_describe(engine), "check_every": asked.check_every or 0, "num_samples": share.sizes},
-        share=share,
-        min_workers=asked.min_workers,
-        timeout_s=asked.timeout_s,
-        consistency=Consistency(
-            engine.settings.algorithm.replicated and asked.check_every or 0,
-            lambda: fingerprint(outer_state(engine)),
-        ),
-    )
-    pending_rounds.start()
-    return pending_rounds
+    def wait_at_sync_point(self, status: WorkerStatus, label: str) -> list[WorkerStatus]:
+        """Return the own status only: the other members do not reach this job's sync points."""
+        return [status]
+
+    def write_status(self, bucket: Bucket, status: WorkerStatus, label: str) -> None:
+        """Raise RuntimeError: messages of members carry no status."""
+        raise RuntimeError("Members send statuses by themselves.")
+
+    def read_statuses(
+        self, bucket: Bucket, handle: Handle, status: WorkerStatus, label: str
+    ) -> PendingStatuses:
+        """Raise RuntimeError: messages of members carry no status."""
+        raise RuntimeError("Members send statuses by themselves.")
+
+    def send_status(self, status: WorkerStatus, label: str) -> PendingStatuses:
+        """Start a round with this worker's status; its message follows with :meth:`start`.
+
+        An overlapped round is submitted with the message only, so as not to compete with its
+        computation for the processor.
+        """
+        request = self._pending = RoundRequest(int(status.round_index), status)
+        request.is_overlapped = self.engine.settings.schedule.is_overlapped(request.round_index)
+        if not request.is_overlapped:
+            self._submit(request)
+        return self._statuses_of(request, label)
+
+    def start(self, bucket: Bucket, round_index: int) -> RoundHandle:
+        """Send the message of the round that was started last."""
+        request = self._pending
+        assert request is not None
+        request.position = position_of(self.engine, self.loop, request.round_index)
+        request.message = bucket.wire
+        request.message_ready.set()
+        if request.is_overlapped:
+            self._submit(request)
+        return self._handle_of(request)
+
+    def simulate(self, messages: Sequence[Tensor], round_index: int) -> list[Tensor]:
+        """Return what each worker would receive: the weighted mean, or its mix."""
+        settings, alone = self._settings, WorkerGroup(0, 1)
+        exchange = make_exchange(
+            settings.algorithm, alone, Statistics(), settings.topology, settings.compression
+        )
+        return exchange.simulate(messages, round_index)
+
+    def _submit(self, request: RoundRequest) -> RoundRequest:
+        assert self._rounds is not None
+        self._rounds.submit(request)
+        return request
+
+    def _handle_of(self, request: RoundRequest) -> RoundHandle:
+        return RoundHandle(request, self.engine, self._record)
+
+    def _record(self, request: RoundRequest) -> None:
+        """Record a round whose result was received."""
+        self.last_round = request
+        statistics, plan = self.engine.statistics, request.plan
+        assert plan is not None
+        statistics.members = len(plan.names)
+        statistics.repaired += len(plan.drifted)
+
+    def _statuses_of(self, request: RoundRequest, label: str) -> PendingStatuses:
+        """Return the pending statuses of all members in a round."""
+
+        def receive() -> Tensor:
+            if not request.message_ready.is_set():
+                raise RuntimeError("Statuses of members are known when the round is complete.")
+            with WaitTimer(self.engine.statistics):
+                request.wait()
+            assert request.statuses is not None
+            return request.statuses
+
+        return PendingStatuses(receive, label, request.is_done)
+
+    # ------------------------------------------------------------------------ recovery
+
+    def catch_up(self) -> None:
+        """Wait for the pending round; if this worker is behind, resume from the run's state.
+
+        Its local steps since it was left behind are lost. The round of the run, possibly one of
+        another fragment, then is pending in place of its own.
+        """
+        engine, request = self.engine, self._pending
+        if request is None or all(sync.pending is None for sync in engine.fragments):
+            return
+        with WaitTimer(engine.statistics):
+            request.wait()
+        if request.state is None or request.is_adopted:
+            return
+        assert request.plan is not None
+        started = engine.worker.round_index - request.round_index
+        missed_steps = self._missed_steps(request) if started else 0
+        for sync in engine.fragments:
+            sync.drop_pending()
+        self._resume(request, missed_steps)
+        self._add_pending_round(request)
+        engine.worker.round_index = request.plan.round_index + started
+
+    def _missed_steps(self, request: RoundRequest) -> int:
+        """Return the local steps between the start of the run's round and this worker's position.
+
+        The position is the one in its own round, which may be shorter or longer.
+        """
+        assert request.state is not None
+        theirs = request.state.values["steps_under_way"]
+        made = self.engine.worker.steps - request.position["steps"]
+        return int(theirs if made >= request.position["steps_under_way"] else min(made, theirs))
+
+    def _resume(self, request: RoundRequest, missed_steps: int = 0) -> None:
+        """Resume from the state that came with a round, as it was at the start of the round."""
+        plan, state = request.plan, request.state
+        assert plan is not None
+        assert state is not None
+        request.is_adopted = True
+        resume_from_state(
+            self.engine,
+            self.loop,
+            state,
+            plan.names[plan.donor],
+            keep_position=request.has_drifted,
+            missed_steps=missed_steps,
+        )
+
+    def _add_pending_round(self, request: RoundRequest) -> FragmentSync:
+        """Make a round pending from whose state this worker resumed; it has no weight in it.
+
+        Returns:
+            The fragment to which its result will be applied, when all members apply it.
+        """
+        engine, plan, state = self.engine, request.plan, request.state
+        assert plan is not None
+        assert state is not None
+        position = request.position if request.has_drifted else state.values
+        index = plan.round_index
+        sync = fragment_of_round(engine, index)
+        sync.began_at = int(position["steps"])
+        statuses = self._statuses_of(request, f"round {index}")
+        handles: list[Handle] = [self._handle_of(request)]
+        sync.pending = PendingRound(index, False, sync.began_at, statuses, handles)
+        sync.pending.is_overlapped = engine.settings.schedule.is_overlapped(index)
+        for message in [bucket.message for bucket in sync.memory.buckets]:
+            if self.is_weighted or request.received is None:
+                message.zero_()
+            else:
+                message.copy_(request.received)
+        return sync
+
+
+class RoundHandle:
+    """Handle of the exchange of a round, as returned by ``Exchange.start``.
+
+    Args:
+        request: The round.
+        engine: Engine of this worker.
+        record: Called with the round once its result was received.
+    """
+
+    def __init__(
+        self, request: RoundRequest, engine: Engine, record: Callable[[RoundRequest], None]
+    ) -> None:
+        self.request = request
+        self._engine = engine
+        self._record = record
+
+    @property
+    def lost(self) -> Tensor | None:
+        """What compression removed from the message, if there is error feedback."""
+        residual = self.request.residual
+        return None if residual is None else residual.to(self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._engine.worker.replica.layout.device
+
+    def has_arrived(self) -> bool:
+        """Whether :meth:`wait` would return or raise at once."""
+        return self.request.is_done()
+
+    def wait(self) -> Tensor:
+        """Wait for the sum or mix of the messages, and return it."""
+        request, statistics = self.request, self._engine.statistics
+        with WaitTimer(statistics):
+            request.wait()
+        self._record(request)
+        assert request.received is not None
+        statistics.bytes_sent += request.bytes_sent
+        statistics.bytes_saved += request.bytes_saved
+        return request.received.to(self._device)
+
+    def release(self) -> None:
+        """Do nothing: the memory belongs to the round."""
 
 
 def _describe(engine: Engine) -> dict[str, Any]:
-    """What must be equal on all workers, as plain values."""
+    """Return what must be equal on all members, as plain values."""
     settings = engine.settings.describe()
-    told = {key: value for key, value in settings.items() if key not in _OWN_AFFAIRS}
-    told["parameters"] = engine.worker.replica.layout.schema()
-    return cast(dict[str, Any], json.loads(json.dumps(told, default=str)))
+    run = {key: value for key, value in settings.items() if key not in _MAY_DIFFER}
+    run["parameters"] = engine.worker.replica.layout.schema()
+    return cast(dict[str, Any], json.loads(json.dumps(run, default=str)))

@@ -1,8 +1,9 @@
-"""The process group of the present members: torchft's, which can be made anew for others."""
+"""The process group of the members of a quorum: a new one of torchft whenever they change."""
 
 from __future__ import annotations
 
 import functools
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,124 +14,372 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, Work
+from torch.distributed import PrefixStore, TCPStore, Work
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 from torchft.process_group import ProcessGroupGloo
 
 from lightning_loco.background import BackgroundThread, begin
 from lightning_loco.distributed.store import StoreTimeout, TimeoutStore, with_timeout
 from lightning_loco.elastic.quorum import Plan
-from lightning_loco.elastic.store import check_alive, connected, serve
 from lightning_loco.fault_points import reach
 
 T = TypeVar("T")
 
-SILENT_S = 10.0
-"""How long a member may be frozen, or unreachable, before the others go on without it."""
-
-COME_S = 8.0
-"""How long to wait for one who may not have heard that it takes part: it then asks again."""
-
-_LEFT = "left"
-_PAUSE_S, _QUICK_S, _LOOK_S = 0.005, 0.2, 0.5
-_LAST_WORDS_S = 1.0
-_GRACE_S = 2.0
-
-_END, _CAME = 2**20, 2**20 + 1  # tags of single bytes
-
 CONNECT_S = 20.0
-"""Longest wait for the members of a new group: one of them may have died meanwhile."""
+"""Longest wait for the members of a new group, one of which may have died since the quorum."""
+
+RENDEZVOUS_S = 8.0
+"""Longest wait for a member that may not know that it takes part: it then asks for a new quorum."""
+
+UNRESPONSIVE_S = 10.0
+"""How long a member may be frozen or unreachable before the others continue without it."""
+
+_DONE_TAG, _RECEIVED_TAG = 2**20, 2**20 + 1  # of single bytes
+_RUN_KEY, _FINISHED_KEY, _LEFT_KEY = "run", "finished", "left"
+_POLL_S, _WATCH_AFTER_S, _WATCH_EVERY_S, _GRACE_S = 0.005, 0.2, 0.5, 2.0
+_LEAVE_S, _ANNOUNCE_S, _OWN_STORE_S = 1.0, 6.0, 3.0
+_CHECK_EVERY_S, _MAX_PROBE_S, _FIRST_ATTEMPT_S, _LAST_ATTEMPT_S = 0.2, 1.0, 0.5, 5.0
 
 
-_RUN, _FINISHED = "run", "finished"
-_GOODBYE_S, _OWN_S = 6.0, 3.0
-
-
-class Gathering:
-    """The members of a plan, on their way into its group and in it.
-
-    They look after each other in a circle, and whoever misses the next one tells all others: the
-    store of the donor is where they meet. The lighthouse takes a worker for alive until it has not
-    heard of it for some time, and a process group waits long for whoever does not come, or has
-    frozen. But the store of a dead worker refuses connections at once, that of a frozen one does
-    not answer, and who gives up a group says so to those who still wait in it.
+class MemberGroup:
+    """This worker's process group with the other members, and the key-value store that it serves.
 
     Args:
-        plan: Of a new group.
-        patience_s: Longest wait for an answer of the others, in seconds.
+        host: Name or address under which the other members reach this host.
+        timeout_s: Longest wait for data from another member, in seconds.
 
-    Raises:
-        RuntimeError: If the member whose store they meet at has died, or does not answer.
+    Attributes:
+        name: Name of the open group; empty if there is none.
+        address: ``"host:port"`` of this worker's store.
     """
 
-    def __init__(self, plan: Plan, patience_s: float) -> None:
-        self._plan = plan
-        self._come_s = min(COME_S, patience_s)
-        self._silent_s = min(SILENT_S, patience_s)
-        self._check_alive(plan.donor)
-        store = connected(plan.stores[plan.donor], plan.names[plan.donor], patience_s)
-        self._store = TimeoutStore(PrefixStore(plan.group, store))
+    def __init__(self, host: str, timeout_s: float) -> None:
+        self.name = ""
+        self._timeout = timedelta(seconds=timeout_s)
+        self._connect_s = min(CONNECT_S, timeout_s / 3)
+        self._server = serve_store(host)
+        self.address = f"{host}:{self._server.port}"
+        self._own_store = TimeoutStore(self._server)
+        self._group: ProcessGroupGloo | None = None
+        self._monitor: MemberMonitor | None = None
+        self._plan: Plan | None = None
 
-    def assemble(self) -> None:
-        """Wait until all members have come.
+    # -------------------------------------------------------------- open and close
+
+    def open(self, plan: Plan) -> None:
+        """Open the group of a plan; a new one is created if the members have changed.
 
         Raises:
-            RuntimeError: If one of them has died, has given up, or does not come.
+            RuntimeError: If a member does not join.
         """
-        count, own = len(self._plan.names), self._plan.own
-        self._answer_of_donor(lambda: self._store.set(f"came/{own}", "", self._silent_s))
-        missing = [place for place in range(count) if place != own]
-        deadline = time.monotonic() + self._come_s
-        while missing := [place for place in missing if not self._has_come(place)]:
-            self._check_left()
-            for place in missing:
-                self._check_alive(place)
-            if time.monotonic() > deadline:
-                names = ", ".join(self._plan.names[place] for place in missing)
-                raise RuntimeError(f"{names} did not come within {self._come_s:.3g} s.")
-            time.sleep(_PAUSE_S)
-
-    def enter(self, connect: Callable[[], ProcessGroupGloo]) -> ProcessGroupGloo:
-        """The group, made by all members at the same time; RuntimeError if one is lost meanwhile.
-
-        The call that makes it cannot be ended: it then ends by itself, beside what follows.
-        """
-        entering = begin(connect)
+        reach("before the group")
+        if not plan.is_new:
+            return
+        self.abort()
+        monitor = MemberMonitor(plan, self._connect_s)
         try:
-            self._stay_with(entering, 0.0)
+            monitor.rendezvous()
+            group = monitor.create_group(lambda: self._create(plan))
         except RuntimeError:
-            entering.add_done_callback(_discard)
+            monitor.leave()
             raise
-        return entering.result()
+        self._group, self._monitor = group, monitor
+        self._plan, self.name = plan, plan.group
 
-    def attend(self, exchange: Callable[[], T]) -> T:
-        """Make an exchange that waits for the members; RuntimeError if one is lost meanwhile.
+    def _create(self, plan: Plan) -> ProcessGroupGloo:
+        group = ProcessGroupGloo(timeout=timedelta(seconds=self._connect_s))
+        store = f"{plan.stores[plan.donor]}/{plan.group}"
+        reach("making the group")
+        group.configure(store, plan.names[plan.rank], plan.rank, len(plan.names))
+        return group
 
-        What it waits for is then left alone, in a thread. A member that has ended may have sent all
-        it had to: so there is a moment for what is still on its way.
+    def abort(self) -> None:
+        """Leave the open group without waiting for its pending work."""
+        groups, monitor = [self._group], self._monitor
+        self._group, self._monitor, self.name = None, None, ""
+        if monitor is not None:
+            BackgroundThread("loco-left-group", functools.partial(_abort, groups)).start()
+            monitor.leave()
+
+    def close(self) -> None:
+        """Leave the group and stop serving the store."""
+        self.abort()
+        self._own_store.close()
+        del self._server, self._own_store
+
+    # ----------------------------------------------------------------- collectives
+
+    def all_reduce(self, flat: Tensor) -> None:
+        """Sum a flat tensor over all members, in place; RuntimeError if a member is lost."""
+        reach("exchange")
+        options = AllreduceOptions()
+        options.timeout = self._timeout
+        group, monitor = self._opened()
+        monitor.watch(lambda: group.allreduce([flat], options).wait())
+
+    def all_gather(self, row: Tensor) -> Tensor:
+        """Return the rows ``(members, width)`` of all members; RuntimeError if one is lost."""
+        return self.start_all_gather(row)()
+
+    def start_all_gather(self, row: Tensor) -> Callable[[], Tensor]:
+        """Start :meth:`all_gather`; the returned function waits for its result."""
+        reach("statuses")
+        group, monitor = self._opened()
+        table = row.new_empty(group.size(), len(row))
+        options = AllgatherOptions()
+        options.timeout = self._timeout
+        work = group.allgather([list(table)], [row], options)
+
+        def finish() -> Tensor:
+            monitor.watch(work.wait)
+            return table
+
+        return finish
+
+    def confirm(self) -> None:
+        """Confirm that this member received all messages, and wait for all others to do so.
+
+        Raises:
+            RuntimeError: If a member is lost.
         """
-        exchanging = begin(exchange)
+        reach("confirming")
+        self.all_gather(_one_byte())
+        reach("after confirming")
+
+    def send(self, tensors: Sequence[Tensor], to: int) -> None:
+        """Send tensors to one member, which receives as many; empty ones are skipped.
+
+        Raises:
+            RuntimeError: If that member is lost.
+        """
+        self._send_receive({to: tensors}, {})
+
+    def receive(self, tensors: Sequence[Tensor], source: int) -> None:
+        """Receive tensors of one member, in place; RuntimeError if it is lost."""
+        self._send_receive({}, {source: tensors})
+
+    def swap(self, sent: Mapping[int, Tensor], inbox: Mapping[int, Tensor]) -> None:
+        """Send one tensor to each of some members, and receive one of each of some members.
+
+        Args:
+            sent: What to send, by rank.
+            inbox: Memory for what is received, by rank.
+
+        Raises:
+            RuntimeError: If one of them is lost.
+        """
+        reach("exchange")
+        outgoing = {to: [tensor] for to, tensor in sent.items()}
+        incoming = {source: [tensor] for source, tensor in inbox.items()}
+        self._send_receive(outgoing, incoming)
+
+    def _send_receive(
+        self, sent: Mapping[int, Sequence[Tensor]], received: Mapping[int, Sequence[Tensor]]
+    ) -> None:
+        group, monitor = self._opened()
+        monitor.watch(lambda: send_receive(group, sent, received, self._timeout))
+
+    def _opened(self) -> tuple[ProcessGroupGloo, MemberMonitor]:
+        if self._group is None or self._monitor is None:
+            raise RuntimeError("There is no open group.")
+        return self._group, self._monitor
+
+    # ---------------------------------------------------------------------- stores
+
+    def publish_run(self, run: str) -> None:
+        """Publish the description of this worker's run, for workers whose run differs."""
+        self._own_store.set(_RUN_KEY, run)
+
+    def read_run(self, store: str, member: str) -> str:
+        """Return the description of another worker's run; RuntimeError if it does not answer."""
+        client = connect_store(store, member, self._connect_s)
+        return with_timeout(lambda: client.get(_RUN_KEY), self._connect_s).decode()
+
+    def live_members(self) -> list[str]:
+        """Return the names of the members of the last group that still accept connections."""
+        return [name for store, name in self._last_others() if _is_alive(store)]
+
+    @property
+    def num_finished(self) -> int:
+        """Number of members that announced to this worker that they have finished."""
         try:
-            self._stay_with(exchanging, _GRACE_S)
-            return exchanging.result()
+            return self._own_store.add(_FINISHED_KEY, 0)
+        except RuntimeError:  # the connection with this worker's own store was cut
+            self._own_store.close()
+            client = connect_store(self.address, "This worker's store", _OWN_STORE_S)
+            self._own_store = TimeoutStore(client)
+            return self._own_store.add(_FINISHED_KEY, 0, _OWN_STORE_S)
+
+    def announce_finished(self) -> None:
+        """Announce to the members of the last group that this worker has finished."""
+        others = self._last_others()
+        wait([begin(functools.partial(_announce, *other)) for other in others], _ANNOUNCE_S)
+
+    def _last_others(self) -> list[tuple[str, str]]:
+        """Return store and name of the other members of the last group."""
+        plan = self._plan
+        if plan is None:
+            return []
+        members = list(zip(plan.stores, plan.names, strict=True))
+        return members[: plan.rank] + members[plan.rank + 1 :]
+
+
+def _abort(groups: list[ProcessGroupGloo | None]) -> None:
+    """Abort the pending work of the only group in a list, then drop it: both may take a while."""
+    if groups[0] is not None:
+        groups[0].abort(errored=False)
+    groups.clear()
+
+
+def _announce(store: str, member: str) -> None:
+    check_alive(store, member)
+    connect_store(store, member, _ANNOUNCE_S).add(_FINISHED_KEY, 1)
+
+
+def send_receive(
+    group: ProcessGroupGloo,
+    sent: Mapping[int, Sequence[Tensor]],
+    received: Mapping[int, Sequence[Tensor]],
+    timeout: timedelta,
+) -> None:
+    """Send and receive several tensors to and from several members, by rank.
+
+    If a member dies, gloo never ends the wait for a tensor that was received in part, but it does
+    end the wait for one that has not begun. So the waits are for single bytes: one follows the
+    tensors, and one is returned once all of them were received.
+
+    Args:
+        group: The group; this call continues to use it when this worker has left it.
+        sent: What to send to each member; empty tensors are skipped.
+        received: Memory for what each member sends.
+        timeout: Longest wait for one tensor.
+
+    Raises:
+        RuntimeError: If one of the members is lost.
+    """
+    tensors_moved: list[Work] = []
+    all_sent: list[Work] = []
+    all_received: list[Work] = []
+    try:
+        for source, tensors in received.items():
+            tensors_moved += _start_all(group.recv, tensors, source)
+            all_sent.append(group.recv([_one_byte()], source, _DONE_TAG))
+        all_received += [group.recv([_one_byte()], to, _RECEIVED_TAG) for to in sent]
+        for to, tensors in sent.items():
+            tensors_moved += _start_all(group.send, tensors, to)
+            tensors_moved.append(group.send([_one_byte()], to, _DONE_TAG))
+        _wait_all(all_sent, timeout)
+        tensors_moved += [group.send([_one_byte()], source, _RECEIVED_TAG) for source in received]
+        _wait_all(all_received, timeout)
+        _wait_all(tensors_moved, timeout)
+    finally:
+        for works in (tensors_moved, all_sent, all_received):
+            works.clear()  # after a failure they would keep the group's connections open
+
+
+def _start_all(
+    start: Callable[[list[Tensor], int, int], Work], tensors: Sequence[Tensor], rank: int
+) -> list[Work]:
+    full = (tensor for tensor in tensors if tensor.numel())
+    return [start([tensor.view(torch.uint8)], rank, tag) for tag, tensor in enumerate(full)]
+
+
+def _wait_all(works: list[Work], timeout: timedelta) -> None:
+    while works:
+        works.pop(0).wait(timeout)
+
+
+def _one_byte() -> Tensor:
+    return torch.zeros(1, dtype=torch.uint8)
+
+
+class MemberMonitor:
+    """Detects members that are lost while a group is created and used.
+
+    The members watch each other in a ring, and the first one that detects a loss tells all others
+    through the store of the donor. This is needed because the lighthouse considers a worker alive
+    until its heartbeats have been missing for some time, and a process group waits long for a
+    member that never connects or is frozen. In contrast, the store of a dead worker refuses
+    connections at once, and that of a frozen one does not answer.
+
+    Args:
+        plan: Plan of a new group.
+        timeout_s: Longest wait for an answer of the others, in seconds.
+
+    Raises:
+        RuntimeError: If the donor, whose store is used, has died or does not answer.
+    """
+
+    def __init__(self, plan: Plan, timeout_s: float) -> None:
+        self._plan = plan
+        self._rendezvous_s = min(RENDEZVOUS_S, timeout_s)
+        self._unresponsive_s = min(UNRESPONSIVE_S, timeout_s)
+        self._check_alive(plan.donor)
+        client = connect_store(plan.stores[plan.donor], plan.names[plan.donor], timeout_s)
+        self._store = TimeoutStore(PrefixStore(plan.group, client))
+
+    def rendezvous(self) -> None:
+        """Wait until all members are ready to create the group.
+
+        Raises:
+            RuntimeError: If one of them has died, has given up, or does not arrive in time.
+        """
+        plan = self._plan
+        self._ask_donor(lambda: self._store.set(_ready_key(plan.rank), "", self._unresponsive_s))
+        missing = [rank for rank in range(len(plan.names)) if rank != plan.rank]
+        deadline = time.monotonic() + self._rendezvous_s
+        while missing := [rank for rank in missing if not self._has(_ready_key(rank))]:
+            self._check_left()
+            for rank in missing:
+                self._check_alive(rank)
+            if time.monotonic() > deadline:
+                names = plan.format_names(missing)
+                raise RuntimeError(
+                    f"{names} did not join the group within {self._rendezvous_s:.3g} s."
+                )
+            time.sleep(_POLL_S)
+
+    def create_group(self, create: Callable[[], ProcessGroupGloo]) -> ProcessGroupGloo:
+        """Create the group on all members at once; RuntimeError if one is lost meanwhile.
+
+        The call that creates it cannot be cancelled: after a loss it ends in the background.
+        """
+        creating = begin(create)
+        try:
+            self._wait_or_raise(creating, 0.0)
+        except RuntimeError:
+            creating.add_done_callback(_discard)
+            raise
+        return creating.result()
+
+    def watch(self, exchange: Callable[[], T]) -> T:
+        """Run an exchange with the members; RuntimeError if one is lost meanwhile.
+
+        After a loss the exchange is left alone, in its thread. A member that has ended may have
+        sent everything before, so the exchange gets a moment for data that is still on its way.
+        """
+        running = begin(exchange)
+        try:
+            self._wait_or_raise(running, _GRACE_S)
+            return running.result()
         finally:
-            del exchanging  # a circle, from the error's frames back to the error
+            del running  # a reference cycle, from the error's frames back to the error
 
     def leave(self) -> None:
-        """Tell the others that this member does not come, or is there no longer."""
+        """Tell the others that this member has left the group, or does not join it."""
         with suppress(RuntimeError):
             self._check_alive(self._plan.donor)
-            self._store.set(_LEFT, self._plan.names[self._plan.own], _LAST_WORDS_S)
+            self._store.set(_LEFT_KEY, self._plan.names[self._plan.rank], _LEAVE_S)
         self._store.close()
 
-    def _stay_with(self, work: Future[Any], grace_s: float) -> None:
-        """Wait for the end of something, or for the loss of a member and a moment more."""
+    def _wait_or_raise(self, work: Future[Any], grace_s: float) -> None:
+        """Wait for some work; if a member is lost, raise unless it ends within ``grace_s``."""
         if len(self._plan.names) == 1:
             wait([work])
-        if wait([work], _QUICK_S).done:
+        if wait([work], _WATCH_AFTER_S).done:
             return
         is_over = threading.Event()
-        loss: Future[Any] = begin(lambda: self._watch(is_over))
+        loss: Future[Any] = begin(lambda: self._watch_next(is_over))
         try:
             wait([work, loss], return_when=FIRST_COMPLETED)
             is_over.set()
@@ -139,35 +388,38 @@ class Gathering:
         finally:
             del loss, work
 
-    def _watch(self, is_over: threading.Event) -> None:
+    def _watch_next(self, is_over: threading.Event) -> None:
+        """Check the next member in the ring until it is lost or the work is over."""
         plan = self._plan
-        following = (plan.own + 1) % len(plan.names)
+        rank = (plan.rank + 1) % len(plan.names)
         while not is_over.is_set():
             self._check_left()
-            self._check_alive(following)
-            connected(plan.stores[following], plan.names[following], self._silent_s)
-            is_over.wait(_LOOK_S)
-
-    def _has_come(self, place: int) -> bool:
-        return self._has(f"came/{place}")
+            self._check_alive(rank)
+            connect_store(plan.stores[rank], plan.names[rank], self._unresponsive_s)
+            is_over.wait(_WATCH_EVERY_S)
 
     def _check_left(self) -> None:
-        if self._has(_LEFT):
-            who = self._answer_of_donor(lambda: self._store.get(_LEFT, self._silent_s))
-            raise RuntimeError(f"{who.decode()} has given up.")
+        if self._has(_LEFT_KEY):
+            member = self._ask_donor(lambda: self._store.get(_LEFT_KEY, self._unresponsive_s))
+            raise RuntimeError(f"{member.decode()} has given up.")
 
     def _has(self, key: str) -> bool:
-        return self._answer_of_donor(lambda: self._store.check([key], self._silent_s))
+        return self._ask_donor(lambda: self._store.check([key], self._unresponsive_s))
 
-    def _answer_of_donor(self, call: Callable[[], T]) -> T:
+    def _ask_donor(self, call: Callable[[], T]) -> T:
         try:
             return call()
         except StoreTimeout:
             donor = self._plan.names[self._plan.donor]
-            raise RuntimeError(f"{donor} has not answered for {self._silent_s:.3g} s.") from None
+            message = f"{donor} has not answered for {self._unresponsive_s:.3g} s."
+            raise RuntimeError(message) from None
 
-    def _check_alive(self, place: int) -> None:
-        check_alive(self._plan.stores[place], self._plan.names[place])
+    def _check_alive(self, rank: int) -> None:
+        check_alive(self._plan.stores[rank], self._plan.names[rank])
+
+
+def _ready_key(rank: int) -> str:
+    return f"came/{rank}"
 
 
 def _discard(future: Future[ProcessGroupGloo]) -> None:
@@ -175,249 +427,79 @@ def _discard(future: Future[ProcessGroupGloo]) -> None:
         future.result().abort(errored=False)
 
 
-def move(
-    group: ProcessGroupGloo,
-    sent: Mapping[int, Sequence[Tensor]],
-    received: Mapping[int, Sequence[Tensor]],
-    timeout: timedelta,
-) -> None:
-    """Send and receive several tensors to and from several members, by their places.
+def serve_store(host: str) -> TCPStore:
+    """Serve a key-value store at the address of a host, or at all addresses if it is elsewhere."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address[:2], family=family)
+    except OSError:
+        return TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
-    Gloo leaves those waiting whose messages are cut off in the middle by the death of the other
-    end, but not those who wait for a message that has not begun. So two single bytes are waited
-    for: one follows the tensors, and one comes back once all of them are there.
+
+def connect_store(store: str, member: str, timeout_s: float) -> TCPStore:
+    """Connect to the store of a member, and check that it answers.
+
+    PyTorch retries for a long time if the server is gone. It does so in a thread, which is given up
+    as soon as the member is known to have ended.
 
     Args:
-        group: That of the members; it stays the same to the end, also when this worker has left it.
-        sent: To each; empty ones do not travel.
-        received: From each, into these.
-        timeout: Longest wait for one of them.
+        store: ``"host:port"``.
+        member: Name of the member, for messages.
+        timeout_s: Longest wait for an answer, and for those of later calls, in seconds.
 
     Raises:
-        RuntimeError: If one of the members is lost.
+        RuntimeError: If the member has ended or does not answer.
     """
-    moved: list[Work] = []
-    ends: list[Work] = []
-    came: list[Work] = []
+    deadline = time.monotonic() + timeout_s
+    is_given_up = threading.Event()
+    connecting = begin(
+        lambda: _connect(store, timeout_s, deadline, is_given_up), parting_s=_LAST_ATTEMPT_S
+    )
     try:
-        for source, tensors in received.items():
-            moved += _start(group.recv, tensors, source)
-            ends.append(group.recv([one_byte()], source, _END))
-        came += [group.recv([one_byte()], receiver, _CAME) for receiver in sent]
-        for receiver, tensors in sent.items():
-            moved += _start(group.send, tensors, receiver)
-            moved.append(group.send([one_byte()], receiver, _END))
-        _wait(ends, timeout)
-        moved += [group.send([one_byte()], source, _CAME) for source in received]
-        _wait(came, timeout)
-        _wait(moved, timeout)
+        while not wait([connecting], _CHECK_EVERY_S).done:
+            check_alive(store, member)
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{member} has not answered for {timeout_s:.3g} s.")
+        return connecting.result()
     finally:
-        for works in (moved, ends, came):
-            works.clear()  # or they would keep the group's connections open after a failure
+        is_given_up.set()
+        del connecting  # a reference cycle, from the error's frames back to the error
 
 
-def one_byte() -> Tensor:
-    """The shortest message."""
-    return torch.zeros(1, dtype=torch.uint8)
-
-
-def _start(
-    start: Callable[[list[Tensor], int, int], Work], tensors: Sequence[Tensor], peer: int
-) -> list[Work]:
-    full = (tensor for tensor in tensors if tensor.numel())
-    return [start([tensor.view(torch.uint8)], peer, tag) for tag, tensor in enumerate(full)]
-
-
-def _wait(works: list[Work], timeout: timedelta) -> None:
-    while works:
-        works.pop(0).wait(timeout)
-
-
-class Groups:
-    """This worker's part in the group of those who exchange at present.
-
-    Args:
-        host: Under which the other members reach this machine.
-        timeout_s: Longest wait for what another member sends, in seconds.
-
-    Attributes:
-        name: Of the open group; empty if there is none.
-        address: ``"host:port"`` of the store that this worker serves.
-    """
-
-    def __init__(self, host: str, timeout_s: float) -> None:
-        self.name = ""
-        self._timeout = timedelta(seconds=timeout_s)
-        self._store = serve(host)
-        self.address = f"{host}:{self._store.port}"
-        self._own_words = TimeoutStore(self._store)
-        self._group: ProcessGroupGloo | None = None
-        self._gathering: Gathering | None = None
-        self._plan: Plan | None = None
-
-    def describe(self, run: str) -> None:
-        """Keep what this worker's run is, for those who want to know why theirs is another."""
-        self._own_words.set(_RUN, run)
-
-    def ask(self, store: str, who: str) -> str:
-        """What another worker's run is; RuntimeError if it does not say."""
-        asked = connected(store, who, self._connect_s)
-        return with_timeout(lambda: asked.get(_RUN), self._connect_s).decode()
-
-    @property
-    def finished(self) -> int:
-        """How many of those who took part with this worker have finished since."""
+def _connect(
+    store: str, timeout_s: float, deadline: float, is_given_up: threading.Event
+) -> TCPStore:
+    """Make attempts of increasing length, so that one that is given up early ends soon."""
+    host, port = _split_address(store)
+    attempt_s = _FIRST_ATTEMPT_S
+    while True:
+        limit = timedelta(seconds=min(attempt_s, timeout_s))
         try:
-            return self._own_words.add(_FINISHED, 0)
-        except RuntimeError:  # something has cut the connection to this worker's own store
-            self._own_words.close()
-            self._own_words = TimeoutStore(connected(self.address, "This worker's store", _OWN_S))
-            return self._own_words.add(_FINISHED, 0, _OWN_S)
-
-    def living(self) -> list[str]:
-        """Those who took part last with this worker, and have not ended as far as it can see."""
-        plan = self._plan
-        if plan is None:
-            return []
-        members = enumerate(zip(plan.stores, plan.names, strict=True))
-        return [name for place, (store, name) in members if place != plan.own and _lives(store)]
-
-    def say_finished(self) -> None:
-        """Tell those who took part last that this worker has finished, if they are there still."""
-        plan = self._plan
-        if plan is None:
-            return
-        members = list(zip(plan.stores, plan.names, strict=True))
-        others = members[: plan.own] + members[plan.own + 1 :]
-        wait([begin(functools.partial(_say_finished, *other)) for other in others], _GOODBYE_S)
-
-    def open(self, plan: Plan) -> None:
-        """Have the group of a plan; made anew if it is another one.
-
-        Raises:
-            RuntimeError: If a member does not come.
-        """
-        reach("before the group")
-        if not plan.is_new:
-            return
-        self.drop()
-        gathering = Gathering(plan, self._connect_s)
-        try:
-            gathering.assemble()
-            group = gathering.enter(lambda: self._connect(plan))
+            client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
         except RuntimeError:
-            gathering.leave()
-            raise
-        self._group, self._gathering = group, gathering
-        self._plan, self.name = plan, plan.group
-
-    def _connect(self, plan: Plan) -> ProcessGroupGloo:
-        group = ProcessGroupGloo(timeout=timedelta(seconds=self._connect_s))
-        store = f"{plan.stores[plan.donor]}/{plan.group}"
-        reach("making the group")
-        group.configure(store, plan.names[plan.own], plan.own, len(plan.names))
-        return group
-
-    @property
-    def _connect_s(self) -> float:
-        return min(CONNECT_S, self._timeout.total_seconds() / 3)
-
-    def sum(self, flat: Tensor) -> None:
-        """Add a flat tensor up over all members, in place."""
-        reach("exchange")
-        options = AllreduceOptions()
-        options.timeout = self._timeout
-        group = self._open
-        self._attend(lambda: group.allreduce([flat], options).wait())
-
-    def gather(self, status: Tensor) -> Tensor:
-        """The statuses ``(members, width)`` of all members; RuntimeError if one is lost."""
-        return self.begin_gather(status)()
-
-    def begin_gather(self, status: Tensor) -> Callable[[], Tensor]:
-        """Begin to :meth:`gather`, beside what follows; what is returned waits for the end."""
-        reach("rows")
-        group = self._open
-        table = status.new_empty(group.size(), len(status))
-        options = AllgatherOptions()
-        options.timeout = self._timeout
-        gathering = group.allgather([list(table)], [status], options)
-
-        def end() -> Tensor:
-            self._attend(gathering.wait)
-            return table
-
-        return end
-
-    def confirm(self) -> None:
-        """Say that this member has received, and wait until all have; RuntimeError if not."""
-        reach("confirming")
-        self.gather(one_byte())
-        reach("after confirming")
-
-    def send(self, tensors: Sequence[Tensor], to: int) -> None:
-        """Send tensors to one member, which receives as many; empty ones do not travel.
-
-        Raises:
-            RuntimeError: If that member is lost.
-        """
-        self._move({to: tensors}, {})
-
-    def receive(self, tensors: Sequence[Tensor], source: int) -> None:
-        """Receive what a member sends, into tensors; RuntimeError if it is lost."""
-        self._move({}, {source: tensors})
-
-    def swap(self, sent: Mapping[int, Tensor], inbox: Mapping[int, Tensor]) -> None:
-        """Send each member its message, while those of others arrive in their places of an inbox.
-
-        Raises:
-            RuntimeError: If one of them is lost.
-        """
-        reach("exchange")
-        messages = {to: [message] for to, message in sent.items()}
-        memories = {source: [memory] for source, memory in inbox.items()}
-        self._move(messages, memories)
-
-    def _move(
-        self, sent: Mapping[int, Sequence[Tensor]], received: Mapping[int, Sequence[Tensor]]
-    ) -> None:
-        group, timeout = self._open, self._timeout
-        self._attend(lambda: move(group, sent, received, timeout))
-
-    @property
-    def _open(self) -> ProcessGroupGloo:
-        if self._group is None:
-            raise RuntimeError("There is no open group.")
-        return self._group
-
-    def _attend(self, exchange: Callable[[], object]) -> None:
-        if self._gathering is None:
-            raise RuntimeError("There is no open group.")
-        self._gathering.attend(exchange)
-
-    def drop(self) -> None:
-        """Leave the open group without waiting for what is under way."""
-        groups, gathering = [self._group], self._gathering
-        self._group, self._gathering, self.name = None, None, ""
-        if gathering is not None:
-            BackgroundThread("loco-left-group", functools.partial(_abort, groups)).start()
-            gathering.leave()
-
-    def close(self) -> None:
-        """Leave the group, and stop serving the store."""
-        self.drop()
-        self._own_words.close()
-        del self._store, self._own_words
+            if is_given_up.is_set() or time.monotonic() > deadline:
+                raise
+            attempt_s *= 2
+        else:
+            client.set_timeout(timedelta(seconds=timeout_s))
+            return client
 
 
-def _abort(groups: list[ProcessGroupGloo | None]) -> None:
-    """End what is under way in the only group of a list, and the group: both may take a while."""
-    if groups[0] is not None:
-        groups[0].abort(errored=False)
-    groups.clear()
+def check_alive(store: str, member: str) -> None:
+    """Raise RuntimeError if a member has ended; a slow or silent network does not prove that."""
+    try:
+        socket.create_connection(_split_address(store), timeout=_MAX_PROBE_S).close()
+    except ConnectionRefusedError as error:
+        raise RuntimeError(f"{member} has ended.") from error
+    except OSError:
+        return
 
 
-def _lives(store: str) -> bool:
+def _is_alive(store: str) -> bool:
     try:
         check_alive(store, "")
     except RuntimeError:
@@ -425,6 +507,6 @@ def _lives(store: str) -> bool:
     return True
 
 
-def _say_finished(store: str, who: str) -> None:
-    check_alive(store, who)
-    connected(store, who, _GOODBYE_S).add(_FINISHED, 1)
+def _split_address(store: str) -> tuple[str, int]:
+    host, _, port = store.rpartition(":")
+    return host, int(port)

@@ -1,4 +1,8 @@
-"""The lighthouse: a server of torchft that hears who is alive and says who takes part."""
+"""Client of the lighthouse, a server of torchft that tracks which workers are alive.
+
+Each worker sends it heartbeats, and asks it before every round for a quorum: the workers that take
+part.
+"""
 
 from __future__ import annotations
 
@@ -13,136 +17,248 @@ from typing import Any, NamedTuple
 
 from torchft.coordination import LighthouseClient, ManagerServer
 
-HEARD_S = 1.0
-"""After so long a new lighthouse has heard several signs of life of everyone who is not held up."""
-
-_IDLE_S = 10
-
 HEARTBEAT_S = 0.1
-"""Time between two signs of life."""
+"""Time between two heartbeats."""
+
+MIN_UPTIME_S = 1.0
+"""Uptime after which a lighthouse has received several heartbeats of every worker that is alive."""
 
 _RECONNECT_S = 1.0
-"""With a longer one, signs of life stay away for several seconds from a lighthouse that is back."""
+"""Longest attempt of a heartbeat; a longer one delays the first to a restarted lighthouse."""
 
+_KEEPALIVE_IDLE_S = 10
 _LOOPBACK = "127.0.0.1:0"
-_PAUSE_S = 0.2
-_PAGE_S, _LONGEST_PAGE_BYTES, _MOST_NAMES = 1.0, 2**20, 10
+_RETRY_S = 0.2
+_STATUS_S, _MAX_STATUS_BYTES, _MAX_NAMES = 1.0, 2**20, 10
 _STATUS = re.compile(r"Next quorum status: ([\w ,.\[\]/=()!-]{1,300})")
-_HEARD = re.compile(r"^\s*([\w.-]{1,120}): seen (\d+(?:\.\d)?)", re.MULTILINE)
+_HEARTBEAT = re.compile(r"^\s*([\w.-]{1,120}): seen (\d+(?:\.\d)?)", re.MULTILINE)
+
+
+class Member(NamedTuple):
+    """A worker in a quorum.
+
+    Attributes:
+        name: Its replica id, never used by another worker.
+        data: What it sent with its request, as plain values; not checked yet.
+    """
+
+    name: str
+    data: dict[str, Any]
+
+
+class Quorum(NamedTuple):
+    """The workers that asked for the same round.
+
+    Attributes:
+        id: Unique, also after a restart of the lighthouse.
+        members: In the same order on all workers.
+    """
+
+    id: str
+    members: list[Member]
+
+
+class Lighthouse:
+    """This worker's connection with the lighthouse.
+
+    The heartbeats are sent by a thread of torchft, which is blocked neither by Python's global lock
+    nor by an exchange. They end with the process, or with :meth:`close`.
+
+    Nothing is connected before :meth:`quorum`, so a worker may be started before the lighthouse.
+
+    Args:
+        address: ``"host:port"`` of the lighthouse.
+        name: Name of this worker, never used by another one.
+
+    Attributes:
+        error: Why the lighthouse cannot be reached at the moment; empty if it can.
+        uptime: Measures for how long the lighthouse has been up.
+    """
+
+    def __init__(self, address: str, name: str) -> None:
+        self.name = name
+        self.address = address.removeprefix("http://")
+        self.error = "it does not answer"
+        self.uptime = Uptime(address)
+        self._url = f"http://{self.address}"
+        self._client: LighthouseClient | None = None
+        self._heartbeats: ManagerServer | None = None
+
+    def quorum(self, make_data: Callable[[], dict[str, Any]], timeout_s: float) -> Quorum | None:
+        """Ask to take part and wait for the other workers.
+
+        The request is sent once the lighthouse has been up for :data:`MIN_UPTIME_S`.
+
+        Args:
+            make_data: Returns what the others should know about this worker, as plain values;
+                called immediately before each request.
+            timeout_s: Longest wait, in seconds.
+
+        Returns:
+            The workers that take part; None if the quorum is not complete within the timeout.
+
+        Raises:
+            RuntimeError: If the lighthouse cannot be reached within the timeout.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                client = self._connect(deadline)
+                self.uptime.wait(deadline)
+                left = timedelta(seconds=max(_RETRY_S, deadline - time.monotonic()))
+                quorum = client.quorum(self.name, left, data=make_data())
+            except TimeoutError:
+                return None
+            except (RuntimeError, ConnectionError) as error:
+                self._client, self.error = None, str(error)
+                if self.uptime.is_closed or time.monotonic() + _RETRY_S > deadline:
+                    raise RuntimeError(
+                        f"The lighthouse at {self.address} does not answer within {timeout_s:g} s "
+                        f"({error}). Start it with `lightning-loco lighthouse`, and check that "
+                        "this machine can reach its port."
+                    ) from error
+                time.sleep(_RETRY_S)
+                continue
+            members = [Member(each.replica_id, each.data or {}) for each in quorum.participants]
+            return Quorum(f"{quorum.created.seconds}.{quorum.created.nanos:09}", members)
+
+    def _connect(self, deadline: float) -> LighthouseClient:
+        """Return the connected client; the first call starts the heartbeats."""
+        self.uptime.connect(deadline)
+        longest = timedelta(seconds=max(_RETRY_S, deadline - time.monotonic()))
+        if self._heartbeats is None:
+            self._heartbeats = ManagerServer(
+                replica_id=self.name,
+                lighthouse_addr=self._url,
+                hostname=socket.gethostname(),
+                bind=_LOOPBACK,  # unused here, and it obeys everybody who can connect
+                store_addr="",
+                world_size=1,
+                heartbeat_interval=timedelta(seconds=HEARTBEAT_S),
+                connect_timeout=timedelta(seconds=_RECONNECT_S),
+                quorum_retries=0,
+            )
+        if self._client is None:
+            self._client = LighthouseClient(self._url, longest)
+        if self.uptime.is_closed:  # by another thread, meanwhile
+            self._heartbeats.shutdown()
+            raise ConnectionAbortedError("This worker has left the run.")
+        self.error = ""
+        return self._client
+
+    def status(self) -> str:
+        """Return what the lighthouse's status page reports; empty if it does not answer."""
+        try:
+            with closing(HTTPConnection(self.address, timeout=_STATUS_S)) as connection:
+                connection.request("GET", "/status")
+                page = connection.getresponse().read(_MAX_STATUS_BYTES).decode(errors="replace")
+        except (OSError, HTTPException):
+            return ""
+        status = _STATUS.search(page)
+        ages = sorted((float(age), name) for name, age in _HEARTBEAT.findall(page))[:_MAX_NAMES]
+        heartbeats = ", ".join(f"{name} {age:g} s ago" for age, name in ages)
+        parts = [] if status is None else [f"it reports: {status[1]}"]
+        return "; ".join(parts + ([f"last heartbeats: {heartbeats}"] if heartbeats else []))
+
+    def close(self) -> None:
+        """Stop the heartbeats; the others continue without this worker."""
+        self.uptime.close()
+        if self._heartbeats is not None:
+            self._heartbeats.shutdown()
+        self._client = None
 
 
 class Uptime:
-    """A connection with the lighthouse that ends when the lighthouse does.
+    """Measures the uptime of the lighthouse by a TCP connection that ends when the lighthouse does.
 
-    It tells whether the lighthouse has been up for long enough to have heard of all who are alive.
-    One that was started again knows nobody. It would let those who ask first go on without the
-    others, and workers that know nothing of the run begin another one.
+    A lighthouse that was restarted knows no worker. It would let the first ones that ask continue
+    without the others, and let workers without a state begin a second run.
 
     Args:
         lighthouse: ``"host:port"``.
 
     Attributes:
-        is_closed: Whether this worker takes part no longer.
+        is_closed: Whether :meth:`close` was called.
     """
 
     def __init__(self, lighthouse: str) -> None:
         host, _, port = lighthouse.removeprefix("http://").rpartition(":")
         self._address = host.strip("[]"), int(port)
-        self._line: socket.socket | None = None
-        self._since, self._connections = 0.0, 0
+        self._connection: socket.socket | None = None
+        self._since, self._num_connections = 0.0, 0
         self.is_closed = False
 
     def wait(self, deadline: float) -> None:
-        """Wait until the lighthouse has been up for :data:`HEARD_S`, as far as is known here.
+        """Wait until the lighthouse has been up for :data:`MIN_UPTIME_S`, as far as is known.
 
         Args:
-            deadline: When to wait no longer, by ``time.monotonic()``.
+            deadline: End of the wait, by ``time.monotonic()``.
 
         Raises:
-            ConnectionError: If nobody answers there, or after :meth:`close`.
+            ConnectionError: If the lighthouse does not answer, or after :meth:`close`.
         """
         while True:
             self.connect(deadline)
             now = time.monotonic()
-            left_s = min(self._since + HEARD_S, deadline) - now
+            left_s = min(self._since + MIN_UPTIME_S, deadline) - now
             if left_s <= 0:
                 return
             time.sleep(left_s)
 
     def connect(self, deadline: float) -> None:
-        """Connect, unless there is a connection; arguments and errors are those of :meth:`wait`."""
-        if self._line is None or _has_ended(self._line):
-            self._open(deadline)
+        """Connect unless connected; arguments and errors are those of :meth:`wait`."""
+        if self._connection is None or _has_ended(self._connection):
+            self._reconnect(deadline)
 
-    def is_new(self, known_s: float) -> bool:
-        """Whether this connection followed another one, less than so long ago.
+    def has_restarted(self, within_s: float) -> bool:
+        """Whether the lighthouse was restarted less than ``within_s`` seconds ago.
 
-        Those who took part before may then be held up for longer than :data:`HEARD_S`.
+        A member of earlier rounds may then need longer than :data:`MIN_UPTIME_S` to reach it.
         """
-        return self._connections > 1 and time.monotonic() - self._since < known_s
+        return self._num_connections > 1 and time.monotonic() - self._since < within_s
 
     def close(self) -> None:
-        """End the connection for good."""
+        """Close the connection for good."""
         self.is_closed = True
-        self._end()
+        self._disconnect()
 
-    def _end(self) -> None:
-        if self._line is not None:
-            self._line.close()
-            self._line = None
-
-    def _open(self, deadline: float) -> None:
-        self._end()
-        left_s = max(HEARD_S, deadline - time.monotonic())
+    def _reconnect(self, deadline: float) -> None:
+        self._disconnect()
+        left_s = max(MIN_UPTIME_S, deadline - time.monotonic())
         if self.is_closed:
-            raise ConnectionAbortedError("this worker takes part no longer")
+            raise ConnectionAbortedError("This worker has left the run.")
         try:
-            line = socket.create_connection(self._address, timeout=left_s)
+            connection = socket.create_connection(self._address, timeout=left_s)
         except OSError as error:
             raise ConnectionError(str(error)) from error
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if hasattr(socket, "TCP_KEEPIDLE"):
-            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
-        self._line, self._since = line, time.monotonic()
-        self._connections += 1
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
+        self._connection, self._since = connection, time.monotonic()
+        self._num_connections += 1
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
 
-def _has_ended(line: socket.socket) -> bool:
+def _has_ended(connection: socket.socket) -> bool:
     try:
-        line.setblocking(False)
-        return line.recv(1, socket.MSG_PEEK) == b""
+        connection.setblocking(False)
+        return connection.recv(1, socket.MSG_PEEK) == b""
     except BlockingIOError:
         return False
     except OSError:
         return True
 
 
-class Member(NamedTuple):
-    """A worker that has asked to take part.
-
-    Attributes:
-        name: Unlike that of any other worker, dead ones included.
-        told: What it says of itself.
-    """
-
-    name: str
-    told: dict[str, Any]
-
-
-class Quorum(NamedTuple):
-    """Who takes part.
-
-    Attributes:
-        number: Never used before, also by a lighthouse that was restarted.
-        members: In an order that is the same for all.
-    """
-
-    number: str
-    members: list[Member]
-
-
 def address_towards(lighthouse: str) -> str:
-    """The address under which the lighthouse sees this machine; RuntimeError if there is none."""
+    """Return the address under which the lighthouse sees this machine.
+
+    Raises:
+        RuntimeError: If there is no route to the lighthouse.
+    """
     host, _, port = lighthouse.removeprefix("http://").rpartition(":")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
@@ -153,114 +269,3 @@ def address_towards(lighthouse: str) -> str:
     except OSError as error:
         message = f"This machine does not reach the lighthouse at {lighthouse}: {error}."
         raise RuntimeError(message) from error
-
-
-class Lighthouse:
-    """This worker's line to the lighthouse.
-
-    Signs of life are sent by a thread of torchft's own, which neither Python's lock nor an exchange
-    holds up. They end with the process, or with :meth:`close`.
-
-    Nothing is connected before :meth:`quorum`, so that a worker may be started before the
-    lighthouse.
-
-    Args:
-        address: ``"host:port"`` of the lighthouse.
-        name: Of this worker, unlike that of any other.
-
-    Attributes:
-        trouble: Why the lighthouse cannot be reached at present; empty if it can.
-        uptime: A connection that tells for how long the lighthouse has been up.
-    """
-
-    def __init__(self, address: str, name: str) -> None:
-        self.name = name
-        self.address = address.removeprefix("http://")
-        self.trouble = "it does not answer"
-        self._url = f"http://{self.address}"
-        self._client: LighthouseClient | None = None
-        self._heart: ManagerServer | None = None
-        self.uptime = Uptime(address)
-
-    def quorum(self, tell: Callable[[], dict[str, Any]], wait_s: float) -> Quorum | None:
-        """Ask to take part, and wait for the others; not before the lighthouse has heard of all.
-
-        Args:
-            tell: What the others should know of this worker, as plain values; called right before
-                the lighthouse is asked.
-            wait_s: Longest wait, in seconds.
-
-        Returns:
-            All who take part; None if they are not together after that time.
-
-        Raises:
-            RuntimeError: If the lighthouse cannot be reached for that long.
-        """
-        deadline = time.monotonic() + wait_s
-        while True:
-            try:
-                client = self._connected(deadline)
-                self.uptime.wait(deadline)
-                left = timedelta(seconds=max(_PAUSE_S, deadline - time.monotonic()))
-                found = client.quorum(self.name, left, data=tell())
-            except TimeoutError:
-                return None
-            except (RuntimeError, ConnectionError) as error:
-                self._client, self.trouble = None, str(error)
-                if self.uptime.is_closed or time.monotonic() + _PAUSE_S > deadline:
-                    raise self._unreachable(error, wait_s) from error
-                time.sleep(_PAUSE_S)
-                continue
-            members = [Member(one.replica_id, one.data or {}) for one in found.participants]
-            return Quorum(f"{found.created.seconds}.{found.created.nanos:09}", members)
-
-    def _connected(self, deadline: float) -> LighthouseClient:
-        """Reach the lighthouse and begin with the signs of life, if that is still to be done."""
-        self.uptime.connect(deadline)
-        longest = timedelta(seconds=max(_PAUSE_S, deadline - time.monotonic()))
-        if self._heart is None:
-            self._heart = ManagerServer(
-                replica_id=self.name,
-                lighthouse_addr=self._url,
-                hostname=socket.gethostname(),
-                bind=_LOOPBACK,  # nobody needs it, and it obeys whoever reaches it
-                store_addr="",
-                world_size=1,
-                heartbeat_interval=timedelta(seconds=HEARTBEAT_S),
-                connect_timeout=timedelta(seconds=_RECONNECT_S),
-                quorum_retries=0,
-            )
-        if self._client is None:
-            self._client = LighthouseClient(self._url, longest)
-        if self.uptime.is_closed:  # meanwhile
-            self._heart.shutdown()
-            raise ConnectionAbortedError("This worker takes part no longer.")
-        self.trouble = ""
-        return self._client
-
-    def describe(self) -> str:
-        """What the page of the lighthouse says of those it hears; empty if it says nothing."""
-        try:
-            with closing(HTTPConnection(self.address, timeout=_PAGE_S)) as line:
-                line.request("GET", "/status")
-                text = line.getresponse().read(_LONGEST_PAGE_BYTES).decode(errors="replace")
-        except (OSError, HTTPException):
-            return ""
-        status = _STATUS.search(text)
-        heard = sorted((float(age), name) for name, age in _HEARD.findall(text))[:_MOST_NAMES]
-        last = ", ".join(f"{name} {age:g} s ago" for age, name in heard)
-        found = [] if status is None else [f"it says: {status[1]}"]
-        return "; ".join(found + ([f"it has heard {last}"] if last else []))
-
-    def _unreachable(self, error: Exception, seconds: float) -> RuntimeError:
-        return RuntimeError(
-            f"The lighthouse at {self.address} does not answer within {seconds:g} s ({error}). "
-            "Start it with `lightning-loco lighthouse`, and see that this machine reaches its port."
-        )
-
-    def close(self) -> None:
-        """Stop the signs of life; the others go on without this worker."""
-        self.uptime.close()
-        if self._heart is not None:
-            self._heart.shutdown()
-        self._client = None

@@ -1,4 +1,4 @@
-"""What a user says about members that come and go."""
+"""``Elastic``: what a user sets where workers join and leave during a run."""
 
 from __future__ import annotations
 
@@ -11,45 +11,46 @@ import warnings
 
 from lightning_loco.algorithms import Algorithm, Mix
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.elastic.store import is_address
-from lightning_loco.engine.membership import Link
+from lightning_loco.engine.membership import MemberConnection
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.schedules import EverySteps, Staggered
 from lightning_loco.topology import TOPOLOGIES, Topology, get_topology
 
-TYPICAL = 8
-"""The number of workers that ``"auto"`` settings are chosen for, unless others need less."""
+TYPICAL_MEMBERS = 8
+"""Number of members for which ``"auto"`` settings are chosen, unless another one needs less."""
 
-LARGEST = 32
-"""Up to so many workers are checked; there may be more."""
+MAX_CHECKED_MEMBERS = 32
+"""Settings are checked for every number of members up to this one; there may be more."""
 
-_LOGGERS = ("torchft", "torchft_quorums", "torchft_commits", "torchft_errors")
+_TORCHFT_LOGGERS = ("torchft", "torchft_quorums", "torchft_commits", "torchft_errors")
 
 _NAME = re.compile(r"[\w.-]{1,100}")
-_ADDRESS = re.compile(r"(http://)?[^/\s]+:\d{1,5}")
+_LIGHTHOUSE = re.compile(r"(http://)?[^/\s]+:\d{1,5}")
+_LABEL = r"[A-Za-z0-9_:%\[\]-]{1,63}"
+_ADDRESS = re.compile(rf"(?=.{{1,260}}$){_LABEL}(\.{_LABEL})*\.?:\d{{1,5}}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Elastic:
-    """Workers come and go, and the others go on: every job is one worker.
+    """Elastic membership: workers may join and leave during a run; every job is one worker.
 
-    A lighthouse (of torchft) hears which workers are alive, and who of them takes part is settled
-    anew before every exchange. A worker that comes gets the state of the run from another one, or
-    with gossip the mean of the others' states, and takes part in the very next exchange with weight
-    0. An exchange in which a worker is lost is repeated by those that are left, with the same
-    messages. One exchange is under way at a time: results of fragments, or with a delay, must land
-    before the next round begins.
+    A lighthouse (of torchft) tracks which workers are alive and decides before every exchange which
+    of them take part. A worker that joins receives the state of the run from another one, or with
+    gossip the mean of the others' states, and takes part in the next exchange with weight 0. If a
+    worker is lost during an exchange, the remaining ones repeat it with the same messages. There is
+    one exchange at a time: with fragments or a delay, a result must be applied before the next
+    round starts.
 
     Args:
-        lighthouse: ``"host:port"`` of the lighthouse: start ``lightning-loco lighthouse`` there.
-        min_workers: With fewer, the rounds wait. At least 1.
-        name: Of this worker in messages. Default: the host's name.
-        host: Name or address under which the other workers reach this machine. Default: the address
+        lighthouse: ``"host:port"`` of the lighthouse, which ``lightning-loco lighthouse`` starts.
+        min_workers: Least number of workers in a round, at least 1; rounds wait for more.
+        name: Name of this worker in messages. Default: the name of its host.
+        host: Name or address under which the other workers reach this host. Default: the address
             under which the lighthouse sees it.
-        timeout_s: Longest wait for a round to come about, in seconds.
-        check_every: Compare the members' outer parameters and outer state in every that many
-            rounds, equal on all members; one that has drifted goes on from those of most. 0 or None
-            for never. Local SGD has none: after every round all models are equal.
+        timeout_s: Longest wait for a round to start, in seconds.
+        check_every: Number of rounds after which the members compare their outer parameters and
+            outer state, equal on all members; a member that differs from most receives theirs. 0 or
+            None for never. Local SGD has no outer state: after every round all models are equal.
 
     Raises:
         ValueError: If a value is out of range.
@@ -69,7 +70,7 @@ class Elastic:
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
-        if not (isinstance(self.lighthouse, str) and _ADDRESS.fullmatch(self.lighthouse)):
+        if not (isinstance(self.lighthouse, str) and _LIGHTHOUSE.fullmatch(self.lighthouse)):
             raise ValueError(
                 "lighthouse must be an address such as '10.0.0.1:29510', got "
                 f"{self.lighthouse!r}. Start one with `lightning-loco lighthouse`."
@@ -100,22 +101,23 @@ class Elastic:
         """Fill in ``"auto"``; see :class:`lightning_loco.engine.membership.Membership`."""
         if algorithm.exchange == "neighbors" and topology is not None:
             return prepare_for_any_number(algorithm, topology)
-        ready = algorithm.prepare(1, topology)
-        if ready != algorithm.prepare(2, topology):
+        prepared = algorithm.prepare(1, topology)
+        if prepared != algorithm.prepare(2, topology):
             raise ValueError(
                 "membership=Elastic(...) needs an algorithm that does the same with any number of "
                 f"workers, got {type(algorithm).__name__}. Use DiLoCo (algorithm=async_diloco)."
             )
-        return ready
+        return prepared
 
-    def connect(self, settings: RoundSettings, group: WorkerGroup) -> Link:
+    def connect(self, settings: RoundSettings, group: WorkerGroup) -> MemberConnection:
         """Connect an engine; see :class:`lightning_loco.engine.membership.Membership`."""
         algorithm = settings.algorithm
         if algorithm.exchange not in ("mean", "neighbors") or algorithm.num_scalars:
             raise ValueError(
                 "membership=Elastic(...) needs an algorithm that averages over all workers or "
-                f"neighbours, and tells no numbers of its own, got {type(algorithm).__name__}. Use "
-                "DiLoCo, Async or Streaming DiLoCo, Local SGD, NoLoCo or GASLoC."
+                "neighbours, and exchanges no numbers of its own, got "
+                f"{type(algorithm).__name__}. Use DiLoCo, Async or Streaming DiLoCo, Local SGD, "
+                "NoLoCo or GASLoC."
             )
         check_schedule(settings)
         if group.num_workers > 1:
@@ -127,78 +129,79 @@ class Elastic:
             raise ValueError(
                 "membership=Elastic(...) needs torchft: pip install 'lightning-loco[elastic]'."
             )
-        _quiet_torchft()
-        from lightning_loco.elastic.connection import ElasticLink
+        _set_torchft_log_levels()
+        from lightning_loco.elastic.connection import ElasticConnection
 
-        return ElasticLink(self, settings)
+        return ElasticConnection(self, settings)
 
 
 def prepare_for_any_number(algorithm: Algorithm, topology: Topology) -> Algorithm:
-    """Check an algorithm for 1 to 32 workers; ``"auto"`` becomes what suits 8 of them.
+    """Prepare an algorithm for 1 to 32 workers.
 
-    If gossip then diverges with another number of workers, it becomes what suits that number.
+    ``"auto"`` becomes what suits 8 of them, or if gossip then diverges with another number of
+    workers, what suits that number.
 
     Args:
-        algorithm: One that exchanges with neighbours.
-        topology: Built anew whenever the number of members changes.
+        algorithm: An algorithm that exchanges with neighbours.
+        topology: Its topology, which is rebuilt whenever the number of members changes.
 
     Raises:
-        ValueError: If the topology does not exist for one of these numbers, with those that do, or
-            if the algorithm does not work with one of them.
+        ValueError: If the topology does not exist for one of these numbers; the message names those
+            that do. Or if the algorithm does not work with one of them.
     """
-    if (missing := _why_not_always(topology)) is not None:
+    if (problem := _why_not_any_number(topology)) is not None:
         raise ValueError(
             "Where workers come and go, the topology must exist for any number of them. "
-            f"{missing} Those that do: {', '.join(for_any_number())}."
-        ) from missing
-    with warnings.catch_warnings(record=True) as said:
+            f"{problem} Those that do: {', '.join(topologies_for_any_number())}."
+        ) from problem
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ready = algorithm.prepare(TYPICAL, topology)
-        numbers = range(1, LARGEST + 1)
-        if diverging := next((n for n in numbers if not _works(ready, n, topology)), None):
-            ready = algorithm.prepare(diverging, topology)
-        for count in numbers:
-            ready.prepare(count, topology)
-    if said:
-        warnings.warn(said[0].message, stacklevel=2)
-    return ready
+        prepared = algorithm.prepare(TYPICAL_MEMBERS, topology)
+        numbers = range(1, MAX_CHECKED_MEMBERS + 1)
+        if diverging := next((n for n in numbers if not _works(prepared, n, topology)), None):
+            prepared = algorithm.prepare(diverging, topology)
+        for num_members in numbers:
+            prepared.prepare(num_members, topology)
+    if caught:
+        warnings.warn(caught[0].message, stacklevel=2)
+    return prepared
 
 
-def _works(ready: Algorithm, num_workers: int, topology: Topology) -> bool:
+def _works(prepared: Algorithm, num_members: int, topology: Topology) -> bool:
     try:
-        ready.prepare(num_workers, topology)
+        prepared.prepare(num_members, topology)
     except ValueError:
         return False
     return True
 
 
-def for_any_number() -> list[str]:
-    """The names of the topologies that exist for any number of workers."""
-    return [name for name in TOPOLOGIES if _why_not_always(get_topology(name)) is None]
+def topologies_for_any_number() -> list[str]:
+    """Return the names of the topologies that exist for any number of workers."""
+    return [name for name in TOPOLOGIES if _why_not_any_number(get_topology(name)) is None]
 
 
-def _why_not_always(topology: Topology) -> ValueError | None:
-    """What is wrong with the first number of workers that a topology does not exist for."""
+def _why_not_any_number(topology: Topology) -> ValueError | None:
+    """Return the error for the first number of workers for which a topology does not exist."""
     try:
-        for count in range(1, LARGEST + 1):
-            topology.check_num_workers(count)
+        for num_members in range(1, MAX_CHECKED_MEMBERS + 1):
+            topology.check_num_workers(num_members)
     except ValueError as error:
         return error
     return None
 
 
 def check_schedule(settings: RoundSettings) -> None:
-    """Refuse schedules that members cannot keep, such as several rounds under way at a time.
+    """Refuse schedules that elastic members cannot follow, such as several pending rounds.
 
-    With one at a time the state of the run is known when a round begins, and a newcomer can take
-    part in that round.
+    With one pending round at a time the state of the run is known when a round starts, and a
+    joining worker can take part in that round.
 
     Args:
-        settings: Prepared.
+        settings: Prepared settings.
 
     Raises:
-        ValueError: If rounds do not come after a fixed number of local steps, if several may be
-            under way at once, or if local parameters are kept and nothing is equal on all members.
+        ValueError: If rounds do not come after a fixed number of local steps, if several could be
+            pending at once, or if local parameters are kept and nothing is equal on all members.
     """
     schedule, algorithm = settings.schedule, settings.algorithm
     if not isinstance(schedule, (EverySteps, Staggered)):
@@ -221,19 +224,24 @@ def _check_delay(schedule: Staggered) -> None:
     longest = schedule.shortest_gap
     if schedule.delay > longest:
         raise ValueError(
-            "With membership=Elastic(...) a result must land before the next round begins: delay "
-            f"must be at most sync_every // fragments = {schedule.sync_every} // "
+            "With membership=Elastic(...) a result must be applied before the next round starts: "
+            f"delay must be at most sync_every // fragments = {schedule.sync_every} // "
             f"{schedule.fragments} = {longest}, got {schedule.delay}. Use delay={longest}, fewer "
             "fragments or a larger sync_every."
         )
 
 
-def _quiet_torchft() -> None:
-    """Let torchft say warnings only; its part in Rust reads that when it is imported.
+def is_address(text: str) -> bool:
+    """Whether a text is ``"host:port"`` with a host name that can be looked up."""
+    return _ADDRESS.fullmatch(text) is not None and int(text.rpartition(":")[2]) < 2**16
 
-    What the user has set stays: the level of a logger, or the variable ``RUST_LOG``.
+
+def _set_torchft_log_levels() -> None:
+    """Let torchft log warnings only; its part in Rust reads the level when it is imported.
+
+    What the user set has priority: the level of a logger, or the variable ``RUST_LOG``.
     """
-    for name in _LOGGERS:
+    for name in _TORCHFT_LOGGERS:
         logger = logging.getLogger(name)
         if logger.level == logging.NOTSET:
             logger.setLevel(logging.WARNING)

@@ -1,6 +1,6 @@
-"""What a quorum means: who exchanges with whom, and who brings the state to whom.
+"""The plan of a round: who takes part, who sends the state of the run, and who receives it.
 
-Every member makes its plan of the same words of all members, and so all make the same one.
+Every member makes its plan from the same information about all members, so all plans agree.
 """
 
 from __future__ import annotations
@@ -10,96 +10,211 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from typing_extensions import Self
 
 from lightning_loco.elastic.lighthouse import Member, Quorum
-from lightning_loco.elastic.store import is_address
+from lightning_loco.elastic.membership import is_address
 
 NO_STATE = -1
-"""The round of a worker that knows nothing of the run, or whose knowledge is out of date."""
+"""The round index of a worker that has no state of the run, or an outdated one."""
 
 
-def resumed(round_index: int) -> int:
-    """What a worker tells in place of its round, that knows the run from a checkpoint and joins it.
+def resumed_round(round_index: int) -> int:
+    """Return what a worker sends as its round when it joins with the state of a checkpoint.
 
-    Those that make rounds are ahead of it, whatever they have made: it has no message for them.
+    Workers that are making rounds are ahead of it, whatever their round: it has no message for
+    theirs.
     """
     return NO_STATE - 1 - round_index
 
 
-class Told(NamedTuple):
-    """What a worker says of itself when it asks to take part.
+class MemberInfo(NamedTuple):
+    """What a worker sends about itself when it asks to take part.
 
     Attributes:
-        round_index: The round that it begins; :data:`NO_STATE` if it knows nothing, and
-            :func:`resumed` if it only joins, with a state from a checkpoint.
-        group: The group that it has open; empty if it has none.
-        store: ``"host:port"`` of a key-value store that it serves.
-        data: The first position in the stream of samples that it cannot have taken.
-        run: Fingerprint of settings and schema.
-        enough: The least number of members with which it makes this round.
-        made: The group in which it made the round before; empty if it knows it from a checkpoint.
-        received: Group and members of an exchange of this round that has failed after this worker
-            had received it; empty if there is none.
-        awaited: Members of the exchange before that are alive, as far as it can see, and that a
-            lighthouse which was started again may not have heard of yet.
+        round_index: The round that it starts; :data:`NO_STATE` if it has no state, and
+            :func:`resumed_round` if it joins with the state of a checkpoint.
+        open_group: Name of its process group; empty if it has none.
+        store: ``"host:port"`` of the key-value store that it serves.
+        data_position: First position in the stream of samples that it cannot have used.
+        run_hash: Fingerprint of its settings and the schema of its parameters.
+        min_members: Least number of members with which it makes this round.
+        last_group: Group that made its previous round; empty if its state is from a checkpoint.
+        received: Group and members of an exchange of this round that failed after this worker had
+            received all messages; empty if there is none.
+        awaited: Members of the previous exchange that are alive, as far as this worker can see, and
+            that a restarted lighthouse may not know yet.
     """
 
     round_index: int
-    group: str
+    open_group: str
     store: str
-    data: int
-    run: str
-    enough: int
-    made: str
+    data_position: int
+    run_hash: str
+    min_members: int
+    last_group: str
     received: list[str]
     awaited: list[str]
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values as they are sent."""
+        return dict(zip(_KEYS, self, strict=True))
+
+    @classmethod
+    def parse(cls, member: Member) -> Self | None:
+        """Return what a member sent; None if its form, types or ranges are wrong."""
+        if not isinstance(member.data, dict) or member.data.keys() != set(_KEYS):
+            return None
+        info = cls(*(member.data[key] for key in _KEYS))
+        kinds = (int, str, str, int, str, int, str, list, list)
+        if not all(type(value) is kind for value, kind in zip(info, kinds, strict=True)):
+            return None
+        if not all(type(name) is str for name in (*info.received, *info.awaited)):
+            return None
+        numbers = info.round_index, info.data_position, info.min_members
+        in_range = is_address(info.store) and all(abs(number) < 2**53 for number in numbers)
+        return info if in_range else None
+
+
+_KEYS = ("round_index", "group", "store", "data", "run", "enough", "made", "received", "awaited")
+"""The keys under which the fields of :class:`MemberInfo` are sent, in the same order."""
+
 
 class Plan(NamedTuple):
-    """What this worker does in one quorum.
+    """What this worker does in one quorum. Ranks are positions in ``names``.
 
     Attributes:
-        group: Name of the group that carries the exchange.
-        names: Of all members, in order.
-        own: This worker's place among them.
-        stores: ``"host:port"`` of the key-value store of each member; those of a new group find
-            each other at the donor's.
-        is_new: Whether the group has to be made.
-        donor: Place of the member that brings the state to those in ``newcomers``.
-        newcomers: Places of those who need it.
-        round_index: The round that is made; :data:`NO_STATE` if none is: a run begins or goes on.
-        data: Where the members of a new group go on in the stream of samples.
-        enough: With fewer members the round waits: what the least demanding of them has told.
-        drifted: Places of those newcomers whose state was found to be another one than the others'.
-        counted: Places of those for whom the exchange counts that has failed; if there are any, no
-            other is made in this quorum.
-        strangers: Members whose request is malformed; they take no part.
-        missing: Whom all those who know the run await, and who has not come: the round waits.
+        group: Name of the process group.
+        names: Names of all members, in the same order on all of them.
+        rank: Rank of this worker.
+        stores: ``"host:port"`` of each member's key-value store; the members of a new group
+            rendezvous at that of the donor.
+        is_new: Whether the group has to be created.
+        donor: Rank of the member that sends the state to those in ``joining``.
+        joining: Ranks of the members that need the state; they have no weight in the round.
+        round_index: The round; :data:`NO_STATE` if there is none, since the run begins or resumes.
+        data_position: Where the members of a new group continue in the stream of samples.
+        min_members: Number of members that the round waits for: the least that one of them needs.
+        drifted: Ranks of those joining members whose state was found to differ from the others'.
+        committed: Ranks of the members for which the failed exchange counts; if there are any, this
+            quorum makes no other one.
+        missing: Names of members that all with the state of the run wait for; the round waits, too.
+        malformed: Names of workers whose request could not be read; they do not take part.
     """
 
     group: str
     names: tuple[str, ...]
-    own: int
+    rank: int
     stores: tuple[str, ...]
     is_new: bool
     donor: int
-    newcomers: tuple[int, ...]
+    joining: tuple[int, ...]
     round_index: int
-    data: int
-    enough: int = 1
+    data_position: int
+    min_members: int = 1
     drifted: tuple[int, ...] = ()
-    counted: tuple[int, ...] = ()
+    committed: tuple[int, ...] = ()
     missing: tuple[str, ...] = ()
-    strangers: tuple[str, ...] = ()
+    malformed: tuple[str, ...] = ()
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether this worker needs the state."""
+        return self.rank in self.joining
+
+    @property
+    def is_donor(self) -> bool:
+        """Whether this worker sends the state."""
+        return self.rank == self.donor
+
+    def format_names(self, ranks: tuple[int, ...] | list[int]) -> str:
+        """Return the names of some members, for messages."""
+        return ", ".join(self.names[rank] for rank in ranks)
+
+
+class OtherRun(Exception):
+    """The quorum belongs to another run than this worker: settings or parameters differ.
+
+    Attributes:
+        member: Name of a member of that run.
+        store: Address of that member's key-value store.
+    """
+
+    def __init__(self, member: str, store: str) -> None:
+        super().__init__(member)
+        self.member = member
+        self.store = store
+
+
+def make_plan(quorum: Quorum, own_name: str) -> Plan:
+    """Return what this worker does in a quorum.
+
+    The members with the highest round have the state of the run, and the first of them sends it to
+    all others, which take part without weight. If members with the highest round made the previous
+    one in different groups, their states differ, and those of the largest group have the state of
+    the run. If no member makes a round, the run begins with the state of the first of those with
+    the newest checkpoint, or of the first member if there is no checkpoint. Workers with a
+    malformed request do not take part.
+
+    Args:
+        quorum: The workers that asked, in the same order for all.
+        own_name: Name of this worker.
+
+    Raises:
+        RuntimeError: If the quorum lacks the information that this worker sent.
+        OtherRun: If model or settings of this worker differ from those of the donor; the others
+            continue without it.
+    """
+    parsed = {member.name: MemberInfo.parse(member) for member in quorum.members}
+    infos = {name: info for name, info in parsed.items() if info is not None}
+    if own_name not in infos:
+        raise RuntimeError(f"The lighthouse's answer lacks what this worker, {own_name}, has sent.")
+    rounds = [info.round_index for info in infos.values()]
+    newest = max(rounds) if max(rounds) > NO_STATE else min(rounds)
+    ahead = [name for name, info in infos.items() if info.round_index == newest]
+    last_group = Counter(infos[name].last_group for name in ahead).most_common(1)[0][0]
+    with_state = [name for name in ahead if infos[name].last_group == last_group]
+    donor = with_state[0]
+    if newest == NO_STATE:
+        with_state = [donor]
+    names = tuple(name for name in infos if infos[name].run_hash == infos[donor].run_hash)
+    if own_name not in names:
+        raise OtherRun(donor, infos[donor].store)
+    members = {name: infos[name] for name in names}
+    open_groups = {info.open_group for info in members.values()}
+    open_group = min(open_groups)
+    is_new = len(open_groups) > 1 or not _has_size(open_group, len(names))
+    awaited = set.intersection(*(set(infos[name].awaited) for name in with_state))
+    committed = committed_members(members)
+    return Plan(
+        group=f"{quorum.id}/{len(names)}" if is_new else open_group,
+        names=names,
+        rank=names.index(own_name),
+        stores=tuple(info.store for info in members.values()),
+        is_new=is_new,
+        donor=names.index(donor),
+        joining=tuple(rank for rank, name in enumerate(names) if name not in with_state),
+        round_index=max(newest, NO_STATE),
+        data_position=max(info.data_position for info in members.values()),
+        min_members=min(info.min_members for info in members.values()),
+        committed=tuple(rank for rank, name in enumerate(names) if name in committed),
+        missing=tuple(sorted(awaited - infos.keys())),
+        malformed=tuple(name for name, info in parsed.items() if info is None),
+    )
+
+
+def _has_size(group: str, size: int) -> bool:
+    """Whether a group has so many members: then all who have it open, and no others."""
+    return group.endswith(f"/{size}")
 
 
 class Commit(NamedTuple):
-    """What this worker has received, before it knows that all have.
+    """What this worker received in an exchange that not all members have confirmed yet.
 
     Attributes:
-        plan: Of the exchange.
-        received: What the messages have come to; None if this worker needs the state as well.
-        statuses: Of all members.
+        plan: Plan of the exchange.
+        received: The sum or mix of the messages; None if this worker needs the state as well.
+        statuses: Statuses of all members.
     """
 
     plan: Plan
@@ -107,138 +222,50 @@ class Commit(NamedTuple):
     statuses: Tensor
 
     @property
-    def words(self) -> list[str]:
-        """The group and its members, as this worker tells them."""
+    def group_and_members(self) -> list[str]:
+        """What :attr:`MemberInfo.received` is."""
         return [self.plan.group, *self.plan.names]
 
 
-class OtherRun(Exception):
-    """The run is another one than this worker's.
+def committed_members(infos: Mapping[str, MemberInfo]) -> set[str]:
+    """Return the names of the members for which an exchange counts although it failed for them.
 
-    Attributes:
-        who: A member of the run.
-        store: That member's key-value store.
-    """
-
-    def __init__(self, who: str, store: str) -> None:
-        super().__init__(who)
-        self.who = who
-        self.store = store
-
-
-def read(member: Member) -> Told | None:
-    """What a member has said; None if it is not in the form and the range of :class:`Told`."""
-    try:
-        told = Told(**member.told)
-    except TypeError:
-        return None
-    kinds = (int, str, str, int, str, int, str, list, list)
-    is_told = all(type(value) is kind for value, kind in zip(told, kinds, strict=True))
-    if not is_told or not all(type(word) is str for word in (*told.received, *told.awaited)):
-        return None
-    numbers = told.round_index, told.data, told.enough
-    is_sound = is_address(told.store) and all(abs(number) < 2**53 for number in numbers)
-    return told if is_sound else None
-
-
-def make_plan(quorum: Quorum, own_name: str) -> Plan:
-    """What to do in a quorum.
-
-    Who is ahead knows the run, and the first of them brings the state to all others: they take part
-    without weight. Of those who are ahead, but made the round before in other groups, and so have
-    another state, most know the run. If nobody makes a round, the run begins with the state of the
-    first of those who have made most, or of the first member if nobody knows anything.
-    Strangers, whose words are none, take no part.
+    An exchange ends like a three-phase commit. Each member receives all messages and statuses,
+    confirms this to the others, and applies the result once all have confirmed. If a member is lost
+    during this, some may have applied the result without the others' knowledge. The remaining ones
+    then send what they received with their next request. If all members that are still there
+    received it, it counts for them, whatever the lost one did. If one of them did not, no member
+    can have applied it, and it is repeated.
 
     Args:
-        quorum: Who has come, in the same order for all.
-        own_name: This worker's.
-
-    Raises:
-        RuntimeError: If this worker's own words are not among those of the members.
-        OtherRun: If this worker has another model or other settings than the one that brings the
-            state; the others go on without it.
+        infos: What all present members sent, by name.
     """
-    said = {member.name: read(member) for member in quorum.members}
-    told = {name: one for name, one in said.items() if one is not None}
-    if own_name not in told:
-        raise RuntimeError(f"The lighthouse's answer lacks what this worker, {own_name}, has sent.")
-    rounds = [one.round_index for one in told.values()]
-    ahead = max(rounds) if max(rounds) > NO_STATE else min(rounds)
-    in_front = [name for name, one in told.items() if one.round_index == ahead]
-    made = Counter(told[name].made for name in in_front).most_common(1)[0][0]
-    donor = next(name for name in in_front if told[name].made == made)
-    reference = told[donor].run
-    names = tuple(name for name, one in told.items() if one.run == reference)
-    if own_name not in names:
-        raise OtherRun(donor, told[donor].store)
-    open_groups = {told[name].group for name in names}
-    open_group = min(open_groups)
-    is_new = len(open_groups) > 1 or not is_group_of(open_group, len(names))
-    knowing = [donor] if ahead == NO_STATE else [n for n in in_front if told[n].made == made]
-    counted = counting({name: told[name] for name in names})
-    missing = set.intersection(*(set(told[name].awaited) for name in knowing)) - told.keys()
-    return Plan(
-        group=f"{quorum.number}/{len(names)}" if is_new else open_group,
-        names=names,
-        own=names.index(own_name),
-        stores=tuple(told[name].store for name in names),
-        is_new=is_new,
-        donor=names.index(donor),
-        newcomers=tuple(i for i, name in enumerate(names) if name not in knowing),
-        round_index=max(ahead, NO_STATE),
-        data=max(told[name].data for name in names),
-        enough=min(told[name].enough for name in names),
-        counted=tuple(i for i, name in enumerate(names) if name in counted),
-        missing=tuple(sorted(missing)),
-        strangers=tuple(name for name, one in said.items() if one is None),
-    )
+    return {name for name, info in infos.items() if info.received and _counts(info, infos)}
 
 
-def counting(told: Mapping[str, Told]) -> set[str]:
-    """Names of those for whom an exchange counts that has failed for them.
-
-    An exchange ends as a three-phase commit does. Each member receives what the messages have come
-    to, and all statuses; it says so to the others; and once all have said so, it lands. If one is
-    lost meanwhile, some may have landed without the others' knowing. These ask again who takes
-    part, and tell what they have received. If all who were members and are there now have received
-    it, it counts for them, whatever the lost one has done. If one of them has not, nobody can have
-    landed: it is repeated.
-
-    Args:
-        told: What all who are there now have told.
-    """
-    return {name for name, one in told.items() if one.received and _counts(one, told)}
-
-
-def _counts(one: Told, told: Mapping[str, Told]) -> bool:
-    group, *members = one.received
+def _counts(info: MemberInfo, infos: Mapping[str, MemberInfo]) -> bool:
+    group, *members = info.received
     return all(
-        _agrees(other, one.round_index, group, name in members) for name, other in told.items()
+        _agrees(other, info.round_index, group, name in members) for name, other in infos.items()
     )
 
 
-def _agrees(other: Told, round_index: int, group: str, is_member: bool) -> bool:
-    """Whether a worker has made or received a round in a group, or has no say in it."""
+def _agrees(other: MemberInfo, round_index: int, group: str, is_member: bool) -> bool:
+    """Whether a worker received or applied the round in this group, or was not part of it."""
     if other.round_index > round_index:
-        return other.round_index == round_index + 1 and other.made == group
+        return other.round_index == round_index + 1 and other.last_group == group
     if other.round_index == round_index and is_member:
         return other.received[:1] == [group]
     return True
 
 
-def is_group_of(group: str, count: int) -> bool:
-    """Whether an open group holds so many members, and so exactly those who all have it open."""
-    return group.endswith(f"/{count}")
-
-
-def difference(own: dict[str, Any], other: dict[str, Any], who: str) -> str:
-    """The first thing in which this worker's settings differ from those of the run."""
+def describe_difference(own: dict[str, Any], other: dict[str, Any], member: str) -> str:
+    """Return a message with the first setting that differs between this worker and the run."""
     for key in [*other, *own]:
         if own.get(key) != other.get(key):
             return (
                 f"This worker cannot join: {key} is {own.get(key)!r:.300} here and "
-                f"{other.get(key)!r:.300} in the run (as {who} has it). Start it with the same "
+                f"{other.get(key)!r:.300} in the run (as {member} has it). Start it with the same "
                 "model and settings."
             )
     return "This worker cannot join: its settings differ from those of the run."

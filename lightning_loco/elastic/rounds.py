@@ -1,9 +1,8 @@
-"""Carries pending rounds of one worker, in a thread: who takes part, the exchange, again if it
-fails.
+"""The thread that runs the rounds of one worker, one after the other.
 
-Nothing here knows of engines. A pending round brings its message and its status; it ends with what
-a carrier has made of the messages, and the statuses of all members. Whoever knows nothing, or is
-behind, ends with the state of the run as well.
+A round asks the lighthouse for a quorum, opens the group of its members and exchanges messages and
+statuses; if a member is lost, it starts over with the remaining ones. A worker that has no state,
+or an outdated one, receives the state of the run as well.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import json
 import logging
 import queue
 import secrets
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -23,418 +23,533 @@ import torch
 from torch import Tensor
 
 from lightning_loco.background import BackgroundThread, begin
-from lightning_loco.elastic.consistency import Consistency
-from lightning_loco.elastic.elastic_round import ElasticRound
-from lightning_loco.elastic.exchanges import Summing
-from lightning_loco.elastic.gossip import Mixing
-from lightning_loco.elastic.group import SILENT_S, Groups
+from lightning_loco.distributed.worker_status import WorkerStatus
+from lightning_loco.elastic.consistency import ConsistencyCheck
+from lightning_loco.elastic.exchanges import MemberExchange
+from lightning_loco.elastic.group import UNRESPONSIVE_S, MemberGroup
 from lightning_loco.elastic.lighthouse import Lighthouse, Member, Quorum
 from lightning_loco.elastic.quorum import (
     NO_STATE,
     Commit,
+    MemberInfo,
     OtherRun,
     Plan,
-    Told,
-    difference,
+    describe_difference,
     make_plan,
 )
-from lightning_loco.elastic.state_transfer import StateTransfer
-from lightning_loco.engine.membership import DataShare
+from lightning_loco.elastic.state_transfer import RunState
+from lightning_loco.engine.membership import DataShard
 
-SAY_S = 10.0
-"""Time between two lines that say what is waited for."""
+WARN_EVERY_S = 10.0
+"""Time between two warnings about what a round waits for."""
 
-UNREACHABLE_S = 3.0
-"""After so long a line says that the lighthouse cannot be reached."""
+WARN_UNREACHABLE_S = 3.0
+"""Time until the first warning if the lighthouse cannot be reached."""
 
-LEAVING_S = 10.0
-"""How long a worker that was asked to stop waits for the others to come to its round."""
+STOP_WAIT_S = 10.0
+"""How long a worker that was asked to stop waits for the others to start its round."""
 
-_LOOK_S = 0.2
+_CHECK_STOP_S, _RETRY_S, _PARTING_S = 0.2, 0.2, 2.0
+
+_ALONE = (
+    " This worker is alone now and continues from its own state. If it was this worker that the "
+    "lighthouse did not hear from, because it was stopped or cut off, the others have continued "
+    "without it, may have finished, and have other weights."
+)
 
 log = logging.getLogger(__name__)
 
-_PAUSE_S, _PARTING_S = 0.2, 2.0
 
-_ALONE = (
-    " This worker is alone now and goes on from its own state. If it was this worker that was not "
-    "heard, because it was stopped or cut off, the others have gone on without it, may have "
-    "finished, and have other weights."
-)
-
-Copied = Future[StateTransfer | None]
-"""The state for newcomers, copied beside the making of their group."""
-
-
-class Asking:
-    """Asks the lighthouse who takes part, for one pending round after the other.
-
-    The call of torchft that asks does not come back before the members are together. It has a
-    thread of its own, so that a worker that is asked to stop meanwhile can give it up.
+class RoundRequest:
+    """A round that the training thread asks for and the round thread runs, like a future.
 
     Args:
-        lighthouse: Who is asked.
-        living: Those who took part last and are alive, as far as this worker can see.
-        is_stopping: Whether this worker was asked to stop; looked at while it waits.
-        timeout_s: Longest wait of a pending round, in seconds, for what is said.
+        round_index: The round; ``NO_STATE``, or a ``resumed_round``, to join a run.
+        status: This worker's status.
 
     Attributes:
-        has_left: Whether this worker takes part no longer, and ends its pending rounds alone.
+        position: Position of the engine at the start of the round, for joining workers.
+        message: This worker's message; None if it only joins. Must stay unchanged until the round
+            is done, since the exchange may have to be repeated.
+        is_overlapped: Whether the training thread makes local steps meanwhile.
+        message_ready: To be set once message and position are there, and the state will not change
+            until the result is applied.
+        received: Sum or mix of the messages; None if the run has only begun.
+        statuses: Statuses of all members, of shape ``(members, width)``.
+        residual: What compression removed from the message, if there is error feedback.
+        bytes_sent: Bytes of messages that this worker sent.
+        bytes_saved: Bytes that it would have sent in addition without compression.
+        commit: What was received before all members had confirmed.
+        plan: Plan of the exchange that succeeded; None before.
+        state: State of the run, if this worker needed it.
+        is_adopted: Whether the engine has resumed from that state.
+        error: Why the round failed.
+        waited_since: When the training thread began to wait, by ``time.monotonic()``.
     """
 
-    def __init__(
-        self,
-        lighthouse: Lighthouse,
-        living: Callable[[], list[str]],
-        is_stopping: Callable[[], bool],
-        timeout_s: float,
-    ) -> None:
-        self._lighthouse = lighthouse
-        self._living = living
-        self._timeout_s = timeout_s
-        self.is_stopping = is_stopping
-        self._stopping_since: float | None = None
-        self.has_left = False
-        self._pending: ElasticRound | None = None
-        self._said_at = 0.0
+    def __init__(self, round_index: int, status: WorkerStatus) -> None:
+        self.round_index = round_index
+        self.status = status
+        self.position: dict[str, Any] = {}
+        self.message: Tensor | None = None
+        self.is_overlapped = False
+        self.message_ready = threading.Event()
+        self.received: Tensor | None = None
+        self.statuses: Tensor | None = None
+        self.residual: Tensor | None = None
+        self.bytes_sent = self.bytes_saved = 0
+        self.commit: Commit | None = None
+        self.plan: Plan | None = None
+        self.state: RunState | None = None
+        self.is_adopted = False
+        self.error: BaseException | None = None
+        self.waited_since: float | None = None
+        self._done = threading.Event()
 
-    def ask(self, pending: ElasticRound, told: Told, waits: bool, wait_s: float) -> Quorum | None:
-        """Who takes part; see :meth:`Lighthouse.quorum`.
+    @property
+    def has_drifted(self) -> bool:
+        """Whether this worker received the state because its own differed from the others'."""
+        return self.plan is not None and self.plan.rank in self.plan.drifted
 
-        Where it ``waits``, a lighthouse that has come back is told of those whom it may not have
-        heard of yet.
+    def set_done(self, error: BaseException | None = None) -> None:
+        """Mark the round as complete, or as failed."""
+        self.error = error
+        self._done.set()
 
-        A worker that was asked to stop waits for :data:`LEAVING_S` at most, and not at all for a
-        lighthouse that cannot be reached. It then takes part no longer, and ends its pending
-        rounds alone.
-        """
-        if self.has_left:
-            return self._alone(told)
+    def is_done(self) -> bool:
+        """Whether :meth:`wait` would return or raise at once."""
+        return self._done.is_set()
 
-        def tell() -> dict[str, Any]:
-            awaited = self._living() if waits and self._lighthouse.uptime.is_new(SILENT_S) else []
-            return told._replace(awaited=awaited)._asdict()
+    def wait(self) -> None:
+        """Wait until the round is done; raises the error if it failed."""
+        if self.waited_since is None:
+            self.waited_since = time.monotonic()
+        self._done.wait()
+        if self.error is not None:
+            raise self.error
 
-        asking = begin(lambda: self._lighthouse.quorum(tell, wait_s), parting_s=0.0)
-        try:
-            while not wait([asking], _LOOK_S).done:
-                if self._lighthouse.uptime.is_closed:
-                    raise RuntimeError("This worker takes part no longer.")
-                if self._gives_up():
-                    self.has_left = True
-                    self._lighthouse.close()
-                    return self._alone(told)
-                self._say(pending, lambda: self._what_is_missing(pending))
-            return asking.result()
-        finally:
-            del asking  # a circle, from the error's frames back to the error
-
-    def say_incomplete(self, pending: ElasticRound, plan: Plan) -> None:
-        """Say, if it is time, that a plan has not enough members, or not all that are awaited."""
-        names, missing = ", ".join(plan.names), ", ".join(plan.missing)
-        late = f"{missing}: alive, but the restarted lighthouse has had no heartbeat of theirs yet"
-        whom = late if missing else "more workers"
-        there = f"{len(plan.names)} of at least {plan.enough} are there ({names})"
-        self._say(pending, lambda: f"{_name(pending)} waits for {whom}. {there}")
-
-    def _alone(self, told: Told) -> Quorum:
-        """This worker, and no other."""
-        words = told._replace(enough=1)._asdict()
-        return Quorum(secrets.token_hex(8), [Member(self._lighthouse.name, words)])
-
-    def _gives_up(self) -> bool:
-        if not self.is_stopping():
-            return False
-        now = time.monotonic()
-        if self._stopping_since is None:
-            self._stopping_since = now
-        if not self._lighthouse.trouble and now - self._stopping_since < LEAVING_S:
-            return False
-        log.warning(
-            "This worker was asked to stop: it waits no longer for the others, and ends its round "
-            "alone."
-        )
-        return True
-
-    def _say(self, pending: ElasticRound, what: Callable[[], str]) -> None:
-        """Say what a pending round waits for, if the training thread has waited for long enough."""
-        now = time.monotonic()
-        if pending.waited_since is None:
-            return
-        if pending is not self._pending:
-            first_s = UNREACHABLE_S if self._lighthouse.trouble else SAY_S
-            self._pending, self._said_at = pending, pending.waited_since + first_s - SAY_S
-        if now - self._said_at < SAY_S:
-            return
-        self._said_at = now
-        waited_s = now - pending.waited_since
-        log.warning(
-            "%s. It has waited for %.0f s, and ends with an error after %g s.",
-            what(),
-            waited_s,
-            self._timeout_s,
-        )
-
-    def _what_is_missing(self, pending: ElasticRound) -> str:
-        place, trouble = self._lighthouse.address, self._lighthouse.trouble
-        if trouble:
-            return (
-                f"Cannot reach the lighthouse at {place} ({trouble}); start one there with "
-                "`lightning-loco lighthouse`"
-            )
-        found = self._lighthouse.describe() or "its page in a browser shows who is alive"
-        return f"{_name(pending)} waits for other workers. The lighthouse at {place}: {found}"
+    def __str__(self) -> str:
+        """Its name in messages."""
+        if self.round_index <= NO_STATE:
+            return "This worker, which joins the run,"
+        return f"Round {self.round_index}"
 
 
-def _name(pending: ElasticRound) -> str:
-    joins = pending.round_index <= NO_STATE
-    return "This worker, which joins the run," if joins else f"Round {pending.round_index}"
-
-
-class ElasticRounds(BackgroundThread):
-    """Carries one pending round after the other.
+class RoundThread(BackgroundThread):
+    """Runs the requested rounds in order.
 
     Args:
-        lighthouse: Says who takes part.
-        is_stopping: Whether this worker was asked to stop: it then waits for no more members than
-            there are.
-        groups: The open group.
-        carrier: Carries the exchange in it.
-        run: Settings and schema, for a comparison with the others'.
-        share: Dealt out anew when the members change.
-        min_workers: With fewer, pending rounds wait; those that have finished count as if they
-        were there. timeout_s: Longest wait for enough members, in seconds.
+        lighthouse: Decides which workers take part.
+        is_stopping: Returns whether this worker was asked to stop: it then waits for no further
+            members.
+        group: The process group.
+        exchange: Exchanges the messages in it.
+        run: Settings and schema of this worker's run, as plain values.
+        data_shard: Reassigned when the members change.
+        min_workers: Rounds wait for so many members; those that have finished count as present.
+        timeout_s: Longest wait for enough members, in seconds.
         consistency: Compares the members' states.
 
     Attributes:
-        are_last: Whether this worker leaves after them, and waits for no more members than there
-            are.
-        made: The group in which the last one was carried; empty if this worker has kept a state of
-            its own.
+        is_leaving: Whether this worker leaves after the requested rounds: they wait for no further
+            members.
+        last_group: Group that made the last round; empty if this worker kept a state of its own.
     """
 
     def __init__(
         self,
         lighthouse: Lighthouse,
         is_stopping: Callable[[], bool],
-        groups: Groups,
-        carrier: Summing | Mixing,
+        group: MemberGroup,
+        exchange: MemberExchange,
         run: dict[str, Any],
         *,
-        share: DataShare,
+        data_shard: DataShard,
         min_workers: int,
         timeout_s: float,
-        consistency: Consistency,
+        consistency: ConsistencyCheck,
     ) -> None:
         super().__init__("loco-rounds")
         self._lighthouse = lighthouse
-        self._asking = Asking(lighthouse, groups.living, is_stopping, timeout_s)
-        self._groups = groups
-        self._carrier = carrier
-        self._told = run
+        self._requester = QuorumRequester(lighthouse, group.live_members, is_stopping, timeout_s)
+        self._group = group
+        self._exchange = exchange
+        self._run_settings = run
         text = json.dumps(run)
-        self._fingerprint = hashlib.sha256(text.encode()).hexdigest()
-        groups.describe(text)
-        self._share = share
+        self._run_hash = hashlib.sha256(text.encode()).hexdigest()
+        group.publish_run(text)
+        self._data_shard = data_shard
         self._min_workers = min_workers
         self._timeout_s = timeout_s
         self._consistency = consistency
-        self.are_last = False
-        self.made = ""
-        self._strangers: set[str] = set()
+        self.is_leaving = False
+        self.last_group = ""
+        self._malformed: set[str] = set()
         self._members: tuple[str, ...] = ()
-        self._seen_finished = 0
-        self._queue: queue.SimpleQueue[ElasticRound | None] = queue.SimpleQueue()
+        self._num_finished = 0
+        self._requests: queue.SimpleQueue[RoundRequest | None] = queue.SimpleQueue()
 
-    def carry(self, pending: ElasticRound) -> None:
-        """Carry a pending round after those before it."""
-        self._queue.put(pending)
+    # -------------------------------------------------------- called by other threads
+
+    def submit(self, request: RoundRequest) -> None:
+        """Run a round after those that were submitted before."""
+        self._requests.put(request)
 
     def leave(self, has_finished: bool) -> None:
-        """Carry what is under way to its end, then take part no longer.
+        """Complete the pending round, then leave the run.
 
         Args:
-            has_finished: Whether the others are to go on without waiting for someone else instead.
+            has_finished: Whether to tell the others not to wait for a replacement.
         """
-        self.are_last = True
-        self._queue.put(None)
+        self.is_leaving = True
+        self._requests.put(None)
         self.join(_PARTING_S)
         if self.is_alive():
             log.warning(
-                "This worker leaves when its round under way is over: it waits for the others, "
+                "This worker leaves when its pending round is complete: it waits for the others, "
                 "for %g s at the most.",
                 self._timeout_s,
             )
             self.join(self._timeout_s)
         if has_finished:
-            self._groups.say_finished()
+            self._group.announce_finished()
         self.close()
 
     def close(self) -> None:
-        """Take part no longer; the others go on without the round that this worker waits for."""
-        self._queue.put(None)
+        """Leave the run at once; the others complete the pending round without this worker."""
+        self._requests.put(None)
         self._lighthouse.close()
         self.join(_PARTING_S)
-        self._groups.close()
+        self._group.close()
 
     def end_with_process(self) -> float:
-        """Take part no longer."""
-        self._queue.put(None)
+        """Leave the run."""
+        self._requests.put(None)
         self._lighthouse.close()
         return _PARTING_S
 
-    def run(self) -> None:
-        """Carry pending rounds until :meth:`close`."""
-        while (pending := self._queue.get()) is not None:
-            try:
-                self._carry(pending)
-            except BaseException as error:  # the training thread raises it
-                pending.end(error)
+    # ----------------------------------------------------------------- the round thread
 
-    def _carry(self, pending: ElasticRound) -> None:
-        began = time.monotonic()
-        self._share.begin_round()
-        while pending.plan is None:
-            plan = self._agree(pending, began)
-            commit, pending.commit = pending.commit, None
-            if commit is not None and plan.own in plan.counted:
-                self._count(pending, commit)
-                continue
-            self._name_lost(plan)
-            if plan.is_new:
-                self._share.deal(plan.data, plan.own, len(plan.names))
-            copy = functools.partial(self._carrier.copy, pending, plan)
-            copied = begin(copy) if plan.newcomers else None
+    def run(self) -> None:
+        """Run rounds until :meth:`close`."""
+        while (request := self._requests.get()) is not None:
             try:
-                self._groups.open(plan)
-                self._exchange(pending, plan, copied)
+                self._run_round(request)
+            except BaseException as error:  # the training thread raises it
+                request.set_done(error)
+
+    def _run_round(self, request: RoundRequest) -> None:
+        """Run a round, again if a member is lost, until it succeeds or the timeout has passed."""
+        started = time.monotonic()
+        self._data_shard.start_round()
+        while request.plan is None:
+            plan = self._wait_for_members(request, started)
+            commit, request.commit = request.commit, None
+            if commit is not None and plan.rank in plan.committed:
+                self._finish_committed(request, commit)
+                continue
+            self._warn_lost(plan)
+            if plan.is_new:
+                self._data_shard.reassign(plan.data_position, plan.rank, len(plan.names))
+            copy = functools.partial(self._copy_state, request, plan)
+            copying = begin(copy) if plan.joining else None  # while the group is created
+            try:
+                self._group.open(plan)
+                self._attempt(request, plan, copying)
             except RuntimeError as error:
-                self._groups.drop()
-                if time.monotonic() - began > self._timeout_s:
+                self._group.abort()
+                if time.monotonic() - started > self._timeout_s:
                     raise
                 text = str(error).partition("\n")[0]
-                what = "is repeated" if pending.commit is None else "may count already"
+                what = "is repeated" if request.commit is None else "may count already"
                 log.warning(
                     "Round %d %s, since a member was lost: %s", plan.round_index, what, text
                 )
 
-    def _agree(self, pending: ElasticRound, began: float) -> Plan:
-        """Who takes part; waits until they are enough."""
+    def _wait_for_members(self, request: RoundRequest, started: float) -> Plan:
+        """Ask for quorums until there are enough members; return the plan."""
         while True:
-            is_last = self.are_last or self._asking.is_stopping()
-            enough = 1 if is_last else self._min_workers - self._groups.finished
-            told = Told(
-                pending.round_index,
-                self._groups.name,
-                self._groups.address,
-                self._share.reach,
-                self._fingerprint,
-                enough,
-                self.made,
-                received=[] if pending.commit is None else pending.commit.words,
+            is_last = self.is_leaving or self._requester.is_stopping()
+            info = MemberInfo(
+                request.round_index,
+                self._group.name,
+                self._group.address,
+                self._data_shard.first_unused,
+                self._run_hash,
+                min_members=1 if is_last else self._min_workers - self._group.num_finished,
+                last_group=self.last_group,
+                received=[] if request.commit is None else request.commit.group_and_members,
                 awaited=[],
             )
-            left_s = began + self._timeout_s - time.monotonic()
-            quorum = self._asking.ask(pending, told, not is_last, left_s) if left_s > 0 else None
+            left_s = started + self._timeout_s - time.monotonic()
+            quorum = None
+            if left_s > 0:
+                quorum = self._requester.quorum(request, info, not is_last, left_s)
             if quorum is None:
                 raise RuntimeError(
                     f"Fewer than {self._min_workers} workers were there, or one that is alive did "
-                    f"not come to round {pending.round_index}, for {self._timeout_s:g} s. The page "
-                    "of the lighthouse (open its address in a browser) shows who is alive."
+                    f"not start round {request.round_index}, for {self._timeout_s:g} s. The page "
+                    "of the lighthouse (open its address in a browser) shows which are alive."
                 )
             try:
                 plan = make_plan(quorum, self._lighthouse.name)
             except OtherRun as other:
-                raise ValueError(self._difference(other)) from None
-            self._name_strangers(plan)
-            is_complete = len(plan.names) >= plan.enough and not plan.missing
-            if is_complete and (not plan.counted or plan.own in plan.counted):
+                raise ValueError(self._describe_difference(other)) from None
+            self._warn_malformed(plan)
+            is_complete = len(plan.names) >= plan.min_members and not plan.missing
+            if is_complete and (not plan.committed or plan.rank in plan.committed):
                 return plan
             if not is_complete:
-                self._asking.say_incomplete(pending, plan)
-            time.sleep(_PAUSE_S)
+                self._requester.warn_incomplete(request, plan)
+            time.sleep(_RETRY_S)
 
-    def _name_lost(self, plan: Plan) -> None:
-        """Warn of those who have taken part until now and do not any more, without a goodbye."""
+    def _describe_difference(self, other: OtherRun) -> str:
+        theirs = self._group.read_run(other.store, other.member)
+        try:
+            return describe_difference(self._run_settings, dict(json.loads(theirs)), other.member)
+        except (ValueError, TypeError):
+            return f"This worker cannot join: its run differs from that of {other.member}."
+
+    def _warn_malformed(self, plan: Plan) -> None:
+        """Warn once about each worker whose request could not be read."""
+        for name in set(plan.malformed) - self._malformed:
+            log.warning(
+                "Ignored %.100r: it has asked the lighthouse to take part, but its request is "
+                "malformed, or of another version of lightning_loco. The round continues without "
+                "it.",
+                name,
+            )
+        self._malformed.update(plan.malformed)
+
+    def _warn_lost(self, plan: Plan) -> None:
+        """Warn about members of the last round that are gone without having finished."""
         lost, self._members = set(self._members) - set(plan.names), plan.names
-        if not lost or self._asking.has_left:
+        if not lost or self._requester.has_left:
             return
-        before, self._seen_finished = self._seen_finished, self._groups.finished
-        if len(lost) <= self._seen_finished - before:
+        before, self._num_finished = self._num_finished, self._group.num_finished
+        if len(lost) <= self._num_finished - before:
             return
-        names = ", ".join(sorted(lost))
         log.warning(
             "Round %d goes on without %s: ended, or not heard by the lighthouse.%s",
             plan.round_index,
-            names,
+            ", ".join(sorted(lost)),
             _ALONE if len(plan.names) == 1 else "",
         )
 
-    def _difference(self, other: OtherRun) -> str:
-        theirs = self._groups.ask(other.store, other.who)
-        try:
-            return difference(self._told, dict(json.loads(theirs)), other.who)
-        except (ValueError, TypeError):
-            return f"This worker cannot join: its run is another one than that of {other.who}."
+    def _copy_state(self, request: RoundRequest, plan: Plan) -> RunState | None:
+        """Copy the state if this worker sends it to joining ones; may run in another thread."""
+        if not self._exchange.sends_state(plan):
+            return None
+        request.message_ready.wait()
+        return self._exchange.copy_state(request.position, request.message, plan)
 
-    def _name_strangers(self, plan: Plan) -> None:
-        """Warn, once for each, of those whose words cannot be used."""
-        for name in set(plan.strangers) - self._strangers:
-            log.warning(
-                "Ignored %.100r: it has asked the lighthouse to take part, but its request is "
-                "malformed, or of another version of lightning_loco. The round goes on without it.",
-                name,
-            )
-        self._strangers.update(plan.strangers)
-
-    def _exchange(self, pending: ElasticRound, plan: Plan, copied: Copied | None) -> None:
-        """Carry a pending round once; where it is over for the training thread, it has ended."""
+    def _attempt(
+        self, request: RoundRequest, plan: Plan, copying: Future[RunState | None] | None
+    ) -> None:
+        """Exchange once; afterwards send the state, while the training thread continues."""
         if self._consistency.is_due(plan):
-            pending.is_sent.wait()
-            plan = self._consistency.compare(plan, self._groups.gather)
-        is_newcomer = plan.own in plan.newcomers
-        if copied is None or plan.drifted:
-            state = self._carrier.copy(pending, plan)
+            request.message_ready.wait()
+            plan = self._consistency.compare(plan, self._group.all_gather)
+        if copying is None or plan.drifted:
+            state = self._copy_state(request, plan)
         else:
-            state = copied.result()
+            state = copying.result()
         received, statuses = None, None
         if plan.round_index != NO_STATE:
-            received, statuses = self._receive(pending, plan)
-            self._groups.confirm()
-        if is_newcomer:
-            pending.state, for_newcomers = self._carrier.fetch(plan)
-            received = received if for_newcomers is None else for_newcomers
+            received, statuses = self._exchange_messages(request, plan)
+            self._group.confirm()
+        if plan.is_joining:
+            request.state, received_with_state = self._exchange.receive_state(plan)
+            received = received if received_with_state is None else received_with_state
         elif received is not None:
-            received = self._carrier.settle(pending, received)
-        self._end(pending, plan, received, statuses)
+            received = self._settle(request, received)
+        self._finish(request, plan, received, statuses)
         if state is not None:
-            self._carrier.bring(state, plan)
+            self._exchange.send_state(state, plan)
 
-    def _receive(self, pending: ElasticRound, plan: Plan) -> tuple[Tensor | None, Tensor]:
-        """What the messages come to, and the statuses of all members."""
-        status = pending.status._replace(round_index=plan.round_index)
-        if plan.own in plan.newcomers:
+    def _exchange_messages(self, request: RoundRequest, plan: Plan) -> tuple[Tensor | None, Tensor]:
+        """Return the result of the exchange, and the statuses of all members."""
+        status = request.status._replace(round_index=plan.round_index)
+        if plan.is_joining:
             status = status._replace(weight=0.0)
-        statuses = self._groups.begin_gather(torch.tensor(status.numbers, dtype=torch.float64))
-        received = self._carrier.exchange(pending, plan)
-        commit = Commit(plan, received, statuses())
-        if pending.round_index == plan.round_index:
-            pending.commit = commit
+        wait_for_statuses = self._group.start_all_gather(
+            torch.tensor(status.numbers, dtype=torch.float64)
+        )
+        message = None
+        if not plan.is_joining:
+            request.message_ready.wait()
+            message = request.message
+            assert message is not None
+        exchanged = self._exchange.exchange(message, plan)
+        request.residual = exchanged.residual
+        request.bytes_sent, request.bytes_saved = exchanged.bytes_sent, exchanged.bytes_saved
+        commit = Commit(plan, exchanged.received, wait_for_statuses())
+        if request.round_index == plan.round_index:
+            request.commit = commit
         return commit.received, commit.statuses
 
-    def _count(self, pending: ElasticRound, commit: Commit) -> None:
-        """End with what was received; whoever needs the state as well asks again for it."""
+    def _finish_committed(self, request: RoundRequest, commit: Commit) -> None:
+        """Finish with the result of an exchange that counts although it failed for this worker.
+
+        A worker that also needs the state asks for it in another round.
+        """
         plan, received = commit.plan, commit.received
-        if plan.own in plan.newcomers or received is None:
+        if plan.is_joining or received is None:
             return
         log.warning(
             "Round %d counts: all members that are left have received it.", plan.round_index
         )
-        self._end(pending, plan, self._carrier.settle(pending, received), commit.statuses)
+        self._finish(request, plan, self._settle(request, received), commit.statuses)
 
-    def _end(
-        self, pending: ElasticRound, plan: Plan, received: Tensor | None, statuses: Tensor | None
+    def _settle(self, request: RoundRequest, received: Tensor) -> Tensor:
+        """Copy the result into the message's memory, which saves the training thread a copy.
+
+        Only during local steps: in a blocking round that would take as long here.
+        """
+        if (
+            not self._exchange.result_fits_message
+            or not request.is_overlapped
+            or request.message is None
+        ):
+            return received
+        return request.message.copy_(received)
+
+    def _finish(
+        self,
+        request: RoundRequest,
+        plan: Plan,
+        received: Tensor | None,
+        statuses: Tensor | None,
     ) -> None:
-        pending.received, pending.statuses, pending.plan = received, statuses, plan
-        pending.commit, self.made = None, plan.group
-        pending.end()
+        request.received, request.statuses, request.plan = received, statuses, plan
+        request.commit, self.last_group = None, plan.group
+        request.set_done()
+
+
+class QuorumRequester:
+    """Requests quorums from the lighthouse, in a thread of its own.
+
+    The call of torchft does not return before the quorum is complete. It runs in another thread, so
+    that a worker that is asked to stop meanwhile can give it up.
+
+    Args:
+        lighthouse: The lighthouse.
+        live_members: Returns the members of the last group that are alive, as far as is known.
+        is_stopping: Returns whether this worker was asked to stop.
+        timeout_s: Longest wait of a round, in seconds, for messages.
+
+    Attributes:
+        has_left: Whether this worker has left the run and completes its rounds alone.
+    """
+
+    def __init__(
+        self,
+        lighthouse: Lighthouse,
+        live_members: Callable[[], list[str]],
+        is_stopping: Callable[[], bool],
+        timeout_s: float,
+    ) -> None:
+        self._lighthouse = lighthouse
+        self._live_members = live_members
+        self._timeout_s = timeout_s
+        self.is_stopping = is_stopping
+        self.has_left = False
+        self._stopping_since: float | None = None
+        self._warned_about: RoundRequest | None = None
+        self._warned_at = 0.0
+
+    def quorum(
+        self, request: RoundRequest, info: MemberInfo, waits: bool, timeout_s: float
+    ) -> Quorum | None:
+        """Return a quorum; None if it is not complete within the timeout.
+
+        A worker that was asked to stop waits for :data:`STOP_WAIT_S` at most, and not at all if the
+        lighthouse cannot be reached. It then leaves the run and completes its rounds alone.
+
+        Args:
+            request: The round.
+            info: What this worker sends about itself.
+            waits: Whether the round waits for further members. If so, a restarted lighthouse is
+                also sent the members that it may not know yet.
+            timeout_s: Longest wait, in seconds.
+
+        Raises:
+            RuntimeError: If the lighthouse cannot be reached, or :meth:`RoundThread.close` is
+                called.
+        """
+        if self.has_left:
+            return self._quorum_alone(info)
+
+        def make_data() -> dict[str, Any]:
+            names_members = waits and self._lighthouse.uptime.has_restarted(UNRESPONSIVE_S)
+            return info._replace(awaited=self._live_members() if names_members else []).to_dict()
+
+        requesting = begin(lambda: self._lighthouse.quorum(make_data, timeout_s), parting_s=0.0)
+        try:
+            while not wait([requesting], _CHECK_STOP_S).done:
+                if self._lighthouse.uptime.is_closed:
+                    raise RuntimeError("This worker has left the run.")
+                if self._should_leave():
+                    self.has_left = True
+                    self._lighthouse.close()
+                    return self._quorum_alone(info)
+                self._warn(request, lambda: self._describe_wait(request))
+            return requesting.result()
+        finally:
+            del requesting  # a reference cycle, from the error's frames back to the error
+
+    def warn_incomplete(self, request: RoundRequest, plan: Plan) -> None:
+        """Warn, if it is time, that a plan has too few members or lacks some of the last round."""
+        names, missing = ", ".join(plan.names), ", ".join(plan.missing)
+        late = f"{missing}: alive, but the restarted lighthouse has had no heartbeat of theirs yet"
+        expected = late if missing else "more workers"
+        present = f"{len(plan.names)} of at least {plan.min_members} are there ({names})"
+        self._warn(request, lambda: f"{request} waits for {expected}. {present}")
+
+    def _quorum_alone(self, info: MemberInfo) -> Quorum:
+        """Return a quorum of this worker only."""
+        data = info._replace(min_members=1).to_dict()
+        return Quorum(secrets.token_hex(8), [Member(self._lighthouse.name, data)])
+
+    def _should_leave(self) -> bool:
+        if not self.is_stopping():
+            return False
+        now = time.monotonic()
+        if self._stopping_since is None:
+            self._stopping_since = now
+        if not self._lighthouse.error and now - self._stopping_since < STOP_WAIT_S:
+            return False
+        log.warning(
+            "This worker was asked to stop: it no longer waits for the others, and completes its "
+            "round alone."
+        )
+        return True
+
+    def _warn(self, request: RoundRequest, describe: Callable[[], str]) -> None:
+        """Warn about what a round waits for, once the training thread has waited long enough."""
+        now = time.monotonic()
+        if request.waited_since is None:
+            return
+        if request is not self._warned_about:
+            first_s = WARN_UNREACHABLE_S if self._lighthouse.error else WARN_EVERY_S
+            self._warned_about = request
+            self._warned_at = request.waited_since + first_s - WARN_EVERY_S
+        if now - self._warned_at < WARN_EVERY_S:
+            return
+        self._warned_at = now
+        log.warning(
+            "%s. It has waited for %.0f s, and ends with an error after %g s.",
+            describe(),
+            now - request.waited_since,
+            self._timeout_s,
+        )
+
+    def _describe_wait(self, request: RoundRequest) -> str:
+        address, error = self._lighthouse.address, self._lighthouse.error
+        if error:
+            return (
+                f"Cannot reach the lighthouse at {address} ({error}); start one there with "
+                "`lightning-loco lighthouse`"
+            )
+        status = self._lighthouse.status() or "its page in a browser shows which are alive"
+        return f"{request} waits for other workers. The lighthouse at {address}: {status}"

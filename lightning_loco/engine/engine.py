@@ -28,7 +28,7 @@ from lightning_loco.engine.exchanges.base import Exchange
 from lightning_loco.engine.fragment_memory import FragmentMemory
 from lightning_loco.engine.fragment_sync import FragmentSync, PendingRound
 from lightning_loco.engine.link_emulator import LinkEmulator
-from lightning_loco.engine.membership import Link
+from lightning_loco.engine.membership import MemberConnection
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.schedules import EveryInterval, Now
 from lightning_loco.worker import Worker
@@ -59,7 +59,7 @@ class Engine:
         consensus_every: Measure the consensus distance every that many rounds; 0 for never.
         consensus_elements: How many elements to measure it from.
         measure_outer_gradient: Whether rounds measure its norm (one more pass over memory).
-        link: The connection with members that join and leave; None if all ranks always take part.
+        connection: To the other members of an elastic run; None if all ranks always take part.
 
     Raises:
         ValueError: Or TypeError on every worker, if the model or the settings do not fit.
@@ -75,8 +75,8 @@ class Engine:
         group = group if group is not None else WorkerGroup.create(device=device_of(model))
         try:
             self.worker, self.settings = Worker.join(model, make_settings, group, optimized)
-            self.link = connect_members(self.worker, self.settings)
-            self._exchange = self.link or make_group_exchange(self.worker, self.settings)
+            self.connection = connect_to_members(self.worker, self.settings)
+            self._exchange = self.connection or make_group_exchange(self.worker, self.settings)
             self.fragments = make_fragments(self.worker, self.settings, self._exchange)
         except BaseException as error:
             group.close(error)
@@ -90,7 +90,7 @@ class Engine:
         self._unrecorded: PendingStatuses | None = None
         self.statistics.staleness = self._schedule.staleness_of(group.worker)
         self.buffers_at_start = self.worker.replica.buffers.new_flat()
-        self.shows_outer = self.link is not None
+        self.shows_outer = self.connection is not None
 
     @classmethod
     def from_settings(
@@ -106,8 +106,8 @@ class Engine:
 
     def join(self) -> None:
         """Take part in an elastic run, in its present state; call it before the first step."""
-        if self.link is not None:
-            self.link.join(self)
+        if self.connection is not None:
+            self.connection.join(self)
 
     # ---------------------------------------------------------------- local steps
 
@@ -158,7 +158,7 @@ class Engine:
     @torch.no_grad()
     def make_round(self) -> None:
         """Apply the pending rounds that end and begin the round that is due; at least begin one."""
-        if self.link is not None:
+        if self.connection is not None:
             self._record_statuses()
         dues = self._due()
         begins = any(begin for begin, _ in dues) or not any(end for _, end in dues)
@@ -180,7 +180,7 @@ class Engine:
             statuses: Of all workers, if they were exchanged already.
         """
         worker, fragment = self.worker, self.fragments[self._turn]
-        if self.link is not None:
+        if self.connection is not None:
             for index in range(len(self.fragments)):
                 if index != self._turn:
                     self._apply(index)  # who joins gets the state as it is between two rounds
@@ -196,11 +196,11 @@ class Engine:
         had_pending = fragment.pending is not None
         if self._schedule.is_overlapped(index):
             fragment.begin(pending)
-        elif self.link is None:
+        elif self.connection is None:
             fragment.make_blocking(pending)
         else:
             fragment.begin(pending, is_overlapped=False)
-            self.link.catch_up()
+            self.connection.catch_up()
             fragment = self.fragments[self._turn]
             fragment.apply()
         is_over = fragment.pending is None
@@ -244,7 +244,9 @@ class Engine:
 
     def _measure_consensus(self, pending: PendingRound) -> None:
         """Measure the consensus distance right before a round, if that is wanted."""
-        every = self.consensus_every if self._sync_every is not None and self.link is None else 0
+        every = (
+            self.consensus_every if self._sync_every is not None and self.connection is None else 0
+        )
         if every and pending.index % every == 0:
             pending.statuses.wait()  # so that workers at a sync point take part
             self.statistics.consensus_distance = self.worker.measure_consensus(
@@ -278,8 +280,8 @@ class Engine:
         if pending is None:
             return
         self.worker.record_statuses(statuses := pending.wait())
-        if self.link is not None:
-            self.link.catch_up()
+        if self.connection is not None:
+            self.connection.catch_up()
         squares = [s.squared_distance for s in statuses if math.isfinite(s.squared_distance)]
         if squares and self._sync_every is None:
             self.statistics.consensus_distance = math.sqrt(sum(squares) / len(squares))
@@ -404,7 +406,7 @@ class Engine:
         Raises:
             RuntimeError: If a worker is missing or has failed, or no worker is finite.
         """
-        if self.link is not None:
+        if self.connection is not None:
             self._make_last_rounds(purpose)
         else:
             self.sync_point(purpose)
@@ -415,8 +417,8 @@ class Engine:
         self.show_consensus("the final consensus")
 
     def _make_last_rounds(self, purpose: str) -> None:
-        assert self.link is not None
-        self.link.finish()
+        assert self.connection is not None
+        self.connection.finish()
         for _ in self.fragments:
             statuses = self.sync_point(purpose)
             if self._sync_every is not None and any(status.steps > 0 for status in statuses):
@@ -475,7 +477,7 @@ class Engine:
         self.load_state_dict(
             {
                 **worker.state_dict(),
-                "steps_since_round": 0 if self.link is None else worker.steps_since_round,
+                "steps_since_round": 0 if self.connection is None else worker.steps_since_round,
                 "running": {},
                 "buffers_at_start": worker.replica.buffers.new_flat(),
                 "began_at": [worker.steps for _ in self.fragments],
@@ -492,15 +494,15 @@ class Engine:
         self.worker.group.failed |= any(fragment.is_receiving for fragment in self.fragments)
         handles = [handle for fragment in self.fragments for handle in fragment.drop_pending()]
         self._unrecorded = None
-        if self.link is not None:
-            self.link.close()
+        if self.connection is not None:
+            self.connection.close()
         self.worker.group.close()
         for handle in handles:
             handle.release()
 
 
-def connect_members(worker: Worker, settings: RoundSettings) -> Link | None:
-    """The connection with members that join and leave; None if all ranks always take part."""
+def connect_to_members(worker: Worker, settings: RoundSettings) -> MemberConnection | None:
+    """The connection to the other members of an elastic run; None if all ranks take part."""
     if settings.membership is None:
         return None
     return settings.membership.connect(settings, worker.group)

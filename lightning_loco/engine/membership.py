@@ -1,4 +1,4 @@
-"""Who takes part in rounds, where that may change while a run goes on."""
+"""Membership: which workers take part in rounds, where that may change during a run."""
 
 from __future__ import annotations
 
@@ -15,137 +15,143 @@ if TYPE_CHECKING:
     from lightning_loco.engine.settings import RoundSettings
 
 
-class Host(Protocol):
-    """The program around an engine, with a position of its own: schedules of learning rates.
-
-    Its rounds are made between two local steps, when all is done that belongs to the first one.
-    """
-
-    def read(self) -> Any:
-        """The present position, as plain values."""
-
-    def go_on(self, position: Any, who: str) -> None:
-        """Go on from the position of another worker, which has come with the state of the run.
-
-        Args:
-            position: What :meth:`read` has returned there.
-            who: That worker.
-        """
-
-    def end_step(self) -> None:
-        """Let schedules do what they do after a local step."""
-
-    def count(self) -> None:
-        """Count as many local steps as the engine."""
-
-
-class DataShare:
-    """This member's positions in the stream of samples that all members share.
-
-    Member i of N takes the positions ``base + k N + i``. When the members change, all begin at a
-    new base beyond everything that anyone may have taken until then, so that no two members ever
-    take the same position.
-
-    Attributes:
-        sizes: How many samples the data have that are read so; equal on all members.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.sizes: list[int] = []
-        self._base, self._place, self._count = 0, 0, 1
-        self._taken = self._taken_before = self._taken_in_round = 0
-
-    def add_data(self, size: int) -> None:
-        """The stream is one of so many samples, epoch after epoch."""
-        if size not in self.sizes:
-            self.sizes.append(size)
-
-    def take(self) -> int:
-        """The next position of this member."""
-        with self._lock:
-            position = self._base + self._taken * self._count + self._place
-            self._taken += 1
-            return position
-
-    def begin_round(self) -> None:
-        """Learn from the round before how much is taken in one."""
-        with self._lock:
-            self._taken_in_round = max(self._taken - self._taken_before, self._taken_in_round)
-            self._taken_before = self._taken
-
-    @property
-    def reach(self) -> int:
-        """The first position that nobody reaches before the next round."""
-        with self._lock:
-            return self._base + self._count * (self._taken + self._taken_in_round + 1)
-
-    def begin_at(self, position: int) -> None:
-        """Go on from a position, when a run is resumed."""
-        self.deal(position, 0, 1)
-
-    def deal(self, base: int, place: int, count: int) -> None:
-        """Go on from a new base, as one of so many members."""
-        with self._lock:
-            self._base, self._place, self._count = base, place, count
-            self._taken = self._taken_before = 0
-
-
-class Link(Exchange, Protocol):
-    """One engine's connection with those who take part at present; carries messages and rows.
-
-    Attributes:
-        host: Whose position newcomers get; None if there is none.
-        share: This member's part of the data.
-    """
-
-    host: Host | None
-    share: DataShare
-
-    @property
-    def has_joined(self) -> bool:
-        """Whether this worker takes part."""
-
-    def join(self, engine: Engine) -> None:
-        """Take part from now on; a worker that knows nothing of the run gets its state."""
-
-    def catch_up(self) -> None:
-        """Wait for the round under way; who is left behind goes on from that of the run."""
-
-    def finish(self) -> None:
-        """The last rounds of this worker follow: they wait for no more workers than there are."""
-
-    def leave(self) -> None:
-        """Take part no longer, when the round under way is over."""
-
-    def close(self) -> None:
-        """Take part no longer; at once, but after :meth:`finish`."""
-
-
 @runtime_checkable
 class Membership(Protocol):
-    """Where an engine learns who takes part; without one, all ranks do, from begin to end."""
+    """What an engine needs to find the workers that take part; by default all ranks do."""
 
     @property
     def min_workers(self) -> int:
-        """With fewer, rounds wait."""
+        """Rounds wait while there are fewer workers."""
 
     def prepare(self, algorithm: Algorithm, topology: Topology | None) -> Algorithm:
-        """Check and fill in ``"auto"`` settings, as :meth:`Algorithm.prepare` does.
+        """Check an algorithm and fill in ``"auto"`` settings, as :meth:`Algorithm.prepare` does.
 
-        The result must not depend on how many workers there are at present.
+        The result must not depend on the current number of workers.
 
         Raises:
             ValueError: If the settings do not work with every number of workers.
         """
 
-    def connect(self, settings: RoundSettings, group: WorkerGroup) -> Link:
-        """Connect an engine; it does not take part before :meth:`Link.join`.
+    def connect(self, settings: RoundSettings, group: WorkerGroup) -> MemberConnection:
+        """Create the connection of an engine; :meth:`MemberConnection.join` then joins the run.
 
         Args:
-            settings: Prepared.
+            settings: Prepared settings of the engine.
             group: The ranks of this job.
 
         Raises:
-            ValueError: If the settings or the number of ranks do not work with it.
+            ValueError: If the settings or the number of ranks are not supported.
         """
+
+
+class MemberConnection(Exchange, Protocol):
+    """The connection of one engine with the other members: sends its messages and statuses.
+
+    Attributes:
+        loop: Position of the training loop around the engine, which is sent to joining workers;
+            None if there is no such loop.
+        data_shard: This member's part of the training data.
+    """
+
+    loop: LoopPosition | None
+    data_shard: DataShard
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether this worker takes part in rounds."""
+
+    def join(self, engine: Engine) -> None:
+        """Join the run; a worker that has no state, or an older one, receives that of the run."""
+
+    def catch_up(self) -> None:
+        """Wait for the pending round; a worker that is behind then resumes from the run's state."""
+
+    def finish(self) -> None:
+        """Announce that the next rounds are the last of this worker.
+
+        They do not wait for further workers to join.
+        """
+
+    def leave(self) -> None:
+        """Leave the run after the pending round."""
+
+    def close(self) -> None:
+        """Leave the run: at once, or after the pending round if :meth:`finish` was called."""
+
+
+class LoopPosition(Protocol):
+    """Position of the training loop around an engine, such as learning rates and their schedules.
+
+    The position is read between two local steps, after the first one is complete.
+    """
+
+    def read(self) -> Any:
+        """Return the current position as plain values."""
+
+    def resume_from(self, position: Any, member: str) -> None:
+        """Continue at the position of another member.
+
+        Args:
+            position: What :meth:`read` returned on that member.
+            member: Name of that member, for messages.
+        """
+
+    def finish_step(self) -> None:
+        """Advance the learning rate schedules by one local step."""
+
+    def count_steps(self) -> None:
+        """Set the step count of the loop to that of the engine."""
+
+
+class DataShard:
+    """This member's positions in the stream of samples that all members share.
+
+    Member i of N uses the positions ``base + k N + i``. When the members change, all continue at a
+    new base, beyond every position that any of them may have used, so that no two members ever use
+    the same position.
+
+    Attributes:
+        dataset_sizes: Number of samples of each data set that is read this way; equal on all
+            members.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.dataset_sizes: list[int] = []
+        self._base, self._rank, self._num_members = 0, 0, 1
+        self._used = self._used_before_round = self._most_per_round = 0
+
+    def add_dataset(self, size: int) -> None:
+        """Register a data set of ``size`` samples, which the stream repeats in every epoch."""
+        if size not in self.dataset_sizes:
+            self.dataset_sizes.append(size)
+
+    def next_position(self) -> int:
+        """Return the next position of this member."""
+        with self._lock:
+            position = self._base + self._used * self._num_members + self._rank
+            self._used += 1
+            return position
+
+    def start_round(self) -> None:
+        """Record how many positions the last round used, to estimate those of the next one."""
+        with self._lock:
+            used = self._used - self._used_before_round
+            self._most_per_round = max(used, self._most_per_round)
+            self._used_before_round = self._used
+
+    @property
+    def first_unused(self) -> int:
+        """The first position that no member uses before the next round."""
+        with self._lock:
+            return self._base + self._num_members * (self._used + self._most_per_round + 1)
+
+    def start_at(self, position: int) -> None:
+        """Continue at a position, when a run is resumed."""
+        self.reassign(position, 0, 1)
+
+    def reassign(self, base: int, rank: int, num_members: int) -> None:
+        """Continue at a new base, as member ``rank`` of ``num_members``."""
+        with self._lock:
+            self._base, self._rank, self._num_members = base, rank, num_members
+            self._used = self._used_before_round = 0

@@ -36,7 +36,7 @@ from lightning_loco.distributed.job import init_workers
 from lightning_loco.distributed.work import ExplainErrors
 from lightning_loco.earlier_run import EarlierRun
 from lightning_loco.engine import Engine, RoundSettings
-from lightning_loco.engine.membership import Link
+from lightning_loco.engine.membership import MemberConnection
 from lightning_loco.gossip import PairwiseEngine
 from lightning_loco.parameter_server import RemoteOptimizer
 from lightning_loco.schedules import Schedule
@@ -378,9 +378,9 @@ class EngineStrategy(WorkerStrategy):
         return self.engine
 
     @property
-    def member_link(self) -> Link | None:
+    def member_connection(self) -> MemberConnection | None:
         """The connection to members that join and leave; None if the workers are fixed."""
-        return self.engine.link if isinstance(self.engine, Engine) else None
+        return self.engine.connection if isinstance(self.engine, Engine) else None
 
     @property
     def _engine(self) -> AnyEngine:
@@ -476,7 +476,7 @@ class EngineStrategy(WorkerStrategy):
         engine, shown = self._engine, self.evaluate
         settings, layout = engine.settings, engine.worker.replica.layout
         assert isinstance(settings, RoundSettings)
-        if self.member_link is not None:  # such a worker cannot average with the others
+        if self.member_connection is not None:  # such a worker cannot average with the others
             shown = "local" if settings.consensus_key is None else "outer"
         return advice(self._trainer, settings, self.worker, layout, shown)
 

@@ -22,7 +22,7 @@ from lightning_loco.schedules import Schedule, SyncEvery, by_steps
 from lightning_loco.strategies.arguments import CommonArguments, RoundArguments, spelled_out
 from lightning_loco.strategies.base import EngineStrategy
 from lightning_loco.strategies.local_training import optimized_by
-from lightning_loco.strategies.membership import TrainerPosition, share_among_members
+from lightning_loco.strategies.membership import TrainerPosition, shard_dataloader
 
 
 class LocoStrategy(EngineStrategy):
@@ -146,10 +146,12 @@ class LocoStrategy(EngineStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Divide the training data among the workers, or among the present members."""
-        link, membership = self.member_link, self.settings.membership
-        if link is None or membership is None or not self._trainer.training:
+        connection, membership = self.member_connection, self.settings.membership
+        if connection is None or membership is None or not self._trainer.training:
             return super().process_dataloader(dataloader)
-        return share_among_members(dataloader, link.share, membership.min_workers, self._join)
+        return shard_dataloader(
+            dataloader, connection.data_shard, membership.min_workers, self._join
+        )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Raise if another worker has failed; make no step if the run to join is over.
@@ -159,18 +161,18 @@ class LocoStrategy(EngineStrategy):
         """
         self._join()
         trainer = self._trainer
-        if self.member_link is not None and -1 < trainer.max_steps <= trainer.global_step:
+        if self.member_connection is not None and -1 < trainer.max_steps <= trainer.global_step:
             raise StopIteration
         super().on_train_batch_start(batch, batch_idx)
 
     def _join(self) -> None:
         """Join the other members, once hooks have written their weights."""
-        link, engine = self.member_link, self.engine
-        if link is None or link.has_joined or engine is None:
+        connection, engine = self.member_connection, self.engine
+        if connection is None or connection.has_joined or engine is None:
             return
         assert isinstance(engine, Engine)
         self._external_updates.on_batch_start()
-        link.host = TrainerPosition(self._trainer, lambda: engine.worker.steps)
+        connection.loop = TrainerPosition(self._trainer, lambda: engine.worker.steps)
         engine.join()
         if (members := engine.statistics.members) is not None:
             rank_zero_info(f"One of {members} members, from round {engine.worker.round_index} on.")
@@ -178,14 +180,14 @@ class LocoStrategy(EngineStrategy):
     @contextmanager
     def _end_training(self) -> Iterator[None]:
         with super()._end_training():
-            if self.member_link is not None:
-                self.member_link.leave()  # now, because the hooks that follow may take long
+            if self.member_connection is not None:
+                self.member_connection.leave()  # now, because the hooks that follow may take long
             yield
 
     def on_exception(self, exception: BaseException) -> None:
         """Save or report, see the base class; a member that is asked to stop also leaves."""
-        if self.member_link is not None and isinstance(exception, SIGTERMException):
-            self.member_link.leave()
+        if self.member_connection is not None and isinstance(exception, SIGTERMException):
+            self.member_connection.leave()
         super().on_exception(exception)
 
     def reset(self) -> None:

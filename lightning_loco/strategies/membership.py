@@ -1,4 +1,4 @@
-"""Members that come and go under Lightning: when a job joins, its data, and where its loops are."""
+"""Elastic members under Lightning: when a job joins the run, its data, and its loop position."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_loco.elastic.data_stream import MembersSampler
-from lightning_loco.engine.membership import DataShare
+from lightning_loco.engine.membership import DataShard
 from lightning_loco.parameter_server.step_request import read_hyperparameters, write_hyperparameters
 from lightning_loco.strategies import lightning_compat
 
 
 class JoiningLoader:
-    """A data loader that is read only by a job that has joined: its samples depend on the others.
+    """A data loader that joins the run before its first batch, since samples depend on the members.
 
     Args:
-        loader: Reads this member's samples.
-        join: Joins, if that is still to be done.
+        loader: Loads this member's samples.
+        join: Joins the run unless this job has joined already.
     """
 
     def __init__(self, loader: DataLoader[Any], join: Callable[[], None]) -> None:
@@ -30,67 +30,70 @@ class JoiningLoader:
         self._join = join
 
     def __len__(self) -> int:
-        """Batches of one walk over the data."""
+        """Number of batches in one iteration."""
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches; the first one is read after joining."""
+        """Join the run, then yield the batches."""
         self._join()
         yield from self.loader
 
 
-def share_among_members(
-    dataloader: object, share: DataShare, parts: int, join: Callable[[], None]
+def shard_dataloader(
+    dataloader: object, shard: DataShard, parts: int, join: Callable[[], None]
 ) -> object:
-    """Give a job its part of the training data, whoever the other members are.
+    """Return a data loader that reads this member's part of the training data.
 
     Args:
-        dataloader: With the sampler that Lightning puts in; others are left as they are.
-        share: Of this member.
-        parts: How many epochs make up the data.
-        join: Joins, if that is still to be done.
+        dataloader: A data loader with Lightning's distributed sampler; any other one is returned
+            unchanged, with a warning.
+        shard: This member's part of the data.
+        parts: Number of epochs by one member that read the data once.
+        join: Joins the run unless this job has joined already.
     """
     if isinstance(dataloader, DataLoader):
-        even = lightning_compat.sampler_of(dataloader)
-        if isinstance(even, DistributedSampler):
-            data = cast(Sized, even.dataset)
-            sampler = MembersSampler(data, share, parts, shuffle=even.shuffle, seed=even.seed)
+        default = lightning_compat.sampler_of(dataloader)
+        if isinstance(default, DistributedSampler):
+            data = cast(Sized, default.dataset)
+            sampler = MembersSampler(data, shard, parts, shuffle=default.shuffle, seed=default.seed)
             return JoiningLoader(lightning_compat.with_sampler(dataloader, sampler), join)
     rank_zero_warn(
-        "The members of this run cannot share data that are not read by index with a sampler of "
-        "Lightning's: every member reads all of them, unless the data see to that themselves. Use "
-        "elastic.MembersSampler with engine.link.share."
+        "The members of this run can only share data that are read by index with Lightning's own "
+        "sampler. Every member reads all of these data, unless they divide themselves. Use "
+        "elastic.data_stream.MembersSampler with engine.connection.data_shard."
     )
     return dataloader
 
 
 class TrainerPosition:
-    """Where a trainer is, for newcomers: learning rates, their schedules, and the logged step.
+    """The loop position of a trainer: learning rates, their schedules, and the logged step.
+
+    Implements :class:`lightning_loco.engine.membership.LoopPosition`.
 
     Args:
-        trainer: Whose position it is.
-        steps: Local steps of this worker.
+        trainer: The trainer.
+        steps: Returns the local steps of this worker.
     """
 
     def __init__(self, trainer: pl.Trainer, steps: Callable[[], int]) -> None:
         self._trainer = trainer
         self._steps = steps
-        self._is_warned = False
+        self._has_warned = False
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
-        return [group for one in self._trainer.optimizers for group in one.param_groups]
+        return [group for optim in self._trainer.optimizers for group in optim.param_groups]
 
     @property
     def _total_steps(self) -> int | None:
-        """How many local steps the whole fit makes; None if nobody knows."""
+        """Number of local steps in the whole fit; None if it is unknown."""
         if any(isinstance(c, GradientAccumulationScheduler) for c in self._trainer.callbacks):  # type: ignore[attr-defined]
-            return None  # the estimate is by the present accumulation
+            return None  # the estimate assumes the current accumulation
         total = self._trainer.estimated_stepping_batches
         return int(total) if 0 <= total < math.inf else None
 
     def read(self) -> dict[str, Any]:
-        """The present position."""
+        """Return the current position."""
         return {
             "logged_step": lightning_compat.logged_step(self._trainer),
             "total_steps": self._total_steps,
@@ -101,47 +104,42 @@ class TrainerPosition:
             ],
         }
 
-    def go_on(self, position: Any, who: str) -> None:
-        """Go on from the position of another member; a warning if it makes more or fewer steps.
+    def resume_from(self, position: Any, member: str) -> None:
+        """Continue at the position of another member.
+
+        Warns if that member trains for more or fewer local steps than this one.
 
         Args:
-            position: Of that member.
-            who: That member.
+            position: What :meth:`read` returned on that member.
+            member: Name of that member.
 
         Raises:
-            RuntimeError: If its optimizers or schedulers are others.
+            RuntimeError: If it has another number of parameter groups or schedulers.
         """
         groups, configs = self._groups, self._trainer.lr_scheduler_configs
-        found = position["groups"]
-        if len(found) != len(groups) or len(position["schedulers"]) != len(configs):
+        saved_groups, saved_schedulers = position["groups"], position["schedulers"]
+        if len(saved_groups) != len(groups) or len(saved_schedulers) != len(configs):
             raise RuntimeError(
                 f"This worker has {len(groups)} parameter groups and {len(configs)} schedulers, "
-                f"the run {len(found)} and {len(position['schedulers'])}. Start it with the same "
+                f"the run {len(saved_groups)} and {len(saved_schedulers)}. Start it with the same "
                 "configure_optimizers."
             )
         own, theirs = self._total_steps, position["total_steps"]
-        if own != theirs and not self._is_warned:
-            self._is_warned = True
+        if own != theirs and not self._has_warned:
+            self._has_warned = True
             rank_zero_warn(
-                f"{who} makes {theirs or 'an unknown number of'} local steps in all, and this "
-                f"worker {own or 'an unknown number'}. The one that ends first leaves the others "
-                "to go on with other weights. Give all jobs the same max_steps, or the same data "
-                "and max_epochs."
+                f"{member} makes {theirs or 'an unknown number of'} local steps in all, and this "
+                f"worker {own or 'an unknown number'}. The others continue after the first one has "
+                "finished, and end with other weights. Give all jobs the same max_steps, or the "
+                "same data and max_epochs."
             )
-        for config, saved in zip(configs, position["schedulers"], strict=True):
+        for config, saved in zip(configs, saved_schedulers, strict=True):
             config.scheduler.load_state_dict({**config.scheduler.state_dict(), **saved})
-        write_hyperparameters(groups, found)
+        write_hyperparameters(groups, saved_groups)
         lightning_compat.set_logged_step(self._trainer, position["logged_step"])
 
-    def count(self) -> None:
-        """Count as many steps as this worker."""
-        loop, steps = self._trainer.fit_loop.epoch_loop, self._steps()
-        automatic = loop.automatic_optimization.optim_progress.optimizer.step.total
-        manual = loop.manual_optimization.optim_step_progress.total
-        automatic.ready = automatic.completed = manual.ready = manual.completed = steps
-
-    def end_step(self) -> None:
-        """Let the schedulers step that do so after every so many steps of the optimizer."""
+    def finish_step(self) -> None:
+        """Advance the logged step and the schedulers that step with the optimizer."""
         lightning_compat.set_logged_step(
             self._trainer, lightning_compat.logged_step(self._trainer) + 1
         )
@@ -150,9 +148,16 @@ class TrainerPosition:
             if is_due and not config.reduce_on_plateau:
                 config.scheduler.step()  # type: ignore[call-arg]
 
+    def count_steps(self) -> None:
+        """Set the step counts of the trainer's loops to the local steps of this worker."""
+        loop, steps = self._trainer.fit_loop.epoch_loop, self._steps()
+        automatic = loop.automatic_optimization.optim_progress.optimizer.step.total
+        manual = loop.manual_optimization.optim_step_progress.total
+        automatic.ready = automatic.completed = manual.ready = manual.completed = steps
+
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Those entries that are numbers, texts, or lists of them."""
+    """Return the entries that are numbers, strings, or lists of these."""
     return {key: value for key, value in values.items() if _is_plain(value)}
 
 

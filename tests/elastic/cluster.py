@@ -121,25 +121,25 @@ class Cluster:
         )
         self.processes[index].start()
 
-    def begin(self, count: int, rounds: int = 3) -> None:
+    def start_all(self, count: int, rounds: int = 3) -> None:
         """Start so many workers, and wait for some rounds of theirs."""
         for index in range(count):
             self.start(index)
-        self.reaches(count - 1, rounds)
+        self.wait_for_round(count - 1, rounds)
 
     def join(self, index: int, rounds: int) -> None:
         """Start one more, and wait until it has made more than so many rounds."""
         self.start(index)
         until(lambda: len(self.lines(index)) > rounds, "rounds of the newcomer")
 
-    def sleep_through_a_round(self, index: int, seen_by: int) -> None:
+    def suspend_for_a_round(self, index: int, seen_by: int) -> None:
         """Stop one of three workers until the other two have made a round without it."""
         self.kill(index, signal.SIGSTOP)
-        self.meets(seen_by, 2)
+        self.wait_for_members(seen_by, 2)
         time.sleep(1)
         self.kill(index, signal.SIGCONT)
 
-    def meets(self, index: int, members: int) -> None:
+    def wait_for_members(self, index: int, members: int) -> None:
         """Wait until the last round of a worker was one of so many members."""
         until(
             lambda: [len(line["members"]) for line in self.lines(index)[-1:]] == [members],
@@ -150,16 +150,16 @@ class Cluster:
         """What a worker has written so far."""
         return lines_of(self._folder, index)
 
-    def errors(self, index: int) -> str:
+    def output(self, index: int) -> str:
         """What it has said."""
         path = self._folder / f"{index}.err"
         return path.read_text() if path.exists() else ""
 
-    def reaches(self, index: int, round_index: int) -> None:
+    def wait_for_round(self, index: int, round_index: int) -> None:
         """Wait until a worker has made so many rounds."""
 
         def is_there() -> bool:
-            assert not self.processes[index].exitcode, self.errors(index)
+            assert not self.processes[index].exitcode, self.output(index)
             lines = self.lines(index)
             return bool(lines) and lines[-1]["round"] >= round_index
 
@@ -179,30 +179,30 @@ class Cluster:
         assert process_id is not None
         return process_id
 
-    def runs_to_the_end(self, count: int) -> None:
+    def run_to_completion(self, count: int) -> None:
         """Start so many workers, the first one first, and wait until they have ended well."""
         for index in range(count):
             self.start(index)
             time.sleep(0.5 if index == 0 else 0)
-        self.ends(*range(count))
+        self.wait_for_success(*range(count))
 
-    def ends(self, *indices: int) -> None:
+    def wait_for_success(self, *indices: int) -> None:
         """Wait until workers have ended well."""
         for index in indices:
-            assert self.exit_status(index) == 0, self.errors(index)
+            assert self.exit_status(index) == 0, self.output(index)
 
     def exit_status(self, index: int) -> int | None:
         """Wait for the end of a worker."""
         self.processes[index].join(PATIENCE_S)
         return self.processes[index].exitcode
 
-    def agree(self) -> int:
+    def check_rounds(self) -> int:
         """Check that states are the same and that no round is lost; how many rounds."""
-        rounds = self.have_same_states()
+        rounds = self.check_states()
         assert sorted(rounds) == list(range(min(rounds), max(rounds) + 1))
         return len(rounds)
 
-    def have_same_states(self) -> set[int]:
+    def check_states(self) -> set[int]:
         """Check that all who have begun or ended a round had the same state then; those rounds."""
         states: dict[tuple[int, int], dict[int, int]] = {}
         for index in self.processes:
@@ -239,9 +239,9 @@ def cluster(
 ) -> Iterator[Cluster]:
     """A lighthouse, and workers to start; ``least`` is what the lighthouse wants, by itself."""
     lighthouse = Lighthouse(least or min_workers)
-    made = Cluster(lighthouse, folder, [*settings, f"--min-workers={min_workers}"], program)
+    workers = Cluster(lighthouse, folder, [*settings, f"--min-workers={min_workers}"], program)
     try:
-        yield made
+        yield workers
     finally:
-        made.close()
+        workers.close()
         lighthouse.stop()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_loco.elastic.consistency import Consistency, fingerprint
+from lightning_loco.elastic.consistency import ConsistencyCheck, fingerprint
 from lightning_loco.elastic.quorum import NO_STATE, Plan
 from tests.elastic import trainer_worker
 from tests.elastic.cluster import Cluster, cluster
@@ -17,9 +17,9 @@ from tests.elastic.cluster import Cluster, cluster
 STATE = {"outer": torch.arange(6.0), "momentum": torch.ones(6, dtype=torch.bfloat16), "count": 3}
 
 
-def plan(round_index: int = 10, newcomers: tuple[int, ...] = (), own: int = 0) -> Plan:
+def plan(round_index: int = 10, newcomers: tuple[int, ...] = (), rank: int = 0) -> Plan:
     names = ("a", "b", "c", "d", "e")
-    return Plan("1.0/5", names, own, names, False, 0, newcomers, round_index, 0)
+    return Plan("1.0/5", names, rank, names, False, 0, newcomers, round_index, 0)
 
 
 def test_equal_states_have_equal_fingerprints() -> None:
@@ -28,7 +28,7 @@ def test_equal_states_have_equal_fingerprints() -> None:
     assert -(2**63) <= first < 2**63
 
 
-def test_a_flipped_bit_is_seen(subtests: pytest.Subtests) -> None:
+def test_a_flipped_bit_changes_the_fingerprint(subtests: pytest.Subtests) -> None:
     for name, value in STATE.items():
         with subtests.test(name):
             other = value.clone() if isinstance(value, Tensor) else 4
@@ -37,7 +37,7 @@ def test_a_flipped_bit_is_seen(subtests: pytest.Subtests) -> None:
             assert fingerprint({**STATE, name: other}) != fingerprint(STATE)
 
 
-def test_a_value_more_is_seen() -> None:
+def test_an_additional_value_changes_the_fingerprint() -> None:
     assert fingerprint({**STATE, "more": torch.zeros(0)}) != fingerprint(STATE)
 
 
@@ -53,7 +53,7 @@ def test_when_it_is_due(subtests: pytest.Subtests) -> None:
         (10, 10, (0, 1, 2, 3), False),
     ]:
         with subtests.test(every=every, round_index=round_index, newcomers=newcomers):
-            assert Consistency(every, lambda: 0).is_due(plan(round_index, newcomers)) == is_due
+            assert ConsistencyCheck(every, lambda: 0).is_due(plan(round_index, newcomers)) == is_due
 
 
 def compared(own: int, told: tuple[int, ...], newcomers: tuple[int, ...]) -> Plan:
@@ -64,12 +64,14 @@ def compared(own: int, told: tuple[int, ...], newcomers: tuple[int, ...]) -> Pla
         sent.append(int(row))
         return torch.tensor(told)[:, None]
 
-    found = Consistency(1, lambda: told[own]).compare(plan(newcomers=newcomers, own=own), gather)
+    found = ConsistencyCheck(1, lambda: told[own]).compare(
+        plan(newcomers=newcomers, rank=own), gather
+    )
     assert sent == [told[own]]
     return found
 
 
-def test_who_has_drifted(subtests: pytest.Subtests) -> None:
+def test_drifted_members_are_detected(subtests: pytest.Subtests) -> None:
     for name, newcomers, told, drifted, donor in [
         ("none", (), (7, 7, 7, 7, 7), (), 0),
         ("one", (), (7, 7, -8, 7, 7), (2,), 0),
@@ -83,21 +85,21 @@ def test_who_has_drifted(subtests: pytest.Subtests) -> None:
                 found = compared(own, told, newcomers)
                 assert found.drifted == drifted
                 assert found.donor == donor
-                assert found.newcomers == tuple(sorted((*newcomers, *drifted)))
+                assert found.joining == tuple(sorted((*newcomers, *drifted)))
 
 
-def states(made: Cluster, round_index: int) -> list[int]:
+def states(workers: Cluster, round_index: int) -> list[int]:
     """The checksums of all members after a round."""
     return [
         line["checksum"]
-        for index in made.processes
-        for line in made.lines(index)
+        for index in workers.processes
+        for line in workers.lines(index)
         if line["round"] == round_index
     ]
 
 
-def column(made: Cluster, index: int, name: str) -> dict[int, Any]:
-    return {line["round"]: line[name] for line in made.lines(index)}
+def column(workers: Cluster, index: int, name: str) -> dict[int, Any]:
+    return {line["round"]: line[name] for line in workers.lines(index)}
 
 
 @pytest.mark.process
@@ -118,36 +120,36 @@ def test_a_worker_that_drifts_is_named_and_repaired(
     not count either; but for a checkpoint in between, which makes them begin again.
     """
     settings = ("--rounds=14", "--check-every=5", "--step-s=0.02", *schedule)
-    with cluster(tmp_path, *settings, min_workers=3) as made:
+    with cluster(tmp_path, *settings, min_workers=3) as workers:
         for index in range(3):
-            made.start(index, *(("--flip-at=4",) if index == 1 else ()))
-        made.ends(0, 1, 2)
+            workers.start(index, *(("--flip-at=4",) if index == 1 else ()))
+        workers.wait_for_success(0, 1, 2)
         for round_index in range(15):
             differ = 1 if round_index <= 4 or round_index >= landed else 2
-            assert len(set(states(made, round_index))) == differ, round_index
+            assert len(set(states(workers, round_index))) == differ, round_index
         for index in range(3):
-            assert column(made, index, "repaired")[14] == 1
-            said = made.errors(index)
+            assert column(workers, index, "repaired")[14] == 1
+            said = workers.output(index)
             assert "Round 5: the outer parameters or the outer state of w1-" in said
             assert said.count("of the other members") == 1
-        steps = [column(made, index, "steps") for index in range(3)]
+        steps = [column(workers, index, "steps") for index in range(3)]
         assert steps[0] == steps[1] == steps[2]
-        lines = [line for line in made.lines(1) if line["weights"]]
+        lines = [line for line in workers.lines(1) if line["weights"]]
         without = {line["round"] for line in lines if sum(line["weights"]) < 3}
         assert without == ({landed, landed + 1} if schedule == ("--overlap",) else {landed})
 
 
 @pytest.mark.process
-def test_who_made_the_round_before_without_the_others_goes_on_from_their_state(
+def test_a_worker_that_made_the_last_round_alone_resumes_from_the_others(
     tmp_path: Path,
 ) -> None:
     settings = ("--rounds=8", "--check-every=0", "--step-s=0.02")
-    with cluster(tmp_path, *settings, min_workers=3) as made:
+    with cluster(tmp_path, *settings, min_workers=3) as workers:
         for index in range(3):
-            made.start(index, *(("--flip-at=4", "--other-past") if index == 1 else ()))
-        made.ends(0, 1, 2)
-        assert made.agree() == 9
-        lines = [line for line in made.lines(0) if line["weights"]]
+            workers.start(index, *(("--flip-at=4", "--other-past") if index == 1 else ()))
+        workers.wait_for_success(0, 1, 2)
+        assert workers.check_rounds() == 9
+        lines = [line for line in workers.lines(0) if line["weights"]]
         assert {line["round"] for line in lines if sum(line["weights"]) < 3} == {5}
 
 
@@ -156,22 +158,22 @@ def test_who_made_the_round_before_without_the_others_goes_on_from_their_state(
     "settings", [("--check-every=2",), ("--check-every=0",), ("--algorithm=local_sgd",)]
 )
 def test_without_drift_nothing_is_repaired(tmp_path: Path, settings: tuple[str, ...]) -> None:
-    with cluster(tmp_path, "--rounds=8", "--step-s=0", *settings) as made:
-        made.start(0)
-        made.start(1)
-        made.ends(0, 1)
-        made.agree()
-        assert set(column(made, 0, "repaired").values()) == {0}
+    with cluster(tmp_path, "--rounds=8", "--step-s=0", *settings) as workers:
+        workers.start(0)
+        workers.start(1)
+        workers.wait_for_success(0, 1)
+        workers.check_rounds()
+        assert set(column(workers, 0, "repaired").values()) == {0}
 
 
 @pytest.mark.process
 @pytest.mark.soak
-def test_weights_that_a_hook_has_written_on_one_member_only_are_taken_back(tmp_path: Path) -> None:
+def test_weights_written_by_a_hook_on_one_member_only_are_repaired(tmp_path: Path) -> None:
     settings = ("--max-steps=80", "--check-every=4")
-    with cluster(tmp_path, *settings, min_workers=3, program=trainer_worker.main) as made:
+    with cluster(tmp_path, *settings, min_workers=3, program=trainer_worker.main) as workers:
         for index in range(3):
-            made.start(index, "--epoch-steps=24", *(("--writes-at=1",) if index == 2 else ()))
-        made.ends(0, 1, 2)
-        counts = [len(set(states(made, round_index))) for round_index in range(1, 21)]
+            workers.start(index, "--epoch-steps=24", *(("--writes-at=1",) if index == 2 else ()))
+        workers.wait_for_success(0, 1, 2)
+        counts = [len(set(states(workers, round_index))) for round_index in range(1, 21)]
         assert counts == [1] * 5 + [2, 2, 2] + [1] * 12
-        assert "Round 8: the outer parameters or the outer state of w2-" in made.errors(0)
+        assert "Round 8: the outer parameters or the outer state of w2-" in workers.output(0)

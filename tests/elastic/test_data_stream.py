@@ -5,69 +5,69 @@ from __future__ import annotations
 import pytest
 
 from lightning_loco.elastic.data_stream import MembersSampler
-from lightning_loco.engine.membership import DataShare
+from lightning_loco.engine.membership import DataShard
 
 
-def dealt(base: int, count: int) -> list[DataShare]:
-    shares = [DataShare() for _ in range(count)]
-    for place, share in enumerate(shares):
-        share.deal(base, place, count)
-    return shares
+def make_shards(base: int, num_members: int) -> list[DataShard]:
+    shards = [DataShard() for _ in range(num_members)]
+    for rank, shard in enumerate(shards):
+        shard.reassign(base, rank, num_members)
+    return shards
 
 
-def test_members_take_all_positions_once() -> None:
-    shares = dealt(10, 3)
-    taken = [share.take() for _ in range(4) for share in shares]
-    assert taken == list(range(10, 22))
+def test_members_use_all_positions_once() -> None:
+    shards = make_shards(10, 3)
+    used = [shard.next_position() for _ in range(4) for shard in shards]
+    assert used == list(range(10, 22))
 
 
-def test_after_a_change_nobody_takes_what_was_taken() -> None:
-    """Also if a member takes as much as in the last round before it learns of the change."""
-    shares = dealt(0, 3)
-    taken = []
+def test_after_a_change_of_members_no_position_is_used_twice() -> None:
+    """Also if a member uses as many as in the last round before it knows of the change."""
+    shards = make_shards(0, 3)
+    used = []
     for _ in range(2):
-        for share, number in zip(shares, (4, 5, 3), strict=True):
-            share.begin_round()
-            taken += [share.take() for _ in range(number)]
-    for share in shares:
-        share.begin_round()
-    base = max(share.reach for share in shares)
-    taken += [share.take() for share in shares for _ in range(5)]
-    left = shares[1:]
-    for place, share in enumerate(left):
-        share.deal(base, place, 2)
-    taken += [share.take() for share in left for _ in range(10)]
-    assert len(set(taken)) == len(taken)
+        for shard, number in zip(shards, (4, 5, 3), strict=True):
+            shard.start_round()
+            used += [shard.next_position() for _ in range(number)]
+    for shard in shards:
+        shard.start_round()
+    base = max(shard.first_unused for shard in shards)
+    used += [shard.next_position() for shard in shards for _ in range(5)]
+    remaining = shards[1:]
+    for rank, shard in enumerate(remaining):
+        shard.reassign(base, rank, 2)
+    used += [shard.next_position() for shard in remaining for _ in range(10)]
+    assert len(set(used)) == len(used)
 
 
-def test_a_resumed_member_begins_where_nobody_has_been() -> None:
-    shares = dealt(10, 3)
-    taken = [share.take() for _ in range(4) for share in shares]
-    again = DataShare()
-    again.begin_at(max(share.reach for share in shares))
-    assert again.reach > max(taken)
-    again.deal(again.reach, 0, 1)
-    assert again.take() > max(taken)
+def test_a_resumed_member_starts_beyond_all_used_positions() -> None:
+    shards = make_shards(10, 3)
+    used = [shard.next_position() for _ in range(4) for shard in shards]
+    resumed = DataShard()
+    resumed.start_at(max(shard.first_unused for shard in shards))
+    assert resumed.first_unused > max(used)
+    resumed.reassign(resumed.first_unused, 0, 1)
+    assert resumed.next_position() > max(used)
 
 
-def test_one_member_alone_sees_all_samples_once_in_an_epoch() -> None:
-    sampler = MembersSampler(range(7), DataShare(), seed=3)
+def test_a_single_member_sees_all_samples_once_per_epoch() -> None:
+    sampler = MembersSampler(range(7), DataShard(), seed=3)
     first, second = list(sampler), list(sampler)
     assert sorted(first) == sorted(second) == list(range(7))
     assert first != second
-    again = MembersSampler(range(7), DataShare(), seed=3)
-    assert list(again) == first
+    repeated = MembersSampler(range(7), DataShard(), seed=3)
+    assert list(repeated) == first
 
 
-def test_a_walk_is_as_long_for_all_and_goes_on_where_it_has_ended() -> None:
-    walks = []
-    for share in dealt(0, 2):
-        sampler = MembersSampler(range(8), share, 2, shuffle=False)
+def test_an_iteration_is_equally_long_for_all_and_continues_the_one_before() -> None:
+    iterations = []
+    for shard in make_shards(0, 2):
+        sampler = MembersSampler(range(8), shard, 2, shuffle=False)
         assert len(sampler) == 4
-        walks += [list(sampler), list(sampler)]
-    assert walks == [[0, 2, 4, 6], [0, 2, 4, 6], [1, 3, 5, 7], [1, 3, 5, 7]]
+        iterations += [list(sampler), list(sampler)]
+    assert iterations == [[0, 2, 4, 6], [0, 2, 4, 6], [1, 3, 5, 7], [1, 3, 5, 7]]
 
 
-def test_empty_data_are_refused() -> None:
+def test_an_empty_data_set_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
-        MembersSampler([], DataShare())
+        MembersSampler([], DataShard())

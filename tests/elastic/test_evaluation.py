@@ -33,7 +33,7 @@ def told(rank: int, world: int, lighthouse: str, folder: Path) -> list[list[str]
     return said
 
 
-def test_who_monitors_what_only_rounds_change_is_told(pool: Pool, tmp_path: Path) -> None:
+def test_monitoring_what_only_rounds_change_causes_a_warning(pool: Pool, tmp_path: Path) -> None:
     """Outer parameters change with rounds only; a member of Local SGD shows its own model."""
     lighthouse = cluster.Lighthouse(1)
     try:

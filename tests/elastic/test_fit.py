@@ -15,18 +15,18 @@ from tests.elastic.cluster import Cluster, cluster, until
 pytestmark = pytest.mark.process
 
 
-def check_samples(made: Cluster, *indices: int) -> None:
+def check_samples(workers: Cluster, *indices: int) -> None:
     """No sample is given to two members of a round."""
     rounds: dict[int, list[int]] = {}
     for index in indices:
-        for line in made.lines(index):
+        for line in workers.lines(index):
             rounds.setdefault(line["round"], []).extend(line["samples"])
     for round_index, samples in rounds.items():
         assert max(Counter(samples).values()) == 1, (round_index, sorted(samples))
 
 
-def by_round(made: Cluster, index: int) -> dict[int, dict[str, Any]]:
-    return {line["round"]: line for line in made.lines(index)}
+def by_round(workers: Cluster, index: int) -> dict[int, dict[str, Any]]:
+    return {line["round"]: line for line in workers.lines(index)}
 
 
 def end_of(folder: Path, index: int) -> dict[str, Any]:
@@ -41,12 +41,12 @@ def end_of(folder: Path, index: int) -> dict[str, Any]:
 def test_jobs_end_with_a_round_of_each_fragment(tmp_path: Path, steps: int, rounds: int) -> None:
     """But for one that has begun after the last step."""
     settings = (f"--max-steps={steps}", "--step-s=0", "--stream")
-    with cluster(tmp_path, *settings, program=trainer_worker.main) as made:
-        made.start(0)
-        made.start(1)
-        made.ends(0, 1)
-        made.agree()
-        check_samples(made, 0, 1)
+    with cluster(tmp_path, *settings, program=trainer_worker.main) as workers:
+        workers.start(0)
+        workers.start(1)
+        workers.wait_for_success(0, 1)
+        workers.check_rounds()
+        check_samples(workers, 0, 1)
         ends = [end_of(tmp_path, index) for index in range(2)]
         assert ends[0] == ends[1]
         assert ends[0]["rounds"] == rounds
@@ -64,14 +64,14 @@ def test_a_third_job_joins_and_the_first_is_killed(
     tmp_path: Path, schedule: tuple[str, ...]
 ) -> None:
     program = trainer_worker.main
-    with cluster(tmp_path, "--max-steps=240", *schedule, program=program) as made:
-        made.begin(2)
-        made.join(2, rounds=4)
-        made.kill(0)
-        made.ends(1, 2)
-        made.agree()
-        check_samples(made, 0, 1, 2)
-        own, newcomer = by_round(made, 1), by_round(made, 2)
+    with cluster(tmp_path, "--max-steps=240", *schedule, program=program) as workers:
+        workers.start_all(2)
+        workers.join(2, rounds=4)
+        workers.kill(0)
+        workers.wait_for_success(1, 2)
+        workers.check_rounds()
+        check_samples(workers, 0, 1, 2)
+        own, newcomer = by_round(workers, 1), by_round(workers, 2)
         for round_index, line in newcomer.items():
             assert line["lr"] == own[round_index]["lr"]
             assert line["logged_step"] == own[round_index]["logged_step"]
@@ -83,56 +83,56 @@ def test_a_third_job_joins_and_the_first_is_killed(
             if line["members"]:
                 assert line["logged"]["loco/members"] == len(line["members"])
                 assert line["logged"]["loco/repaired"] == 0
-        assert "on workers that come and go" in made.errors(2)
-        assert "One of 3 members, from round" in made.errors(2)
+        assert "on workers that come and go" in workers.output(2)
+        assert "One of 3 members, from round" in workers.output(2)
         ends = [end_of(tmp_path, index) for index in (1, 2)]
         assert ends[0]["model"] == ends[1]["model"]
 
 
-def test_who_joins_in_the_last_round_makes_no_step_beyond_it(tmp_path: Path) -> None:
+def test_a_worker_that_joins_in_the_last_round_makes_no_step(tmp_path: Path) -> None:
     """Others come at the same time: with other data, and with another number of steps."""
-    with cluster(tmp_path, "--max-steps=4", "--step-s=3", program=trainer_worker.main) as made:
-        made.start(0)
-        made.start(1)
-        until(lambda: "One of 2 members" in made.errors(0), "two members")
-        made.start(2)
-        made.start(3, "--samples=3000")
-        made.start(4, "--max-steps=3")
-        made.ends(0, 1, 2, 4)
-        assert made.exit_status(3) == 1
-        assert "num_samples is [3000] here and [4000] in the run (as w" in made.errors(3)
-        assert "makes 4 local steps in all, and this worker 3" in made.errors(4)
+    with cluster(tmp_path, "--max-steps=4", "--step-s=3", program=trainer_worker.main) as workers:
+        workers.start(0)
+        workers.start(1)
+        until(lambda: "One of 2 members" in workers.output(0), "two members")
+        workers.start(2)
+        workers.start(3, "--samples=3000")
+        workers.start(4, "--max-steps=3")
+        workers.wait_for_success(0, 1, 2, 4)
+        assert workers.exit_status(3) == 1
+        assert "num_samples is [3000] here and [4000] in the run (as w" in workers.output(3)
+        assert "makes 4 local steps in all, and this worker 3" in workers.output(4)
         for index in (2, 4):
-            assert "from round 1 on" in made.errors(index)
+            assert "from round 1 on" in workers.output(index)
             assert end_of(tmp_path, index)["model"] == end_of(tmp_path, 0)["model"]
 
 
 @pytest.mark.soak
 def test_loaders_with_processes_share_the_data(tmp_path: Path) -> None:
     settings = ("--max-steps=60", "--num-loaders=1")
-    with cluster(tmp_path, *settings, program=trainer_worker.main) as made:
-        made.start(0)
-        made.start(1)
-        made.ends(0, 1)
-        assert made.agree() == 15
-        check_samples(made, 0, 1)
+    with cluster(tmp_path, *settings, program=trainer_worker.main) as workers:
+        workers.start(0)
+        workers.start(1)
+        workers.wait_for_success(0, 1)
+        assert workers.check_rounds() == 15
+        check_samples(workers, 0, 1)
 
 
 @pytest.mark.soak
-def test_gossiping_jobs_go_on_when_one_joins_and_one_is_killed(tmp_path: Path) -> None:
+def test_gossip_continues_when_one_joins_and_one_is_killed(tmp_path: Path) -> None:
     settings = ("--max-steps=240", "--gossip")
-    with cluster(tmp_path, *settings, program=trainer_worker.main) as made:
-        made.begin(2)
-        made.join(2, rounds=4)
-        made.kill(0)
-        made.ends(1, 2)
-        check_samples(made, 0, 1, 2)
-        lines = [by_round(made, index) for index in range(3)]
+    with cluster(tmp_path, *settings, program=trainer_worker.main) as workers:
+        workers.start_all(2)
+        workers.join(2, rounds=4)
+        workers.kill(0)
+        workers.wait_for_success(1, 2)
+        check_samples(workers, 0, 1, 2)
+        lines = [by_round(workers, index) for index in range(3)]
         for round_index, line in lines[2].items():
             assert line["lr"] == lines[1][round_index]["lr"]
             assert line["logged_step"] == lines[1][round_index]["logged_step"]
             assert line["steps"] == lines[1][round_index]["steps"]
-        assert {len(line["members"]) for line in made.lines(1)} >= {2, 3}
+        assert {len(line["members"]) for line in workers.lines(1)} >= {2, 3}
         ends = [line[max(line)] for line in lines[1:]]
         assert [end["steps"] for end in ends] == [240, 240]
         assert ends[0]["checksum"] != ends[1]["checksum"]

@@ -54,13 +54,13 @@ def run_of_ranks(
     return found
 
 
-def checksums(made: Cluster, index: int) -> list[int]:
-    return [line["checksum"] for line in made.lines(index)]
+def checksums(workers: Cluster, index: int) -> list[int]:
+    return [line["checksum"] for line in workers.lines(index)]
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("workers", "schedule", "compression"),
+    ("num_workers", "schedule", "compression"),
     [
         (2, (2, 2, 10), None),
         (3, (2, 2, 10), None),
@@ -75,31 +75,31 @@ def checksums(made: Cluster, index: int) -> list[int]:
 def test_it_equals_a_run_of_ranks(
     pool: Pool,
     tmp_path: Path,
-    workers: int,
+    num_workers: int,
     schedule: tuple[int, int, int],
     compression: str | None,
 ) -> None:
-    expected = pool.run(run_of_ranks, schedule, compression, world=workers)
+    expected = pool.run(run_of_ranks, schedule, compression, world=num_workers)
     fragments, delay, every = schedule
     settings = (f"--fragments={fragments}", f"--delay={delay}", f"--sync-every={every}")
     codec = (f"--compression={compression}",) if compression else ()
     ends = (f"--steps={STEPS}", "--step-s=0")
-    with cluster(tmp_path, *ends, *settings, *codec, min_workers=workers) as made:
-        made.runs_to_the_end(workers)
-        for index in range(workers):
-            assert checksums(made, index) == expected[index]
+    with cluster(tmp_path, *ends, *settings, *codec, min_workers=num_workers) as workers:
+        workers.run_to_completion(num_workers)
+        for index in range(num_workers):
+            assert checksums(workers, index) == expected[index]
 
 
-def at_turns(made: Cluster, index: int) -> dict[tuple[int, int], Line]:
+def at_turns(workers: Cluster, index: int) -> dict[tuple[int, int], Line]:
     """The lines of a worker by round and by whether one is under way."""
-    return {(line["round"], line["under_way"]): line for line in made.lines(index)}
+    return {(line["round"], line["under_way"]): line for line in workers.lines(index)}
 
 
-def check_steps(made: Cluster, *indices: int) -> None:
+def check_steps(workers: Cluster, *indices: int) -> None:
     """All are at the same local step whenever they begin or end a round."""
     steps: dict[tuple[int, int], int] = {}
     for index in indices:
-        for at, line in at_turns(made, index).items():
+        for at, line in at_turns(workers, index).items():
             assert steps.setdefault(at, line["steps"]) == line["steps"], (index, at)
 
 
@@ -115,100 +115,100 @@ def check_steps(made: Cluster, *indices: int) -> None:
         pytest.param(("--algorithm=diloco_schedule",), id="outer rates"),
     ],
 )
-def test_one_joins_one_is_killed_and_the_others_go_on(
+def test_one_joins_one_is_killed_and_the_others_continue(
     tmp_path: Path, settings: tuple[str, ...]
 ) -> None:
     own = ("--steps=250", "--from-members=3", "--step-s=0.01")
-    with cluster(tmp_path, *own, *STREAM, *settings) as made:
-        made.begin(2)
-        made.join(2, rounds=5)
-        made.kill(0)
-        made.ends(1, 2)
-        made.have_same_states()
-        check_steps(made, 1, 2)
-        came = first_members(made, 2, 3)
+    with cluster(tmp_path, *own, *STREAM, *settings) as workers:
+        workers.start_all(2)
+        workers.join(2, rounds=5)
+        workers.kill(0)
+        workers.wait_for_success(1, 2)
+        workers.check_states()
+        check_steps(workers, 1, 2)
+        came = first_members(workers, 2, 3)
         assert weight_of(came) == 0
-        assert made.lines(2)[-1]["checksum"] == made.lines(1)[-1]["checksum"]
-        assert made.lines(2)[-1]["under_way"] == 0
-        assert {len(line["members"]) for line in made.lines(1)} >= {2, 3}
+        assert workers.lines(2)[-1]["checksum"] == workers.lines(1)[-1]["checksum"]
+        assert workers.lines(2)[-1]["under_way"] == 0
+        assert {len(line["members"]) for line in workers.lines(1)} >= {2, 3}
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("point", ["within the exchange", "local step", "statuses", "outer step"])
-def test_one_of_three_dies_while_a_fragment_is_under_way(tmp_path: Path, point: str) -> None:
+def test_one_of_three_dies_while_a_fragment_is_pending(tmp_path: Path, point: str) -> None:
     size = "--numel=2000000" if point == "within the exchange" else "--numel=1000"
-    with cluster(tmp_path, "--steps=100", "--step-s=0.01", *STREAM, size) as made:
-        made.start(0, "--fail=killed", f"--fail-at={point}", "--fail-in=8")
-        made.start(1)
-        made.start(2)
-        assert made.exit_status(0) == -signal.SIGKILL
-        made.ends(1, 2)
-        made.have_same_states()
-        check_steps(made, 1, 2)
-        assert checksums(made, 1)[-1] == checksums(made, 2)[-1]
-        assert len(made.lines(1)[-1]["members"]) == 2
-        assert longest_wait(made) < HEARTBEAT_TIMEOUT_S + 6
+    with cluster(tmp_path, "--steps=100", "--step-s=0.01", *STREAM, size) as workers:
+        workers.start(0, "--fail=killed", f"--fail-at={point}", "--fail-in=8")
+        workers.start(1)
+        workers.start(2)
+        assert workers.exit_status(0) == -signal.SIGKILL
+        workers.wait_for_success(1, 2)
+        workers.check_states()
+        check_steps(workers, 1, 2)
+        assert checksums(workers, 1)[-1] == checksums(workers, 2)[-1]
+        assert len(workers.lines(1)[-1]["members"]) == 2
+        assert longest_wait(workers) < HEARTBEAT_TIMEOUT_S + 6
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("settings", [(), ("--delay=0",), ("--delay=5",)])
-def test_a_sleeper_joins_anew(tmp_path: Path, settings: tuple[str, ...]) -> None:
+def test_a_suspended_worker_rejoins_as_a_new_one(tmp_path: Path, settings: tuple[str, ...]) -> None:
     asked = ("--steps=300", "--step-s=0.04", "--timeout-s=8", *STREAM, *settings)
-    with cluster(tmp_path, *asked) as made:
+    with cluster(tmp_path, *asked) as workers:
         for index in range(3):
-            made.start(index)
+            workers.start(index)
         for index in range(3):
-            made.reaches(index, 4)
+            workers.wait_for_round(index, 4)
         time.sleep(0.1)  # two rounds begin 0.2 s apart; within an exchange it would last timeout_s
-        made.sleep_through_a_round(2, seen_by=0)
-        made.ends(0, 1, 2)
-        made.have_same_states()
-        check_steps(made, 0, 1)
-        back = [line for line in made.lines(2) if line["weights"] and weight_of(line) == 0]
+        workers.suspend_for_a_round(2, seen_by=0)
+        workers.wait_for_success(0, 1, 2)
+        workers.check_states()
+        check_steps(workers, 0, 1)
+        back = [line for line in workers.lines(2) if line["weights"] and weight_of(line) == 0]
         assert back
-        assert weight_of(made.lines(2)[-1]) == 1
-        assert checksums(made, 2)[-1] == checksums(made, 0)[-1]
+        assert weight_of(workers.lines(2)[-1]) == 1
+        assert checksums(workers, 2)[-1] == checksums(workers, 0)[-1]
 
 
 @pytest.mark.soak
 def test_a_worker_that_drifts_is_repaired(tmp_path: Path) -> None:
     settings = ("--steps=100", "--check-every=5", "--step-s=0.01", *STREAM)
-    with cluster(tmp_path, *settings, min_workers=3) as made:
+    with cluster(tmp_path, *settings, min_workers=3) as workers:
         for index in range(3):
-            made.start(index, *(("--flip-at=4",) if index == 1 else ()))
-        made.ends(0, 1, 2)
-        turns = [at_turns(made, index) for index in range(3)]
+            workers.start(index, *(("--flip-at=4",) if index == 1 else ()))
+        workers.wait_for_success(0, 1, 2)
+        turns = [at_turns(workers, index) for index in range(3)]
         for at, line in turns[0].items():
             differs = line["checksum"] != turns[1][at]["checksum"]
             assert differs == (at in [(4, 0), (5, 1), (5, 0), (6, 1)]), at
             assert line["checksum"] == turns[2][at]["checksum"]
         for index in range(3):
-            assert made.lines(index)[-1]["repaired"] == 1
-            assert "Round 5: the outer parameters or" in made.errors(index)
+            assert workers.lines(index)[-1]["repaired"] == 1
+            assert "Round 5: the outer parameters or" in workers.output(index)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("settings", [(), ("--fragments=1", "--delay=3"), ("--compression=e3m0",)])
-def test_who_resumes_with_a_round_under_way_goes_on_as_if_nothing_had_been(
+def test_resuming_with_a_pending_round_equals_an_uninterrupted_run(
     tmp_path: Path, settings: tuple[str, ...]
 ) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):
         folder.mkdir()
     asked = ("--step-s=0.01", *STREAM, *settings)
-    with cluster(first, "--steps=64", "--keep-in=4", *asked) as made:
-        made.start(0)
-        made.start(1)
-        made.ends(0, 1)
-        whole = [at_turns(made, index) for index in range(2)]
-    with cluster(second, "--steps=64", *asked) as made:
+    with cluster(first, "--steps=64", "--keep-in=4", *asked) as workers:
+        workers.start(0)
+        workers.start(1)
+        workers.wait_for_success(0, 1)
+        whole = [at_turns(workers, index) for index in range(2)]
+    with cluster(second, "--steps=64", *asked) as workers:
         for index in range(2):
-            made.start(index, f"--resume={first / f'{index}.pt'}")
-        made.ends(0, 1)
+            workers.start(index, f"--resume={first / f'{index}.pt'}")
+        workers.wait_for_success(0, 1)
         for index in range(2):
-            again = at_turns(made, index)
+            again = at_turns(workers, index)
             assert min(again) == (4, 0)
-            begun, *_ = made.lines(index)
+            begun, *_ = workers.lines(index)
             assert begun["under_way"] == 1
             assert begun["steps"] == whole[index][4, 1]["steps"] + 1
             for at, line in again.items():
@@ -217,21 +217,21 @@ def test_who_resumes_with_a_round_under_way_goes_on_as_if_nothing_had_been(
 
 
 @pytest.mark.soak
-def test_a_newcomer_gets_what_was_under_way_when_it_was_saved(tmp_path: Path) -> None:
+def test_a_joining_worker_receives_a_round_that_was_saved_pending(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):
         folder.mkdir()
-    with cluster(first, "--steps=40", "--keep-in=4", *STREAM) as made:
-        made.start(0)
-        made.start(1)
-        made.ends(0, 1)
-        landed = at_turns(made, 0)[4, 0]
-    with cluster(second, "--steps=100", "--step-s=0.01", *STREAM, min_workers=3) as made:
+    with cluster(first, "--steps=40", "--keep-in=4", *STREAM) as workers:
+        workers.start(0)
+        workers.start(1)
+        workers.wait_for_success(0, 1)
+        landed = at_turns(workers, 0)[4, 0]
+    with cluster(second, "--steps=100", "--step-s=0.01", *STREAM, min_workers=3) as workers:
         for index in range(2):
-            made.start(index, f"--resume={first / f'{index}.pt'}")
-        made.start(2)
-        made.ends(0, 1, 2)
-        made.have_same_states()
-        check_steps(made, 0, 1, 2)
+            workers.start(index, f"--resume={first / f'{index}.pt'}")
+        workers.start(2)
+        workers.wait_for_success(0, 1, 2)
+        workers.check_states()
+        check_steps(workers, 0, 1, 2)
         for index in range(3):
-            assert at_turns(made, index)[4, 0]["checksum"] == landed["checksum"]
+            assert at_turns(workers, index)[4, 0]["checksum"] == landed["checksum"]

@@ -30,11 +30,11 @@ def mean_of(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {key: torch.stack([state[key] for state in states]).mean(0) for key in states[0]}
 
 
-def by_round(made: Cluster) -> dict[int, dict[int, Line]]:
+def by_round(workers: Cluster) -> dict[int, dict[int, Line]]:
     """The lines of each round, by the indices of the workers."""
     found: dict[int, dict[int, Line]] = {}
-    for index in made.processes:
-        for line in made.lines(index):
+    for index in workers.processes:
+        for line in workers.lines(index):
             found.setdefault(line["round"], {})[index] = line
     return found
 
@@ -68,9 +68,9 @@ def plain_round(
     return states
 
 
-def check_rounds(made: Cluster, algorithm: str) -> set[int]:
+def check_rounds(workers: Cluster, algorithm: str) -> set[int]:
     """Compare all rounds with the plain loop; how many members they had."""
-    rounds = by_round(made)
+    rounds = by_round(workers)
     sizes = set()
     for round_index in sorted(rounds)[:-1]:
         before, after = rounds[round_index], rounds[round_index + 1]
@@ -92,46 +92,46 @@ def test_one_joins_one_is_killed_and_all_rounds_are_those_of_the_members(
     tmp_path: Path, algorithm: str
 ) -> None:
     settings = (*BASE, "--rounds=30", "--from-members=4", "--step-s=0.02")
-    with cluster(tmp_path, *settings, f"--algorithm={algorithm}") as made:
+    with cluster(tmp_path, *settings, f"--algorithm={algorithm}") as workers:
         for index in range(3):
-            made.start(index)
-        made.reaches(1, 5)
-        made.join(3, rounds=5)
-        killed_at = made.kill(0)
-        made.ends(1, 2, 3)
-        times = [line["time"] for line in made.lines(2) if line["time"] > killed_at + 0.05]
+            workers.start(index)
+        workers.wait_for_round(1, 5)
+        workers.join(3, rounds=5)
+        killed_at = workers.kill(0)
+        workers.wait_for_success(1, 2, 3)
+        times = [line["time"] for line in workers.lines(2) if line["time"] > killed_at + 0.05]
         assert min(times) - killed_at < HEARTBEAT_TIMEOUT_S + 6  # no neighbour in the ring
-        assert check_rounds(made, algorithm) >= {3, 4}
-        assert len(full_members(made.lines(3)[-1])) == 3
+        assert check_rounds(workers, algorithm) >= {3, 4}
+        assert len(full_members(workers.lines(3)[-1])) == 3
 
 
 @pytest.mark.soak
-def test_who_is_left_alone_goes_on_and_two_join_at_once(tmp_path: Path) -> None:
+def test_a_single_worker_continues_and_two_join_at_once(tmp_path: Path) -> None:
     settings = (*BASE, "--rounds=120", "--step-s=0.02", "--algorithm=noloco")
-    with cluster(tmp_path, *settings, min_workers=1) as made:
-        made.start(0)
-        made.start(1)
-        made.reaches(0, 5)
-        made.kill(1)
-        made.meets(0, 1)
-        made.start(2)
-        made.start(3)
-        made.ends(0, 2, 3)
-        assert check_rounds(made, "noloco") >= {1, 3}
+    with cluster(tmp_path, *settings, min_workers=1) as workers:
+        workers.start(0)
+        workers.start(1)
+        workers.wait_for_round(0, 5)
+        workers.kill(1)
+        workers.wait_for_members(0, 1)
+        workers.start(2)
+        workers.start(3)
+        workers.wait_for_success(0, 2, 3)
+        assert check_rounds(workers, "noloco") >= {1, 3}
 
 
 @pytest.mark.soak
-def test_a_sleeper_comes_back_at_the_mean(tmp_path: Path) -> None:
+def test_a_suspended_worker_rejoins_at_the_mean(tmp_path: Path) -> None:
     settings = (*BASE, "--rounds=80", "--step-s=0.03", "--algorithm=gasloc", "--timeout-s=4")
-    with cluster(tmp_path, *settings) as made:
+    with cluster(tmp_path, *settings) as workers:
         for index in range(3):
-            made.start(index)
-        made.reaches(0, 3)
-        until(lambda: len(made.lines(2)) > 3, "rounds of worker 2")
-        made.sleep_through_a_round(2, seen_by=0)
-        made.ends(0, 1, 2)
-        check_rounds(made, "gasloc")
-        assert len(full_members(made.lines(0)[-1])) == 3
+            workers.start(index)
+        workers.wait_for_round(0, 3)
+        until(lambda: len(workers.lines(2)) > 3, "rounds of worker 2")
+        workers.suspend_for_a_round(2, seen_by=0)
+        workers.wait_for_success(0, 1, 2)
+        check_rounds(workers, "gasloc")
+        assert len(full_members(workers.lines(0)[-1])) == 3
 
 
 @pytest.mark.soak
@@ -139,23 +139,23 @@ def test_a_sleeper_comes_back_at_the_mean(tmp_path: Path) -> None:
     ("algorithm", "dtype", "tolerance"),
     [("noloco", "float64", 1e-12), ("gasloc", "float32", 1e-6)],
 )
-def test_with_overlap_the_mean_is_kept_when_one_joins(
+def test_with_overlap_the_mean_does_not_change_when_one_joins(
     tmp_path: Path, algorithm: str, dtype: str, tolerance: float
 ) -> None:
     own = ("--rounds=10", "--from-members=4", "--step-s=0.02", "--overlap", f"--dtype={dtype}")
-    with cluster(tmp_path, *BASE, *own, f"--algorithm={algorithm}") as made:
+    with cluster(tmp_path, *BASE, *own, f"--algorithm={algorithm}") as workers:
         for index in range(3):
-            made.start(index)
-        made.reaches(1, 5)
-        made.start(3)
-        made.ends(0, 1, 2, 3)
-        rounds, first = by_round(made), made.lines(3)[0]["round"]
+            workers.start(index)
+        workers.wait_for_round(1, 5)
+        workers.start(3)
+        workers.wait_for_success(0, 1, 2, 3)
+        rounds, first = by_round(workers), workers.lines(3)[0]["round"]
         for round_index in (first, first + 1):  # under way, and landed
             newcomer, *others = (state_of(rounds[round_index][i]) for i in (3, 0, 1, 2))
             close = {"rtol": tolerance, "atol": tolerance}
             torch.testing.assert_close(newcomer, mean_of(others), **close)
             torch.testing.assert_close(mean_of([newcomer, *others]), mean_of(others), **close)
-        assert made.lines(3)[0]["mark"] == 1.0  # a buffer, which holds their indices
+        assert workers.lines(3)[0]["mark"] == 1.0  # a buffer, which holds their indices
         assert not torch.equal(others[0]["start"], others[1]["start"])
         later = [state_of(rounds[first + 4][i])["start"] for i in range(4)]
         assert not torch.allclose(later[3], torch.stack(later[:3]).mean(0), rtol=1e-9)

@@ -1,4 +1,4 @@
-"""Messages between members of a real group, one of which dies within a message."""
+"""Messages between members of a process group, one of which dies during a message."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from lightning_loco.elastic.group import Groups
+from lightning_loco.elastic.group import MemberGroup
 from lightning_loco.elastic.quorum import Plan
 from tests.limits import SOON_S
 from tests.pool import PRELOADED, Pool
@@ -21,78 +21,73 @@ _processes = multiprocessing.get_context("forkserver")
 
 TIMEOUT_S = 60.0
 NUMEL = 2**26
-"""Elements of a message that takes longer than the life of the member that dies."""
+"""Elements of a message that takes longer than the member that dies stays alive."""
 
 
-def plan_of(place: int, stores: tuple[str, ...]) -> Plan:
+def plan_of(rank: int, stores: tuple[str, ...]) -> Plan:
     """A round of all members, in a new group."""
     names = tuple(f"m{i}" for i in range(len(stores)))
-    return Plan(f"test/{len(names)}", names, place, stores, True, 0, (), 0, 0)
+    return Plan(f"test/{len(names)}", names, rank, stores, True, 0, (), 0, 0)
 
 
-def opened(place: int, stores: tuple[str, ...], groups: Groups) -> Groups:
-    groups.open(plan_of(place, stores))
-    return groups
-
-
-def swap_around(rank: int, world: int) -> tuple[dict[int, torch.Tensor], int]:
-    """Send to the next one, receive from the one before."""
-    groups = Groups("127.0.0.1", TIMEOUT_S)
+def swap_in_ring(rank: int, world: int) -> tuple[dict[int, torch.Tensor], int]:
+    """Send to the next member, receive from the previous one."""
+    group = MemberGroup("127.0.0.1", TIMEOUT_S)
     stores: list[str] = [""] * world
-    torch.distributed.all_gather_object(stores, groups.address)
-    opened(rank, tuple(stores), groups)
+    torch.distributed.all_gather_object(stores, group.address)
+    group.open(plan_of(rank, tuple(stores)))
     inbox = {(rank - 1) % world: torch.zeros(5)}
     for value in (rank, 10 + rank):
-        groups.swap({(rank + 1) % world: torch.full((5,), float(value))}, inbox)
+        group.swap({(rank + 1) % world: torch.full((5,), float(value))}, inbox)
     torch.distributed.barrier()
-    groups.close()
+    group.close()
     return inbox, rank
 
 
-def test_messages_go_around(pool: Pool) -> None:
-    for inbox, rank in pool.run(swap_around, world=3):
-        before = (rank - 1) % 3
-        assert torch.equal(inbox[before], torch.full((5,), 10.0 + before))
+def test_members_swap_messages_in_a_ring(pool: Pool) -> None:
+    for inbox, rank in pool.run(swap_in_ring, world=3):
+        previous = (rank - 1) % 3
+        assert torch.equal(inbox[previous], torch.full((5,), 10.0 + previous))
 
 
-def member(place: int, line: Connection, dies: bool, sends: bool) -> None:
-    """Exchange a message with the other member; die within it, or say how long it took to fail."""
-    groups = Groups("127.0.0.1", TIMEOUT_S)
-    line.send(groups.address)
-    opened(place, line.recv(), groups)
+def run_member(rank: int, pipe: Connection, dies: bool, sends: bool) -> None:
+    """Swap a message with the other member; die during it, or send the seconds until it failed."""
+    group = MemberGroup("127.0.0.1", TIMEOUT_S)
+    pipe.send(group.address)
+    group.open(plan_of(rank, pipe.recv()))
     message = torch.ones(NUMEL)
     if dies:
         threading.Timer(0.03, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    began = time.monotonic()
+    started = time.monotonic()
     try:
         if sends:
-            groups.swap({1 - place: message}, {})
+            group.swap({1 - rank: message}, {})
         else:
-            groups.swap({}, {1 - place: message})
+            group.swap({}, {1 - rank: message})
     except RuntimeError:
-        line.send(time.monotonic() - began)
+        pipe.send(time.monotonic() - started)
     else:
-        line.send(None)
+        pipe.send(None)
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("sender_dies", [False, True])
-def test_a_death_within_a_message_is_noticed_at_once(sender_dies: bool) -> None:
+def test_a_death_during_a_message_is_detected_at_once(sender_dies: bool) -> None:
     _processes.set_forkserver_preload(PRELOADED)
-    lines = [_processes.Pipe() for _ in range(2)]
+    pipes = [_processes.Pipe() for _ in range(2)]
     roles = ((False, not sender_dies), (True, sender_dies))
     members = [
-        _processes.Process(target=member, args=(place, lines[place][1], *roles[place]))
-        for place in range(2)
+        _processes.Process(target=run_member, args=(rank, pipes[rank][1], *roles[rank]))
+        for rank in range(2)
     ]
     for process in members:
         process.start()
     try:
-        stores = tuple(line.recv() for line, _ in lines)
-        for line, _ in lines:
-            line.send(stores)
-        assert lines[0][0].poll(TIMEOUT_S)
-        assert lines[0][0].recv() < SOON_S
+        stores = tuple(pipe.recv() for pipe, _ in pipes)
+        for pipe, _ in pipes:
+            pipe.send(stores)
+        assert pipes[0][0].poll(TIMEOUT_S)
+        assert pipes[0][0].recv() < SOON_S
         members[1].join()
         assert members[1].exitcode == -signal.SIGKILL
     finally:

@@ -1,4 +1,4 @@
-"""A member that cannot be used, in a quorum of a real lighthouse."""
+"""A malformed request in a quorum of a real lighthouse."""
 
 from __future__ import annotations
 
@@ -10,28 +10,32 @@ from lightning_loco.algorithms import DiLoCo
 from lightning_loco.background import begin
 from lightning_loco.elastic.lighthouse import Lighthouse
 from tests.elastic import cluster
-from tests.elastic.test_quorum import told
+from tests.elastic.test_quorum import info
 
 pytestmark = [pytest.mark.recovery, pytest.mark.usefixtures("wait_for_threads")]
 
-LONGEST_S = 20.0
+TIMEOUT_S = 20.0
 
 
-def test_an_address_that_is_none_is_named_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    lighthouse = cluster.Lighthouse(2)
-    here = lighthouse.address
-    words = {**told(7), "store": "somewhere"}
+def test_a_worker_with_an_invalid_address_is_named_and_ignored(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = cluster.Lighthouse(2)
+    address = server.address
+    request = {**info(7), "store": "somewhere"}
     try:
-        stranger = Lighthouse(here, "mallory")
-        asking = begin(lambda: stranger.quorum(lambda: words, LONGEST_S))
-        membership = Elastic(here, min_workers=1, name="w0", host="127.0.0.1", timeout_s=LONGEST_S)
+        other = Lighthouse(address, "mallory")
+        requesting = begin(lambda: other.quorum(lambda: request, TIMEOUT_S))
+        membership = Elastic(
+            address, min_workers=1, name="w0", host="127.0.0.1", timeout_s=TIMEOUT_S
+        )
         engine = StepEngine(nn.Linear(2, 1), DiLoCo(), membership=membership)
         engine.join()
         assert engine.statistics.members == 1
-        assert len(asking.result().members) == 2
+        assert len(requesting.result().members) == 2
         engine.close()
-        stranger.close()
+        other.close()
     finally:
-        lighthouse.stop()
+        server.stop()
     (warning,) = [text for text in caplog.messages if "mallory" in text]
     assert "its request is malformed, or of another version of lightning_loco" in warning

@@ -1,4 +1,4 @@
-"""Members on their way into a group, one of which is lost before it is made."""
+"""Members that create a group, one of which is lost before it is complete."""
 
 from __future__ import annotations
 
@@ -12,62 +12,62 @@ from contextlib import suppress
 
 import pytest
 
-from lightning_loco.elastic.group import Gathering, Groups
+from lightning_loco.elastic.group import MemberGroup, MemberMonitor
 from lightning_loco.elastic.quorum import Plan
 from tests.limits import SOON_S
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
-def plans(*members: Groups) -> list[Plan]:
-    """One for each member; the first one's store is where they meet."""
+def plans(*members: MemberGroup) -> list[Plan]:
+    """One plan for each member; the first one is the donor."""
     stores = tuple(member.address for member in members)
-    names = tuple(f"m{place}" for place in range(len(stores)))
+    names = tuple(f"m{rank}" for rank in range(len(stores)))
     group = f"{time.monotonic()}/{len(names)}"
-    return [Plan(group, names, own, stores, True, 0, (), 0, 0) for own in range(len(names))]
+    return [Plan(group, names, rank, stores, True, 0, (), 0, 0) for rank in range(len(names))]
 
 
-def test_who_gives_up_is_not_waited_for() -> None:
-    first, second = Groups("127.0.0.1", PATIENCE_S), Groups("127.0.0.1", PATIENCE_S)
+def test_a_member_that_gives_up_is_not_waited_for() -> None:
+    first, second = MemberGroup("127.0.0.1", TIMEOUT_S), MemberGroup("127.0.0.1", TIMEOUT_S)
     here, there = plans(first, second)
-    began = time.monotonic()
-    threading.Timer(0.3, Gathering(there, PATIENCE_S).leave).start()
+    started = time.monotonic()
+    threading.Timer(0.3, MemberMonitor(there, TIMEOUT_S).leave).start()
     with pytest.raises(RuntimeError, match="m1 has given up"):
         first.open(here)
-    assert time.monotonic() - began < SOON_S
+    assert time.monotonic() - started < SOON_S
     first.close()
     second.close()
 
 
 @pytest.mark.usefixtures("wait_for_threads")
-def test_who_ends_while_the_group_is_made_is_not_waited_for() -> None:
-    first, second = Groups("127.0.0.1", PATIENCE_S), Groups("127.0.0.1", PATIENCE_S)
+def test_a_member_that_ends_while_the_group_is_created_is_not_waited_for() -> None:
+    first, second = MemberGroup("127.0.0.1", TIMEOUT_S), MemberGroup("127.0.0.1", TIMEOUT_S)
     here, there = plans(first, second)
-    began = time.monotonic()
+    started = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
         opening = pool.submit(first.open, here)
-        other = Gathering(there, PATIENCE_S)
-        other.assemble()
+        other = MemberMonitor(there, TIMEOUT_S)
+        other.rendezvous()
         second.close()
         with pytest.raises(RuntimeError, match="m1 has ended"):
             opening.result()
         other.leave()
-    assert time.monotonic() - began < SOON_S
+    assert time.monotonic() - started < SOON_S
     first.close()
 
 
-def test_members_find_each_other() -> None:
-    groups = [Groups("127.0.0.1", PATIENCE_S) for _ in range(3)]
-    made = plans(*groups)
+def test_all_members_open_the_same_group() -> None:
+    groups = [MemberGroup("127.0.0.1", TIMEOUT_S) for _ in range(3)]
+    of_members = plans(*groups)
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(Groups.open, groups, made))
-    assert [group.name for group in groups] == [made[0].group] * 3
+        list(pool.map(MemberGroup.open, groups, of_members))
+    assert [group.name for group in groups] == [of_members[0].group] * 3
     for group in groups:
         group.close()
 
 
 def sockets() -> Iterator[socket.socket]:
-    """Those of this process for TCP."""
+    """The TCP sockets of this process."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
             if found.family != socket.AF_UNIX:
@@ -75,7 +75,7 @@ def sockets() -> Iterator[socket.socket]:
 
 
 def cut_connections_to(port: int) -> int:
-    """End those of this process, as a network that fails does; how many."""
+    """Shut down connections of this process, as a failing network does; their number."""
     count = 0
     for connection in sockets():
         with suppress(OSError):  # one that only listens
@@ -85,14 +85,14 @@ def cut_connections_to(port: int) -> int:
     return count
 
 
-def test_members_that_have_finished_are_counted_over_a_cut_connection() -> None:
-    groups, other = Groups("127.0.0.1", PATIENCE_S), Groups("127.0.0.1", PATIENCE_S)
+def test_finished_members_are_counted_after_a_connection_was_cut() -> None:
+    group, other = MemberGroup("127.0.0.1", TIMEOUT_S), MemberGroup("127.0.0.1", TIMEOUT_S)
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(Groups.open, (groups, other), plans(groups, other)))
-    assert groups.finished == 0
-    assert cut_connections_to(int(groups.address.rpartition(":")[2]))
-    assert groups.finished == 0
-    other.say_finished()
-    assert groups.finished == 1
-    groups.close()
+        list(pool.map(MemberGroup.open, (group, other), plans(group, other)))
+    assert group.num_finished == 0
+    assert cut_connections_to(int(group.address.rpartition(":")[2]))
+    assert group.num_finished == 0
+    other.announce_finished()
+    assert group.num_finished == 1
+    group.close()
     other.close()

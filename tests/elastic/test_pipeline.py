@@ -41,18 +41,20 @@ def members_of(line: Line) -> list[int]:
 
 
 @pytest.mark.soak
-def test_a_newcomer_is_inserted_as_the_plain_loop_does(tmp_path: Path) -> None:
-    with cluster(tmp_path, "--rounds=20", "--from-members=3", "--step-s=0.02", "--overlap") as made:
-        made.begin(2, rounds=5)
-        made.join(2, rounds=5)
-        made.ends(0, 1, 2)
-        first, *lines = made.lines(0)
+def test_a_worker_joins_as_in_the_plain_loop(tmp_path: Path) -> None:
+    with cluster(
+        tmp_path, "--rounds=20", "--from-members=3", "--step-s=0.02", "--overlap"
+    ) as workers:
+        workers.start_all(2, rounds=5)
+        workers.join(2, rounds=5)
+        workers.wait_for_success(0, 1, 2)
+        first, *lines = workers.lines(0)
         landed = [
             members_of(line) for line in lines[1:]
         ]  # each line knows the pending round before
         expected = pipeline(first["outer"], landed)
         assert [line["outer"] for line in lines[:-1]] == pytest.approx(expected, abs=1e-5)
-        own = {line["round"]: line["outer"] for line in made.lines(2)[1:]}
+        own = {line["round"]: line["outer"] for line in workers.lines(2)[1:]}
         theirs = {line["round"]: line["outer"] for line in lines}
         assert len(own) > 5
         assert own == {round_index: theirs[round_index] for round_index in own}

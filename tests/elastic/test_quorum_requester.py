@@ -1,4 +1,4 @@
-"""Asking a real lighthouse: what is said meanwhile, and how a worker that is to stop gives up."""
+"""Quorum requests to a lighthouse: warnings while they wait, and how a stopping worker leaves."""
 
 from __future__ import annotations
 
@@ -9,39 +9,38 @@ import pytest
 
 from lightning_loco.distributed.worker_status import IN_ROUND, WorkerStatus
 from lightning_loco.elastic import rounds as module
-from lightning_loco.elastic.elastic_round import ElasticRound
 from lightning_loco.elastic.lighthouse import Lighthouse
-from lightning_loco.elastic.quorum import NO_STATE, Told, make_plan
-from lightning_loco.elastic.rounds import Asking
+from lightning_loco.elastic.quorum import NO_STATE, MemberInfo, make_plan
+from lightning_loco.elastic.rounds import QuorumRequester, RoundRequest
 from tests.elastic import cluster
 from tests.programs import free_ports
 
 pytestmark = [pytest.mark.recovery, pytest.mark.usefixtures("wait_for_threads")]
 
-TOLD = Told(3, "", "127.0.0.1:1", 0, "run", 2, "", [], [])
+INFO = MemberInfo(3, "", "127.0.0.1:1", 0, "run", 2, "", [], [])
 WAIT_S = 2.0
 
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SAY_S", "UNREACHABLE_S", "LEAVING_S"):
+    for name in ("WARN_EVERY_S", "WARN_UNREACHABLE_S", "STOP_WAIT_S"):
         monkeypatch.setattr(module, name, 0.3)
 
 
 def ask(
     address: str, is_stopping: Callable[[], bool] = lambda: False, round_index: int = 3
-) -> tuple[object, Asking, ElasticRound]:
-    pending = ElasticRound(round_index, WorkerStatus(IN_ROUND, round_index, 0))
-    pending.waited_since = time.monotonic()
+) -> tuple[object, QuorumRequester, RoundRequest]:
+    request = RoundRequest(round_index, WorkerStatus(IN_ROUND, round_index, 0))
+    request.waited_since = time.monotonic()
     lighthouse = Lighthouse(address, "w0")
-    asking = Asking(lighthouse, list, is_stopping, WAIT_S)
+    requester = QuorumRequester(lighthouse, list, is_stopping, WAIT_S)
     try:
-        return asking.ask(pending, TOLD, True, WAIT_S), asking, pending
+        return requester.quorum(request, INFO, True, WAIT_S), requester, request
     finally:
         lighthouse.close()
 
 
-def test_a_lighthouse_that_is_not_there_is_named_while_it_is_looked_for(
+def test_a_warning_names_a_lighthouse_that_does_not_answer(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     (port,) = free_ports()
@@ -52,10 +51,10 @@ def test_a_lighthouse_that_is_not_there_is_named_while_it_is_looked_for(
     assert f"the lighthouse at 127.0.0.1:{port} ([Errno 111] Connection refused); start" in lines[0]
 
 
-def test_what_the_lighthouse_waits_for_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_reports_what_the_lighthouse_waits_for(caplog: pytest.LogCaptureFixture) -> None:
     lighthouse = cluster.Lighthouse(2)
     try:
-        found, asking, pending = ask(lighthouse.address, round_index=NO_STATE)
+        found, requester, request = ask(lighthouse.address, round_index=NO_STATE)
     finally:
         lighthouse.stop()
     assert found is None
@@ -64,38 +63,40 @@ def test_what_the_lighthouse_waits_for_is_said(caplog: pytest.LogCaptureFixture)
         "This worker, which joins the run, waits for other workers. The lighthouse at 127."
     )
     assert "New quorum not ready, only have 1 participants, need min_replicas 2" in line
-    assert "it has heard w0 0" in line
+    assert "last heartbeats: w0 0" in line
 
 
-def test_who_is_there_is_said_where_they_are_too_few(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_names_the_present_members_if_they_are_too_few(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     lighthouse = cluster.Lighthouse(1)
     try:
-        found, asking, pending = ask(lighthouse.address)
+        found, requester, request = ask(lighthouse.address)
     finally:
         lighthouse.stop()
     plan = make_plan(found, "w0")
-    time.sleep(module.SAY_S)
-    asking.say_incomplete(pending, plan)
+    time.sleep(module.WARN_EVERY_S)
+    requester.warn_incomplete(request, plan)
     assert "Round 3 waits for more workers. 1 of at least 2 are there (w0)" in caplog.text
-    pending.waited_since = None
+    request.waited_since = None
     caplog.clear()
-    asking.say_incomplete(ElasticRound(4, pending.status), plan)
+    requester.warn_incomplete(RoundRequest(4, request.status), plan)
     assert not caplog.messages
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_worker_that_is_to_stop_ends_its_round_alone(
+def test_a_worker_that_is_asked_to_stop_completes_its_round_alone(
     is_there: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     lighthouse = cluster.Lighthouse(2)
     if not is_there:
         lighthouse.stop()
     try:
-        found, asking, pending = ask(lighthouse.address, is_stopping=lambda: True)
-        assert "waits no longer for the others" in caplog.text
-        again = asking.ask(pending, TOLD, True, WAIT_S)
+        found, requester, request = ask(lighthouse.address, is_stopping=lambda: True)
+        assert "no longer waits for the others" in caplog.text
+        again = requester.quorum(request, INFO, True, WAIT_S)
     finally:
         lighthouse.stop()
     for quorum in (found, again):
         plan = make_plan(quorum, "w0")
-        assert (plan.names, plan.newcomers, plan.round_index, plan.enough) == (("w0",), (), 3, 1)
+        assert (plan.names, plan.joining, plan.round_index, plan.min_members) == (("w0",), (), 3, 1)

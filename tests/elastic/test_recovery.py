@@ -1,4 +1,4 @@
-"""A worker that comes with what it knows from a checkpoint."""
+"""A worker that resumes from the state of the run, or joins with that of a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import torch
 from torch import nn
 
 from lightning_loco.algorithms import DiLoCo
-from lightning_loco.distributed.worker_status import IN_ROUND, WorkerStatus
-from lightning_loco.elastic.elastic_round import ElasticRound
-from lightning_loco.elastic.quorum import resumed
-from lightning_loco.elastic.recovery import apply_saved_rounds, is_ahead
-from lightning_loco.elastic.state_transfer import StateTransfer
+from lightning_loco.elastic.recovery import adopt_state, apply_saved_rounds, copy_state, is_ahead
+from lightning_loco.elastic.state_transfer import RunState
 from lightning_loco.engine import StepEngine
 
 
 def trained(steps: int) -> StepEngine:
-    """A worker with overlap, after so many local steps of its own."""
+    """A worker with overlap, after so many local steps alone."""
     torch.manual_seed(0)
     model = nn.Linear(5, 1)
     engine = StepEngine(model, DiLoCo(0.7, 0.3), sync_every=3, overlap=True, warm_start=False)
@@ -28,33 +25,47 @@ def trained(steps: int) -> StepEngine:
 
 
 @pytest.mark.parametrize(("round_of_others", "ahead"), [(1, True), (2, False), (3, False)])
-def test_who_is_ahead(round_of_others: int, ahead: bool) -> None:
+def test_a_worker_is_ahead_by_more_than_one_round(round_of_others: int, ahead: bool) -> None:
     """Those in round 2 will be in round 3 when this worker is."""
     engine = trained(9)
     assert engine.worker.round_index == 3
-    pending = ElasticRound(resumed(3), WorkerStatus(IN_ROUND, -1, 0))
-    assert not is_ahead(engine, pending)
-    pending.state = StateTransfer({}, {"round_index": round_of_others})
-    assert is_ahead(engine, pending) is ahead
+    assert not is_ahead(engine, None)
+    assert is_ahead(engine, RunState({}, {"round_index": round_of_others})) is ahead
     engine.close()
 
 
-def test_a_round_that_was_saved_lands_once() -> None:
+def test_a_saved_round_is_applied_once() -> None:
     engine, model = trained(7), nn.Linear(5, 1)
-    again = StepEngine(model, DiLoCo(0.7, 0.3), sync_every=3, overlap=True, warm_start=False)
-    again.load_state_dict(engine.state_dict())
-    (rounds,) = again.fragments
-    before = {name: value.clone() for name, value in rounds.memory.state.items()}
-    received = again.state_dict()["shared"][0]["received"].clone()
-    progress = again.worker.replica.layout.new_flat() - before["outer"]
-    apply_saved_rounds(again)
+    resumed = StepEngine(model, DiLoCo(0.7, 0.3), sync_every=3, overlap=True, warm_start=False)
+    resumed.load_state_dict(engine.state_dict())
+    (sync,) = resumed.fragments
+    before = {name: value.clone() for name, value in sync.fragment.state.items()}
+    received = resumed.state_dict()["shared"][0]["received"].clone()
+    progress = resumed.worker.replica.layout.new_flat() - before["outer"]
+    apply_saved_rounds(resumed)
     DiLoCo(0.7, 0.3).update(received, received.clone(), before)
     for name, value in before.items():
-        torch.testing.assert_close(rounds.memory.state[name], value)
-    moved = again.worker.replica.layout.new_flat() - before["outer"]
+        torch.testing.assert_close(sync.fragment.state[name], value)
+    moved = resumed.worker.replica.layout.new_flat() - before["outer"]
     torch.testing.assert_close(moved, progress)
-    assert rounds.pending is None
-    apply_saved_rounds(again)
-    assert torch.equal(again.worker.replica.layout.new_flat() - before["outer"], moved)
+    assert sync.pending is None
+    apply_saved_rounds(resumed)
+    assert torch.equal(resumed.worker.replica.layout.new_flat() - before["outer"], moved)
     engine.close()
-    again.close()
+    resumed.close()
+
+
+def test_a_state_of_another_size_changes_nothing(subtests: pytest.Subtests) -> None:
+    engine = StepEngine(nn.BatchNorm1d(3), DiLoCo(), sync_every=2)
+    before = engine.worker.replica.layout.new_flat()
+    for name, message in [
+        ("buffers", "has buffers of another size than this model"),
+        ("state/outer", "does not fit this worker's: 'outer' differs"),
+        ("state/momentum", "does not fit this worker's: 'momentum' differs"),
+    ]:
+        state = copy_state(engine, {}, with_saved_rounds=True)
+        state.tensors[name] = torch.ones(state.tensors[name].numel() + 1)
+        with subtests.test(name), pytest.raises(RuntimeError, match=message):
+            adopt_state(engine, state)
+        assert torch.equal(engine.worker.replica.layout.new_flat(), before)
+    engine.close()

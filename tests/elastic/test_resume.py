@@ -44,9 +44,9 @@ def checksum_of(state: dict[str, Any]) -> int:
     return value
 
 
-def samples_of(made: Cluster, indices: range, first: int = 0, last: int = 10**9) -> set[int]:
+def samples_of(workers: Cluster, indices: range, first: int = 0, last: int = 10**9) -> set[int]:
     """What jobs have trained on, as far as it is in rounds of these numbers."""
-    lines = [line for index in indices for line in made.lines(index)]
+    lines = [line for index in indices for line in workers.lines(index)]
     return {s for line in lines if first <= line["round"] <= last for s in line["samples"]}
 
 
@@ -61,12 +61,12 @@ def learning_rates(steps: int) -> list[float]:
     return rates
 
 
-def check_positions(made: Cluster, indices: range) -> None:
+def check_positions(workers: Cluster, indices: range) -> None:
     """Steps and learning rates are those of the rounds, on all."""
     rates = learning_rates(400)
     steps: dict[int, int] = {}
     for index in indices:
-        for line in made.lines(index):
+        for line in workers.lines(index):
             assert line["lr"] == pytest.approx(rates[line["steps"]], rel=1e-12)
             assert steps.setdefault(line["round"], line["steps"]) == line["steps"]
 
@@ -74,18 +74,18 @@ def check_positions(made: Cluster, indices: range) -> None:
 def end_four_jobs(folder: Path, *schedule: str, more: int = 4) -> tuple[list[Path], Cluster]:
     """Jobs that end one after the other, the last ones some rounds later; what three have saved."""
     folder.mkdir()
-    with cluster(folder, "--max-steps=4000", *schedule, program=resume_worker.main) as made:
+    with cluster(folder, "--max-steps=4000", *schedule, program=resume_worker.main) as workers:
         for index in range(4):
-            made.start(index)
-        made.reaches(0, 3)
-        made.kill(3)
-        made.reaches(0, 5)
-        made.kill(0, SIGTERM)
-        made.exit_status(0)
-        made.reaches(1, made.lines(0)[-1]["round"] + more)
-        made.kill(1, SIGKILL)
-        made.kill(2, SIGKILL)
-    return [newest(folder, index) for index in range(3)], made
+            workers.start(index)
+        workers.wait_for_round(0, 3)
+        workers.kill(3)
+        workers.wait_for_round(0, 5)
+        workers.kill(0, SIGTERM)
+        workers.exit_status(0)
+        workers.wait_for_round(1, workers.lines(0)[-1]["round"] + more)
+        workers.kill(1, SIGKILL)
+        workers.kill(2, SIGKILL)
+    return [newest(folder, index) for index in range(3)], workers
 
 
 @pytest.mark.parametrize(
@@ -93,57 +93,57 @@ def end_four_jobs(folder: Path, *schedule: str, more: int = 4) -> tuple[list[Pat
     [pytest.param((), id="blocking"), pytest.param(("--overlap",), id="overlap")],
 )
 @pytest.mark.soak
-def test_four_jobs_go_on_as_three_and_then_as_five(
-    tmp_path: Path, schedule: tuple[str, ...]
-) -> None:
+def test_four_jobs_resume_as_three_then_as_five(tmp_path: Path, schedule: tuple[str, ...]) -> None:
     paths, before = end_four_jobs(tmp_path / "first", *schedule)
     rounds = [saved_round(path) for path in paths]
     assert rounds[0] + 2 < max(rounds)
     folder = tmp_path / "second"
     folder.mkdir()
     steps = SYNC_EVERY * (max(rounds) + 25)
-    with cluster(folder, f"--max-steps={steps}", *schedule, program=resume_worker.main) as made:
+    with cluster(folder, f"--max-steps={steps}", *schedule, program=resume_worker.main) as workers:
         order = sorted(range(3), key=lambda index: -rounds[index])
         for index in order:
-            made.start(index, f"--resume={paths[index]}")
+            workers.start(index, f"--resume={paths[index]}")
         for index in range(3):
-            made.reaches(index, max(rounds) + 5)
-        made.start(3)
-        made.start(4)
-        until(lambda: len(made.lines(3)) > 3 and len(made.lines(4)) > 3, "rounds of newcomers")
-        made.ends(*range(5))
-        made.agree()
-        check_samples(made, *range(5))
-        check_positions(made, range(5))
+            workers.wait_for_round(index, max(rounds) + 5)
+        workers.start(3)
+        workers.start(4)
+        until(
+            lambda: len(workers.lines(3)) > 3 and len(workers.lines(4)) > 3, "rounds of newcomers"
+        )
+        workers.wait_for_success(*range(5))
+        workers.check_rounds()
+        check_samples(workers, *range(5))
+        check_positions(workers, range(5))
         for index in range(5):
-            lines = made.lines(index)
+            lines = workers.lines(index)
             assert lines[0]["round"] >= max(rounds)
             assert lines[-1]["steps"] == steps
-        assert {len(line["members"]) for line in made.lines(order[0])} >= {3, 5}
+        assert {len(line["members"]) for line in workers.lines(order[0])} >= {3, 5}
         trained = samples_of(before, range(4), last=max(rounds))
         assert len(trained) > 50
-        assert not trained & samples_of(made, range(5))
+        assert not trained & samples_of(workers, range(5))
         assert min(start_of(folder, index)["round"] for index in range(3)) == max(rounds)
 
 
 @pytest.mark.soak
-def test_a_job_that_is_ahead_of_those_that_train_already_is_followed(tmp_path: Path) -> None:
+def test_others_resume_from_the_state_of_a_job_with_a_later_checkpoint(tmp_path: Path) -> None:
     paths, _ = end_four_jobs(tmp_path / "first", more=40)
     rounds = [saved_round(path) for path in paths]
     last = rounds.index(max(rounds))
     folder = tmp_path / "second"
     folder.mkdir()
     steps = SYNC_EVERY * (max(rounds) + 20)
-    with cluster(folder, f"--max-steps={steps}", program=resume_worker.main) as made:
+    with cluster(folder, f"--max-steps={steps}", program=resume_worker.main) as workers:
         for index in (3, 4):
-            made.start(index, f"--resume={paths[0]}")
-        made.reaches(3, rounds[0] + 1)
-        made.start(last, f"--resume={paths[last]}")
-        made.ends(last, 3, 4)
-        own = {line["round"]: line["checksum"] for line in made.lines(last)}
+            workers.start(index, f"--resume={paths[0]}")
+        workers.wait_for_round(3, rounds[0] + 1)
+        workers.start(last, f"--resume={paths[last]}")
+        workers.wait_for_success(last, 3, 4)
+        own = {line["round"]: line["checksum"] for line in workers.lines(last)}
         assert min(own) > max(rounds)
         for index in (3, 4):
-            found = {line["round"]: line["checksum"] for line in made.lines(index)}
+            found = {line["round"]: line["checksum"] for line in workers.lines(index)}
             common = found.keys() & own.keys()
             assert len(common) >= 15
             assert max(rounds) not in found  # they have left it out
@@ -198,7 +198,7 @@ def fit_and_save(rank: int, world: int, path: str) -> set[int]:
 
 
 @pytest.mark.soak
-def test_a_static_run_goes_on_as_jobs_and_these_as_a_static_run(pool: Pool, tmp_path: Path) -> None:
+def test_a_static_run_continues_as_jobs_and_back(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "static.ckpt"
     trained = set().union(*pool.run(fit_and_save, str(path), world=4))
     assert len(trained) == 4 * 2 * 10
@@ -206,22 +206,22 @@ def test_a_static_run_goes_on_as_jobs_and_these_as_a_static_run(pool: Pool, tmp_
     (fragment,) = torch.load(stamp / "shared.pt")["shared"]
     folder = tmp_path / "jobs"
     folder.mkdir()
-    with cluster(folder, "--max-steps=41", program=resume_worker.main) as made:
+    with cluster(folder, "--max-steps=41", program=resume_worker.main) as workers:
         for index in range(3):
-            made.start(index, f"--resume={path}")
-        made.ends(0, 1, 2)
-        made.agree()
-        check_samples(made, 0, 1, 2)
-        check_positions(made, range(3))
+            workers.start(index, f"--resume={path}")
+        workers.wait_for_success(0, 1, 2)
+        workers.check_rounds()
+        check_samples(workers, 0, 1, 2)
+        check_positions(workers, range(3))
         for index in range(3):
             start = start_of(folder, index)
             assert start["checksum"] == checksum_of(fragment["state"]) or start["round"] > 2
-            text = made.errors(index)
+            text = workers.output(index)
             assert text.count("The checkpoint was written by 4 workers with DiLoCo") == 1
             assert "and positions of workers 1 to 3 are dropped" in text
             assert "all workers begin at the mean of the 4 workers' parameters" in text
         assert min(start_of(folder, index)["steps"] for index in range(3)) == 10
-        assert not trained & samples_of(made, range(3))
+        assert not trained & samples_of(workers, range(3))
     back = folder / "0" / "often.ckpt"
     (stamp,) = Path(f"{back}.loco").iterdir()
     (fragment,) = torch.load(stamp / "shared.pt")["shared"]

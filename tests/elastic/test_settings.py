@@ -19,7 +19,7 @@ from lightning_loco.algorithms import (
     NoLoCo,
     PairwiseAverage,
 )
-from lightning_loco.elastic.membership import for_any_number, prepare_for_any_number
+from lightning_loco.elastic.membership import prepare_for_any_number, topologies_for_any_number
 from lightning_loco.engine import Engine, RoundSettings
 from lightning_loco.schedules import Staggered
 from lightning_loco.topology import Torus, get_topology
@@ -76,7 +76,7 @@ def test_topologies_of_some_numbers_only_are_refused(subtests: pytest.Subtests) 
             pytest.param(NoLoCo(), id="NoLoCo"),
             pytest.param(NeighborAverage(), id="NeighborAverage"),
         ],
-        for_any_number(),
+        topologies_for_any_number(),
         strength=1,
     ),
 )
@@ -95,7 +95,7 @@ def test_gossip_that_diverges_with_some_number_is_refused() -> None:
         StepEngine(nn.Linear(1, 1), algorithm, topology="torus", membership=Elastic(HERE))
 
 
-def test_auto_becomes_what_suits_the_number_that_needs_least() -> None:
+def test_auto_suits_the_number_of_members_that_needs_least() -> None:
     algorithm, grid = GASLoC(momentum_on="gossiped"), get_topology("grid")
     alone = algorithm.prepare(8, grid)
     with pytest.raises(ValueError, match="of 30 workers diverge"):
@@ -105,7 +105,7 @@ def test_auto_becomes_what_suits_the_number_that_needs_least() -> None:
     assert 0 < ready.momentum < alone.momentum
 
 
-def test_random_topologies_of_their_own_agree_whatever_the_seed() -> None:
+def test_default_random_topologies_do_not_depend_on_the_global_seed() -> None:
     seeds = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -115,7 +115,7 @@ def test_random_topologies_of_their_own_agree_whatever_the_seed() -> None:
     assert seeds == [0, 0]
 
 
-def test_a_warning_about_random_pairs_comes_once() -> None:
+def test_random_pairs_cause_one_warning() -> None:
     with pytest.warns(UserWarning, match="makes gossip of 8 workers diverge") as said:
         engine = StepEngine(nn.Linear(1, 1), NoLoCo(0.9), membership=Elastic(HERE))
     engine.close()
@@ -147,7 +147,7 @@ def settings_of(algorithm: Algorithm, *schedule: int, topology: Any = None) -> R
     )
 
 
-def test_two_rounds_under_way_are_refused(subtests: pytest.Subtests) -> None:
+def test_two_pending_rounds_are_refused(subtests: pytest.Subtests) -> None:
     for every, fragments, delay, longest in [
         (10, 2, 6, 5),
         (10, 3, 4, 3),
@@ -168,12 +168,12 @@ def test_fragments_of_gossip_are_refused() -> None:
         Engine.from_settings(Layers(), settings)
 
 
-def test_numbers_of_local_steps_that_change_are_refused() -> None:
+def test_changing_numbers_of_local_steps_are_refused() -> None:
     with pytest.raises(ValueError, match="after a fixed number of local steps"):
         StepEngine(nn.Linear(1, 1), DiLoCo(), sync_every={0: 2, 9: 3}, membership=Elastic(HERE))
 
 
-def test_something_else_is_no_membership() -> None:
+def test_other_types_are_refused_as_membership() -> None:
     with pytest.raises(TypeError, match=r"membership must be Elastic\(...\) or None, got 3"):
         DiLoCoStrategy(membership=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="membership"):

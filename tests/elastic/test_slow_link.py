@@ -18,7 +18,7 @@ NUMEL = 1_000_000
 """Four megabytes: an exchange of three takes four seconds."""
 
 
-def test_nobody_is_declared_dead(tmp_path: Path) -> None:
+def test_no_member_is_declared_dead(tmp_path: Path) -> None:
     settings = [f"--numel={NUMEL}", f"--rounds={ROUNDS}", "--min-workers=3", "--timeout-s=120"]
     with wired_together(3, tmp_path) as network:
         network.slow_down("10mbit")

@@ -18,7 +18,7 @@ SCRIPT = ROOT / "examples" / "slurm" / "elastic_array.sbatch"
 
 @pytest.mark.soak
 @pytest.mark.process
-def test_one_is_preempted_and_comes_again(tmp_path: Path, cluster: dict[str, str]) -> None:
+def test_one_is_preempted_and_returns(tmp_path: Path, cluster: dict[str, str]) -> None:
     lighthouse = Lighthouse(1)
     batch = ["bash", str(SCRIPT)]
     job = remote_job(cluster, tasks=1)

@@ -1,4 +1,4 @@
-"""The state of a run between two members of a real group, and what is none."""
+"""The state of a run, sent between two members of a process group, and invalid ones."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from lightning_loco.distributed import notes
-from lightning_loco.elastic import state_transfer
-from lightning_loco.elastic.group import Groups
+from lightning_loco.elastic.group import MemberGroup
 from lightning_loco.elastic.quorum import Plan
-from lightning_loco.elastic.state_transfer import StateTransfer
+from lightning_loco.elastic.state_transfer import RunState
 from tests.pool import Pool
 
-STATE = StateTransfer(
+STATE = RunState(
     {
         "state/outer": torch.arange(6.0),
         "flags": torch.tensor([True, False]),
@@ -26,29 +25,29 @@ STATE = StateTransfer(
 )
 
 
-def pair(rank: int) -> Groups:
-    """A group of two, that find each other at a store of the first one."""
-    groups = Groups("127.0.0.1", 10)
+def open_group(rank: int) -> MemberGroup:
+    """A group of two members."""
+    group = MemberGroup("127.0.0.1", 10)
     stores: list[Any] = [None, None]
-    torch.distributed.all_gather_object(stores, groups.address)
-    groups.open(Plan("test/2", ("a", "b"), rank, tuple(stores), True, 0, (1,), 0, 0))
-    return groups
+    torch.distributed.all_gather_object(stores, group.address)
+    group.open(Plan("test/2", ("a", "b"), rank, tuple(stores), True, 0, (1,), 0, 0))
+    return group
 
 
-def hand_over(rank: int, world: int) -> StateTransfer | None:
-    groups = pair(rank)
+def transfer(rank: int, world: int) -> RunState | None:
+    group = open_group(rank)
     try:
         if rank == 0:
-            state_transfer.send(STATE, groups, 1)
+            STATE.send(group, 1)
             return None
-        return state_transfer.receive(groups, 0, 1000)
+        return RunState.receive(group, 0, 1000)
     finally:
         torch.distributed.barrier()
-        groups.close()
+        group.close()
 
 
-def test_it_arrives_as_it_was(pool: Pool) -> None:
-    _, found = pool.run(hand_over, world=2)
+def test_a_state_arrives_unchanged(pool: Pool) -> None:
+    _, found = pool.run(transfer, world=2)
     assert found.values == STATE.values
     assert found.tensors.keys() == STATE.tensors.keys()
     for name, tensor in STATE.tensors.items():
@@ -56,29 +55,29 @@ def test_it_arrives_as_it_was(pool: Pool) -> None:
         assert torch.equal(found.tensors[name], tensor)
 
 
-def refusals(rank: int, world: int, garbage: list[bytes]) -> list[str]:
-    return [refusal(rank, one) for one in garbage]
+def errors_of(rank: int, world: int, descriptions: list[bytes]) -> list[str]:
+    return [error_of(rank, description) for description in descriptions]
 
 
-def refusal(rank: int, garbage: bytes) -> str:
-    groups = pair(rank)
+def error_of(rank: int, description: bytes) -> str:
+    group = open_group(rank)
     try:
         if rank == 0:
-            text = torch.frombuffer(bytearray(garbage), dtype=torch.uint8)
-            groups.send([torch.tensor([len(garbage)])], 1)
-            groups.send([text], 1)
+            text = torch.frombuffer(bytearray(description), dtype=torch.uint8)
+            group.send([torch.tensor([len(description)])], 1)
+            group.send([text], 1)
             return ""
-        state_transfer.receive(groups, 0, 1000)
-        return "taken"
-    except RuntimeError as refused:
-        return str(refused)
+        RunState.receive(group, 0, 1000)
+        return "accepted"
+    except RuntimeError as error:
+        return str(error)
     finally:
         torch.distributed.barrier()
-        groups.close()
+        group.close()
 
 
-def test_what_is_no_state_is_refused(pool: Pool, subtests: pytest.Subtests) -> None:
-    garbage = [
+def test_invalid_descriptions_are_refused(pool: Pool, subtests: pytest.Subtests) -> None:
+    descriptions = [
         b"\x80\x04no JSON",
         notes.write([]),
         notes.write({"tensors": {"a": ["float99", [3]]}, "values": {}}),
@@ -87,7 +86,7 @@ def test_what_is_no_state_is_refused(pool: Pool, subtests: pytest.Subtests) -> N
         notes.write({"tensors": {"a": ["torch.float32", [251]]}, "values": {}}),
         notes.write({"tensors": {"a": ["torch.float32", [3]]}, "values": 5}),
     ]
-    _, refused = pool.run(refusals, garbage, world=2)
-    for sent, told in zip(garbage, refused, strict=True):
+    _, errors = pool.run(errors_of, descriptions, world=2)
+    for sent, error in zip(descriptions, errors, strict=True):
         with subtests.test(sent=sent):
-            assert "is none" in told or "no message of this program" in told
+            assert "is invalid" in error or "no message of this program" in error

@@ -44,7 +44,7 @@ def run_of_ranks(
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "workers", "overlap", "compression"),
+    ("algorithm", "num_workers", "overlap", "compression"),
     [
         ("diloco", 2, False, None),
         pytest.param("diloco", 2, True, None, marks=pytest.mark.soak),
@@ -62,15 +62,15 @@ def test_it_equals_a_run_of_ranks(
     pool: Pool,
     tmp_path: Path,
     algorithm: str,
-    workers: int,
+    num_workers: int,
     overlap: bool,
     compression: str | None,
 ) -> None:
-    expected = pool.run(run_of_ranks, algorithm, overlap, compression, world=workers)
+    expected = pool.run(run_of_ranks, algorithm, overlap, compression, world=num_workers)
     settings = (f"--rounds={ROUNDS}", "--step-s=0", f"--algorithm={algorithm}")
     schedule = ("--overlap",) if overlap else ()
     codec = (f"--compression={compression}",) if compression else ()
-    with cluster(tmp_path, *settings, *schedule, *codec, min_workers=workers) as made:
-        made.runs_to_the_end(workers)
-        for index in range(workers):
-            assert [line["checksum"] for line in made.lines(index)] == expected[index]
+    with cluster(tmp_path, *settings, *schedule, *codec, min_workers=num_workers) as workers:
+        workers.run_to_completion(num_workers)
+        for index in range(num_workers):
+            assert [line["checksum"] for line in workers.lines(index)] == expected[index]

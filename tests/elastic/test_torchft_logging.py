@@ -34,7 +34,7 @@ if __name__ == "__main__":
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("given", "is_loud"), [(None, False), ("info", True)])
-def test_lines_of_torchft(tmp_path: Path, given: str | None, is_loud: bool) -> None:
+def test_log_level_of_torchft(tmp_path: Path, given: str | None, is_loud: bool) -> None:
     lighthouse = Lighthouse(1)
     environ = {} if given is None else {"RUST_LOG": given}
     try:

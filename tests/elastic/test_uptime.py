@@ -1,4 +1,4 @@
-"""Whoever asks the lighthouse waits until it has heard of all who are alive."""
+"""A quorum is requested once the lighthouse knows all workers that are alive."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from lightning_loco.elastic import lighthouse as module
-from lightning_loco.elastic.lighthouse import HEARD_S, Uptime
+from lightning_loco.elastic.lighthouse import MIN_UPTIME_S, Uptime
 from tests.distributed.workers import sleeps
 from tests.elastic.cluster import Lighthouse
 
@@ -25,41 +25,41 @@ def lighthouse() -> Iterator[Lighthouse]:
 
 @pytest.fixture
 def uptime(lighthouse: Lighthouse) -> Iterator[Uptime]:
-    begun = Uptime(lighthouse.address)
-    yield begun
-    begun.close()
+    measured = Uptime(lighthouse.address)
+    yield measured
+    measured.close()
 
 
 def wait(uptime: Uptime, at_most_s: float = 60.0) -> float:
-    began = time.monotonic()
-    uptime.wait(began + at_most_s)
-    return time.monotonic() - began
+    started = time.monotonic()
+    uptime.wait(started + at_most_s)
+    return time.monotonic() - started
 
 
-def test_only_a_new_lighthouse_is_waited_for(
+def test_only_a_restarted_lighthouse_is_waited_for(
     lighthouse: Lighthouse, uptime: Uptime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = sleeps(monkeypatch, module)
-    assert wait(uptime) >= HEARD_S
+    assert wait(uptime) >= MIN_UPTIME_S
     asked.clear()
     wait(uptime)
     assert asked == []
     lighthouse.stop()
     lighthouse.start()
-    assert wait(uptime) >= HEARD_S
+    assert wait(uptime) >= MIN_UPTIME_S
 
 
-def test_a_lighthouse_is_new_when_it_has_come_back(lighthouse: Lighthouse, uptime: Uptime) -> None:
+def test_a_restart_of_the_lighthouse_is_detected(lighthouse: Lighthouse, uptime: Uptime) -> None:
     wait(uptime)
-    assert not uptime.is_new(60)
+    assert not uptime.has_restarted(60)
     lighthouse.stop()
     lighthouse.start()
     wait(uptime)
-    assert uptime.is_new(60)
-    assert not uptime.is_new(HEARD_S)
+    assert uptime.has_restarted(60)
+    assert not uptime.has_restarted(MIN_UPTIME_S)
 
 
-def test_the_wait_ends_in_time(
+def test_the_wait_ends_at_the_deadline(
     lighthouse: Lighthouse, uptime: Uptime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = sleeps(monkeypatch, module)
@@ -75,13 +75,13 @@ def test_a_lighthouse_that_does_not_answer_is_an_error(
         wait(uptime)
 
 
-def test_nobody_waits_after_the_end(lighthouse: Lighthouse, uptime: Uptime) -> None:
+def test_a_closed_uptime_does_not_wait(lighthouse: Lighthouse, uptime: Uptime) -> None:
     uptime.close()
-    with pytest.raises(ConnectionError, match="takes part no longer"):
+    with pytest.raises(ConnectionError, match="has left the run"):
         wait(uptime)
 
 
-def test_a_lighthouse_that_lets_nobody_in_is_an_error() -> None:
+def test_a_lighthouse_that_accepts_no_connection_is_an_error() -> None:
     with socket.socket() as full, socket.socket() as first, socket.socket() as second:
         full.bind(("127.0.0.1", 0))
         full.listen(0)

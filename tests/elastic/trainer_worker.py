@@ -83,14 +83,14 @@ class Notes(Callback):
         before, self._round = self._round, engine.worker.round_index
         if before is None or self._round != before + 1:  # at the end there may be two at once
             return
-        last = engine.link.last
+        last = engine.connection.last_round
         self._line = {
             "round": engine.worker.round_index,
             "steps": trainer.global_step,
             "lr": trainer.optimizers[0].param_groups[0]["lr"],
             "betas": trainer.optimizers[0].param_groups[0]["betas"],
             "members": [] if last is None else list(last.plan.names),
-            "own": "" if last is None else last.plan.names[last.plan.own],
+            "own": "" if last is None else last.plan.names[last.plan.rank],
             "weights": [] if last is None else last.statuses[:, 3].tolist(),
             "checksum": checksum(engine),
         }

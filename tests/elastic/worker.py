@@ -159,7 +159,7 @@ def failing(asked: argparse.Namespace, engine: Engine) -> AbstractContextManager
     worker = engine.worker
 
     def is_time() -> bool:
-        last = engine.link.last
+        last = engine.connection.last_round
         members = 0 if last is None else len(last.plan.names)
         return worker.round_index >= asked.fail_in and members >= asked.fail_among
 
@@ -176,20 +176,20 @@ def train(asked: argparse.Namespace, engine: Engine) -> None:
     worker, model = engine.worker, engine.worker.replica.model
     counted_from = None if asked.from_members else 0
 
-    def made() -> int:
+    def progress() -> int:
         return worker.steps if asked.steps else worker.round_index
 
     with open(asked.log, "a", buffering=1) as log:
 
         def note() -> None:
             nonlocal counted_from
-            last = engine.link.last
+            last = engine.connection.last_round
             line = {
                 "round": worker.round_index,
                 "steps": worker.steps,
                 "under_way": sum(fragment.pending is not None for fragment in engine.fragments),
                 "members": [] if last is None else list(last.plan.names),
-                "own": "" if last is None else last.plan.names[last.plan.own],
+                "own": "" if last is None else last.plan.names[last.plan.rank],
                 "weights": [] if last is None else last.statuses[:, 3].tolist(),
                 "checksum": checksum(engine),
                 "outer": first_of(engine),
@@ -200,12 +200,12 @@ def train(asked: argparse.Namespace, engine: Engine) -> None:
             }
             log.write(json.dumps(line) + "\n")
             if counted_from is None and len(line["members"]) == asked.from_members:
-                counted_from = made()
+                counted_from = progress()
 
         engine.join()
         note()
         model.mark.fill_(asked.index)
-        while counted_from is None or made() - counted_from < (asked.steps or asked.rounds):
+        while counted_from is None or progress() - counted_from < (asked.steps or asked.rounds):
             with torch.no_grad():
                 for p in model.parameters():
                     p.lerp_(torch.full_like(p, asked.index + 1), PULL)
@@ -220,7 +220,7 @@ def train(asked: argparse.Namespace, engine: Engine) -> None:
                     engine.fragments[0].memory.state["outer"].view(torch.int32)[0] ^= 2**16
                     asked.flip_at = -1
                     if asked.other_past:
-                        engine.link._rounds.made = "another/1"
+                        engine.connection._rounds.last_group = "another/1"
             if (worker.round_index, worker.steps_since_round) == (asked.keep_in, 1):
                 torch.save(engine.state_dict(), asked.log.with_suffix(".pt"))
         if asked.steps:

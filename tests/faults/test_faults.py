@@ -53,16 +53,16 @@ def check_others_name_it(fault: Fault, folder: Path, longest_s: float) -> None:
 def check_others_continue(fault: Fault, folder: Path, is_in_soak: bool) -> None:
     """Check that their states are equal after each round, and that no round is lost."""
     size = "--numel=2000000" if fault.phase == "exchange" else "--numel=1000"
-    with cluster(folder, "--rounds=24", "--step-s=0.02", size) as made:
+    with cluster(folder, "--rounds=24", "--step-s=0.02", size) as workers:
         for index in range(3):
             failing = f"--fail={fault.kind}", f"--fail-at={fault.point}", "--fail-in=8"
-            made.start(index, *(failing if index == fault.victim else ()))
+            workers.start(index, *(failing if index == fault.victim else ()))
         others = [index for index in range(3) if index != fault.victim]
-        assert made.exit_status(fault.victim) == ENDS[fault.kind]
-        made.ends(*others)
-        assert made.agree() == 25
+        assert workers.exit_status(fault.victim) == ENDS[fault.kind]
+        workers.wait_for_success(*others)
+        assert workers.check_rounds() == 25
         for index in others:
-            lines = made.lines(index)
+            lines = workers.lines(index)
             assert len(lines[-1]["members"]) == 2
             times = [line["time"] for line in lines]
             longest = max(after - before for before, after in itertools.pairwise(times))

@@ -186,8 +186,8 @@ class WorkerCheckpoints:
     def _samples_read(self, engine: AnyEngine, position: Position) -> int | None:
         """Return how many samples all workers have read, for members that join and leave."""
         strategy = self._strategy
-        if (link := strategy.member_link) is not None:
-            return link.share.reach
+        if (connection := strategy.member_connection) is not None:
+            return connection.data_shard.first_unused
         assert strategy.lightning_module is not None
         trainer, worker = strategy.lightning_module.trainer, engine.worker.group.worker
         return samples_read(trainer, self._shares(), worker, position.phase == "next epoch")
@@ -301,14 +301,14 @@ class WorkerCheckpoints:
                 self._load_engine(run, engine.load_state_dict, run.own["engine"])
         else:
             notes += self._load_engine(run, self._strategy.resume_from, run.earlier_run())
-        link = self._strategy.member_link
-        notes += position.restore(trainer, divides=link is None)
-        if link is not None:
+        connection = self._strategy.member_connection
+        notes += position.restore(trainer, divides=connection is None)
+        if connection is not None:
             stream = run.own.get("stream")
             if stream is None:
                 notes.append("the members start at the beginning of the data")
             else:
-                link.share.begin_at(stream)
+                connection.data_shard.start_at(stream)
         notes += position.other_workers("the optimizers, schedules and positions") + run.missing()
         if notes:
             before, now = position.numbers()
