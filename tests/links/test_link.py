@@ -7,7 +7,7 @@ import math
 import pytest
 
 from lightning_loco import Link
-from lightning_loco.links.link import LINKS
+from lightning_loco.links.links import LINKS
 
 NAN = math.nan
 

@@ -8,8 +8,7 @@ import random
 import pytest
 
 from lightning_loco import Link, Topology, get_topology
-from lightning_loco.links.link_times import LinkTimes
-from lightning_loco.links.links import Links, as_links
+from lightning_loco.links.links import Links, LinkTimes, as_links
 
 BYTES = 1_000_000
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_loco import Link
-from lightning_loco.links.link import LINKS
-from lightning_loco.links.links import Links, as_links, read_links
+from lightning_loco.links.links import LINKS, Links, as_links, read_links
 
 WAN, DSL, LAN = LINKS["wan"], LINKS["dsl"], LINKS["lan"]
 
