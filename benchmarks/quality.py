@@ -45,7 +45,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from lightning_loco.demo.report import read_curve
-from lightning_loco.links.links import LINKS
+from lightning_loco.links import LINKS
 from lightning_loco.strategies import METHODS
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -25,7 +25,7 @@ from lightning_loco.engine.constructors import clock_settings
 from lightning_loco.engine.hidden_rounds import HiddenRounds, async_diloco, streaming_diloco
 from lightning_loco.engine.settings import RoundSettings
 from lightning_loco.gossip.settings import PairwiseSettings
-from lightning_loco.links.links import as_links
+from lightning_loco.links import as_links
 from lightning_loco.parameter_server.tiers import Tiers, check_ranks
 from lightning_loco.schedules import by_steps
 from lightning_loco.topology import Topology

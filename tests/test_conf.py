@@ -25,7 +25,7 @@ from lightning_loco.compression import (
     Sparse,
     as_compression,
 )
-from lightning_loco.links.links import LINKS, Links
+from lightning_loco.links import LINKS, Links
 from lightning_loco.schedules import VaryingSteps
 from lightning_loco.strategies import METHODS
 from lightning_loco.topology import TOPOLOGIES, Topology

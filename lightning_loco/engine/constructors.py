@@ -12,7 +12,7 @@ from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.engine.engine import Engine
 from lightning_loco.engine.membership import Membership
 from lightning_loco.engine.settings import BUCKET_BYTES, WHOLE_MODEL_BYTES, RoundSettings
-from lightning_loco.links.links import LinkLike, as_links
+from lightning_loco.links import LinkLike, as_links
 from lightning_loco.schedules import EveryInterval, SyncEvery, by_steps
 
 
@@ -38,7 +38,7 @@ class StepEngine(Engine):
         membership: Who takes part, if workers come and go: ``Elastic(...)``. This job is then one
             worker; call :meth:`join` before the first step.
         link: Links that rounds are to take as long as on, as in
-            :func:`~lightning_loco.links.links.as_links`. Default: those that there are.
+            :func:`~lightning_loco.links.as_links`. Default: those that there are.
         outer_device: ``"cpu"`` to keep the state of rounds and all messages in the host's memory,
             and send them by gloo. Default: where the parameters are.
 
@@ -112,7 +112,7 @@ class ClockEngine(Engine):
         compression: How messages are written on the wire, ``"int8"`` say. Default: as they are.
         group: The workers. Default: all ranks of the default process group, with groups of its own.
         link: Links that rounds are to take as long as on, as in
-            :func:`~lightning_loco.links.links.as_links`. Default: those that there are.
+            :func:`~lightning_loco.links.as_links`. Default: those that there are.
 
     Raises:
         ValueError: On every worker, if the model or the settings do not fit.

@@ -17,7 +17,7 @@ from lightning_loco.engine.buckets import Bucket
 from lightning_loco.engine.exchanges.all_reduce import AllReduce
 from lightning_loco.engine.exchanges.base import Exchange, Handle
 from lightning_loco.engine.exchanges.compressed import CompressedAllReduce
-from lightning_loco.links.links import Links, LinkTimes, Span
+from lightning_loco.links import Links, LinkTimes, Span
 from lightning_loco.topology import Topology
 
 _SLOTS = 1024

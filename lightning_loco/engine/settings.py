@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_loco.algorithms import Algorithm, MergePolicy, Restart, State
 from lightning_loco.compression import Compression, as_compression, check_compression
 from lightning_loco.engine.membership import Membership
-from lightning_loco.links.links import Links
+from lightning_loco.links import Links
 from lightning_loco.parameters.flat import CHUNK_ELEMENTS, Cuts
 from lightning_loco.schedules import EverySteps, Schedule
 from lightning_loco.topology import as_topology

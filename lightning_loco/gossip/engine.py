@@ -34,7 +34,7 @@ from lightning_loco.gossip.node import open_node
 from lightning_loco.gossip.outlier_filter import MAX_PEER_DISTANCE
 from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.gossip.snapshots import make_publisher
-from lightning_loco.links.links import LinkLike, as_links
+from lightning_loco.links import LinkLike, as_links
 from lightning_loco.parameters.flat import CHUNK_ELEMENTS
 from lightning_loco.worker import Worker
 
@@ -64,7 +64,7 @@ class PairwiseEngine:
             more than 1. None for no limit. See
             :class:`~lightning_loco.gossip.outlier_filter.OutlierFilter`.
         seed: Seed of the choice of peers, used together with the number of the worker.
-        link: Links to emulate, as in :func:`~lightning_loco.links.links.as_links`. Default: none.
+        link: Links to emulate, as in :func:`~lightning_loco.links.as_links`. Default: none.
         group: The workers. Default: all ranks of the default process group, in new groups.
 
     Attributes:

@@ -38,7 +38,7 @@ from lightning_loco.gossip.protocol import WireFormat, pull_codec
 from lightning_loco.gossip.server import SnapshotServer
 from lightning_loco.gossip.settings import PairwiseSettings
 from lightning_loco.gossip.snapshots import Snapshots
-from lightning_loco.links.links import LinkTimes
+from lightning_loco.links import LinkTimes
 from lightning_loco.parameters.flat import FlatLayout
 from lightning_loco.parameters.schema import schema_checksum
 from lightning_loco.transport import read_certificate

@@ -16,7 +16,7 @@ from lightning_loco.gossip.nodes_file import read_nodes
 from lightning_loco.gossip.outlier_filter import MAX_PEER_DISTANCE
 from lightning_loco.gossip.peer_selection import NodeListDiscovery, Peer, as_peers
 from lightning_loco.gossip.protocol import pull_codec
-from lightning_loco.links.links import Links
+from lightning_loco.links import Links
 from lightning_loco.parameters.flat import Cuts
 from lightning_loco.transport import read_certificate
 from lightning_loco.values import plain

@@ -15,7 +15,7 @@ from typing_extensions import get_type_hints
 
 from lightning_loco.compression import Codec, Compensated, ErrorFeedback
 from lightning_loco.engine.membership import Membership
-from lightning_loco.links.links import LinkLike
+from lightning_loco.links import LinkLike
 
 _Constructor = TypeVar("_Constructor", bound=Callable[..., None])
 

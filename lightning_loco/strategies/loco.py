@@ -17,7 +17,7 @@ from lightning_loco.earlier_run import EarlierRun
 from lightning_loco.engine import Engine, RoundSettings, resume_from
 from lightning_loco.engine.membership import Membership
 from lightning_loco.engine.settings import BUCKET_BYTES
-from lightning_loco.links.links import LinkLike, as_links
+from lightning_loco.links import LinkLike, as_links
 from lightning_loco.schedules import Schedule, SyncEvery, by_steps
 from lightning_loco.strategies.arguments import CommonArguments, RoundArguments, spelled_out
 from lightning_loco.strategies.base import EngineStrategy

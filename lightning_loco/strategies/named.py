@@ -15,7 +15,7 @@ from lightning_loco.compression import Codec, ErrorFeedback
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.engine.constructors import ClockEngine, clock_settings
 from lightning_loco.engine.hidden_rounds import async_diloco, streaming_diloco
-from lightning_loco.links.links import LinkLike
+from lightning_loco.links import LinkLike
 from lightning_loco.schedules import SyncEvery
 from lightning_loco.strategies.arguments import CommonArguments, RoundArguments, spelled_out
 from lightning_loco.strategies.local_training import optimized_by

@@ -23,7 +23,7 @@ from lightning_loco.gossip import Peer, read_nodes
 from lightning_loco.gossip.engine import PairwiseEngine
 from lightning_loco.gossip.outlier_filter import MAX_PEER_DISTANCE
 from lightning_loco.gossip.settings import PairwiseSettings
-from lightning_loco.links.links import LinkLike, as_links
+from lightning_loco.links import LinkLike, as_links
 from lightning_loco.strategies.arguments import CommonArguments, spelled_out
 from lightning_loco.strategies.base import EngineStrategy
 from lightning_loco.strategies.local_training import optimized_by

@@ -34,7 +34,7 @@ from lightning_loco.engine import RoundSettings
 from lightning_loco.engine.buckets import Bucket
 from lightning_loco.engine.exchanges.all_reduce import AllReduce
 from lightning_loco.engine.link_emulator import LinkEmulator
-from lightning_loco.links.links import Links, LinkTimes, as_links
+from lightning_loco.links import Links, LinkTimes, as_links
 from lightning_loco.schedules import EverySteps
 from lightning_loco.topology import Ring
 from tests.algorithms.toys import Point

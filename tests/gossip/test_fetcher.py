@@ -32,7 +32,7 @@ from lightning_loco.gossip.protocol import (
     pack_reply,
 )
 from lightning_loco.gossip.settings import PairwiseSettings
-from lightning_loco.links.links import as_links
+from lightning_loco.links import as_links
 from tests.algorithms.toys import Point
 from tests.gossip.helpers import (
     FORMAT,

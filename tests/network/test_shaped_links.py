@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_loco import Link
-from lightning_loco.links.links import Links, LinkTimes
+from lightning_loco.links import Links, LinkTimes
 from lightning_loco.topology import Ring
 from lightning_loco.transport import write_certificate
 from tests.networks import Network, wired_together

@@ -25,7 +25,7 @@ from lightning_loco import (
     LocoStrategy,
     PairwiseGossipStrategy,
 )
-from lightning_loco.links.links import LINKS, Links
+from lightning_loco.links import LINKS, Links
 from lightning_loco.strategies import METHODS
 from lightning_loco.strategies.arguments import CommonArguments, RoundArguments
 from lightning_loco.strategies.base import EngineStrategy

@@ -1,1 +1,0 @@
-"""Network links between workers, as they are emulated: bandwidth, latency and jitter."""

@@ -1,0 +1,280 @@
+"""Links of workers: what they can be, how users describe them, and how long messages take."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from lightning_loco import Link, Topology, get_topology
+from lightning_loco.links import LINKS, Links, LinkTimes, as_links, read_links
+
+NAN = math.nan
+WAN, DSL, LAN = LINKS["wan"], LINKS["dsl"], LINKS["lan"]
+BYTES = 1_000_000
+
+
+def test_bytes_take_as_long_as_their_bits() -> None:
+    assert Link(1).seconds(125_000) == pytest.approx(1.0)
+    assert Link(100, 5.0, 5.0).seconds(12_500_000) == pytest.approx(1.0)  # the latency is apart
+    assert Link(math.inf).seconds(10**12) == 0.0
+    assert Link(7).seconds(0) == 0.0
+
+
+def test_the_slower_of_two_is_the_worse_in_each_respect() -> None:
+    assert Link(10, 0.1, 0.0).slower(Link(20, 0.05, 0.01)) == Link(10, 0.1, 0.01)
+    for link in LINKS.values():
+        assert link.slower(link) == link
+
+
+def test_links_by_name_are_ordered_as_their_names_say() -> None:
+    by_speed = sorted(LINKS, key=lambda name: LINKS[name].mbit_per_s)
+    assert by_speed == ["dsl", "wan", "lan", "datacentre"]
+
+
+def test_what_no_link_can_be_is_refused(subtests: pytest.Subtests) -> None:
+    rows = [
+        ({"mbit_per_s": 0}, ValueError, r"mbit_per_s of a link must be positive .*, got 0"),
+        ({"mbit_per_s": -1.0}, ValueError, "must be positive .*, got -1.0"),
+        ({"mbit_per_s": NAN}, ValueError, "must be positive .*, got nan"),
+        ({"mbit_per_s": "100"}, TypeError, "mbit_per_s of a link must be a number, got '100'"),
+        ({"mbit_per_s": True}, TypeError, "mbit_per_s of a link must be a number, got True"),
+        ({"latency_s": -0.1}, ValueError, "latency_s of a link is in seconds, at least 0 .* -0.1"),
+        ({"latency_s": math.inf}, ValueError, "latency_s of a link .* finite, got inf"),
+        ({"latency_s": None}, TypeError, "latency_s of a link must be a number, got None"),
+        ({"jitter_s": -1}, ValueError, "jitter_s of a link is in seconds, at least 0 .* got -1"),
+        ({"jitter_s": NAN}, ValueError, "jitter_s of a link .* got nan"),
+    ]
+    for values, error, text in rows:
+        with subtests.test(str(values)), pytest.raises(error, match=text):
+            Link(**{"mbit_per_s": 100, **values})
+
+
+FILE = """
+default: wan
+workers:
+  3: dsl
+  2: {mbit_per_s: 50, latency_s: 0.01}
+pairs:
+  0-1: lan
+  1->2: {mbit_per_s: 10}
+seed: 7
+"""
+
+
+def test_one_for_all() -> None:
+    assert as_links(None) is None
+    for value in ("wan", WAN, {"mbit_per_s": 100, "latency_s": 0.03, "jitter_s": 0.003}):
+        links = as_links(value)
+        assert links == Links(WAN)
+        assert as_links(links) is links
+        assert links.between(0, 5) == links.of(3) == WAN
+        assert links.own(0, 5) is None
+        links.check(17)
+
+
+def test_one_for_each_worker() -> None:
+    links = as_links(["lan", Link(20), "wan"])
+    assert [links.of(worker) for worker in range(3)] == [LAN, Link(20), WAN]
+    assert links.between(0, 1) == links.between(1, 0) == Link(20, LAN.latency_s)
+    assert links.between(2, 0) == WAN.slower(LAN)
+    links.check(3)
+    with pytest.raises(ValueError, match="link has 3 entries, .* there are 4 workers. Give one"):
+        links.check(4)
+
+
+def written(folder: Path, text: str, name: str = "links.yaml") -> str:
+    path = folder / name
+    path.write_text(text)
+    return str(path)
+
+
+def test_workers_and_pairs_from_a_file(tmp_path: Path) -> None:
+    links = as_links(written(tmp_path, FILE))
+    assert [links.of(worker) for worker in range(4)] == [WAN, WAN, Link(50, 0.01), DSL]
+    assert links.own(0, 1) == links.own(1, 0) == LAN
+    assert links.own(1, 2) == links.between(1, 2) == Link(10)
+    assert links.own(2, 1) is None
+    assert links.between(2, 1) == WAN.slower(Link(50, 0.01))
+    assert links.seed == 7
+    links.check(4)
+    with pytest.raises(ValueError, match="link names worker 3, but there are 3 workers, numbered"):
+        links.check(3)
+
+
+def test_files_in_json_and_of_other_forms(tmp_path: Path) -> None:
+    table = {"default": "wan", "pairs": {"0-1": "lan"}}
+    path = written(tmp_path, json.dumps(table), "links.json")
+    assert as_links(path) == as_links(Path(path)) == as_links(table)
+    assert read_links(written(tmp_path, "[wan, dsl]")) == as_links(["wan", "dsl"])
+    assert read_links(written(tmp_path, "dsl")) == Links(DSL)
+    assert read_links(written(tmp_path, "mbit_per_s: 20")) == Links(Link(20))
+
+
+def test_links_that_are_not_understood_are_refused(subtests: pytest.Subtests) -> None:
+    rows = [
+        ("wam", ValueError, r"link must be one of wan, dsl, lan, datacentre, .* got 'wam'"),
+        (100, TypeError, r"link must be a name such as 'wan', a Link\(...\), .* got 100"),
+        (True, TypeError, "link must be a name .* got True"),
+        ([], ValueError, "link is an empty list"),
+        (["wan", "moon"], ValueError, r"link\[1\] must be one of wan, .* got 'moon'"),
+        (["wan", 3], TypeError, r"link\[1\] must be a name .* got 3"),
+        ({"mbit_per_s": -3}, ValueError, "mbit_per_s of a link must be positive .*, got -3"),
+        ({"latency_s": 0.1}, ValueError, "link needs mbit_per_s, got {'latency_s': 0.1}"),
+        ({"speed": 3}, ValueError, "link has no 'speed'. Use default, workers, pairs, seed"),
+        ({"workers": {0: "wan"}}, ValueError, "link needs 'default'"),
+        ({"default": "wan", "workers": ["wan"]}, ValueError, "link.workers is a map, got"),
+        ({"default": "wan", "workers": {"a": "dsl"}}, ValueError, "workers' numbers from 0 on"),
+        ({"default": "wan", "workers": {-1: "dsl"}}, ValueError, "from 0 on, got -1"),
+        ({"default": "wan", "pairs": {"0": "dsl"}}, ValueError, "as in 0-1 or 0->1, got '0'"),
+        ({"default": "wan", "pairs": {"1-1": "dsl"}}, ValueError, "two workers, .* got '1-1'"),
+        ({"default": "wan", "pairs": {"0-1": {"mbit": 1}}}, ValueError, r"\[0-1\] has no 'mbit'"),
+        ({"default": "wan", "seed": "x"}, TypeError, "seed of the links must be an integer"),
+        ("no/such.yaml", FileNotFoundError, "There is no file of links 'no/such.yaml'"),
+        (Path("nowhere"), FileNotFoundError, "There is no file of links 'nowhere'"),
+    ]
+    for value, error, text in rows:
+        with subtests.test(str(value)), pytest.raises(error, match=text):
+            as_links(value)
+
+
+def test_files_that_are_not_understood_are_named(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    rows = [
+        ("", "there is no link in it, only None"),
+        ("wam", "there is no link in it, only 'wam'"),
+        ("[", "cannot be read: "),
+        ("default: wan\nworkers: {0: moon}", r"link.workers\[0\] must be one of wan, .* 'moon'"),
+        ("mbit_per_s: fast", "mbit_per_s of a link must be a number, got 'fast'"),
+    ]
+    for text, message in rows:
+        with subtests.test(text):
+            path = written(tmp_path, text)
+            with pytest.raises(ValueError, match=message) as caught:
+                as_links(path)
+            assert path in str(caught.value)
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        as_links(tmp_path)
+
+
+def ring_all_reduce(links: Links, n: int, message: float) -> float:
+    """Each worker passes a share on to the next one, again and again, when it has got its own."""
+    here, free = [0.0] * n, [0.0] * n
+    for _ in range(2 * (n - 1)):
+        arrives = []
+        for worker in range(n):
+            before = (worker - 1) % n
+            link = links.between(before, worker)
+            free[before] = max(free[before], here[before]) + link.seconds(message / n)
+            arrives.append(max(here[worker], free[before] + link.latency_s))
+        here = arrives
+    return max(here)
+
+
+def test_an_all_reduce_on_equal_links_is_a_ring(subtests: pytest.Subtests) -> None:
+    for n in (2, 3, 4, 7):
+        with subtests.test(n=n):
+            links = Links(Link(80, 0.01))
+            span = LinkTimes(links, n).mean(2 * (n - 1) / n * BYTES, 2 * (n - 1), 0)
+            assert span.seconds == pytest.approx(ring_all_reduce(links, n, BYTES))
+            assert span.busy_s == pytest.approx(2 * (n - 1) / n * 0.1)
+
+
+def test_the_slowest_link_keeps_an_all_reduce_waiting(subtests: pytest.Subtests) -> None:
+    """Never less than the ring takes, and hardly more where one link is by far the slowest."""
+    for seed in range(10):
+        with subtests.test(seed=seed):
+            draw = random.Random(seed)
+            n = draw.randint(2, 6)
+            links = as_links([Link(draw.uniform(10, 100), draw.uniform(0, 0.01)) for _ in range(n)])
+            numbers = 2 * (n - 1) / n * BYTES, 2 * (n - 1), 0
+            estimate = LinkTimes(links, n).mean(*numbers).seconds
+            assert ring_all_reduce(links, n, BYTES) <= estimate * (1 + 1e-9)
+            worst = Links(links.default, workers=((draw.randrange(n), Link(1, 0.1)),))
+            span, ring = LinkTimes(worst, n).mean(*numbers), ring_all_reduce(worst, n, BYTES)
+            assert 0.9 * span.seconds <= ring <= span.seconds * (1 + 1e-9)
+            assert span.busy_s == pytest.approx(8e-6 * numbers[0])
+
+
+def by_messages(links: Links, n: int, worker: int, topology: Topology, t: int) -> float:
+    """How long links are busy until a worker has all its messages and has sent its own."""
+    matrix = topology.mixing_matrix(n, t)
+    messages = [(i, j) for i, j in itertools.permutations(range(n), 2) if matrix[j, i] != 0]
+    up, down = [0.0] * n, [0.0] * n
+    for sender, receiver in messages:
+        if links.own(sender, receiver) is None:
+            up[sender] += links.of(sender).seconds(BYTES)
+            down[receiver] += links.of(receiver).seconds(BYTES)
+    busy = [0.0]
+    for sender, receiver in messages:
+        own = links.own(sender, receiver)
+        if worker in (sender, receiver):
+            busy.append(up[sender] if own is None else own.seconds(BYTES))
+        if worker == receiver and own is None:
+            busy.append(down[receiver])
+    return max(busy)
+
+
+def test_neighbours_share_links_with_all_that_passes(subtests: pytest.Subtests) -> None:
+    names = ("ring", "star", "complete", "one_peer_exponential")
+    for name, seed in itertools.product(names, range(5)):
+        with subtests.test(name, seed=seed):
+            draw = random.Random(seed)
+            n, topology = draw.choice([2, 4, 8]), get_topology(name)
+            workers = tuple((worker, Link(draw.uniform(10, 100))) for worker in range(n))
+            pairs = tuple(
+                (*pair, Link(draw.uniform(1, 200)))
+                for pair in itertools.permutations(range(n), 2)
+                if draw.random() < 0.3
+            )
+            links = Links(Link(1), workers, pairs)
+            times = LinkTimes(links, n)
+            for worker, t in itertools.product(range(n), range(3)):
+                span = times.neighbors(worker, BYTES, topology, t)
+                assert span.busy_s == pytest.approx(by_messages(links, n, worker, topology, t))
+                assert span.latency_s == 0
+
+
+def test_neighbours_are_as_late_as_the_furthest() -> None:
+    links = as_links({"default": Link(100, 0.01), "pairs": {"2->0": Link(100, 0.5)}})
+    times, ring = LinkTimes(links, 4), get_topology("ring")
+    latencies = [times.neighbors(worker, BYTES, ring, 0).latency_s for worker in range(4)]
+    assert latencies == [0.01] * 4  # on a ring of four 0 and 2 do not meet
+    complete = get_topology("complete")
+    latencies = [times.neighbors(worker, BYTES, complete, 0).latency_s for worker in range(4)]
+    assert latencies == [0.5, 0.01, 0.01, 0.01]
+
+
+def test_a_worker_alone_sends_nothing() -> None:
+    times = LinkTimes(Links(Link(1, 1)), 1)
+    assert times.mean(BYTES, 0, 0).seconds == 0
+    assert times.neighbors(0, BYTES, get_topology("ring"), 0).seconds == 0
+
+
+def test_a_fetch_goes_there_and_back() -> None:
+    links = as_links([Link(80, 0.1), Link(8, 0.2)])
+    span = LinkTimes(links, 2).fetch(0, 1, BYTES, 0)
+    assert span.seconds == pytest.approx(1.0 + 2 * 0.2)
+    apart = as_links({"default": Link(80), "pairs": {"1->0": Link(8, 0.3), "0->1": Link(1, 0.1)}})
+    assert LinkTimes(apart, 2).fetch(0, 1, BYTES, 0).seconds == pytest.approx(1.0 + 0.4)
+
+
+def test_jitter_is_drawn_from_seed_round_and_worker() -> None:
+    def latencies(seed: int) -> list[float]:
+        times = LinkTimes(Links(Link(100, 0.1, 0.05), seed=seed), 4)
+        return [times.mean(BYTES, 1, t).latency_s for t in range(50)]
+
+    drawn = latencies(0)
+    assert drawn == latencies(0)
+    assert drawn != latencies(1)
+    assert len(set(drawn)) == 50
+    assert all(0.1 <= latency <= 0.15 for latency in drawn)
+    assert max(drawn) - min(drawn) > 0.01
+    times, ring = LinkTimes(Links(Link(100, 0.1, 0.05)), 4), get_topology("ring")
+    assert len({times.neighbors(w, BYTES, ring, 0).latency_s for w in range(4)}) > 1
