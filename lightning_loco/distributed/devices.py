@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_loco.distributed.rendezvous import Rendezvous
-
 CPU = torch.device("cpu")
 
 WITH_STREAMS = {"cuda"}
@@ -67,21 +65,3 @@ def check_same_kind(kinds: Sequence[str]) -> None:
                 f"Worker {worker} is on a device of kind {kind!r} and worker 0 on {kinds[0]!r}. "
                 "Start all workers on the same kind of device (Trainer(accelerator=...))."
             )
-
-
-def check_device_here(device: torch.device, arrivals: Rendezvous) -> None:
-    """As :func:`check_same_kind`, of all that arrive; before a process group waits for some.
-
-    Args:
-        device: Where this rank computes.
-        arrivals: This one and all others.
-
-    Raises:
-        ValueError: On all ranks, if some are on a CPU and others on a GPU, say.
-        WorkerFailure: If one does not come in time.
-    """
-    try:
-        check_same_kind(arrivals.exchange(device.type))
-    except ValueError:
-        arrivals.part()
-        raise

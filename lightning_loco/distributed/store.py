@@ -15,6 +15,7 @@ from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from lightning_loco.background import BackgroundThread
@@ -62,8 +63,8 @@ class TimeoutStore:
     def with_prefix(self, prefix: str) -> TimeoutStore:
         """The same connection, for keys that begin with ``prefix/``."""
         part = TimeoutStore.__new__(TimeoutStore)
-        part._store = PrefixStore(prefix, self._store)  # noqa: SLF001
-        part._line = self._line  # noqa: SLF001
+        part._store = PrefixStore(prefix, self._store)
+        part._line = self._line
         return part
 
     @property
@@ -110,6 +111,11 @@ def store_host(worker: str) -> str:
     """Who hosts the job's key-value store, in words: this worker, or torchrun in its place."""
     by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return f"torchrun on the machine of {worker}" if by_torchrun else worker
+
+
+def connect_to_default_store(timeout_s: float) -> TimeoutStore:
+    """A connection of its own to the key-value store of the default process group."""
+    return TimeoutStore.connected_to(dist.distributed_c10d._get_default_store(), timeout_s)
 
 
 def publish(store: Store | TimeoutStore, key: str, value: str) -> None:

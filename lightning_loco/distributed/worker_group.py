@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import dataclasses
+import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -15,22 +18,21 @@ from torch.utils.data._utils import signal_handling as _signal_handling
 
 from lightning_loco.clock import REAL_CLOCK, Clock
 from lightning_loco.distributed import notes
-from lightning_loco.distributed.abandon import abandon
 from lightning_loco.distributed.devices import CPU, backend_on, check_same_kind
 from lightning_loco.distributed.rendezvous import Rendezvous
-from lightning_loco.distributed.store import TimeoutStore, with_timeout
+from lightning_loco.distributed.store import TimeoutStore, connect_to_default_store, with_timeout
 from lightning_loco.distributed.store_barrier import StoreBarrier
 from lightning_loco.distributed.watchdog import Watchdog, WorkerFailure
 
+_PARTING_S = 2.0
 _SET_UP = "the set-up of the groups"
+
+_abort: Callable[..., None] = getattr(
+    dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group
+)
 
 MARGIN_S = 60.0
 """By how much a backend whose failures end the process has more patience than we, in seconds."""
-
-
-def connect_to_default_store(timeout_s: float) -> TimeoutStore:
-    """A connection of its own to the key-value store of the default process group."""
-    return TimeoutStore.connected_to(dist.distributed_c10d._get_default_store(), timeout_s)
 
 
 def _is_of_a_signal(error: RuntimeError) -> bool:
@@ -294,3 +296,45 @@ class WorkerGroup:
             abandon(groups)
         else:
             list(map(dist.destroy_process_group, groups))
+
+
+def abandon(groups: list[dist.ProcessGroup]) -> None:
+    """Abort the groups and empty the list, hardly waiting for what is under way.
+
+    gloo cannot be aborted: the last reference to its group waits, so it goes in a thread. That is
+    no daemon: one that Python cuts off within a destructor ends the process by a signal.
+
+    NCCL's last reference waits for a watchdog of PyTorch's that sleeps for a minute after an error
+    and then ends the process by a signal, or for another that sleeps for eight. So it never goes,
+    and that of the default group does not either.
+    """
+    if any(map(_is_nccl, groups)):
+        list(map(_keep_for_ever, filter(_is_nccl, groups)))
+        atexit.register(_abandon_nccl_at_the_end)
+    list(map(_abort, groups))  # no name here may hold a group
+    thread = threading.Thread(target=groups.clear, name="loco-abandoned")
+    thread.start()
+    thread.join(_PARTING_S)
+
+
+def abandon_default_group() -> None:
+    """Destroy the default group, from which a rank has gone; NCCL's is aborted and kept."""
+    if _is_nccl(dist.group.WORLD):
+        _keep_for_ever(dist.group.WORLD)
+        _abort()
+    else:
+        dist.destroy_process_group()
+
+
+def _abandon_nccl_at_the_end() -> None:
+    if dist.is_initialized() and _is_nccl(dist.group.WORLD):
+        abandon_default_group()
+
+
+def _is_nccl(group: dist.ProcessGroup | None) -> bool:
+    return "nccl" in dist.get_backend_config(group)
+
+
+def _keep_for_ever(thing: object) -> None:
+    """Never let the last reference go; a list would be emptied when Python ends."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

@@ -14,10 +14,9 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_loco.distributed.abandon import abandon, abandon_default_group
-from lightning_loco.distributed.job import Job
+from lightning_loco.distributed.rendezvous import Job
 from lightning_loco.distributed.watchdog import WorkerFailure
-from lightning_loco.distributed.worker_group import WorkerGroup
+from lightning_loco.distributed.worker_group import WorkerGroup, abandon, abandon_default_group
 from lightning_loco.parameter_server import RemoteOptimizer, Tiers
 from lightning_loco.parameter_server.service_group import AllRanks, ServiceGroup
 from lightning_loco.parameter_server.tiers import new_replica_group

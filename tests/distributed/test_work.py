@@ -12,11 +12,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_loco import DiLoCo, StepEngine
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.watchdog import Watchdog, WorkerFailure
-from lightning_loco.distributed.work import AllReduceSum, ExplainErrors, PendingWork, WaitTimer
+from lightning_loco.distributed.work import (
+    AllReduceSum,
+    ExplainErrors,
+    PendingWork,
+    WaitTimer,
+    labelled,
+)
 from lightning_loco.distributed.worker_group import WorkerGroup
 from tests.distributed.workers import group_of, hurry, make_watchdogs, start
 from tests.late_backend import late_group
@@ -230,3 +238,16 @@ def test_a_failure_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         watchdogs[1].report("IndexError: 7")
         with pytest.raises(RuntimeError, match="^Worker 1 failed:\nIndexError: 7$"):
             works.wait()
+
+
+def test_a_profile_names_the_phases() -> None:
+    engine = StepEngine(torch.nn.Linear(4, 4), DiLoCo(), sync_every=1)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        engine.step()
+    engine.close()
+    names = {event.name for event in profiler.events() or []}
+    assert {"loco/propose", "loco/exchange", "loco/apply"} <= names
+
+
+def test_without_a_profiler_there_is_no_label() -> None:
+    assert not isinstance(labelled("loco/apply"), torch.autograd.profiler.record_function)
