@@ -19,9 +19,9 @@ from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.distributed.worker_status import WorkerStatus, send_status, sync_point_id
 from lightning_loco.fault_points import reach
 from lightning_loco.links import Links
-from lightning_loco.parameters.averaged_copies import AveragedCopies
+from lightning_loco.parameters.consensus import AveragedCopies, average
 from lightning_loco.parameters.flat import Cuts, are_finite, longest_chunk
-from lightning_loco.parameters.replica import Replica, average
+from lightning_loco.parameters.replica import Replica
 from lightning_loco.parameters.schema import (
     check_carries,
     check_model,

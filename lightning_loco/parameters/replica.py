@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lightning_loco.distributed.statistics import Statistics
-from lightning_loco.distributed.work import AllReduceSum
 from lightning_loco.distributed.worker_group import WorkerGroup
-from lightning_loco.parameters.copy_on_write import CopyOnWrite
-from lightning_loco.parameters.flat import Chunk, Cuts, FlatLayout
-from lightning_loco.parameters.owners import ParameterOwners
+from lightning_loco.parameters.consensus import pruning_masks
+from lightning_loco.parameters.flat import Cuts, FlatLayout
 from lightning_loco.parameters.running_statistics import RunningStatistics
 from lightning_loco.parameters.untracked import UntrackedParameters
 
@@ -178,54 +174,93 @@ class Replica:
         return self.layout.every(stride, (round_index * 7919) % stride).double()
 
 
-def pruning_masks(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """The masks that ``torch.nn.utils.prune`` has put beside parameters, with their names."""
-    parameters = {name for name, _ in model.named_parameters()}
-    return [
-        (name, buffer)
-        for name, buffer in model.named_buffers()
-        if name.endswith("_mask") and f"{name.removesuffix('mask')}orig" in parameters
-    ]
+class ParameterOwners:
+    """Knows which attribute of which module holds each parameter, and notices when none does.
 
+    Args:
+        model: Holds the parameters.
+        names: Theirs, at the start.
+        tensors: The parameters.
 
-def average(
-    layout: FlatLayout,
-    group: WorkerGroup,
-    statistics: Statistics,
-    valid: bool,
-    num_valid: int,
-    device: torch.device | None = None,
-) -> None:
-    """Replace tensors by their mean over the workers, in place, two chunks at a time.
-
-    ``valid`` says whether this worker's values enter it, and ``num_valid`` how many workers' do.
-    Messages are on ``device``; by default where the tensors are. They are scaled by a power of two,
-    which changes no bit of the mean, so that the sum of large numbers does not overflow.
+    Attributes:
+        found: Module and attribute that hold each parameter, and the parameter.
     """
-    scale = 0.5 ** (num_valid - 1).bit_length()
-    device = device or layout.device
-    chunks = layout.chunks()
-    longest = max((len(chunk) for chunk in chunks), default=0)
-    slots = [torch.empty(longest, dtype=layout.dtype, device=device) for _ in chunks[:2]]
-    under_way: deque[tuple[Chunk, AllReduceSum]] = deque()
 
-    def land() -> None:
-        chunk, total = under_way.popleft()
-        flat = total.wait()
-        if num_valid != 1:
-            flat.div_(num_valid * scale)
-        chunk.unpack(flat)
+    def __init__(self, model: nn.Module, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+        self._model = model
+        self._names = names
+        self._tensors = tensors
+        self.find()
 
-    for index, chunk in enumerate(chunks):
-        if len(under_way) == len(slots):
-            land()
-        flat = slots[index % 2][: len(chunk)]
-        if valid:
-            chunk.pack(flat)
-            if num_valid != 1:
-                flat.mul_(scale)
-        else:
-            flat.zero_()
-        under_way.append((chunk, AllReduceSum(group, statistics, flat, "the average")))
-    while under_way:
-        land()
+    def find(self) -> None:
+        """Look all places up.
+
+        Raises:
+            RuntimeError: If none holds a parameter any more, naming it.
+        """
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        self.found: list[tuple[nn.Module, str, Tensor]] = []
+        for old_name, tensor in zip(self._names, self._tensors, strict=True):
+            if id(tensor) not in names:
+                raise RuntimeError(
+                    f"Parameter {old_name!r} was replaced by another object during fit, but only "
+                    "the objects of its start are exchanged. Write into the parameter instead "
+                    "(parameter.data.copy_(values)), or call fit again after the replacement."
+                )
+            path, _, name = names[id(tensor)].rpartition(".")
+            self.found.append((self._model.get_submodule(path), name, tensor))
+
+    def check(self) -> None:
+        """Look them up anew if something has changed; raises as :meth:`find` does."""
+        if any(getattr(module, name, None) is not p for module, name, p in self.found):
+            self.find()
+
+
+class CopyOnWrite:
+    """Keeps parameters as they are between a forward pass and the end of the optimizer's step.
+
+    A round that would change them in between (another worker makes one, and this one calls a
+    collective in its ``training_step``) works on copies instead. At the end of the step the
+    parameters move by what the round has changed, so that it lands right before the step, whose
+    gradients it does not know. Without such a round no copies are made.
+
+    Args:
+        layout: The parameters; its ``tensors`` are the copies while there are any.
+    """
+
+    def __init__(self, layout: FlatLayout) -> None:
+        self._layout = layout
+        self._parameters: list[Tensor] = []
+        self._start: list[Tensor] = []
+
+    def hold(self) -> None:
+        """From here on the parameters must stay; a second call does nothing."""
+        self._layout.before_write = self._replace
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """The step is over: let the parameters move by what has changed, if anything has."""
+        self._layout.before_write = None
+        if not self._parameters:
+            return
+        changed = self._layout.tensors
+        for parameter, now, start in zip(self._parameters, changed, self._start, strict=True):
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            parameter.copy_(parameter.to(wide) + (now.to(wide) - start.to(wide)))
+        self._layout.tensors = self._parameters
+        self._layout.chunks()
+        self._parameters, self._start = [], []
+
+    def _replace(self) -> None:
+        if not self._parameters:
+            self._parameters = self._layout.tensors
+            self._start = [_copy(parameter) for parameter in self._parameters]
+            self._layout.tensors = [_copy(parameter) for parameter in self._parameters]
+            self._layout.chunks()
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """With the same strides, so that the flat vector keeps its order and its cuts."""
+    data = tensor.detach()
+    memory = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device=data.device)
+    return memory.copy_(data)

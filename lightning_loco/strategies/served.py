@@ -20,7 +20,7 @@ from lightning_loco.distributed.worker_group import WorkerGroup, abandon, abando
 from lightning_loco.parameter_server import RemoteOptimizer, Tiers
 from lightning_loco.parameter_server.service_group import AllRanks, ServiceGroup
 from lightning_loco.parameter_server.tiers import new_replica_group
-from lightning_loco.parameters.owners import ParameterOwners
+from lightning_loco.parameters.replica import ParameterOwners
 from lightning_loco.parameters.schema import check_same_tensors
 from lightning_loco.strategies import lightning_compat
 from lightning_loco.strategies.base import WorkerStrategy, job_name

@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_loco.parameters.flat import Cuts, FlatLayout, are_finite
+from lightning_loco.parameters.flat import (
+    Chunk,
+    Cuts,
+    DistantWindow,
+    FlatLayout,
+    Window,
+    are_finite,
+    stretches,
+)
+from tests.meta_device import DEVICE, copies_to_the_host
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -273,3 +282,88 @@ def test_the_schema_tells_shapes_dtypes_and_strides_apart() -> None:
     schemas = [FlatLayout([("weight", tensor)]).schema() for tensor in tensors.values()]
     assert schemas[0] == [("weight", (2, 3), "torch.float32", (3, 1))]
     assert all(a != b for a, b in itertools.combinations(schemas, 2))
+
+
+def test_the_pairs_of_a_window_are_all_there() -> None:
+    views = [torch.ones(2), torch.ones(3).bfloat16(), torch.ones(4)]
+    for chunk in (Chunk(0, views), Chunk(0, views[::2])):
+        numbers = torch.arange(float(len(chunk)))
+        pairs = list(chunk.window(numbers).pairs())
+        assert sorted(len(view) for view, _ in pairs) == sorted(map(len, chunk.views))
+        assert all(len(view) == len(part) for view, part in pairs)
+        assert sorted(torch.cat([part for _, part in pairs]).tolist()) == numbers.tolist()
+
+
+def test_a_distant_window_copies_as_a_near_one_does() -> None:
+    torch.manual_seed(0)
+    views = [torch.randn(2, 3), torch.randn(5).bfloat16(), torch.randn(4).double()]
+    chunk, near, distant = Chunk(0, views), torch.empty(15), torch.empty(15)
+    chunk.window(near).pack()
+    DistantWindow(chunk, distant).pack()
+    assert torch.equal(distant, near)
+    DistantWindow(chunk, near * 2).unpack()
+    chunk.pack(distant)
+    assert torch.equal(distant, near * 2)
+
+
+def test_a_chunk_is_tied_by_where_the_vector_is() -> None:
+    chunk = Chunk(0, [torch.empty(2, 3, device=DEVICE)])
+    assert isinstance(chunk.tied(torch.empty(6, device=DEVICE)), Window)
+    window = chunk.tied(torch.empty(6))
+    assert isinstance(window, DistantWindow)
+    with copies_to_the_host():
+        window.pack()
+    window.unpack()
+
+
+def test_a_layout_may_have_its_vectors_on_another_device() -> None:
+    model = nn.Linear(30, 40).to(DEVICE)
+    layout = FlatLayout(model.named_parameters(), Cuts(100), torch.device("cpu"))
+    with copies_to_the_host():
+        vector = layout.new_flat()
+        assert vector.device.type == layout.set_aside().device.type == "cpu"
+    layout.write(vector)
+    layout.write(vector.to(DEVICE))
+    assert layout.every(7, 3).device == DEVICE
+    assert {p.device for p in model.parameters()} == {DEVICE}
+
+
+@pytest.mark.gpu
+def test_messages_of_a_gpu_are_pinned_in_the_hosts_memory() -> None:
+    model = nn.Linear(30, 40).cuda()
+    layout = FlatLayout(model.named_parameters(), Cuts(100), torch.device("cpu"))
+    assert layout.empty(10).is_pinned()
+    assert torch.equal(layout.new_flat(), FlatLayout(model.named_parameters()).new_flat().cpu())
+
+
+SIZES = (5, 1, 12, 3, 7)
+
+
+def tensors() -> list[tuple[str, torch.Tensor]]:
+    parts = torch.arange(float(sum(SIZES))).split(SIZES)
+    return [(str(number), part) for number, part in enumerate(parts)]
+
+
+def test_everything_is_in_one_stretch(subtests: pytest.Subtests) -> None:
+    rows = itertools.product((1, 3, 8, 100), (1, 2, 4), ((), (8,), (8, 20)))
+    for longest, granularity, boundaries in rows:
+        with subtests.test(longest=longest, granularity=granularity, boundaries=boundaries):
+            found = list(stretches(tensors(), longest, granularity, boundaries))
+            starts = [start for start, _ in found]
+            joined = [torch.cat(views) for _, views in found]
+            assert torch.cat(joined).tolist() == list(range(sum(SIZES)))
+            assert starts == [int(values[0]) for values in joined]
+            assert all(start % granularity == 0 for start in starts)
+            assert set(boundaries) <= set(starts)
+            assert max(map(len, joined)) <= max(longest, granularity)
+
+
+def test_a_tensor_with_gaps_stays_whole() -> None:
+    gaps = torch.arange(12.0).view(4, 3)[:, :2]
+    found = list(stretches([("a", torch.zeros(3)), ("gaps", gaps)], longest=4))
+    assert [(start, [view.shape for view in views]) for start, views in found] == [
+        (0, [(3,)]),
+        (3, [(4, 2)]),
+    ]
+    with pytest.raises(ValueError, match="'gaps' has gaps in memory and cannot be cut"):
+        list(stretches([("gaps", gaps)], longest=4, boundaries=(2,)))

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_loco import PairwiseGossipStrategy, RemoteOptimizerStrategy
-from lightning_loco.parameters.replica import pruning_masks
+from lightning_loco.parameters.consensus import pruning_masks
 from tests.cases import CASES
 from tests.conftest import cover
 from tests.pool import Pool, make_trainer

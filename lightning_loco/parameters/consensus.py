@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from lightning_loco.distributed.statistics import Statistics
+from lightning_loco.distributed.work import AllReduceSum
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.distributed.worker_status import WorkerStatus
 from lightning_loco.parameters.fingerprint import crc32, fingerprints
-from lightning_loco.parameters.flat import CHUNK_ELEMENTS, Cuts, FlatLayout, are_finite
-from lightning_loco.parameters.replica import average, pruning_masks
+from lightning_loco.parameters.flat import CHUNK_ELEMENTS, Chunk, Cuts, FlatLayout, are_finite
 
 
 class AveragedCopies:
@@ -100,3 +102,56 @@ def _differing(layout: FlatLayout, group: WorkerGroup) -> FlatLayout:
 
 def _layout(named: list[tuple[str, Tensor]]) -> FlatLayout:
     return FlatLayout(named, Cuts(CHUNK_ELEMENTS))
+
+
+def pruning_masks(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The masks that ``torch.nn.utils.prune`` has put beside parameters, with their names."""
+    parameters = {name for name, _ in model.named_parameters()}
+    return [
+        (name, buffer)
+        for name, buffer in model.named_buffers()
+        if name.endswith("_mask") and f"{name.removesuffix('mask')}orig" in parameters
+    ]
+
+
+def average(
+    layout: FlatLayout,
+    group: WorkerGroup,
+    statistics: Statistics,
+    valid: bool,
+    num_valid: int,
+    device: torch.device | None = None,
+) -> None:
+    """Replace tensors by their mean over the workers, in place, two chunks at a time.
+
+    ``valid`` says whether this worker's values enter it, and ``num_valid`` how many workers' do.
+    Messages are on ``device``; by default where the tensors are. They are scaled by a power of two,
+    which changes no bit of the mean, so that the sum of large numbers does not overflow.
+    """
+    scale = 0.5 ** (num_valid - 1).bit_length()
+    device = device or layout.device
+    chunks = layout.chunks()
+    longest = max((len(chunk) for chunk in chunks), default=0)
+    slots = [torch.empty(longest, dtype=layout.dtype, device=device) for _ in chunks[:2]]
+    under_way: deque[tuple[Chunk, AllReduceSum]] = deque()
+
+    def land() -> None:
+        chunk, total = under_way.popleft()
+        flat = total.wait()
+        if num_valid != 1:
+            flat.div_(num_valid * scale)
+        chunk.unpack(flat)
+
+    for index, chunk in enumerate(chunks):
+        if len(under_way) == len(slots):
+            land()
+        flat = slots[index % 2][: len(chunk)]
+        if valid:
+            chunk.pack(flat)
+            if num_valid != 1:
+                flat.mul_(scale)
+        else:
+            flat.zero_()
+        under_way.append((chunk, AllReduceSum(group, statistics, flat, "the average")))
+    while under_way:
+        land()

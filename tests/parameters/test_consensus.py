@@ -13,8 +13,9 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.worker_group import WorkerGroup
 from lightning_loco.distributed.worker_status import WorkerStatus
-from lightning_loco.parameters.averaged_copies import AveragedCopies
-from lightning_loco.parameters.replica import pruning_masks
+from lightning_loco.parameters.consensus import AveragedCopies, average, pruning_masks
+from lightning_loco.parameters.flat import Cuts
+from lightning_loco.parameters.replica import Replica
 from tests.pool import Pool, PoolError
 from tests.small_model import flat, norm_model
 
@@ -118,3 +119,23 @@ def test_a_buffer_with_the_name_of_a_mask_is_none() -> None:
     model = nn.Module()
     model.register_buffer("attention_mask", torch.ones(2))
     assert pruning_masks(model) == []
+
+
+def mean(rank: int, world: int, valid: list[bool]) -> tuple[Tensor, int]:
+    model = norm_model(seed=0)
+    for value in model.parameters():
+        value.data.fill_(float(rank) if valid[rank] else torch.nan)
+    group, statistics = WorkerGroup.create(timeout_s=20), Statistics()
+    layout = Replica(model, Cuts(4)).layout
+    assert len(layout.chunks()) > 2
+    average(layout, group, statistics, valid[rank], sum(valid))
+    group.close()
+    return layout.new_flat(), statistics.bytes_sent
+
+
+@pytest.mark.parametrize("valid", [[True] * 3, [True, False, True], [False, False, True]], ids=str)
+def test_an_average_is_over_the_valid_workers(pool: Pool, valid: list[bool]) -> None:
+    own = [rank for rank in range(3) if valid[rank]]
+    for values, sent in pool.run(mean, valid, world=3):
+        assert values.tolist() == [sum(own) / len(own)] * values.numel()
+        assert sent > 0
