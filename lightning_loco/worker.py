@@ -171,7 +171,7 @@ class Worker:
         if watchdog is not None and sync_every is not None:
             watchdog.position = (self.round_index, self.steps_since_round, sync_every)
         if self.stop.requested is not None or (watchdog is not None and watchdog.stop_seen):
-            self.stop.note(self.round_index, self.steps_since_round, sync_every)
+            self.stop.check(self.round_index, self.steps_since_round, sync_every)
 
     def status(self, sync_point: float) -> WorkerStatus:
         """This worker's status: its round, its steps and its loss."""

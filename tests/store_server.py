@@ -31,7 +31,7 @@ def server_in_a_process(clock: Clock = REAL_CLOCK) -> Iterator[tuple[TimeoutStor
     process = processes.Process(target=_host, args=(theirs,))
     process.start()
     client = dist.TCPStore("127.0.0.1", ours.recv(), is_master=False, wait_for_workers=False)
-    store = TimeoutStore.connected_to(client, 10.0, clock=clock)
+    store = TimeoutStore.from_clone(client, 10.0, clock=clock)
     assert process.pid is not None
     try:
         yield store, process.pid

@@ -1,4 +1,4 @@
-"""On which device a model lives, and what that means for the messages of its workers."""
+"""The device of a model, and of its messages."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from torch import nn
 CPU = torch.device("cpu")
 
 WITH_STREAMS = {"cuda"}
-"""Kinds of devices that copy to and from pinned memory on a stream while the host goes on."""
+"""Types of devices that copy to and from pinned memory asynchronously."""
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether a device copies to and from pinned memory while the host goes on."""
+    """Return whether a device copies to and from pinned memory while the host continues."""
     return device.type in WITH_STREAMS
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the first parameter is; the CPU for a model without parameters."""
+    """Return the device of the first parameter; the CPU for a model without parameters."""
     return next((parameter.device for parameter in model.parameters()), CPU)
 
 
 def device_of_messages(
     outer_device: Literal["cpu"] | None, parameters: torch.device
 ) -> torch.device:
-    """Where messages are made: in the host's memory if the user says so, or with the parameters."""
+    """Return the device of messages: ``outer_device`` if given, else that of the parameters."""
     return parameters if outer_device is None else CPU
 
 
 def backend_on(device: torch.device, backend: str | None = None) -> str:
-    """Name of what carries tensors of a device: ``"gloo"``, ``"nccl"``.
+    """Return the name of the backend for tensors of a device: ``"gloo"``, ``"nccl"``.
 
     Args:
-        device: Where the tensors are.
-        backend: As in ``torch.distributed.new_group``: a name, or one for each kind of device as
-            in ``"cpu:gloo,cuda:nccl"``. Default: that of the default process group.
+        device: Device of the tensors.
+        backend: As in ``torch.distributed.new_group``: one name, or one for each type of device,
+            ``"cpu:gloo,cuda:nccl"``. Default: the backend of the default process group.
 
     Example:
         >>> backend_on(torch.device("cuda:3"), "cpu:gloo,cuda:nccl")
@@ -52,12 +52,14 @@ def backend_on(device: torch.device, backend: str | None = None) -> str:
 
 
 def check_same_kind(kinds: Sequence[str]) -> None:
-    """Raise ValueError if some workers are on a CPU and others on a GPU, say.
-
-    Their messages would wait for each other in vain.
+    """Check that all workers are on the same type of device.
 
     Args:
         kinds: ``torch.device.type`` of every worker, in order.
+
+    Raises:
+        ValueError: If some are on a CPU and others on a GPU, say: their collectives would use
+            different backends and never complete.
     """
     for worker, kind in enumerate(kinds):
         if kind != kinds[0]:

@@ -1,4 +1,4 @@
-"""Stopping together: one request, one step at which all workers stop."""
+"""Graceful stop: after a request to any worker, all workers stop at the same local step."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from lightning_loco.distributed.worker_group import WorkerGroup
 
 
 class StopAgreed(Exception):
-    """Raised out of a sync point when the other workers have stopped, as agreed, somewhere else."""
+    """Raised at a sync point that the other workers will not reach, because they have stopped."""
 
 
 class StopAgreement:
-    """This worker's part in the agreement that the watchdogs make.
+    """The training thread's side of the agreement that the watchdogs make about where to stop.
 
     Attributes:
         requested: Why this worker was asked to stop, or None.
-        agreed: The reason to stop, once this worker is at the agreed step; None before.
+        agreed: The reason to stop, once this worker is at the agreed position; None before.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
@@ -25,16 +25,22 @@ class StopAgreement:
         self.agreed: str | None = None
 
     def request(self, reason: str) -> None:
-        """Ask all workers to stop; only leaves a note, so a signal handler may call it."""
+        """Ask all workers to stop; only sets attributes, so a signal handler may call it."""
         self.requested = reason
         if self._group.watchdog is not None:
             self._group.watchdog.stop_reason = reason
 
-    def note(self, rounds: int, steps: int, sync_every: int | None) -> None:
-        """See whether this worker is far enough, once some worker was asked to stop.
+    def check(self, rounds: int, steps: int, sync_every: int | None) -> None:
+        """Set :attr:`agreed` if some worker was asked to stop and this one is at the position.
 
-        After so many ``rounds`` it has made ``steps``, and ``sync_every`` per round; None if it may
-        stop at any step, because nobody waits for it. A RuntimeError names who does not answer.
+        Args:
+            rounds: Completed rounds of this worker.
+            steps: Its local steps since then.
+            sync_every: Local steps per round; None if this worker may stop at any step, because
+                no other one waits for it.
+
+        Raises:
+            RuntimeError: If a worker does not answer the request; it is named.
         """
         watchdog = self._group.watchdog
         if watchdog is None:
@@ -45,7 +51,11 @@ class StopAgreement:
                 self.agreed = reason
 
     def catch_up(self) -> bool:
-        """Stop here, if the others have agreed on a step that this worker will not reach."""
+        """Stop here if all have agreed on a position that this worker will not reach.
+
+        Returns:
+            Whether that is so.
+        """
         watchdog = self._group.watchdog
         if watchdog is None or watchdog.stop_at is None:
             return False

@@ -1,7 +1,7 @@
-"""What workers tell each other in words: JSON of bounded length, and never a pickle.
+"""Small messages between ranks: JSON of bounded length, and never a pickle.
 
-Whoever reaches a port of the job may send what he likes. A message is therefore read as text and
-numbers only; one of another form is an error.
+Any program that reaches a port of the job may send anything. A message is therefore parsed as text
+and numbers only, and any other form is an error.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-LONGEST_BYTES = 64 * 2**20
-"""The longest message of one worker."""
+MAX_BYTES = 64 * 2**20
+"""Longest message of one worker, in bytes."""
 
 _FRAME_BYTES = 512
 _SIZE_BYTES = 8
-_LONGEST_ERROR = 20_000
+_MAX_ERROR_TEXT = 20_000
 
 
 def write(value: Any) -> bytes:
-    """A value as a message.
+    """Encode a value as a message.
 
     Raises:
         TypeError: If it is not made of text, numbers, None, lists and dictionaries.
@@ -32,10 +32,10 @@ def write(value: Any) -> bytes:
 
 
 def read(message: bytes, sender: str) -> Any:
-    """The value of a message; tuples have become lists.
+    """Decode the value of a message; tuples have become lists.
 
     Raises:
-        RuntimeError: If it is not one of :func:`write`.
+        RuntimeError: If the message was not made by :func:`write`.
     """
     try:
         return json.loads(message.decode())
@@ -47,15 +47,15 @@ def read(message: bytes, sender: str) -> Any:
 
 
 def write_error(error: BaseException | None) -> list[str] | None:
-    """An error as a value for :func:`write`: its type and text."""
-    return None if error is None else [type(error).__name__, str(error)[:_LONGEST_ERROR]]
+    """Describe an error by its type and text, as a value for :func:`write`."""
+    return None if error is None else [type(error).__name__, str(error)[:_MAX_ERROR_TEXT]]
 
 
 def read_error(value: Any, sender: str) -> Exception | None:
-    """The error of another worker.
+    """Construct the error of another worker from a value of :func:`write_error`.
 
-    One of Python's own types that is made from a text comes as itself, any other as a RuntimeError
-    that names the type.
+    Built-in exceptions with a single argument keep their type; others become a RuntimeError that
+    names the type.
     """
     if value is None:
         return None
@@ -71,56 +71,58 @@ def read_error(value: Any, sender: str) -> Exception | None:
     return RuntimeError(f"{sender}: {name}: {text}")
 
 
-def gather(message: bytes, group: dist.ProcessGroup, senders: list[str]) -> list[bytes]:
-    """The messages of all workers, in order; short ones take one exchange, longer ones two.
+def all_gather(message: bytes, group: dist.ProcessGroup, names: list[str]) -> list[bytes]:
+    """Gather the messages of all workers, in order; all must call it.
+
+    Takes one collective for messages of up to 504 bytes, two for longer ones.
 
     Args:
-        message: Of this worker.
-        group: All workers, who must all call it.
-        senders: What to call them.
+        message: Message of this worker.
+        group: Process group of all workers.
+        names: Names of the workers, for errors.
 
     Raises:
         ValueError: If a message is longer than 64 MiB.
-        RuntimeError: If a worker does not come, or says something impossible.
+        RuntimeError: If a worker does not call it in time.
     """
-    room = _FRAME_BYTES - _SIZE_BYTES
-    head = len(message).to_bytes(_SIZE_BYTES, "little") + message[:room]
-    frames = _all_gather(head.ljust(_FRAME_BYTES, b"\0"), group, len(senders))
+    first = _FRAME_BYTES - _SIZE_BYTES
+    frame = len(message).to_bytes(_SIZE_BYTES, "little") + message[:first]
+    frames = _all_gather_equal(frame.ljust(_FRAME_BYTES, b"\0"), group, len(names))
     sizes = [int.from_bytes(frame[:_SIZE_BYTES], "little") for frame in frames]
     longest = max(sizes)
-    if longest > LONGEST_BYTES:
+    if longest > MAX_BYTES:
         raise ValueError(
-            f"{senders[sizes.index(longest)]} wants to send {longest:,} bytes in words; "
-            f"{LONGEST_BYTES:,} is the most."
+            f"{names[sizes.index(longest)]} wants to send a message of {longest:,} bytes; "
+            f"{MAX_BYTES:,} is the limit."
         )
     rests = [b""] * len(frames)
-    if longest > room:
-        rests = _all_gather(message[room:].ljust(longest - room, b"\0"), group, len(senders))
+    if longest > first:
+        rests = _all_gather_equal(message[first:].ljust(longest - first, b"\0"), group, len(names))
     pairs = zip(frames, rests, sizes, strict=True)
     return [(frame[_SIZE_BYTES:] + rest)[:size] for frame, rest, size in pairs]
 
 
-def _all_gather(message: bytes, group: dist.ProcessGroup, count: int) -> list[bytes]:
-    """Messages of equal length."""
+def _all_gather_equal(message: bytes, group: dist.ProcessGroup, count: int) -> list[bytes]:
+    """Gather messages of equal length from ``count`` workers."""
     on_gpu = dist.get_backend(group) == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     own = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device)
-    all_of_them = [torch.empty_like(own) for _ in range(count)]
-    dist.all_gather(all_of_them, own, group=group)
-    return [one.cpu().numpy().tobytes() for one in all_of_them]
+    gathered = [torch.empty_like(own) for _ in range(count)]
+    dist.all_gather(gathered, own, group=group)
+    return [tensor.cpu().numpy().tobytes() for tensor in gathered]
 
 
 def write_state(state: Any) -> bytes:
-    """Plain values and tensors as a message."""
+    """Encode plain values and tensors as a message."""
     memory = io.BytesIO()
     torch.save(state, memory)
     return memory.getvalue()
 
 
 def read_state(message: bytes) -> Any:
-    """What :func:`write_state` has written; anything but plain values and tensors is refused.
+    """Decode a message of :func:`write_state`.
 
     Raises:
-        pickle.UnpicklingError: If there is anything else in it.
+        pickle.UnpicklingError: If it holds anything but plain values and tensors.
     """
     return torch.load(io.BytesIO(message), map_location="cpu", weights_only=True)

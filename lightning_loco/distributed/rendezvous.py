@@ -1,4 +1,4 @@
-"""How the ranks of a job find each other, before any process group exists."""
+"""Rendezvous: how the ranks of a job find each other before any process group exists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,47 +26,46 @@ from lightning_loco.distributed.store import (
 )
 from lightning_loco.distributed.watchdog import WorkerFailure
 
-_LOOK_S = 1.0
-_FAREWELL_S = 2.0
-_PAUSE_S = 0.02
-_SHORT_PAUSE_S = 0.001
-_JOB = "job"
-_REFUSED = "refused"
-_LONGEST = 400
-_NOBODY_ELSE = 1
+_STORE_TIMEOUT_S = 1.0
+_LEAVE_TIMEOUT_S = 2.0
+_POLL_INTERVAL_S = 0.02
+_SHORTEST_POLL_INTERVAL_S = 0.001
+_JOB_KEY = "job"
+_REFUSED_KEY = "refused"
+_MAX_TEXT = 400
 _stores: dict[tuple[str, int, int], Store] = {}
 
 
 def init_workers(
-    place: Callable[[], tuple[str, int]],
+    get_address: Callable[[], tuple[str, int]],
     worker: tuple[int, int],
     backend: str,
     device: torch.device,
     timeout_s: float,
-    launched: str = "",
+    job_name: str = "",
 ) -> None:
-    """Make the default process group of a job's workers, or check the one that there is.
+    """Initialize the default process group of a job's workers, or check an existing one.
 
     Args:
-        place: Gives the address of the machine of worker 0, and a free port there.
-        worker: This one's number, and how many there are; one alone needs no group.
-        backend: What carries the messages.
-        device: Where this worker computes.
+        get_address: Returns the address of the host of worker 0, and a free port there.
+        worker: Number of this worker, and the number of workers; a single one needs no group.
+        backend: Backend of the process group.
+        device: Device of this worker.
         timeout_s: Longest wait for another worker, in seconds.
-        launched: Who has started the job, and under which name, as in :class:`Job`.
+        job_name: Launcher and name of the job, as in :class:`Job`.
 
     Raises:
-        ValueError: On all workers, if some compute on a CPU and others on a GPU, say, or count
-            another number of workers.
-        RuntimeError: If the store at this place is another job's.
-        WorkerFailure: If one does not come in time; the message says which.
+        ValueError: On all workers, if their devices are of different kinds (CPU and GPU, say), or
+            if they were started with different numbers of workers.
+        RuntimeError: If the store at this address belongs to another job.
+        WorkerFailure: If a worker does not join in time; the message says which.
     """
     if dist.is_initialized():
         _check_default_group(device, timeout_s)
         return
     number, num_workers = worker
     if num_workers > 1:
-        job = Job(*place(), number, _names(num_workers), timeout_s, launched)
+        job = Job(*get_address(), number, _worker_names(num_workers), timeout_s, job_name)
         try:
             job.init_default_group(range(num_workers), backend, device)
         finally:
@@ -78,46 +76,42 @@ def _check_default_group(device: torch.device, timeout_s: float) -> None:
     if (num_workers := dist.get_world_size()) == 1:
         return
     store = connect_to_default_store(timeout_s)
-    came, names = store.with_prefix("lightning_loco/kind"), _names(num_workers)
+    keys, names = store.with_prefix("lightning_loco/kind"), _worker_names(num_workers)
     try:
-        check_device_here(device, Rendezvous(came, dist.get_rank(), names, timeout_s))
+        Rendezvous(keys, dist.get_rank(), names, timeout_s).check_device(device)
     finally:
         store.close()
 
 
-def _names(num_workers: int) -> list[str]:
+def _worker_names(num_workers: int) -> list[str]:
     return [f"worker {number}" for number in range(num_workers)]
 
 
-def _destroy_default_group() -> None:
-    """PyTorch warns when NCCL's is left to the end of the process."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 class Job:
-    """Where the ranks of a job find each other, each wait with an end and an error with a name.
+    """The ranks of a job, connected by its key-value store.
+
+    Every wait has a timeout, and its error names the rank that is missing.
 
     Args:
-        address: Of the machine of rank 0.
-        port: A free one there.
+        address: Address of the host of rank 0.
+        port: A free port there.
         rank: This rank.
-        names: What to call the ranks in messages.
-        timeout_s: Longest wait, in seconds.
-        launched: Who has started the job, and under which name: ``"SLURM job 17"``. A rank of a job
-            with another name is refused.
+        names: Names of all ranks, for messages.
+        timeout_s: Longest wait for another rank, in seconds.
+        job_name: Launcher and name of the job: ``"SLURM job 17"``. A rank with another job name is
+            refused.
 
     Attributes:
         rank: As given.
         names: As given.
         timeout_s: As given.
-        raw_store: The job's key-value store, for PyTorch's own set-up.
-        store: A connection of its own to it.
+        raw_store: The job's key-value store, for the set-up of process groups by PyTorch.
+        store: A separate connection to that store.
 
     Raises:
         WorkerFailure: If rank 0, which hosts the store, does not answer in time.
-        RuntimeError: If the store is another job's.
-        ValueError: If rank 0 counts another number of ranks.
+        RuntimeError: If the store belongs to another job.
+        ValueError: If rank 0 was started with another number of ranks.
     """
 
     def __init__(
@@ -127,44 +121,44 @@ class Job:
         rank: int,
         names: Sequence[str],
         timeout_s: float,
-        launched: str = "",
+        job_name: str = "",
     ) -> None:
         self.rank = rank
         self.names = names
         self.timeout_s = timeout_s
-        self._place = f"{address}:{port}"
+        self._job_name = job_name
+        self._address = f"{address}:{port}"
         key = (address, port, len(names))
-        with self._named():
+        with self._store_errors_named():
             if key not in _stores:
                 os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
                 timeout = timedelta(seconds=timeout_s)
-                # Rank 0 would wait for all others here, and end the store without a name.
-                meeting = rendezvous("env://", rank, _NOBODY_ELSE, timeout=timeout)
-                _stores[key], _, _ = with_timeout(lambda: next(meeting), timeout_s + 1)
+                # With the true world size, rank 0 would wait here for all others, and its error
+                # would not say which of them are missing.
+                handler = rendezvous("env://", rank, world_size=1, timeout=timeout)
+                _stores[key], _, _ = with_timeout(lambda: next(handler), timeout_s + 1)
             self.raw_store = _stores[key]
-            self.store = TimeoutStore.connected_to(self.raw_store, timeout_s)
-        job = JobName(launched, len(names))
-        self._same_job = SameJob(
-            self.store.with_prefix("lightning_loco/same"), rank, job, timeout_s
-        )
+            self.store = TimeoutStore.from_clone(self.raw_store, timeout_s)
+        self._job_store = self.store.with_prefix("lightning_loco/same")
         try:
-            with self._named():
-                self._same_job.check(self._place, names[0])
+            with self._store_errors_named():
+                self._check_same_job()
         except BaseException:
             self.close()
             raise
 
     def init_default_group(self, ranks: Sequence[int], backend: str, device: torch.device) -> None:
-        """Make the default process group of some ranks; the others must not call it.
+        """Initialize the default process group with some ranks; the others must not call it.
 
         Args:
-            ranks: Which, ascending.
-            backend: What carries the messages.
-            device: Where this rank computes.
+            ranks: Ranks of the group, ascending.
+            backend: Backend of the process group.
+            device: Device of this rank.
 
         Raises:
-            ValueError: On all of them, if some compute on a CPU and others on a GPU, say.
-            RuntimeError: If there is one with other ranks, or a rank does not come in time.
+            ValueError: On all these ranks, if their devices are of different kinds.
+            RuntimeError: If there is a default group with other ranks, or a rank does not join in
+                time.
         """
         if dist.is_initialized():
             if dist.get_world_size() != len(ranks):
@@ -174,19 +168,23 @@ class Job:
                     "before, and use one number of workers per process."
                 )
             return
-        own, keys = ranks.index(self.rank), f"lightning_loco/training{len(ranks)}"
-        names = [self.names[rank] for rank in ranks]
-        with self._named():
-            came, look = self.store.with_prefix(f"{keys}/came"), self._same_job.raise_if_refused
-            arrivals = Rendezvous(came, own, names, self.timeout_s, look)
-            check_device_here(device, arrivals)
-            store = PrefixStore(f"{keys}/{arrivals.attempt}", self.raw_store)
+        prefix = f"lightning_loco/training{len(ranks)}"
+        with self._store_errors_named():
+            attempt = Rendezvous(
+                self.store.with_prefix(f"{prefix}/came"),
+                ranks.index(self.rank),
+                [self.names[rank] for rank in ranks],
+                self.timeout_s,
+                self.raise_if_refused,
+            )
+            attempt.check_device(device)
+            store = PrefixStore(f"{prefix}/{attempt.attempt}", self.raw_store)
 
             def connect() -> None:
                 dist.init_process_group(
                     backend,
                     store=store,
-                    rank=own,
+                    rank=ranks.index(self.rank),
                     world_size=len(ranks),
                     timeout=timedelta(seconds=self.timeout_s),
                     device_id=None if device.type == "cpu" else device,
@@ -196,53 +194,114 @@ class Job:
                 with_timeout(connect, self.timeout_s + 1)
             except RuntimeError as error:
                 reason = str(error).strip().split("\n")[0]
-                raise WorkerFailure(f"{arrivals.explain()} PyTorch says: {reason}") from error
+                raise WorkerFailure(f"{attempt.explain()} PyTorch says: {reason}") from error
         if backend == "nccl":
             atexit.register(_destroy_default_group)
 
-    def raise_if_refused(self) -> None:
-        """End a wait for the others if one of them counts another number of ranks.
+    def _check_same_job(self) -> None:
+        """Compare the job's name and number of ranks with those that rank 0 has published.
 
         Raises:
-            ValueError: If one does.
+            WorkerFailure: If rank 0 does not publish them in time.
+            RuntimeError: If the store belongs to another job, which goes on.
+            ValueError: If the numbers of ranks differ; the other ranks raise it as well.
         """
-        self._same_job.raise_if_refused()
+        num_ranks = len(self.names)
+        if self.rank == 0:
+            self._job_store.delete_key(_REFUSED_KEY, self.timeout_s)  # of an earlier attempt
+            published = json.dumps([self._job_name, num_ranks])
+            self._job_store.set(_JOB_KEY, published, self.timeout_s)
+            return
+        deadline = time.monotonic() + self.timeout_s
+        while not self._job_store.check([_JOB_KEY], self.timeout_s):
+            if time.monotonic() > deadline:
+                raise WorkerFailure(_explain_missing(self.names[0], self.timeout_s))
+            time.sleep(_POLL_INTERVAL_S)
+        value = self._job_store.get(_JOB_KEY, self.timeout_s)
+        match read(value, f"Rank 0 at {self._address}"):
+            case [str(job_name_0), int(num_ranks_0)]:
+                pass
+            case other:
+                raise RuntimeError(
+                    f"The key-value store at {self._address} holds {str(other)[:100]!r}, which is "
+                    "not of this program. Does another program use the port of this job?"
+                )
+        if job_name_0 != self._job_name:
+            raise RuntimeError(
+                f"This process belongs to {_describe_job(self._job_name)}, but rank 0 at "
+                f"{self._address} to {_describe_job(job_name_0)}, which goes on without it. Give "
+                "each job a MASTER_PORT of its own, and see that MASTER_ADDR is the machine of "
+                "this job's rank 0."
+            )
+        if num_ranks_0 != num_ranks:
+            text = (
+                f"Rank {self.rank} counts {num_ranks} ranks in all, and rank 0 {num_ranks_0}. Use "
+                "the same number of devices and of machines for all "
+                "(Trainer(devices=..., num_nodes=...))."
+            )
+            self._job_store.set(_REFUSED_KEY, text, self.timeout_s)
+            # The store answers this call only once it has read the value.
+            self._job_store.check([_REFUSED_KEY], self.timeout_s)
+            raise ValueError(text)
+
+    def raise_if_refused(self) -> None:
+        """Raise if a rank was refused, so that the ranks that wait for it end as well.
+
+        Raises:
+            ValueError: If a rank was started with another number of ranks than rank 0.
+        """
+        if self._job_store.check([_REFUSED_KEY], self.timeout_s):
+            text = self._job_store.get(_REFUSED_KEY, self.timeout_s).decode(errors="replace")
+            with suppress(RuntimeError):
+                _wait_until_others_know(self._job_store, self.rank, len(self.names))
+            raise ValueError(text[:_MAX_TEXT])
 
     def close(self) -> None:
-        """Let go of the connection; twice does no harm."""
+        """Close this connection to the store; a second call does nothing."""
         self.store.close()
 
     @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Let a store that is silent or gone inside be an error that names its host."""
+    def _store_errors_named(self) -> Iterator[None]:
+        """Name the host of the store in errors of a store that is silent or has ended."""
         try:
             yield
         except (StoreTimeout, dist.DistError) as error:
             if self.rank == 0 and not isinstance(error, StoreTimeout):
-                raise  # it could not be opened: the port is taken, say
+                raise  # this rank could not open the store: the port is taken, for example
             raise WorkerFailure(
                 f"No message in the set-up within {self.timeout_s:g} s from {self.names[0]}, "
-                f"which hosts the job's key-value store at {self._place} and is unreachable. "
+                f"which hosts the job's key-value store at {self._address} and is unreachable. "
                 "Check that it runs and that nothing holds it or the network to it up, or raise "
                 "timeout_s."
             ) from error
 
 
-class Rendezvous:
-    """Brings all workers to one attempt of the set-up, whatever became of the earlier ones.
+def _describe_job(job_name: str) -> str:
+    return job_name[:_MAX_TEXT] or "a job without a name"
 
-    Worker 0 begins an attempt whenever it comes. The others join the newest attempt that they have
-    not joined before, so an error that keeps one of them from an attempt does not matter later.
+
+def _destroy_default_group() -> None:
+    """Destroy the default group when Python ends: PyTorch warns if one of NCCL is left."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Rendezvous:
+    """Brings all workers to the same attempt of the set-up, and exchanges one value in it.
+
+    Worker 0 starts an attempt whenever it constructs a rendezvous. The others join the newest
+    attempt that they have not joined before. So it does no harm if an error has kept one of them
+    from an earlier attempt.
 
     Args:
         store: Key-value store shared by all workers.
-        worker: Number of this worker; it has come.
-        names: What to call the workers in messages.
-        timeout_s: Longest wait for them, in seconds.
-        look: Called again and again while this worker waits; it may raise why to end that.
+        worker: Number of this worker.
+        names: Names of all workers, for messages.
+        timeout_s: Longest wait for the others, in seconds.
+        poll: Called repeatedly while this worker waits; it may raise an error to end the wait.
 
     Attributes:
-        attempt: Number of the attempt, the same on all workers after :meth:`exchange`.
+        attempt: Number of the attempt, the same on all workers after :meth:`all_gather`.
     """
 
     def __init__(
@@ -251,222 +310,133 @@ class Rendezvous:
         worker: int,
         names: Sequence[str],
         timeout_s: float,
-        look: Callable[[], None] = lambda: None,
+        poll: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
-        self._look = look
+        self._poll = poll
         self._worker = worker
         self._names = names
         self._timeout_s = timeout_s
-        self._has_met_all = False
-        self._last_joined = self.attempt = store.add(f"joined/{worker}", 0, timeout_s)
-        store.set(f"waits/{worker}", "", timeout_s)
+        self._is_complete = False
+        self._last_attempt = self.attempt = store.add(f"joined/{worker}", 0, timeout_s)
+        store.set(f"waiting/{worker}", "", timeout_s)
         if worker == 0:
             store.add("attempt", 1, timeout_s)
 
-    def exchange(self, word: str) -> list[str]:
-        """Tell all workers a word, once; returns those of all, in order.
+    def check_device(self, device: torch.device) -> None:
+        """Check that the devices of all workers are of one kind; all must call it.
+
+        Args:
+            device: Device of this worker.
 
         Raises:
-            WorkerFailure: If one does not come in time; the message says which.
-            Exception: What ``look`` raises.
+            ValueError: On all workers, if some are on a CPU and others on a GPU, say.
+            WorkerFailure: If a worker does not join in time.
         """
-        began = time.monotonic()
         try:
-            while not self._all_have_joined():
-                self._join_newest(word)
-                waited_s = time.monotonic() - began
+            check_same_kind(self.all_gather(device.type))
+        except ValueError:
+            self._wait_before_common_error()
+            raise
+
+    def all_gather(self, value: str) -> list[str]:
+        """Join an attempt and exchange a value with all workers; to be called once.
+
+        Returns:
+            The values of all workers, in order.
+
+        Raises:
+            WorkerFailure: If a worker does not join in time; the message says which.
+            Exception: Any error that ``poll`` raises.
+        """
+        started = time.monotonic()
+        try:
+            while not self._have_all_joined():
+                self._join_newest_attempt(value)
+                waited_s = time.monotonic() - started
                 if waited_s > self._timeout_s:
                     raise WorkerFailure(self.explain())
-                self._look()
-                time.sleep(min(max(waited_s, _SHORT_PAUSE_S), _PAUSE_S))
-            self._has_met_all = True
-            self._store.delete_key(f"waits/{self._worker}", self._timeout_s)
-            told = self._store.get_all(self._words(), self._timeout_s)
-            return [item.decode() for item in told]
+                self._poll()
+                time.sleep(min(max(waited_s, _SHORTEST_POLL_INTERVAL_S), _POLL_INTERVAL_S))
+            self._is_complete = True
+            self._store.delete_key(f"waiting/{self._worker}", self._timeout_s)
+            values = self._store.get_all(self._value_keys(), self._timeout_s)
+            return [item.decode() for item in values]
         except WorkerFailure:
             raise
         except RuntimeError as error:
             raise WorkerFailure(self.explain()) from error
 
-    def _all_have_joined(self) -> bool:
-        is_new = self.attempt > self._last_joined
-        return is_new and self._store.check(self._words(), self._timeout_s)
+    def _have_all_joined(self) -> bool:
+        is_new = self.attempt > self._last_attempt
+        return is_new and self._store.check(self._value_keys(), self._timeout_s)
 
-    def _join_newest(self, word: str) -> None:
+    def _join_newest_attempt(self, value: str) -> None:
         newest = self._store.add("attempt", 0, self._timeout_s)
         if newest > self.attempt:
             self._store.add(f"joined/{self._worker}", newest - self.attempt, self._timeout_s)
             self.attempt = newest
-            self._store.set(self._words()[self._worker], word, self._timeout_s)
+            self._store.set(self._value_keys()[self._worker], value, self._timeout_s)
 
-    def _words(self) -> list[str]:
+    def _value_keys(self) -> list[str]:
         return [f"{self.attempt}/{worker}" for worker in range(len(self._names))]
 
-    def part(self) -> None:
-        """Before an error that all workers raise: worker 0 hosts the store, and ends last."""
-        parted = self._store.with_prefix(f"parted/{self.attempt}")
+    def _wait_before_common_error(self) -> None:
+        """Let worker 0, which may host the store, raise an error of all workers last."""
+        store = self._store.with_prefix(f"parted/{self.attempt}")
         with suppress(RuntimeError):
-            wait_until_others_know(parted, self._worker, len(self._names))
+            _wait_until_others_know(store, self._worker, len(self._names))
 
     def explain(self) -> str:
-        """Say who has not come."""
-        return explain_missing(self._who(), self._timeout_s)
+        """Return an error message that names the workers that have not joined."""
+        return _explain_missing(self._find_missing(), self._timeout_s)
 
-    def _who(self) -> str:
+    def _find_missing(self) -> str:
+        workers = range(len(self._names))
         try:
-            waits = [self._store.check([f"waits/{w}"], _LOOK_S) for w in range(len(self._names))]
-            pairs = zip(self._names, waits, strict=True)
-            late = [name for name, waits in pairs if not (waits or self._has_met_all)]
-            looked = self._store.with_prefix(f"looked/{self.attempt}")
-            wait_until_others_know(looked, self._worker, len(self._names) - len(late))
+            waiting = [self._store.check([f"waiting/{w}"], _STORE_TIMEOUT_S) for w in workers]
+            pairs = zip(self._names, waiting, strict=True)
+            missing = [name for name, waits in pairs if not (waits or self._is_complete)]
+            store = self._store.with_prefix(f"looked/{self.attempt}")
+            _wait_until_others_know(store, self._worker, len(self._names) - len(missing))
         except RuntimeError as error:
             return explain_lost_store(self._names[0], error)
         return (
-            ", ".join(late) or "any worker (all have come: one has ended since, or a network fault)"
+            ", ".join(missing)
+            or "any worker (all have joined: one has ended since, or a network fault)"
         )
 
 
-def check_device_here(device: torch.device, arrivals: Rendezvous) -> None:
-    """As :func:`check_same_kind`, of all that arrive; before a process group waits for some.
+def explain_lost_store(host: str, error: RuntimeError) -> str:
+    """Name the host of a store that does not answer at all, and say what has happened to it.
 
     Args:
-        device: Where this rank computes.
-        arrivals: This one and all others.
-
-    Raises:
-        ValueError: On all ranks, if some are on a CPU and others on a GPU, say.
-        WorkerFailure: If one does not come in time.
+        host: Name of the worker that hosts the store.
+        error: The error of a call of the store.
     """
-    try:
-        check_same_kind(arrivals.exchange(device.type))
-    except ValueError:
-        arrivals.part()
-        raise
+    what = "is unreachable" if isinstance(error, StoreTimeout) else "has ended"
+    return f"{store_host(host)}, which hosts the job's key-value store and {what}"
 
 
-class JobName(NamedTuple):
-    """What all ranks of a job have in common.
-
-    Attributes:
-        launched: Who has started it, and under which name: ``"SLURM job 17"``; empty if nobody
-            says.
-        num_ranks: How many ranks there are.
-    """
-
-    launched: str
-    num_ranks: int
-
-
-class SameJob:
-    """Rank 0 writes its job's name down, and the others compare theirs.
-
-    Args:
-        store: The job's key-value store, with keys of its own for this.
-        rank: This rank.
-        job: Which it believes to belong to.
-        timeout_s: Longest wait for rank 0, in seconds.
-    """
-
-    def __init__(self, store: TimeoutStore, rank: int, job: JobName, timeout_s: float) -> None:
-        self._store = store
-        self._rank = rank
-        self._job = job
-        self._timeout_s = timeout_s
-
-    def check(self, place: str, host: str) -> None:
-        """Compare this rank's job with that of rank 0.
-
-        Args:
-            place: Address and port of the store.
-            host: What to call rank 0 in messages.
-
-        Raises:
-            WorkerFailure: If rank 0 does not come in time.
-            RuntimeError: If the store is another job's, which goes on.
-            ValueError: If the ranks of one job count differently; the others raise it as well.
-        """
-        if self._rank == 0:
-            self._store.delete_key(_REFUSED, self._timeout_s)  # of an attempt before this one
-            self._store.set(_JOB, json.dumps(self._job), self._timeout_s)
-            return
-        deadline = time.monotonic() + self._timeout_s
-        while not self._store.check([_JOB], self._timeout_s):
-            if time.monotonic() > deadline:
-                raise WorkerFailure(explain_missing(host, self._timeout_s))
-            time.sleep(_PAUSE_S)
-        match read(self._store.get(_JOB, self._timeout_s), f"Rank 0 at {place}"):
-            case [str(launched), int(num_ranks)]:
-                there = JobName(launched[:_LONGEST], num_ranks)
-            case other:
-                raise RuntimeError(
-                    f"What is in the key-value store at {place} is not of this program: "
-                    f"{str(other)[:100]!r}. Does another program use the port of this job?"
-                )
-        if there.launched != self._job.launched:
-            raise RuntimeError(
-                f"This process belongs to {_words(self._job)}, but rank 0 at {place} to "
-                f"{_words(there)}, which goes on without it. Give each job a MASTER_PORT of its "
-                "own, and see that MASTER_ADDR is the machine of this job's rank 0."
-            )
-        if there.num_ranks != self._job.num_ranks:
-            text = (
-                f"Rank {self._rank} counts {self._job.num_ranks} ranks in all, and rank 0 "
-                f"{there.num_ranks}. Use the same number of devices and of machines for all "
-                "(Trainer(devices=..., num_nodes=...))."
-            )
-            self._store.set(_REFUSED, text, self._timeout_s)
-            self._store.check([_REFUSED], self._timeout_s)  # it has been read by now
-            raise ValueError(text)
-
-    def raise_if_refused(self) -> None:
-        """Tell this rank, which waits for others, that one of them has been refused.
-
-        Raises:
-            ValueError: If one has.
-        """
-        if self._store.check([_REFUSED], self._timeout_s):
-            text = self._store.get(_REFUSED, self._timeout_s).decode(errors="replace")[:_LONGEST]
-            with suppress(RuntimeError):
-                wait_until_others_know(self._store, self._rank, self._job.num_ranks)
-            raise ValueError(text)
-
-
-def _words(job: JobName) -> str:
-    return job.launched or "a job without a name"
-
-
-def explain_missing(who: str, timeout_s: float) -> str:
-    """The message for a set-up in which some have not come in time."""
+def _explain_missing(names: str, timeout_s: float) -> str:
     return (
-        f"No message in the set-up within {timeout_s:.0f} s from {who}. Check that every worker "
+        f"No message in the set-up within {timeout_s:.0f} s from {names}. Check that every worker "
         "runs the same script, or raise timeout_s."
     )
 
 
-def wait_until_others_know(store: TimeoutStore, worker: int, present: int) -> None:
-    """Say that this worker has seen who is missing, before it ends with an error.
+def _wait_until_others_know(store: TimeoutStore, worker: int, num_present: int) -> None:
+    """Record that this worker knows of an error, before it ends with that error.
 
-    Worker 0, whose end is the end of the store, stays for a moment until the others have seen it.
+    Worker 0 waits up to 2 seconds until the others know, since the store may end with it.
 
     Args:
         store: Key-value store with keys of its own for this error.
         worker: Number of this worker.
-        present: How many workers are not missing, this one included.
+        num_present: How many workers are not missing, including this one.
     """
-    seen = store.add("seen", 1, _LOOK_S)
-    deadline = time.monotonic() + _FAREWELL_S
-    while worker == 0 and seen < present and time.monotonic() < deadline:
-        time.sleep(_PAUSE_S)
-        seen = store.add("seen", 0, _LOOK_S)
-
-
-def explain_lost_store(host: str, error: RuntimeError) -> str:
-    """Whom to blame, in words, when the store has not answered at all.
-
-    Args:
-        host: Name of the worker that hosts it.
-        error: What a call of the store has raised.
-    """
-    what = "is unreachable" if isinstance(error, StoreTimeout) else "has ended"
-    return f"{store_host(host)}, which hosts the job's key-value store and {what}"
+    num_know = store.add("seen", 1, _STORE_TIMEOUT_S)
+    deadline = time.monotonic() + _LEAVE_TIMEOUT_S
+    while worker == 0 and num_know < num_present and time.monotonic() < deadline:
+        time.sleep(_POLL_INTERVAL_S)
+        num_know = store.add("seen", 0, _STORE_TIMEOUT_S)

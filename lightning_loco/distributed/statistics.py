@@ -1,4 +1,4 @@
-"""What communication cost: bytes, seconds, rounds."""
+"""Statistics of communication: bytes, seconds and rounds."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import dataclasses
 
 @dataclasses.dataclass
 class Statistics:
-    """Counters of one worker since the start of training, and figures of its last round.
+    """Counters of one worker since the start of training, and metrics of its last round.
 
     Attributes:
         rounds: Completed rounds.
-        bytes_sent: Payload bytes this worker has sent; a ring all-reduce of B bytes counts
+        bytes_sent: Payload bytes sent by this worker; a ring all-reduce of B bytes counts as
             2 (N - 1) / N * B.
-        bytes_saved: By how much more it would have sent without compression.
-        wait_s: Seconds this worker has been blocked in exchanges.
-        staleness: Between sending and applying: rounds (0, 1 with overlap, or a part of one), or
-            local steps (of the last round by the clock, or by which a peer's clock was behind).
-        outer_grad_norm: Norm of the last outer gradient; None unless monitored.
-        consensus_distance: Root mean square distance of the workers' parameters to their mean
-            right before the last measured round; None unless monitored.
-        losses: The workers' last training losses at the last round, NaN where unknown.
-        members: Workers of the last round, where they come and go; None where they do not.
-        repaired: How often a member was found to have drifted, and got the others' state.
-        emulated_s: Seconds that messages were under way on links that are emulated; None if none
-            are.
-        emulated_wait_s: Those of them that this worker has been blocked for.
-        emulated_bytes: Bytes of these messages: of rounds, what this worker has sent; of fetches,
-            what has come. ``bytes_sent`` has what is shown or saved between rounds, too.
+        bytes_saved: How many more bytes it would have sent without compression.
+        wait_s: Seconds for which this worker was blocked in exchanges.
+        staleness: Delay between sending and applying: in rounds (0, or 1 with overlap, or a
+            fraction), or in local steps (of the last round with a time-based schedule, or by which
+            a peer was behind).
+        outer_grad_norm: Norm of the last pseudo-gradient; None unless monitored.
+        consensus_distance: Root mean square distance of the workers' parameters to their mean,
+            just before the last measured round; None unless monitored.
+        losses: Last training loss of each worker at the last round; NaN if unknown.
+        members: Number of workers in the last round of an elastic group; None without one.
+        repaired: How often a member had drifted from the others and has received their state.
+        emulated_s: Seconds that messages spent on emulated links; None if none are emulated.
+        emulated_wait_s: The part of them for which this worker was blocked.
+        emulated_bytes: Bytes of these messages: bytes sent in rounds, bytes received in fetches.
+            Unlike ``bytes_sent`` it excludes messages of validation and checkpoints.
     """
 
     rounds: int = 0
@@ -45,7 +45,7 @@ class Statistics:
     emulated_bytes: int = 0
 
     def state_dict(self) -> dict[str, float]:
-        """The counters that go on after a resume."""
+        """Return the counters that continue after a resume."""
         state = {"rounds": self.rounds, "bytes_sent": self.bytes_sent, "wait_s": self.wait_s}
         if self.bytes_saved:
             state["bytes_saved"] = self.bytes_saved
@@ -55,7 +55,7 @@ class Statistics:
         return state
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on counting from a checkpoint."""
+        """Restore the counters of a checkpoint."""
         self.rounds = int(state["rounds"])
         self.bytes_sent = int(state["bytes_sent"])
         self.bytes_saved = int(state.get("bytes_saved", 0))
@@ -65,17 +65,17 @@ class Statistics:
             self.emulated_wait_s = float(state.get("emulated_wait_s", 0.0))
             self.emulated_bytes = int(state.get("emulated_bytes", 0))
 
-    def count_compressed(self, num_bytes: int, without: int) -> None:
-        """A message was sent in so many bytes, and would have taken others ``without``."""
+    def count_compressed(self, num_bytes: int, num_bytes_uncompressed: int) -> None:
+        """Count a message that was sent in ``num_bytes``, because it was compressed."""
         self.bytes_sent += num_bytes
-        self.bytes_saved += without - num_bytes
+        self.bytes_saved += num_bytes_uncompressed - num_bytes
 
-    def begin_emulation(self) -> None:
-        """From now on links are emulated."""
+    def start_emulation(self) -> None:
+        """Count messages on emulated links from now on."""
         self.emulated_s = self.emulated_s or 0.0
 
     def count_emulated(self, seconds: float, waited_s: float, num_bytes: int = 0) -> None:
-        """Messages were under way for so long, and waited for so long of it."""
+        """Count messages that took ``seconds``, and for which this worker waited ``waited_s``."""
         self.emulated_bytes += num_bytes
         self.emulated_s = (self.emulated_s or 0.0) + seconds
         self.emulated_wait_s += min(seconds, waited_s)

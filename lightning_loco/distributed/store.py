@@ -1,7 +1,7 @@
-"""A key-value store whose calls end in time, even when its server is frozen or unreachable.
+"""A key-value store whose calls return in time, even if its server is frozen or unreachable.
 
-A client of PyTorch's store waits without a deadline for a server that is connected and says
-nothing. So one thread makes the calls, and those who want something wait for that thread.
+A client of PyTorch's store waits without a timeout for a connected server that does not answer. So
+a thread makes the calls, and the callers wait for that thread with a timeout.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from lightning_loco.clock import REAL_CLOCK, Clock
 
 T = TypeVar("T")
 
-PATIENCE_S = 5.0
-"""How long a call may take, in seconds, unless its caller says otherwise."""
+TIMEOUT_S = 5.0
+"""Default timeout of a call, in seconds."""
 
-_FAREWELL_S = 0.2
-_YOUNG_S = 0.7
+_CLOSE_TIMEOUT_S = 0.2
+_RECENT_S = 0.7
 
 
 class StoreTimeout(RuntimeError):
@@ -37,128 +37,129 @@ class StoreTimeout(RuntimeError):
 class TimeoutStore:
     """A connection to a key-value store that several threads may use.
 
-    Every method raises :class:`StoreTimeout` if there is no answer in time, and whatever the store
-    itself raises, such as ``DistNetworkError`` for a server that has ended.
+    Every method raises :class:`StoreTimeout` if the store does not answer within ``timeout_s``
+    seconds, and any error of the store itself, such as ``DistNetworkError`` if its server has
+    ended.
 
     Args:
-        store: Used by nobody else from now on.
-        clock: What answers are waited for by.
+        store: The connection; nothing else may use it from now on.
+        clock: Clock for the waits.
     """
 
     def __init__(self, store: Store, *, clock: Clock = REAL_CLOCK) -> None:
         self._store = store
-        self._line = _Line(clock)
-        self._line.start()
+        self._thread = _CallThread(clock)
+        self._thread.start()
 
     @classmethod
-    def connected_to(
-        cls, store: Store, patience_s: float, *, clock: Clock = REAL_CLOCK
+    def from_clone(
+        cls, store: Store, timeout_s: float, *, clock: Clock = REAL_CLOCK
     ) -> TimeoutStore:
-        """A connection of its own to the server of a store that others use.
+        """Open another connection to the server of a store that others use.
 
-        Where the kind of store has no such thing, it is the same connection.
+        A store that cannot be cloned is used itself.
         """
-        return cls(with_timeout(lambda: _own_connection(store), patience_s), clock=clock)
+        return cls(with_timeout(lambda: _clone(store), timeout_s), clock=clock)
 
     def with_prefix(self, prefix: str) -> TimeoutStore:
-        """The same connection, for keys that begin with ``prefix/``."""
-        part = TimeoutStore.__new__(TimeoutStore)
-        part._store = PrefixStore(prefix, self._store)
-        part._line = self._line
-        return part
+        """Return the same connection for keys that start with ``prefix/``."""
+        prefixed = TimeoutStore.__new__(TimeoutStore)
+        prefixed._store = PrefixStore(prefix, self._store)
+        prefixed._thread = self._thread
+        return prefixed
 
     @property
     def silent_s(self) -> float:
-        """For how long the store has owed an answer, in seconds; 0 if it owes none."""
-        return self._line.silent_s
+        """For how long the current call has been waiting for an answer, in seconds; 0 without."""
+        return self._thread.silent_s
 
-    def set(self, key: str, value: str, patience_s: float = PATIENCE_S) -> None:
-        """Write a value; a server that is frozen may read it later."""
-        self._line.ask(lambda: self._store.set(key, value), patience_s)
+    def set(self, key: str, value: str, timeout_s: float = TIMEOUT_S) -> None:
+        """Write a value without waiting for an answer, so a frozen server may read it later."""
+        self._thread.call(lambda: self._store.set(key, value), timeout_s)
 
-    def get(self, key: str, patience_s: float = PATIENCE_S) -> bytes:
-        """Read a value that is there."""
-        return self._line.ask(lambda: self._store.get(key), patience_s)
+    def get(self, key: str, timeout_s: float = TIMEOUT_S) -> bytes:
+        """Read an existing value."""
+        return self._thread.call(lambda: self._store.get(key), timeout_s)
 
-    def get_all(self, keys: Sequence[str], patience_s: float = PATIENCE_S) -> list[bytes]:
-        """Read values that are there, at once."""
-        return self._line.ask(lambda: self._store.multi_get(list(keys)), patience_s)
+    def get_all(self, keys: Sequence[str], timeout_s: float = TIMEOUT_S) -> list[bytes]:
+        """Read several existing values in one call."""
+        return self._thread.call(lambda: self._store.multi_get(list(keys)), timeout_s)
 
-    def check(self, keys: Sequence[str], patience_s: float = PATIENCE_S) -> bool:
-        """Whether all these keys are there."""
-        return self._line.ask(lambda: self._store.check(list(keys)), patience_s)
+    def check(self, keys: Sequence[str], timeout_s: float = TIMEOUT_S) -> bool:
+        """Return whether all these keys exist."""
+        return self._thread.call(lambda: self._store.check(list(keys)), timeout_s)
 
     def compare_set(
-        self, key: str, expected: str, value: str, patience_s: float = PATIENCE_S
+        self, key: str, expected: str, value: str, timeout_s: float = TIMEOUT_S
     ) -> None:
-        """Write a value unless there is another one than ``expected``."""
-        self._line.ask(lambda: self._store.compare_set(key, expected, value), patience_s)
+        """Write a value unless the key has another value than ``expected``."""
+        self._thread.call(lambda: self._store.compare_set(key, expected, value), timeout_s)
 
-    def add(self, key: str, amount: int, patience_s: float = PATIENCE_S) -> int:
-        """Add to a counter, which begins at 0; what it is then."""
-        return self._line.ask(lambda: self._store.add(key, amount), patience_s)
+    def add(self, key: str, amount: int, timeout_s: float = TIMEOUT_S) -> int:
+        """Add to a counter that starts at 0, and return its new value."""
+        return self._thread.call(lambda: self._store.add(key, amount), timeout_s)
 
-    def delete_key(self, key: str, patience_s: float = PATIENCE_S) -> bool:
-        """Remove a key; whether it was there."""
-        return self._line.ask(lambda: self._store.delete_key(key), patience_s)
+    def delete_key(self, key: str, timeout_s: float = TIMEOUT_S) -> bool:
+        """Delete a key, and return whether it existed."""
+        return self._thread.call(lambda: self._store.delete_key(key), timeout_s)
 
     def close(self) -> None:
-        """End the thread; whoever waits for an answer gets an error. Twice does no harm."""
-        self._line.end()
+        """End the thread; pending calls raise :class:`StoreTimeout`. May be called twice."""
+        self._thread.end()
+
+
+def connect_to_default_store(timeout_s: float) -> TimeoutStore:
+    """Open another connection to the key-value store of the default process group."""
+    return TimeoutStore.from_clone(dist.distributed_c10d._get_default_store(), timeout_s)
 
 
 def store_host(worker: str) -> str:
-    """Who hosts the job's key-value store, in words: this worker, or torchrun in its place."""
+    """Name the host of the job's key-value store: ``worker``, or the torchrun that started it."""
     by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return f"torchrun on the machine of {worker}" if by_torchrun else worker
 
 
-def connect_to_default_store(timeout_s: float) -> TimeoutStore:
-    """A connection of its own to the key-value store of the default process group."""
-    return TimeoutStore.connected_to(dist.distributed_c10d._get_default_store(), timeout_s)
-
-
 def publish(store: Store | TimeoutStore, key: str, value: str) -> None:
-    """Write a value, and return once whoever asks finds it.
+    """Write a value, and return once other connections can read it.
 
-    A store does not answer a ``set``, and this question only when it has read what came before.
+    A store does not answer a ``set``, but it answers a ``check`` only after all earlier calls.
     """
     store.set(key, value)
     store.check([key])
 
 
-def with_timeout(work: Callable[[], T], patience_s: float) -> T:
-    """Do something that asks a store by itself, in another thread.
+def with_timeout(work: Callable[[], T], timeout_s: float) -> T:
+    """Call a function that waits for a store itself, in another thread.
 
     Raises:
-        StoreTimeout: If it takes longer than ``patience_s``; the thread is left alone.
+        StoreTimeout: If it takes longer than ``timeout_s``; the thread then keeps running.
     """
-    line = _Line()
-    line.start()
+    thread = _CallThread()
+    thread.start()
     try:
-        return line.ask(work, patience_s)
+        return thread.call(work, timeout_s)
     finally:
-        line.end()
+        thread.end()
 
 
-def _own_connection(store: Store) -> Store:
+def _clone(store: Store) -> Store:
     if not hasattr(store, "clone"):
         return store
     clone: Store = store.clone()
-    clone.set_timeout(timedelta(seconds=PATIENCE_S))  # for a value that somebody has removed
+    clone.set_timeout(timedelta(seconds=TIMEOUT_S))  # limits `get` of a key that was deleted
     return clone
 
 
 class _Call:
-    """Something to do, and what came of it."""
+    """A function to be called by the thread, and its result or error."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self.work: Callable[[], Any] | None = work
         self.result: Any = None
         self.error: BaseException | None = None
-        self.is_over = threading.Event()
+        self.done = threading.Event()
 
-    def make(self) -> None:
+    def run(self) -> None:
         work = self.work
         if work is None:
             return
@@ -166,83 +167,82 @@ class _Call:
             self.result = work()
         except BaseException as error:
             self.error = error
-        self.is_over.set()
+        self.done.set()
 
-    def withdraw(self) -> None:
-        """Do not make it any more; if it is being made, its result is lost."""
+    def cancel(self) -> None:
+        """Do not run it; if it is running, discard its result."""
         self.work = None
-        self.is_over.set()
+        self.done.set()
 
 
-class _Line(BackgroundThread):
-    """Makes one call after the other.
+class _CallThread(BackgroundThread):
+    """Runs one call after the other.
 
     Attributes:
-        asked_at: When the call that is under way has begun; None if there is none.
+        started_at: When the current call was started; None without one.
     """
 
     def __init__(self, clock: Clock = REAL_CLOCK) -> None:
         super().__init__("loco-store")
         self._clock = clock
-        self.asked_at: float | None = None
+        self.started_at: float | None = None
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._current: _Call | None = None
-        self._has_ended = False
+        self._is_ending = False
 
     @property
     def silent_s(self) -> float:
-        """For how long the call that is under way has been made, in seconds; 0 without one."""
-        asked_at = self.asked_at
-        return 0.0 if asked_at is None else self._clock.now() - asked_at
+        """For how long the current call has been running, in seconds; 0 without one."""
+        started_at = self.started_at
+        return 0.0 if started_at is None else self._clock.now() - started_at
 
     def run(self) -> None:
         while (call := self._calls.get()) is not None:
-            self._current, self.asked_at = call, self._clock.now()
-            call.make()
-            self._current = self.asked_at = None
+            self._current, self.started_at = call, self._clock.now()
+            call.run()
+            self._current = self.started_at = None
             del call
 
-    def ask(self, work: Callable[[], T], patience_s: float) -> T:
-        """Have a call made, and wait for its result."""
+    def call(self, work: Callable[[], T], timeout_s: float) -> T:
+        """Have the thread call a function, and wait for its result."""
         call = _Call(work)
-        if not self._has_ended:
+        if not self._is_ending:
             self._calls.put(call)
-            self._clock.wait(call.is_over, patience_s)
-        if not call.is_over.is_set() or call.work is None:
-            call.withdraw()
-            raise StoreTimeout(
-                f"The job's key-value store has not answered for {patience_s:.0f} s."
-            )
+            self._clock.wait(call.done, timeout_s)
+        if not call.done.is_set() or call.work is None:
+            call.cancel()
+            raise StoreTimeout(f"The job's key-value store has not answered for {timeout_s:.0f} s.")
         if call.error is not None:
             try:
                 raise call.error
             finally:
-                del call  # a circle, from the error's frames back to the error
+                del call  # or the error's traceback would refer to the error
         result: T = call.result
         return result
 
     def end(self) -> None:
-        """Make no more calls; one that hangs is left alone with its thread until the process ends.
+        """Cancel all calls and end the thread.
 
-        One that has begun just now is waited for.
+        Waits for a call that was started less than 0.7 s ago. A thread with an older one, which
+        hangs, is left alone until the process ends.
         """
-        self._has_ended = True
-        asked_at = self.asked_at
+        self._is_ending = True
+        started_at = self.started_at
         self._calls.put(None)
         if threading.current_thread() is not self:
-            age_s = math.inf if asked_at is None else self._clock.now() - asked_at
-            self.join(max(_FAREWELL_S, _YOUNG_S - age_s))
+            age_s = math.inf if started_at is None else self._clock.now() - started_at
+            self.join(max(_CLOSE_TIMEOUT_S, _RECENT_S - age_s))
         if (current := self._current) is not None:
-            current.withdraw()
+            current.cancel()
         with suppress(Empty):
             while True:
                 if (later := self._calls.get_nowait()) is not None:
-                    later.withdraw()
+                    later.cancel()
         self._calls.put(None)
 
     def end_with_process(self) -> float:
-        """Make no more calls; only one that has not hung for long is waited for."""
-        self._has_ended = True
+        """Make no more calls; return how long to wait for the current one, in seconds."""
+        self._is_ending = True
         silent_s = self.silent_s
         self._calls.put(None)
-        return PATIENCE_S - silent_s
+        return TIMEOUT_S - silent_s

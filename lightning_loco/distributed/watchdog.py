@@ -1,7 +1,8 @@
-"""A thread that tells of life: who failed, who is late, and who was asked to stop.
+"""A thread that publishes this worker's heartbeats, and knows which other worker has failed.
 
-Collectives only say that *somebody* is missing, and only when they are called. The watchdog keeps
-a small note of every worker in the job's key-value store, off the training thread.
+An error of a collective does not say which worker is missing, and comes only when a collective is
+called. The watchdog keeps a heartbeat of every worker in the job's key-value store, independently
+of the training thread. Through the same store, the workers report errors and agree where to stop.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from fractions import Fraction
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import Store
@@ -23,50 +25,62 @@ from lightning_loco.distributed.store import StoreTimeout, TimeoutStore, store_h
 
 log = logging.getLogger(__name__)
 
-_INTERVAL_S = 1.0
-_SETTLE_S = 2.5
-_LOOK_S = 1.0
-_STOPPED_S = 5.0
-_LONGEST_REPORT = 60_000
-_LONGEST_REASON = 200
-_LONGEST_PLACE = 300
+_HEARTBEAT_INTERVAL_S = 1.0
+_MISSING_AFTER_S = 2.5
+_SUSPENDED_AFTER_S = 5.0
+_STORE_TIMEOUT_S = 1.0
+_MAX_REPORT = 60_000
+_MAX_REASON = 200
+_MAX_LABEL = 300
 
-_BEAT = re.compile(r"(\d{1,15})\|(\d{1,15})\|(.{0,300})", re.DOTALL | re.ASCII)
+_HEARTBEAT = re.compile(r"(\d{1,15})\|(\d{1,15})\|(.{0,300})", re.DOTALL | re.ASCII)
 _REPORT = re.compile(r"(\d{1,6})\|(.*)", re.DOTALL | re.ASCII)
-_POINT = re.compile(r"(\d{1,15})/([1-9]\d{0,14})", re.ASCII)
-
-Beats = dict[int, tuple[int, int, str]]
-"""By worker: how many beats, how many exchanges, and where it was."""
+_STOP_POSITION = re.compile(r"(\d{1,15})/([1-9]\d{0,14})", re.ASCII)
 
 
 class WorkerFailure(RuntimeError):
     """Another worker has failed or is missing; the message says which."""
 
 
-class Watchdog(BackgroundThread):
-    """Publish where this worker is and watch for messages of the others.
-
-    To stop together, every worker names the earliest point at which it can stop, its *position* in
-    rounds after the step that is under way. The latest of these is where all stop: nobody is then
-    left waiting in a round, and each worker's state is one that an unbroken run passes through.
-
-    Args:
-        store: Key-value store shared by all workers. If it is no ``TimeoutStore``, no other thread
-            may use this connection.
-        worker: Number of this worker, out of ``num_workers``.
-        names: What to call them in messages. Default: worker 0, worker 1, ...
-        timeout_s: How long the store may be silent while nobody waits for anybody, in seconds.
-        follows: Whether its thread reads every worker's notes all the time, so that who has become
-            silent is known at once. Default: only when an exchange has failed.
-        clock: What it waits by, and the store, too, unless that is a ``TimeoutStore``.
+class Heartbeat(NamedTuple):
+    """The last heartbeat of a worker.
 
     Attributes:
-        failure: What another worker reported before it died, or None.
-        label: Where this worker is, in words; set by the engine.
-        sync points: How many exchanges this worker has started; set by the engine.
+        number: How many heartbeats it has sent.
+        num_exchanges: How many exchanges it has started.
+        label: What it was waiting for last.
+    """
+
+    number: int
+    num_exchanges: int
+    label: str
+
+
+class Watchdog(BackgroundThread):
+    """Sends heartbeats of this worker, reads reports of errors, and agrees where to stop.
+
+    To stop together, every worker publishes the earliest position at which it can stop, in rounds,
+    after the local step it is in. All stop at the latest of these positions. No worker is then left
+    waiting in a round, and each worker's state is one that an uninterrupted run passes through.
+
+    Args:
+        store: Key-value store shared by all workers. Unless it is a ``TimeoutStore``, no other
+            thread may use this connection.
+        worker: Number of this worker, 0 to ``num_workers`` - 1.
+        num_workers: Number of workers.
+        names: Names of the workers for messages. Default: worker 0, worker 1, ...
+        timeout_s: How long the store may be silent while no worker waits for another, in seconds.
+        monitor: Whether the thread reads the heartbeats of all workers all the time, so that
+            missing workers are known at once. Default: they are read when an exchange has failed.
+        clock: Clock for waits, also those of the store unless that is a ``TimeoutStore``.
+
+    Attributes:
+        failure: The error that another worker has reported, or None.
+        label: What this worker is waiting for, or has waited for last; set by the engine.
+        num_exchanges: How many exchanges this worker has started; set by the engine.
         position: ``(rounds, local steps since the last round, sync_every)``; set by the engine.
         stop_reason: Why this worker was asked to stop, or None; set by the engine.
-        stop_seen: True once this worker knows that some worker was asked to stop.
+        stop_seen: Whether this worker knows that some worker was asked to stop.
         stop_at: Position at which all stop, and the reason; None until all have answered.
     """
 
@@ -78,13 +92,13 @@ class Watchdog(BackgroundThread):
         names: Sequence[str] | None = None,
         timeout_s: float = math.inf,
         *,
-        follows: bool = False,
+        monitor: bool = False,
         clock: Clock = REAL_CLOCK,
     ) -> None:
         super().__init__("loco-watchdog")
         self.failure: str | None = None
         self.label = "setup"
-        self.meetings = 0
+        self.num_exchanges = 0
         self.position = (0, 0, 1)
         self.stop_reason: str | None = None
         self.stop_seen = False
@@ -93,62 +107,67 @@ class Watchdog(BackgroundThread):
         self._store = store if isinstance(store, TimeoutStore) else TimeoutStore(store, clock=clock)
         self._worker = worker
         self._num_workers = num_workers
-        self._others = [other for other in range(num_workers) if other != worker]
+        self._watched = [other for other in range(num_workers) if other != worker]
         self._names = names or [f"worker {worker}" for worker in range(num_workers)]
         self._timeout_s = timeout_s
-        self._follows = follows
+        self._monitor = monitor
         self._clock = clock
         self._end = threading.Event()
-        self._beats = 0
-        self._stood_still: tuple[float, float] = (-math.inf, 0.0)  # until when, for how long
-        self._complaints: set[str] = set()
-        self._life: dict[int, tuple[int, float]] = {}
-        self._looked_at = -math.inf
-        self._read_by = math.inf
+        self._num_heartbeats = 0
+        self._suspended: tuple[float, float] = (-math.inf, 0.0)  # until when, for how long
+        self._warned_keys: set[str] = set()
+        self._first_seen: dict[int, tuple[int, float]] = {}  # each worker's last heartbeat
+        self._read_at = -math.inf
+        self._report_deadline = math.inf
+
+    # --------------------------------------------------------------- the thread
 
     def run(self) -> None:
-        """Beat once a second until ended; faster while a stop is being agreed."""
+        """Send a heartbeat every second until ended; more often while a stop is being agreed."""
         while not self._end.is_set():
             try:
-                self._beat()
-                if self._follows:
-                    self._read_beats()
+                self._send_heartbeat()
+                self._read_report()
+                if self._monitor:
+                    self._read_heartbeats()
                 self._agree_on_stop()
             except (StoreTimeout, dist.DistStoreError):
-                pass  # whoever waits for somebody says so
+                pass  # raise_if_failed and explain report a silent store
             except RuntimeError as error:
                 if not self._end.is_set():
-                    self._note_the_end_of_the_store(error)
+                    self._record_lost_store(error)
                 return
             except Exception as error:
-                self._complain("the job's key-value store", repr(error))
-            agreeing = self.stop_seen and self.stop_at is None
-            self._pause(_INTERVAL_S / 20 if agreeing else _INTERVAL_S)
+                self._warn_once("the job's key-value store", repr(error))
+            is_agreeing = self.stop_seen and self.stop_at is None
+            self._pause(_HEARTBEAT_INTERVAL_S / 20 if is_agreeing else _HEARTBEAT_INTERVAL_S)
 
     def _pause(self, seconds: float) -> None:
-        """Wait until the next beat, and notice if that takes as long as only a stop can."""
-        began = self._clock.now()
+        """Wait for the next heartbeat; record if the process was suspended meanwhile."""
+        started = self._clock.now()
         self._clock.wait(self._end, seconds)
         ended = self._clock.now()
-        if ended - began > seconds + _STOPPED_S:
-            self._stood_still = (ended, ended - began)
+        if ended - started > seconds + _SUSPENDED_AFTER_S:
+            self._suspended = (ended, ended - started)
 
-    def _beat(self) -> None:
-        self._beats += 1
-        self._store.set(f"beat/{self._worker}", self._sign_of_life())
+    def _send_heartbeat(self) -> None:
+        self._num_heartbeats += 1
+        self._store.set(f"beat/{self._worker}", self._heartbeat())
+
+    def _heartbeat(self) -> str:
+        return f"{self._num_heartbeats}|{self.num_exchanges}|{self.label[:_MAX_LABEL]}"
+
+    def _read_report(self) -> None:
         if self.failure is None and self._store.check(["failure"]):
-            found = self._parse("failure", _REPORT, self._store.get("failure"))
-            if found is None or int(found[1]) >= self._num_workers:
+            report = self._parse("failure", _REPORT, self._store.get("failure"))
+            if report is None or int(report[1]) >= self._num_workers:
                 return
-            if (worker := int(found[1])) != self._worker:
+            if (worker := int(report[1])) != self._worker:
                 name = self._names[worker]
-                self.failure = f"{name[0].upper()}{name[1:]} failed:\n{found[2]}"
+                self.failure = f"{name[0].upper()}{name[1:]} failed:\n{report[2]}"
                 self._store.set(f"read/{self._worker}", "")
 
-    def _sign_of_life(self) -> str:
-        return f"{self._beats}|{self.meetings}|{self.label[:_LONGEST_PLACE]}"
-
-    def _note_the_end_of_the_store(self, error: RuntimeError) -> None:
+    def _record_lost_store(self, error: RuntimeError) -> None:
         self.failure = self.failure or (
             f"The job's key-value store no longer answers, so {store_host('worker 0')}, which "
             f"hosts it, has ended ({type(error).__name__})."
@@ -160,30 +179,33 @@ class Watchdog(BackgroundThread):
         if self.stop_at is not None or not self._store.check(["stop"]):
             return
         if not self.stop_seen:
-            self.stop_seen = True  # before the position is read: the training thread looks last
+            # Set before the position is read: the training thread writes the position first, and
+            # reads this attribute last.
+            self.stop_seen = True
             rounds, steps, sync_every = self.position
-            point = rounds + Fraction(steps + 1, sync_every)
-            self._store.set(f"stop/{self._worker}", f"{point.numerator}/{point.denominator}")
+            earliest = rounds + Fraction(steps + 1, sync_every)
+            value = f"{earliest.numerator}/{earliest.denominator}"
+            self._store.set(f"stop/{self._worker}", value)
         keys = [f"stop/{worker}" for worker in range(self._num_workers)]
         if self._store.check(keys):
             values = zip(keys, self._store.get_all(keys), strict=True)
-            found = [self._parse(key, _POINT, value) for key, value in values]
-            if None in found:
+            matches = [self._parse(key, _STOP_POSITION, value) for key, value in values]
+            if None in matches:
                 return
-            points = [Fraction(int(one[1]), int(one[2])) for one in found if one is not None]
+            positions = [Fraction(int(m[1]), int(m[2])) for m in matches if m is not None]
             reason = self._store.get("stop").decode(errors="replace")
-            self.stop_at = (max(points), reason[:_LONGEST_REASON])
+            self.stop_at = (max(positions), reason[:_MAX_REASON])
 
     def _parse(self, key: str, pattern: re.Pattern[str], value: bytes) -> re.Match[str] | None:
-        """What is in a value, or None if it is none of ours; that is said once."""
-        text = value[: 4 * _LONGEST_REPORT].decode(errors="replace")
-        if (found := pattern.fullmatch(text)) is None:
-            self._complain(key, repr(text[:100]))
-        return found
+        """Match a value of the store; warn and return None if another program has written it."""
+        text = value[: 4 * _MAX_REPORT].decode(errors="replace")
+        if (match := pattern.fullmatch(text)) is None:
+            self._warn_once(key, repr(text[:100]))
+        return match
 
-    def _complain(self, key: str, what: str) -> None:
-        if key not in self._complaints:
-            self._complaints.add(key)
+    def _warn_once(self, key: str, what: str) -> None:
+        if key not in self._warned_keys:
+            self._warned_keys.add(key)
             log.warning(
                 "Ignored what is under %r in the job's key-value store, which is none of this "
                 "program's: %s. Does another program use the port of this job?",
@@ -191,88 +213,114 @@ class Watchdog(BackgroundThread):
                 what,
             )
 
+    # ------------------------------------------------- called by other threads
+
     def wait_for_stop_point(self, timeout_s: float) -> tuple[Fraction, str]:
-        """Block until all have said where they can stop; a WorkerFailure names who does not."""
+        """Wait until all workers have published where they can stop.
+
+        Returns:
+            The position at which all stop, and the reason.
+
+        Raises:
+            WorkerFailure: If a worker does not answer in time, or has failed; it is named.
+        """
         deadline = self._clock.now() + timeout_s
         while self.stop_at is None:
             self.raise_if_failed()
             if self._clock.now() > deadline:
                 raise self.blame("the agreement to stop", timeout_s)
-            self._clock.sleep(_INTERVAL_S / 100)
+            self._clock.sleep(_HEARTBEAT_INTERVAL_S / 100)
         return self.stop_at
 
     def report(self, text: str) -> None:
-        """Tell all workers that this one has failed; only the first report counts.
+        """Report an error of this worker to all others; only the first report of a job counts.
 
-        Worker 0, whose end is that of the store, gives the living a moment to read, once in all.
+        Worker 0, which may host the store, waits until the workers that are not missing have read
+        a report: at most three heartbeats, in all calls together.
         """
-        if self._store.silent_s > _LOOK_S:
+        if self._store.silent_s > _STORE_TIMEOUT_S:
             return
-        lifeless = self._lifeless
-        others = [f"read/{other}" for other in self._others if other not in lifeless]
-        self._read_by = min(self._read_by, self._clock.now() + 3 * _INTERVAL_S)
+        missing = self._missing
+        readers = [f"read/{other}" for other in self._watched if other not in missing]
+        deadline = self._clock.now() + 3 * _HEARTBEAT_INTERVAL_S
+        self._report_deadline = min(self._report_deadline, deadline)
         with suppress(RuntimeError):
-            entry = f"{self._worker}|{text[-_LONGEST_REPORT:]}"
-            self._store.compare_set("failure", "", entry, _LOOK_S)
-            self._store.set(f"read/{self._worker}", "", _LOOK_S)
-            while self._worker == 0 and self._clock.now() < self._read_by:
-                if self._store.check(others, _LOOK_S):
+            entry = f"{self._worker}|{text[-_MAX_REPORT:]}"
+            self._store.compare_set("failure", "", entry, _STORE_TIMEOUT_S)
+            self._store.set(f"read/{self._worker}", "", _STORE_TIMEOUT_S)
+            while self._worker == 0 and self._clock.now() < self._report_deadline:
+                if self._store.check(readers, _STORE_TIMEOUT_S):
                     return
-                self._clock.sleep(_INTERVAL_S / 20)
+                self._clock.sleep(_HEARTBEAT_INTERVAL_S / 20)
 
     def raise_if_failed(self) -> None:
-        """Raise WorkerFailure if another worker has reported an error, or cannot be reached.
+        """Raise an error if another worker has reported one, or the store is silent.
 
-        The message is the traceback that was reported.
+        Raises:
+            WorkerFailure: With the reported traceback, or the name of the store's host.
         """
         if self.failure is not None:
             raise WorkerFailure(self.failure)
         if self._store.silent_s > self._timeout_s:
-            self._clock.sleep(_LOOK_S)  # one that was stopped together with this process answers
+            # If this process was suspended together with the store's host, the host answers now.
+            self._clock.sleep(_STORE_TIMEOUT_S)
             if self._store.silent_s > self._timeout_s:
-                raise WorkerFailure(self._unreachable(self.label, self._timeout_s))
+                raise WorkerFailure(self._describe_silent_store(self.label, self._timeout_s))
 
     def blame(self, label: str, waited_s: float) -> WorkerFailure:
-        """What to raise for an exchange that has failed; worker 0, before it ends, tells all."""
+        """Return the error to raise for an exchange that has failed; it names who is at fault.
+
+        Worker 0 reports it to the others as well, because the store may end with worker 0.
+
+        Args:
+            label: What was being waited for: ``"round 12"``.
+            waited_s: For how long, in seconds.
+        """
         text = self.explain(label, waited_s)
         if self._worker == 0:
             self.report(text)
         else:
-            with suppress(RuntimeError):
-                self._store.set(f"read/{self._worker}", "", _LOOK_S)  # who knows need not be told
+            with suppress(RuntimeError):  # a report need not wait for this worker to read it
+                self._store.set(f"read/{self._worker}", "", _STORE_TIMEOUT_S)
         return WorkerFailure(text)
 
     def explain(self, label: str, waited_s: float) -> str:
-        """Say why an exchange failed (in ``"round 12"``, say): whose failure, or who is missing."""
-        beats = self._watch_for_a_moment()
+        """Explain why an exchange has failed: the report of a failure, or who is missing.
+
+        Args:
+            label: What was being waited for: ``"round 12"``.
+            waited_s: For how long, in seconds.
+        """
+        heartbeats = self._watch_for_failure()
         if self.failure is not None:
             return self.failure
-        if beats is None:
-            return self._unreachable(label, waited_s)
+        if heartbeats is None:
+            return self._describe_silent_store(label, waited_s)
         late = []
-        for worker in self._others:
-            _, meetings, where = beats.get(worker, (0, -1, ""))
-            if worker in self._lifeless:
+        for worker in self._watched:
+            _, num_exchanges, where = heartbeats.get(worker, (0, -1, ""))
+            if worker in self._missing:
                 seen = f"; last seen in {where}" if where else " so far"
                 late.append(f"{self._names[worker]} (no sign of life{seen})")
-            elif meetings < self.meetings:
+            elif num_exchanges < self.num_exchanges:
                 late.append(f"{self._names[worker]} (alive, last exchange: {where})")
-            elif meetings == self.meetings and where != self.label[:_LONGEST_PLACE]:
+            elif num_exchanges == self.num_exchanges and where != self.label[:_MAX_LABEL]:
                 late.append(f"{self._names[worker]} (alive, but waiting in {where})")
-        stopped = self._describe_stop(waited_s)
-        who = ", ".join(late) or f"any worker (all are alive{': a network fault' * (not stopped)})"
+        suspended = self._describe_suspension(waited_s)
+        is_network = ": a network fault" * (not suspended)
         return (
-            f"No message in {label} after {waited_s:.0f} s from {who}.{stopped} Check that every "
-            "worker runs and reaches the same rounds, or raise timeout_s."
+            f"No message in {label} after {waited_s:.0f} s from "
+            f"{', '.join(late) or f'any worker (all are alive{is_network})'}.{suspended} Check "
+            "that every worker runs and reaches the same rounds, or raise timeout_s."
         )
 
-    def _describe_stop(self, waited_s: float) -> str:
-        until, seconds = self._stood_still
-        if until < self._clock.now() - waited_s - 2 * _SETTLE_S:
+    def _describe_suspension(self, waited_s: float) -> str:
+        until, seconds = self._suspended
+        if until < self._clock.now() - waited_s - 2 * _MISSING_AFTER_S:
             return ""
-        return f" This process stood still for {seconds:.0f} s: it or its machine was stopped."
+        return f" This process was suspended for {seconds:.0f} s: it or its machine was stopped."
 
-    def _unreachable(self, label: str, waited_s: float) -> str:
+    def _describe_silent_store(self, label: str, waited_s: float) -> str:
         return (
             f"No message in {label} after {waited_s:.0f} s, and {self._names[0]} is unreachable: "
             "the job's key-value store, which it or the launcher on its machine hosts, has not "
@@ -281,87 +329,42 @@ class Watchdog(BackgroundThread):
         )
 
     def silent(self) -> list[str]:
-        """Names of those that give no sign of life for a moment; none if a failure is known."""
-        beats = self._watch_for_a_moment()
-        lifeless = [0] if beats is None else sorted(self._lifeless)
-        return [self._names[worker] for worker in lifeless] if self.failure is None else []
+        """Watch for a moment, and return the names of the workers that are missing.
+
+        They are those without a new heartbeat; there are none if a failure is known.
+        """
+        heartbeats = self._watch_for_failure()
+        missing = [0] if heartbeats is None else sorted(self._missing)
+        return [self._names[worker] for worker in missing] if self.failure is None else []
 
     def lost(self, silent_s: float) -> list[str]:
-        """Names of those that have given signs of life, and then none for so many seconds."""
+        """Return the names of workers that have sent heartbeats, but none for ``silent_s``."""
         return [
             self._names[worker]
-            for worker, beats, age_s in self._ages()
-            if beats and age_s > silent_s
+            for worker, number, age_s in self._heartbeat_ages()
+            if number and age_s > silent_s
         ]
 
     def forget(self, workers: Sequence[int]) -> None:
-        """Do not look after these any more: the others have gone on without them."""
-        self._others = [other for other in self._others if other not in workers]
-
-    @property
-    def _lifeless(self) -> set[int]:
-        """Those whose last beat was old already when somebody looked at it."""
-        return {worker for worker, _, age_s in self._ages() if age_s >= _SETTLE_S}
-
-    def _ages(self) -> list[tuple[int, int, float]]:
-        """The others, how often each has beaten, and how old its last beat was when looked at."""
-        looked_at = self._looked_at
-        life = [(worker, *self._life.get(worker, (0, math.inf))) for worker in self._others]
-        return [(worker, beats, looked_at - since) for worker, beats, since in life]
+        """Stop watching workers, after the others have gone on without them."""
+        self._watched = [other for other in self._watched if other not in workers]
 
     def wait_for_failure(self) -> str | None:
-        """What another worker reports before it ends, given a moment; None if nothing comes.
+        """Return the error that another worker reports, now or within a moment; None without one.
 
-        While the store is silent nobody can report: its host is what is said to have failed then.
+        No worker can report to a store that is silent; the error then names the store's host.
         """
         if self.failure is None:
-            self._watch_for_a_moment()
-        if self.failure is None and self._store.silent_s > _SETTLE_S:
-            return self._unreachable(self.label, self._store.silent_s)
+            self._watch_for_failure()
+        if self.failure is None and self._store.silent_s > _MISSING_AFTER_S:
+            return self._describe_silent_store(self.label, self._store.silent_s)
         return self.failure
 
-    def _watch_for_a_moment(self) -> Beats | None:
-        """Wait for a failure, or see who is lifeless; the last beats if the store has answered."""
-        beats = self._read_beats()
-        deadline = self._clock.now() + _SETTLE_S
-        while self.failure is None and self._clock.now() < deadline and self.is_alive():
-            if self._store.silent_s > _SETTLE_S:
-                break
-            if self._follows and self._lifeless:
-                return beats
-            self._clock.sleep(0.1)
-        return self._read_beats()
-
-    def _read_beats(self) -> Beats | None:
-        if self._store.silent_s > _SETTLE_S:
-            return None
-        beats: Beats = {}
-        keys = [f"beat/{worker}" for worker in range(self._num_workers)]
-        try:
-            if not self._store.check(keys, _LOOK_S):
-                keys = [key for key in keys if self._store.check([key], _LOOK_S)]
-            values = self._store.get_all(keys, _LOOK_S) if keys else []
-        except StoreTimeout:
-            return None
-        except RuntimeError as error:
-            self._note_the_end_of_the_store(error)
-            return None
-        for key, value in zip(keys, values, strict=True):
-            if (found := self._parse(key, _BEAT, value)) is not None:
-                beats[int(key.partition("/")[2])] = (int(found[1]), int(found[2]), found[3])
-        now = self._clock.now()
-        for worker in self._others:
-            count = beats.get(worker, (0,))[0]
-            if worker not in self._life or self._life[worker][0] != count:
-                self._life[worker] = (count, now)
-        self._looked_at = now  # last: another thread compares
-        return beats
-
     def leave(self, label: str) -> None:
-        """Say where this worker ends, for those who will look for it."""
+        """Publish where this worker ends, for the errors of workers that wait for it."""
         self.label = label
         with suppress(RuntimeError):
-            self._store.set(f"beat/{self._worker}", self._sign_of_life(), _LOOK_S)
+            self._store.set(f"beat/{self._worker}", self._heartbeat(), _STORE_TIMEOUT_S)
 
     def end(self) -> None:
         """End the thread and wait for it."""
@@ -369,9 +372,64 @@ class Watchdog(BackgroundThread):
         if self._owns_store:
             self._store.close()
         if self.is_alive() and threading.current_thread() is not self:
-            self.join(timeout=10 * _INTERVAL_S)
+            self.join(timeout=10 * _HEARTBEAT_INTERVAL_S)
 
     def end_with_process(self) -> float:
-        """Beat no more."""
+        """Send no more heartbeats."""
         self._end.set()
         return super().end_with_process()
+
+    # ------------------------------------------------------ reading heartbeats
+
+    def _watch_for_failure(self) -> dict[int, Heartbeat] | None:
+        """Wait until a failure is reported, or it is known which workers are missing.
+
+        Returns:
+            The last heartbeat of every worker that has sent one; None if the store is silent.
+        """
+        heartbeats = self._read_heartbeats()
+        deadline = self._clock.now() + _MISSING_AFTER_S
+        while self.failure is None and self._clock.now() < deadline and self.is_alive():
+            if self._store.silent_s > _MISSING_AFTER_S:
+                break
+            if self._monitor and self._missing:
+                return heartbeats
+            self._clock.sleep(0.1)
+        return self._read_heartbeats()
+
+    def _read_heartbeats(self) -> dict[int, Heartbeat] | None:
+        if self._store.silent_s > _MISSING_AFTER_S:
+            return None
+        heartbeats: dict[int, Heartbeat] = {}
+        keys = [f"beat/{worker}" for worker in range(self._num_workers)]
+        try:
+            if not self._store.check(keys, _STORE_TIMEOUT_S):
+                keys = [key for key in keys if self._store.check([key], _STORE_TIMEOUT_S)]
+            values = self._store.get_all(keys, _STORE_TIMEOUT_S) if keys else []
+        except StoreTimeout:
+            return None
+        except RuntimeError as error:
+            self._record_lost_store(error)
+            return None
+        for key, value in zip(keys, values, strict=True):
+            if (match := self._parse(key, _HEARTBEAT, value)) is not None:
+                heartbeat = Heartbeat(int(match[1]), int(match[2]), match[3])
+                heartbeats[int(key.partition("/")[2])] = heartbeat
+        now = self._clock.now()
+        for worker in self._watched:
+            number = heartbeats[worker].number if worker in heartbeats else 0
+            if worker not in self._first_seen or self._first_seen[worker][0] != number:
+                self._first_seen[worker] = (number, now)
+        self._read_at = now  # written last: another thread computes ages from it
+        return heartbeats
+
+    @property
+    def _missing(self) -> set[int]:
+        """The workers whose last heartbeat was too old when the heartbeats were last read."""
+        return {worker for worker, _, age_s in self._heartbeat_ages() if age_s >= _MISSING_AFTER_S}
+
+    def _heartbeat_ages(self) -> list[tuple[int, int, float]]:
+        """Each watched worker, its number of heartbeats, and the age of the last one when read."""
+        read_at = self._read_at
+        seen = [(worker, *self._first_seen.get(worker, (0, math.inf))) for worker in self._watched]
+        return [(worker, number, read_at - since) for worker, number, since in seen]

@@ -1,8 +1,8 @@
-"""Waiting for the others: a clock, a label, an error that says who is missing, and a sum of all.
+"""Waiting for collectives: with a timeout, timed, and with errors that name the missing worker.
 
-Nothing that was received may be read before :class:`PendingWork` says that it is here. Small
-classes, because they surround every exchange: generators would take longer to set up than a small
-model takes to pack.
+Data that a collective receives may be read only after its :class:`PendingWork` has completed. The
+context managers are small classes because every exchange enters them: generators would take longer
+to set up than a small model takes to pack.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from lightning_loco.clock import REAL_CLOCK, Clock
 from lightning_loco.distributed.statistics import Statistics
 from lightning_loco.distributed.worker_group import WorkerGroup
 
-_SHORTEST_PAUSE_S = 2e-5
-_LONGEST_PAUSE_S = 1e-3
+_SHORTEST_POLL_INTERVAL_S = 2e-5
+_LONGEST_POLL_INTERVAL_S = 1e-3
 
 
 class WaitTimer:
-    """Add the seconds spent inside to ``statistics.wait_s``."""
+    """A context that adds the seconds spent inside to ``statistics.wait_s``."""
 
     def __init__(self, statistics: Statistics, clock: Clock = REAL_CLOCK) -> None:
         self._statistics = statistics
@@ -40,22 +40,22 @@ class WaitTimer:
 
 
 class ExplainErrors:
-    """Turn a backend's RuntimeError into one that names the missing or failed worker.
+    """A context that turns a RuntimeError of a backend into one that names the failed worker.
 
     Args:
         group: The workers.
         label: What is being waited for, e.g. ``"round 12"``.
-        since: When the wait began, by the group's clock. Default: on entering.
+        started: When the wait started, by the group's clock. Default: when the context is entered.
     """
 
-    def __init__(self, group: WorkerGroup, label: str, since: float | None = None) -> None:
+    def __init__(self, group: WorkerGroup, label: str, started: float | None = None) -> None:
         self._group = group
         self._label = label
-        self._since = since
+        self._started = started
 
     def __enter__(self) -> None:
-        if self._since is None:
-            self._since = self._group.clock.now()
+        if self._started is None:
+            self._started = self._group.clock.now()
 
     def __exit__(
         self,
@@ -63,24 +63,24 @@ class ExplainErrors:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if isinstance(error, RuntimeError) and self._since is not None:
-            explained = self._group.explained(error, self._label, self._since)
+        if isinstance(error, RuntimeError) and self._started is not None:
+            explained = self._group.explain_error(error, self._label, self._started)
             if explained is not error:
                 raise explained from error
 
 
 class PendingWork:
-    """Works of the backend under way, and how the host waits for what they bring.
+    """Several works of a backend that complete together.
 
-    The ``wait`` of gloo blocks the host until the data are here, for as long as its timeout. That
-    of NCCL only makes the device wait: the host would then block in its next read, outside of every
-    deadline. So there it looks again and again whether the works have ended, whether a worker has
-    failed, and whether ``timeout_s`` has passed since they began.
+    ``Work.wait`` of gloo blocks the host until the data have arrived, at most for the timeout of
+    the process group. That of NCCL only makes the device wait: the host would then block in its
+    next read, without a timeout. With NCCL the host therefore polls until the works are completed,
+    a worker has failed, or ``timeout_s`` of the group has passed since they were started.
 
     Args:
         group: The workers.
-        label: What it is for, e.g. ``"round 12"``.
-        works: What has just begun.
+        label: What is being waited for, e.g. ``"round 12"``.
+        works: The works, which have just been started.
     """
 
     def __init__(self, group: WorkerGroup, label: str, works: Iterable[dist.Work]) -> None:
@@ -88,16 +88,16 @@ class PendingWork:
         self._label = label
         self._works = list(works)
         self._clock = group.clock
-        self._began = self._clock.now()
+        self._started = self._clock.now()
 
-    def have_ended(self) -> bool:
-        """Whether :meth:`wait` would return or raise at once; never waits."""
-        return self._are_completed() or (not self._group.wait_blocks_host and self._is_hopeless())
+    def is_completed(self) -> bool:
+        """Return whether :meth:`wait` would return or raise at once."""
+        return self._are_completed() or (not self._group.wait_blocks_host and self._has_failed())
 
-    def end_within(self, seconds: float) -> bool:
-        """Wait a little; whether they have ended well. For works that can be looked after."""
+    def completes_within(self, seconds: float) -> bool:
+        """Wait at most ``seconds``; return whether all works have completed without an error."""
         if not self._group.wait_blocks_host:
-            return self._look_until(self._clock.now() + seconds)
+            return self._poll_until(self._clock.now() + seconds)
         try:
             for work in self._works:
                 work.wait(timedelta(seconds=seconds))
@@ -107,47 +107,53 @@ class PendingWork:
         return True
 
     def wait(self) -> None:
-        """Wait for their end; raises RuntimeError as :class:`ExplainErrors`."""
+        """Wait until all works have completed.
+
+        Raises:
+            RuntimeError: If a worker is missing or has failed; the message names it.
+        """
         group = self._group
         if group.wait_blocks_host:
             with ExplainErrors(group, self._label):
                 for work in self._works:
                     work.wait()
         else:
-            with ExplainErrors(group, self._label, since=self._began):
-                if not self._look_until(math.inf):
+            with ExplainErrors(group, self._label, self._started):
+                if not self._poll_until(math.inf):
                     raise RuntimeError(f"No message in {self._label} after {group.timeout_s:g} s.")
                 for work in self._works:
-                    work.wait()  # lets the device see what has come
+                    work.wait()  # makes the device's stream wait for the received data
         self._works = []
 
-    def _look_until(self, deadline: float) -> bool:
-        """Look again and again; whether they have ended, and not only the time or all hope."""
-        pause_s = _SHORTEST_PAUSE_S
+    def _poll_until(self, deadline: float) -> bool:
+        """Poll until all works have completed (True), or the deadline or a failure (False)."""
+        interval_s = _SHORTEST_POLL_INTERVAL_S
         while not self._are_completed():
-            if self._clock.now() > deadline or self._is_hopeless():
+            if self._clock.now() > deadline or self._has_failed():
                 return False
-            self._clock.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            self._clock.sleep(interval_s)
+            interval_s = min(2 * interval_s, _LONGEST_POLL_INTERVAL_S)
         return True
 
     def _are_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
 
-    def _is_hopeless(self) -> bool:
+    def _has_failed(self) -> bool:
         watchdog, timeout_s = self._group.watchdog, self._group.timeout_s
-        has_failed = watchdog is not None and watchdog.failure is not None
-        return has_failed or self._clock.now() > self._began + timeout_s
+        has_failure = watchdog is not None and watchdog.failure is not None
+        return has_failure or self._clock.now() > self._started + timeout_s
 
 
 class AllReduceSum:
-    """A flat tensor that is being added up over all workers, in place; a single worker's stays.
+    """A pending all-reduce that sums a flat tensor over all workers, in place.
+
+    With a single worker the tensor is left unchanged.
 
     Args:
         group: The workers.
-        statistics: Where bytes and seconds are counted.
-        flat: The same size on all workers; must stay untouched until :meth:`wait` has returned.
-        label: What it is for, e.g. ``"round 12"``.
+        statistics: Counts bytes and seconds.
+        flat: Of the same size on all workers; must not be changed until :meth:`wait` returns.
+        label: What is being waited for, e.g. ``"round 12"``.
     """
 
     lost = None
@@ -155,43 +161,43 @@ class AllReduceSum:
     def __init__(
         self, group: WorkerGroup, statistics: Statistics, flat: Tensor, label: str
     ) -> None:
-        self._timed = WaitTimer(statistics, group.clock)
+        self._timer = WaitTimer(statistics, group.clock)
         self._flat = flat
-        self._works: PendingWork | None = None
+        self._work: PendingWork | None = None
         if group.data is not None:
             with ExplainErrors(group, label):
                 work = dist.all_reduce(flat, group=group.data, async_op=True)
-            self._works = PendingWork(group, label, [work])
+            self._work = PendingWork(group, label, [work])
             n = group.num_workers
             statistics.bytes_sent += 2 * (n - 1) * flat.nbytes // n
 
     def has_arrived(self) -> bool:
-        """Whether :meth:`wait` would return or raise at once."""
-        return self._works is None or self._works.have_ended()
+        """Return whether :meth:`wait` would return or raise at once."""
+        return self._work is None or self._work.is_completed()
 
     def arrives_within(self, seconds: float) -> bool:
-        """Wait a little."""
-        if self._works is None:
+        """Wait at most ``seconds``; return whether the sum has arrived."""
+        if self._work is None:
             return True
-        with self._timed:
-            return self._works.end_within(seconds)
+        with self._timer:
+            return self._work.completes_within(seconds)
 
     def wait(self) -> Tensor:
-        """Return the sum; raises RuntimeError as :class:`ExplainErrors`."""
-        if self._works is not None:
-            with self._timed:
-                self._works.wait()
-            self._works = None
+        """Wait for the sum and return it; raises the errors of :meth:`PendingWork.wait`."""
+        if self._work is not None:
+            with self._timer:
+                self._work.wait()
+            self._work = None
         return self._flat
 
     def release(self) -> None:
-        """The memory belongs to the caller."""
+        """Do nothing: the memory belongs to the caller."""
 
 
 def labelled(name: str) -> AbstractContextManager[object]:
-    """A ``record_function`` while somebody uses ``torch.profiler``; nothing otherwise.
+    """Return a ``record_function`` context if ``torch.profiler`` is active, else an empty one.
 
-    Without a profiler a label would still cost more than packing a small tensor.
+    Without a profiler, ``record_function`` would still cost more than packing a small tensor.
     """
     if profiler._is_profiler_enabled:
         return profiler.record_function(name)

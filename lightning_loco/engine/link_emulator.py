@@ -190,7 +190,7 @@ class LinkUse:
         self.statistics = statistics
         self.free_at = 0.0
         self._counted_until = 0.0
-        statistics.begin_emulation()
+        statistics.start_emulation()
 
     def count(self, began: float, end: float, waited_from: float) -> None:
         """Something was under way, and waited for from some time on; no second counts twice."""

@@ -158,7 +158,7 @@ class PairwiseEngine:
             raise
         self.statistics = self.worker.statistics
         if self.settings.link is not None:
-            self.statistics.begin_emulation()
+            self.statistics.start_emulation()
         self.factors: list[float] = []
         self.stalenesses: list[float] = []
         self._clock = 0.0

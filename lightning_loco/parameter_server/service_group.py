@@ -163,7 +163,7 @@ class ServiceGroup:
         self._agreements = 0
         self.group: dist.ProcessGroup | None = None
         notes = self._store.with_prefix("watchdog")
-        self.watchdog = Watchdog(notes, job.rank, len(names), names, job.timeout_s, follows=True)
+        self.watchdog = Watchdog(notes, job.rank, len(names), names, job.timeout_s, monitor=True)
         self.watchdog.start()
         try:
             self.raise_together(None)  # says who is missing, unlike gloo

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_loco.compression import CODECS, Codec, check_compression
-from lightning_loco.distributed.notes import LONGEST_BYTES, read
+from lightning_loco.distributed.notes import MAX_BYTES, read
 from lightning_loco.distributed.watchdog import Watchdog
 from lightning_loco.parameter_server.keep_alive import Meanwhile, Outcome, Waiter
 from lightning_loco.parameter_server.plan import BUCKET_BYTES, Message, plan_messages
@@ -258,7 +258,7 @@ class Wire:
     def _receive_note(self, lane: Lane, wait: Callable[[dist.Work], object]) -> Note:
         first = self._receive_frame(FRAME_BYTES, lane, wait)
         size, text = int.from_bytes(first[:8], "little"), first[8:]
-        if size > LONGEST_BYTES:
+        if size > MAX_BYTES:
             raise RuntimeError(f"{self.name} has announced a note of {size} bytes.")
         if size > len(text):
             text += self._receive_frame(size - len(text), lane, wait)

@@ -400,7 +400,7 @@ class EngineStrategy(WorkerStrategy):
         super().setup_environment()
         if self.is_fitting:
             self._finished = False
-            self.group = WorkerGroup.begin(timeout_s=self.timeout_s)
+            self.group = WorkerGroup.start(timeout_s=self.timeout_s)
             self.checkpoints.start_fit()
 
     def setup(self, trainer: pl.Trainer) -> None:

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_loco.distributed.rendezvous import Job
 from lightning_loco.distributed.watchdog import WorkerFailure
-from lightning_loco.distributed.worker_group import WorkerGroup, abandon, abandon_default_group
+from lightning_loco.distributed.worker_group import WorkerGroup, abort_default_group, abort_groups
 from lightning_loco.parameter_server import RemoteOptimizer, Tiers
 from lightning_loco.parameter_server.service_group import AllRanks, ServiceGroup
 from lightning_loco.parameter_server.tiers import new_replica_group
@@ -272,7 +272,7 @@ class ServedStrategy(WorkerStrategy):
         groups = [group for group in (self.replica_group, self._gradients_group) if group]
         self.replica_group = self._gradients_group = None
         if self._trainer.state.status == TrainerStatus.INTERRUPTED:
-            abandon(groups)
+            abort_groups(groups)
         else:
             list(map(dist.destroy_process_group, groups))
 
@@ -328,5 +328,5 @@ class ServedStrategy(WorkerStrategy):
         assert self.service is not None
         self.service.watchdog.forget(gone)
         self.service.wait_for_store()
-        abandon_default_group()
+        abort_default_group()
         self._init_default_group()

@@ -35,7 +35,7 @@ def after_step(
     """What an engine does after each local step."""
     if group.watchdog is not None:
         group.watchdog.position = (rounds, steps, sync_every or 1)
-    stop.note(rounds, steps, sync_every)
+    stop.check(rounds, steps, sync_every)
 
 
 def stop_together(
@@ -157,7 +157,7 @@ def test_a_worker_that_does_not_answer_is_named_to_the_others_too() -> None:
         stop = StopAgreement(group)
         stop.request("SIGTERM")
         clock.wait_until_waiting(2)
-        clock.advance(watchdog._INTERVAL_S)
+        clock.advance(watchdog._HEARTBEAT_INTERVAL_S)
         wait_until(lambda: watchdogs[0].stop_seen)
         with pytest.raises(RuntimeError, match="the agreement to stop after 0 s from worker 2"):
             clock.pass_during(lambda: after_step(stop, group, 0, 1, 4), others=2)

@@ -105,7 +105,7 @@ def gather(rank: int, world: int) -> None:
     names = [f"Worker {w}" for w in range(world)]
     for lengths in ([0, 3, 504], [505, 1, 0], [10, 200_000, 504]):
         sent = [bytes([w]) * length for w, length in enumerate(lengths)]
-        assert notes.gather(sent[rank], dist.group.WORLD, names) == sent
+        assert notes.all_gather(sent[rank], dist.group.WORLD, names) == sent
 
 
 def test_short_and_long_messages_arrive_whole(pool: Pool) -> None:
@@ -116,9 +116,9 @@ def claim(rank: int, world: int) -> None:
     group = WorkerGroup.create(timeout_s=20)
     if rank == 1:
         frame = (2**50).to_bytes(8, "little").ljust(512, b"\0")
-        notes._all_gather(frame, group.control, world)
+        notes._all_gather_equal(frame, group.control, world)
     else:
-        with pytest.raises(ValueError, match="Worker 1 wants to send 1,125,899,906,842,624 bytes"):
+        with pytest.raises(ValueError, match="Worker 1 wants .* of 1,125,899,906,842,624 bytes"):
             group.gather_objects("fine")
     group.close()
 
@@ -132,7 +132,7 @@ def send_a_pickle(rank: int, world: int) -> None:
     try:
         if rank == 1:
             names = [f"Worker {w}" for w in range(world)]
-            notes.gather(pickle.dumps(Crate()), group.control, names)
+            notes.all_gather(pickle.dumps(Crate()), group.control, names)
         else:
             group.gather_objects("fine")
     finally:

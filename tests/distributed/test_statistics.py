@@ -45,7 +45,7 @@ def test_what_links_took_is_counted_where_links_are_emulated() -> None:
     new.load_state_dict(state)  # resumed without a link
     assert new.emulated_s is None
     assert "emulated_s" not in new.state_dict()
-    new.begin_emulation()
+    new.start_emulation()
     assert new.emulated_s == 0.0
     new.load_state_dict(state)
     assert (new.emulated_s, new.emulated_wait_s, new.emulated_bytes) == (7.0, 2.5, 100)

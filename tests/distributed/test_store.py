@@ -77,9 +77,11 @@ def test_a_frozen_server_is_noticed_in_time_and_forgiven() -> None:
         store.set("a", "1")
         assert store.get("a") == b"1"
         freeze_process(pid)
-        asking = [begin(lambda: store.check(["a"], patience_s=0.25)) for _ in range(2)]
+        asking = [begin(lambda: store.check(["a"], timeout_s=0.25)) for _ in range(2)]
         clock.wait_until_waiting(2)
-        wait_until(lambda: store._line._calls.qsize() == 1 and store._line.asked_at is not None)
+        wait_until(
+            lambda: store._thread._calls.qsize() == 1 and store._thread.started_at is not None
+        )
         assert clock.asked[-2:] == [0.25, 0.25]
         clock.advance(0.25)
         for one in asking:
@@ -87,7 +89,7 @@ def test_a_frozen_server_is_noticed_in_time_and_forgiven() -> None:
                 one.result(HARNESS_S)
         assert store.silent_s == 0.25
         os.kill(pid, signal.SIGCONT)
-        assert store.get("a", patience_s=LONG_S) == b"1"
+        assert store.get("a", timeout_s=LONG_S) == b"1"
         assert store.silent_s == 0
 
 
@@ -97,7 +99,7 @@ def test_closing_does_not_wait_for_a_frozen_server() -> None:
         freeze_process(pid)
         asking = [begin(lambda: store.check(["a"])) for _ in range(3)]  # two stand in line
         clock.wait_until_waiting(3)
-        wait_until(lambda: store._line._calls.qsize() == 2)
+        wait_until(lambda: store._thread._calls.qsize() == 2)
         store.close()
         for one in asking:
             with pytest.raises(StoreTimeout):
@@ -113,7 +115,7 @@ def test_the_end_of_the_server_is_another_error() -> None:
 
 def ask_for_a_while(store: TimeoutStore) -> None:
     for _ in range(100):
-        store.check(["a"], patience_s=60.0)  # PyTorch takes its time to name the frames
+        store.check(["a"], timeout_s=60.0)  # PyTorch takes its time to name the frames
         time.sleep(0.02)
 
 
@@ -143,20 +145,20 @@ def test_a_closed_store_answers_nobody() -> None:
 class LateStore(dist.HashStore):
     """Answers once its connection is being closed, later than one that hangs is waited for."""
 
-    line: Any
+    thread: Any
 
     def check(self, keys: list[str]) -> bool:
-        wait_until(lambda: self.line._has_ended)
-        time.sleep(1.5 * module._FAREWELL_S)
+        wait_until(lambda: self.thread._is_ending)
+        time.sleep(1.5 * module._CLOSE_TIMEOUT_S)
         return super().check(keys)
 
 
 def test_closing_waits_for_a_call_that_has_just_begun() -> None:
     late, clock = LateStore(), ManualClock()
     store = TimeoutStore(late, clock=clock)
-    late.line = store._line
+    late.thread = store._thread
     asking = begin(lambda: store.check(["key"]))
-    wait_until(lambda: store._line.asked_at is not None)
+    wait_until(lambda: store._thread.started_at is not None)
     store.close()
     assert not threads_named("loco-store")
     assert asking.result(HARNESS_S) is False
@@ -179,11 +181,11 @@ pipe = subprocess.PIPE
 server = subprocess.Popen([sys.executable, "-c", host], stdin=pipe, stdout=pipe, text=True)
 port = int(server.stdout.readline())
 client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-store = TimeoutStore.connected_to(client, 10.0)
+store = TimeoutStore.from_clone(client, 10.0)
 store.set("key", "value")
 os.kill(server.pid, signal.SIGSTOP)
 try:
-    store.check(["key"], patience_s=0.1)
+    store.check(["key"], timeout_s=0.1)
 except StoreTimeout:
     print("silent")
 store.close()

@@ -15,7 +15,14 @@ import torch.distributed as dist
 
 from lightning_loco.distributed import watchdog as module
 from lightning_loco.distributed.watchdog import Watchdog, WorkerFailure
-from tests.distributed.workers import hurry, make_watchdogs, start, threads_named, wait_until
+from tests.distributed.workers import (
+    INTERVAL_S,
+    hurry,
+    make_watchdogs,
+    start,
+    threads_named,
+    wait_until,
+)
 from tests.manual_clock import ManualClock, SkippingClock
 from tests.store_server import server_in_a_process
 
@@ -80,7 +87,7 @@ def test_the_host_of_the_store_waits_three_beats_for_the_dead() -> None:
     with make_watchdogs(2, clock=clock) as watchdogs:
         start(watchdogs[0])
         watchdogs[0].report("out of memory")
-        assert clock.now() == pytest.approx(3 * module._INTERVAL_S, abs=module._INTERVAL_S / 19)
+        assert clock.now() == pytest.approx(3 * INTERVAL_S, abs=INTERVAL_S / 19)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +112,7 @@ def test_the_end_of_the_store_is_a_failure_of_its_host(
 def test_a_store_that_ends_while_it_is_asked_makes_nobody_alive() -> None:
     with server_in_a_process() as (store, server):
         watchdog = Watchdog(store, 2, 3)  # its thread does not run: who explains finds it out
-        watchdog.meetings = 1
+        watchdog.num_exchanges = 1
         os.kill(server, signal.SIGKILL)
         assert re.fullmatch(
             r".* worker 0, which hosts it, has ended .*", watchdog.explain("r", 1.0)
@@ -156,13 +163,13 @@ def test_who_never_reads_is_waited_for_once() -> None:
         start(*watchdogs[:2])
         watchdogs[1].report("No message in round 1 from worker 2")
         clock.wait_until_waiting(2)
-        clock.advance(module._INTERVAL_S)
+        clock.advance(INTERVAL_S)
         wait_until(lambda: watchdogs[0].failure)
         before_s = clock.now()
         for _ in range(3):
             watchdogs[0].report("Worker 1 failed")
         waited_s = clock.now() - before_s
-        assert waited_s == pytest.approx(3 * module._INTERVAL_S, abs=module._INTERVAL_S / 19)
+        assert waited_s == pytest.approx(3 * INTERVAL_S, abs=INTERVAL_S / 19)
 
 
 def test_who_has_found_it_out_and_left_is_not_waited_for() -> None:
@@ -180,7 +187,7 @@ def test_waiting_for_a_failure() -> None:
     with make_watchdogs(2, clock=clock) as watchdogs:
         start(*watchdogs)
         assert clock.pass_during(watchdogs[0].wait_for_failure, others=2) is None
-        assert clock.now() == pytest.approx(module._SETTLE_S, abs=0.11)
+        assert clock.now() == pytest.approx(module._MISSING_AFTER_S, abs=0.11)
         before_s = clock.now()
         watchdogs[1].report("gone")
         found = clock.pass_during(watchdogs[0].wait_for_failure, others=2)
@@ -210,7 +217,7 @@ def test_who_is_alive_and_behind_is_named_with_its_last_exchange() -> None:
         for watchdog, meetings, place in zip(
             watchdogs, (5, 4, 5), ("r5", "validation", "r5"), strict=True
         ):
-            watchdog.meetings, watchdog.label = meetings, place
+            watchdog.num_exchanges, watchdog.label = meetings, place
         start(*watchdogs)
         text = clock.pass_during(lambda: watchdogs[0].explain("round 5", 3.0), others=3)
     assert "from worker 1 (alive, last exchange: validation). Check" in text
@@ -220,7 +227,7 @@ def test_who_waits_elsewhere_is_named_with_the_place() -> None:
     clock = ManualClock()
     with make_watchdogs(3, clock=clock) as watchdogs:
         for watchdog, place in zip(watchdogs, ("r5", "validation", "r5"), strict=True):
-            watchdog.meetings, watchdog.label = 5, place
+            watchdog.num_exchanges, watchdog.label = 5, place
         start(*watchdogs)
         text = clock.pass_during(lambda: watchdogs[0].explain("round 5", 3.0), others=3)
     assert "from worker 1 (alive, but waiting in validation). Check" in text
@@ -244,7 +251,7 @@ def test_a_process_that_was_stopped_does_not_blame_the_network() -> None:
         clock.advance(30.0)
         clock.wait_until_waiting(2)
         text = clock.pass_during(lambda: watchdogs[0].explain("round 1", 30.0), others=2)
-        assert "from any worker (all are alive). This process stood still for 30 s" in text
+        assert "from any worker (all are alive). This process was suspended for 30 s" in text
         clock.pass_during(lambda: clock.sleep(60.0), others=2)
         text = clock.pass_during(lambda: watchdogs[0].explain("round 1", 30.0), others=2)
         assert "any worker (all are alive: a network fault). Check" in text
@@ -279,12 +286,12 @@ def test_the_silent_are_listed() -> None:
 @contextmanager
 def one_has_fallen_silent(clock: ManualClock) -> Iterator[Watchdog]:
     """The first one of three that follow each other, long after the last beat of worker 2."""
-    with make_watchdogs(3, clock=clock, follows=True) as watchdogs:
+    with make_watchdogs(3, clock=clock, monitor=True) as watchdogs:
         start(*watchdogs)
         clock.wait_until_waiting(3)
         watchdogs[2].end()
-        while clock.now() < 2 * module._SETTLE_S:
-            clock.advance(module._INTERVAL_S)
+        while clock.now() < 2 * module._MISSING_AFTER_S:
+            clock.advance(INTERVAL_S)
             clock.wait_until_waiting(2)
         yield watchdogs[0]
 
@@ -300,10 +307,10 @@ def test_who_follows_the_others_knows_at_once_who_has_fallen_silent(
 def test_who_follows_the_others_knows_how_long_one_has_been_silent() -> None:
     clock = ManualClock()
     with one_has_fallen_silent(clock) as watchdog:
-        assert watchdog.lost(module._SETTLE_S) == ["worker 2"]
+        assert watchdog.lost(module._MISSING_AFTER_S) == ["worker 2"]
         assert watchdog.lost(clock.now()) == []
         watchdog.forget([2])
-        assert watchdog.lost(module._SETTLE_S) == []
+        assert watchdog.lost(module._MISSING_AFTER_S) == []
         assert clock.pass_during(watchdog.silent, others=2) == []
 
 
@@ -387,9 +394,9 @@ def test_garbage_in_the_store_is_ignored(
                 if key.startswith("stop"):
                     watchdog.stop_reason = "SIGTERM"
                 start(watchdog)
-                beats = watchdog._beats
+                before = watchdog._num_heartbeats
                 text = watchdog.explain("round 1", 1.0)
-                wait_until(lambda watchdog=watchdog, beats=beats: watchdog._beats > beats + 5)
+                wait_until(lambda dog=watchdog, n=before: dog._num_heartbeats > n + 5)
                 assert watchdog.failure is None
                 assert watchdog.stop_at is None
             finally:
@@ -430,7 +437,7 @@ def test_it_survives_whatever_the_store_raises() -> None:
     watchdog = Watchdog(store, 0, 2)
     try:
         start(watchdog)
-        wait_until(lambda: watchdog._beats > 6)
+        wait_until(lambda: watchdog._num_heartbeats > 6)
         assert not store.errors
         assert watchdog.is_alive()
         assert watchdog.failure is None
@@ -458,10 +465,10 @@ def test_a_silent_store_is_the_silence_of_worker_0() -> None:
     watchdog = Watchdog(store, 1, 3, timeout_s=20.0, clock=clock)
     try:
         start(watchdog)
-        wait_until(lambda: watchdog._store._line.asked_at is not None)  # its own look is under way
+        wait_until(lambda: watchdog._store._thread.started_at is not None)
         text = clock.pass_during(lambda: watchdog.explain("round 8", 12.4), others=1)
         assert text.startswith("No message in round 8 after 12 s, and worker 0 is unreachable")
-        assert clock.now() == module._LOOK_S
+        assert clock.now() == module._STORE_TIMEOUT_S
         clock.advance(0.5)
         assert watchdog.silent() == ["worker 0"]
         watchdog.report("nobody reads it")  # nor does anybody ask again: the clock stands still

@@ -217,13 +217,13 @@ def test_what_began_too_long_ago_is_given_up() -> None:
     clock = SkippingClock()
     group = WorkerGroup(0, 2, timeout_s=0.5, wait_blocks_host=False, clock=clock)
     works = PendingWork(group, "round 4", [Stuck()])
-    assert not works.have_ended()
+    assert not works.is_completed()
     with pytest.raises(RuntimeError, match="^No message in round 4 after 0.5 s"):
         works.wait()
     waited_s = clock.now()
     assert waited_s == pytest.approx(0.5, abs=0.002)
-    assert works.have_ended()  # the wait would raise at once
-    assert not works.end_within(LONG_S)
+    assert works.is_completed()  # the wait would raise at once
+    assert not works.completes_within(LONG_S)
     assert clock.now() == waited_s
     assert group.failed
 
@@ -234,7 +234,7 @@ def test_a_failure_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         start(*watchdogs)
         group = dataclasses.replace(group_of(watchdogs[0], 0, 2), wait_blocks_host=False)
         works = PendingWork(group, "round 4", [Stuck()])
-        assert not works.end_within(0.05)
+        assert not works.completes_within(0.05)
         watchdogs[1].report("IndexError: 7")
         with pytest.raises(RuntimeError, match="^Worker 1 failed:\nIndexError: 7$"):
             works.wait()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_loco.distributed import watchdog
-from lightning_loco.distributed.worker_group import WorkerGroup, abandon, abandon_default_group
+from lightning_loco.distributed.worker_group import WorkerGroup, abort_default_group, abort_groups
 from tests.distributed.workers import threads_named
 from tests.forked_jobs import Job
 from tests.limits import HARNESS_S, LONG_S, SOON_S
@@ -166,7 +166,7 @@ def look_for_long(rank: int, world: int) -> None:
     if rank == 1:
         time.sleep(HARNESS_S)
     if rank == 2:
-        watchdog._SETTLE_S = 5.0
+        watchdog._MISSING_AFTER_S = 5.0
     group.gather_objects(rank, "the gathering")
 
 
@@ -228,7 +228,7 @@ def leave_while_waiting(rank: int, world: int) -> tuple[float, int]:
     else:
         dist.barrier()
     began = time.monotonic()
-    abandon(groups)
+    abort_groups(groups)
     lasted_s = time.monotonic() - began
     if rank == 0:
         dist.barrier()
@@ -245,7 +245,7 @@ def renew_default_group(rank: int, world: int) -> tuple[bool, float]:
     with all_ranks() as environment:
         init = f"tcp://127.0.0.1:{environment.main_port}"
         dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
-        abandon_default_group()
+        abort_default_group()
         is_left = not dist.is_initialized()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         value = torch.ones(3)

@@ -20,12 +20,13 @@ from lightning_loco.distributed.watchdog import Watchdog
 from lightning_loco.distributed.worker_group import WorkerGroup
 
 TIMEOUT_S = 20.0
+INTERVAL_S = 0.02
 
 
 def hurry(monkeypatch: pytest.MonkeyPatch, settle_s: float = 0.3) -> None:
     """Let watchdogs beat fifty times a second and look at others for a moment only."""
-    monkeypatch.setattr(module, "_INTERVAL_S", 0.02)
-    monkeypatch.setattr(module, "_SETTLE_S", settle_s)
+    monkeypatch.setattr(module, "_HEARTBEAT_INTERVAL_S", INTERVAL_S)
+    monkeypatch.setattr(module, "_MISSING_AFTER_S", settle_s)
 
 
 def sleeps(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[float]:
@@ -47,13 +48,13 @@ def make_watchdogs(
     names: list[str] | None = None,
     clock: Clock = REAL_CLOCK,
     *,
-    follows: bool = False,
+    monitor: bool = False,
 ) -> Iterator[list[Watchdog]]:
     """Watchdogs that are not started yet, on one store that answers at once; ended at the end."""
     store = dist.HashStore()
     stores = [TimeoutStore(store) for _ in range(num_workers)]
     watchdogs = [
-        Watchdog(own, worker, num_workers, names, follows=follows, clock=clock)
+        Watchdog(own, worker, num_workers, names, monitor=monitor, clock=clock)
         for worker, own in enumerate(stores)
     ]
     try:
@@ -69,7 +70,7 @@ def start(*watchdogs: Watchdog) -> None:
     for watchdog in watchdogs:
         watchdog.start()
     for watchdog in watchdogs:
-        wait_until(lambda watchdog=watchdog: watchdog._beats > 0)
+        wait_until(lambda watchdog=watchdog: watchdog._num_heartbeats > 0)
 
 
 def wait_until(condition: Callable[[], Any]) -> None:

@@ -131,7 +131,7 @@ class NeighborHandle:
     def has_arrived(self) -> bool:
         """Whether :meth:`wait` would return or raise at once; never waits."""
         if not self._host_waits:
-            return self._works.have_ended()
+            return self._works.is_completed()
         if self._coming is None:
             self._coming = begin(self._works.wait)
         return self._coming.done()
